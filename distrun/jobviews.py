@@ -1,9 +1,9 @@
-"""How jobs stand right now: their state, and the metrics of those that run, each asked within a limit of time.
+"""The current status of jobs: their state and, if they run, their metrics. Each query has a time limit.
 
-What the job store knows is read at once. Coordinators on this machine are asked for metrics by their control sockets,
-all at a time. Coordinators elsewhere are asked by one ssh connection for each host, all at a time, too: a few lines of
-Python there send the jobs' states and pass on what their control sockets say. ssh asks the user nothing. A coordinator
-that does not answer in time costs what it would have told, nothing else: its job is `unknown`.
+The job store is read at once. Coordinators on this machine are asked for metrics through their control sockets, all in
+parallel. Coordinators elsewhere are asked through one ssh connection per host, also in parallel: a few lines of Python
+there send the states of the jobs and forward the replies of their control sockets. ssh asks no questions. If a
+coordinator does not answer in time, its job is `unknown`; other jobs are not affected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HERE_S = 0.3
 THERE_S = 2.0
 """The same for those on other hosts."""
 METRICS_S = 0.5
-"""A coordinator elsewhere whose state has come is waited for so much longer: it may be one that has no metrics."""
+"""Additional time for the metrics of a coordinator elsewhere after its state arrived. It may have none."""
 EVENTS_SIZE = 16 * 1024
 """Bytes from the end of events.jsonl that are read."""
 END_S = 0.2
@@ -279,7 +279,7 @@ class _Source:
         """Take note that the time is up."""
 
     def release(self) -> None:
-        """Close what is not read any more; called after `read`, when nobody waits for it."""
+        """Close what is no longer read. Called after `read`; never blocks the caller of that."""
 
     def close(self) -> None:
         """End it."""

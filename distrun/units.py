@@ -1,7 +1,7 @@
-"""Numbers as a person reads them in tables and panels: bytes, rates, shares, ages, elapsed times. No side effects.
+"""Formats numbers for tables and panels: bytes, rates, shares, ages, elapsed times. No side effects.
 
-What is not known is None, and shown as an empty text. Numbers that JSON cannot hold are the texts `nan`, `inf` and
-`-inf`.
+An unknown number is None and formatted as an empty text. Numbers that JSON cannot represent are the texts `nan`, `inf`
+and `-inf`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def rate(per_s: float | None) -> str:
 
 
 def used(part: float | None, whole: float | None) -> str:
-    """Return what is used of so many bytes: `3.4 of 16.0 GiB`; without a whole what `size` does."""
+    """Return used and total bytes: `3.4 of 16.0 GiB`; without a total, the same as `size`."""
     if part is None or not whole:
         return size(part)
     text = size(whole)

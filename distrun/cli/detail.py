@@ -1,7 +1,6 @@
-"""One job in detail, as `distrun status JOB` prints it: plain text with tables. No side effects but reading its files.
+"""Formats one job in detail for `distrun status JOB`: plain text with tables. No side effects except reading its files.
 
-What its coordinator measures (`distrun.metrics/1`) is shown as far as it is known. The coordinator may be of another
-version, so no member of it is relied on.
+The metrics (`distrun.metrics/1`) may come from another version of the coordinator, so no member is required.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from distrun import report, shell, units
+from distrun import report, units
 from distrun.cli import statustables as tables
 from distrun.cli.console import render
 from distrun.dashboard import events as happenings
@@ -37,12 +36,9 @@ QUIET = ("ready", "started", "finished")
 def text(view: JobView, now: float, columns: int) -> str:
     """Return all that is known of a job. `now`: wall clock, seconds. `columns`: room."""
     state = view.state
-    title = f"{state['id']}  {state['state']}  {shell.join(state['command'])}\n"
-    message = f"{clean_lines(str(state['message']))}\n" if state.get("message") else ""
-    parts = [title + message + "".join(_labelled(*pair, columns) for pair in _about(view, now))]
+    parts = [tables.heading(state) + "".join(_labelled(*pair, columns) for pair in _about(view, now))]
     if state["tasks"]:
         table = tables.tasks_table(state, now, columns, view.metrics)
-        table.title = None
         parts.append(render(table) + "".join(_labelled(*pair, columns) for pair in _conditions(view)))
     parts += [_hosts(view, columns), _store(view, columns), _events(view, columns), clean_lines(error(view))]
     return "\n".join(part for part in parts if part)

@@ -1,6 +1,6 @@
-"""The line that shows how far a job is: the phases of its start, then the progress that its tasks report.
+"""The line that shows how far a job is: first the phases of its start, then the progress that tasks report.
 
-No side effects: `JobLine` takes what the coordinator tells and returns text.
+No side effects: `JobLine` takes data from the coordinator and returns text.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class JobLine:
         self._progress: progress.Progress | None = None
 
     def take(self, kind: str, value: Mapping[str, Any], now: float) -> list[str]:
-        """Take what the coordinator tells (`Console.follow`); return what is to be printed above the line."""
+        """Take data from the coordinator (`Console.follow`); return the text to print above the line."""
         if kind == "event":
             return self._take_event(value, now)
         if kind == "state":

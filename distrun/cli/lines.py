@@ -1,8 +1,8 @@
-"""Turns the bytes of one stream into what is printed: whole prefixed lines, or the bytes unchanged. No side effects.
+"""Turns the bytes of one stream into printed text: whole lines with a prefix, or the bytes unchanged. No side effects.
 
-A progress bar overwrites its line with carriage returns and ends it with a newline only when it is done. Its latest
-state is shown meanwhile: as a line, once a second; or, on a terminal that can move its cursor, in a place at the bottom
-that is drawn again (`region`). `screen` has the rows of a stream that may still change.
+A progress bar overwrites its line with carriage returns and ends with a newline. Until then its latest state is shown:
+as a line once a second or, on a terminal that can move its cursor, in place at the bottom (`region`). `screen` models
+the rows of a stream that may still change.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from distrun.cli.screen import HOLD_S, Row, Screen, is_blank, is_lines, shown
 
 LINE_LIMIT = 1024 * 1024
-"""A line is cut after so many bytes; what follows is a line of its own."""
+"""A longer line is cut after this many bytes. The rest is a line of its own."""
 PROGRESS_S = 1.0
 """How often a progress bar is shown as a line."""
 
@@ -73,7 +73,7 @@ class Feed:
     _held_since: float = 0.0
 
     def feed(self, data: bytes, now: float) -> bytes:
-        """Add what arrived; return what is to be printed now."""
+        """Add data; return what to print now."""
         if not self.prefix:
             return self._feed_raw(data, now)
         screen = self._screen

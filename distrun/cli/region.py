@@ -1,6 +1,6 @@
-"""The lines at the bottom of a terminal that are drawn again in place: progress bars and the job's own line.
+"""The lines at the bottom of a terminal that are redrawn in place: progress bars and the line of the job.
 
-No side effects: `Region` returns the bytes that draw, `chosen` decides what is drawn.
+No side effects: `Region` returns the bytes to write, `chosen` decides which lines are shown.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Region:
 
 
 def clip(line: bytes, columns: int) -> bytes:
-    """Return as much of a line as fits into so many columns of a terminal; colours stay, and end with the line."""
+    """Return the part of a line that fits into `columns`. Colours stay, and end with the line."""
     text = line.decode("utf-8", "replace")
     if text.isascii() and text.isprintable():
         return line[: max(0, columns)]

@@ -1,12 +1,11 @@
-"""A model of the last rows of one stream of a task, as a terminal would show them. No side effects.
+"""A model of the last rows of a task's stream, as a terminal would show them. No side effects.
 
-A progress bar overwrites its line with carriage returns, and bars below each other (tqdm's nested ones) move the cursor
-up. `Screen` keeps the rows that may still change and returns the others, which have become lines. It differs from a
-terminal in one way: text after a carriage return replaces the row, whatever its length, because that is what programs
-mean by it.
+A progress bar overwrites its line with carriage returns, and nested bars (tqdm) move the cursor up. `Screen` keeps the
+rows that may still change and returns finished rows as lines. It differs from a terminal in one way: text after a
+carriage return replaces the whole row, whatever its length, because that is what programs mean by it.
 
-Of control sequences only colours (SGR) are kept. All others, and control characters, are obeyed or dropped, so that no
-task can move the cursor, change the title or the character set of the terminal on which its lines are shown.
+Of control sequences, only colours (SGR) are kept. All other sequences and control characters are obeyed or dropped, so
+that no task can move the cursor, or change the title or the character set of the user's terminal.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ HOLD_S = 0.2
 """How long after a carriage return a newline may follow that makes both a line's end, as in Windows texts; and how long
 the cursor may stay below a row before the row has become a line."""
 SETTLE_S = 0.05
-"""The state of a bar is whole when nothing was added to it for so long: it may have been read in two pieces."""
+"""The state of a bar is complete if nothing was added for this time: it may have been read in two pieces."""
 STRING_LIMIT = 4096
 """Bytes of a title or another string for the terminal; what follows is text."""
 KEEP_S = 1.0

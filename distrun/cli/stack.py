@@ -1,4 +1,4 @@
-"""`distrun stack`: where the tasks of a running job stand, as Python stacks."""
+"""`distrun stack`: prints the Python stacks of the tasks of a running job."""
 
 from __future__ import annotations
 

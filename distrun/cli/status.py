@@ -1,7 +1,7 @@
-"""`distrun status`: my jobs, or one of them in detail, as text or as JSON.
+"""`distrun status`: all jobs of the user, or one job in detail, as text or JSON.
 
-Jobs are those of this machine's job store; with -H those that hosts' agents find there, wherever they were launched.
-No form of it waits long: what does not answer in time is shown as unknown.
+Jobs come from this machine's job store or, with -H, from the agents of hosts, wherever the jobs were launched. All
+queries have a time limit: what does not answer in time is shown as unknown.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import click
 from distrun.cli.common import found_job
 from distrun.cli.console import print_err, print_out, render, width
 from distrun.cli.reach import host_options, hosts_of, tell_warnings
-from distrun.cli.statustables import hosts_table, jobs_table, tasks_table
+from distrun.cli.statustables import heading, hosts_table, jobs_table, tasks_table
 from distrun.dashboard.text import clean_lines
 from distrun.errors import UsageError
 from distrun_runtime.contract import facts
@@ -111,7 +111,8 @@ def _watched(store: JobStore, job: str | None, everything: bool, plain: bool, is
     if folder is not None:
         ended = top.watch_one(folder, plain, is_ascii)
         if ended.signal is None and not plain:
-            print_out(render(tasks_table(_looked(folder).state, time.time(), width())))
+            state = _looked(folder).state
+            print_out(heading(state) + render(tasks_table(state, time.time(), width())))
         return top.code_of(ended)
     if plain:
         return None

@@ -1,6 +1,6 @@
-"""The tables of `distrun status`: jobs, the tasks of one, jobs on hosts. No side effects.
+"""The tables of `distrun status`: jobs, tasks of a job, jobs on hosts. No side effects.
 
-Where there is no room, columns are left out, each table's least important first.
+If a table is too wide, its least important columns are left out.
 """
 
 from __future__ import annotations
@@ -92,19 +92,20 @@ def _progress(view: JobView | None) -> str:
 def tasks_table(
     state: Mapping[str, Any], now: float, columns: int = WIDE, metrics: Mapping[str, Any] | None = None
 ) -> Table:
-    """Return one row for each task of a job, with its state and command as the title.
+    """Return one row for each task of a job.
 
     `now`: wall clock, seconds. `columns`: room. `metrics`: what its coordinator measures, while it runs.
     """
     measured = (metrics or {}).get("tasks")
     if isinstance(measured, Mapping) and state["state"] in facts.GOING:
-        made = _running_tasks(state, now, columns, measured)
-    else:
-        made = _tasks(state, now, columns)
-    title = f"{state['id']}  {state['state']}  {shell.join(state['command'])}"
-    made.title = plain(title + ("\n" + str(state["message"]) if state.get("message") else ""))
-    made.title_justify, made.title_style = "left", ""
-    return made
+        return _running_tasks(state, now, columns, measured)
+    return _tasks(state, now, columns)
+
+
+def heading(state: Mapping[str, Any]) -> str:
+    """Return the lines above what is told of a job: its id, state and command, and its message if it has one."""
+    title = clean_lines(f"{state['id']}  {state['state']}  {shell.join(state['command'])}") + "\n"
+    return title + (f"{clean_lines(str(state['message']))}\n" if state.get("message") else "")
 
 
 def _tasks(state: Mapping[str, Any], now: float, columns: int) -> Table:

@@ -1,4 +1,4 @@
-"""`distrun top`: another name of `distrun status -w`, and what both do."""
+"""`distrun top`, the same as `distrun status -w`, and the functions that both share."""
 
 from __future__ import annotations
 

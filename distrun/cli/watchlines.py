@@ -1,8 +1,8 @@
-"""`distrun status --watch --json`: one JSON object a line, for each change of a job, or of the list of jobs.
+"""`distrun status --watch --json`: prints a JSON object a line for each change of a job, or of the list of jobs.
 
-A watch begins with a `snapshot`. `update` lines have what is new: the state, the metrics, an event. `gap` says that
-something was missed; the state that comes next is whole. `end` has the outcome. A program that has stopped reading ends
-the watch, without a word.
+A watch begins with a `snapshot`. An `update` line has what is new: the state, the metrics, an event. `gap` means that
+something was missed; the next state is complete. `end` has the outcome. If the reader closes its end, the watch ends
+silently.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "distrun.watch/1"
 POLL_S = 1.0
-"""Between two looks at what is not told by a connection; also how soon it is noticed that nobody reads any more."""
+"""Interval of polls for what no connection reports; also how soon a closed stdout is noticed."""
 THERE_S = 5.0
 """The same where a look takes an ssh connection."""
 STATEFUL = ("ready", "started", "exited", "published", "state", "lost", "finished", "failed")
@@ -39,7 +39,7 @@ Show = Callable[["JobView", float], Mapping[str, Any]]
 
 
 class Closed(Exception):
-    """Nobody reads stdout any more."""
+    """The reader of stdout has closed its end."""
 
 
 class _Lines:
@@ -57,14 +57,14 @@ class _Lines:
             raise Closed
 
     def pause(self, seconds: float) -> None:
-        """Wait; return early, by Closed, if nobody reads any more."""
+        """Wait. Raises Closed as soon as the reader has closed its end."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             time.sleep(min(left, POLL_S))
             self.check()
 
     def check(self) -> None:
-        """Raise Closed if nobody reads any more."""
+        """Raise Closed if the reader has closed its end."""
         if not is_read():
             raise Closed
 
@@ -73,7 +73,7 @@ class _Lines:
 
 
 def jobs(read: Callable[[], Sequence[JobView]], show: Show) -> int:
-    """Write how the list of jobs changes, until nobody reads any more; return the exit code."""
+    """Write how the list of jobs changes, until the reader closes its end; return the exit code."""
     lines = _Lines()
     try:
         views = read()
@@ -102,7 +102,7 @@ def _lasting(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def job(first: JobView, show: Show, exit_code: Callable[[Mapping[str, Any]], int]) -> int:
-    """Write how a job changes, until it is over or nobody reads any more; return the exit code.
+    """Write how a job changes, until it is over or the reader closes its end; return the exit code.
 
     Args:
         first: how it stands.

@@ -1,10 +1,10 @@
-"""The thread that writes to one place, behind a queue, so that nobody waits for a slow reader.
+"""The thread that writes output to stdout and stderr. It has a queue, so callers never wait for a slow reader.
 
-What cannot be written yet is queued; past `QUEUE_LIMIT` only its place in the task's log file is kept and it is read
-back from there. So a slow reader costs no memory, a job never waits for it, and no line is lost.
+What cannot be written yet is queued. Past `QUEUE_LIMIT`, only its position in the task's log file is kept, and it is
+read back from there. So a slow reader costs no memory, a job never waits for it, and no line is lost.
 
-On a terminal the thread also owns the region at the bottom (`region`): progress bars and the job's own line. What is
-printed scrolls above it: one write takes the region away, prints, and draws it again.
+On a terminal the thread also owns the region at the bottom (`region`): progress bars and the line of the job. Output
+scrolls above it: one write erases the region, prints, and draws it again.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from distrun_runtime.coordinator.output import Backlog, OutputPiece, encoded
 from distrun_runtime.errors import JobStoreError
 
 STUCK_S = 10.0
-"""At the end, a terminal that takes nothing for so long is given up."""
+"""At the end, a terminal that takes nothing for this time is given up."""
 READ_SIZE = 256 * 1024
 WRITE_SIZE = 64 * 1024
-"""So much is gathered before it is written, at most."""
+"""Bytes that are gathered before they are written, at most."""
 PACE_S = 0.03
-"""Above a region, output is gathered for so long: each write draws the region again."""
+"""Time for which output above a region is gathered, because each write draws the region again."""
 LOOK_S = 0.1
-"""While output comes without a pause, it is looked so often for what other tasks have to show."""
+"""While output arrives without a pause, interval of checks for what other tasks have to show."""
+ASK_S = 0.02
+"""After output has arrived, minimum time between two checks when the streams have something to print."""
 RESIZE_S = 1.0
 """How often it is looked whether the terminal has another size, while nothing else happens."""
 HIDE_S = 1.0
@@ -66,6 +68,10 @@ class Writer:
         self._on_broken = on_broken
         self._find_log = find_log
         self._feeds: dict[tuple[int, str, str], Feed] = {}
+        self._due_at = self._asked_at = float("-inf")
+        """When a feed has something to print although nothing comes, as of `_asked_at`."""
+        self._has_fed = True
+        """A feed has changed since then."""
         self._queue = Backlog()
         self._is_paused = self._ending = False
         self._holds = 0
@@ -194,14 +200,25 @@ class Writer:
     def _next_due(self) -> float | None:
         """Return how long there is nothing to do unless something comes; None: forever."""
         now = time.monotonic()
-        waits = [wait_s for wait_s in (feed.wait_s(now) for feed in self._feeds.values()) if wait_s is not None]
+        waits = [self._feeds_due(now) - now]
         if self._gathered:
             waits.append(self._flush_at - now)
         if self._is_drawn_late:
             waits.append(self._drawn_at + DRAW_S - now)
         elif self._region is not None and self._region.is_drawn:
             waits.append(self._drawn_at + RESIZE_S - now)
-        return min(waits, default=None)
+        wait_s = min(waits)
+        return wait_s if wait_s < float("inf") else None
+
+    def _feeds_due(self, now: float) -> float:
+        """Return when feeds may have something to print, or are to be asked again; infinite: never."""
+        if self._has_fed and now < self._asked_at + ASK_S:
+            return self._asked_at + ASK_S
+        if self._has_fed:
+            self._has_fed, self._asked_at = False, now
+            waits = [wait_s for wait_s in (feed.wait_s(now) for feed in self._feeds.values()) if wait_s is not None]
+            self._due_at = now + min(waits, default=float("inf"))
+        return self._due_at
 
     @property
     def _flush_at(self) -> float:
@@ -209,7 +226,7 @@ class Writer:
         return self._written_at + PACE_S if self._region is not None and self._region.is_drawn else float("-inf")
 
     def _print_due(self, now: float) -> None:
-        self._looked_at = now
+        self._looked_at, self._has_fed = now, True
         for (fd, _, _), feed in self._feeds.items():
             data = feed.due(now)
             if data:
@@ -256,6 +273,7 @@ class Writer:
         if feed is None:
             feed = self._feeds[key] = self._make_feed(piece)
             self._feeds = dict(sorted(self._feeds.items(), key=lambda item: in_order(*item[0][1:])))
+        self._has_fed = True
         if feed.live:
             self._is_drawn_late = True
         if piece.is_place:

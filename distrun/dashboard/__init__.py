@@ -1,6 +1,6 @@
-"""`distrun status -w` and `distrun top`: jobs on a terminal, live.
+"""`distrun status -w` and `distrun top`: a live view of jobs on a terminal.
 
-`watch` shows one job, `watch_jobs` a table of jobs from which one can be opened. `follow` prints a line for
+`watch` shows one job. `watch_jobs` shows a table of jobs, from which the user can open one. `follow` prints a line for
 each change.
 """
 

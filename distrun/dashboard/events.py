@@ -1,4 +1,4 @@
-"""Events of a job (lines of events.jsonl) as the dashboard shows them: when, who, what happened and why.
+"""Words for the events of a job (lines of events.jsonl), as the dashboard and `distrun status JOB` show them.
 
 No side effects.
 """
@@ -148,7 +148,7 @@ def _started(event: Mapping[str, object]) -> Described:
     return f"{_where(event)}: {what}, pid {read.whole(event.get('pid'))}", text.PLAIN
 
 
-_MESSAGES = ("said", "warning", "ending", "cut", "resumed", "lost", "claimed_twice", "interrupt", "prepare_failed")
+_MESSAGES = ("said", "warning", "ending", "cut", "resumed", "lost", "claimed_twice", "prepare_failed")
 _READERS: Mapping[str, Callable[[Mapping[str, object]], Described]] = {
     "ready": _reasoned("host is ready", text.PLAIN),
     "prepare_failed": _reasoned("cannot be used", text.RED),
@@ -162,7 +162,6 @@ _READERS: Mapping[str, Callable[[Mapping[str, object]], Described]] = {
     "resumed": _reasoned("connection is back", text.GREEN),
     "lost": _reasoned("host lost", text.RED),
     "claimed_twice": _reasoned("two agents for one place", text.RED),
-    "interrupt": lambda event: (f"the job was sent SIG{read.text(event.get('signal'))}", text.YELLOW),
     "state": lambda event: (f"job is {read.text(event.get('state'))}", text.BOLD),
     "said": _said,
     "finished": _finished,

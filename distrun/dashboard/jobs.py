@@ -1,15 +1,14 @@
-"""The live table of jobs, from which one can be opened."""
+"""The live table of jobs, from which the user can open one."""
 
 from __future__ import annotations
 
 import select
-import shlex
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from distrun import units
+from distrun import shell, units
 from distrun.dashboard import keys, read, text
 from distrun.dashboard.loop import Ended
 from distrun.dashboard.signals import Signals
@@ -100,7 +99,7 @@ def _cells(state: Mapping[str, object], now: float) -> tuple[str, ...]:
     tasks = read.objects(state.get("tasks"))
     counts = [(sum(task.get("state") == each for task in tasks), each) for each in ("running", "failed", "lost")]
     code = read.whole(state.get("exit_code"))
-    command = shlex.join(read.texts(state.get("command")))
+    command = shell.join(read.texts(state.get("command")))
     return (
         read.text(state.get("id")),
         word,

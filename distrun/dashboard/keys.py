@@ -1,7 +1,7 @@
-"""Decodes what a terminal sends into keys.
+"""Decodes the input of a terminal into keys.
 
-No side effects. Sequences may come in pieces. What is pasted (bracketed paste) is dropped: no key of the dashboard may
-come from a clipboard.
+No side effects. Sequences may arrive in pieces. Pasted text (bracketed paste) is dropped, so that no key comes from the
+clipboard.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 
 ESCAPE_S = 0.05
-"""An escape character that nothing follows for so long is the key Esc."""
+"""An escape character that is followed by nothing for this time is the key Esc."""
 LONGEST = 64
 """Bytes of an escape sequence; a longer one is dropped."""
 

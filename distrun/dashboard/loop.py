@@ -1,4 +1,4 @@
-"""The loop of the dashboard of one job: keys, frames and signals in, pictures out, twice a second."""
+"""The loop of the dashboard of one job: takes keys, frames and signals, and draws twice a second."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from distrun.dashboard.user import Shown, User
 INTERVAL_S = 0.5
 """Between two pictures, unless a key was pressed."""
 STATE_S = 10.0
-"""The coordinator is asked for the job's state so often,"""
+"""Interval of requests for the job's state."""
 CHANGED_S = 2.0
-"""and for so long after an event at every picture: it writes the state a moment later."""
+"""For this time after an event, every picture requests the state: the coordinator writes it a moment later."""
 LOOK_S = 2.0
-"""The coordinator is told at most so often which hosts are looked at."""
+"""Minimum time between two messages that say which hosts are looked at."""
 LOG_LINES = 1000
 OUTPUT_SIZE = 128 * 1024
 """Bytes of a task's output that are kept, if its log is on another machine."""
@@ -117,7 +117,7 @@ class Dashboard:
         return self._ended
 
     def _wait(self, until: float) -> bool:
-        """Wait for what happens; return whether there is to be a picture at once."""
+        """Wait for input; return whether to draw at once."""
         terminal = self._terminal
         limit_s = max(0.0, until - time.monotonic())
         if self._decoder.is_waiting:

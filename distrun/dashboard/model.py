@@ -1,7 +1,7 @@
-"""What is known of one job: the model of the dashboard, folded from the frames `state`, `event`, `metrics`, `outcome`.
+"""The dashboard's model of one job, built from the frames `state`, `event`, `metrics` and `outcome`.
 
-No side effects, no clock: every call that needs the time gets it, as wall clock seconds. What a frame brings replaces
-what was there, so that a shallow copy (`frozen`) stays as it is.
+No side effects, no clock: calls that need the time get it as wall clock seconds. Frames replace values and do not
+change them, so a shallow copy (`frozen`) is a snapshot.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from distrun_runtime.coordinator.outcome import last_state
 
 LOST_WITH_HOST = "lost with its host"
 LONG_WAIT_S = 30.0
-"""A task that has waited so long in the store is a problem."""
+"""A task that waits in the store for longer than this is a problem."""
+SILENT_S = 2.0
+"""What a host told of its tasks is older than the snapshot, if it has been silent for longer than this."""
 EVENTS = 200
 """Events that are kept."""
 TRACE = 120
@@ -91,7 +93,7 @@ class Task:
     def uptime(self, now: float) -> float | None:
         """Return how long it has run, or ran."""
         if self.started is None or (self.is_over and self.ended is None):
-            return None  # of a task that was lost nobody knows when it ended
+            return None  # it is not known when a lost task ended
         return max(0.0, (self.ended or now) - self.started)
 
 
@@ -362,7 +364,7 @@ class Model:
         return exit_code(self.job.state) if self.job.state else 0
 
     def _rebuild(self, now: float) -> None:
-        metrics = read.members(self._metrics.get("tasks"))
+        metrics, hosts = (read.members(self._metrics.get(kind)) for kind in ("tasks", "hosts"))
         over = self.job.is_over
         tasks, waits = {}, {}
         for each in read.objects(self._state.get("tasks")):
@@ -370,7 +372,9 @@ class Model:
             told = {} if over else read.members(metrics.get(name))
             if told.get("condition") == facts.WAITING:
                 waits[name] = self._waits.get(name, now)
-            tasks[name] = _task(each, told, now - waits.get(name, now))
+            heard_s = read.finite(read.members(hosts.get(read.text(each.get("host")))).get("heard_s")) or 0.0
+            silent_s = heard_s if heard_s > SILENT_S else 0.0
+            tasks[name] = _task(each, told, waited_s=now - waits.get(name, now), silent_s=silent_s)
         self.tasks, self._waits = tasks, waits
         error = self.first_error
         if error is not None:
@@ -423,7 +427,7 @@ def _moment(value: object) -> float | None:
     return read.moment(value) if isinstance(value, str) else read.finite(value)
 
 
-def _task(state: Mapping[str, object], told: Mapping[str, object], waited_s: float) -> Task:
+def _task(state: Mapping[str, object], told: Mapping[str, object], *, waited_s: float, silent_s: float) -> Task:
     word = read.text(state.get("state"))
     reason = read.text(state.get("reason"))
     condition = read.text(told.get("condition"))
@@ -441,7 +445,7 @@ def _task(state: Mapping[str, object], told: Mapping[str, object], waited_s: flo
             level = LONG_WAIT_LEVEL
     code, signal = read.whole(state.get("code")), read.text(state.get("signal"))
     report, history = read.members(told.get("report")), read.members(told.get("history"))
-    peak_kb = read.finite(state.get("max_rss_kb"))
+    peak_kb, quiet_s = read.finite(state.get("max_rss_kb")), read.finite(told.get("output_age_s"))
     return Task(
         name=read.text(state.get("name")),
         role=read.text(state.get("role")),
@@ -462,7 +466,7 @@ def _task(state: Mapping[str, object], told: Mapping[str, object], waited_s: flo
         write_s=read.finite(told.get("write")),
         gpu=read.finite(told.get("gpu")),
         gpu_mem=read.finite(told.get("gpu_mem")),
-        quiet_s=read.finite(told.get("output_age_s")),
+        quiet_s=None if quiet_s is None else quiet_s + silent_s,
         step=read.whole(report.get("step")),
         total=read.whole(report.get("total")),
         values=read.numbers(report.get("values")),

@@ -1,7 +1,7 @@
 """The panels below the table: hosts, store, events, and the end of the log of the first error.
 
-No side effects. Each function returns the content of a panel for a width: lines, the most important ones first, so that
-a panel with little room is cut at its end.
+No side effects. Each function returns the lines of a panel for a given width. The most important lines come first,
+because a panel that has too little room is cut at its end.
 """
 
 from __future__ import annotations

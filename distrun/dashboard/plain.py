@@ -1,4 +1,4 @@
-"""A line for each change of a job: the dashboard for screen readers, logs, and terminals that cannot draw.
+"""The dashboard as lines of text, one for each change: for screen readers, logs, and terminals that cannot draw.
 
 No side effects.
 """
@@ -16,9 +16,9 @@ from distrun_runtime.contract import facts
 from distrun_runtime.contract.duration import time_of_day
 
 PROGRESS_S = 30.0
-"""Progress is told at most so often,"""
+"""Minimum time between two lines of progress,"""
 PROGRESS_SHARE = 0.1
-"""or whenever so much more is done."""
+"""unless the progress grew by at least this share."""
 
 
 class Plain:

@@ -1,4 +1,4 @@
-"""A job's progress: read from a snapshot of its metrics, and put into words for every display. No side effects."""
+"""Reads a job's progress from a snapshot of its metrics and words it for all displays. No side effects."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Reads members of frames and files for the dashboard: what is absent, null or of another type is unknown.
+"""Reads members of frames and files for the dashboard. A member that is missing, null or of a wrong type is unknown.
 
-No side effects. Frames may come from a newer distrun, so unknown members are ignored and no member is needed.
+No side effects. Frames may come from a newer distrun, so unknown members are ignored and no member is required.
 """
 
 from __future__ import annotations

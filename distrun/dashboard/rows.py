@@ -1,4 +1,4 @@
-"""Rows of the table of tasks: filtered, sorted, and folded to one row for what is alike.
+"""The rows of the table of tasks: filters and sorts them, and folds tasks that are alike into one row.
 
 No side effects.
 """

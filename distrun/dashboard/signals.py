@@ -1,4 +1,4 @@
-"""Signals of the dashboard: noted by the interpreter, handled by the loop that waits for them."""
+"""The signals of the dashboard: the interpreter records them, and the loop handles them."""
 
 from __future__ import annotations
 

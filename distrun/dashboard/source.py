@@ -1,7 +1,7 @@
-"""Where the dashboard's numbers come from: the coordinator's frames or, without it, the job's folder.
+"""The source of the dashboard's data: frames of the coordinator or, without one, the job's folder.
 
-A thread of its own connects, reads, and connects again; it never touches the terminal. The dashboard takes what has
-come by `take`, and is woken by a byte in a pipe.
+A thread connects, reads and reconnects; it never uses the terminal. It wakes the dashboard by writing to a pipe, and
+the dashboard then calls `take`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of tasks: which columns there is room for, and what stands in them.
+"""The table of tasks: selects the columns that fit and formats their cells.
 
 No side effects.
 """

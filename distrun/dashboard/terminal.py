@@ -1,11 +1,11 @@
-"""The terminal of the dashboard: takes the whole screen, reads keys, draws lines, and gives all back as it was.
+"""The terminal of the dashboard: takes over the screen, reads keys, draws lines, and restores everything at the end.
 
-Drawing never waits. The terminal is opened a second time, so that only this program's writes do not block. A frame
-that is the same as the last one is skipped; while the terminal has not taken a frame, later ones are dropped; only
-lines that changed are written.
+Drawing never blocks. The terminal is opened a second time, so that only this program's writes are non-blocking. A frame
+that equals the last one is skipped. While the terminal has not taken a frame, later frames are dropped. Only changed
+lines are written.
 
-What this process writes to stderr meanwhile, and what ssh says, goes to a file and is shown when the screen is given
-back. Used by one thread.
+Text that this process and ssh write to stderr meanwhile goes to a file, which is printed after the screen is restored.
+For use by one thread.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class Terminal:
 
     @property
     def out(self) -> int:
-        """The descriptor that is to be waited for while `is_behind`."""
+        """The descriptor to wait for while `is_behind`."""
         return self._fd
 
     @property

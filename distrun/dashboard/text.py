@@ -1,7 +1,6 @@
 """Styled text of the dashboard: lines of spans, their width on a terminal, and charts.
 
-No side effects. A line is a tuple of spans, a span is a text and a style. Styles never carry meaning alone: what they
-show is also a word.
+No side effects. A line is a tuple of spans; a span is a text and a style. A style only repeats what a word says.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def only_ascii(text: str) -> str:
 
 
 def fit(text: str, columns: int, ellipsis: str = UNICODE.ellipsis) -> str:
-    """Return a text that takes exactly so many columns: cut, with an ellipsis, or filled with blanks."""
+    """Return a text of exactly this width: cut, with an ellipsis, or filled with blanks."""
     found = width(text)
     if found <= columns:
         return text + " " * (columns - found)
@@ -106,7 +105,7 @@ def right(text: str, columns: int, ellipsis: str = UNICODE.ellipsis) -> str:
 
 
 def cut(line: Line, columns: int, ellipsis: str = UNICODE.ellipsis) -> Line:
-    """Return a line that takes at most so many columns."""
+    """Return a line of at most this width."""
     spans: list[Span] = []
     left = columns
     for text, style in line:
@@ -126,7 +125,7 @@ def line_width(line: Line) -> int:
 
 
 def padded(line: Line, columns: int, ellipsis: str = UNICODE.ellipsis) -> Line:
-    """Return a line that takes exactly so many columns."""
+    """Return a line of exactly this width."""
     found = cut(line, columns, ellipsis)
     missing = columns - line_width(found)
     return (*found, (" " * missing, PLAIN)) if missing else found
@@ -182,7 +181,7 @@ def rule(title: str, columns: int, glyphs: Glyphs) -> Line:
 
 
 def wrapped(text: str, columns: int) -> Sequence[str]:
-    """Return a text in lines of at most so many columns, broken between words where that is possible."""
+    """Return a text in lines of at most this width, broken between words if possible."""
     lines: list[str] = []
     for paragraph in text.split("\n"):
         current = ""

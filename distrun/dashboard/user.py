@@ -1,6 +1,6 @@
-"""What the user does at the dashboard: keys in, view and actions out.
+"""The user's input to the dashboard: turns keys into changes of the view and actions.
 
-No side effects. `User.press` takes keys as `keys.Decoder` gives them.
+No side effects. `User.press` takes keys as `keys.Decoder` returns them.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class User:
             self.look = replace(look, typed=look.typed + key)
 
     def _confirm(self, key: str) -> list[Action]:
-        """Take a key of the answer to whether the job is to be stopped."""
+        """Take a key of the answer to the question whether to stop the job."""
         look = self.look
         if key == "enter" and look.typed == CONFIRMED:
             self.look = replace(look, prompt="", typed="", message="asked the coordinator to stop the job")

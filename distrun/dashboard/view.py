@@ -1,17 +1,16 @@
-"""The picture of a job: model, look and size of the terminal in, lines out.
+"""Draws the picture of a job: returns lines for a model, a look and the size of the terminal.
 
-No side effects. From top to bottom: header, table of tasks, panels, a line of messages or questions, keys. A terminal
-of less than 80x24 gets the header and the table only. Rows that do not fit are counted.
+No side effects. From top to bottom: header, table of tasks, panels, a line for messages and questions, keys. A terminal
+smaller than 80x24 gets the header and the table only. Rows that do not fit are counted.
 """
 
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from distrun import units
+from distrun import shell, units
 from distrun.dashboard import panels, progress, rows, text, user
 from distrun.dashboard.events import Event
 from distrun.dashboard.model import Model
@@ -24,7 +23,7 @@ from distrun_runtime.contract.duration import time_of_day
 COLUMNS, ROWS = 80, 24
 """A smaller terminal has no panels."""
 TWO_COLUMNS = 150
-"""From so many columns on, panels stand side by side."""
+"""With at least this many columns, panels are side by side."""
 TABLE_LEAST = 5
 TABLE_WIDE = 66
 """Columns that the table may need before its last one, WHY: what is longer than the rest has a line of its own."""
@@ -176,7 +175,7 @@ def _header(model: Model, look: Look, options: Options, now: float) -> list[Line
     if look.is_paused:
         first.append(("  PAUSED", text.YELLOW))
     first.append((f"  {job.backend}  ", text.DIM))
-    first.append((text.clean(shlex.join(job.command)), text.PLAIN))
+    first.append((text.clean(shell.join(job.command)), text.PLAIN))
     second: list[Span] = [(f"tasks {len(model.tasks)}: ", text.DIM)]
     for number, (word, count) in enumerate(model.counts):
         second += [(", " if number else "", text.DIM), (f"{count} {word}", STYLES.get(word, text.PLAIN))]

@@ -1,4 +1,4 @@
-"""Brings the parts of the dashboard together: connection, terminal, signals, and the loop of a job or of all jobs."""
+"""Connects the parts of the dashboard: connection, terminal, signals, and the loop of one job or of all jobs."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _first_connection(folder: JobFolder) -> ControlConnection | None:
 
 
 def _connect(folder: JobFolder, may_ask: bool = True) -> ControlConnection:
-    """Return a connection. `may_ask`: somebody can answer a question of ssh; nobody can while the screen is taken."""
+    """Return a connection. `may_ask`: ssh may ask questions; it may not while the screen is taken."""
     connection = client.connect(folder, may_ask=may_ask)
     try:
         client.check_version(connection, folder)

@@ -1,8 +1,8 @@
-"""Tells a task's agent how far its script is: `report`, for scripts with or without a store.
+"""Reports the progress of a script to its agent: `report`, for scripts with or without a store.
 
-A report is a datagram (`contract.metrics`): it never waits, and is lost where nobody takes it. One is sent every
-INTERVAL_S at most. What is reported in between is kept, and sent when it is time: by the next call or, if none comes,
-by a thread that starts when it is first needed.
+A report is a datagram (`contract.metrics`). Sending never blocks; if there is no receiver, the report is lost. At most
+one report is sent per INTERVAL_S. Later reports within that time replace each other; the last one is sent by the next
+call or, if there is none, by a thread that is started when it is first needed.
 """
 
 from __future__ import annotations

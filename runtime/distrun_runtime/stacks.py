@@ -1,12 +1,11 @@
-"""Lets the agent see the Python stacks of this process: by a signal, and by a debugger.
+"""Makes the Python stacks of this process available to the agent, by a signal and by a debugger.
 
-On SIGURG, which is ignored by default, `faulthandler` writes the stacks of all threads to a file in the agent's folder.
-That works also while the process waits in a call that does not return, and needs nothing but this module. It is
-registered only if nothing else handles the signal. The agent is told by a datagram (`contract.metrics`, `stacks`), and
-sends the signal only to a process that said so.
+On SIGURG, which processes ignore by default, `faulthandler` writes the stacks of all threads to a file in the agent's
+folder. This also works if the process hangs in a call. It is registered only if nothing else handles the signal. A
+datagram (`contract.metrics`, `stacks`) tells the agent, which sends the signal only to such processes.
 
-`py-spy` needs no help of the process, unless the kernel lets only ancestors trace (Yama): then the agent is named as a
-process that may.
+`py-spy` needs no help of the process, unless the kernel lets only ancestors trace a process (Yama). Then the agent is
+permitted explicitly.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ def let_trace(folder: str, yama: str = YAMA) -> bool:
     try:
         with open(yama, encoding="ascii") as file:
             if file.read().strip() != "1":
-                return False  # anybody of this user may, or nobody
+                return False  # either every process of this user may trace, or none
         with open(os.path.join(folder, "agent.json"), encoding="utf-8") as file:
             agent = int(json.load(file)["agent"]["pid"])
     except (OSError, LookupError, TypeError, ValueError):

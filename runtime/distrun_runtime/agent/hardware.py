@@ -1,11 +1,11 @@
-"""The helper's program: looks at disks and GPUs, and at processes where only `ps` tells of them. Each may block.
+"""The program of the helper process. It queries disks, GPUs and, where only `ps` knows them, processes.
 
-It runs in a process of its own (`helper.py`), by any Python 3, and so imports nothing of distrun's. It reads requests
-from standard input, `{"what": "disk", "path": ...}` in a line each, and answers `{"what": ..., "value": ...}`. A value
-of null means: there is none. It ends with its input. Given `what` and the number of a descriptor as arguments, it
-answers just that, and the value alone.
+Each query may block. The program runs in its own process (`helper.py`), with any Python 3, so it imports nothing of
+distrun. It reads requests from standard input, one a line: `{"what": "disk", "path": ...}`. It answers
+`{"what": ..., "value": ...}`; a null value means that there is none. It ends when its input ends. With `what` and the
+number of a descriptor as arguments, it writes the value of that one query to the descriptor and ends.
 
-GPUs are told of by NVIDIA's library (NVML), which comes with the driver; without it by the program `nvidia-smi`.
+GPUs are queried by NVIDIA's library (NVML), which comes with the driver; without it by the program `nvidia-smi`.
 """
 
 from __future__ import annotations

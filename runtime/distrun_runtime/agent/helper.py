@@ -1,7 +1,8 @@
-"""The agent's end of its helper, the process that looks at what may block: disks of a dead server, GPUs, `ps`.
+"""The agent's interface to its helper, a process that runs what may block: disks of a dead server, GPUs, `ps`.
 
-There is one at a time. It is asked one thing after the other, and killed if it does not answer within ANSWER_S; what it
-was asked for then is left alone for a while. It ends with its input, so also if the agent dies. Nothing here waits.
+There is one helper at a time, with one request at a time. If it does not answer within ANSWER_S, the agent kills it and
+does not repeat that request for HUNG_S. The helper ends when its input ends, also if the agent dies. Nothing here
+blocks.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from typing import Any, Dict, List, Mapping, Optional
 
 ANSWER_S = 10.0
 RESTART_S = 60.0
-"""A new helper is started so long after the last one was, at the earliest."""
+"""Minimum time between the starts of two helpers."""
 HUNG_S = 600.0
-"""What had no answer is not asked for again for so long."""
+"""Time until a request without an answer is repeated."""
 ANSWER_BYTES = 8 * 1024 * 1024
 """A longer answer is none."""
 NAME = "distrun-helper"
@@ -185,7 +186,7 @@ class _Wanted:
 
     @property
     def due(self) -> float:
-        """When it is to be asked for next."""
+        """When the next request is due."""
         first = self.asked_at == -math.inf
         return self.not_before if first else max(self.asked_at + self.every_s, self.not_before)
 

@@ -1,7 +1,7 @@
-"""The frame `metrics`: what the host and its tasks use, and what tasks report, as often as the coordinator asks for.
+"""Collects the metrics of a host and its tasks, and sends them as frames `metrics`.
 
-Samples come from /proc (`procfs.py`), reports from the tasks' datagrams (`reports.py`), disks and GPUs from the helper
-(`helper.py`). Nothing is sampled until the coordinator has sent `sample`. Nothing here waits.
+Samples come from /proc (`procfs.py`), reports from the datagrams of tasks (`reports.py`), disks and GPUs from the
+helper process (`helper.py`). Sampling starts when the coordinator sends `sample`. Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 SHORTEST_S = 0.1
 COST = 100
-"""Samples take at most this part of a core: an expensive one is followed by a longer pause."""
+"""Sampling uses at most 1/COST of a core: after an expensive sample there is a longer pause."""
 HELPER_AFTER_S = 5.0
-"""A helper is started so long after the first sample: short jobs do without."""
+"""Time from the first sample to the start of the helper. Short jobs do without one."""
 DISK_S = 30.0
 GPU_S = 1.0
 """Interval of looks at GPUs by the driver's library."""
@@ -37,7 +37,7 @@ FRAME_BYTES = 200_000
 TASK_BYTES = 400
 """What a task takes without its reports, at most."""
 NO_GPU_S = 60.0
-"""If the driver is there and tells nothing, it is asked again after so long."""
+"""Time until the driver is asked again if it is present and reports no GPU."""
 
 
 class Metrics:

@@ -1,8 +1,8 @@
-"""Samples the tasks of this host, and the host itself, from /proc.
+"""Samples the host and its tasks from /proc.
 
-At each sample only the files `stat` and `statm` of known processes are read. Which processes belong to a task is looked
-up each LOOK_S: then /proc is listed, `stat` of those that are new there is read, and `io` of those that are known. So a
-host of a thousand processes costs little more than an empty one. Standard library only, Python 3.8.
+Each sample reads only `stat` and `statm` of the known processes. Every LOOK_S, /proc is listed to find new processes
+of tasks. Then `stat` of the new processes and `io` of the known ones are read, too. So a host with a thousand processes
+costs little more than an empty one. Standard library only, Python 3.8.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOOK_S = 5.0
 CHANGING_S = 1.0
 """The same after a look that found new ones."""
 AGAIN = 60
-"""After so many looks, what is known of a process that belongs to no task is read again: its id may be another's."""
+"""After this many looks, a process that belongs to no task is read again: its id may have been reused."""
 LOOKS = 2000
 """Processes that are read at most in one look; the rest waits for the next. The agent's loop must go on."""
 SAMPLES = 500

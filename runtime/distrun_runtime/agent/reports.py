@@ -1,7 +1,7 @@
-"""Takes the datagrams of tasks (`contract/metrics.py`) and keeps the last of each kind. Nothing here waits.
+"""Receives the datagrams of tasks (`contract/metrics.py`) and keeps the last one of each kind. Never blocks.
 
-Each task has a socket of its own, so that none takes the room of another. A turn of the agent's loop costs more than a
-datagram: so after some have come, the next ones are left in the sockets for a moment.
+Each task has its own socket, so a busy task takes no room from the others. A turn of the agent's loop costs more than
+a datagram. So after some datagrams have arrived, the agent reads the next ones after a short pause.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHORTEST_S, FIRST_S, LONGEST_S = 0.05, 0.5, 1.0
 PATH_BYTES = 100
 """A longer path does not fit into a socket's address everywhere."""
 NAMES = 32
-"""Of the numbers of one datagram, so many are kept."""
+"""Numbers of one datagram that are kept, at most."""
 TEXT = 200
 """Characters that are kept of a text."""
 HIGHEST = 1 << 63

@@ -1,7 +1,7 @@
-"""Parses what the system tells of processes and of the host: files of /proc, and what `ps` prints. No side effects.
+"""Parsers of the system's data about processes and the host: files of /proc and the output of `ps`. No side effects.
 
-Every parser takes what was read and returns None, or leaves out, what is not there: kernels and containers differ.
-Standard library only, Python 3.8.
+Kernels and containers differ. A parser returns None for missing data, or leaves it out. Standard library only, Python
+3.8.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Answers the frame `stack`: where a task's Python process stands, without help of the task and without waiting.
+"""Gets the Python stacks of tasks for the frame `stack`. Needs no help of the task and never blocks.
 
-First by `py-spy dump --nonblocking`, where that is installed: beside the task's interpreter, on the task's PATH or on
-the agent's. It needs nothing of the process. Else by SIGURG, if the process has said (`contract.metrics`, `stacks`)
-that it writes its stacks then; that very process, by its id and start time. No other signal is ever sent: a process
-that does not handle SIGUSR1 dies of it. Else the answer says why not, and what would help.
+If py-spy is installed beside the task's interpreter, on the task's PATH or on the agent's, the agent runs `py-spy dump
+--nonblocking`. Otherwise it sends SIGURG, but only to a process that offered it (`contract.metrics`, `stacks`), which
+is identified by process id and start time. It sends no other signal, because a process that does not handle SIGUSR1
+dies of it. If neither is possible, the answer says why and how to fix it.
 
-`Stacks` is driven by the agent's loop. Programs that it starts are read by the selector, and all have a deadline.
+The agent's loop drives `Stacks`. The selector reads the programs that it starts; each has a deadline.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PY_SPY_S = 5.0
 SIGNAL_S = 3.0
 """How long a process may take to write its stacks."""
 SETTLED_S = 0.1
-"""The stacks are whole when nothing was added for so long."""
+"""The stacks are complete if nothing was added for this time."""
 LOOK_S = 0.05
 TEXT_BYTES = 64 * 1024
 """Longer stacks are cut."""
@@ -131,7 +131,7 @@ class Stacks:
                 self._dumps.remove(dump)
 
     def close(self) -> None:
-        """End what was started. Nobody is answered any more."""
+        """End the programs that were started. Pending questions get no answer."""
         for spy in self._spies:
             spy.end()
             spy.close()

@@ -1,8 +1,8 @@
-"""Decides what comes of the numbers of a running job. No side effects.
+"""Decides what to do with the metrics of a running job. No side effects.
 
-Agents are told how often to measure; what they send goes into `metrics.JobMetrics`, `progress.Progress` and
-`stalls.Conditions`. Snapshots for clients are made only while somebody wants them. A sample a minute is kept, changed
-conditions are events, and stalls are said.
+It tells agents how often to measure and feeds `metrics.JobMetrics`, `progress.Progress` and `stalls.Conditions`.
+Snapshots for clients are made only if a client wants them. One sample a minute is kept. Changed conditions are recorded
+as events, and stalls are announced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from distrun_runtime.coordinator.progress import Progress
 from distrun_runtime.coordinator.stalls import Change, Conditions
 
 INTERVAL_S = 1.0
-"""Agents measure so often; in a job of many, each INTERVAL_A_HOST_S for each of them."""
+"""Interval of measurements; in large jobs INTERVAL_A_HOST_S times the number of hosts."""
 INTERVAL_A_HOST_S = 0.01
 SNAPSHOT_S = 0.5
 """Snapshots are so far apart at least ..."""
@@ -42,7 +42,7 @@ NAMED = 3
 
 
 class Measuring:
-    """The numbers of one job. `handle` is all there is to call, with every event of the loop."""
+    """The metrics of one job. The loop calls `handle` with every event."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -70,7 +70,7 @@ class Measuring:
         self._stalls_at = 0.0
 
     def handle(self, event: events.Event, now: float) -> List[MetricsAction]:
-        """Return what is to be done about an event. `now`: monotonic clock, seconds."""
+        """Return the actions for an event. `now`: monotonic clock, seconds."""
         found: List[MetricsAction] = []
         if isinstance(event, events.Measured):
             found += self._measured(event, now)
@@ -94,7 +94,7 @@ class Measuring:
         return self._pace_s if self._is_wanted and self._is_changed else 1.0
 
     def finish(self, now: float) -> List[MetricsAction]:
-        """Return what is to be done at the job's end."""
+        """Return the actions at the job's end."""
         return [*self._say_stalls(), *self._keep(now)] if self._metrics.hosts else []
 
     # ------------------------------------------------------------------ what comes
@@ -225,7 +225,7 @@ class Measuring:
         }
 
     def _so_far(self, now: float) -> Optional[Dict[str, Any]]:
-        """Return the job's progress. While its slowest rank is stalled nobody can say how long it takes."""
+        """Return the job's progress. While its slowest rank is stalled, there is no ETA."""
         found = self._progress.value(now)
         if found is not None and found["slowest"] is not None and self._conditions.is_stalled(found["slowest"]):
             found["eta_s"] = None

@@ -1,12 +1,11 @@
-"""The numbers of a running job: what agents measure comes in, rates, totals and snapshots go out. No side effects.
+"""The metrics of a running job: turns the samples of agents into rates, totals and snapshots. No side effects.
 
-Agents send cumulative counters with their own monotonic clock (frame `metrics`, docs/protocol.md). Rates are made here,
-so that a frame that is lost costs precision only. A counter that goes back, or a clock that does, gives no rate until
-the next frame: a rate is never negative. Agents and tasks are not trusted to send sense: what is not a number of the
-kind that is expected is absent.
+Agents send cumulative counters with their own monotonic clock (frame `metrics`, docs/protocol.md). Rates are computed
+here, so a lost frame costs only precision. If a counter or a clock goes back, there is no rate until the next frame, so
+a rate is never negative. Data from agents and tasks is not trusted: a value of the wrong type is treated as missing.
 
-Kept are the last values of every host and task, and means over 10 s of the job's totals and of what each host and task
-uses: in MEMORY bytes at most, whatever the size of the job.
+The last values of every host and task are kept. So are means over 10 s of the job's totals and of each host's and
+task's usage. All together take at most MEMORY bytes, whatever the size of the job.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ MEAN_S = 10.0
 SHORTEST_S, LONGEST_S = 0.2, 600.0
 """A rate is made of two measurements that are so far apart."""
 STALE_S = 30.0
-"""A host that has not been heard for so long, and for several intervals, is left out of totals."""
+"""A host that was silent for this time, and for several intervals, is left out of totals."""
 LARGEST = 1e18
 """A larger number is no number of ours."""
 NAME_LENGTH, KEY_LENGTH = 48, 80
@@ -537,7 +536,7 @@ _STORED = array("f", [_BIG])[0]
 
 
 def rate(before: Optional[float], after: Optional[float], passed_s: Optional[float]) -> Optional[float]:
-    """Return by how much a counter grew, a second; None: it did not grow, or nobody knows in which time."""
+    """Return the growth of a counter per second; None: it did not grow, or the time is not known."""
     if before is None or after is None or passed_s is None:
         return None
     if after < before or not SHORTEST_S <= passed_s <= LONGEST_S:

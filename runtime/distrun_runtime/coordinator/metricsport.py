@@ -1,8 +1,8 @@
-"""Answers Prometheus: `GET /metrics` at a port of the coordinator (`launch --metrics-port`).
+"""Serves `GET /metrics` for Prometheus on a port of the coordinator (`launch --metrics-port`).
 
-Anybody who reaches the port may read; nobody can change anything. One thread serves all connections, of which there are
-CLIENTS at a time; each has REQUEST_S to ask and ANSWER_S to take the answer. The numbers are asked of the job's loop
-when somebody reads them, and serve everybody for FRESH_S.
+Access is read-only and needs no password. One thread serves at most CLIENTS connections at a time. A client has
+REQUEST_S to send its request and ANSWER_S to take the reply. The metrics are requested from the job's loop when a
+client reads them, and are reused for FRESH_S.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REQUEST_LIMIT = 8192
 REQUEST_S = 5.0
 ANSWER_S = 20.0
 LOOP_S = 5.0
-"""The job's loop may take so long to give its numbers."""
+"""Time limit for the job's loop to return its metrics."""
 CLOSE_S = 5.0
 FRESH_S = 1.0
 BACKLOG = 16

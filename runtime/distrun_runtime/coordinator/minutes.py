@@ -1,7 +1,7 @@
-"""Lines of metrics.jsonl: one sample of a job's numbers a minute. No side effects.
+"""Formats the lines of metrics.jsonl, one sample of a job's metrics a minute. No side effects.
 
-A line has at most LINE bytes and the file LIMIT: in a large job the tasks, then the hosts, do not all have a place, and
-the line says how many were left out. When the file is full, a last line says so.
+A line has at most LINE bytes, the file at most LIMIT. If a line would be too long, tasks and then hosts are left out,
+and the line says how many. When the file is full, a last line says so.
 """
 
 from __future__ import annotations

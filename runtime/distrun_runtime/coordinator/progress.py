@@ -1,7 +1,7 @@
-"""The progress of a job, from what its workers report. No side effects.
+"""Computes the progress of a job from the reports of its workers. No side effects.
 
-The job is as far as its slowest rank. A step that goes back begins a phase, such as the next epoch or what follows a
-restart: the job's phase is the lowest of its ranks'. The rate is that of the last two minutes, across phases.
+The progress of the job is that of its slowest rank. A step that goes back starts a new phase, such as the next epoch or
+a restart. The job's phase is the lowest phase of its ranks. The rate is that of the last two minutes, across phases.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from distrun_runtime.contract.metrics import VALUES
 from distrun_runtime.coordinator.metrics import Report, plain
 
 WINDOW_S = 120.0
-"""The rate is made of so much of the past."""
+"""Period from which the rate is computed, seconds."""
 POINT_S = 1.0
 """Points of the past are so far apart."""
 LOSS = "loss"

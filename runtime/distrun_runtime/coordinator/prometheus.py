@@ -1,7 +1,7 @@
-"""The numbers of a job in Prometheus' text format, version 0.0.4. No side effects.
+"""Formats the metrics of a job in Prometheus' text format, version 0.0.4. No side effects.
 
-Labels are job, role, rank, host and gpu. There is no series for each key of the store, and no task has more than
-SERIES: what a task reports itself comes last.
+The labels are job, role, rank, host and gpu. There is no series for single keys of the store. A task has at most SERIES
+series; values that the task reported come last.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Gets the stacks of tasks for clients: asks the agents, and answers in any case. No side effects.
+"""Gets the stacks of tasks for clients: asks the agents and always answers. No side effects.
 
-A client asks for a task, for a role, or for all workers. It gets an answer for each task, with the stacks or with why
-there are none and what would help. An agent that does not answer in time is answered for.
+A client asks for a task, a role or all workers. It gets one answer per task: the stacks, or why there are none and how
+to fix that. If an agent does not answer in time, the coordinator answers in its place.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Conditions of workers: which wait for others, which are stalled, which are stragglers. No side effects.
+"""Detects the conditions of workers: waiting, stalled, straggler. No side effects.
 
-waiting     It said that it waits in the store: for whom, for which key, since when.
-stalled     For so long as the user says it has written nothing, reported nothing, called nothing in the store, neither
-            read nor written a file, and used less than STALLED_CPU of a core (mean of CPU_S: the system counts in
-            ticks of 10 ms, and one tick in a second is already so much). Never while it waits.
-straggler   By a server's clock it came last in LAST_ROUNDS of the last LAG_ROUNDS sampled rounds, with a median lag of
+waiting     It reported that it waits in the store: for whom, for which key, and since when.
+stalled     For the time that the user set, it wrote no output, reported nothing, called nothing in the store, read and
+            wrote no file, and used less than STALLED_CPU of a core. CPU is a mean over CPU_S, because the system counts
+            in ticks of 10 ms and one tick a second already reaches the limit. A worker that waits is not stalled.
+straggler   By a server's clock, it came last in LAST_ROUNDS of the last LAG_ROUNDS sampled rounds, with a median lag of
             more than LAG_SHARE of the median round and more than LAG_S.
 
-A task has one of them at a time, in this order. They end nothing. A condition is told when it has lasted: waiting is
-common, and every change of a thousand workers would fill the disk.
+A task has at most one condition; the first that applies counts. Conditions do not end tasks. A condition is recorded
+only after it has lasted for a while: waiting is common, and recording every change of a thousand workers would fill the
+disk.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from distrun_runtime.coordinator.metrics import TaskNumbers, Wait
 STALLED_CPU = 0.01
 """Cores. Less is what a process needs that does nothing."""
 CPU_S = 10.0
-"""What a process uses is the mean of so many seconds."""
+"""Period over which CPU usage is averaged."""
 LAST_ROUNDS = 10
 LAG_SHARE = 0.2
 LAG_S = 0.05
 TOLD_WAIT_S = 10.0
-"""Waiting that lasts so long is an event."""
+"""Waiting becomes an event after this time."""
 TOLD_A_MINUTE = 60
 """Events of conditions in a minute, but for stalls; what comes then is only shown."""
 MINUTE_S = 60.0
 
 
 class Change(NamedTuple):
-    """The condition of a task has changed. It is to be noted in events.jsonl."""
+    """A changed condition of a task, for events.jsonl."""
 
     task: str
     condition: str
@@ -96,7 +97,7 @@ class Conditions:
         self._minute = 0.0
 
     def take(self, task: TaskNumbers, now: float) -> List[Change]:
-        """Take note of a worker's new numbers; return what is to be told. `now`: monotonic clock, seconds."""
+        """Record a worker's new metrics; return the changes to report. `now`: monotonic clock, seconds."""
         if task.role != WORKER:
             return []
         watched = self._watched.get(task.name)
@@ -109,7 +110,7 @@ class Conditions:
             task.read_bytes,
             task.written_bytes,
         )
-        # Without knowing what it uses of the processor nobody can say that it does nothing.
+        # If its CPU usage is not known, it may be working.
         works = task.cpu is None or watched.works(task.cpu, now)
         if task.wait is not None or works or signs != watched.signs:
             watched.alive_at = now
@@ -139,7 +140,7 @@ class Conditions:
                 watched.keep_up(server.name)
 
     def end(self, task: str) -> List[Change]:
-        """Note that a task has ended; return what is to be told."""
+        """Record the end of a task; return the changes to report."""
         watched = self._watched.pop(task, None)
         self._waits.pop(task, None)
         for each in self._watched.values():

@@ -1,7 +1,7 @@
-"""What a node of the store tells its agent while it runs: counters, lags of workers, what the script waits for.
+"""Sends the metrics of a node of the store to its agent: counters, lags of workers, waits of the script.
 
-The node's loop asks `NodeMetrics.tick` at every turn; once a second it sends a datagram (`contract.metrics`) with what
-`counters()` of the role returns. `Lags` samples how late each worker's contributions come.
+The node's loop calls `NodeMetrics.tick` in every turn. Once a second, a datagram (`contract.metrics`) with the role's
+`counters()` is sent. `Lags` samples how late the contributions of each worker arrive.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from distrun_runtime.ps.request import Request, Waits
 INTERVAL_S = 1.0
 """How often counters are sent."""
 WAIT_S = 1.0
-"""A wait of the script that has lasted so long is told."""
+"""A wait of the script is reported after this time."""
 NAMELESS_S = 3.0
-"""If nobody has said by then for whom, it is for who has not answered."""
+"""If no server has said by then whom the script waits for, the servers without an answer are named."""
 AGAIN_S = 5.0
 """How often a wait is told again: datagrams may be lost."""
 NAMES = 16
@@ -34,7 +34,7 @@ NAMES = 16
 APART_S = 0.05
 """From the end of one sampled round to the beginning of the next. A worker that is less late is not worth a name."""
 RANKS = 40
-"""Lags are told of so many workers: those that came last most often."""
+"""Lags are reported for at most this many workers: those that came last most often."""
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from distrun.cli.console import render
-from distrun.cli.statustables import duration, jobs_table, tasks_table
+from distrun.cli.statustables import duration, heading, jobs_table, tasks_table
 from distrun.jobviews import JobView
 
 START = "2026-01-31T12:00:00.000Z"
@@ -36,7 +36,8 @@ def test_jobs_have_a_row_each_with_the_command_quoted_and_no_markup_read() -> No
 
 def test_tasks_have_a_row_each() -> None:
     ended = task("worker-1", state="failed", signal="KILL", ended=START, cpu_s=1.25, max_rss_kb=2048)
-    text = render(tasks_table(state(tasks=[task("worker-0"), ended], message="worker-1 was killed"), NOW))
+    found = state(tasks=[task("worker-0"), ended], message="worker-1 was killed")
+    text = heading(found) + render(tasks_table(found, NOW))
     assert "calm-otter-7f3  running  python 'a b.py' '[bold]'" in text
     assert "worker-1 was killed" in text
     *_, first, second = text.splitlines()
@@ -58,7 +59,7 @@ def test_a_lost_job_and_its_tasks_took_as_long_as_anything_of_it_was_written() -
     tasks = [task("worker-0", state="lost"), task("worker-1", state="lost")]
     lost = state(state="lost", heard="2026-01-31T12:00:07.000Z", tasks=tasks)
     assert "2 (2 lost)  0:00:07 " in render(jobs_table([lost], NOW)).splitlines()[1]
-    assert all(" 0:00:07 " in line for line in render(tasks_table(lost, NOW)).splitlines()[2:])
+    assert all(" 0:00:07 " in line for line in render(tasks_table(lost, NOW)).splitlines()[1:])
 
 
 @pytest.mark.parametrize("columns", [160, 100, 80, 72, 60, 50, 40, 30])
@@ -67,7 +68,6 @@ def test_where_there_is_no_room_columns_are_left_out_and_only_the_last_is_cut(co
 
     ended = task("worker-1", state="failed", signal="KILL", ended=START, cpu_s=1.25, max_rss_kb=2048)
     for table in (jobs_table([state()], NOW, columns), tasks_table(state(tasks=[ended]), NOW, columns)):
-        table.title = None
         console = Console(width=columns)
         with console.capture() as capture:
             console.print(table)

@@ -53,6 +53,11 @@ def test_a_message_that_says_more_than_a_failure_is_told() -> None:
     ]
 
 
+def test_a_signal_to_the_job_is_told_once() -> None:
+    history = [{"event": "interrupt", "signal": "TERM"}, said("terminated (SIGTERM): stopping all tasks")]
+    assert told(*history) == ["terminated (SIGTERM): stopping all tasks"]
+
+
 def test_a_lost_host_is_told_once_and_not_at_all_after_its_goodbye() -> None:
     lost = {"event": "lost", "reason": "silent for 30 s"}
     assert told(lost, said("lost d1; stopping the job")) == ["d1: host lost: silent for 30 s"]

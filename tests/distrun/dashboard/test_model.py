@@ -131,6 +131,17 @@ def test_a_lost_host_and_a_silent_one_are_told_apart() -> None:
     assert model.hosts["gpu02"].word == "ok"
 
 
+def test_the_last_line_of_a_task_on_a_silent_host_gets_older() -> None:
+    model = recorded()
+    metrics = snapshots.metrics(8)
+    host = model.tasks["worker-2"].host
+    metrics["hosts"][host]["heard_s"] = 17.0
+    metrics["tasks"]["worker-2"]["output_age_s"] = 0.4
+    model.take("metrics", {"metrics": metrics}, NOW)
+    model.settle(NOW)
+    assert model.tasks["worker-2"].quiet_s == pytest.approx(17.4)
+
+
 def test_a_host_whose_agent_said_goodbye_is_not_lost_when_its_connection_ends() -> None:
     model = recorded()
     before = model.events
