@@ -151,6 +151,7 @@ class Site(Lab):
     def env(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
         """The launcher's variables, with a job store of this test's own and the cache of all tests (`cache`)."""
         outer = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+        outer.pop("CI", None)  # with it nothing is drawn in place
         here = {
             "XDG_STATE_HOME": str(self.home_folder / "state"),
             "XDG_CACHE_HOME": self.cache,
@@ -205,7 +206,8 @@ class Site(Lab):
     def in_terminal(self, *words: str, cwd: Path | None = None) -> Session:
         """Start `distrun WORDS` as the launcher in a terminal of its own; it is killed at the end of the test."""
         argv = ("setsid", "--ctty", "--wait", sys.executable, "-m", "distrun", *words)
-        session = Session(self.enter_argv(*argv, cwd=str(cwd or self.work)), self.env(), self.work, leads=False)
+        env = self.env({"TERM": "xterm"})  # there may be none around the tests
+        session = Session(self.enter_argv(*argv, cwd=str(cwd or self.work)), env, self.work, leads=False)
         self._terminals.append(session)
         return session
 

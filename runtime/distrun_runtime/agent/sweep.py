@@ -102,6 +102,7 @@ def belongings(
     marks: Dict[str, str],
     below: Iterable[int] = (),
     is_fresh: bool = False,
+    seen: Optional[Snapshot] = None,
 ) -> List[Process]:
     """Return the living processes of a job: recorded, marked, below the processes `below`, and all beneath those.
 
@@ -110,17 +111,16 @@ def belongings(
         marks: what the environment of the job's processes holds.
         below: process ids whose descendants all belong to the job.
         is_fresh: the records were true a moment ago, so that groups count even when their leader is dead.
+        seen: the processes to look among; None: those that there are now.
     """
-    rows = process.table()
-    me = os.getpid()
-    not_ours = process.ancestors(me, rows) | {me}
-    living = [row for row in rows if not row.is_dead and row.pid not in not_ours]
-    seeds = process.marked(marks, living)
+    rows = process.table() if seen is None else seen.rows
+    living, by_pid = _without_us(rows), {row.pid: row for row in rows}
+    seeds = process.marked(marks, living) if seen is None else seen.marked(marks)
     for found in records:
-        leaders = [who for _, who in found.tasks if is_fresh or process.is_alive(who)]
+        leaders = [who for _, who in found.tasks if is_fresh or process.is_among(who, by_pid)]
         groups = {who.pid for who in leaders}
         recorded = set(leaders) | set(found.known) | {found.agent, found.guard}
-        recorded_ids = {who.pid for who in recorded if process.is_alive(who)}
+        recorded_ids = {who.pid for who in recorded if process.is_among(who, by_pid)}
         seeds += [row for row in living if row.pid in recorded_ids or row.pgid in groups or row.sid in groups]
     seeds += process.descendants(list(below), living)
     every = seeds + process.descendants([row.pid for row in seeds], living)
@@ -180,15 +180,38 @@ class Found(NamedTuple):
     """When the agent last wrote it, wall clock."""
 
 
+class Snapshot:
+    """The processes of this host at one moment. Without /proc each look at them is a run of ps: one serves all jobs."""
+
+    def __init__(self) -> None:
+        self.rows = process.table()
+        self._mine = process.mine(_without_us(self.rows))
+        self.environs = _environs(self._mine)
+        """By pid, of the calling user's processes that carry a job's mark."""
+
+    def mine(self, rows: Iterable[Process]) -> List[Process]:
+        """Return the processes of `rows` that the calling user started."""
+        pids = {each.pid for each in self._mine}
+        return [each for each in rows if each.pid in pids]
+
+    def marked(self, marks: Mapping[str, str]) -> List[Process]:
+        """Return the calling user's processes whose environment has all `marks`."""
+        return [each for each in self._mine if process.has_marks(self.environs.get(each.pid, {}), marks)]
+
+    def jobs(self) -> List[Key]:
+        """Return the jobs whose mark a process of this container carries."""
+        here = _of_this_container([each for each in self._mine if each.pid in self.environs])
+        found = [self.environs[each.pid] for each in here]
+        return sorted({(env["DISTRUN_JOB_ID"], env.get("DISTRUN_JOB_NONCE", ""), _place(env)) for env in found})
+
+
 def survey() -> Dict[str, Any]:
     """Return all jobs of the calling user on this host, the ones with most processes last."""
-    rows = process.table()
     kept = {(each.record.job, each.record.nonce, each.record.host): each for each in _kept()}
-    environs = _environs(_of_this_container(process.mine(_without_us(rows))))
-    marked = [(env["DISTRUN_JOB_ID"], env.get("DISTRUN_JOB_NONCE", ""), _place(env)) for env in environs.values()]
-    keys = list(dict.fromkeys([*kept, *sorted(marked)]))
+    seen = Snapshot()
+    keys = list(dict.fromkeys([*kept, *seen.jobs()]))
     return {
-        "jobs": [_job(key, kept.get(key), environs) for key in keys],
+        "jobs": [_job(key, kept.get(key), seen) for key in keys],
         "uid": os.geteuid(),
         "hostname": os.uname().nodename,
     }
@@ -219,23 +242,25 @@ def described(each: Process, task: str = "") -> Dict[str, Any]:
     }
 
 
-def _job(key: Key, found: Optional[Found], environs: Dict[int, Dict[str, str]]) -> Dict[str, Any]:
+def _job(key: Key, found: Optional[Found], seen: Snapshot) -> Dict[str, Any]:
     marks = process.marks(key[0], key[1])
     records = [found.record] if found else []
-    every = belongings(records, dict(marks, DISTRUN_PLACE=key[2]) if key[2] else marks)
+    environs = seen.environs
+    every = belongings(records, dict(marks, DISTRUN_PLACE=key[2]) if key[2] else marks, seen=seen)
     if key[2]:  # agents, guards and what older versions started are marked with their host only
         known = {each.pid for each in every}
-        every += [each for each in belongings([], dict(marks, DISTRUN_HOST=key[2])) if each.pid not in known]
+        every += [each for each in belongings([], dict(marks, DISTRUN_HOST=key[2]), seen=seen) if each.pid not in known]
     # A host may have several places, and a mark without a name means just that, not any of them.
-    processes = [each for each in process.mine(every) if _place(environs.get(each.pid, {}), key[2]) == key[2]]
-    agent, guard = (found.record.agent, found.record.guard) if found else _above(processes)
+    processes = [each for each in seen.mine(every) if _place(environs.get(each.pid, {}), key[2]) == key[2]]
+    rows = {each.pid: each for each in seen.rows}
+    agent, guard = (found.record.agent, found.record.guard) if found else _above(processes, rows)
     names = _names(records)
     return {
         "job": key[0],
         "nonce": key[1],
         "host": key[2],
-        "agent": _state(agent),
-        "guard": _state(guard),
+        "agent": _state(agent, rows),
+        "guard": _state(guard, rows),
         "quiet_s": max(0.0, round(time.time() - found.written, 1)) if found else None,
         "lease_s": found.record.lease_s if found else None,
         "grace_s": found.record.grace_s if found else None,
@@ -263,12 +288,11 @@ def _task(env: Dict[str, str]) -> str:
     return facts.task_name(env.get("DISTRUN_ROLE", ""), env.get("DISTRUN_RANK", ""))
 
 
-def _above(processes: List[Process]) -> Tuple[Optional[Identity], Optional[Identity]]:
+def _above(processes: List[Process], rows: Mapping[int, Process]) -> Tuple[Optional[Identity], Optional[Identity]]:
     """Return agent and guard of a job whose record is lost (/tmp was cleaned), by what they run.
 
     The agent is the nearest such process above the tasks, the guard its parent.
     """
-    rows = {each.pid: each for each in process.table()}
     for each in processes:
         above = rows.get(each.ppid)
         while above is not None and above.pid > 1:
@@ -279,13 +303,13 @@ def _above(processes: List[Process]) -> Tuple[Optional[Identity], Optional[Ident
     return None, None
 
 
-def _state(who: Optional[Identity]) -> str:
+def _state(who: Optional[Identity], rows: Mapping[int, Process]) -> str:
     if who is None:
         return facts.AGENT_NONE
-    if not process.is_alive(who):
+    if not process.is_among(who, rows):
         return facts.AGENT_DEAD
     # T: a signal stopped it; t: a debugger did.
-    return facts.AGENT_STOPPED if any(each.state in "Tt" for each in process.table([who.pid])) else facts.AGENT_ALIVE
+    return facts.AGENT_STOPPED if rows[who.pid].state in "Tt" else facts.AGENT_ALIVE
 
 
 def _kept() -> List[Found]:

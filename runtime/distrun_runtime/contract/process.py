@@ -110,6 +110,17 @@ def is_alive(who: Identity) -> bool:
     return found is not None and not found.is_dead
 
 
+def is_among(who: Identity, rows: Mapping[int, Process]) -> bool:
+    """Return whether that very process is one of `rows` (a table by pid), and not dead. Nothing is looked at again."""
+    row = rows.get(who.pid)
+    if row is None:
+        return False
+    if _is_of_ps(row.start) != _is_of_ps(who.start):  # learnt in another way: they cannot be compared
+        return is_alive(who)
+    is_same = ps.is_same_start(row.start, who.start) if _is_of_ps(who.start) else row.start == who.start
+    return is_same and not row.is_dead
+
+
 def table(pids: Optional[Iterable[int]] = None) -> List[Process]:
     """Return the process table, or its rows for `pids` (those that exist), dead ones included."""
     if is_portable():
@@ -244,9 +255,13 @@ def send_signal(who: Identity, number: int) -> bool:
     return True
 
 
+def _is_of_ps(start: str) -> bool:
+    return start.startswith("ps:")
+
+
 def _look(who: Identity) -> Optional[Process]:
     """Return the row of that very process, read the way its start was."""
-    if who.start.startswith("ps:"):
+    if _is_of_ps(who.start):
         for row in _table_of_ps([who.pid]):
             if ps.is_same_start(row.start, who.start):
                 return row

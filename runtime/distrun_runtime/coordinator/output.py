@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Callable, Deque, Mapping, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Callable, Deque, Mapping, Optional, Protocol
 
-from distrun_runtime.coordinator.events import Event
+if TYPE_CHECKING:
+    from distrun_runtime.coordinator.events import Event
 
 QUEUE_LIMIT = 8 * 1024 * 1024
 """Bytes of output that wait in memory for one reader. Past it, only their places in the log files are kept."""
