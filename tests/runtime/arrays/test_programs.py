@@ -21,7 +21,7 @@ from distrun_runtime.arrays.programs import FEW, SUMS, Access, Kernel, Parameter
 Array = npt.NDArray[Any]
 
 DTYPES = {"f16": np.dtype(np.float16), "bf16": BFLOAT16, "f32": np.dtype(np.float32), "f64": np.dtype(np.float64)}
-QUICK = [("f32", "f32"), ("f16", "f16"), ("bf16", "f32"), ("u8", "u8")]
+QUICK = [("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("u8", "u8")]
 PAIRS = [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) for pair in SUMS]
 """Each has a program of its own, which takes half a second to compile."""
 LONG = 8192 + 77
