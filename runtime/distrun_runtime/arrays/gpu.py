@@ -329,7 +329,7 @@ class Gpus:
             if name not in self._devices:
                 count = self.order.cuda.count()
                 if physical >= count:
-                    seen = "%d GPUs, the last is gpu:%d" % (count, count - 1) if count > 1 else "one GPU, gpu:0"
+                    seen = ("none", "only gpu:0")[count] if count < 2 else "gpu:0 to gpu:%d" % (count - 1)
                     raise KVError(
                         "no device gpu:%d: this process sees %s (CUDA_VISIBLE_DEVICES may hide others)"
                         % (physical, seen)

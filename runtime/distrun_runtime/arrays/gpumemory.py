@@ -84,17 +84,23 @@ class Pool:
 
     def trim(self) -> int:
         """Give all free blocks back to CUDA, when their last use is over; return how many bytes that were."""
-        with self._order.locked():
-            self._collect()
-            blocks = [block for free in self._free.values() for block in free]
-            self._free.clear()
-        for block in blocks:
-            self._order.finish_uses(block.uses, writes=True)
-            self._order.cuda.free(block.pointer)
-        size = sum(block.pointer.nbytes for block in blocks)
-        with self._order.locked():
-            self.size -= size
-        return size
+        freed = 0
+        while True:
+            with self._order.locked():
+                self._collect()
+                free = next((free for free in self._free.values() if free), None)
+                if free is None:
+                    return freed
+                block = free.pop()
+            try:
+                self._order.finish_uses(block.uses, writes=True)
+                self._order.cuda.free(block.pointer)
+            except BaseException:
+                self.dropped.append(block)
+                raise
+            freed += block.pointer.nbytes
+            with self._order.locked():
+                self.size -= block.pointer.nbytes
 
     def _found(self, size: int, *, is_last: bool) -> _Block | None:
         """Return a free block or a new one; None: there is none, but may be after `trim`."""
@@ -201,9 +207,12 @@ class Staging:
         out[...] = slot.bytes[: len(out)]
 
     def _finish(self, slot: _Slot) -> None:
+        """Return when no copy from or to a slot is under way."""
         if slot.mark is not None:
-            mark, slot.mark = slot.mark, None
-            self._order.finish(mark)
+            self._order.finish(slot.mark)
+            slot.mark = None
+        # If a call failed after a copy had been given, there is no mark behind it.
+        self._order.finish_uses(slot.uses, writes=True)
 
     def _oldest_slot(self) -> _Slot:
         """Return the slot that was used longest ago; a copy from it may be under way."""
