@@ -1,0 +1,390 @@
+"""CUDA's calls: errors by name, forked children, and what cupy is told."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import threading
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import fakecupy
+import numpy as np
+import pytest
+from cudastandin import StandIn
+from fakecupy import FakeCupy
+
+from distrun_runtime.arrays import cuda as layer
+from distrun_runtime.arrays.cuda import (
+    Cuda,
+    CudaError,
+    CudaMissing,
+    CudaOutOfMemory,
+    Event,
+    Host,
+    Pointer,
+    ProgramError,
+    Read,
+    Stream,
+    Table,
+    Update,
+    Write,
+)
+from distrun_runtime.errors import KVError, StoreClosed
+
+
+def test_an_error_says_call_device_name_and_code() -> None:
+    standin = StandIn(2)
+    cuda = Cuda(standin)
+    standin.fail("make_event", code=400)
+    with pytest.raises(CudaError) as caught:
+        cuda.event(1)
+    error = caught.value
+    assert (
+        str(error) == "event on gpu:1 failed: cudaErrorInvalidResourceHandle (CUDA error 400: invalid resource handle)"
+    )
+    assert (error.call, error.device, error.code, error.name) == ("event", 1, 400, "cudaErrorInvalidResourceHandle")
+    assert not error.is_sticky
+    assert isinstance(error, KVError)
+    assert cuda.event(1).device == 1  # it was only that one
+    assert str(error.about("key 'w'")).startswith("key 'w': event on gpu:1 failed")
+
+
+def test_out_of_memory_says_what_was_wanted_and_what_is_free() -> None:
+    cuda = Cuda(StandIn(1, memory=1000))
+    cuda.alloc(0, 400)
+    with pytest.raises(CudaOutOfMemory, match="wanted 700 bytes, free are 600 of 1000") as caught:
+        cuda.alloc(0, 700)
+    assert (caught.value.wanted, caught.value.free, caught.value.total) == (700, 600, 1000)
+    assert cuda.alloc(0, 600).nbytes == 600
+
+
+@pytest.mark.parametrize("how", ["call", "operation"])
+def test_after_an_illegal_address_every_call_raises_that_error(how: str) -> None:
+    standin = StandIn(2)
+    cuda = Cuda(standin)
+    pointer = cuda.alloc(0, 8)
+    stream: Any = cuda.stream(0)
+    event: Any = cuda.event(0)
+    if how == "call":
+        standin.fail("fill", code=700)
+        with pytest.raises(CudaError, match="fill on gpu:0 failed: cudaErrorIllegalAddress"):
+            cuda.fill(pointer, 0, 8, stream)
+        first = "fill"
+    else:
+        standin.fail_operation()
+        cuda.fill(pointer, 0, 8, stream)
+        cuda.record(event, stream)
+        with pytest.raises(CudaError, match="synchronize on gpu:0 failed: cudaErrorIllegalAddress"):
+            cuda.synchronize(event)
+        first = "synchronize"
+    assert cuda.failed is not None
+    before = sum(standin.calls.values())
+    calls = [
+        cuda.count,
+        lambda: cuda.alloc(1, 8),
+        lambda: cuda.free(pointer),
+        lambda: cuda.stream(1),
+        lambda: cuda.query(event),
+        lambda: cuda.synchronize(event),
+        lambda: cuda.copy(pointer, pointer, 8, stream),
+    ]
+    for call in calls:
+        with pytest.raises(CudaError, match=first + " on gpu:0 failed: .*cannot use the GPU any more") as caught:
+            call()
+        assert caught.value.is_sticky
+    calls.clear()
+    stream = event = None
+    gc.collect()
+    assert sum(standin.calls.values()) == before  # nothing is asked of a dead device
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["count", "alloc", "free", "copy", "copy_peer", "fill", "record", "wait", "query", "synchronize", "register"],
+)
+def test_any_call_can_fail(name: str) -> None:
+    standin = StandIn(2)
+    cuda = Cuda(standin)
+    a, b, stream, event = cuda.alloc(0, 8), cuda.alloc(1, 8), cuda.stream(0), cuda.event(0)
+    memory = np.zeros(8, np.uint8)
+    calls = {
+        "count": cuda.count,
+        "alloc": lambda: cuda.alloc(0, 8),
+        "free": lambda: cuda.free(a),
+        "copy": lambda: cuda.copy(a, a, 8, stream),
+        "copy_peer": lambda: cuda.copy_peer(a, b, 8, stream),
+        "fill": lambda: cuda.fill(a, 0, 8, stream),
+        "record": lambda: cuda.record(event, stream),
+        "wait": lambda: cuda.wait(stream, event),
+        "query": lambda: cuda.query(event),
+        "synchronize": lambda: cuda.synchronize(event),
+        "register": lambda: cuda.register(Host(memory.ctypes.data, 8)),
+    }
+    standin.fail(name, code=719)
+    with pytest.raises(CudaError, match="%s.* failed: cudaErrorLaunchFailure" % name):
+        calls[name]()
+
+
+def test_streams_and_events_end_when_nothing_refers_to_them() -> None:
+    standin = StandIn(1)
+    cuda = Cuda(standin)
+    stream, event = cuda.stream(0), cuda.event(0)
+    cuda.record(event, stream)
+    del stream, event
+    gc.collect()
+    assert (standin.calls["end_stream"], standin.calls["end_event"]) == (1, 1)
+
+
+def test_a_forked_child_calls_nothing_and_its_destructors_do_not_either() -> None:
+    standin = StandIn(1)
+    cuda = Cuda(standin)
+    kept = [cuda.stream(0), cuda.event(0)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            kept.clear()
+            gc.collect()
+            for call in (cuda.count, lambda: cuda.alloc(0, 8), lambda: cuda.stream(0)):
+                with pytest.raises(StoreClosed, match="forked from process %d" % os.getppid()):
+                    call()
+            assert not standin.mistakes
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert cuda.count() == 1
+
+
+def test_cuda_is_opened_once_a_process_and_not_in_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakecupy.install(monkeypatch)
+    monkeypatch.setattr(layer, "_opened", [])
+    assert layer.of_process() is layer.of_process()
+    monkeypatch.setattr(layer._opened[0][1], "_pid", 12)  # as if this were a child
+    with pytest.raises(StoreClosed, match="forked from process 12"):
+        layer.of_process()
+
+
+# What is missing
+
+
+def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CudaMissing, match=r"cupy, which is not installed. fix: pip install 'distrun\[cuda12\]'"):
+        layer.open_cupy()
+
+
+def test_a_broken_cupy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = fakecupy.install(monkeypatch)
+    del cupy.cuda
+    with pytest.raises(CudaMissing, match=r"installed, but fails: AttributeError.*fix: pip install"):
+        layer.open_cupy()
+
+
+@pytest.mark.parametrize(("devices", "status", "text"), [(0, 0, "counts none"), (1, 35, "Insuff"), (1, 100, "NoDev")])
+def test_without_a_gpu_or_driver_the_error_says_so(
+    monkeypatch: pytest.MonkeyPatch, devices: int, status: int, text: str
+) -> None:
+    cupy = fakecupy.install(monkeypatch, devices)
+    if status:
+        cupy.statuses["getDeviceCount"] = status
+    with pytest.raises(CudaMissing, match="cupy 14.2.0 finds no GPU here .*%s.*nvidia-smi" % text):
+        layer.open_cupy()
+
+
+def test_nothing_imports_cupy_until_a_gpu_is_asked_for() -> None:
+    code = (
+        "import sys; from distrun_runtime import kvstore; from distrun_runtime.arrays import find, cuda;"
+        "find.get('cpu:0'); print('cupy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
+
+
+# What cupy is told
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+
+
+@dataclass(frozen=True)
+class Program:
+    name: str = "sums"
+    source: str = "KERNEL add() {}"
+    kernels: tuple[Kernel, ...] = (Kernel("add"), Kernel("other"))
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
+    return fakecupy.install(monkeypatch)
+
+
+def made(cupy: FakeCupy) -> list[tuple[object, ...]]:
+    """Return the calls since the last time, without those for the current device: name, arguments, current device."""
+    calls = [(name, *args, device) for name, args, device in cupy.calls if name not in ("getDevice", "setDevice")]
+    cupy.calls.clear()
+    return calls
+
+
+def test_every_call_has_cupys_arguments_and_the_right_current_device(cupy: FakeCupy) -> None:
+    cuda = layer.open_cupy()
+    assert made(cupy) == [("getDeviceCount", 0)]
+    far, near = Pointer(0x1000, 1, 64), Pointer(0x2000, 0, 64)
+    host, stream, event = Host(0x3000, 64), Stream(1, 77), Event(1, 88)
+    cupy.answers.update(streamCreateWithPriority=5, eventCreateWithFlags=6, deviceCanAccessPeer=1)
+    assert cuda.memory(1) == (3, 10)
+    assert cuda.alloc(1, 64) == far
+    cuda.free(far)
+    cuda.register(host)
+    cuda.unregister(host)
+    assert (cuda.stream(1, -1).handle, cuda.event(1).handle) == (5, 6)
+    gc.collect()
+    cuda.copy(far, host, 48, stream)
+    cuda.copy(host.at(8, 8), far.at(16, 8), 8, stream)
+    cuda.copy_peer(far, near, 48, stream)
+    cuda.fill(far, 9, 48, stream)
+    cuda.record(event, stream)
+    cuda.wait(stream, event)
+    assert cuda.query(event)
+    cuda.synchronize(event)
+    assert cuda.can_access_peer(1, 0) is True
+    cuda.enable_peer(1, 0)
+    assert made(cupy) == [
+        ("memGetInfo", 1),
+        ("malloc", 64, 1),
+        ("free", 0x1000, 1),
+        ("hostRegister", 0x3000, 64, 1, 0),
+        ("hostUnregister", 0x3000, 0),
+        ("streamCreateWithPriority", 1, -1, 1),
+        ("streamDestroy", 5, 1),
+        ("eventCreateWithFlags", 3, 1),
+        ("eventDestroy", 6, 1),
+        ("memcpyAsync", 0x1000, 0x3000, 48, 4, 77, 1),
+        ("memcpyAsync", 0x3008, 0x1010, 8, 4, 77, 1),
+        ("memcpyPeerAsync", 0x1000, 1, 0x2000, 0, 48, 77, 1),
+        ("memsetAsync", 0x1000, 9, 48, 77, 1),
+        ("eventRecord", 88, 77, 1),
+        ("streamWaitEvent", 77, 88, 0, 1),
+        ("eventQuery", 88, 1),
+        ("eventSynchronize", 88, 1),
+        ("deviceCanAccessPeer", 1, 0, 0),
+        ("deviceEnablePeerAccess", 0, 1),
+    ]
+    assert cupy.current == 0
+
+
+def test_the_current_device_of_the_thread_stays_what_it_was(cupy: FakeCupy) -> None:
+    cuda = layer.open_cupy()
+    cupy.statuses["malloc"] = 2
+    cupy.cuda.runtime.setDevice(1)
+    with pytest.raises(CudaOutOfMemory):
+        cuda.alloc(0, 64)
+    assert cupy.current == 1
+    seen: list[int] = []
+
+    def other_thread() -> None:
+        cuda.memory(1)
+        seen.append(cupy.current)
+
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    thread.join()
+    assert seen == [0]
+
+
+def test_cupys_errors_come_with_code_and_name(cupy: FakeCupy) -> None:
+    cuda = layer.open_cupy()
+    cupy.statuses["eventQuery"] = 600
+    assert cuda.query(Event(0, 1)) is False
+    cupy.statuses["deviceEnablePeerAccess"] = 704
+    cuda.enable_peer(0, 1)  # another library did it
+    cupy.statuses["malloc"] = 2
+    with pytest.raises(CudaOutOfMemory, match="wanted 99 bytes, free are 3 of 10"):
+        cuda.alloc(0, 99)
+    cupy.statuses["eventQuery"] = 700
+    with pytest.raises(CudaError, match=r"query on gpu:0 failed: cudaErrorIllegalAddress \(CUDA error 700: an ill"):
+        cuda.query(Event(0, 1))
+
+
+def test_properties_are_read(cupy: FakeCupy) -> None:
+    cupy.answers["getDeviceProperties"] = {
+        **{"name": b"NVIDIA T4", "uuid": bytes(range(16)), "totalGlobalMem": 16, "major": 7, "minor": 5},
+        **{"multiProcessorCount": 40, "pciDomainID": 0, "pciBusID": 0x65, "pciDeviceID": 0},
+    }
+    found = layer.open_cupy().properties(0)
+    assert found == layer.Properties("NVIDIA T4", bytes(range(16)).hex(), 16, "sm_75", 40, "0000:65:00")
+
+
+def test_a_program_is_compiled_for_its_device_and_launched_by_addresses_and_numbers(cupy: FakeCupy) -> None:
+    cuda = layer.open_cupy()
+    cupy.answers["getDeviceProperties"] = {
+        **{"name": b"", "uuid": b"", "totalGlobalMem": 1, "major": 9, "minor": 0, "multiProcessorCount": 2},
+        **{"pciDomainID": 0, "pciBusID": 0, "pciDeviceID": 0},
+    }
+    loaded = cuda.load(Program(), 1)
+    code, options, backend, device = cupy.modules[0]
+    assert (code, backend, device) == ("KERNEL add() {}", "nvrtc", 1)
+    assert "--fmad=false" in options
+    stream = Stream(1, 77)
+    places = [Pointer(address, 1, 64) for address in (0x1000, 0x2000, 0x3000, 0x4000)]
+    arguments = [Read(places[0], 64), Write(places[1], 64), Update(places[2], 64), Table(places[3], ())]
+    cuda.launch(loaded, "add", [*arguments, np.float32(0.5)], 1025, stream)
+    name, grid, block, values, shared, handle = cupy.launches[0]
+    assert (name, grid, block, shared) == ("add", (2,), (256,), 0)
+    assert handle.ptr == 77
+    assert values == (0x1000, 0x2000, 0x3000, 0x4000, np.float32(0.5), 1025)
+    assert [type(each) for each in values] == [*[np.uint64] * 4, np.float32, np.int64]
+    cuda.launch(loaded, "add", [], 1 << 40, stream)
+    assert cupy.launches[1][1] == (2 * layer.BLOCKS_PER_PROCESSOR,)
+    cuda.launch(loaded, "add", [], 0, stream)
+    assert len(cupy.launches) == 2
+    assert cupy.current == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (fakecupy.CompileException("line 3: what is this?"), "program sums does not compile for gpu:0: line 3"),
+        (PermissionError(13, "Permission denied", "/root/.cupy"), "cannot keep what .*fix: let CUPY_CACHE_DIR name"),
+    ],
+)
+def test_a_program_that_cannot_be_loaded_is_told(cupy: FakeCupy, fault: Exception, text: str) -> None:
+    cuda = layer.open_cupy()
+    cupy.fault = fault
+    with pytest.raises(ProgramError, match=text):
+        cuda.load(Program(), 0)
+    cupy.fault = fakecupy.CUDADriverError(700)
+    with pytest.raises(CudaError, match="load on gpu:0 failed: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        cuda.load(Program(), 0)
+
+
+def test_cupy_itself_has_these_functions_with_these_arguments() -> None:
+    cupy = pytest.importorskip("cupy", reason="needs cupy (pip install 'distrun[cuda12]'); a GPU is not needed")
+    for name, arguments in fakecupy.SIGNATURES.items():
+        first = str(getattr(cupy.cuda.runtime, name).__doc__).splitlines()[0]
+        found = re.fullmatch(r"%s\((.*)\)(?: -> .*)?" % name, first)
+        assert found is not None, first
+        names = [each.split("=")[0].split()[-1] for each in found.group(1).split(",") if each]
+        assert tuple(names) == arguments, first
+    assert issubclass(cupy.cuda.compiler.CompileException, Exception)
+    assert cupy.cuda.runtime.CUDARuntimeError(700).status == 700
+    assert str(cupy.cuda.runtime.CUDARuntimeError(700)).startswith("cudaErrorIllegalAddress: ")
+    constants = ("streamNonBlocking", "eventBlockingSync", "eventDisableTiming", "memcpyDefault", "hostAllocPortable")
+    assert [getattr(cupy.cuda.runtime, each) for each in constants] == [1, 1, 2, 4, 1]
+    module = cupy.RawModule(code="", options=layer.OPTIONS, backend="nvrtc")
+    assert hasattr(type(module), "get_function")
+    assert hasattr(cupy.RawKernel, "kernel")
+    assert hasattr(cupy.cuda.function.Function, "module")
+    with pytest.raises(TypeError, match="nonsense"):
+        cupy.cuda.function.Function.__new__(cupy.cuda.function.Function)((1,), (1,), (), 0, stream=None, nonsense=1)
+    assert issubclass(layer._driver_error(cupy), RuntimeError)

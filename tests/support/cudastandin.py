@@ -1,0 +1,682 @@
+"""A stand-in for CUDA that finds mistakes: devices in host memory whose work is done as late as events allow.
+
+It is the driver below `distrun_runtime.arrays.cuda.Cuda`. What it does that a GPU does not:
+
+* Work of a stream is done when something waits for it, not before; of several streams, in an order drawn by the seed.
+  With another seed than 0 some of it is done earlier, by chance.
+* Fresh and freed memory is NaN in every float type, and so is what a copy is to write to the host until it is done.
+* Every operation has a vector clock. Two operations on overlapping bytes, one of which writes, that no stream or event
+  puts into an order are a mistake. So is memory that is freed, or unregistered, before the host knows that its last
+  use is over, and host memory that the program overwrites before a copy from it is done.
+* Memory is only found at the address and on the device that it has: anything else is a mistake.
+* Each call can be made to fail.
+
+A mistake is raised where it is found, and once more by `finish`, in case that the code under test caught it.
+
+What the host knows is one clock for all threads: that they hand arrays to each other rightly is not checked here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import random
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from distrun_runtime.arrays.cuda import (
+    STICKY,
+    Argument,
+    DriverError,
+    Event,
+    Host,
+    Loaded,
+    Place,
+    Pointer,
+    Program,
+    Properties,
+    Read,
+    Stream,
+    Table,
+    Update,
+    Write,
+)
+
+Compiled = Callable[[str, Sequence[Any], int], None]
+"""Runs a kernel by name on addresses of host memory and numbers, for so many elements."""
+
+NAMES = {
+    1: ("cudaErrorInvalidValue", "invalid argument"),
+    2: ("cudaErrorMemoryAllocation", "out of memory"),
+    35: ("cudaErrorInsufficientDriver", "CUDA driver version is insufficient for CUDA runtime version"),
+    100: ("cudaErrorNoDevice", "no CUDA-capable device is detected"),
+    217: ("cudaErrorPeerAccessUnsupported", "peer access is not supported between these two devices"),
+    400: ("cudaErrorInvalidResourceHandle", "invalid resource handle"),
+    700: ("cudaErrorIllegalAddress", "an illegal memory access was encountered"),
+    704: ("cudaErrorPeerAccessAlreadyEnabled", "peer access is already enabled"),
+    712: ("cudaErrorHostMemoryAlreadyRegistered", "part or all of the requested memory range is already mapped"),
+    719: ("cudaErrorLaunchFailure", "unspecified launch failure"),
+}
+NAN = 0xFF
+"""Bytes of this value are NaN in every float type."""
+ALIGNMENT = 256
+
+Clock = dict[int, int]
+"""For each stream, how many of its operations are known to be over."""
+
+
+class Mistake(AssertionError):
+    """The code under test relies on an order or a lifetime that nothing ensures."""
+
+
+def error(code: int) -> DriverError:
+    return DriverError(code, *NAMES[code])
+
+
+@dataclass(eq=False)
+class Operation:
+    stream: int
+    time: int
+    what: str
+    run: Callable[[], None]
+    needs: Operation | None = None
+    """An operation of another stream that has to be over before."""
+    is_done: bool = False
+
+
+@dataclass(eq=False)
+class Access:
+    begin: int
+    end: int
+    is_write: bool
+    operation: Operation
+
+
+@dataclass(eq=False)
+class Block:
+    """Memory of a device, or registered memory of the host (device -1)."""
+
+    device: int
+    address: int
+    data: np.ndarray[Any, Any]
+    is_alive: bool = True
+    accesses: list[Access] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.address + len(self.data)
+
+
+@dataclass(eq=False)
+class StreamState:
+    device: int
+    clock: Clock = field(default_factory=dict)
+    waiting: deque[Operation] = field(default_factory=deque)
+
+
+@dataclass(eq=False)
+class EventState:
+    device: int
+    operation: Operation | None = None
+    clock: Clock = field(default_factory=dict)
+    asked: int = 0
+
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def call(method: T) -> T:
+    """Count a call, let it fail if it is to, and let no two threads be in calls at once."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def entered(self: StandIn, *args: Any) -> Any:
+        if os.getpid() != self.pid:
+            raise self.mistake("a forked child calls CUDA: %s" % name)
+        with self.lock:
+            self.calls[name] += 1
+            if self.dead is not None:
+                raise self.dead
+            code = self.faults.pop((name, self.calls[name]), None)
+            if code is not None:
+                if code in STICKY:
+                    self.dead = error(code)
+                raise error(code)
+            result = method(self, *args)
+            self._advance()
+            if self.dead is not None and not name.startswith("end_"):
+                raise self.dead
+            return result
+
+    return entered  # type: ignore[return-value]
+
+
+class StandIn:
+    """A driver. Several may be made in one process, each with devices of its own.
+
+    Arguments:
+        devices: 0 to 8.
+        memory: bytes of each.
+        peers: pairs of devices of which the first can access the second's memory; None: all.
+        seed: draws the order in which independent work is done.
+        compiled: makes a program's kernels callable; None: none can be loaded.
+    """
+
+    def __init__(
+        self,
+        devices: int = 1,
+        *,
+        memory: int = 1 << 26,
+        peers: Iterable[tuple[int, int]] | None = None,
+        seed: int = 0,
+        compiled: Callable[[Program], Compiled] | None = None,
+    ) -> None:
+        assert 0 <= devices <= 8
+        self.devices = devices
+        self.memory_bytes = memory
+        pairs = ((one, other) for one in range(devices) for other in range(devices))
+        self.peers = {pair for pair in (pairs if peers is None else peers) if pair[0] != pair[1]}
+        self.enabled: set[tuple[int, int]] = set()
+        self.calls: Counter[str] = Counter()
+        self.mistakes: list[Mistake] = []
+        self.faults: dict[tuple[str, int], int] = {}
+        self.dead: DriverError | None = None
+        self.pid = os.getpid()
+        self.lock = threading.RLock()
+        self._random = random.Random(seed)
+        self._eagerness = 0.0 if seed == 0 else self._random.choice([0.1, 0.5, 1.0])
+        self._compiled = compiled
+        self._bad_operation = 0
+        self._ran = 0
+        self._handles = 0
+        self._next = [(device + 1) << 40 for device in range(devices)]
+        self._blocks: list[Block] = []
+        self._registered: list[Block] = []
+        self._streams: dict[int, StreamState] = {}
+        self._events: dict[int, EventState] = {}
+        self._known: Clock = {}
+        """What the host knows to be over."""
+
+    # For tests
+
+    def fail(self, name: str, nth: int = 1, code: int = 700) -> None:
+        """Let the n-th call of a name from now on fail; with a sticky code every later call of any name, too."""
+        self.faults[name, self.calls[name] + nth] = code
+
+    def fail_operation(self, nth: int = 1) -> None:
+        """Let the n-th operation that is done from now on access an illegal address: the next call says so."""
+        self._bad_operation = self._ran + nth
+
+    def mistake(self, text: str) -> Mistake:
+        found = Mistake(text)
+        self.mistakes.append(found)
+        return found
+
+    def finish(self) -> None:
+        """Do what is left to do; raise the first mistake that was found."""
+        with self.lock:
+            for state in self._streams.values():
+                while self.dead is None and state.waiting:
+                    self._complete(state.waiting[-1])
+        if self.mistakes:
+            raise self.mistakes[0]
+
+    @property
+    def used(self) -> list[int]:
+        """Bytes in use of each device."""
+        sizes = [0] * self.devices
+        for block in self._blocks:
+            if block.is_alive:
+                sizes[block.device] += len(block.data)
+        return sizes
+
+    @property
+    def pending(self) -> int:
+        """Operations that are not done."""
+        return sum(len(state.waiting) for state in self._streams.values())
+
+    def bytes_at(self, pointer: Pointer) -> bytes:
+        """Return what is in memory now, with what was done so far."""
+        block, begin = self._found(pointer, pointer.nbytes)
+        return block.data[begin : begin + pointer.nbytes].tobytes()
+
+    # The driver's calls
+
+    @call
+    def count(self) -> int:
+        return self.devices
+
+    @call
+    def properties(self, device: int) -> Properties:
+        self._device(device)
+        return Properties("Stand-in", "%032x" % device, self.memory_bytes, "sm_00", 4, "0000:%02x:00" % device)
+
+    @call
+    def memory(self, device: int) -> tuple[int, int]:
+        self._device(device)
+        return self.memory_bytes - self.used[device], self.memory_bytes
+
+    @call
+    def alloc(self, device: int, nbytes: int) -> int:
+        self._device(device)
+        if nbytes <= 0:
+            raise self.mistake("alloc of %d bytes" % nbytes)
+        if self.used[device] + nbytes > self.memory_bytes:
+            raise error(2)
+        address = self._next[device]
+        # No address is ever used again, and nothing is next to anything.
+        self._next[device] += (nbytes // ALIGNMENT + 2) * ALIGNMENT
+        self._blocks.append(Block(device, address, np.full(nbytes, NAN, np.uint8)))
+        return address
+
+    @call
+    def free(self, pointer: Pointer) -> None:
+        block, begin = self._found(pointer, pointer.nbytes)
+        if begin or len(block.data) != pointer.nbytes:
+            raise self.mistake("free of %s, which alloc did not return" % (pointer,))
+        self._end(block, "freed")
+        block.data[:] = NAN
+
+    @call
+    def register(self, host: Host) -> None:
+        for block in self._registered:
+            if host.address < block.end and block.address < host.address + host.nbytes:
+                raise error(712)
+        self._registered.append(Block(-1, host.address, _host_bytes(host)))
+
+    @call
+    def unregister(self, host: Host) -> None:
+        for block in self._registered:
+            if block.address == host.address:
+                self._end(block, "unregistered")
+                self._registered.remove(block)
+                return
+        raise self.mistake("unregister of %s, which is not registered" % (host,))
+
+    @call
+    def make_stream(self, device: int, priority: int) -> int:
+        self._device(device)
+        self._handles += 1
+        self._streams[self._handles] = StreamState(device)
+        return self._handles
+
+    @call
+    def end_stream(self, device: int, handle: int) -> None:
+        assert self._streams[handle].device == device  # its work goes on
+
+    @call
+    def make_event(self, device: int) -> int:
+        self._device(device)
+        self._handles += 1
+        self._events[self._handles] = EventState(device)
+        return self._handles
+
+    @call
+    def end_event(self, device: int, handle: int) -> None:
+        assert self._events.pop(handle).device == device
+
+    @call
+    def copy(self, into: Place, source: Place, nbytes: int, stream: Stream) -> None:
+        for place in (into, source):
+            if isinstance(place, Pointer) and place.device != stream.device:
+                raise self.mistake("copy on gpu:%d of memory of gpu:%d" % (stream.device, place.device))
+        if isinstance(into, Host) and isinstance(source, Host):
+            raise self.mistake("copy from the host to the host")
+        if isinstance(into, Host):
+            assert isinstance(source, Pointer)
+            self._copy_out(into, source, nbytes, stream)
+        elif isinstance(source, Host):
+            self._copy_in(into, source, nbytes, stream)
+        else:
+            self._copy_across("copy", into, source, nbytes, stream)
+
+    @call
+    def copy_peer(self, into: Pointer, source: Pointer, nbytes: int, stream: Stream) -> None:
+        if stream.device not in (into.device, source.device):
+            raise self.mistake("copy_peer on gpu:%d between %s and %s" % (stream.device, into, source))
+        self._copy_across("copy_peer", into, source, nbytes, stream)
+
+    @call
+    def fill(self, pointer: Pointer, byte: int, nbytes: int, stream: Stream) -> None:
+        view, access = self._view(pointer, nbytes, stream)
+        self._enqueue("fill", stream, lambda: view.fill(byte), [(*access, True)])
+
+    @call
+    def load(self, program: Program, device: int) -> Mapping[str, object]:
+        self._device(device)
+        if self._compiled is None:
+            raise self.mistake("this stand-in has no compiler for %s" % program.name)
+        made = self._compiled(program)
+        return {kernel.name: made for kernel in program.kernels}
+
+    @call
+    def launch(self, loaded: Loaded, kernel: str, arguments: Sequence[Argument], elements: int, stream: Stream) -> None:
+        if loaded.device != stream.device:
+            raise self.mistake("%s is loaded on gpu:%d, not on gpu:%d" % (kernel, loaded.device, stream.device))
+        _check_arguments(loaded.program, kernel, arguments, self.mistake)
+        spans: list[tuple[Read | Write | Update, np.ndarray[Any, Any]]] = []
+        accesses: list[tuple[Block, int, int, bool]] = []
+        made: list[Callable[[], Any]] = []
+        """For each argument what gives its value once the kernel runs."""
+
+        def known(entry: Read | Write | Update) -> int:
+            view, access = self._view(entry.pointer, entry.nbytes, stream)
+            spans.append((entry, view))
+            accesses.append((*access, not isinstance(entry, Read)))
+            return int(view.ctypes.data)
+
+        for argument in arguments:
+            if isinstance(argument, Table):
+                addresses = np.array([known(entry) for entry in argument.entries], np.uint64)
+                wanted = np.array([entry.pointer.address for entry in argument.entries], np.uint64)
+                table, access = self._view(argument.pointer, wanted.nbytes, stream)
+                accesses.append((*access, False))
+                made.append(functools.partial(self._table, kernel, table, wanted, addresses))
+            elif isinstance(argument, (Read, Write, Update)):
+                made.append(functools.partial(int, known(argument)))
+            else:
+                made.append(functools.partial(_same, argument))
+        function: Any = loaded.functions[kernel]
+
+        def run() -> None:
+            read = [(view, view.copy()) for entry, view in spans if isinstance(entry, Read)]
+            written = [(entry, view) for entry, view in spans if not isinstance(entry, Read)]
+            for entry, view in written:
+                others = [other for another, other in spans if another is not entry]
+                if isinstance(entry, Write) and not any(np.shares_memory(view, other) for other in others):
+                    view.fill(NAN)  # it has to be written whole
+            function(kernel, [each() for each in made], elements)
+            for view, before in read:
+                if not any(np.shares_memory(view, other) for _, other in written) and (view != before).any():
+                    raise self.mistake("%s wrote into memory that it only reads" % kernel)
+
+        self._enqueue(kernel, stream, run, accesses)
+
+    @call
+    def record(self, event: Event, stream: Stream) -> None:
+        state = self._events[event.handle]
+        if state.device != stream.device:
+            raise error(400)
+        state.operation = self._enqueue("record", stream, _nothing, [])
+        state.clock = dict(self._streams[stream.handle].clock)
+        state.asked = 0
+
+    @call
+    def wait(self, stream: Stream, event: Event) -> None:
+        state = self._events[event.handle]
+        if state.operation is None:  # as CUDA has it: nothing to wait for
+            return
+        self._enqueue("wait", stream, _nothing, [], needs=state.operation)
+        _merge(self._streams[stream.handle].clock, state.clock)
+
+    @call
+    def query(self, event: Event) -> bool:
+        state = self._events[event.handle]
+        if state.operation is None:
+            return True
+        state.asked += 1
+        if not state.operation.is_done and state.asked > 1 + self._random.randrange(3):
+            self._complete(state.operation)
+        if state.operation.is_done:
+            _merge(self._known, state.clock)
+        return state.operation.is_done
+
+    @call
+    def synchronize(self, event: Event) -> None:
+        state = self._events[event.handle]
+        if state.operation is not None:
+            self._complete(state.operation)
+            _merge(self._known, state.clock)
+
+    @call
+    def can_access_peer(self, device: int, other: int) -> bool:
+        self._device(device)
+        self._device(other)
+        return (device, other) in self.peers
+
+    @call
+    def enable_peer(self, device: int, other: int) -> None:
+        if (device, other) not in self.peers:
+            raise error(217)
+        if (device, other) in self.enabled:
+            raise error(704)
+        self.enabled.add((device, other))
+
+    # Memory
+
+    def _device(self, device: int) -> None:
+        if not 0 <= device < self.devices:
+            raise self.mistake("there is no device %d of %d" % (device, self.devices))
+
+    def _found(self, pointer: Pointer, nbytes: int) -> tuple[Block, int]:
+        for block in self._blocks:
+            if block.address <= pointer.address < block.end and block.device == pointer.device:
+                begin = pointer.address - block.address
+                if not block.is_alive:
+                    raise self.mistake("%s was freed" % (pointer,))
+                if nbytes > pointer.nbytes or begin + nbytes > len(block.data):
+                    raise self.mistake("%d bytes at %s: beyond its end" % (nbytes, pointer))
+                return block, begin
+        raise self.mistake("%s is no memory of this device" % (pointer,))
+
+    def _view(
+        self, pointer: Pointer, nbytes: int, stream: Stream
+    ) -> tuple[np.ndarray[Any, Any], tuple[Block, int, int]]:
+        if pointer.device != stream.device:
+            raise self.mistake("gpu:%d dereferences memory of gpu:%d" % (stream.device, pointer.device))
+        block, begin = self._found(pointer, nbytes)
+        return block.data[begin : begin + nbytes], (block, begin, begin + nbytes)
+
+    def _end(self, block: Block, what: str) -> None:
+        for access in block.accesses:
+            operation = access.operation
+            if self._known.get(operation.stream, 0) < operation.time:
+                raise self.mistake("memory is %s before the host knows that this is over: %s" % (what, operation.what))
+        block.is_alive = False
+
+    def _table(
+        self,
+        kernel: str,
+        table: np.ndarray[Any, Any],
+        wanted: np.ndarray[Any, Any],
+        addresses: np.ndarray[Any, Any],
+    ) -> int:
+        if table.tobytes() != wanted.tobytes():
+            raise self.mistake("%s: the table in memory is not that of the launch" % kernel)
+        return int(addresses.ctypes.data)
+
+    # Copies
+
+    def _copy_across(self, what: str, into: Pointer, source: Pointer, nbytes: int, stream: Stream) -> None:
+        target, begin = self._found(into, nbytes)
+        origin, first = self._found(source, nbytes)
+        run = functools.partial(
+            np.copyto, target.data[begin : begin + nbytes], origin.data[first : first + nbytes], casting="no"
+        )
+        accesses = [(target, begin, begin + nbytes, True), (origin, first, first + nbytes, False)]
+        self._enqueue(what, stream, run, accesses)
+
+    def _copy_in(self, into: Pointer, source: Host, nbytes: int, stream: Stream) -> None:
+        view, access = self._view(into, nbytes, stream)
+        accesses = [(*access, True)]
+        before = _host_bytes(source)[:nbytes].copy()
+        locked = self._locked(source, nbytes)
+        if locked is None:  # the driver takes a copy before the call returns
+            self._enqueue("copy in", stream, functools.partial(np.copyto, view, before), accesses)
+            return
+        memory = _host_bytes(source)[:nbytes]
+        begin = source.address - locked.address
+        # Waiting copies into the same bytes come first; they, not the program, may write there.
+        is_checked = self._is_idle(locked, begin, begin + nbytes)
+
+        def run() -> None:
+            if is_checked and (memory != before).any():
+                raise self.mistake("host memory was overwritten before a copy from it was known to be over")
+            view[:] = memory
+
+        self._enqueue("copy in", stream, run, [*accesses, (locked, begin, begin + nbytes, False)])
+
+    def _copy_out(self, into: Host, source: Pointer, nbytes: int, stream: Stream) -> None:
+        view, access = self._view(source, nbytes, stream)
+        accesses = [(*access, False)]
+        locked = self._locked(into, nbytes)
+        memory = _host_bytes(into)[:nbytes]
+        if locked is None:  # the call returns when the copy is done
+            operation = self._enqueue("copy out", stream, functools.partial(np.copyto, memory, view), accesses)
+            self._complete(operation)
+            _merge(self._known, self._streams[stream.handle].clock)
+            return
+        begin = into.address - locked.address
+        is_checked = self._is_idle(locked, begin, begin + nbytes)
+        accesses.append((locked, begin, begin + nbytes, True))
+
+        def run() -> None:
+            if is_checked and (memory != NAN).any():
+                raise self.mistake("host memory was written before a copy to it was known to be over")
+            memory[:] = view
+
+        self._enqueue("copy out", stream, run, accesses, poison=memory if is_checked else None)
+
+    def _locked(self, host: Host, nbytes: int) -> Block | None:
+        for block in self._registered:
+            if block.address <= host.address and host.address + nbytes <= block.end:
+                return block
+            if host.address < block.end and block.address < host.address + nbytes:
+                raise self.mistake("a copy of memory only a part of which is registered")
+        return None
+
+    def _is_idle(self, block: Block, begin: int, end: int) -> bool:
+        return all(each.operation.is_done for each in block.accesses if each.begin < end and begin < each.end)
+
+    # Order
+
+    def _enqueue(
+        self,
+        what: str,
+        stream: Stream,
+        run: Callable[[], None],
+        accesses: Sequence[tuple[Block, int, int, bool]],
+        *,
+        needs: Operation | None = None,
+        poison: np.ndarray[Any, Any] | None = None,
+    ) -> Operation:
+        state = self._streams[stream.handle]
+        clock = state.clock
+        _merge(clock, self._known)  # the host calls: what it knows, the stream knows
+        time = clock[stream.handle] = clock.get(stream.handle, 0) + 1
+        operation = Operation(stream.handle, time, "%s (stream %d, %d)" % (what, stream.handle, time), run, needs)
+        for block, begin, end, is_write in accesses:
+            kept = []
+            for each in block.accesses:
+                other = each.operation
+                if self._known.get(other.stream, 0) >= other.time:
+                    continue  # all that comes knows of it
+                kept.append(each)
+                if (
+                    other is not operation
+                    and (each.is_write or is_write)
+                    and each.begin < end
+                    and begin < each.end
+                    and clock.get(other.stream, 0) < other.time
+                ):
+                    raise self.mistake("nothing orders %s and %s, on the same bytes" % (other.what, operation.what))
+            block.accesses = [*kept, Access(begin, end, is_write, operation)]
+        if poison is not None:
+            poison.fill(NAN)
+        state.waiting.append(operation)
+        return operation
+
+    def _advance(self) -> None:
+        while self._eagerness and self._random.random() < self._eagerness:
+            ready = [state for state in self._streams.values() if state.waiting and _is_ready(state.waiting[0])]
+            if not ready or self.dead is not None:
+                return
+            self._do(self._random.choice(ready))
+
+    def _complete(self, target: Operation) -> None:
+        """Do what has to be done for an operation to be over, and nothing else."""
+        wanted: dict[int, int] = {}
+        """For each stream, up to which of its operations."""
+        open_ends = [target]
+        while open_ends:
+            last = open_ends.pop()
+            begin = wanted.get(last.stream, 0)
+            if last.is_done or last.time <= begin:
+                continue
+            wanted[last.stream] = last.time
+            waiting = self._streams[last.stream].waiting
+            open_ends += [each.needs for each in waiting if each.needs is not None and begin < each.time <= last.time]
+        while not target.is_done and self.dead is None:
+            states = [(self._streams[key], time) for key, time in sorted(wanted.items())]
+            ready = [
+                state
+                for state, time in states
+                if state.waiting and state.waiting[0].time <= time and _is_ready(state.waiting[0])
+            ]
+            self._do(self._random.choice(ready))
+        if self.dead is not None:
+            raise self.dead
+
+    def _do(self, state: StreamState) -> None:
+        operation = state.waiting.popleft()
+        operation.is_done = True
+        self._ran += 1
+        if self._ran == self._bad_operation:
+            self.dead = error(700)
+            return
+        operation.run()
+
+
+def _is_ready(operation: Operation) -> bool:
+    return operation.needs is None or operation.needs.is_done
+
+
+def _merge(clock: Clock, other: Clock) -> None:
+    for key, time in other.items():
+        if clock.get(key, 0) < time:
+            clock[key] = time
+
+
+def _host_bytes(host: Host) -> np.ndarray[Any, Any]:
+    memory = (ctypes.c_uint8 * host.nbytes).from_address(host.address)
+    return np.ctypeslib.as_array(memory)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+SCALARS = {
+    **{"i8": "int8", "i16": "int16", "i32": "int32", "i64": "int64", "u8": "uint8", "u16": "uint16"},
+    **{"u32": "uint32", "u64": "uint64", "f32": "float32", "f64": "float64"},
+}
+ACCESSES: dict[type, str] = {Read: "read", Write: "write", Update: "update", Table: "table"}
+
+
+def _check_arguments(
+    program: Program, kernel: str, arguments: Sequence[Argument], mistake: Callable[[str], Mistake]
+) -> None:
+    """Compare arguments with what the kernel says of its parameters, if it says it."""
+    known: dict[str, Any] = {each.name: each for each in program.kernels}
+    parameters = getattr(known[kernel], "parameters", None)
+    if parameters is None:
+        return
+    if len(parameters) != len(arguments):
+        raise mistake("%s takes %d arguments and n, not %d" % (kernel, len(parameters), len(arguments)))
+    for parameter, argument in zip(parameters, arguments, strict=True):
+        access = parameter.access.value
+        if isinstance(argument, np.generic):
+            if access != "scalar" or argument.dtype.name != SCALARS[parameter.kind]:
+                raise mistake("%s: %s is no %s" % (kernel, parameter, argument.dtype))
+        elif access != ACCESSES[type(argument)]:
+            raise mistake("%s: %s is given as %s" % (kernel, parameter, type(argument).__name__))

@@ -1,0 +1,132 @@
+"""A module that looks like the part of cupy that distrun calls: it notes each call, and with which current device."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+NAMES = {
+    2: "cudaErrorMemoryAllocation: out of memory",
+    35: "cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version",
+    100: "cudaErrorNoDevice: no CUDA-capable device is detected",
+    600: "cudaErrorNotReady: device not ready",
+    700: "cudaErrorIllegalAddress: an illegal memory access was encountered",
+    704: "cudaErrorPeerAccessAlreadyEnabled: peer access is already enabled",
+}
+
+SIGNATURES = {
+    "getDeviceCount": (),
+    "getDevice": (),
+    "setDevice": ("device",),
+    "getDeviceProperties": ("device",),
+    "memGetInfo": (),
+    "malloc": ("size",),
+    "free": ("ptr",),
+    "hostRegister": ("ptr", "size", "flags"),
+    "hostUnregister": ("ptr",),
+    "streamCreateWithPriority": ("flags", "priority"),
+    "streamDestroy": ("stream",),
+    "eventCreateWithFlags": ("flags",),
+    "eventDestroy": ("event",),
+    "memcpyAsync": ("dst", "src", "size", "kind", "stream"),
+    "memcpyPeerAsync": ("dst", "dstDevice", "src", "srcDevice", "size", "stream"),
+    "memsetAsync": ("ptr", "value", "size", "stream"),
+    "eventRecord": ("event", "stream"),
+    "streamWaitEvent": ("stream", "event", "flags"),
+    "eventQuery": ("event",),
+    "eventSynchronize": ("event",),
+    "deviceCanAccessPeer": ("device", "peerDevice"),
+    "deviceEnablePeerAccess": ("peerDevice",),
+}
+"""Of `cupy.cuda.runtime`, version 14. A test compares them with cupy's own where it is installed."""
+
+
+class CUDARuntimeError(RuntimeError):
+    def __init__(self, status: int) -> None:
+        super().__init__(NAMES[status])
+        self.status = status
+
+
+class CUDADriverError(RuntimeError):
+    def __init__(self, status: int) -> None:
+        super().__init__("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+        self.status = status
+
+
+class CompileException(Exception):
+    pass
+
+
+class FakeCupy(ModuleType):
+    """The module. `calls` has each call's name, arguments and current device."""
+
+    def __init__(self, devices: int) -> None:
+        super().__init__("cupy")
+        self.__spec__ = ModuleSpec("cupy", None)
+        self.__version__ = "14.2.0"
+        self.calls: list[tuple[str, tuple[object, ...], int]] = []
+        self.answers: dict[str, Any] = {"getDeviceCount": devices, "memGetInfo": (3, 10), "malloc": 0x1000}
+        self.statuses: dict[str, int] = {}
+        """Calls that fail, and with which code."""
+        self.launches: list[tuple[object, ...]] = []
+        self._current = threading.local()
+        runtime = SimpleNamespace(**{name: self._call(name) for name in SIGNATURES}, CUDARuntimeError=CUDARuntimeError)
+        self.cuda = SimpleNamespace(runtime=runtime, compiler=SimpleNamespace(CompileException=CompileException))
+        self.modules: list[tuple[str, tuple[str, ...], str, int]] = []
+        self.fault: Exception | None = None
+        """Raised where a program is compiled."""
+
+    @property
+    def current(self) -> int:
+        return int(getattr(self._current, "device", 0))
+
+    def _call(self, name: str) -> Callable[..., Any]:
+        def called(*args: object) -> Any:
+            assert len(args) == len(SIGNATURES[name]), name
+            self.calls.append((name, args, self.current))
+            if name in self.statuses:
+                if name == "eventQuery":
+                    return self.statuses[name]
+                raise CUDARuntimeError(self.statuses[name])
+            if name == "getDevice":
+                return self.current
+            if name == "setDevice":
+                self._current.device = args[0]
+            return self.answers.get(name, 0)
+
+        return called
+
+    def RawModule(self, *, code: str, options: tuple[str, ...], backend: str) -> Any:
+        self.modules.append((code, options, backend, self.current))
+        device = self.current
+
+        def get_function(name: str) -> Any:
+            if self.fault is not None:
+                raise self.fault
+
+            def kernel(*args: object, **kwargs: object) -> None:
+                assert self.current == device
+                self.launches.append((name, *args, *kwargs.items()))
+
+            kernel.module = object()  # type: ignore[attr-defined]
+            return SimpleNamespace(kernel=kernel)
+
+        return SimpleNamespace(get_function=get_function)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, devices: int = 2) -> FakeCupy:
+    """Put the module where `import cupy` finds it."""
+    cupy = FakeCupy(devices)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    for name in ("cupy_backends", "cupy_backends.cuda", "cupy_backends.cuda.api"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    driver = ModuleType("cupy_backends.cuda.api.driver")
+    driver.CUDADriverError = CUDADriverError  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, driver.__name__, driver)
+    return cupy
