@@ -17,11 +17,26 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CPU", "CUDA", "CUDA_HOST", "CUDA_MANAGED", "DEVICES", "ROCM_HOST", "Tensor", "device_of", "export", "read"]
+__all__ = [
+    "CPU",
+    "CUDA",
+    "CUDA_HOST",
+    "CUDA_MANAGED",
+    "HOSTS",
+    "ROCM_HOST",
+    "Tensor",
+    "device_of",
+    "export",
+    "name_of",
+    "read",
+]
 
 CPU, CUDA, CUDA_HOST, ROCM_HOST, CUDA_MANAGED = 1, 2, 3, 11, 13
+"""DLDeviceType."""
+HOSTS = (CPU, CUDA_HOST, ROCM_HOST)
+"""Memory of the host."""
 
-DEVICES = {
+_DEVICES = {
     CPU: "CPU",
     CUDA: "CUDA",
     CUDA_HOST: "pinned CUDA host memory",
@@ -38,7 +53,6 @@ DEVICES = {
     16: "Hexagon",
     17: "MAIA",
 }
-"""DLDeviceType: what each is called in messages."""
 
 _KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
 """DLDataTypeCode."""
@@ -126,6 +140,11 @@ class Tensor:
     is_readonly: bool | None
     """None: the producer's version of DLPack does not say."""
     owner: Owner
+
+
+def name_of(device_type: int) -> str:
+    """Return what a type of device is called in messages."""
+    return _DEVICES.get(device_type, f"a device of type {device_type}")
 
 
 def device_of(value: Any) -> tuple[int, int] | None:

@@ -34,7 +34,6 @@ LEGACY, PER_THREAD = 1, 2
 """cudaStreamLegacy, cudaStreamPerThread: the default streams by handle. Libraries write the first one as 0, too."""
 
 _GPUS = (dlpack.CUDA, dlpack.CUDA_MANAGED)
-_HOSTS = (dlpack.CPU, dlpack.CUDA_HOST, dlpack.ROCM_HOST)
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,11 +244,11 @@ def _of_dlpack(value: Any, ours: Callable[[int], Stream] | None) -> DeviceView |
             )
         return None
     kind, device = place
-    if kind in _HOSTS:
+    if kind in dlpack.HOSTS:
         return None
     if kind not in _GPUS:
         raise KVError(
-            f"found {_named(value)} in memory of {dlpack.DEVICES.get(kind, f'a device of type {kind}')}; distrun uses"
+            f"found {_named(value)} in memory of {dlpack.name_of(kind)}; distrun uses"
             f" GPUs by CUDA; fix: {_to_host(value)}"
         )
     if ours is None:
@@ -365,13 +364,13 @@ def _place(value: Any) -> str | None:
     """Return the name of the device that has an array's memory; None if it is the host's, or not known."""
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(value, cupy.ndarray):
-        return f"{'ROCm' if cupy.cuda.runtime.is_hip else 'CUDA'} device {value.device.id}"
+        return f"{'ROCm' if cupy.cuda.runtime.is_hip else 'CUDA'} (device {value.device.id})"
     place = dlpack.device_of(value)
     if place is not None:
         kind, number = place
-        if kind in _HOSTS:
+        if kind in dlpack.HOSTS:
             return None
-        return f"{dlpack.DEVICES.get(kind, f'a device of type {kind},')} device {number}"
+        return f"{dlpack.name_of(kind)} (device {number})"
     return "a CUDA device" if _has_interface(value) else None
 
 
