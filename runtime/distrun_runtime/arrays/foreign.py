@@ -35,6 +35,13 @@ LEGACY, PER_THREAD = 1, 2
 
 _GPUS = (dlpack.CUDA, dlpack.CUDA_MANAGED)
 
+_HOST_ONLY = "this version reads and writes host memory only"
+_CUDA_ONLY = "distrun uses GPUs by CUDA"
+_CAPTURING = (
+    "%s's current stream is capturing a CUDA graph, and no graph can hold what a store does; fix: call the store"
+    " outside of the capture"
+)
+
 
 @dataclass(frozen=True, eq=False)
 class DeviceView:
@@ -127,7 +134,7 @@ def refusal(value: object, is_output: bool = False) -> str | None:
     where = _place(value)
     if where is None:
         return None
-    found = f"found {_named(value)} in memory of {where}; this version reads and writes host memory only"
+    found = f"found {_named(value)} in memory of {where}; {_HOST_ONLY}"
     if is_output:
         return f"{found}; fix: give an array of numpy, and copy it to the GPU{_to_device(value)}"
     return f"{found}; fix: {_to_host(value)}"
@@ -169,7 +176,6 @@ def _of_torch(tensor: Any, torch: Any, is_output: bool) -> DeviceView | None:
     dtype = _dtype(tensor, str(plain.dtype).rpartition(".")[2])
     return _checked(
         tensor,
-        library="torch",
         device=device,
         address=plain.data_ptr(),
         shape=tuple(plain.shape),
@@ -182,14 +188,13 @@ def _of_torch(tensor: Any, torch: Any, is_output: bool) -> DeviceView | None:
 
 def _of_cupy(array: Any, cupy: Any) -> DeviceView:
     if cupy.cuda.runtime.is_hip:
-        raise KVError(f"found {_named(array)} in memory of ROCm; distrun uses GPUs by CUDA; fix: {_to_host(array)}")
+        raise KVError(f"found {_named(array)} in memory of ROCm; {_CUDA_ONLY}; fix: {_to_host(array)}")
     device = int(array.device.id)
     stream = cupy.cuda.get_current_stream(device)
     if stream.is_capturing():
         raise KVError(_CAPTURING % "cupy")
     return _checked(
         array,
-        library="cupy",
         device=device,
         address=int(array.data.ptr),
         shape=tuple(array.shape),
@@ -220,7 +225,6 @@ def _of_interface(value: Any, cuda: Cuda) -> DeviceView:
     strides = found.get("strides")
     return _checked(
         value,
-        library=_library(value),
         device=cuda.device_of(int(address)) if math.prod(shape) else 0,
         address=int(address or 0),
         shape=shape,
@@ -248,8 +252,7 @@ def _of_dlpack(value: Any, ours: Callable[[int], Stream] | None) -> DeviceView |
         return None
     if kind not in _GPUS:
         raise KVError(
-            f"found {_named(value)} in memory of {dlpack.name_of(kind)}; distrun uses"
-            f" GPUs by CUDA; fix: {_to_host(value)}"
+            f"found {_named(value)} in memory of {dlpack.name_of(kind)}; {_CUDA_ONLY}; fix: {_to_host(value)}"
         )
     if ours is None:
         raise KVError(
@@ -262,7 +265,6 @@ def _of_dlpack(value: Any, ours: Callable[[int], Stream] | None) -> DeviceView |
         raise KVError(f"{_named(value)} cannot be read by DLPack ({err}); fix: {_to_host(value)}") from err
     return _checked(
         value,
-        library=_library(value),
         device=device,
         address=found.address,
         shape=found.shape,
@@ -275,16 +277,9 @@ def _of_dlpack(value: Any, ours: Callable[[int], Stream] | None) -> DeviceView |
     )
 
 
-_CAPTURING = (
-    "%s's current stream is capturing a CUDA graph, and no graph can hold what a store does; fix: call the store"
-    " outside of the capture"
-)
-
-
 def _checked(
     value: object,
     *,
-    library: str,
     device: int,
     address: int,
     shape: tuple[int, ...],
@@ -297,7 +292,7 @@ def _checked(
 ) -> DeviceView:
     if not address and 0 not in shape:
         raise KVError(f"{_named(value)} has no memory of its own; fix: give an array with values")
-    return DeviceView(library, device, address, shape, strides, dtype, is_readonly, stream, is_immutable, owner)
+    return DeviceView(_library(value), device, address, shape, strides, dtype, is_readonly, stream, is_immutable, owner)
 
 
 def _handle(pointer: int) -> int:
@@ -351,7 +346,7 @@ def _tensor_refusal(tensor: Any, torch: Any, is_output: bool, reads_cuda: bool =
             place = f"ROCm ({place})"
         elif reads_cuda:
             return None
-    with_what = "distrun uses GPUs by CUDA" if reads_cuda else "this version reads and writes host memory only"
+    with_what = _CUDA_ONLY if reads_cuda else _HOST_ONLY
     if is_output:
         return (
             f"found {_named(tensor)} on {place}; {with_what}; fix: give a tensor in host memory, and copy it with"
@@ -393,9 +388,11 @@ def _to_device(value: object) -> str:
 
 
 def _library(value: object) -> str:
-    jax = sys.modules.get("jax")
-    if jax is not None and isinstance(value, jax.Array):
-        return "jax"  # the class is of jaxlib
+    # jax's class is of jaxlib; others may be derived by programs.
+    for name, kind in (("torch", "Tensor"), ("cupy", "ndarray"), ("jax", "Array")):
+        module = sys.modules.get(name)
+        if module is not None and isinstance(value, getattr(module, kind)):
+            return name
     return type(value).__module__.partition(".")[0]
 
 
