@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from distrun_runtime.agent import cache
+from distrun_runtime.contract import caches
 
 KIND = "launcher"
 COPIES = 4
@@ -29,12 +29,12 @@ def kept(name: str, suffix: str, make: Callable[[], bytes]) -> bytes:
     """
     file = name + suffix
     with contextlib.suppress(OSError):
-        data = _read(Path(cache.folder(KIND)) / file)
+        data = _read(Path(caches.folder(KIND)) / file)
         if data:
             return data
     data = make()
     with contextlib.suppress(OSError):  # a full or read-only disk: it is made again next time
-        path = Path(cache.make(KIND)) / file
+        path = Path(caches.make(KIND)) / file
         _write(path, data)
         _thin_out(path.parent, suffix)
     return data

@@ -19,9 +19,10 @@ import distrun_runtime
 from distrun import keep
 from distrun.errors import PreflightError
 from distrun_runtime.agent import cache
+from distrun_runtime.contract import caches
 
 PACKAGE = "distrun_runtime"
-SUFFIXES = (".py", ".typed")
+SUFFIXES = (".py", ".c", ".typed")
 FORMAT = 1
 """Another one where the same sources are to give another archive."""
 _EPOCH = (1980, 1, 1, 0, 0, 0)
@@ -49,10 +50,10 @@ def runtime_root(env: Mapping[str, str], copy: bool = True) -> Path:
             found = cache.install(digest, data, env)
         except OSError as err:
             raise PreflightError(
-                f"cannot keep a copy of the runtime for the tasks in {cache.base(env)}: {err.strerror or err}",
+                f"cannot keep a copy of the runtime for the tasks in {caches.base(env)}: {err.strerror or err}",
                 "set XDG_CACHE_HOME to a place that can be written",
             ) from err
-    return Path(found or cache.base(env), *(() if found else (cache.RUNTIME, digest)))
+    return Path(found or caches.base(env), *(() if found else (cache.RUNTIME, digest)))
 
 
 def has_siblings(package: Path) -> bool:

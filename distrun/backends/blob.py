@@ -94,7 +94,7 @@ def is_private(path):
     return info.st_uid == os.geteuid() and not info.st_mode & 18
 
 def mended(path):
-    # As agent/cache.py does it: if others can write to a folder of ours, they cannot have put files of ours there.
+    # As contract/caches.py does it: if others can write to a folder of ours, they cannot have put files of ours there.
     info = os.lstat(path)
     if info.st_mode & 61440 != 16384 or info.st_uid != os.geteuid():
         return False

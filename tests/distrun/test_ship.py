@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,12 @@ def beside_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "site-packages" / "numpy").mkdir()
     monkeypatch.setattr(distrun_runtime, "__file__", str(folder / "__init__.py"))
     return tmp_path / "cache"
+
+
+def test_the_sources_of_the_programs_for_gpus_come_along() -> None:
+    with zipfile.ZipFile(io.BytesIO(ship.archive()[1])) as archive:
+        names = set(archive.namelist())
+    assert "distrun_runtime/arrays/prelude.c" in names
 
 
 def test_a_copy_is_one_that_agents_take_as_it_is(beside_others: Path, monkeypatch: pytest.MonkeyPatch) -> None:

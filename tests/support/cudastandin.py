@@ -39,7 +39,6 @@ from distrun_runtime.arrays.cuda import (
     Loaded,
     Place,
     Pointer,
-    Program,
     Properties,
     Read,
     Stream,
@@ -47,6 +46,7 @@ from distrun_runtime.arrays.cuda import (
     Update,
     Write,
 )
+from distrun_runtime.arrays.programs import Program
 
 Compiled = Callable[[str, Sequence[Any], int], None]
 """Runs a kernel by name on addresses of host memory and numbers, for so many elements."""
@@ -520,7 +520,7 @@ class StandIn:
         memory = _host_bytes(source)[:nbytes]
         begin = source.address - locked.address
         # Waiting copies into the same bytes come first; they, not the program, may write there.
-        is_checked = self._is_idle(locked, begin, begin + nbytes)
+        is_checked = self._is_idle(locked, begin, begin + nbytes, writes=True)
 
         def run() -> None:
             if is_checked and (memory != before).any():
@@ -540,7 +540,8 @@ class StandIn:
             _merge(self._known, self._streams[stream.handle].clock)
             return
         begin = into.address - locked.address
-        is_checked = self._is_idle(locked, begin, begin + nbytes)
+        # It is NaN until then, unless a copy that comes before still reads it.
+        is_checked = self._is_idle(locked, begin, begin + nbytes, writes=False)
         accesses.append((locked, begin, begin + nbytes, True))
 
         def run() -> None:
@@ -558,8 +559,13 @@ class StandIn:
                 raise self.mistake("a copy of memory only a part of which is registered")
         return None
 
-    def _is_idle(self, block: Block, begin: int, end: int) -> bool:
-        return all(each.operation.is_done for each in block.accesses if each.begin < end and begin < each.end)
+    def _is_idle(self, block: Block, begin: int, end: int, *, writes: bool) -> bool:
+        """Tell whether no operation is to come that uses bytes, or (`writes`) that writes them."""
+        return all(
+            each.operation.is_done or (writes and not each.is_write)
+            for each in block.accesses
+            if each.begin < end and begin < each.end
+        )
 
     # Order
 
@@ -673,11 +679,8 @@ ACCESSES: dict[type, str] = {Read: "read", Write: "write", Update: "update", Tab
 def _check_arguments(
     program: Program, kernel: str, arguments: Sequence[Argument], mistake: Callable[[str], Mistake]
 ) -> None:
-    """Compare arguments with what the kernel says of its parameters, if it says it."""
-    known: dict[str, Any] = {each.name: each for each in program.kernels}
-    parameters = getattr(known[kernel], "parameters", None)
-    if parameters is None:
-        return
+    """Compare arguments with what the kernel says of its parameters."""
+    parameters = program.kernel(kernel).parameters
     if len(parameters) != len(arguments):
         raise mistake("%s takes %d arguments and n, not %d" % (kernel, len(parameters), len(arguments)))
     for parameter, argument in zip(parameters, arguments, strict=True):

@@ -73,13 +73,24 @@ class FakeCupy(ModuleType):
         self.__version__ = "14.2.0"
         self.calls: list[tuple[str, tuple[object, ...], int]] = []
         self.answers: dict[str, Any] = {"getDeviceCount": devices, "memGetInfo": (3, 10), "malloc": 0x1000}
+        self.answers["getDeviceProperties"] = {
+            **{"name": b"NVIDIA T4", "uuid": bytes(range(16)), "totalGlobalMem": 16, "major": 7, "minor": 5},
+            **{"multiProcessorCount": 2, "pciDomainID": 0, "pciBusID": 0x65, "pciDeviceID": 0},
+        }
         self.statuses: dict[str, int] = {}
         """Calls that fail, and with which code."""
         self.launches: list[tuple[object, ...]] = []
         self._current = threading.local()
         runtime = SimpleNamespace(**{name: self._call(name) for name in SIGNATURES}, CUDARuntimeError=CUDARuntimeError)
-        self.cuda = SimpleNamespace(runtime=runtime, compiler=SimpleNamespace(CompileException=CompileException))
-        self.modules: list[tuple[str, tuple[str, ...], str, int]] = []
+        compiler = SimpleNamespace(CompileException=CompileException, compile_using_nvrtc=self._compile)
+        self.cuda = SimpleNamespace(
+            runtime=runtime,
+            compiler=compiler,
+            function=SimpleNamespace(Module=self._module),
+            nvrtc=SimpleNamespace(getVersion=lambda: (12, 9)),
+        )
+        self.programs: list[tuple[str, tuple[str, ...], int]] = []
+        self.loaded: list[bytes] = []
         self.fault: Exception | None = None
         """Raised where a program is compiled."""
 
@@ -103,22 +114,30 @@ class FakeCupy(ModuleType):
 
         return called
 
-    def RawModule(self, *, code: str, options: tuple[str, ...], backend: str) -> Any:
-        self.modules.append((code, options, backend, self.current))
+    def _compile(
+        self, source: str, options: tuple[str, ...], arch: None, *, cache_in_memory: bool
+    ) -> tuple[bytes, dict[str, str]]:
+        assert cache_in_memory
+        if self.fault is not None:
+            raise self.fault
+        self.programs.append((source, options, self.current))
+        return source.encode(), {}
+
+    def _module(self) -> Any:
         device = self.current
 
+        def load(code: bytes) -> None:
+            assert self.current == device
+            self.loaded.append(code)
+
         def get_function(name: str) -> Any:
-            if self.fault is not None:
-                raise self.fault
-
-            def kernel(*args: object, **kwargs: object) -> None:
+            def kernel(*args: object) -> None:
                 assert self.current == device
-                self.launches.append((name, *args, *kwargs.items()))
+                self.launches.append((name, *args))
 
-            kernel.module = object()  # type: ignore[attr-defined]
-            return SimpleNamespace(kernel=kernel)
+            return kernel
 
-        return SimpleNamespace(get_function=get_function)
+        return SimpleNamespace(load=load, get_function=get_function)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, devices: int = 2) -> FakeCupy:

@@ -2,11 +2,10 @@
 
     runtime/DIGEST/distrun_runtime/...   one folder a version, unpacked from the archive that the launcher sends
     runtime/DIGEST/.files                what is in it; a folder of which something is missing does not count
-    agent/, launcher/                    other kinds: see `distrun/backends/`
 
-Only folders that belong to this user and that only this user can write to are used. If others can write to a folder of
-this user, its mode is corrected: they cannot have put files of this user there. A version appears whole or not at all,
-so any number of agents may share one home. If the cache cannot be written, the job's private folder is used.
+Only folders that belong to this user and that only this user can write to are used (`contract.caches`). A version
+appears whole or not at all, so any number of agents may share one home. If the cache cannot be
+written, the job's private folder is used.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import os
 import stat
 from typing import List, Mapping, Optional
 
-from distrun_runtime.contract import environ
+from distrun_runtime.contract.caches import folder, is_private, make
 from distrun_runtime.errors import PreflightFailure
 
 # What unpacks is imported where it is used: usually the folder exists. Those modules are a tenth of an agent's start.
@@ -31,45 +30,12 @@ STALE_S = 86400.0
 """What another agent began to unpack so long ago was given up."""
 
 
-def base(env: Optional[Mapping[str, str]] = None) -> str:
-    """Return the folder of everything that is kept; `env` None: of this process."""
-    named = environ.text("XDG_CACHE_HOME", env)
-    cache = named if os.path.isabs(named) else os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(cache, "distrun")
-
-
-def folder(kind: str, env: Optional[Mapping[str, str]] = None) -> str:
-    """Return the folder of one kind, if it is there and this user's alone.
-
-    Raises:
-        OSError: it is not.
-    """
-    top = base(env)
-    for each in (top, os.path.join(top, kind)):
-        _mend(each)
-    return os.path.join(top, kind)
-
-
-def make(kind: str, env: Optional[Mapping[str, str]] = None) -> str:
-    """Return the folder of one kind, made where it is missing.
-
-    Raises:
-        OSError: it cannot be made, or is not this user's.
-    """
-    top = base(env)
-    os.makedirs(os.path.dirname(top), mode=0o700, exist_ok=True)
-    for each in (top, os.path.join(top, kind)):
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(each, 0o700)
-    return folder(kind, env)
-
-
 def find(digest: str, env: Optional[Mapping[str, str]] = None) -> str:
     """Return the folder of that version; empty if there is none, or not a whole one of this user's alone."""
     name = _checked(digest)
     try:
         path = os.path.join(folder(RUNTIME, env), name)
-        if not _is_private(path) or not _is_whole(path, digest):
+        if not is_private(path) or not _is_whole(path, digest):
             return ""
         with contextlib.suppress(OSError):
             os.utime(path)
@@ -193,25 +159,6 @@ def _is_whole(path: str, digest: str) -> bool:
 def _is_plain(parts: List[str]) -> bool:
     """Whether a path stays below the folder where it begins."""
     return all(part not in ("", ".", "..") and not set(part) & set("\\\0\n") for part in parts)
-
-
-def _is_private(path: str) -> bool:
-    """Whether it is a folder to which only this user may write. Raises OSError."""
-    info = os.lstat(path)
-    return _is_ours(info) and not info.st_mode & 0o022
-
-
-def _is_ours(info: os.stat_result) -> bool:
-    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid()
-
-
-def _mend(path: str) -> None:
-    """Let only this user write to a folder. Raises OSError: it is no folder, or not this user's."""
-    info = os.lstat(path)
-    if not _is_ours(info):
-        raise OSError(f"{path} is not a folder that only this user can write")
-    if info.st_mode & 0o022:
-        os.chmod(path, stat.S_IMODE(info.st_mode) & ~0o022)
 
 
 def _is_digest(text: str) -> bool:

@@ -22,6 +22,7 @@ and let a waiting thread sleep. Threads: any.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -33,6 +34,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar, Union, cast
 
 import numpy as np
 
+from distrun_runtime.arrays import cubins
+from distrun_runtime.arrays.programs import OPTIONS, THREADS, Program
 from distrun_runtime.errors import KVError, StoreClosed
 
 __all__ = [
@@ -46,11 +49,9 @@ __all__ = [
     "DriverError",
     "Event",
     "Host",
-    "Kernel",
     "Loaded",
     "Place",
     "Pointer",
-    "Program",
     "ProgramError",
     "Properties",
     "Read",
@@ -65,10 +66,6 @@ __all__ = [
 INSTALL = "pip install 'distrun[cuda12]' (a driver for CUDA 12) or 'distrun[cuda13]' (for CUDA 13)"
 """How to get what a GPU needs."""
 
-OPTIONS = ("--std=c++14", "--fmad=false")
-"""For the compiler: a product and a sum are two operations, as in numpy."""
-THREADS = 256
-"""Threads of a block."""
 BLOCKS_PER_PROCESSOR = 16
 """At most so many blocks are launched for each multiprocessor: kernels loop over what is left."""
 ELEMENTS_PER_THREAD = 4
@@ -151,30 +148,6 @@ class Table:
 
 
 Argument = Union[Read, Write, Update, Table, "np.generic[Any]"]
-
-
-class Kernel(Protocol):
-    """A kernel of a program."""
-
-    @property
-    def name(self) -> str:
-        """Its function's name."""
-
-
-class Program(Protocol):
-    """C source with one or several kernels. Each takes its arguments, then `i64 n`, the number of elements."""
-
-    @property
-    def name(self) -> str:
-        """What errors call it."""
-
-    @property
-    def source(self) -> str:
-        """All of the text."""
-
-    @property
-    def kernels(self) -> Sequence[Kernel]:
-        """Its kernels."""
 
 
 @dataclass(frozen=True)
@@ -282,7 +255,7 @@ class CudaOutOfMemory(CudaError):
 
 
 class ProgramError(KVError):
-    """A program of kernels does not compile, or cannot be kept; the compiler's text is in the message."""
+    """A program of kernels does not compile; the compiler's text is in the message."""
 
 
 # Who makes the calls
@@ -339,6 +312,22 @@ class Cuda:
     def failed(self) -> CudaError | None:
         """The error that made the device unusable for this process, if there was one."""
         return self._first
+
+    def check(self) -> None:
+        """Return if calls can be made.
+
+        Raises:
+            StoreClosed: this is a forked child.
+            CudaError: the sticky error that came first.
+        """
+        if os.getpid() != self._pid:
+            raise StoreClosed(
+                "this process was forked from process %d after that one had opened CUDA; CUDA cannot be used here. fix:"
+                " start processes that use a GPU by 'spawn' or 'forkserver', or fork before the store is created"
+                % self._pid
+            )
+        if self._first is not None:
+            raise self._first.again()
 
     def count(self) -> int:
         """Return how many devices this process sees."""
@@ -454,14 +443,7 @@ class Cuda:
         return self._made("device_of", None, self._driver.device_of, address)
 
     def _made(self, name: str, device: int | None, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        if os.getpid() != self._pid:
-            raise StoreClosed(
-                "%s: this process was forked from process %d after that one had opened CUDA; CUDA cannot be used here."
-                " fix: start processes that use a GPU by 'spawn' or 'forkserver', or fork before the store is created"
-                % (name, self._pid)
-            )
-        if self._first is not None:
-            raise self._first.again()
+        self.check()
         try:
             return call(*args, **kwargs)
         except DriverError as err:
@@ -516,7 +498,7 @@ class _PointerAttributes(Protocol):
 
 
 class _Function(Protocol):
-    """A loaded kernel: `cupy.RawKernel.kernel`."""
+    """A loaded kernel: `cupy.cuda.function.Function`."""
 
     def __call__(
         self, grid: tuple[int], block: tuple[int], args: tuple[object, ...], shared_mem: int, stream: _Handle
@@ -538,8 +520,7 @@ class _Cupy:
         self._runtime = cast(_Runtime, cupy.cuda.runtime)
         self._failures: tuple[type[Exception], ...] = (cupy.cuda.runtime.CUDARuntimeError, _driver_error(cupy))
         self._processors: dict[int, int] = {}
-        self._kept: list[object] = []
-        """Loaded modules: never unloaded, for a forked child must not do so."""
+        self._folder = cubins.find_folder()
 
     @contextlib.contextmanager
     def _told(self, device: int | None = None) -> Iterator[_Runtime]:
@@ -628,20 +609,29 @@ class _Cupy:
             runtime.memsetAsync(pointer.address, byte, nbytes, stream.handle)
 
     def load(self, program: Program, device: int) -> Mapping[str, object]:
+        architecture = self.properties(device).architecture
+        try:
+            version = "%d.%d" % tuple(self._cupy.cuda.nvrtc.getVersion())
+        except Exception as err:  # cupy finds the library when it is first used
+            raise CudaMissing("cupy does not find NVRTC, CUDA's compiler: %s. fix: %s" % (err, INSTALL)) from err
         with self._told(device):
-            try:
-                module = self._cupy.RawModule(code=program.source, options=OPTIONS, backend="nvrtc")
-                # `kernel` compiles, or takes from the cache, for the current device.
-                functions = {each.name: module.get_function(each.name).kernel for each in program.kernels}
-            except self._cupy.cuda.compiler.CompileException as err:
-                raise ProgramError("program %s does not compile for gpu:%d: %s" % (program.name, device, err)) from err
-            except OSError as err:
-                raise ProgramError(
-                    "program %s: cupy cannot keep what it compiled (%s). fix: let CUPY_CACHE_DIR name a folder that"
-                    " this process may write" % (program.name, err)
-                ) from err
-        self._kept.extend(_never_unloaded(each.module) for each in functions.values())
+            code = cubins.kept(
+                self._folder, program.key, architecture, version, lambda: self._compiled(program, device)
+            )
+            module = self._cupy.cuda.function.Module()
+            module.load(code)
+            functions = {each.name: module.get_function(each.name) for each in program.kernels}
+        _never_unloaded(module)
         return functions
+
+    def _compiled(self, program: Program, device: int) -> bytes:
+        compiler = self._cupy.cuda.compiler
+        try:
+            # Not by RawModule, which adds -ftz=true behind any option: subnormal numbers would become zero.
+            code, _ = compiler.compile_using_nvrtc(program.source, OPTIONS, None, cache_in_memory=True)
+        except compiler.CompileException as err:
+            raise ProgramError("program %s does not compile for gpu:%d: %s" % (program.name, device, err)) from err
+        return bytes(code)
 
     def launch(self, loaded: Loaded, kernel: str, arguments: Sequence[Argument], elements: int, stream: Stream) -> None:
         device = loaded.device
@@ -701,12 +691,9 @@ def _driver_error_of(error: Exception) -> DriverError:
     return DriverError(int(getattr(error, "status", 999)), name, text)
 
 
-def _never_unloaded(module: object) -> object:
-    """Add a reference to a module that is never taken back: no destructor runs at the end of any process."""
-    import ctypes
-
+def _never_unloaded(module: object) -> None:
+    """Add a reference to a module that is never taken back: its destructor calls CUDA, also in a forked child."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
-    return module
 
 
 def open_cupy() -> Cuda:
@@ -755,5 +742,5 @@ def of_process() -> Cuda:
         if not _opened:
             _opened.append((os.getpid(), open_cupy()))
         cuda = _opened[0][1]
-    cuda.count()  # in a forked child it says so
+    cuda.check()
     return cuda

@@ -1,30 +1,57 @@
-"""Devices by name: `cpu:0`. One room for each kind; `gpu:N` has its place here when it comes."""
+"""Devices by name: `cpu:0`, `gpu:0`. GPUs, and cupy with them, are looked for when one is asked for."""
 
 from __future__ import annotations
 
 import re
+import threading
 
+from distrun_runtime.arrays import cuda
 from distrun_runtime.arrays.cpu import CpuDevice, Threads
 from distrun_runtime.arrays.device import Device
+from distrun_runtime.arrays.gpu import GpuDevice, Gpus
 from distrun_runtime.arrays.segments import Pool
 from distrun_runtime.errors import KVError
 
-__all__ = ["get"]
+__all__ = ["get", "gpu"]
+
+_gpus: list[Gpus] = []
+"""Those of this process, once one was asked for."""
+_lock = threading.Lock()
 
 
 def get(name: str, threads: Threads | None = None, memory: Pool | None = None) -> Device:
-    """Return the device of a name: `cpu:0`, `cpu:1` ... (`cpu` is `cpu:0`).
+    """Return the device of a name: `cpu:0`, `cpu:1` ..., `gpu:0` ... (`cpu` is `cpu:0`, and `cuda:0` is `gpu:0`).
+
+    A GPU is one device for the whole process. `gpu:0/0`, `gpu:0/1` are two devices on one GPU, for tests.
 
     Arguments:
-        threads: who shares its work on large arrays; None: the caller's thread does all.
-        memory: where arrays are that are often sent to other processes; None: they are as all others.
+        threads: who shares a cpu device's work on large arrays; None: the caller's thread does all.
+        memory: where arrays of a cpu device are that are often sent to other processes; None: as all others.
 
     Raises:
-        KVError: there is no such device, or not in this version.
+        KVError: there is no such device; for a GPU it says what is missing.
     """
-    found = re.fullmatch(r"(cpu|gpu|cuda)(?::(\d+))?", name)
+    found = re.fullmatch(r"(?:cpu(?::(\d+))?|(gpu|cuda)(?::(\d+)(?:/(\d+))?)?)", name)
     if found is None:
-        raise KVError("no device %r; there are cpu:0, cpu:1 ..." % (name,))
-    if found.group(1) != "cpu":
-        raise KVError("device %r: GPU aggregation is not in this version; there are cpu:0, cpu:1 ..." % name)
-    return CpuDevice(int(found.group(2) or 0), threads, memory)
+        raise KVError("no device %r; there are cpu:0, cpu:1 ... and gpu:0, gpu:1 ..." % (name,))
+    if found.group(2) is None:
+        return CpuDevice(int(found.group(1) or 0), threads, memory)
+    return gpu(int(found.group(3) or 0), None if found.group(4) is None else int(found.group(4)))
+
+
+def gpu(number: int, part: int | None = None, *, limit: int | None = None) -> GpuDevice:
+    """Return a GPU.
+
+    Arguments:
+        part: for tests, a device that is only a part of it.
+        limit: bytes that arrays on it may take; holds if this process asks for it for the first time.
+
+    Raises:
+        KVError: cupy, a driver or this GPU is missing.
+        StoreClosed: the process was forked from one that uses GPUs.
+    """
+    opened = cuda.of_process()
+    with _lock:
+        if not _gpus:
+            _gpus.append(Gpus(opened))
+    return _gpus[0].get(number, part, limit=limit)

@@ -479,7 +479,8 @@ TABLE: Tuple[Variable, ...] = (
         "XDG_CACHE_HOME",
         "launcher",
         READ,
-        "Where the bundled runtime is kept for tasks, in a folder of distrun's below it (default ~/.cache).",
+        "Where the bundled runtime is kept for tasks, and programs compiled for GPUs, in a folder of distrun's below it"
+        " (default ~/.cache).",
     ),
     _row(
         "XDG_DATA_HOME",

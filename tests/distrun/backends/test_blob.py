@@ -23,8 +23,7 @@ from pythons import TOO_OLD, VERSIONS, need
 
 from distrun import keep
 from distrun.backends import blob
-from distrun_runtime.agent import cache
-from distrun_runtime.contract import environ
+from distrun_runtime.contract import caches, environ
 
 PROGRAMS = ("agent", "dialed", "coordinator")
 START = blob.START_AGENT
@@ -359,7 +358,7 @@ def test_the_importer_and_the_agent_agree_on_which_folders_can_be_used(tmp_path:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", str(tmp_path))
             folder.chmod(0o775)
-            assert cache.folder("agent") == str(file.parent)
+            assert caches.folder("agent") == str(file.parent)
             assert folder.stat().st_mode & 0o777 == 0o755
     elsewhere = tmp_path / "elsewhere"
     file.parent.rename(elsewhere)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
 import sys
 import threading
 import warnings
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fakecupy
 import numpy as np
@@ -19,6 +21,7 @@ import pytest
 from cudastandin import StandIn
 from fakecupy import FakeCupy
 
+from distrun_runtime.arrays import cubins
 from distrun_runtime.arrays import cuda as layer
 from distrun_runtime.arrays.cuda import (
     Cuda,
@@ -35,6 +38,7 @@ from distrun_runtime.arrays.cuda import (
     Update,
     Write,
 )
+from distrun_runtime.arrays.programs import OPTIONS, Access, Kernel, Parameter, Program
 from distrun_runtime.errors import KVError, StoreClosed
 
 
@@ -212,20 +216,19 @@ def test_nothing_imports_cupy_until_a_gpu_is_asked_for() -> None:
 # What cupy is told
 
 
-@dataclass(frozen=True)
-class Kernel:
-    name: str
-
-
-@dataclass(frozen=True)
-class Program:
-    name: str = "sums"
-    source: str = "KERNEL add() {}"
-    kernels: tuple[Kernel, ...] = (Kernel("add"), Kernel("other"))
+PROGRAM = Program(
+    "sums",
+    "KERNEL add() {}",
+    (
+        Kernel("add", tuple(Parameter(name, "f32", Access.READ) for name in "abcd")),
+        Kernel("other", ()),
+    ),
+)
 
 
 @pytest.fixture
-def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
+def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCupy:
+    monkeypatch.setattr(cubins, "find_folder", lambda: str(tmp_path))
     return fakecupy.install(monkeypatch)
 
 
@@ -317,24 +320,16 @@ def test_cupys_errors_come_with_code_and_name(cupy: FakeCupy) -> None:
 
 
 def test_properties_are_read(cupy: FakeCupy) -> None:
-    cupy.answers["getDeviceProperties"] = {
-        **{"name": b"NVIDIA T4", "uuid": bytes(range(16)), "totalGlobalMem": 16, "major": 7, "minor": 5},
-        **{"multiProcessorCount": 40, "pciDomainID": 0, "pciBusID": 0x65, "pciDeviceID": 0},
-    }
     found = layer.open_cupy().properties(0)
-    assert found == layer.Properties("NVIDIA T4", bytes(range(16)).hex(), 16, "sm_75", 40, "0000:65:00")
+    assert found == layer.Properties("NVIDIA T4", bytes(range(16)).hex(), 16, "sm_75", 2, "0000:65:00")
 
 
 def test_a_program_is_compiled_for_its_device_and_launched_by_addresses_and_numbers(cupy: FakeCupy) -> None:
     cuda = layer.open_cupy()
-    cupy.answers["getDeviceProperties"] = {
-        **{"name": b"", "uuid": b"", "totalGlobalMem": 1, "major": 9, "minor": 0, "multiProcessorCount": 2},
-        **{"pciDomainID": 0, "pciBusID": 0, "pciDeviceID": 0},
-    }
-    loaded = cuda.load(Program(), 1)
-    code, options, backend, device = cupy.modules[0]
-    assert (code, backend, device) == ("KERNEL add() {}", "nvrtc", 1)
-    assert "--fmad=false" in options
+    loaded = cuda.load(PROGRAM, 1)
+    assert cupy.programs == [("KERNEL add() {}", OPTIONS, 1)]
+    assert {"--fmad=false", "--ftz=false"} <= set(OPTIONS)
+    assert cupy.loaded == [b"KERNEL add() {}"]
     stream = Stream(1, 77)
     places = [Pointer(address, 1, 64) for address in (0x1000, 0x2000, 0x3000, 0x4000)]
     arguments = [Read(places[0], 64), Write(places[1], 64), Update(places[2], 64), Table(places[3], ())]
@@ -351,21 +346,28 @@ def test_a_program_is_compiled_for_its_device_and_launched_by_addresses_and_numb
     assert cupy.current == 0
 
 
-@pytest.mark.parametrize(
-    ("fault", "text"),
-    [
-        (fakecupy.CompileException("line 3: what is this?"), "program sums does not compile for gpu:0: line 3"),
-        (PermissionError(13, "Permission denied", "/root/.cupy"), "cannot keep what .*fix: let CUPY_CACHE_DIR name"),
-    ],
-)
-def test_a_program_that_cannot_be_loaded_is_told(cupy: FakeCupy, fault: Exception, text: str) -> None:
+def test_a_program_is_compiled_once_for_all_processes(cupy: FakeCupy) -> None:
+    for _ in range(2):
+        layer.open_cupy().load(PROGRAM, 0)
+    assert len(cupy.programs) == 1
+    assert cupy.loaded == [b"KERNEL add() {}"] * 2
+
+
+def test_cupy_without_the_compiler_is_told(cupy: FakeCupy) -> None:
+    cupy.cuda.nvrtc.getVersion = Mock(side_effect=RuntimeError('Failure finding "libnvrtc.so.12"'))
+    with pytest.raises(CudaMissing, match=r"NVRTC, CUDA's compiler: Failure finding .*fix: pip install"):
+        layer.open_cupy().load(PROGRAM, 0)
+
+
+def test_a_program_that_cannot_be_loaded_is_told(cupy: FakeCupy) -> None:
     cuda = layer.open_cupy()
-    cupy.fault = fault
-    with pytest.raises(ProgramError, match=text):
-        cuda.load(Program(), 0)
-    cupy.fault = fakecupy.CUDADriverError(700)
+    cupy.fault = fakecupy.CompileException("line 3: what is this?")
+    with pytest.raises(ProgramError, match="program sums does not compile for gpu:0: line 3: what is this"):
+        cuda.load(PROGRAM, 0)
+    cupy.fault = None
+    cupy.cuda.function.Module = Mock(side_effect=fakecupy.CUDADriverError(700))
     with pytest.raises(CudaError, match="load on gpu:0 failed: CUDA_ERROR_ILLEGAL_ADDRESS"):
-        cuda.load(Program(), 0)
+        cuda.load(PROGRAM, 0)
 
 
 def test_cupy_itself_has_these_functions_with_these_arguments() -> None:
@@ -381,10 +383,9 @@ def test_cupy_itself_has_these_functions_with_these_arguments() -> None:
     assert str(cupy.cuda.runtime.CUDARuntimeError(700)).startswith("cudaErrorIllegalAddress: ")
     constants = ("streamNonBlocking", "eventBlockingSync", "eventDisableTiming", "memcpyDefault", "hostAllocPortable")
     assert [getattr(cupy.cuda.runtime, each) for each in constants] == [1, 1, 2, 4, 1]
-    module = cupy.RawModule(code="", options=layer.OPTIONS, backend="nvrtc")
-    assert hasattr(type(module), "get_function")
-    assert hasattr(cupy.RawKernel, "kernel")
-    assert hasattr(cupy.cuda.function.Function, "module")
+    assert {"load", "get_function"} <= set(dir(cupy.cuda.function.Module))
+    assert callable(cupy.cuda.nvrtc.getVersion)
+    inspect.signature(cupy.cuda.compiler.compile_using_nvrtc).bind("", OPTIONS, None, cache_in_memory=True)
     with pytest.raises(TypeError, match="nonsense"):
         cupy.cuda.function.Function.__new__(cupy.cuda.function.Function)((1,), (1,), (), 0, stream=None, nonsense=1)
     assert issubclass(layer._driver_error(cupy), RuntimeError)

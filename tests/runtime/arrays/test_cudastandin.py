@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,19 +11,27 @@ import pytest
 from cudastandin import Mistake, StandIn
 
 from distrun_runtime.arrays.cuda import Cuda, CudaError, Host, Pointer, Read, Table, Update, Write
+from distrun_runtime.arrays.programs import Access, Kernel, Parameter, Program
 from distrun_runtime.arrays.segments import address_of
 
-
-@dataclass(frozen=True)
-class Kernel:
-    name: str
-
-
-@dataclass(frozen=True)
-class Program:
-    name: str = "test"
-    source: str = ""
-    kernels: Sequence[Kernel] = (Kernel("add"), Kernel("sum"), Kernel("half"))
+F32 = "f32"
+PROGRAM = Program(
+    "test",
+    "",
+    (
+        Kernel("add", (Parameter("part", F32, Access.READ), Parameter("into", F32, Access.UPDATE))),
+        Kernel("wrong", (Parameter("part", F32, Access.READ), Parameter("into", F32, Access.READ))),
+        Kernel("half", (Parameter("out", F32, Access.WRITE),)),
+        Kernel(
+            "sum",
+            (
+                Parameter("parts", F32, Access.TABLE),
+                Parameter("out", F32, Access.WRITE),
+                Parameter("number", "i32", Access.SCALAR),
+            ),
+        ),
+    ),
+)
 
 
 def floats(address: int, n: int) -> np.ndarray[Any, Any]:
@@ -32,10 +39,10 @@ def floats(address: int, n: int) -> np.ndarray[Any, Any]:
 
 
 def compiled(program: object) -> Any:
-    """Three kernels: add(read, update), sum(table of reads, write, count) and half(write), which writes only half."""
+    """Run the kernels by numpy; `half` writes only half of what it says, `wrong` what it says that it reads."""
 
     def run(kernel: str, arguments: Sequence[Any], n: int) -> None:
-        if kernel == "add":
+        if kernel in ("add", "wrong"):
             floats(arguments[1], n)[...] += floats(arguments[0], n)
         elif kernel == "half":
             floats(arguments[0], n // 2)[...] = 1
@@ -62,7 +69,7 @@ class Bench:
         self.host = Host(address_of(self.memory), self.memory.nbytes)
         self.cuda.register(self.host)
         self.a, self.b = self.cuda.alloc(0, BYTES), self.cuda.alloc(0, BYTES)
-        self.loaded = self.cuda.load(Program(), 0)
+        self.loaded = self.cuda.load(PROGRAM, 0)
 
     def part(self, index: int) -> Host:
         return self.host.at(index * BYTES, BYTES)
@@ -292,9 +299,23 @@ def test_a_kernel_that_writes_what_it_only_reads_is_a_mistake() -> None:
     bench = Bench()
     bench.cuda.fill(bench.a, 1, BYTES, bench.one)
     bench.cuda.fill(bench.b, 1, BYTES, bench.one)
-    bench.cuda.launch(bench.loaded, "add", [Read(bench.a, BYTES), Read(bench.b, BYTES)], N, bench.one)
+    bench.cuda.launch(bench.loaded, "wrong", [Read(bench.a, BYTES), Read(bench.b, BYTES)], N, bench.one)
     with pytest.raises(Mistake, match="only reads"):
         bench.standin.finish()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (lambda a: [Read(a, BYTES)], "takes 2 arguments and n, not 1"),
+        (lambda a: [Read(a, BYTES), Write(a, BYTES)], "is given as Write"),
+        (lambda a: [Read(a, BYTES), np.float32(1)], "is no float32"),
+    ],
+)
+def test_arguments_that_do_not_fit_the_kernels_parameters_are_a_mistake(arguments: Any, text: str) -> None:
+    bench = Bench()
+    with pytest.raises(Mistake, match=text):
+        bench.cuda.launch(bench.loaded, "add", arguments(bench.a), N, bench.one)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3, 4, 5])

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import importlib.util
+
+import fakecupy
 import pytest
 
-from distrun_runtime.arrays import find
+from distrun_runtime.arrays import cuda, find
 from distrun_runtime.errors import KVError
 
 
@@ -10,13 +13,26 @@ def test_cpu_devices_are_found_by_number() -> None:
     assert [find.get(name).name for name in ("cpu", "cpu:0", "cpu:7")] == ["cpu:0", "cpu:0", "cpu:7"]
 
 
-@pytest.mark.parametrize("name", ["gpu:0", "cuda:1", "gpu"])
-def test_a_gpu_is_refused_as_not_in_this_version(name: str) -> None:
-    with pytest.raises(KVError, match="GPU aggregation is not in this version; there are cpu:0"):
+@pytest.mark.parametrize("name", ["gpu:0", "cuda:1", "gpu", "gpu:0/1"])
+def test_without_cupy_a_gpu_is_refused_with_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_opened", [])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(KVError, match=r"cupy, which is not installed. fix: pip install 'distrun\[cuda12\]'"):
         find.get(name)
 
 
-@pytest.mark.parametrize("name", ["", "cpu:", "cpu:-1", "tpu:0", "cpu:0 "])
+def test_a_gpu_is_one_device_and_its_parts_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakecupy.install(monkeypatch, 2)
+    monkeypatch.setattr(cuda, "_opened", [])
+    monkeypatch.setattr(find, "_gpus", [])
+    assert [find.get(name).name for name in ("gpu", "cuda:1", "gpu:0/1")] == ["gpu:0", "gpu:1", "gpu:0/1"]
+    assert find.get("gpu:0") is find.get("cuda:0")
+    assert find.get("gpu:0/0") is not find.get("gpu:0")
+    with pytest.raises(KVError, match="no device gpu:2: this process sees 2 GPUs, the last is gpu:1"):
+        find.get("gpu:2")
+
+
+@pytest.mark.parametrize("name", ["", "cpu:", "cpu:-1", "tpu:0", "cpu:0 ", "cpu:0/1", "gpu:", "gpu:1/"])
 def test_an_unknown_device_is_refused(name: str) -> None:
     with pytest.raises(KVError, match="no device"):
         find.get(name)

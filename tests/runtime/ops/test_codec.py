@@ -69,6 +69,16 @@ def test_topk_payload_is_places_and_then_values() -> None:
     assert received("topk", payload, 4, ratio=0.5).tolist() == [0, -3, 2.5, 0]
 
 
+def test_topk_sends_the_first_of_equal_magnitudes() -> None:
+    for ratio, places in ((0.2, [1]), (0.4, [1, 2]), (0.6, [1, 2, 3]), (0.8, [0, 1, 2, 3]), (1.0, [0, 1, 2, 3, 4])):
+        payload = sent("topk", floats(-1.0, 2.0, -2.0, 2.0, 1.0), ratio=ratio)
+        assert struct.unpack_from("<%dI" % len(places), payload) == tuple(places)
+    n = 3000
+    values = np.where(np.arange(n) % 2, np.float32(0.25), np.float32(-0.25))
+    payload = sent("topk", values, np.zeros(n, np.float32), ratio=0.1)
+    assert struct.unpack_from("<300I", payload) == tuple(range(300))
+
+
 def test_scaled_one_bit_payload_is_the_mean_magnitude_and_then_bits() -> None:
     residual = np.zeros(4, np.float32)
     payload = sent("1bit_scaled", floats(1.0, -2.0, 4.0, -1.0), residual)

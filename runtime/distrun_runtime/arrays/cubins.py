@@ -1,0 +1,110 @@
+"""Programs compiled for GPUs, kept on disk: compiling one takes a second or two, and every process of a job needs it.
+
+    KEY-ARCHITECTURE-COMPILER.cubin   32 bytes of SHA-256, then the machine code that they are of
+
+They are in the user's cache (`contract.caches`). Where that cannot be written, as in many containers, they are in
+`distrun-cubins-UID` in the system's temporary folder, and where that cannot be, nowhere. Nothing here needs a GPU, and
+nothing fails because a file cannot be read or written: then the program is compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+
+from distrun_runtime.contract import caches
+
+__all__ = ["find_folder", "kept"]
+
+KIND = "cubins"
+SUFFIX = ".cubin"
+UNUSED_S = 30 * 86400.0
+"""A file that was not used for so long is removed when another is added."""
+_DIGEST = 32
+
+
+def find_folder(env: Mapping[str, str] | None = None, temporary: str | None = None) -> str:
+    """Return a folder that this process can write to, and only this user; empty if there is none.
+
+    Arguments:
+        env: instead of this process's environment.
+        temporary: instead of the system's temporary folder.
+    """
+    with contextlib.suppress(OSError):
+        found = caches.make(KIND, env)
+        if os.access(found, os.W_OK | os.X_OK):
+            return found
+    path = os.path.join(temporary or tempfile.gettempdir(), "distrun-%s-%d" % (KIND, os.geteuid()))
+    with contextlib.suppress(OSError):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        info = os.lstat(path)
+        is_ours = stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o077
+        if is_ours and os.access(path, os.W_OK | os.X_OK):
+            return path
+    return ""
+
+
+def kept(folder: str, key: str, architecture: str, compiler: str, compile: Callable[[], bytes]) -> bytes:
+    """Return a program's machine code: from the folder, else compiled, and then kept there.
+
+    Arguments:
+        folder: of `find_folder`; empty: nothing is kept.
+        key: of the source and the options, `Program.key`.
+        architecture, compiler: for what and by which version it is compiled: `sm_90`, `12.9`.
+        compile: does it; its errors are raised here.
+    """
+    if not folder:
+        return compile()
+    name = "-".join(re.sub(r"[^\w.]", "_", part) for part in (key, architecture, compiler)) + SUFFIX
+    path = os.path.join(folder, name)
+    code = _read(path)
+    if code is None:
+        code = compile()
+        with contextlib.suppress(OSError):
+            _write(folder, path, code)
+            _thin_out(folder)
+    return code
+
+
+def _read(path: str) -> bytes | None:
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+        digest, code = data[:_DIGEST], data[_DIGEST:]
+        if hashlib.sha256(code).digest() != digest:
+            return None  # a part of it was lost
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return code
+    except OSError:
+        return None
+
+
+def _write(folder: str, path: str, code: bytes) -> None:
+    """Write a file whole or not at all: others may write and read the same one. Raises OSError."""
+    handle, fresh = tempfile.mkstemp(prefix=".new-", dir=folder)
+    try:
+        with open(handle, "wb") as file:
+            file.write(hashlib.sha256(code).digest() + code)
+        os.replace(fresh, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(fresh)
+        raise
+
+
+def _thin_out(folder: str) -> None:
+    """Remove what was not used for long, or was left half written. Raises OSError."""
+    before = time.time() - UNUSED_S
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        with contextlib.suppress(OSError):  # another process removed it
+            if (name.endswith(SUFFIX) or name.startswith(".new-")) and os.lstat(path).st_mtime < before:
+                os.unlink(path)

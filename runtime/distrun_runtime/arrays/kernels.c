@@ -1,0 +1,347 @@
+/* Sums of arrays and codecs: what the kernels of `arrays.programs` call. The prelude comes before.
+ *
+ * Elements lie at multiples of their size; bytes of payloads anywhere. Where the addresses allow it 16 bytes are read or
+ * written at once.
+ */
+
+/* Sums. Part after part, from first to last, is added in the work type, and the sum is narrowed once: `arrays.cpu`.
+ * Integers are of unsigned types, whose sums wrap around; the bytes are those of signed ones.
+ *
+ * The parts are Few (their number is compiled in), Many (addresses in a table) or Mixed (16-bit floats, or float32 where
+ * `wide` is not 0). part<N>(parts, p, i) gives N elements of part p from element i on, in the work type. */
+template <typename P, int K> struct Few {
+    typedef P type;
+    const P *at[K];
+};
+template <typename P> struct Many {
+    typedef P type;
+    const u64 *table;
+    i64 number;
+    i64 stride; /* entries of the table from one part to the next */
+    i64 begin;  /* elements of each part that come before those that are meant */
+};
+template <typename P> struct Mixed {
+    typedef P type;
+    const u64 *table;
+    const u8 *wide;
+    i64 number;
+};
+
+template <int N, typename P> HELPER Run<typename Work<P>::type, N> widened(const P *from)
+{
+    const Run<P, N> run = load<N>(from);
+    Run<typename Work<P>::type, N> result;
+    UNROLL for (int j = 0; j < N; ++j) result.at[j] = widen(run.at[j]);
+    return result;
+}
+template <int N, typename P, int K>
+HELPER Run<typename Work<P>::type, N> part(const Few<P, K> &parts, i64 p, i64 i)
+{
+    return widened<N>(parts.at[p] + i);
+}
+template <int N, typename P> HELPER Run<typename Work<P>::type, N> part(const Many<P> &parts, i64 p, i64 i)
+{
+    return widened<N>((const P *)parts.table[p * parts.stride] + parts.begin + i);
+}
+template <int N, typename P> HELPER Run<f32, N> part(const Mixed<P> &parts, i64 p, i64 i)
+{
+    return parts.wide[p] ? load<N>((const f32 *)parts.table[p] + i) : widened<N>((const P *)parts.table[p] + i);
+}
+
+template <typename P, int K> HELPER i64 number_of(const Few<P, K> &) { return K; }
+template <typename P> HELPER i64 number_of(const Many<P> &parts) { return parts.number; }
+template <typename P> HELPER i64 number_of(const Mixed<P> &parts) { return parts.number; }
+
+template <typename P, int K> HELPER const void *address(const Few<P, K> &parts, i64 p, i64 i)
+{
+    return parts.at[p] + i;
+}
+template <typename P> HELPER const void *address(const Many<P> &parts, i64 p, i64 i)
+{
+    return (const P *)parts.table[p * parts.stride] + parts.begin + i;
+}
+template <typename P> HELPER const void *address(const Mixed<P> &parts, i64 p, i64 i)
+{
+    return parts.wide[p] ? (const void *)((const f32 *)parts.table[p] + i) : (const P *)parts.table[p] + i;
+}
+
+/* N elements of the sum, from element i on. */
+template <int N, typename Parts, typename T> HELPER void sum_at(const Parts &parts, T *out, i64 i)
+{
+    auto sum = part<N>(parts, 0, i);
+    for (i64 p = 1; p < number_of(parts); ++p) {
+        const auto next = part<N>(parts, p, i);
+        UNROLL for (int j = 0; j < N; ++j) sum.at[j] = sum.at[j] + next.at[j];
+    }
+    Run<T, N> result;
+    UNROLL for (int j = 0; j < N; ++j) result.at[j] = narrow<T>(sum.at[j]);
+    store(out + i, result);
+}
+
+/* The sum of n elements, by the threads of one block. `out` may be one of the parts. */
+template <typename Parts, typename T> HELPER void sum_inside(const Parts &parts, T *out, i64 n)
+{
+    typedef typename Parts::type P;
+    enum { is_finer = sizeof(P) < sizeof(T), N = 16 / (is_finer ? sizeof(P) : sizeof(T)) };
+    /* Elements before the first one from which on all can be had by 16 bytes; n: there is none. */
+    const u64 begin = is_finer ? (u64)address(parts, 0, 0) : (u64)out;
+    i64 head = least((i64)(-begin & 15) / (16 / N), n);
+    bool fits = is_aligned(out + head);
+    for (i64 p = 0; p < number_of(parts); ++p)
+        fits = fits && is_aligned(address(parts, p, head));
+    head = fits ? head : n;
+    const i64 whole = (n - head) / N * N;
+    INSIDE (j, 0, whole / N)
+        sum_at<N>(parts, out, head + j * N);
+    INSIDE (i, 0, n - whole)
+        sum_at<1>(parts, out, i < head ? i : i + whole);
+}
+
+/* Elements that a block sums up before it takes others: 16 KB of float32, by 16 bytes also in its middle. */
+#define PIECE 4096
+
+template <typename P, int K> HELPER Few<P, K> moved(const Few<P, K> &parts, i64 by)
+{
+    Few<P, K> result;
+    UNROLL for (int p = 0; p < K; ++p) result.at[p] = parts.at[p] + by;
+    return result;
+}
+template <typename P> HELPER Many<P> moved(Many<P> parts, i64 by)
+{
+    parts.begin += by;
+    return parts;
+}
+
+template <typename Parts, typename T> HELPER void sum_all(const Parts &parts, T *out, i64 n)
+{
+    PIECES (begin, end, n, PIECE)
+        sum_inside(moved(parts, begin), out + begin, end - begin);
+}
+template <typename P, typename T> HELPER void sum_all(const Mixed<P> &parts, T *out, i64 n)
+{
+    EACH (i, n)
+        sum_at<1>(parts, out, i);
+}
+
+/* Lists of tensors, which lie end to end in one bucket: tensor t from element offsets[t] to before offsets[t + 1]. */
+HELPER i64 tensor_of(const i64 *offsets, i64 tensors, i64 i)
+{
+    i64 low = 0, high = tensors; /* offsets[low] <= i < offsets[high] */
+    while (high - low > 1) {
+        const i64 middle = low + (high - low) / 2;
+        if (offsets[middle] <= i)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+template <typename P, int K> HELPER Few<P, K> parts_of(const Few<P, K> *, const u64 *table, i64, i64 stride, i64 begin)
+{
+    Few<P, K> result;
+    UNROLL for (int p = 0; p < K; ++p) result.at[p] = (const P *)table[p * stride] + begin;
+    return result;
+}
+template <typename P>
+HELPER Many<P> parts_of(const Many<P> *, const u64 *table, i64 number, i64 stride, i64 begin)
+{
+    Many<P> result = {table, number, stride, begin};
+    return result;
+}
+
+/* Write the sums of the tensors of a list into a bucket. table: the addresses of all tensors' first parts, then of all
+ * second ones, and so on. */
+template <typename Parts, typename T>
+HELPER void gather_tensors(const u64 *table, const i64 *offsets, T *bucket, i64 number, i64 tensors, i64 n)
+{
+    PIECES (begin, end, n, PIECE) {
+        i64 at = begin;
+        for (i64 t = tensor_of(offsets, tensors, begin); at < end; ++t) {
+            const i64 stop = least(offsets[t + 1], end);
+            if (at < stop) {
+                sum_inside(parts_of((const Parts *)0, table + t, number, tensors, at - offsets[t]), bucket + at, stop - at);
+                at = stop;
+            }
+        }
+    }
+}
+/* Write a bucket into the tensors of a list. */
+template <typename T>
+HELPER void scatter_tensors(const T *bucket, const i64 *offsets, const u64 *table, i64 tensors, i64 n)
+{
+    PIECES (begin, end, n, PIECE) {
+        i64 at = begin;
+        for (i64 t = tensor_of(offsets, tensors, begin); at < end; ++t) {
+            const i64 stop = least(offsets[t + 1], end);
+            if (at < stop) {
+                const Few<T, 1> source = {{bucket + at}};
+                sum_inside(source, (T *)table[t] + (at - offsets[t]), stop - at);
+                at = stop;
+            }
+        }
+    }
+}
+
+/* out = array * factor, in the work type; `out` may be the array. */
+template <int N, typename T>
+HELPER void scale_at(const T *array, typename Work<T>::type factor, T *out, i64 i)
+{
+    const auto run = widened<N>(array + i);
+    Run<T, N> result;
+    UNROLL for (int j = 0; j < N; ++j) result.at[j] = narrow<T>(run.at[j] * factor);
+    store(out + i, result);
+}
+template <typename T> HELPER void scale_all(const T *array, typename Work<T>::type factor, T *out, i64 n)
+{
+    enum { N = 16 / sizeof(T) };
+    const i64 whole = is_aligned(array) && is_aligned(out) ? n / N : 0;
+    EACH (j, whole)
+        scale_at<N>(array, factor, out, j * N);
+    EACH (i, n - whole * N)
+        scale_at<1>(array, factor, out, i + whole * N);
+}
+
+/* Codecs: the bytes are those of `ops.quantize`. KEEPS: there is a residual, to which the values are added and in which
+ * what is left out stays. ADDS: the elements are added to what is there. */
+
+/* The bytes of the words that hold n elements, so many in each word. */
+HELPER i64 bytes_of_words(i64 n, i64 factor) { return (n + factor - 1) / factor * 4; }
+
+template <bool KEEPS> struct TwoBit {
+    f32 quantum;
+    enum { bits = 2 };
+    HELPER u32 code(f32 x, f32 &rest) const
+    {
+        const f32 total = KEEPS ? x + rest : x;
+        const bool plus = total >= quantum, minus = total <= -quantum;
+        rest = total - (plus ? quantum : minus ? -quantum : 0.0f);
+        return plus ? 3 : minus ? 2 : 0;
+    }
+};
+template <bool KEEPS> struct OneBit {
+    f32 threshold, step;
+    bool is_inclusive;
+    enum { bits = 1 };
+    HELPER u32 code(f32 x, f32 &rest) const
+    {
+        const f32 total = KEEPS ? x + rest : x;
+        const bool is_set = is_inclusive ? total >= threshold : total > threshold;
+        rest = total - (is_set ? step : -step);
+        return is_set;
+    }
+};
+
+/* Each thread makes one byte, of 8 / bits elements. */
+template <bool KEEPS, typename Codec>
+HELPER void encode(const Codec &codec, const f32 *values, f32 *residual, u8 *out, i64 n)
+{
+    enum { bits = Codec::bits, N = 8 / bits };
+    const bool fits = is_aligned(values) && (!KEEPS || is_aligned(residual));
+    EACH (at, bytes_of_words(n, 4 * N)) {
+        const i64 first = at * N;
+        u32 packed = 0;
+        f32 rest = 0;
+        if (fits && first + N <= n) {
+            const Run<f32, N> run = load<N>(values + first);
+            Run<f32, N> rests = run;
+            if (KEEPS)
+                rests = load<N>(residual + first);
+            UNROLL for (int j = 0; j < N; ++j) packed = packed << bits | codec.code(run.at[j], rests.at[j]);
+            if (KEEPS)
+                store(residual + first, rests);
+        } else {
+            for (i64 i = first; i < first + N; ++i) {
+                packed <<= bits;
+                if (i < n) {
+                    rest = KEEPS ? residual[i] : 0.0f;
+                    packed |= codec.code(values[i], rest);
+                    if (KEEPS)
+                        residual[i] = rest;
+                }
+            }
+        }
+        out[at] = (u8)packed;
+    }
+}
+
+HELPER f32 two_bit_value(u32 code, f32 quantum) { return code == 3 ? quantum : code == 2 ? -quantum : 0.0f; }
+HELPER f32 one_bit_value(u32 code, f32 step) { return code ? step : -step; }
+
+template <bool ADDS, int BITS> HELPER void decode(const u8 *payload, f32 size, f32 *out, i64 n)
+{
+    enum { N = 8 / BITS, mask = (1 << BITS) - 1 };
+    const bool fits = is_aligned(out);
+    EACH (at, (n + N - 1) / N) {
+        const u32 packed = payload[at];
+        const i64 first = at * N;
+        Run<f32, N> run;
+        UNROLL for (int j = 0; j < N; ++j)
+        {
+            const u32 code = packed >> (8 - BITS - BITS * j) & mask;
+            run.at[j] = BITS == 2 ? two_bit_value(code, size) : one_bit_value(code, size);
+        }
+        if (fits && first + N <= n) {
+            if (ADDS) {
+                const Run<f32, N> present = load<N>(out + first);
+                UNROLL for (int j = 0; j < N; ++j) run.at[j] = present.at[j] + run.at[j];
+            }
+            store(out + first, run);
+        } else {
+            UNROLL for (int j = 0; j < N; ++j)
+                if (first + j < n)
+                    out[first + j] = ADDS ? out[first + j] + run.at[j] : run.at[j];
+        }
+    }
+}
+
+/* out += halves */
+template <int N> HELPER void half_add_at(const f16 *halves, f32 *out, i64 i)
+{
+    const Run<f32, N> given = widened<N>(halves + i);
+    Run<f32, N> sum = load<N>(out + i);
+    UNROLL for (int j = 0; j < N; ++j) sum.at[j] = sum.at[j] + given.at[j];
+    store(out + i, sum);
+}
+HELPER void half_add(const f16 *halves, f32 *out, i64 n)
+{
+    const i64 whole = is_aligned(halves) && is_aligned(out) ? n / 8 : 0;
+    EACH (j, whole)
+        half_add_at<8>(halves, out, j * 8);
+    EACH (i, n - whole * 8)
+        half_add_at<1>(halves, out, i + whole * 8);
+}
+
+/* Write 1 into `wrong` if a value, or its sum with the residual, is not finite; else leave it alone. */
+template <bool KEEPS, int N> HELPER bool are_finite(const f32 *values, const f32 *residual, i64 i)
+{
+    bool result = true;
+    Run<f32, N> run = load<N>(values + i);
+    if (KEEPS) {
+        const Run<f32, N> rests = load<N>(residual + i);
+        UNROLL for (int j = 0; j < N; ++j) run.at[j] = run.at[j] + rests.at[j];
+    }
+    UNROLL for (int j = 0; j < N; ++j) result &= is_finite(run.at[j]);
+    return result;
+}
+template <bool KEEPS> HELPER void find_not_finite(const f32 *values, const f32 *residual, u32 *wrong, i64 n)
+{
+    const i64 whole = is_aligned(values) && (!KEEPS || is_aligned(residual)) ? n / 4 : 0;
+    EACH (j, whole)
+        if (!are_finite<KEEPS, 4>(values, residual, j * 4))
+            *wrong = 1;
+    EACH (i, n - whole * 4)
+        if (!are_finite<KEEPS, 1>(values, residual, i + whole * 4))
+            *wrong = 1;
+}
+
+/* The sums of magnitudes, in float64: sum s is that of elements s, s + number, s + 2 number and so on. */
+template <bool KEEPS>
+HELPER void add_magnitudes(const f32 *values, const f32 *residual, f64 *sums, i64 number, i64 n)
+{
+    EACH (s, number) {
+        f64 sum = 0;
+        for (i64 i = s; i < n; i += number)
+            sum += (f64)magnitude(KEEPS ? values[i] + residual[i] : values[i]);
+        sums[s] = sum;
+    }
+}

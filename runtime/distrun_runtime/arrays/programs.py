@@ -1,0 +1,288 @@
+"""Programs for GPUs: C source that is the same for NVRTC and for a C++ compiler, and what its kernels take.
+
+Each program is the prelude (`prelude.c`: types, loops, arithmetic as numpy's) and functions. On a GPU threads share a
+kernel's elements; compiled for a CPU the same function goes over them one by one, so that tests compare it with numpy
+where there is no GPU. Nothing here needs a GPU, a driver or a compiler.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from importlib import resources
+
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.dtypes import DType
+
+__all__ = ["KINDS", "OPTIONS", "THREADS", "Access", "Kernel", "Parameter", "Program", "prelude", "program"]
+
+KINDS = ("i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "f16", "bf16", "f32", "f64")
+"""The prelude's types, by which parameters are declared."""
+
+OPTIONS = ("--std=c++14", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+"""How NVRTC is to compile: arithmetic as IEEE 754 has it."""
+
+THREADS = 256
+"""Threads of a block. Any number is right; the more of them share a block's work, the shorter it takes."""
+
+
+class Access(enum.Enum):
+    """What a kernel does with a parameter."""
+
+    READ = "read"
+    """An address of elements that are only read."""
+    WRITE = "write"
+    """An address of elements all of which are written; what was there is not looked at."""
+    UPDATE = "update"
+    """An address of elements that are read and written, or of which only some are written."""
+    TABLE = "table"
+    """An address of a table of addresses (u64 in the device's memory); what is done with these, the launch says."""
+    SCALAR = "scalar"
+    """A number."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a kernel."""
+
+    name: str
+    kind: str
+    """One of `KINDS`: the type of the number or of the elements at the address; of a table: at the addresses in it."""
+    access: Access
+
+    def declaration(self) -> str:
+        """Return how C declares it."""
+        if self.access is Access.SCALAR:
+            return "%s %s" % (self.kind, self.name)
+        if self.access is Access.TABLE:
+            return "const u64 *%s" % self.name
+        return "%s%s *%s" % ("const " if self.access is Access.READ else "", self.kind, self.name)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function that is launched. After `parameters` it takes one more, `i64 n`: for how many elements."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+
+    def head(self) -> str:
+        """Return how C declares it."""
+        return "KERNEL %s(%s)" % (self.name, ", ".join([*(each.declaration() for each in self.parameters), "i64 n"]))
+
+
+@dataclass(frozen=True)
+class Program:
+    """Source that is compiled at once, and its kernels."""
+
+    name: str
+    source: str = field(repr=False)
+    """All of it; there is nothing to include."""
+    kernels: tuple[Kernel, ...]
+
+    @property
+    def key(self) -> str:
+        """Return 64 hex digits: programs of one key are alike when compiled by one compiler for one architecture."""
+        return hashlib.sha256("\0".join([*OPTIONS, self.source]).encode()).hexdigest()
+
+    def kernel(self, name: str) -> Kernel:
+        """Return the kernel of this name; KeyError: there is none."""
+        for each in self.kernels:
+            if each.name == name:
+                return each
+        raise KeyError(name)
+
+
+@lru_cache(maxsize=1)
+def prelude() -> str:
+    """Return the source that every program begins with."""
+    return _text("prelude.c")
+
+
+def program(name: str, functions: Sequence[tuple[Kernel, str]], *, helpers: str = "") -> Program:
+    """Return a program of kernels.
+
+    Arguments:
+        functions: each kernel with its body in C, which sees the parameters and `n`.
+        helpers: what the bodies call beside the prelude.
+    """
+    texts = ["%s\n{\n%s\n}\n" % (kernel.head(), body.strip("\n")) for kernel, body in functions]
+    source = "\n".join([prelude(), *([helpers] if helpers else []), *texts])
+    return Program(name, source, tuple(kernel for kernel, _ in functions))
+
+
+# Sums
+
+FEW = 8
+"""Up to so many parts the number is compiled in, and the addresses are parameters."""
+
+SUMS: tuple[tuple[str, str], ...] = (
+    *((kind, kind) for kind in ("u8", "u16", "u32", "u64", "f16", "bf16", "f32", "f64")),
+    *(("f16", "f32"), ("bf16", "f32"), ("f32", "f16"), ("f32", "bf16")),
+)
+"""The kinds of parts and of their sum for which there is a program."""
+
+
+def kind_of(dtype: DType) -> str:
+    """Return the kind by which the elements of a dtype that a store takes are summed; integers are unsigned."""
+    if dtypes.is_float(dtype):
+        return "bf16" if dtype == dtypes.BFLOAT16 else "f%d" % (8 * dtype.itemsize)
+    return "u%d" % (8 * dtype.itemsize)
+
+
+def sum_of(number: int) -> str:
+    """Return the name of the kernel that sums so many parts; above `FEW` it takes a table of them."""
+    return "sum%d" % number if number <= FEW else "sum_many"
+
+
+def gather_of(number: int) -> str:
+    """Return the name of the kernel that sums so many lists of tensors into a bucket."""
+    return "gather%d" % number if number <= FEW else "gather_many"
+
+
+@cache
+def sums(parts: str, out: str) -> Program:
+    """Return the program that adds up arrays of one kind to one of another kind; a pair of `SUMS`.
+
+    Elements are at multiples of their size. Parts are added from first to last, 16-bit floats in float32.
+
+        sum1(part0, out) ... sum8(part0, ..., part7, out)   `out` may be one of the parts; sum1 copies, or converts
+        sum_many(parts, out, number)                        `parts`: a table of addresses
+        sum_mixed(parts, wide, out, number)                 16-bit floats only: part p is float32 where wide[p] is not 0
+        gather1(table, offsets, out, tensors) ...           the sums of `tensors` tensors, end to end in a bucket
+        gather_many(table, offsets, out, number, tensors)
+
+    and, where both kinds are one:
+
+        scatter_tensors(bucket, offsets, table, tensors)            a bucket's tensors, each to its address
+        scale(array, factor, out)                           `out` may be the array
+
+    A list's tensor t is the bucket's elements from offsets[t] to before offsets[t + 1], for `tensors` + 1 offsets. Its
+    table has the addresses of all first parts, then of all second ones, and so on.
+    """
+    if (parts, out) not in SUMS:
+        raise ValueError("no sum of %s in %s" % (parts, out))
+    table, number = Parameter("table", parts, Access.TABLE), Parameter("number", "i64", Access.SCALAR)
+    offsets, tensors = Parameter("offsets", "i64", Access.READ), Parameter("tensors", "i64", Access.SCALAR)
+    into, flags = Parameter("out", out, Access.WRITE), Parameter("wide", "u8", Access.READ)
+    functions = []
+    for k in range(1, FEW + 1):
+        few, given = "Few<%s, %d>" % (parts, k), [Parameter("part%d" % p, parts, Access.READ) for p in range(k)]
+        listed = ", ".join(each.name for each in given)
+        functions += [
+            (
+                Kernel("sum%d" % k, (*given, into)),
+                "    const %s parts = {{%s}};\n    sum_all(parts, out, n);" % (few, listed),
+            ),
+            (
+                Kernel("gather%d" % k, (table, offsets, into, tensors)),
+                "    gather_tensors<%s>(table, offsets, out, %d, tensors, n);" % (few, k),
+            ),
+        ]
+    many = "Many<%s>" % parts
+    functions += [
+        (
+            Kernel("sum_many", (table, into, number)),
+            "    const %s parts = {table, number, 1, 0};\n    sum_all(parts, out, n);" % many,
+        ),
+        (
+            Kernel("gather_many", (table, offsets, into, number, tensors)),
+            "    gather_tensors<%s>(table, offsets, out, number, tensors, n);" % many,
+        ),
+    ]
+    if parts in ("f16", "bf16"):
+        body = "    const Mixed<%s> parts = {table, wide, number};\n    sum_all(parts, out, n);" % parts
+        functions.append((Kernel("sum_mixed", (table, flags, into, number)), body))
+    if parts == out:
+        work = "i64" if parts.startswith("u") else "f64" if parts == "f64" else "f32"
+        array, factor = Parameter("array", parts, Access.READ), Parameter("factor", work, Access.SCALAR)
+        given_factor = "(%s)factor" % parts if work == "i64" else "factor"
+        bucket = Parameter("bucket", parts, Access.READ)
+        functions += [
+            (
+                Kernel("scatter", (bucket, offsets, table, tensors)),
+                "    scatter_tensors(bucket, offsets, table, tensors, n);",
+            ),
+            (Kernel("scale", (array, factor, into)), "    scale_all(array, %s, out, n);" % given_factor),
+        ]
+    return program("sums_%s_%s" % (parts, out), functions, helpers=_text("kernels.c"))
+
+
+# Codecs
+
+
+@lru_cache(maxsize=1)
+def codecs() -> Program:
+    """Return the program of the codecs: `ops.quantize` byte by byte, for `n` elements of float32.
+
+    Elements are at multiples of 4 bytes, payloads anywhere. A kernel with `_keeping` in its name has a residual, one
+    with `_adding` adds to the elements that are there.
+
+        two_bit_encode(values, quantum, payload)                                 two_bit_decode(payload, quantum, out)
+        two_bit_encode_keeping(values, residual, quantum, payload)               two_bit_decode_adding
+        one_bit_encode(values, threshold, step, is_inclusive, payload)           one_bit_decode(payload, step, out)
+        one_bit_encode_keeping(values, residual, threshold, step, ...)           one_bit_decode_adding
+        half_encode(values, payload)                                             half_decode(payload, out)
+                                                                                 half_decode_adding
+        top_decode_adding(places, values, out)                                   `n`: how many places
+        check_finite(values, wrong), check_finite_keeping(values, residual, wrong)
+        magnitudes(values, sums, number), magnitudes_keeping(values, residual, sums, number)
+
+    `check_finite` writes 1 to `wrong` if a value, or its sum with the residual, is not finite. `magnitudes` writes
+    `number` float64 sums of absolute values; their sum, whatever its order, is within float64's rounding of numpy's.
+    """
+    values, number = Parameter("values", "f32", Access.READ), Parameter("number", "i64", Access.SCALAR)
+    kept, kept_only_read = Parameter("residual", "f32", Access.UPDATE), Parameter("residual", "f32", Access.READ)
+    written, added_to = Parameter("out", "f32", Access.WRITE), Parameter("out", "f32", Access.UPDATE)
+    encoded, payload = Parameter("payload", "u8", Access.WRITE), Parameter("payload", "u8", Access.READ)
+    quantum, threshold, step = (Parameter(name, "f32", Access.SCALAR) for name in ("quantum", "threshold", "step"))
+    one_bit = (threshold, step, Parameter("is_inclusive", "u32", Access.SCALAR))
+    wrong, partial = Parameter("wrong", "u32", Access.UPDATE), Parameter("sums", "f64", Access.WRITE)
+    functions: list[tuple[Kernel, str]] = []
+
+    def add(name: str, parameters: Sequence[Parameter], body: str) -> None:
+        functions.append((Kernel(name, tuple(parameters)), "    " + body))
+
+    for keeps, suffix, rest in (("false", "", "(f32 *)0"), ("true", "_keeping", "residual")):
+        changed, looked_at = ([kept], [kept_only_read]) if suffix else ([], [])
+        add(
+            "two_bit_encode" + suffix,
+            [values, *changed, quantum, encoded],
+            "encode<%s>(TwoBit<%s>{quantum}, values, %s, payload, n);" % (keeps, keeps, rest),
+        )
+        add(
+            "one_bit_encode" + suffix,
+            [values, *changed, *one_bit, encoded],
+            "encode<%s>(OneBit<%s>{threshold, step, is_inclusive != 0}, values, %s, payload, n);"
+            % (keeps, keeps, rest),
+        )
+        add(
+            "check_finite" + suffix,
+            [values, *looked_at, wrong],
+            "find_not_finite<%s>(values, %s, wrong, n);" % (keeps, rest),
+        )
+        add(
+            "magnitudes" + suffix,
+            [values, *looked_at, partial, number],
+            "add_magnitudes<%s>(values, %s, sums, number, n);" % (keeps, rest),
+        )
+    halves, halves_out = Parameter("payload", "f16", Access.READ), Parameter("payload", "f16", Access.WRITE)
+    add("half_encode", [values, halves_out], "const Few<f32, 1> parts = {{values}};\n    sum_all(parts, payload, n);")
+    for adds, suffix, out in (("false", "", written), ("true", "_adding", added_to)):
+        add("two_bit_decode" + suffix, [payload, quantum, out], "decode<%s, 2>(payload, quantum, out, n);" % adds)
+        add("one_bit_decode" + suffix, [payload, step, out], "decode<%s, 1>(payload, step, out, n);" % adds)
+    add("half_decode", [halves, written], "const Few<f16, 1> parts = {{payload}};\n    sum_all(parts, out, n);")
+    add("half_decode_adding", [halves, added_to], "half_add(payload, out, n);")
+    add(
+        "top_decode_adding",
+        [Parameter("places", "u32", Access.READ), values, added_to],
+        "EACH (i, n)\n        out[places[i]] = out[places[i]] + values[i];",
+    )
+    return program("codecs", functions, helpers=_text("kernels.c"))
+
+
+def _text(file: str) -> str:
+    return resources.files(__package__).joinpath(file).read_text(encoding="utf-8")

@@ -1,0 +1,344 @@
+"""Devices `gpu:N`: the bytes of cpu devices, whatever order the GPU works in."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from gpukit import Machine, values
+
+from distrun_runtime.arrays import dtypes, gpu, gpumemory
+from distrun_runtime.arrays.cpu import CpuDevice
+from distrun_runtime.arrays.cuda import CudaError, CudaOutOfMemory
+from distrun_runtime.arrays.device import Device
+from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
+from distrun_runtime.arrays.gpumemory import Staging
+from distrun_runtime.errors import StoreClosed
+
+CPU = CpuDevice()
+SEEDS = pytest.mark.parametrize("seed", range(3))
+F32 = np.dtype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small pieces, so that small arrays have several."""
+    monkeypatch.setattr(gpu, "RING_BYTES", 4096)
+    monkeypatch.setattr(Staging.__init__, "__defaults__", (1024, 2))
+
+
+def same(one: Array, other: Array) -> None:
+    assert (one.shape, one.dtype) == (other.shape, other.dtype)
+    assert one.tobytes() == other.tobytes()
+
+
+@SEEDS
+@pytest.mark.parametrize("dtype", dtypes.NAMES)
+def test_arrays_come_back_as_they_were_put(dtype: str, seed: int) -> None:
+    machine = Machine(seed=seed)
+    device = machine.gpus.get(0)
+    for shape in ((), (0,), (1000,), (3, 5, 7), (2, 0, 3)):
+        given = values(shape, dtypes.parse(dtype), 1)
+        array = device.put(given)
+        assert (array.shape, array.dtype) == (given.shape, given.dtype)
+        same(device.host(array), given)
+    out = np.zeros((7, 10), F32)
+    given = values((7, 5), F32)
+    device.read(device.put(given), out[:, ::2])
+    assert np.array_equal(out[:, ::2], given)
+    assert not out[:, 1::2].any()
+    turned = values((5, 4), F32).T
+    same(device.host(device.put(turned)), np.ascontiguousarray(turned))
+    machine.finish()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int8", "uint64"])
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_sums_have_the_bytes_of_the_cpus(dtype: str, count: int) -> None:
+    machine = Machine(seed=count)
+    device = machine.gpus.get(1)
+    parts = [values((33,), dtypes.parse(dtype), seed) for seed in range(count)]
+    expected = CPU.total(parts)
+    mine = [device.put(part) for part in parts]
+    same(device.host(device.total(mine)), expected)
+    same(device.host(device.total(parts)), expected)  # from the host
+    out = device.empty((33,), dtypes.parse(dtype))
+    device.sum(mine, out)
+    same(device.host(out), expected)
+    device.sum(mine, mine[-1])  # into one of them
+    same(device.host(mine[-1]), expected)
+    machine.finish()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("wide", [(True, False, False), (False, True, True), (True, True, True)])
+def test_sums_of_halves_and_float32_are_rounded_once(dtype: str, wide: tuple[bool, ...]) -> None:
+    machine = Machine()
+    device, kind = machine.gpus.get(0), dtypes.parse(dtype)
+    parts = [values((100,), F32 if is_wide else kind, seed) for seed, is_wide in enumerate(wide)]
+    expected, out = np.empty(100, kind), device.empty((100,), kind)
+    CPU.sum(parts, expected)
+    device.sum([device.put(part) for part in parts], out)
+    same(device.host(out), expected)
+    sums = device.empty((100,), F32)
+    halves = [values((100,), kind, seed) for seed in range(3)]
+    device.sum([device.put(part) for part in halves], sums)
+    total = dtypes.widen(halves[0]) + dtypes.widen(halves[1]) + dtypes.widen(halves[2])
+    same(device.host(sums), total)
+    machine.finish()
+
+
+@SEEDS
+@pytest.mark.parametrize("names", [((0, None), (1, None)), ((0, 0), (0, 1))])
+def test_values_of_other_devices_and_of_the_host_are_summed_in_order(seed: int, names: Any) -> None:
+    machine = Machine(seed=seed)
+    here, there = (machine.gpus.get(*name) for name in names)
+    given = [values((3000,), F32, number) for number in range(4)]
+    expected = CPU.total(given)
+    mixed = [there.put(given[0]), given[1], here.put(given[2]), there.put(given[3])]
+    same(here.host(here.total(mixed)), expected)
+    into = here.put(given[0])
+    here.add(into, mixed[3])
+    here.add(into, given[1])
+    same(here.host(into), CPU.total([given[0], given[3], given[1]]))
+    same(here.host(here.put(mixed[0])), given[0])
+    machine.finish()
+    assert machine.standin.enabled == ({(0, 1)} if names[0][1] is None else set())
+
+
+def test_devices_that_are_no_peers_copy_all_the_same() -> None:
+    machine = Machine(peers=[])
+    here, there = machine.gpus.get(0), machine.gpus.get(1)
+    given = values((100,), F32)
+    same(here.host(here.put(there.put(given))), given)
+    assert not machine.standin.enabled
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int8", "int32", "uint64"])
+@pytest.mark.parametrize("factor", [0.25, -3.0])
+def test_scaling_has_the_bytes_of_the_cpus(dtype: str, factor: float) -> None:
+    kind = dtypes.parse(dtype)
+    if kind.kind == "u" and factor < 0:
+        pytest.skip("numpy refuses a negative factor here, too")
+    machine = Machine()
+    device = machine.gpus.get(0)
+    expected = values((77,), kind)
+    array = device.put(expected)
+    CPU.scale(expected, factor)
+    device.scale(array, factor)
+    same(device.host(array), expected)
+    machine.finish()
+
+
+def test_parts_of_an_array_share_its_memory() -> None:
+    machine = Machine()
+    device = machine.gpus.get(0)
+    given = values((6, 4), F32)
+    array = device.put(given)
+    flat = array.reshape(-1)
+    assert (len(flat), flat[4:8].shape, flat[-4:].pointer.nbytes, flat[5:3].size) == (24, (4,), 16, 0)
+    device.scale(flat[4:8], 0.0)
+    given[1] = 0
+    np.testing.assert_array_equal(device.host(array), given)
+    same(device.host(flat.reshape(3, -1)), device.host(array).reshape(3, 8))
+    with pytest.raises(TypeError, match="cut by slices"):
+        array[0:1]
+    with pytest.raises(ValueError, match="cannot reshape 24"):
+        array.reshape(5, 5)
+    assert "gpu:0" in repr(array)
+    machine.finish()
+
+
+@SEEDS
+def test_bytes_from_the_network_may_be_overwritten_at_once(seed: int) -> None:
+    machine = Machine(seed=seed)
+    device = machine.gpus.get(0)
+    given = values((900,), F32)
+    frame = bytearray(given.tobytes())
+    array = device.elements(frame, F32)
+    frame[:] = bytes(len(frame))
+    same(device.host(array), given)
+    assert bytes(device.frame(array)) == given.tobytes()
+    assert device.elements(b"", F32).size == 0
+    machine.finish()
+
+
+@SEEDS
+def test_page_locked_memory_is_copied_without_staging(seed: int) -> None:
+    machine = Machine(seed=seed)
+    device = machine.gpus.get(0)
+    memory = np.zeros(1000, F32)
+    assert machine.gpus.locked.lock(memory)
+    assert machine.gpus.locked.lock(memory)
+    memory[:500] = given = values((500,), F32)
+    array = device.put(memory[:500])
+    memory[:500] = 0
+    device.read(array, memory[500:])
+    same(memory[500:], given)
+    assert machine.standin.calls["copy"] == 2
+    assert not machine.gpus.locked.covers(np.zeros(10, F32))
+    machine.finish()
+
+
+def test_memory_that_cannot_be_page_locked_goes_by_staging() -> None:
+    machine = Machine()
+    memory = values((100,), F32)
+    machine.standin.fail("register", code=1)
+    assert not machine.gpus.locked.lock(memory)
+    device = machine.gpus.get(0)
+    same(device.host(device.put(memory)), memory)
+    machine.finish()
+
+
+# Memory
+
+
+@SEEDS
+def test_memory_is_used_again_and_its_next_user_waits_for_the_last(seed: int) -> None:
+    machine = Machine(seed=seed)
+    device = machine.gpus.get(0)
+    for number in range(6):
+        given = [values((500,), F32, number), values((500,), F32, number + 100)]
+        total = device.total([device.put(each) for each in given])
+        same(device.host(total), CPU.total(given))
+    del total
+    assert machine.standin.calls["alloc"] <= 4
+    machine.finish()
+
+
+def test_a_pool_keeps_to_its_limit_and_gives_back_what_is_free() -> None:
+    machine = Machine(1, memory=1 << 20)
+    device = machine.gpus.get(0, limit=8192)
+    kept = device.empty((1024,), F32)
+    other = device.empty((512,), F32)
+    del other
+    assert device.pool.size == 6144
+    again = device.empty((1024,), F32)  # only without the free block
+    assert device.pool.size == 8192
+    with pytest.raises(CudaOutOfMemory, match=r"pool's limit.*wanted 4096 bytes, free are 0 of 8192") as caught:
+        device.empty((1024,), F32)
+    assert not caught.value.is_sticky
+    del kept, again
+    assert device.pool.trim() == 8192
+    assert machine.standin.used == [0]
+    machine.finish()
+
+
+def test_out_of_memory_is_tried_again_without_the_free_blocks() -> None:
+    machine = Machine(1, memory=10000)
+    device = machine.gpus.get(0)
+    device.scale(device.empty((1500,), F32), 2.0)  # 6,144 bytes, and in use when they are dropped
+    gc.collect()
+    kept = device.empty((2000,), F32)
+    assert kept.size == 2000
+    with pytest.raises(CudaOutOfMemory, match="wanted 12288 bytes, free are 1808 of 10000"):
+        device.empty((3000,), F32)
+    machine.finish()
+
+
+def test_sizes_of_blocks_are_few_and_waste_little() -> None:
+    for nbytes in [0, 1, 511, 512, 513, 4096, 5000, 1 << 20, (1 << 20) + 1, 10**9]:
+        size = gpumemory._rounded(nbytes)
+        assert nbytes <= size <= max(512, nbytes * 9 // 8 + 512)
+        assert size % 512 == 0
+    assert len({gpumemory._rounded(nbytes) for nbytes in range(1 << 16, 1 << 17)}) <= 9
+
+
+# Whoever calls
+
+
+def test_threads_may_share_a_device() -> None:
+    machine = Machine(seed=1)
+    device = machine.gpus.get(0)
+    device.prepare([F32])
+    wrong: list[object] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(5):
+                given = [values((700,), F32, 10 * number + turn + each) for each in range(3)]
+                same(device.host(device.total(given)), CPU.total(given))
+        except BaseException as err:
+            wrong.append(err)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    machine.finish()
+
+
+def test_after_an_illegal_address_everything_fails_by_its_name() -> None:
+    machine = Machine()
+    device = machine.gpus.get(0)
+    array = device.put(values((100,), F32))
+    machine.standin.fail_operation()
+    with pytest.raises(CudaError, match="cudaErrorIllegalAddress"):
+        device.host(array)
+    calls: list[Callable[[], object]] = [
+        lambda: device.put(np.zeros(3)),
+        lambda: device.empty((3,), F32),
+        lambda: device.scale(array, 2.0),
+        lambda: device.host(array),
+        lambda: machine.gpus.get(1),
+        device.synchronize,
+    ]
+    for call in calls:
+        with pytest.raises(CudaError, match=r"cudaErrorIllegalAddress .*cannot use the GPU any more"):
+            call()
+
+
+def test_in_a_forked_child_every_call_says_so_and_none_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    device = machine.gpus.get(0)
+    array: Any = device.put(values((100,), F32))
+    device.synchronize()
+    before = sum(machine.standin.calls.values())
+    monkeypatch.setattr(machine.cuda, "_pid", 1)  # as in a child; locks may be held there for ever
+    machine.gpus.order._lock.acquire()
+    calls: list[Callable[[], object]] = [
+        lambda: device.put(np.zeros(3)),
+        lambda: device.empty((3,), F32),
+        lambda: device.scale(array, 2.0),
+        lambda: device.total([array]),
+        lambda: device.host(array),
+        lambda: machine.gpus.get(1),
+        device.pool.trim,
+        device.synchronize,
+    ]
+    threads = [threading.Thread(target=lambda call=call: refused(call)) for call in calls]
+    refusals: list[object] = []
+
+    def refused(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except StoreClosed as err:
+            refusals.append(err)
+
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(refusals) == len(calls)
+    calls.clear()
+    threads.clear()
+    array = device.name
+    gc.collect()
+    assert sum(machine.standin.calls.values()) == before
+    machine.gpus.order._lock.release()
+
+
+def test_a_gpu_is_a_device() -> None:
+    device: Device = Machine().gpus.get(0)
+    runs: list[slice] = []
+    device.split(10, runs.append)
+    assert runs == [slice(0, 10)]
+    assert isinstance(device, GpuDevice)
+    assert isinstance(device.empty((2,), F32, is_sent=True), GpuArray)

@@ -1,0 +1,372 @@
+"""Every wait and every lifetime guard of the GPU's devices is needed: without any one of them the stand-in says so.
+
+Each history is run as it is, then once more for each guard, without that one: a call that is left out, a use of memory
+that is not told, or a part of the code that is replaced by one that does not care.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from cudastandin import StandIn
+from gpukit import Machine, values
+
+from distrun_runtime.arrays import gpu, gpumemory
+from distrun_runtime.arrays.cpu import CpuDevice
+from distrun_runtime.arrays.cuda import Driver, Event
+from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.gpu import GpuArray
+from distrun_runtime.arrays.gpumemory import Memory, Pool, Staging
+from distrun_runtime.arrays.queues import Mark, Order, Queue, Uses
+
+F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small pieces, so that small arrays have several."""
+    monkeypatch.setattr(gpu, "RING_BYTES", 2048)
+    monkeypatch.setattr(Staging.__init__, "__defaults__", (512, 2))
+
+
+def check(found: Array, expected: Array) -> None:
+    assert found.tobytes() == expected.tobytes()
+
+
+def total(parts: Sequence[Array]) -> Array:
+    return CpuDevice().total(parts)
+
+
+# Histories
+
+
+def arrays_come_and_go(machine: Machine) -> None:
+    device = machine.gpus.get(0)
+    given = [values((300,), F32, seed) for seed in range(2)]
+    mine = [device.put(each) for each in given]
+    device.scale(mine[0], 2.0)
+    check(device.host(device.total(mine)), total([given[0] * np.float32(2), given[1]]))
+    device.add(mine[1], given[0])
+    check(device.host(mine[1]), total([given[1], given[0]]))
+
+
+def memory_is_used_again(machine: Machine) -> None:
+    device = machine.gpus.get(0)
+    for turn in range(2):
+        given = [values((200,), F32, 10 * turn + seed) for seed in range(3)]
+        sums = device.total([device.put(each) for each in given])
+        copied = device.put(sums)
+        del sums
+        later = device.put(given[0])  # where the sums were
+        check(device.host(copied), total(given))
+        check(device.host(later), given[0])
+        del copied, later
+
+
+def values_come_from_other_devices(machine: Machine) -> None:
+    here, there = machine.gpus.get(0), machine.gpus.get(1)
+    given = [values((300,), F32, seed) for seed in range(3)]
+    theirs = there.put(given[1])
+    into = here.total([here.put(given[0]), theirs, given[2]])
+    there.scale(theirs, 2.0)  # not before it was copied
+    back = there.total([theirs, into])
+    here.scale(into, 0.0)
+    check(there.host(back), total([given[1] * np.float32(2), total(given)]))
+    moved = here.put(theirs)
+    del theirs
+    check(there.host(there.put(given[0])), given[0])
+    check(here.host(moved), given[1] * np.float32(2))
+
+
+def many_and_mixed_parts_are_summed(machine: Machine) -> None:
+    device = machine.gpus.get(0)
+    for turn in range(2):
+        given = [values((40,), F32 if seed == 1 else F16, 20 * turn + seed) for seed in range(3)]
+        expected, out = np.empty(40, F16), device.empty((40,), F16)
+        CpuDevice().sum(given, expected)
+        device.sum([device.put(each) for each in given], out)
+        many = [values((40,), F32, 20 * turn + seed) for seed in range(10)]
+        sums = device.total([device.put(each) for each in many])
+        # What comes next is put where the tables were.
+        fresh = [device.put(values((4,), F32, seed)) for seed in range(4)]
+        check(device.host(out), expected)
+        check(device.host(sums), total(many))
+        for seed, each in enumerate(fresh):
+            check(device.host(each), values((4,), F32, seed))
+
+
+def page_locked_memory_is_copied_directly(machine: Machine) -> None:
+    device = machine.gpus.get(0)
+    memory = np.zeros(600, F32)
+    assert machine.gpus.locked.lock(memory)
+    for turn in range(2):
+        memory[:300] = given = values((300,), F32, turn)
+        array = device.put(memory[:300])
+        memory[:300] = 0
+        device.scale(array, 2.0)
+        device.read(array, memory[300:])
+        check(memory[300:], given * np.float32(2))
+        memory[:300] = given
+        device.scale(array, 0.0)
+        del array  # what comes next has its memory
+        array = device.put(memory[:300])
+        device.read(array, memory[300:])
+        check(memory[300:], given)
+
+
+def memory_is_given_back(machine: Machine) -> None:
+    device = machine.gpus.get(0)
+    given = values((500,), F32)
+    array = device.put(given)
+    other = device.put(array)
+    del array
+    device.pool.trim()
+    check(device.host(other), given)
+    device.scale(other, 2.0)
+    del other
+    device.pool.trim()
+    device.synchronize()
+
+
+def the_same_memory_is_written_by_every_stream(machine: Machine) -> None:
+    device, other = machine.gpus.get(0, 0), machine.gpus.get(0, 1)
+    given = values((100,), F32)
+    array, target = device.put(given), other.put(given)
+    for _ in range(2):
+        device.add(array, target)  # read by device's stream
+        other.scale(target, 2.0)  # written by other's
+        other.add(target, array)
+        device.scale(array, 0.5)
+    expected, far = given.copy(), given.copy()
+    for _ in range(2):
+        expected += far
+        far *= np.float32(2)
+        far += expected
+        expected *= np.float32(0.5)
+    check(device.host(array), expected)
+    check(other.host(target), far)
+
+
+HISTORIES: dict[str, Callable[[Machine], None]] = {
+    each.__name__: each
+    for each in (
+        arrays_come_and_go,
+        memory_is_used_again,
+        values_come_from_other_devices,
+        many_and_mixed_parts_are_summed,
+        page_locked_memory_is_copied_directly,
+        memory_is_given_back,
+        the_same_memory_is_written_by_every_stream,
+    )
+}
+EACH_HISTORY = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
+
+
+def run(history: Callable[[Machine], None], **options: Any) -> Machine:
+    machine = Machine(**options)
+    history(machine)
+    machine.finish()
+    return machine
+
+
+def is_found(history: Callable[[Machine], None], **options: Any) -> bool:
+    """Tell whether a history fails: by the stand-in, or because a value is wrong."""
+    try:
+        run(history, **options)
+    except AssertionError:
+        return True
+    return False
+
+
+@EACH_HISTORY
+def test_every_history_is_right_as_it_is(history: Callable[[Machine], None]) -> None:
+    for seed in range(4):
+        run(history, seed=seed)
+
+
+# Calls
+
+
+class Without:
+    """A driver that leaves out one call."""
+
+    def __init__(self, standin: StandIn, name: str, nth: int) -> None:
+        self._standin = standin
+        self._name = name
+        self._left = nth
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._standin, name)
+        if name != self._name:
+            return method
+
+        def called(*arguments: object) -> object:
+            self._left -= 1
+            return None if self._left == 0 else method(*arguments)
+
+        return called
+
+
+class Noted:
+    """A driver that notes which events are recorded and waited for."""
+
+    def __init__(self, standin: StandIn) -> None:
+        self._standin = standin
+        self.calls: list[tuple[str, Event]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._standin, name)
+
+        def called(*arguments: Any) -> object:
+            if name in ("record", "wait", "synchronize"):
+                self.calls.append((name, arguments[1] if name == "wait" else arguments[0]))
+            return method(*arguments)
+
+        return called
+
+    def needed_records(self) -> list[int]:
+        """Return which records are waited for, counted from 1: a mark may never be."""
+        needed, last, count = set(), {}, 0
+        for name, event in self.calls:
+            if name == "record":
+                count += 1
+                last[id(event)] = count
+            else:
+                needed.add(last[id(event)])
+        return sorted(needed)
+
+
+@EACH_HISTORY
+@pytest.mark.parametrize("name", ["wait", "record", "synchronize"])
+def test_no_call_that_orders_work_can_be_left_out(history: Callable[[Machine], None], name: str) -> None:
+    noted: list[Noted] = []
+
+    def note(standin: StandIn) -> Driver:
+        noted.append(Noted(standin))
+        return noted[0]
+
+    count = run(history, driver=note).standin.calls[name]
+    tried = noted[0].needed_records() if name == "record" else range(1, count + 1)
+
+    def without(nth: int) -> Callable[[StandIn], Driver]:
+        return lambda standin: Without(standin, name, nth)
+
+    needless = [nth for nth in tried if not is_found(history, driver=without(nth))]
+    assert not needless, "%s: of %d calls these are not missed" % (name, count)
+
+
+def test_the_histories_have_waits_of_every_kind() -> None:
+    counts: Counter[str] = Counter()
+    for history in HISTORIES.values():
+        counts += run(history).standin.calls
+    assert min(counts[name] for name in ("wait", "record", "synchronize")) > 20
+
+
+# Uses that are not told
+
+
+def sites() -> list[tuple[str, str, int]]:
+    """Return where an operation's uses are told: function, kind of use, place in the list."""
+    return [
+        *(("copy_in", "reads", 0), ("copy_in", "writes", 0), ("copy_out", "reads", 0), ("copy_out", "writes", 0)),
+        *(("read", "reads", 0), ("scale", "writes", 0)),
+        *(("_bring", "writes", 0), ("_bring_from_gpu", "reads", 0), ("_bring_from_gpu", "writes", 0)),
+        *(("_sum", "reads", place) for place in (0, 1, 2, -1, -2)),
+        ("_sum", "writes", 0),
+    ]
+
+
+@pytest.mark.parametrize(("function", "kind", "place"), sites())
+def test_no_use_of_memory_can_be_left_untold(
+    monkeypatch: pytest.MonkeyPatch, function: str, kind: str, place: int
+) -> None:
+    using = Order.using
+
+    def told(self: Order, queue: Queue, reads: Sequence[Uses] = (), writes: Sequence[Uses] = ()) -> Any:
+        given = {"reads": list(reads), "writes": list(writes)}
+        if sys._getframe(1).f_code.co_name == function and -len(given[kind]) <= place < len(given[kind]):
+            del given[kind][place]
+        return using(self, queue, given["reads"], given["writes"])
+
+    monkeypatch.setattr(Order, "using", told)
+    assert any(is_found(history) for history in HISTORIES.values())
+
+
+def test_all_places_that_tell_uses_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    using, seen = Order.using, set()
+
+    def told(self: Order, queue: Queue, reads: Sequence[Uses] = (), writes: Sequence[Uses] = ()) -> Any:
+        name = sys._getframe(1).f_code.co_name
+        seen.update((name, kind) for kind, uses in (("reads", reads), ("writes", writes)) if uses)
+        return using(self, queue, reads, writes)
+
+    monkeypatch.setattr(Order, "using", told)
+    for history in HISTORIES.values():
+        run(history)
+    assert seen == {(function, kind) for function, kind, _ in sites()}
+
+
+# Guards in the code
+
+
+def nothing_is_read_before(self: Uses) -> Iterator[tuple[Queue, int]]:
+    return iter(())
+
+
+def readers_are_forgotten(self: Uses) -> Iterator[tuple[Queue, int]]:
+    return self.before_reading()
+
+
+def a_block_forgets_its_uses(self: Memory, pool: Pool, block: Any) -> None:
+    block.uses = Uses()
+    TRUE["memory"](self, pool, block)
+
+
+def the_memory_is_not_kept(self: GpuArray, device: Any, memory: Memory, *rest: Any) -> None:
+    weak = SimpleNamespace(pointer=memory.pointer, uses=memory.uses)
+    TRUE["array"](self, device, weak, *rest)
+
+
+def nothing_is_over_before_it_is_freed(self: Order, uses: Uses, *, writes: bool) -> None:
+    pass
+
+
+def a_mark_is_not_waited_for(self: Order, mark: Mark) -> None:
+    pass
+
+
+def more_is_known_than_was_waited_for(counts: dict[Queue, int], others: dict[Queue, int]) -> None:
+    counts.update((queue, queue.count + 1) for queue in others)
+
+
+TRUE: dict[str, Any] = {"memory": Memory.__init__, "array": GpuArray.__init__}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "careless"),
+    [
+        (Uses, "before_reading", nothing_is_read_before),
+        (Uses, "before_writing", readers_are_forgotten),
+        (Memory, "__init__", a_block_forgets_its_uses),
+        (GpuArray, "__init__", the_memory_is_not_kept),
+        (Order, "finish_uses", nothing_is_over_before_it_is_freed),
+        (Order, "finish", a_mark_is_not_waited_for),
+        (sys.modules[Order.__module__], "_raise_counts", more_is_known_than_was_waited_for),
+    ],
+)
+def test_no_guard_can_be_careless(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, careless: Any) -> None:
+    monkeypatch.setattr(owner, name, careless)
+    assert any(is_found(history) for history in HISTORIES.values())
+
+
+def test_staging_is_registered_once_and_outlives_its_copies() -> None:
+    machine = run(arrays_come_and_go)
+    assert machine.standin.calls["register"] == 1
+    assert machine.standin.calls["unregister"] == 0
+    assert gpumemory.SLOT_BYTES % 4096 == 0
