@@ -97,6 +97,7 @@ def device_array(value: object, cuda: Cuda, ours: Callable[[int], Stream]) -> De
 
     Raises:
         KVError: it is in memory of another kind of device, or cannot be read there; says what to do.
+        StoreClosed: it is on a GPU, and this process was forked from the one that opened CUDA.
     """
     return _device_view(value, cuda, ours)
 
@@ -106,6 +107,7 @@ def device_output(value: object, cuda: Cuda) -> DeviceView | None:
 
     Raises:
         KVError: it cannot be written there, or is no array in CUDA memory; says what to do.
+        StoreClosed: as `device_array`.
     """
     view = _device_view(value, cuda, None)
     if view is not None and view.is_readonly:
@@ -146,26 +148,29 @@ def refusal(value: object, is_output: bool = False) -> str | None:
 def _device_view(value: Any, cuda: Cuda, ours: Callable[[int], Stream] | None) -> DeviceView | None:
     torch, cupy, jax = (sys.modules.get(name) for name in ("torch", "cupy", "jax"))
     if torch is not None and isinstance(value, torch.Tensor):
-        return _of_torch(value, torch, is_output=ours is None)
+        return _of_torch(value, torch, cuda, is_output=ours is None)
     if cupy is not None and isinstance(value, cupy.ndarray):
+        cuda.check()
         return _of_cupy(value, cupy)
     if jax is not None and isinstance(value, jax.Array):
         if ours is None:
             raise KVError(str(refusal(value, is_output=True)))
-        return _of_dlpack(value, ours)
+        return _of_dlpack(value, cuda, ours)
     if _has_interface(value):
+        cuda.check()
         return _of_interface(value, cuda)
     if hasattr(value, "__dlpack_device__") and hasattr(value, "__dlpack__"):
-        return _of_dlpack(value, ours)
+        return _of_dlpack(value, cuda, ours)
     return None
 
 
-def _of_torch(tensor: Any, torch: Any, is_output: bool) -> DeviceView | None:
+def _of_torch(tensor: Any, torch: Any, cuda: Cuda, is_output: bool) -> DeviceView | None:
     if tensor.device.type == "cpu":
         return None
     why = _tensor_refusal(tensor, torch, is_output, reads_cuda=True)
     if why is not None:
         raise KVError(why)
+    cuda.check()
     # A parameter without its gradient's history; lazily negated elements become real ones, on torch's own stream.
     plain = tensor.detach()
     if plain.is_neg():
@@ -236,7 +241,7 @@ def _of_interface(value: Any, cuda: Cuda) -> DeviceView:
     )
 
 
-def _of_dlpack(value: Any, ours: Callable[[int], Stream] | None) -> DeviceView | None:
+def _of_dlpack(value: Any, cuda: Cuda, ours: Callable[[int], Stream] | None) -> DeviceView | None:
     place = dlpack.device_of(value)
     jax = sys.modules.get("jax")
     is_jax = jax is not None and isinstance(value, jax.Array)
@@ -259,6 +264,7 @@ def _of_dlpack(value: Any, ours: Callable[[int], Stream] | None) -> DeviceView |
             f"{_named(value)} only has DLPack, by which an array is read and not written; fix: give an array of torch,"
             " cupy or numpy"
         )
+    cuda.check()
     try:
         found = dlpack.export(value, ours(device).handle)
     except (BufferError, TypeError, ValueError, RuntimeError) as err:

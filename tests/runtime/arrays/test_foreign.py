@@ -28,7 +28,7 @@ from fakearrays import (
 from distrun_runtime.arrays import dlpack, dtypes, foreign
 from distrun_runtime.arrays.cuda import Cuda, Stream
 from distrun_runtime.arrays.foreign import LEGACY, PER_THREAD, DeviceView, device_array, device_output
-from distrun_runtime.errors import KVError
+from distrun_runtime.errors import KVError, StoreClosed
 
 OURS = 77
 """The handle of our stream."""
@@ -288,6 +288,20 @@ def test_arrays_on_no_single_device_or_with_a_mask_are_refused(cuda: Cuda) -> No
             raise BufferError("deleted")
 
     refused(Failing(MEMORY), "cannot be read by DLPack (deleted); fix: bring it to host memory")
+
+
+@pytest.mark.usefixtures("libraries")
+def test_a_forked_child_asks_no_library_for_anything_on_a_gpu(monkeypatch: pytest.MonkeyPatch, cuda: Cuda) -> None:
+    def closed() -> None:
+        raise StoreClosed("forked")
+
+    monkeypatch.setattr(cuda, "check", closed)
+    exporter = Exporter(MEMORY)
+    for value in (Tensor(MEMORY), CupyArray(MEMORY), JaxArray(MEMORY), exporter, Interface(MEMORY)):
+        with pytest.raises(StoreClosed, match="forked"):
+            seen(value, cuda)
+    assert not exporter.asked
+    assert device_array(Tensor(array=np.zeros(2)), cuda, lambda device: Stream(device, OURS)) is None
 
 
 def test_no_library_is_loaded_to_look_at_a_value(monkeypatch: pytest.MonkeyPatch, cuda: Cuda) -> None:
