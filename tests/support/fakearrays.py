@@ -40,6 +40,15 @@ class Memory:
         return self.strides if self.strides is not None else np.empty(self.shape, np.int8).strides
 
     @property
+    def is_contiguous(self) -> bool:
+        made = np.lib.stride_tricks.as_strided(np.zeros(1, np.int8), self.shape, self.steps)
+        return bool(made.flags.c_contiguous)
+
+    def copied(self) -> Memory:
+        """Return other memory for the same elements, without gaps."""
+        return Memory(self.shape, self.dtype, self.device, self.address + 0x100000)
+
+    @property
     def byte_steps(self) -> tuple[int, ...]:
         return tuple(step * self.itemsize for step in self.steps)
 
@@ -131,6 +140,13 @@ class Tensor:
         assert self.memory is not None
         return self.memory.address
 
+    def is_contiguous(self) -> bool:
+        return self.memory is None or self.memory.is_contiguous
+
+    def contiguous(self) -> Tensor:
+        assert self.memory is not None
+        return self._like(memory=self.memory.copied())
+
     def stride(self) -> tuple[int, ...]:
         assert self.memory is not None
         return self.memory.steps
@@ -185,6 +201,20 @@ class FakeTorch(ModuleType):
 # cupy
 
 
+@dataclass
+class CupyDevice:
+    """cupy.cuda.Device: the current one in a block."""
+
+    id: int
+    entered: int = 0
+
+    def __enter__(self) -> None:
+        self.entered += 1
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 class CupyArray:
     """cupy.ndarray."""
 
@@ -193,7 +223,8 @@ class CupyArray:
         self.shape = memory.shape
         self.dtype = np.dtype(ml_dtypes.bfloat16 if memory.dtype == "bfloat16" else memory.dtype)
         self.strides = memory.byte_steps
-        self.device = SimpleNamespace(id=memory.device)
+        self.device = CupyDevice(memory.device)
+        self.flags = SimpleNamespace(c_contiguous=memory.is_contiguous)
         self.data = SimpleNamespace(ptr=memory.address)
 
     def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
@@ -215,6 +246,10 @@ class FakeCupyArrays(ModuleType):
         self.streams: dict[int, int] = {}
         self.is_capturing = False
         self.cuda = SimpleNamespace(runtime=SimpleNamespace(is_hip=False), get_current_stream=self._get_current_stream)
+
+    def ascontiguousarray(self, array: CupyArray) -> CupyArray:
+        assert array.device.entered == 1
+        return CupyArray(array.memory.copied())
 
     def _get_current_stream(self, device_id: int = -1) -> Any:
         assert device_id >= 0

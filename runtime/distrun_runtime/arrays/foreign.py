@@ -89,7 +89,9 @@ class DeviceView:
 
 
 def device_array(value: object, cuda: Cuda, ours: Callable[[int], Stream]) -> DeviceView | None:
-    """Return a value in GPU memory as a view to read; None if it is in the host's memory, or no array.
+    """Return a value in GPU memory as a contiguous view to read; None if it is in the host's memory, or no array.
+
+    Elements of torch's and cupy's arrays that are not contiguous are copied, by the library on the caller's stream.
 
     Arguments:
         cuda: asked for the device of an address, if the value does not tell.
@@ -99,11 +101,17 @@ def device_array(value: object, cuda: Cuda, ours: Callable[[int], Stream]) -> De
         KVError: it is in memory of another kind of device, or cannot be read there; says what to do.
         StoreClosed: it is on a GPU, and this process was forked from the one that opened CUDA.
     """
-    return _device_view(value, cuda, ours)
+    view = _device_view(value, cuda, ours)
+    if view is not None and not view.is_contiguous:
+        raise KVError(
+            f"{_named(value)} is not contiguous (shape {view.shape}, strides {view.strides}); fix: give a contiguous"
+            " copy"
+        )
+    return view
 
 
 def device_output(value: object, cuda: Cuda) -> DeviceView | None:
-    """Return a value in GPU memory as a view to write; None if it is in the host's memory, or no array.
+    """Return a value in GPU memory as a view to write, of any strides; None if it is in the host's memory, or no array.
 
     Raises:
         KVError: it cannot be written there, or is no array in CUDA memory; says what to do.
@@ -151,7 +159,7 @@ def _device_view(value: Any, cuda: Cuda, ours: Callable[[int], Stream] | None) -
         return _of_torch(value, torch, cuda, is_output=ours is None)
     if cupy is not None and isinstance(value, cupy.ndarray):
         cuda.check()
-        return _of_cupy(value, cupy)
+        return _of_cupy(value, cupy, is_output=ours is None)
     if jax is not None and isinstance(value, jax.Array):
         if ours is None:
             raise KVError(str(refusal(value, is_output=True)))
@@ -171,13 +179,15 @@ def _of_torch(tensor: Any, torch: Any, cuda: Cuda, is_output: bool) -> DeviceVie
     if why is not None:
         raise KVError(why)
     cuda.check()
-    # A parameter without its gradient's history; lazily negated elements become real ones, on torch's own stream.
+    if torch.cuda.is_current_stream_capturing():
+        raise KVError(_CAPTURING % "torch")
+    # A parameter without its gradient's history. What is lazily negated or not contiguous is copied on torch's stream.
     plain = tensor.detach()
     if plain.is_neg():
         plain = plain.resolve_neg()
+    if not is_output and not plain.is_contiguous():
+        plain = plain.contiguous()
     device = plain.device.index
-    if torch.cuda.is_current_stream_capturing():
-        raise KVError(_CAPTURING % "torch")
     dtype = _dtype(tensor, str(plain.dtype).rpartition(".")[2])
     return _checked(
         tensor,
@@ -191,13 +201,16 @@ def _of_torch(tensor: Any, torch: Any, cuda: Cuda, is_output: bool) -> DeviceVie
     )
 
 
-def _of_cupy(array: Any, cupy: Any) -> DeviceView:
+def _of_cupy(array: Any, cupy: Any, is_output: bool) -> DeviceView:
     if cupy.cuda.runtime.is_hip:
         raise KVError(f"found {_named(array)} in memory of ROCm; {_CUDA_ONLY}; fix: {_to_host(array)}")
     device = int(array.device.id)
     stream = cupy.cuda.get_current_stream(device)
     if stream.is_capturing():
         raise KVError(_CAPTURING % "cupy")
+    if not is_output and not array.flags.c_contiguous:
+        with array.device:
+            array = cupy.ascontiguousarray(array)
     return _checked(
         array,
         device=device,

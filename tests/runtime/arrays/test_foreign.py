@@ -125,14 +125,25 @@ def test_dtypes_that_numpy_does_not_know_are_refused_by_name(cuda: Cuda) -> None
         ((3,), (2,), False),
     ],
 )
-@pytest.mark.parametrize("make", [Tensor, CupyArray, JaxArray])
 @pytest.mark.usefixtures("libraries")
-def test_strides_of_any_kind_are_seen(
-    make: Any, shape: tuple[int, ...], strides: tuple[int, ...], is_contiguous: bool
+def test_what_is_not_contiguous_is_copied_by_torch_and_cupy_and_refused_of_others(
+    shape: tuple[int, ...], strides: tuple[int, ...], is_contiguous: bool
 ) -> None:
-    view = seen(make(Memory(shape, strides=strides)))
-    assert view.strides == tuple(4 * step for step in strides)
-    assert view.is_contiguous is is_contiguous
+    memory = Memory(shape, "float32", 1, 0x5000, strides)
+    for make in (Tensor, CupyArray):
+        value = make(memory)
+        view = seen(value)
+        assert view.is_contiguous
+        assert view.address == (memory if is_contiguous else memory.copied()).address
+        assert (view.owner is value) is (make is CupyArray and is_contiguous)
+        if 0 not in strides:  # an output is written where it is
+            out = device_output(value, Cuda(StandIn(2)))
+            assert out is not None
+            assert (out.strides, out.is_contiguous) == (tuple(4 * step for step in strides), is_contiguous)
+    if is_contiguous:
+        assert seen(JaxArray(memory)).strides == tuple(4 * step for step in strides)
+    else:
+        refused(JaxArray(memory), "a jax Array is not contiguous (shape")
 
 
 @pytest.mark.usefixtures("libraries")
@@ -245,7 +256,6 @@ def test_outputs_that_cannot_be_written_are_refused_by_name(cuda: Cuda) -> None:
         refused(JaxArray(MEMORY, kind), "found a jax Array, which cannot be written; fix: pull into", True)
     refused(Exporter(MEMORY), "only has DLPack, by which an array is read and not written", True)
     refused(Tensor(Memory((2, 3), strides=(0, 1))), "elements of a torch Tensor share memory (shape (2, 3)", True)
-    assert seen(Tensor(Memory((2, 3), strides=(0, 1)))).strides == (0, 4)
 
 
 @pytest.mark.parametrize(
@@ -319,11 +329,13 @@ def test_cupy_has_what_is_asked_of_it() -> None:
     import cupy
     import cupyx.scipy.sparse
 
-    for name in ("data", "device", "dtype", "shape", "strides", "__dlpack_device__", "get", "set"):
+    for name in ("data", "device", "dtype", "shape", "strides", "flags", "__dlpack_device__", "get", "set"):
         assert hasattr(cupy.ndarray, name), name
     assert cupy.cuda.runtime.is_hip is False
     assert "get_current_stream(int device_id=-1)" in cupy.cuda.get_current_stream.__doc__
     assert callable(cupy.cuda.Stream.is_capturing)
+    assert callable(cupy.ascontiguousarray)
+    assert hasattr(cupy.cuda.Device, "__enter__")
     assert cupy.cuda.Stream.null.ptr == 0
     assert (cupy.cuda.runtime.streamLegacy, cupy.cuda.runtime.streamPerThread) == (LEGACY, PER_THREAD)
     assert hasattr(cupy.cuda.runtime.PointerAttributes, "device")
