@@ -60,6 +60,7 @@ def place(
     scheduler_host: str = "",
     oversubscribe: bool = False,
     relays: bool = False,
+    gpus_per_worker: int = 0,
 ) -> tuple[Slot, ...]:
     """Return the slots of a job: the scheduler (if any), the servers, the workers, each role by rank. Pure.
 
@@ -75,6 +76,7 @@ def place(
         oversubscribe: with `pack` and `spread`, hosts take turns again when all slots are filled, up to `max_slots`.
         relays: each host that gets several workers and no server, while others have servers, gets one more server,
             ranked behind the others, that keeps no values: it adds what the host's workers push. It takes no slot.
+        gpus_per_worker: how many GPUs each worker has to itself, for hosts whose slots follow from their GPUs.
 
     Raises:
         UsageError: no hosts, none that takes a role, too few slots (E115), a scheduler host that is not among them.
@@ -94,7 +96,7 @@ def place(
     if policy == CYCLE:
         chosen = _cycle(counts, hosts)
     else:
-        free = _FreeSlots(hosts.specs, workers + servers, oversubscribe)
+        free = _FreeSlots(hosts.specs, workers + servers, oversubscribe, gpus_per_worker)
         _check_fits(counts, free)
         chosen = _by_slots(counts, free, _pack if policy == PACK else _spread)
     if relays and servers:
@@ -111,12 +113,12 @@ def takes(spec: HostSpec, role: str) -> bool:
     return spec.role in ("", role)
 
 
-def capacity(spec: HostSpec) -> int:
-    """Return how many tasks fit on a host: its slots, else its GPUs, else one. Pure."""
-    return spec.slots or spec.gpu_count or 1
+def capacity(spec: HostSpec, gpus_per_worker: int = 0) -> int:
+    """Return how many tasks fit on a host: its slots, else as many as its GPUs are enough for, else one. Pure."""
+    return spec.slots or (spec.gpu_count or 0) // max(1, gpus_per_worker) or 1
 
 
-def notes(hosts: Inventory, policy: str) -> tuple[str, ...]:
+def notes(hosts: Inventory, policy: str, gpus_per_worker: int = 0) -> tuple[str, ...]:
     """Return what the user is to be told: which hosts say nothing of slots, and how many they are taken to have. Pure.
 
     Nothing for `cycle`, which does not look at slots.
@@ -124,7 +126,7 @@ def notes(hosts: Inventory, policy: str) -> tuple[str, ...]:
     guessed: dict[int, list[str]] = {}
     for spec in hosts.specs if policy != CYCLE else ():
         if spec.slots is None:
-            guessed.setdefault(capacity(spec), []).append(spec.name)
+            guessed.setdefault(capacity(spec, gpus_per_worker), []).append(spec.name)
     return tuple(
         "--placement {}: no slots= for {}: taken as {}{}".format(
             policy, fold(names), count, " each" if names[1:] else ""
@@ -172,11 +174,12 @@ def _by_slots(counts: Mapping[str, int], free: _FreeSlots, fill: _Fill) -> dict[
 class _FreeSlots:
     """How many tasks hosts still take: `left` of the present turn, and at most. Hosts take turns if oversubscribed."""
 
-    def __init__(self, specs: Sequence[HostSpec], wanted: int, oversubscribe: bool) -> None:
+    def __init__(self, specs: Sequence[HostSpec], wanted: int, oversubscribe: bool, gpus_per_worker: int) -> None:
         self.specs = [spec for spec in specs if spec.role != SCHEDULER]
-        self.left = {spec.name: capacity(spec) for spec in self.specs}
+        self._turn = {spec.name: capacity(spec, gpus_per_worker) for spec in self.specs}
+        self.left = dict(self._turn)
         self.limits = {
-            spec.name: (spec.max_slots or wanted) if oversubscribe else capacity(spec) for spec in self.specs
+            spec.name: (spec.max_slots or wanted) if oversubscribe else self._turn[spec.name] for spec in self.specs
         }
         if oversubscribe:
             self.left = {name: min(left, self.limits[name]) for name, left in self.left.items()}
@@ -197,7 +200,7 @@ class _FreeSlots:
         """Begin another turn for the hosts that take a role."""
         for spec in self.specs:
             if takes(spec, role):
-                self.left[spec.name] = min(capacity(spec), self.limits[spec.name])
+                self.left[spec.name] = min(self._turn[spec.name], self.limits[spec.name])
 
 
 _Fill = Callable[[Sequence[str], Mapping[str, int]], Iterator[str]]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -33,7 +34,7 @@ from distrun.request import (
     given,
     parse_port_range,
 )
-from distrun_runtime.contract import environ
+from distrun_runtime.contract import environ, gpus
 from distrun_runtime.contract.folder import identity
 from distrun_runtime.contract.plan import (
     HOLD,
@@ -79,7 +80,6 @@ MASTER_PORT = "master"
 JAX_PORT = "jax"
 PS_PORT = "ps"
 """Labels of the ports that agents hold for foreign programs."""
-DEVICES = "CUDA_VISIBLE_DEVICES"
 SHOWN = 8
 """Tasks that are named in a warning, at most."""
 
@@ -240,6 +240,7 @@ def allocate(request: JobRequest, backend: Backend) -> Allocation:
         scheduler_host=request.scheduler_host,
         oversubscribe=request.oversubscribe,
         relays=request.adds_on_hosts,
+        gpus_per_worker=request.gpus_per_worker,
     )
     used = hosts_of(slots, hosts.order)
     reach = {name: backend.reach(hosts.spec(name), request.reach) for name in used}
@@ -262,7 +263,8 @@ def granted(request: JobRequest, engine: str, grants: Sequence[Grant]) -> Alloca
 
     known = {} if request.hosts is None else {spec.name: spec for spec in request.hosts.specs}
     nodes = tuple(dict.fromkeys(grant.node for grant in grants))
-    hosts = Inventory(engine, tuple(known.get(name, HostSpec(name)) for name in nodes), nodes)
+    specs = tuple(known.get(name, HostSpec(name)) for name in nodes)
+    hosts = Inventory(engine, specs, nodes, where={} if request.hosts is None else request.hosts.where)
     names = place_names(grants)
     grants = [grant._replace(place=names[grant.place]) for grant in grants]
     slots = place_tasks(groups_of(request), grants, request.has_servers, request.adds_on_hosts)
@@ -281,6 +283,13 @@ def _check_engine(request: JobRequest) -> None:
             raise UsageError(
                 f"{option} is not for --launcher {request.launcher}: the engine chooses the hosts", "leave it out"
             )
+    asked = request.engine.worker.gpus
+    if asked and request.gpus_per_worker > asked:
+        raise UsageError(
+            f"--gpus-per-worker {request.gpus_per_worker}: each worker is to get {asked} from the engine"
+            f" (--worker-gpus {asked})",
+            f"--worker-gpus {request.gpus_per_worker}, or --gpus-per-worker {asked}",
+        )
 
 
 def _check_no_engine(request: JobRequest) -> None:
@@ -362,11 +371,13 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
     """Return the plan of a job, and the secret values that it only names. No side effects.
 
     Raises:
-        UsageError: one hidden variable has different values for two roles.
+        UsageError: one hidden variable has different values for two roles; too few GPUs on a host.
     """
     slots = allocation.slots
     layout = _JobLayout.of(allocation)
     users = {role: given(request.settings, role) for role in (SCHEDULER, SERVER, WORKER)}
+    if request.gpus_per_worker and gpus.VISIBLE not in users[WORKER]:
+        _check_gpus(request, allocation)
     tasks = tuple(_task(request, slot, layout, setup, users[slot.role]) for slot in slots)
     plan = Plan(
         job=setup.job_id,
@@ -391,6 +402,7 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
         metrics_address=request.metrics_address,
         nonce=setup.nonce,
         places=allocation.places,
+        gpus_per_worker=request.gpus_per_worker,
     )
     return plan, Secrets(token=setup.token, env=_hidden(slots, users))
 
@@ -430,6 +442,8 @@ def _host(request: JobRequest, layout: _JobLayout, allocation: Allocation, name:
         reach=allocation.reach.get(name, Reach({})),
         interface=spec.iface,
         login=allocation.logins.get(name, ""),
+        gpus=spec.gpus,
+        named=allocation.hosts.where.get(name, ""),
     )
 
 
@@ -448,8 +462,9 @@ def _task(request: JobRequest, slot: Slot, layout: _JobLayout, setup: Setup, use
     if slot.role == WORKER:
         env.update(_torch(slot, layout, setup.job_id))
         env.update(_jax(slot, layout))
-        if spec.gpus and DEVICES not in users:
-            env[DEVICES] = _devices(spec)
+    sees = _gpus(request, slot, spec, users)
+    if sees is not None:
+        env.update(_devices(spec, *sees, users))
     shown = {name: s.value for name, s in users.items() if not s.hidden and name not in env}
     return Task(
         name=slot.name,
@@ -463,6 +478,7 @@ def _task(request: JobRequest, slot: Slot, layout: _JobLayout, setup: Setup, use
         secret_env=tuple(sorted(name for name, s in users.items() if s.hidden and name not in env)),
         needs=SERVER_MODULES if is_ours else (),
         place=slot.at,
+        gpus=sees,
     )
 
 
@@ -478,9 +494,51 @@ def _interpreter(command: Sequence[str]) -> str:
     return first if _PYTHON.match(first) else "python3"
 
 
-def _devices(spec: HostSpec) -> str:
-    """Return the GPUs that every worker of a host sees: all of `gpus=`, so that `cuda:LOCAL_RANK` is one of them."""
-    return ",".join(map(str, range(int(spec.gpus)))) if spec.gpus.isdigit() else spec.gpus.strip(",")
+def _gpus(request: JobRequest, slot: Slot, spec: HostSpec, users: Mapping[str, Setting]) -> tuple[int, int] | None:
+    """Return which GPUs of its place a task sees: the first, and how many. None: that is not distrun's business.
+
+    All of `gpus=`, so that `cuda:LOCAL_RANK` is one of them; or each worker its own, and the other tasks none.
+    """
+    if gpus.VISIBLE in users:
+        return None
+    if request.gpus_per_worker:
+        each = request.gpus_per_worker
+        return (slot.local_rank * each, each) if slot.role == WORKER else (0, 0)
+    return (0, spec.gpu_count or 0) if spec.gpus else None
+
+
+def _devices(spec: HostSpec, first: int, count: int, users: Mapping[str, Setting]) -> dict[str, str]:
+    """Return the variables by which a task sees its GPUs, as far as the hosts file says; its agent knows more."""
+    found = gpus.variables(gpus.View(gpus.listed(spec.gpus)), first, count)
+    if count and not spec.gpus:
+        del found[gpus.VISIBLE]
+    return {name: value for name, value in found.items() if name not in users}
+
+
+def _check_gpus(request: JobRequest, allocation: Allocation) -> None:
+    """Check --gpus-per-worker against `gpus=` of the hosts; where it is not said, agents look. Raises UsageError."""
+    each = request.gpus_per_worker
+    workers = Counter((slot.host, slot.place) for slot in allocation.slots if slot.role == WORKER)
+    places = Counter(host for host, _ in workers)
+    shared = [host for host, count in places.items() if count > 1]
+    if shared and request.engine.worker.gpus < each:
+        raise UsageError(
+            f"--gpus-per-worker {each}: {request.launcher} gave the job several places on {fold(shared)}, and which of"
+            " them has which GPUs is not known unless it gives each its own",
+            f"--worker-gpus {each}",
+        )
+    faults: list[gpus.Unfit] = []
+    for (host, _), count in workers.items():
+        spec = allocation.hosts.spec(host)
+        if spec.gpus:
+            said = f"gpus={spec.gpus} in {allocation.hosts.where.get(host, allocation.hosts.source)}"
+            try:
+                gpus.check_room(host, count, each, gpus.View(gpus.listed(spec.gpus), said))
+            except gpus.Unfit as err:
+                faults.append(err)
+    if faults:
+        more = f"\nand {len(faults) - SHOWN} hosts more" if len(faults) > SHOWN else ""
+        raise UsageError("\n".join(map(str, faults[:SHOWN])) + more, faults[0].fix)
 
 
 def _identity(slot: Slot, layout: _JobLayout, setup: Setup) -> dict[str, str]:
@@ -649,8 +707,12 @@ def device_warnings(plan: Plan) -> list[str]:
     error: workers may share a GPU, or use none. A value that hides all GPUs is taken as meant.
     """
     found: dict[str, dict[str, list[str]]] = {}
-    for task in plan.of_role(WORKER):
-        value = task.env.get(DEVICES, "").strip()
+    workers = plan.of_role(WORKER)
+    if plan.gpus_per_worker:
+        given = all(task.gpus is None for task in workers)
+        return [f"--gpus-per-worker has no effect: workers are given {gpus.VISIBLE} by --env"] if given else []
+    for task in workers:
+        value = task.env.get(gpus.VISIBLE, "").strip()
         if value and value != "-1" and int(task.env["LOCAL_RANK"]) >= len(value.split(",")):
             found.setdefault(value, {}).setdefault(task.host, []).append(task.name)
     warnings = []
@@ -661,6 +723,15 @@ def device_warnings(plan: Plan) -> list[str]:
         warnings.append(
             "%s: more workers than GPUs: %s=%s shows %d GPU%s, and LOCAL_RANK is too large for cuda:LOCAL_RANK in %s%s."
             " Place fewer workers there, or let the program take LOCAL_RANK modulo the number of GPUs"
-            % (fold(list(hosts)), DEVICES, value, count, "" if count == 1 else "s", ", ".join(names[:SHOWN]), more)
+            % (fold(list(hosts)), gpus.VISIBLE, value, count, "" if count == 1 else "s", ", ".join(names[:SHOWN]), more)
         )
     return warnings
+
+
+def device_notes(plan: Plan) -> list[str]:
+    """Return what scripts for torchrun take differently with --gpus-per-worker: LOCAL_RANK is no GPU's number. Pure."""
+    each = plan.gpus_per_worker
+    if not any(task.gpus is not None and int(task.env["LOCAL_RANK"]) >= each > 0 for task in plan.of_role(WORKER)):
+        return []
+    own = "its own GPU as cuda:0" if each == 1 else f"its own {each} GPUs as cuda:0 to cuda:{each - 1}"
+    return [f"--gpus-per-worker: each worker sees {own}, whatever its LOCAL_RANK"]

@@ -52,7 +52,7 @@ JOINED = ("LD_LIBRARY_PATH",)
 FORWARDED_NAMES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", *JOINED)
 """What launch.py gave its tasks over ssh besides; with the session token, without which temporary keys do not work."""
 
-_MERGED = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONUNBUFFERED")
+_MERGED = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONUNBUFFERED")
 """Variables that distrun sets with the user's value in mind, so that giving them is no mistake."""
 
 
@@ -155,6 +155,8 @@ class JobRequest:
     keep_outer_env: bool = False
     placement: str = "cycle"
     oversubscribe: bool = False
+    gpus_per_worker: int = 0
+    """How many GPUs each worker sees, which no other worker does; 0: all that the hosts file gives its host."""
     activate: str = ""
     """Shell text whose environment the tasks get, run once on each host."""
     activated: tuple[str, ...] | None = ()
@@ -215,6 +217,7 @@ class JobRequest:
             "keep_outer_env": self.keep_outer_env,
             "placement": self.placement,
             "oversubscribe": self.oversubscribe,
+            "gpus_per_worker": self.gpus_per_worker,
             "activate": self.activate,
             "sync_dst_dir": self.sync_dst_dir if rules is not None else "",
             "sync_delete": self.sync_delete,
@@ -227,6 +230,7 @@ class JobRequest:
             )
         count("-n/--num-workers", self.workers, 1)
         count("-s/--num-servers", self.servers, 0)
+        count("--gpus-per-worker", self.gpus_per_worker, 0)
         if self.ps not in PS_CHOICES:
             raise UsageError("--ps: expected {}, found {!r}".format(" or ".join(PS_CHOICES), self.ps))
         seconds("--grace", self.limits.grace_s, 0)

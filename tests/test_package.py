@@ -72,7 +72,8 @@ def test_wheel_has_both_packages_and_the_templates_and_nothing_else(built: Path)
     }
     modules = {p.relative_to(ROOT / "runtime").as_posix() for p in (ROOT / "runtime").rglob("*.py")}
     modules |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "distrun").rglob("*.py")}
-    assert modules | {TEMPLATES, "distrun/py.typed", "distrun_runtime/py.typed"} <= set(names)
+    kernels = {"distrun_runtime/arrays/kernels.c", "distrun_runtime/arrays/prelude.c"}
+    assert modules | kernels | {TEMPLATES, "distrun/py.typed", "distrun_runtime/py.typed"} <= set(names)
 
 
 def test_sdist_has_what_the_tests_and_scripts_need(built: Path) -> None:

@@ -46,7 +46,7 @@ from distrun.backends.engine import (
 from distrun.errors import UsageError
 from distrun.hosts import HostSpec
 from distrun.request import EngineOptions
-from distrun_runtime.contract import environ, facts, process
+from distrun_runtime.contract import environ, facts, gpus, process
 from distrun_runtime.contract.plan import ROLES, SERVER, Resources
 
 SECRET = "DISTRUN_ENROLMENT"
@@ -360,14 +360,7 @@ def grants_of(submission: Submission) -> tuple[Grant, ...]:
 def _grant(place: str, spec: HostSpec) -> Grant:
     slots = spec.slots or spec.gpu_count or 0
     takes = {spec.role: slots or MANY} if spec.role in ROLES else {}
-    return Grant(place, spec.name, takes, slots, Resources(gpus=_gpus(spec)))
-
-
-def _gpus(spec: HostSpec) -> tuple[str, ...]:
-    """Return the GPUs of a host as CUDA_VISIBLE_DEVICES names them. Pure."""
-    if not spec.gpus:
-        return ()
-    return tuple(map(str, range(int(spec.gpus)))) if spec.gpus.isdigit() else tuple(spec.gpus.strip(",").split(","))
+    return Grant(place, spec.name, takes, slots, Resources(gpus=gpus.listed(spec.gpus)))
 
 
 # ---------------------------------------------------------------------- which mpirun

@@ -54,7 +54,8 @@ def has_symbols(env: Mapping[str, str]) -> bool:
     named = env.get("PYTHONIOENCODING", "").partition(":")[0]
     if not named:
         name = env.get("LC_ALL") or env.get("LC_CTYPE") or env.get("LANG") or ""
-        named = name.partition("@")[0].partition(".")[2]
+        name = name.partition("@")[0]
+        named = name.partition(".")[2] or name  # "UTF-8" alone, on macOS
     return named.lower().replace("-", "") == "utf8"
 
 

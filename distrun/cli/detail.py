@@ -15,7 +15,7 @@ from distrun import report, shell, units
 from distrun.cli import statustables as tables
 from distrun.cli.console import render
 from distrun.dashboard import events as happenings
-from distrun.dashboard import model, read
+from distrun.dashboard import progress, read
 from distrun.dashboard.text import clean, clean_lines
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator import stored
@@ -44,7 +44,7 @@ def text(view: JobView, now: float, columns: int) -> str:
         table = tables.tasks_table(state, now, columns, view.metrics)
         table.title = None
         parts.append(render(table) + "".join(_labelled(*pair, columns) for pair in _conditions(view)))
-    parts += [_hosts(view, columns), _store(view, columns), _events(view.events, columns), clean_lines(error(view))]
+    parts += [_hosts(view, columns), _store(view, columns), _events(view, columns), clean_lines(error(view))]
     return "\n".join(part for part in parts if part)
 
 
@@ -67,8 +67,8 @@ def _about(view: JobView, now: float) -> list[tuple[str, str]]:
         rows.append(("time", f"{took}, since {created}"))
     if state["exit_code"] is not None:
         rows.append(("exit code", str(state["exit_code"])))
-    told = progress(view.progress, is_even=_is_even(view))
-    rows += [("progress", told)] if told and view.is_going else []
+    found = progress.of(view.metrics or {}) if view.is_going else None
+    rows += [("progress", ", ".join(progress.details(found)))] if found is not None else []
     if view.seen_s is not None:
         rows.append(("seen", f"{units.age(view.seen_s)} ago; {view.problem or 'nothing was heard of it since'}"))
     hosts = state["hosts"]
@@ -86,43 +86,6 @@ def _folded(hosts: Sequence[str]) -> str:
     return fold(list(hosts))
 
 
-def _is_even(view: JobView) -> bool:
-    """Whether no rank is to be called the slowest."""
-    tasks = read.members((view.metrics or {}).get("tasks"))
-    reports = {name: read.members(read.members(each).get("report")) for name, each in tasks.items()}
-    slowest = str((view.progress or {}).get("slowest"))
-    return not model.is_behind(slowest, {name: read.number(each.get("step")) for name, each in reports.items()})
-
-
-def progress(found: Mapping[str, Any] | None, *, is_even: bool = False) -> str:
-    """Return a job's progress in words: `1200/5000 (24 %), 3.2 steps/s, about 12 min left, loss 0.3712`.
-
-    `is_even`: no rank is to be called the slowest.
-    """
-    if found is None:
-        return ""
-    number = tables.number
-    step, total, fraction = (number(found, name) for name in ("step", "total", "fraction"))
-    rate, eta_s, phase = (number(found, name) for name in ("rate", "eta_s", "phase"))
-    parts = []
-    if step is not None:
-        of = "" if not total else f"/{total:.0f}"
-        share = "" if fraction is None else f" ({units.percent(fraction)})"
-        parts.append(f"step {step:.0f}{of}{share}" + (f" of phase {phase + 1:.0f}" if phase else ""))
-    if rate is not None:
-        parts.append(f"{rate:.3g} steps/s")
-    if eta_s is not None:
-        parts.append(f"about {units.age(eta_s)} left")
-    values = found.get("values")
-    values = dict(values) if isinstance(values, Mapping) else {}
-    if found.get("loss") is not None:
-        values = {"loss": found["loss"], **values}
-    parts += [f"{name} {units.value(each)}" for name, each in values.items() if isinstance(each, (int, float, str))]
-    if found.get("slowest") and not is_even:
-        parts.append(f"slowest: {found['slowest']}")
-    return ", ".join(parts)
-
-
 def _conditions(view: JobView) -> list[tuple[str, str]]:
     """Return, for the tasks that wait, are stalled or late, why."""
     measured = read.members((view.metrics or {}).get("tasks"))
@@ -130,7 +93,8 @@ def _conditions(view: JobView) -> list[tuple[str, str]]:
     for name, each in measured.items():
         task = read.members(each)
         if task.get("condition") and view.is_going:
-            found.append((name, f"{task['condition']}: {task.get('why') or 'no reason known'}"))
+            where = f"; to see where: distrun stack {view.id} {name}" if task["condition"] == facts.STALLED else ""
+            found.append((name, f"{task['condition']}: {task.get('why') or 'no reason known'}{where}"))
     return found
 
 
@@ -201,20 +165,21 @@ def _store(view: JobView, columns: int) -> str:
 # ---------------------------------------------------------------------- events
 
 
-def _events(events: Sequence[Mapping[str, Any]], columns: int) -> str:
-    lines = [line for event in happenings.told(events) if (line := _event(event))]
+def _events(view: JobView, columns: int) -> str:
+    """Return the last events, without those that the rest of the page tells."""
+    reader, lines = happenings.EventReader(), []
+    told = {name for name, words in _conditions(view) if words.startswith(f"{facts.STALLED}:")}
+    for event in view.events:
+        found = reader.take(event)
+        is_told = event["event"] in QUIET or event.get("state") == facts.RUNNING
+        if found is not None and not is_told and found.stalled not in told:
+            lines.append(f"{time.strftime('%H:%M:%S', time.localtime(found.time))}  {found.words}")
     return "".join(_cut(line, max(NARROW, columns)) + "\n" for line in lines[-EVENTS:])
 
 
 def _cut(line: str, columns: int) -> str:
     line = line.splitlines()[0] if line else ""
     return line if len(line) <= columns else line[: columns - 4] + " ..."
-
-
-def _event(event: Mapping[str, Any]) -> str:
-    """Return what happened in a line; empty if the rest of the page says it, or it is not worth one."""
-    found = None if event["event"] in QUIET or event.get("state") == facts.RUNNING else happenings.describe(event)
-    return "" if found is None else f"{time.strftime('%H:%M:%S', time.localtime(found.time))}  {found.words}"
 
 
 # ---------------------------------------------------------------------- the first error

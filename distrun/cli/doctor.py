@@ -105,6 +105,8 @@ def doctor(**options: Any) -> int:
         port_range=options["port_range"],
         pythons={spec.name: spec.python or python for spec in inventory.specs},
         workdirs={spec.name: spec.workdir for spec in inventory.specs},
+        gpus={spec.name: spec.gpus for spec in inventory.specs},
+        where=inventory.where,
     )
     report = examine(backend, hosts, request)
     ways = Ways({host.name: host for host in hosts}, shell.join(["distrun", "exec", *reached]))

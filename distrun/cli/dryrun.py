@@ -14,7 +14,8 @@ from distrun.backends.base import Rendered
 from distrun.hosts import fold, generic
 from distrun.planning import SET_ELSEWHERE, QueuedJob
 from distrun.units import size as size_text
-from distrun_runtime.contract.plan import Host, Plan, Task
+from distrun_runtime.contract import gpus
+from distrun_runtime.contract.plan import WORKER, Host, Plan, Task
 
 if TYPE_CHECKING:
     from distrun.backends.engine import Script, Submission
@@ -98,7 +99,7 @@ def as_text(plan: Plan, rendered: Rendered, whole: bool = False) -> str:
     lines += _hosts(plan, rendered, whole)
     groups: dict[object, list[Task]] = {}
     for task in plan.tasks:
-        groups.setdefault(task.name if whole else _kind(task), []).append(task)
+        groups.setdefault(task.name if whole else _kind(task, plan.gpus_per_worker > 0), []).append(task)
     for tasks in groups.values():
         lines += ["", *_tasks(tasks)]
     if any(len(tasks) > 1 for tasks in groups.values()):
@@ -181,11 +182,12 @@ def _generic(host: str, rendered: Rendered) -> tuple[str, ...]:
     return tuple(generic(host, word) for word in rendered.commands[host])
 
 
-def _kind(task: Task) -> object:
-    """Return what tasks have in common that are shown as one."""
+def _kind(task: Task, has_own_gpus: bool) -> object:
+    """Return what tasks have in common that are shown as one. `has_own_gpus`: which follow from its rank, too."""
+    alike = {*RANK_LIKE, gpus.VISIBLE} if has_own_gpus and task.role == WORKER else RANK_LIKE
     env, refs = (
-        tuple(sorted((name, "" if name in RANK_LIKE else value) for name, value in pairs.items()))
-        for pairs in (task.env, task.refs)
+        tuple(sorted((name, "" if name in alike else value) for name, value in pairs.items()))
+        for pairs in (task.env, {**task.refs, **_devices(task)})
     )
     return task.role, task.argv, task.cwd, task.secret_env, env, refs
 
@@ -222,7 +224,16 @@ def _tasks(tasks: Sequence[Task]) -> list[str]:
 def _values(task: Task) -> dict[str, str]:
     """Return the variables added to a task as they are shown: quoted, references as they stand, secrets masked."""
     plain = {name: shell.quote(value) for name, value in task.env.items()}
-    return {**plain, **task.refs, **dict.fromkeys(task.secret_env, MASK)}
+    return {**plain, **task.refs, **_devices(task), **dict.fromkeys(task.secret_env, MASK)}
+
+
+def _devices(task: Task) -> dict[str, str]:
+    """Return the GPUs of a task, if only its agent will know which they are: `{d1/gpus:2-3}`."""
+    first, count = task.gpus or (0, 0)
+    if not count or gpus.VISIBLE in task.env:
+        return {}
+    span = str(first) if count == 1 else f"{first}-{first + count - 1}"
+    return {gpus.VISIBLE: f"{{{task.place_name}/gpus:{span}}}"}
 
 
 def series(values: Sequence[str]) -> str:
@@ -270,7 +281,7 @@ def _run(run: Sequence[str]) -> str:
 
 def added(task: Task) -> Mapping[str, str]:
     """Return the variables added to a task: literal ones, references as they stand, hidden ones masked."""
-    env = {**task.env, **task.refs, **dict.fromkeys(task.secret_env, MASK)}
+    env = {**task.env, **task.refs, **_devices(task), **dict.fromkeys(task.secret_env, MASK)}
     return {name: env[name] for name in sorted(env)}
 
 

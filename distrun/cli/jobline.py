@@ -9,10 +9,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from distrun import units
-from distrun.dashboard import read
+from distrun.dashboard import progress
 from distrun_runtime.contract import facts
-from distrun_runtime.contract.duration import duration
 
 _BEFORE = (facts.SUBMITTING, facts.QUEUED, facts.STARTING)
 CONNECT, CHECK, SYNC, START = "connect", "check", "sync", "start"
@@ -44,7 +42,7 @@ class JobLine:
         self._synced = ""
         self._sync_text = ""
         self._is_starting = since is not None
-        self._progress: Mapping[str, Any] | None = None
+        self._progress: progress.Progress | None = None
 
     def take(self, kind: str, value: Mapping[str, Any], now: float) -> list[str]:
         """Take what the coordinator tells (`Console.follow`); return what is to be printed above the line."""
@@ -53,7 +51,7 @@ class JobLine:
         if kind == "state":
             return self._take_state(value)
         if kind == "metrics":
-            self._progress = value.get("progress")
+            self._progress = progress.of(value)
             return []
         return self._take_phase(str(value["text"]), now)
 
@@ -61,7 +59,7 @@ class JobLine:
         """Return the line as it stands; empty: there is nothing to show."""
         if self._is_starting:
             return self._separator.join(self._phases())
-        return self._separator.join(_progress_words(self._progress)) if self._progress else ""
+        return self._separator.join(progress.line(self._progress)) if self._progress else ""
 
     # ------------------------------------------------------------------ what is heard
 
@@ -141,23 +139,3 @@ class JobLine:
 
 def _of(done: int, count: int) -> str:
     return f"{done}/{count}" if count else str(done)
-
-
-def _progress_words(progress: Mapping[str, Any]) -> list[str]:
-    """Return in words what `progress` of a snapshot of metrics says; what is not known is left out."""
-    words = []
-    step, total, fraction = (read.finite(progress.get(name)) for name in ("step", "total", "fraction"))
-    if step is not None:
-        phase = read.finite(progress.get("phase"))
-        before = f"phase {phase + 1:.0f}: " if phase else ""
-        percent = f" ({100 * fraction:.0f}%)" if fraction is not None else ""
-        words.append(f"{before}step {step:.0f}" + (f"/{total:.0f}" if total is not None else "") + percent)
-    rate, eta_s = read.finite(progress.get("rate")), read.finite(progress.get("eta_s"))
-    if rate is not None and rate > 0:
-        words.append(f"{rate:.4g} steps/s")
-    if eta_s is not None and 0 <= eta_s < units.LONG_S:
-        words.append(f"{duration(round(eta_s))} left")
-    loss = progress.get("loss")
-    if loss is not None:
-        words.append(f"loss {units.value(read.number(loss))}")
-    return words

@@ -19,7 +19,7 @@ from distrun.cli.options import collect_env, engine_options, launch_options
 from distrun.client import Detached
 from distrun.errors import UsageError
 from distrun.logout import outlive_logout
-from distrun.planning import QueuedJob, device_warnings
+from distrun.planning import QueuedJob, device_notes, device_warnings
 from distrun.request import JobRequest, Setting, forwarded, parse_addresses
 from distrun_runtime.contract import environ, facts, logout
 from distrun_runtime.contract.plan import ROLES, Limits
@@ -83,7 +83,7 @@ def _launch(
     misplaced = hints.misplaced(command, ctx, backends.names)
     if misplaced:
         console.say(misplaced)
-    for note in placement.notes(found, options["placement"]) if found else ():
+    for note in placement.notes(found, options["placement"], options["gpus_per_worker"] or 0) if found else ():
         console.say(note)
     store = JobStore()
     job = plan_job(_request(command, options, console, launcher=launcher, found=found, env=env), store)
@@ -195,6 +195,7 @@ def _request(
         keep_outer_env=options["keep_outer_env"],
         placement=options["placement"],
         oversubscribe=options["oversubscribe"],
+        gpus_per_worker=options["gpus_per_worker"] or 0,
         activate=activation.script(options["activate"]),
         activated=activation.folders(options["activate"]),
         sync_dst_dir="" if launcher == "local" else options["sync_dst_dir"],
@@ -299,7 +300,7 @@ def _notes(job: PlannedJob | QueuedJob) -> list[tuple[str, str]]:
     if isinstance(job, QueuedJob):
         return []
     warnings = [(warning, "warning") for warning in device_warnings(job.plan)]
-    return [*((note, "info") for note in _unused(job)), *warnings]
+    return [*((note, "info") for note in (*_unused(job), *device_notes(job.plan))), *warnings]
 
 
 def _where(job: PlannedJob | QueuedJob, named: str | None) -> str:

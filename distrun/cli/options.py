@@ -141,6 +141,11 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
         help="Servers, then workers, on the hosts in turn as launch.py does; or filling slots; or spreading over them.",
     ),
     click.option("--oversubscribe", is_flag=True, help="Place more tasks on a host than it has slots."),
+    count(
+        "--gpus-per-worker",
+        low=1,
+        help="Let each worker see so many GPUs of its own, numbered from 0. [default: all that gpus= gives its host]",
+    ),
     click.option("--scheduler-host", default="", metavar="HOST", help="Host of the scheduler. [default: the first]"),
     # Engines
     *ENGINE_OPTIONS,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from distrun import shell, units
 from distrun.cli.console import WIDE
-from distrun.dashboard import read
+from distrun.dashboard import progress, read
 from distrun.dashboard.text import clean_lines
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator import stored
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 LAST_SHOWN = 12
 """Characters of the last column for which others are left out."""
 GAP = 2
+LEAST = ("CREATED", "CODE")
+"""Columns of the table of jobs that matter least: the state tells of a failure, too."""
 
 _STYLES = {
     "running": "cyan",
@@ -45,15 +47,27 @@ _STYLES = {
 def jobs_table(
     states: Sequence[Mapping[str, Any]], now: float, columns: int = WIDE, views: Mapping[str, JobView] | None = None
 ) -> Table:
-    """Return one row for each job. `now`: wall clock, seconds. `columns`: room. `views`: what else is known, by id."""
-    known = views or {}
+    """Return one row for each job. `now`: wall clock, seconds. `columns`: room. `views`: what else is known, by id.
+
+    Where there is no room, TASKS counts problems only, before columns that matter more than CODE are left out.
+    """
+    headings, rows = _jobs(states, now, views or {}, is_short=False)
+    least = [each for each in headings if each not in LEAST]
+    if _taken(least, [[row[headings.index(each)] for each in least] for row in rows]) > columns:
+        headings, rows = _jobs(states, now, views or {}, is_short=True)
+    return table(headings, rows, columns, (*LEAST, "TIME", "PROGRESS", "TASKS"))
+
+
+def _jobs(
+    states: Sequence[Mapping[str, Any]], now: float, known: Mapping[str, JobView], *, is_short: bool
+) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     rows = [
         (
             str(state["id"]),
             _job_state(state, known.get(str(state["id"]))),
-            progress(known.get(str(state["id"]))),
+            _progress(known.get(str(state["id"]))),
             _code(state["exit_code"], None),
-            "" if _is_damaged(state) else _count(state["tasks"], known.get(str(state["id"]))),
+            "" if _is_damaged(state) else _count(state["tasks"], known.get(str(state["id"])), is_short=is_short),
             "" if _is_damaged(state) else duration(state["created"], state["finished"] or until(state), now),
             time.strftime("%m-%d %H:%M", time.localtime(stored.seconds(state["created"]))) if state["created"] else "",
             str(state["message"]) if _is_damaged(state) else shell.join(state["command"]),
@@ -61,7 +75,7 @@ def jobs_table(
         for state in states
     ]
     headings = ("JOB", "STATE", "PROGRESS", "CODE", "TASKS", "TIME", "CREATED", "COMMAND")
-    return table(*filled(headings, rows, ("PROGRESS",)), columns, ("CREATED", "CODE", "TASKS", "TIME", "PROGRESS"))
+    return filled(headings, rows, ("PROGRESS",))
 
 
 def _job_state(state: Mapping[str, Any], view: JobView | None) -> str:
@@ -70,15 +84,9 @@ def _job_state(state: Mapping[str, Any], view: JobView | None) -> str:
     return f"{state['state']}, seen {units.age(view.seen_s)} ago"
 
 
-def progress(view: JobView | None) -> str:
-    """Return how far a job is: `24 %, 12 min left`; empty if its script does not report it."""
-    found = view.progress if view is not None else None
-    if found is None or (view is not None and not view.is_going):
-        return ""
-    fraction, eta_s, step = (number(found, name) for name in ("fraction", "eta_s", "step"))
-    if fraction is None:
-        return "" if step is None else f"step {step:.0f}"
-    return units.percent(fraction) + ("" if eta_s is None else f", {units.age(eta_s)} left")
+def _progress(view: JobView | None) -> str:
+    found = progress.of(view.metrics or {}) if view is not None and view.is_going else None
+    return "" if found is None else progress.short(found)
 
 
 def tasks_table(
@@ -176,13 +184,10 @@ def table(
     """
     from rich.table import Table
 
-    widths = [max(len(row[index]) for row in (headings, *rows)) for index in range(len(headings))]
-    widths[-1] = min(widths[-1], LAST_SHOWN)
-    shown = list(range(len(headings)))
     for heading in dispensable:
-        if heading in headings and sum(widths[index] + GAP for index in shown) - GAP > columns:
-            shown.remove(headings.index(heading))
-    headings, rows = [headings[index] for index in shown], [[row[index] for index in shown] for row in rows]
+        if heading in headings and _taken(headings, rows) > columns:
+            at = headings.index(heading)
+            headings, rows = _without(headings, at), [_without(row, at) for row in rows]
     taken = sum(max(len(row[index]) for row in (headings, *rows)) + GAP for index in range(len(headings) - 1))
     room = max(len(headings[-1]), columns - taken)
     made = Table(box=None, pad_edge=False, header_style="bold")
@@ -198,6 +203,17 @@ def table(
             cells[1] = f"[{_STYLES.get(row[1].partition(',')[0], 'yellow')}]{cells[1]}[/]"
         made.add_row(*cells)
     return made
+
+
+def _without(row: Sequence[str], at: int) -> Sequence[str]:
+    return [*row[:at], *row[at + 1 :]]
+
+
+def _taken(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """Return how many columns of a terminal a table takes, of its last column LAST_SHOWN at most."""
+    widths = [max(len(row[index]) for row in (headings, *rows)) for index in range(len(headings))]
+    widths[-1] = min(widths[-1], LAST_SHOWN)
+    return sum(width + GAP for width in widths) - GAP
 
 
 def duration(start: str | None, end: str | None, now: float) -> str:
@@ -222,8 +238,9 @@ def _code(code: int | None, signal: str | None) -> str:
     return str(signal) if signal else "" if code is None else str(code)
 
 
-def _count(tasks: Sequence[Mapping[str, Any]], view: JobView | None) -> str:
-    counts = [(sum(task["state"] == word for task in tasks), word) for word in ("running", "failed", "lost")]
+def _count(tasks: Sequence[Mapping[str, Any]], view: JobView | None, *, is_short: bool) -> str:
+    shown = (facts.FAILED, facts.LOST) if is_short else (facts.RUNNING, facts.FAILED, facts.LOST)
+    counts = [(sum(task["state"] == word for task in tasks), word) for word in shown]
     measured = (view.metrics or {}).get("tasks") if view is not None else None
     if isinstance(measured, Mapping):
         conditions = [each.get("condition") for each in measured.values() if isinstance(each, Mapping)]

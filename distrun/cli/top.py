@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun.cli.common import found_job
-from distrun.cli.console import can_draw, tell, wants_colour
+from distrun.cli.console import can_draw, has_symbols, tell, wants_colour
 from distrun_runtime.contract import environ, facts
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ def top(ctx: click.Context, job: str | None, plain: bool, is_ascii: bool) -> int
 
 
 def look(is_ascii: bool) -> Look:
-    """Return how to draw on this terminal: `--ascii`, the locale's encoding, NO_COLOR and its kin."""
+    """Return how to draw on this terminal: by `--ascii`, the locale, NO_COLOR and the like."""
     from distrun.dashboard import Look
 
-    encoding = (sys.stdout.encoding or "").lower().replace("-", "")
-    return Look(has_colour=wants_colour(1, environ.snapshot()), is_ascii=is_ascii or encoding != "utf8")
+    env = environ.snapshot()
+    return Look(has_colour=wants_colour(1, env), is_ascii=is_ascii or not has_symbols(env))
 
 
 def is_drawn(plain: bool) -> bool:

@@ -5,10 +5,13 @@ No side effects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from distrun.dashboard import read, text
+from distrun_runtime.contract import facts
+
+DONE = "exit code 0"
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,57 @@ class Event:
     style: str = text.PLAIN
     is_message: bool = False
     """It is told nowhere else: a message, or what happened to a host."""
+    stalled: str = ""
+    """Of a message that tasks are stalled: the first of them."""
+
+
+class EventReader:
+    """Reads the events of one job in their order, so that each thing that happened is shown once."""
+
+    def __init__(self) -> None:
+        self._left: frozenset[str] = frozenset()
+        """Hosts whose agents have said goodbye."""
+        self._ended: frozenset[str] = frozenset()
+        """Tasks and hosts that failed or were lost, or whose loss was told by others."""
+        self._failures: list[str] = []
+        """How messages that repeat a failure begin."""
+        self._stalled: frozenset[str] = frozenset()
+
+    def take(self, event: Mapping[str, object]) -> Event | None:
+        """Return how the next event reads; None: it says nothing to a user, or nothing new."""
+        kind, host, task = (read.text(event.get(name)) for name in ("event", "host", "task"))
+        if kind == "bye":
+            self._left |= {host}
+        elif kind == "ready":
+            self._left -= {host}
+        is_repeated = self.is_end_of_connection(event) or self._is_repeated(kind, event)
+        if kind == "exited" and not event.get("stopped") and _how(event) != DONE:
+            self._ended |= {task}
+            self._failures.append(f"{_where(event)}: {_how(event)}")
+        elif kind == "lost":
+            self._ended |= {host}
+            self._failures.append(f"lost {host}")
+        elif kind == "published":
+            values = read.members(event.get("values"))
+            self._ended |= {task if values.get("failed") else read.text(values.get("lost_peer"))} - {""}
+        elif kind == "condition" and event.get("condition") == facts.STALLED:
+            self._stalled |= {task}
+        found = None if is_repeated else describe(event)
+        if found is None or kind != "said":
+            return found
+        first = found.words.partition(" ")[0].rstrip(",")
+        return replace(found, stalled=first) if first in self._stalled and "stalled" in found.words else found
+
+    def is_end_of_connection(self, event: Mapping[str, object]) -> bool:
+        """Return whether an event only is the end of a connection after a goodbye, as at a job's end."""
+        return event.get("event") == "lost" and read.text(event.get("host")) in self._left
+
+    def _is_repeated(self, kind: str, event: Mapping[str, object]) -> bool:
+        if kind == "said":
+            said = read.text(event.get("text"))
+            return any(said.startswith((f"{words};", f"{words} (")) for words in self._failures)
+        lost = read.text(read.members(event.get("values")).get("lost_peer"))
+        return kind == "published" and (bool(event.get("stopped")) or lost in self._ended)
 
 
 def describe(event: Mapping[str, object]) -> Event | None:
@@ -34,26 +88,6 @@ def describe(event: Mapping[str, object]) -> Event | None:
     return Event(read.moment(event.get("time")) or 0.0, text.clean(" ".join(words.split())), style, is_message)
 
 
-def told(found: Iterable[Mapping[str, object]]) -> Iterator[Mapping[str, object]]:
-    """Return events without those that only seem bad: a connection's end after its agent said goodbye."""
-    left: frozenset[str] = frozenset()
-    for event in found:
-        left = gone(left, event)
-        if not is_end_of(left, event):
-            yield event
-
-
-def gone(left: frozenset[str], event: Mapping[str, object]) -> frozenset[str]:
-    """Return the hosts whose agents have said goodbye, given those that had before an event."""
-    kind, host = event.get("event"), read.text(event.get("host"))
-    return left | {host} if kind == "bye" else left - {host} if kind == "ready" else left
-
-
-def is_end_of(left: frozenset[str], event: Mapping[str, object]) -> bool:
-    """Return whether an event only is the end of a connection after a goodbye, as at a job's end."""
-    return event.get("event") == "lost" and read.text(event.get("host")) in left
-
-
 Described = tuple[str, str] | None
 
 
@@ -62,22 +96,23 @@ def _where(event: Mapping[str, object]) -> str:
     return f"{task} on {host}" if task and host else task or host
 
 
-def _exited(event: Mapping[str, object]) -> Described:
+def _how(event: Mapping[str, object]) -> str:
     signal, code = read.text(event.get("signal")), read.whole(event.get("code"))
-    how = f"signal {signal}" if signal else f"exit code {code}" if code is not None else "ended"
-    reason = read.text(event.get("reason"))
+    return f"signal {signal}" if signal else f"exit code {code}" if code is not None else "ended"
+
+
+def _exited(event: Mapping[str, object]) -> Described:
+    how, reason = _how(event), read.text(event.get("reason"))
     more = f": {reason}" if reason else ""
     if event.get("stopped"):
         return f"{_where(event)}: stopped ({how}){more}", text.DIM
-    return f"{_where(event)}: {how}{more}", text.GREEN if code == 0 and not signal else text.RED
+    return f"{_where(event)}: {how}{more}", text.GREEN if how == DONE else text.RED
 
 
 def _published(event: Mapping[str, object]) -> Described:
     values = read.members(event.get("values"))
-    message = read.text(values.get("message")) or read.text(values.get("error"))
-    if not message:
-        return None
-    return f"{_where(event)}: {message}", text.DIM if event.get("stopped") else text.RED
+    message = read.text(values.get("message")) or read.text(values.get("failed"))
+    return (f"{_where(event)}: {message}", text.RED) if message else None
 
 
 def _said(event: Mapping[str, object]) -> Described:

@@ -21,7 +21,7 @@ from distrun_runtime.contract import facts
 INTERVAL_S = 1.0
 ENDS = "q or Ctrl-C ends this view"
 GAP = "  "
-DISPENSABLE = (6, 4, 5, 2)
+DISPENSABLE = (6, 2, 5, 4)
 """Columns that are left out where there is no room, the first one first."""
 COMMAND_LEAST = 12
 

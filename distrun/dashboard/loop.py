@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import select
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -139,11 +141,8 @@ class Dashboard:
             pressed = self._decoder.feed(data)
         elif self._decoder.is_waiting and not ready:
             pressed = self._decoder.expire()
-        if pressed:
-            for action in self._user.press(pressed, self._shown):
-                self._do(action)
-            return True
-        return is_urgent
+        self._press(pressed)
+        return bool(pressed) or is_urgent
 
     def _take_signals(self) -> bool:
         is_urgent = False
@@ -209,6 +208,18 @@ class Dashboard:
 
     # ------------------------------------------------------------------ what the user wants
 
+    def _press(self, pressed: Sequence[str]) -> None:
+        """Take the keys of one read."""
+        mode = self._user.look.mode
+        for number, key in enumerate(pressed):
+            if self._user.look.mode != mode:  # the key is for what that shows
+                mode = self._user.look.mode
+                self._draw(time.monotonic())
+            for action in self._user.press(key, self._shown, is_next=number > 0):
+                self._do(action)
+            if self._ended is not None:
+                return
+
     def _do(self, action: user.Action) -> None:
         if isinstance(action, user.Leave):
             self._ended = Ended(self.model.exit_code)
@@ -217,7 +228,7 @@ class Dashboard:
         elif isinstance(action, user.StopJob):
             if self.model.job.is_over:
                 self._user.say("the job is over already")
-            elif not self._source.send("stop"):
+            elif not self._source.send("stop", by=f"{_who()} from the dashboard"):
                 self._user.say(f"there is no coordinator to ask; type: distrun kill {self.model.job.id}")
         elif isinstance(action, user.ShowStack):
             self._stack = (f"asking for the stack of {action.task} ...",)
@@ -297,6 +308,15 @@ class Dashboard:
             return self._logs.tail(task, lines)
         found = self._output.get(task, b"").decode("utf-8", "replace").splitlines()
         return [line.rstrip("\r").rpartition("\r")[2] for line in found[-lines:]]
+
+
+def _who() -> str:
+    """Return this user and this machine, for a message to others."""
+    try:
+        user_name = getpass.getuser()
+    except (KeyError, OSError):
+        user_name = f"user {os.getuid()}"  # a user without a name, as in some containers
+    return f"{user_name}@{socket.gethostname()}"
 
 
 class FolderOfLogs(Protocol):

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from distrun.dashboard import events, read
+from distrun.dashboard import events, progress, read
 from distrun.dashboard.events import Event
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator.outcome import last_state
@@ -177,21 +177,6 @@ class Store:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far the job is, by what its tasks reported."""
-
-    step: int | None
-    total: int | None
-    phase: int
-    fraction: float | None
-    eta_s: float | None
-    rate: float | None
-    loss: float | None
-    values: Mapping[str, float]
-    slowest: str
-
-
-@dataclass(frozen=True)
 class Job:
     """What the state says of the job as a whole."""
 
@@ -219,15 +204,6 @@ class Job:
         return max(0.0, (self.finished or self.heard or now) - self.created)
 
 
-def is_behind(name: str, steps: Mapping[str, float | None]) -> bool:
-    """Return whether a task is behind by more than the step in which all are: of ranks in step none is slow.
-
-    `steps`: what tasks have reported. A task that has not is behind.
-    """
-    known = {task: step for task, step in steps.items() if step is not None}
-    return name not in known or max(known.values()) - known[name] > 1
-
-
 def exit_code(state: str) -> int:
     """Return what `distrun status JOB` ends with: 0 if the job runs or succeeded."""
     return 0 if state in (*facts.LIVE, facts.SUCCEEDED) else 1
@@ -245,7 +221,7 @@ class Model:
         self.tasks: Mapping[str, Task] = {}
         self.hosts: Mapping[str, Host] = {}
         self.store: Store | None = None
-        self.progress: Progress | None = None
+        self.progress: progress.Progress | None = None
         self.history: Mapping[str, tuple[float | None, ...]] = {}
         self.traces: Mapping[str, tuple[float | None, ...]] = {}
         """What the dashboard itself saw, one value a second, by name."""
@@ -260,8 +236,7 @@ class Model:
         """When the last metrics came."""
         self._state: Mapping[str, object] = {}
         self._metrics: Mapping[str, object] = {}
-        self._left: frozenset[str] = frozenset()
-        """Hosts whose agent said goodbye."""
+        self._reader = events.EventReader()
         self._lost: frozenset[str] = frozenset()
         self._silent: frozenset[str] = frozenset()
         self._waits: Mapping[str, float] = {}
@@ -334,8 +309,7 @@ class Model:
     def _take_metrics(self, metrics: Mapping[str, object], now: float) -> None:
         self._metrics = metrics
         self.metrics_at = now
-        progress = read.members(metrics.get("progress"))
-        self.progress = _progress(progress) if progress else None
+        self.progress = progress.of(metrics)
         store = read.members(metrics.get("store"))
         self.store = _store(store) if store else None
         self.history = {name: read.series(each) for name, each in read.members(metrics.get("history")).items()}
@@ -345,10 +319,9 @@ class Model:
 
     def _take_event(self, event: Mapping[str, object]) -> None:
         kind, host = event.get("event"), read.text(event.get("host"))
-        self._left = events.gone(self._left, event)
-        if events.is_end_of(self._left, event):
+        shown = self._reader.take(event)
+        if self._reader.is_end_of_connection(event):
             return
-        shown = events.describe(event)
         if shown is not None:
             self.events = (*self.events[-EVENTS + 1 :], shown)
         if kind == "lost":
@@ -506,20 +479,6 @@ def _gpu(told: Mapping[str, object]) -> Gpu:
         util=read.finite(told.get("util")),
         mem_used=read.finite(told.get("mem_used")),
         mem_total=read.finite(told.get("mem_total")),
-    )
-
-
-def _progress(told: Mapping[str, object]) -> Progress:
-    return Progress(
-        step=read.whole(told.get("step")),
-        total=read.whole(told.get("total")),
-        phase=read.whole(told.get("phase")) or 0,
-        fraction=read.finite(told.get("fraction")),
-        eta_s=read.finite(told.get("eta_s")),
-        rate=read.finite(told.get("rate")),
-        loss=read.number(told.get("loss")),
-        values=read.numbers(told.get("values")),
-        slowest=read.text(told.get("slowest")),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distrun import units
+from distrun.dashboard import progress as words
 from distrun.dashboard import rows, text
 from distrun.dashboard.events import Event
 from distrun.dashboard.model import Model, Task
@@ -110,11 +111,4 @@ class Plain:
         if now < self._told_s + PROGRESS_S and abs(share - self._told_share) < PROGRESS_SHARE:
             return []
         self._told_s, self._told_share, self._told_step = now, share, progress.step
-        parts = [f"step {progress.step}" + ("" if progress.total is None else f" of {progress.total}")]
-        if progress.fraction is not None:
-            parts.append(units.percent(progress.fraction))
-        if progress.eta_s is not None:
-            parts.append(f"ETA {units.elapsed(progress.eta_s)}")
-        if progress.loss is not None:
-            parts.append(f"loss {units.value(progress.loss)}")
-        return ["progress: " + ", ".join(parts)]
+        return ["progress: " + ", ".join(words.line(progress))]

@@ -1,6 +1,6 @@
 """What the user does at the dashboard: keys in, view and actions out.
 
-No side effects. `User.press` takes the keys of one read, as `keys.Decoder` gives them.
+No side effects. `User.press` takes keys as `keys.Decoder` gives them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ PANELS = ("all", "hosts", "store", "events", "error", "none")
 """Panels below the table; Tab goes to the next choice."""
 FILTER, STOP = "filter", "stop"
 CONFIRMED = "yes"
+ANSWERS = (*CONFIRMED, "enter", "backspace")
+"""Keys by which the stop is confirmed; any other cancels it."""
 
 
 # ---------------------------------------------------------------------- what it wants done
@@ -93,6 +95,8 @@ class User:
 
     def __init__(self, look: Look | None = None) -> None:
         self.look = look or Look()
+        self._has_just_asked = False
+        """The question whether to stop came up in this read of keys."""
 
     @property
     def task(self) -> str:
@@ -103,18 +107,23 @@ class User:
         """Show a message until the next key."""
         self.look = replace(self.look, message=message)
 
-    def press(self, keys: Sequence[str], shown: Shown) -> list[Action]:
-        """Take the keys of one read; return what is to be done.
+    def press(self, key: str, shown: Shown, *, is_next: bool = False) -> list[Action]:
+        """Take a key; return what is to be done.
 
-        What comes in the same read as the key that opened the question whether to stop was not typed as its answer,
-        and is dropped.
+        An answer to the question whether to stop that comes in the same read as the key that asked was pasted, not
+        typed, and is dropped.
+
+        Args:
+            key: its name.
+            shown: what the last picture showed.
+            is_next: it came in the same read as the key before.
         """
-        actions: list[Action] = []
-        for key in keys:
-            was_asking = self.look.prompt == STOP
-            actions += self._press(key, shown)
-            if self.look.prompt == STOP and not was_asking:
-                break
+        was_asking = self.look.prompt == STOP
+        self._has_just_asked = self._has_just_asked and is_next
+        if self._has_just_asked and was_asking and key in ANSWERS:
+            return []
+        actions = self._press(key, shown)
+        self._has_just_asked |= self.look.prompt == STOP and not was_asking
         return actions
 
     def _press(self, key: str, shown: Shown) -> list[Action]:

@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from distrun import units
-from distrun.dashboard import panels, rows, text, user
+from distrun.dashboard import panels, progress, rows, text, user
 from distrun.dashboard.events import Event
-from distrun.dashboard.model import Model, is_behind
+from distrun.dashboard.model import Model
 from distrun.dashboard.rows import Row
 from distrun.dashboard.tasks import STYLES, Scene, Table
 from distrun.dashboard.text import Glyphs, Line, Span
 from distrun.dashboard.user import Look, Shown
-from distrun_runtime.contract import facts
 from distrun_runtime.contract.duration import time_of_day
 
 COLUMNS, ROWS = 80, 24
@@ -221,21 +220,17 @@ def _progress(model: Model, options: Options) -> Line:
         room = max(6, min(40, options.columns // 5 - 10))
         spans.append((text.bar(found.fraction, room, options.glyphs), text.CYAN))
         spans.append((f" {units.percent(found.fraction)}", text.BOLD))
-    if found.step is not None:
-        spans.append((f"  step {units.steps(found.step, found.total)}", text.PLAIN))
+    step, eta, slowest = progress.step(found), progress.eta(found), progress.slowest(found)
+    if step:
+        spans.append((f"  {step}", text.PLAIN))
     if found.rate is not None:
         spans.append((f" ({units.per_second(found.rate)})", text.PLAIN))
-    if found.phase:
-        spans.append((f"  phase {found.phase + 1}", text.PLAIN))
-    if found.eta_s is not None and not model.job.is_over:
-        spans.append((f"  ETA {units.elapsed(found.eta_s)}", text.BOLD))
+    if eta and not model.job.is_over:
+        spans.append((f"  {eta}", text.YELLOW if found.is_stalled else text.BOLD))
     if found.loss is not None:
-        spans.append((f"  loss {units.value(found.loss)}", text.PLAIN))
-    slowest, steps = model.tasks.get(found.slowest), {name: task.step for name, task in model.tasks.items()}
-    if slowest is not None and slowest.word == facts.STALLED:
-        spans.append((f"  no ETA: {found.slowest} is stalled", text.YELLOW))
-    elif found.slowest and not model.job.is_over and is_behind(found.slowest, steps):
-        spans.append((f"  slowest {found.slowest}", text.DIM))
+        spans.append((f"  {progress.loss(found)}", text.PLAIN))
+    if slowest and not model.job.is_over:
+        spans.append((f"  {slowest}", text.DIM))
     chart = "  " + text.spark(model.history.get("loss", ()), LOSS_CHART, options.glyphs)
     if found.loss is not None and text.line_width(tuple(spans)) + text.width(chart) <= options.columns:
         spans.append((chart, text.CYAN))

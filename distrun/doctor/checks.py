@@ -11,6 +11,7 @@ from typing import Any
 
 from distrun.hosts import fold
 from distrun.shell import join, quote
+from distrun_runtime.contract import gpus as contract
 from distrun_runtime.contract.plan import SERVER_MODULES, Host
 from distrun_runtime.coordinator.outcome import Problem
 
@@ -124,6 +125,10 @@ class DoctorRequest:
     """Interpreters of servers, by host; python3 for the others."""
     workdirs: Mapping[str, str] = field(default_factory=dict)
     """`workdir=` of the hosts file, by host: tasks start there, wherever files are copied."""
+    gpus: Mapping[str, str] = field(default_factory=dict)
+    """`gpus=` of the hosts file, by host."""
+    where: Mapping[str, str] = field(default_factory=dict)
+    """The line of each host there, `hosts:3`."""
 
 
 @dataclass(frozen=True)
@@ -363,15 +368,21 @@ def network(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
 
 
 def gpus(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
-    """Yield what nvidia-smi shows, if it is there."""
-    found = host.facts["gpus"]
-    if found["error"]:
-        yield Row(host.name, "GPUs", WARN, found["error"], ON, "nvidia-smi")
-    elif found["gpus"]:
-        kinds: dict[str, int] = {}
-        for cells in found["gpus"]:
-            kinds[", ".join(cells)] = kinds.get(", ".join(cells), 0) + 1
-        yield Row(host.name, "GPUs", OK, "; ".join(f"{n} x {kind}" for kind, n in kinds.items()))
+    """Yield what the driver tells, if there is one, and whether that is what the hosts file says."""
+    told = host.facts["gpus"]
+    found, said = contract.found_of(told), request.gpus.get(host.name, "")
+    try:
+        contract.view(said, told["visible"], found, host.name, request.where.get(host.name, ""))
+    except contract.Unfit as err:
+        yield Row(host.name, "GPUs", BAD, str(err), err.fix)
+        return
+    if found.error:
+        yield Row(host.name, "GPUs", WARN, found.error, ON, "nvidia-smi")
+    elif found.gpus:
+        visible = "" if told["visible"] is None else f"; {contract.VISIBLE}={told['visible']}"
+        yield Row(host.name, "GPUs", OK, f"{found.kinds}; driver {found.driver}{visible}")
+    elif said and not found.how:
+        yield Row(host.name, "GPUs", WARN, f"gpus={said} cannot be checked: {contract.NO_DRIVER}", ON, "nvidia-smi -L")
 
 
 def loose(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
@@ -442,7 +453,7 @@ def between(examined: Sequence[ExaminedHost], request: DoctorRequest) -> list[Ro
             what = "python" if name == "version" else name
             text = "{} differs: {}".format(what, "; ".join(f"{v} on {fold(h)}" for v, h in found.items()))
             rows.append(Row("", "versions", WARN, text, "--python PATH, or --activate, of the same on all hosts"))
-    drivers = _by({each.name: _drivers(each.facts["gpus"]["gpus"]) for each in known})
+    drivers = _by({each.name: contract.found_of(each.facts["gpus"]).driver for each in known})
     if len(drivers) > 1:
         text = "GPU drivers differ: {}".format("; ".join(f"{v} on {fold(h)}" for v, h in drivers.items()))
         rows.append(Row("", "versions", WARN, text))
@@ -459,7 +470,3 @@ def _by(values: Mapping[str, str]) -> dict[str, list[str]]:
         if value:
             found.setdefault(value, []).append(name)
     return found
-
-
-def _drivers(rows: Sequence[Sequence[str]]) -> str:
-    return ", ".join(sorted({cells[1] for cells in rows if len(cells) > 1}))

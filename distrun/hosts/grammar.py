@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distrun.errors import HostsError
+from distrun_runtime.contract import gpus
 
 FORMATS = ("auto", "dmlc", "mpich", "horovod", "sge")
 """What the lines are: ours; ours with `:N` a port; with `:N` slots (two names); Grid Engine's $PE_HOSTFILE."""
@@ -43,6 +44,7 @@ FORMS = {
     "quoted": 'key="a value"',
     "gpus.count": "gpus=4",
     "gpus.list": "gpus=0,2",
+    "gpus.uuid": "gpus=GPU-8f6d...,MIG-5f1c...",
     "duplicate": "the same host on several lines",
 }
 """Every legal form of a line but the attributes, which are below; `hosts.example` has each."""
@@ -94,7 +96,6 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _USER = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._\\$+-]*")
 _IFACE = re.compile(r"[A-Za-z0-9._:@-]{1,15}")
 _NUMBER = re.compile(r"[0-9]{1,9}")
-_GPUS = re.compile(r"[0-9]{1,4}|[0-9]{1,4}(,[0-9]{1,4})*,?")
 _LABELS = re.compile(r"[^\s,]+(,[^\s,]+)*")
 _JUMP = re.compile(r"[A-Za-z0-9._\[][^\s,]*(,[A-Za-z0-9._\[][^\s,]*)*")
 _DOTTED = re.compile(r"[0-9]+(\.[0-9]+){3}")
@@ -328,8 +329,8 @@ def value(key: str, text: str) -> object:
         return "" if text == "any" else text
     if key == "iface" and not _IFACE.fullmatch(text):
         raise wrong(key, "the name of a network interface", text)
-    if key == "gpus" and (not _GPUS.fullmatch(text) or _has_twice(text)):
-        raise wrong(key, "a number, or different ones with commas between", text)
+    if key == "gpus" and not (gpus.is_count(text) or gpus.is_list(text)):
+        raise wrong(key, "a number, or different numbers or UUIDs (GPU-..., MIG-...) with commas between", text)
     if key == "jump" and not _JUMP.fullmatch(text):
         raise wrong(key, "[user@]host[:port]", text)
     if key == "labels":
@@ -364,8 +365,3 @@ def key(text: str) -> str:
 def quote(text: str) -> str:
     """Return what the user typed in quotes, shortened if it is long."""
     return repr(text if len(text) <= 80 else text[:77] + "...")
-
-
-def _has_twice(text: str) -> bool:
-    items = text.strip(",").split(",")
-    return len({int(item) for item in items}) < len(items)

@@ -102,7 +102,7 @@ def _finish(source: str, state: _ParserState, saw: set[str] | None) -> Inventory
         saw |= state.saw | ({"duplicate"} if state.merger.has_duplicates else set())
     # Grid Engine names a host once for each of its queues: no surprise to anybody.
     warnings = () if state.form == "sge" else tuple(each.head for each in state.merger.warnings())
-    return Inventory(source, state.merger.specs, tuple(state.merger.order), warnings)
+    return Inventory(source, state.merger.specs, tuple(state.merger.order), warnings, state.merger.where())
 
 
 def _file(text: str, source: str, state: _ParserState, chain: tuple[str, ...]) -> None:
@@ -151,7 +151,7 @@ def _entry(found: list[Word], entry: HostEntry, state: _ParserState) -> None:
             given[key] = value
             state.saw |= {"key." + name, "quoted"} if quoted else {"key." + name}
             if key == "gpus":
-                state.saw.add("gpus.list" if "," in text else "gpus.count")
+                state.saw.add("gpus.count" if text.isdigit() else "gpus.list" if text[0].isdigit() else "gpus.uuid")
         except Fault as fault:
             state.findings.append(entry.finding(fault, word.at))
     if target is None or len(state.findings) > before:
@@ -397,6 +397,10 @@ class Merger:
         self._specs[key] = dataclasses.replace(known, slots=(known.slots or 1) + (spec.slots or 1))
         self._repeated[key] = entry
         self.order.append(known.name)
+
+    def where(self) -> dict[str, str]:
+        """Return where each host stands first, `hosts:3`, by name."""
+        return {spec.name: f"{self._first[key].source}:{self._first[key].line}" for key, spec in self._specs.items()}
 
     def errors(self) -> list[Finding]:
         """Return what only all hosts together show."""

@@ -6,8 +6,10 @@ import dataclasses
 import functools
 import ipaddress
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+
+from distrun_runtime.contract import gpus
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class HostSpec:
     iface: str = ""
     """The network interface that has this address."""
     gpus: str = ""
-    """How many (`4`), or which (`0,2`)."""
+    """How many (`4`), or which (`0,2`; `GPU-8f6d...`)."""
     role: str = ""
     """The only role that it takes; empty: any."""
     labels: tuple[str, ...] = ()
@@ -42,9 +44,7 @@ class HostSpec:
     @property
     def gpu_count(self) -> int | None:
         """How many GPUs it has; None if nothing is said."""
-        if not self.gpus:
-            return None
-        return len(self.gpus.strip(",").split(",")) if "," in self.gpus else int(self.gpus)
+        return len(gpus.listed(self.gpus)) if self.gpus else None
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class Inventory:
     order: tuple[str, ...]
     """Names in the order of the file; a host that stands twice is here twice."""
     warnings: tuple[str, ...] = field(default=(), compare=False)
+    where: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """The line of each host, `hosts:3`, by name; only of those that a file or a list names."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -166,6 +166,13 @@ def test_spread_gives_one_to_each_host_as_slots_allow() -> None:
     assert where(slots, "worker") == ["b", "c", "b", "c", "b"]
 
 
+def test_without_slots_a_host_has_as_many_as_its_gpus_are_enough_for() -> None:
+    inventory = found("a gpus=5\nb gpus=2\nc gpus=1\n")
+    slots = placement.place(4, 0, inventory, policy="pack", gpus_per_worker=2)
+    assert [slot.host for slot in slots if slot.role == "worker"] == ["a", "a", "b", "c"]
+    assert placement.notes(inventory, "pack", 2)[0] == "--placement pack: no slots= for a: taken as 2"
+
+
 def test_without_slots_a_host_has_as_many_as_gpus_else_one_and_that_is_told() -> None:
     inventory = found("a gpus=2\nb gpus=0,3,5\nc\nd slots=1 gpus=8\n")
     slots = place(7, 0, inventory, policy="pack")

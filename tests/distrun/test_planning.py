@@ -11,7 +11,7 @@ from distrun import request as requests
 from distrun.errors import UsageError
 from distrun.hosts import Inventory, named, parse
 from distrun.placement import place, slots_in
-from distrun.request import JobRequest, Setting
+from distrun.request import EngineOptions, JobRequest, Needs, Setting
 from distrun_runtime.contract import environ
 from distrun_runtime.contract import plan as contract
 from distrun_runtime.contract.plan import Place, Plan, Runtime, Secrets
@@ -88,7 +88,7 @@ def test_every_role_gets_its_rows() -> None:
     groups = {row.name: row.group for row in environ.TABLE}
     for env in (server, scheduler):
         assert not [name for name in env if groups[name] in ("torch", "jax")]
-    theirs = {n for n, g in groups.items() if g == "torch"} - set(plans.SET_ELSEWHERE) - {plans.DEVICES}
+    theirs = {n for n, g in groups.items() if g == "torch"} - set(plans.SET_ELSEWHERE)
     assert {n for n in worker if groups[n] == "torch"} == theirs
     assert {n for n in worker if groups[n] == "jax"} == {n for n, g in groups.items() if g == "jax"}
 
@@ -187,8 +187,11 @@ def test_what_the_hosts_file_says_reaches_the_plan() -> None:
     assert (d1.address, d1.interface, d1.reach) == ("10.0.0.1", "", {"host": "d1"})
     assert (d2.address, d2.interface) == ("", "ib0")
     assert [plan.task(name).cwd for name in ("worker-0", "worker-1")] == ["/scratch", "/w"]
-    assert "CUDA_VISIBLE_DEVICES" not in added(plan, "worker-0")
-    assert added(plan, "worker-1")["CUDA_VISIBLE_DEVICES"] == "0,2"
+    assert (d1.gpus, d2.gpus, d2.named) == ("", "0,2", "hosts:2")
+    assert not {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"} & set(added(plan, "worker-0"))
+    for task in ("worker-1", "server-1"):
+        assert added(plan, task)["CUDA_VISIBLE_DEVICES"] == "0,2", "all tasks of the host see all"
+        assert added(plan, task)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
 def devices(gpus: str, workers: int, **more: object) -> list[tuple[str, str]]:
@@ -210,6 +213,84 @@ def test_visible_gpus_that_the_user_chose_are_left_alone() -> None:
     for role in ("", "worker"):
         setting = Setting("CUDA_VISIBLE_DEVICES", "3", role)
         assert devices("4", 2, settings=(setting,)) == [("0", "3"), ("1", "3")]
+
+
+def test_an_order_of_gpus_that_the_user_chose_is_left_alone() -> None:
+    plan, _ = make(1, 0, parse("d1 gpus=2", "hosts"), settings=(Setting("CUDA_DEVICE_ORDER", "FASTEST_FIRST"),))
+    assert plan.task("worker-0").env["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+    assert plan.task("worker-0").env["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def own(text: str, workers: int, each: int, servers: int = 0, **more: object) -> dict[str, str | None]:
+    plan, _ = make(workers, servers, parse(text, "hosts"), gpus_per_worker=each, **more)  # type: ignore[arg-type]
+    return {task.name: task.env.get("CUDA_VISIBLE_DEVICES") for task in plan.tasks}
+
+
+def test_each_worker_has_gpus_of_its_own_and_servers_see_none() -> None:
+    assert own("d1 gpus=4\nd2 gpus=1,3,5", 3, 1, servers=1) == {
+        **{"scheduler": "", "server-0": "", "server-1": ""},
+        **{"worker-0": "1", "worker-1": "0", "worker-2": "3"},
+    }
+    assert own("d1 gpus=4", 2, 2) == {"worker-0": "0,1", "worker-1": "2,3"}
+    assert own("d1 gpus=GPU-a,GPU-b", 2, 1) == {"worker-0": "GPU-a", "worker-1": "GPU-b"}
+
+
+def test_gpus_that_only_the_agent_knows_are_left_to_it() -> None:
+    plan, _ = make(4, 1, ("d1", "d2"), gpus_per_worker=2)
+    assert [(task.host, task.gpus) for task in plan.of_role("worker")] == [
+        *(("d2", (0, 2)), ("d1", (0, 2)), ("d2", (2, 2)), ("d1", (2, 2)))
+    ]
+    assert {task.gpus for task in plan.tasks if task.role != "worker"} == {(0, 0)}
+    assert plan.gpus_per_worker == 2
+    assert "CUDA_VISIBLE_DEVICES" not in plan.task("worker-0").env
+    assert plan.task("server-0").env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_hosts_with_too_few_gpus_for_their_workers_are_refused_when_the_job_is_planned() -> None:
+    with pytest.raises(UsageError) as caught:
+        own("d1 gpus=4\nd2 gpus=1\nd3 gpus=0,1", 6, 2)
+    assert str(caught.value).splitlines() == [
+        "2 workers on d2 with --gpus-per-worker 2 need 4 GPUs, but there is 1 GPU (0, gpus=1 in hosts:2)",
+        "2 workers on d3 with --gpus-per-worker 2 need 4 GPUs, but there are 2 GPUs (0,1, gpus=0,1 in hosts:3)",
+    ]
+    assert caught.value.exit_code == 2
+    assert "hosts with more GPUs" in caught.value.hint
+    with pytest.raises(UsageError, match="there is no GPU"):
+        own("d1 gpus=0", 1, 1)
+
+
+def test_workers_that_are_given_gpus_by_hand_get_no_others_and_that_is_told() -> None:
+    given = {"settings": (Setting("CUDA_VISIBLE_DEVICES", "7", "worker"),)}
+    assert own("d1 gpus=1", 2, 1, servers=1, **given) == {
+        **{"scheduler": "", "server-0": ""},
+        **{"worker-0": "7", "worker-1": "7"},
+    }
+    told = "--gpus-per-worker has no effect: workers are given CUDA_VISIBLE_DEVICES by --env"
+    assert warnings("d1 gpus=1", 2, gpus_per_worker=1, **given) == [told]
+
+
+def test_scripts_for_torchrun_are_told_that_local_rank_is_no_number_of_a_gpu() -> None:
+    def notes(workers: int, each: int) -> list[str]:
+        return plans.device_notes(make(workers, 0, parse("d1 gpus=8", "hosts"), gpus_per_worker=each)[0])
+
+    assert notes(2, 1) == ["--gpus-per-worker: each worker sees its own GPU as cuda:0, whatever its LOCAL_RANK"]
+    assert "its own 2 GPUs as cuda:0 to cuda:1" in notes(4, 2)[0]
+    assert notes(1, 1) == notes(2, 2) == notes(2, 0) == [], "there it is one"
+    assert warnings("d1 gpus=8", 8, gpus_per_worker=1) == [], "cuda:LOCAL_RANK was told of"
+
+
+def test_several_places_of_a_node_need_gpus_of_their_own_from_the_engine() -> None:
+    slots = slots_in([("worker", 0, "h1", "0@h1"), ("worker", 1, "h1", "1@h1")])
+    places = (Place("0@h1", "h1"), Place("1@h1", "h1"))
+    allocation = plans.Allocation(named(("h1",)), slots, places=places)
+    members: dict[str, Any] = {"command": ("t",), "workers": 2, "servers": 0, "cwd": "/w", "launcher": "yarn"}
+    request = JobRequest(**members, gpus_per_worker=1)
+    with pytest.raises(UsageError, match="yarn gave the job several places on h1") as caught:
+        plans.make_plan(request, allocation, SETUP)
+    assert caught.value.hint == "--worker-gpus 1"
+    asked = EngineOptions(worker=Needs(gpus=1))
+    plan, _ = plans.make_plan(JobRequest(**members, gpus_per_worker=1, engine=asked), allocation, SETUP)
+    assert [task.gpus for task in plan.tasks] == [(0, 1), (0, 1)], "each is the first of its place"
 
 
 def warnings(text: str, workers: int, **more: object) -> list[str]:

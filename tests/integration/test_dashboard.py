@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 import struct
 import subprocess
 import termios
@@ -84,6 +85,7 @@ def test_a_job_is_stopped_from_its_picture(distrun: Distrun) -> None:
     screen.type("yes\r")
     screen.expect("killed")
     assert job.wait(LIMIT_S) == 143
+    assert f"@{socket.gethostname()} from the dashboard" in distrun.state()["message"]
     screen.type("q")
     assert screen.ends() == 1
 

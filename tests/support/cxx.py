@@ -63,7 +63,7 @@ class Compiled:
 @functools.lru_cache(maxsize=1)
 def compiler() -> str | None:
     """Return the path of a C++ compiler; None: there is none here."""
-    return shutil.which("g++") or shutil.which("clang++")
+    return shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
 
 
 @functools.cache

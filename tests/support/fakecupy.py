@@ -91,6 +91,8 @@ class FakeCupy(ModuleType):
         )
         self.programs: list[tuple[str, tuple[str, ...], int]] = []
         self.loaded: list[bytes] = []
+        self.made: list[FakeModule] = []
+        """The modules."""
         self.fault: Exception | None = None
         """Raised where a program is compiled."""
 
@@ -123,21 +125,28 @@ class FakeCupy(ModuleType):
         self.programs.append((source, options, self.current))
         return source.encode(), {}
 
-    def _module(self) -> Any:
-        device = self.current
+    def _module(self) -> FakeModule:
+        self.made.append(FakeModule(self))
+        return self.made[-1]
 
-        def load(code: bytes) -> None:
-            assert self.current == device
-            self.loaded.append(code)
 
-        def get_function(name: str) -> Any:
-            def kernel(*args: object) -> None:
-                assert self.current == device
-                self.launches.append((name, *args))
+class FakeModule:
+    """As `cupy.cuda.function.Module`: belongs to the device that was current when it was made."""
 
-            return kernel
+    def __init__(self, cupy: FakeCupy) -> None:
+        self._cupy = cupy
+        self._device = cupy.current
 
-        return SimpleNamespace(load=load, get_function=get_function)
+    def load(self, code: bytes) -> None:
+        assert self._cupy.current == self._device
+        self._cupy.loaded.append(code)
+
+    def get_function(self, name: str) -> Callable[..., None]:
+        def kernel(grid: object, block: object, args: object, shared_mem: int, *, stream: object) -> None:
+            assert self._cupy.current == self._device
+            self._cupy.launches.append((name, grid, block, args, shared_mem, stream))
+
+        return kernel
 
 
 def install(monkeypatch: pytest.MonkeyPatch, devices: int = 2) -> FakeCupy:

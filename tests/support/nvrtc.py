@@ -34,6 +34,7 @@ def _library() -> ctypes.CDLL | None:
     return ctypes.CDLL(str(files[0])) if (PEER / "installed").exists() and files else None
 
 
+@functools.cache
 def compile(program: Program, architecture: int, *options: str) -> tuple[bytes, str]:
     """Return machine code (cubin) and assembly (PTX) of a program.
 

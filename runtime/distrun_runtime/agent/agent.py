@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, List, Optional,
 from distrun_runtime.agent import preflight, record, stopping
 from distrun_runtime.agent.channel import Channel, Connection
 from distrun_runtime.agent.guard import GuardLink, Wakeup, beat_s
+from distrun_runtime.agent.measuring import Hooks, Measuring
 from distrun_runtime.agent.preflight import Preflight
 from distrun_runtime.agent.processes import TaskRunner
 from distrun_runtime.agent.record import Record
@@ -28,10 +29,7 @@ from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
 
 if TYPE_CHECKING:
-    from distrun_runtime.agent.helper import Helper
-    from distrun_runtime.agent.metrics import Metrics
-    from distrun_runtime.agent.reports import Reports
-    from distrun_runtime.agent.stacks import Answer, Stacks
+    from distrun_runtime.agent.stacks import Answer
     from distrun_runtime.agent.unpack import Unpacking  # most agents get no files
 
 FIRST_LEASE_S = facts.LEASE_S
@@ -109,14 +107,11 @@ class Agent:
         self._is_settled = False
         self._unpacking: Optional[Unpacking] = None
         """The copy of the files, if they come over the channel."""
-        self._reports: Optional[Reports] = None
-        """What tasks report; None before the job has begun."""
-        self._stacks: Optional[Stacks] = None
-        """None as long as no task has said anything of its stacks, and nobody has asked for them."""
-        self._metrics: Optional[Metrics] = None
-        """None until the coordinator asks for samples."""
-        self._has_numbers = True
-        """Nothing has failed with the three above. Without them the job goes on."""
+        self._measuring = Measuring(
+            self._runner.tasks,
+            self._selector,
+            Hooks(self._say, channel.takes_metrics, self._task_of, self._may_help),
+        )
         self._is_leaving = False
         self._code = 0
         self._heard_at = time.monotonic()
@@ -157,10 +152,7 @@ class Agent:
         lease_end = math.inf if self._is_leaving else self._lease_end()
         preflight_at = self._preflight.deadline if self._preflight is not None else math.inf
         return_at = min(self._reconnector.next_at, self._silent_at()) if self._reconnector is not None else math.inf
-        sample_at = self._metrics.next_at if self._metrics is not None else math.inf
-        report_at = self._reports.next_at if self._reports is not None else math.inf
-        stacks_at = self._stacks.next_at if self._stacks is not None else math.inf
-        own_at = min(self._stopping.next_at, self._remember_at, self._beat_at, report_at, sample_at, stacks_at)
+        own_at = min(self._stopping.next_at, self._remember_at, self._beat_at, self._measuring.next_at)
         due = min(own_at, lease_end, preflight_at, return_at)
         return max(0.0, min(due - time.monotonic(), 3600.0))
 
@@ -195,40 +187,7 @@ class Agent:
             self._remember_at = now + REMEMBER_S
             self._stopping.look()
             self._save()
-        self._try_numbers(lambda: self._tick_numbers(now))
-
-    def _tick_numbers(self, now: float) -> None:
-        if self._metrics is not None and now >= self._metrics.next_at:
-            self._sample(self._metrics, now)  # it takes the reports, too
-        if self._reports is not None and now >= self._reports.next_at:
-            self._reports.tick(now)
-        if self._stacks is not None and now >= self._stacks.next_at:
-            self._stacks.tick(now)
-
-    def _try_numbers(self, act: Callable[[], None]) -> None:
-        """Do something for metrics or stacks. If it fails, they end here, and the job goes on."""
-        try:
-            act()
-        except Exception as err:
-            what = f"{type(err).__name__}: {err}"
-            self._warn(f"the agent itself failed to measure: {what}; no numbers come from here any more")
-            for each in (self._metrics, self._stacks, self._reports):
-                with contextlib.suppress(Exception):
-                    if each is not None:
-                        each.close()
-            self._metrics = self._stacks = self._reports = None
-            self._has_numbers = False
-
-    def _sample(self, metrics: Metrics, now: float) -> None:
-        """Say how things are here, unless the connection takes nothing now: the next sample says it."""
-        if not self._channel.takes_metrics():
-            metrics.skip(now)
-            return
-        if self._reports is None:
-            metrics.sample(self._runner.tasks, {}, {}, now)
-            return
-        self._reports.fetch(now)
-        metrics.sample(self._runner.tasks, self._reports.last, self._reports.sizes, now)
+        self._measuring.tick(now)
 
     def _flush(self) -> None:
         """Move output towards the coordinator as far as windows and the pipe allow."""
@@ -269,8 +228,7 @@ class Agent:
     def _close(self) -> int:
         """Hand over the rest of the output, remove the job's folder, say bye."""
         self._runner.drain()
-        if self._reports is not None:
-            self._reports.close()
+        self._measuring.close()
         self._hand_over(output=True)
         self._runner.close()
         if self._reconnector is None and self._share is not None:
@@ -416,23 +374,13 @@ class Agent:
     def _on_ready(self, share: Share) -> None:
         self._share = share
         self._ready = {"address": share.address, "ports": share.ports(), "python": dict(share.python)}
+        if share.devices is not None:
+            from distrun_runtime.agent import gpus
+
+            self._ready["gpus"] = gpus.report(share)
         self._say("ready", **self._ready)
         self._channel.flush()  # the coordinator need not wait for what follows
-        self._try_numbers(lambda: self._listen_to_tasks(share))
-
-    def _listen_to_tasks(self, share: Share) -> None:
-        """Be ready for what tasks report."""
-        from distrun_runtime.agent.reports import Reports  # `hello` and `ready` do not need it
-
-        self._reports = Reports(share.folder, self._selector)
-        self._reports.on_stacks = lambda task, told: self._try_numbers(lambda: self._stacks_of(share).heard(task, told))
-
-    def _stacks_of(self, share: Share) -> Stacks:
-        from distrun_runtime.agent.stacks import Stacks  # only once a task has said something of them
-
-        if self._stacks is None:
-            self._stacks = Stacks(share.folder, self._runner.tasks, self._selector)
-        return self._stacks
+        self._measuring.listen(share)
 
     def _on_stack(self, header: Dict[str, Any]) -> None:
         number, task = int(header["id"]), str(header["task"])
@@ -440,20 +388,10 @@ class Agent:
         def give(answer: Answer) -> None:
             self._say("stack", id=number, **answer._asdict())
 
-        share = self._share
-        if share is None or self._is_leaving:
+        if self._share is None or self._is_leaving:
             self._say("stack", id=number, task=task, error="the job ends on this host")
             return
-        if not self._has_numbers:
-            fix = f"py-spy dump --pid PID, on the host of {task}"
-            self._say("stack", id=number, task=task, error="the agent itself has failed to measure", fix=fix)
-            return
-        self._try_numbers(lambda: self._ask_stack(share, task, give))
-
-    def _ask_stack(self, share: Share, task: str, give: Callable[[Answer], None]) -> None:
-        if self._reports is not None:
-            self._reports.drain()  # what a task has said before
-        self._stacks_of(share).ask(task, give)
+        self._measuring.ask_stack(task, give)
 
     def _settle(self, header: Dict[str, Any]) -> None:
         del header
@@ -529,9 +467,9 @@ class Agent:
         if self._runner.repeat(task.name, attempt):
             return
         env = share.environment(task, header.get("env") or {})
-        if self._reports is not None:
-            with contextlib.suppress(OSError):  # there is no way to name a socket: the task reports nothing
-                env[b"DISTRUN_METRICS_SOCKET"] = os.fsencode(self._reports.open(task.name))
+        reports_to = self._measuring.open_socket(task.name)
+        if reports_to:
+            env[b"DISTRUN_METRICS_SOCKET"] = os.fsencode(reports_to)
         if self._runner.spawn(task, env, share.spool_folder, attempt):
             self._beat_at = 0.0  # from now on the lease counts
             self._save()
@@ -552,23 +490,11 @@ class Agent:
         self._stopping.stop(list(header["tasks"]), stopping.parse(header["steps"], time.monotonic()))
 
     def _on_sample(self, header: Dict[str, Any]) -> None:
-        interval_s = float(header["interval_s"])
-        if self._share is None or self._is_leaving or not self._has_numbers:
-            return
-        if self._metrics is None:
-            from distrun_runtime.agent.metrics import Metrics  # not before the tasks have started, as a rule
+        if self._share is not None and not self._is_leaving:
+            self._measuring.set_interval(float(header["interval_s"]), time.monotonic())
 
-            self._metrics = Metrics(self._make_helper, self._stopping.task_of, self._may_help, self._say_metrics)
-        self._metrics.set_interval(interval_s, time.monotonic())
-
-    def _say_metrics(self, frame: Dict[str, Any]) -> None:
-        self._say("metrics", **frame)
-
-    def _make_helper(self) -> Helper:
-        from distrun_runtime.agent.metrics import helper_of
-
-        assert self._share is not None
-        return helper_of(self._share, self._selector)
+    def _task_of(self, pid: int) -> str:
+        return self._stopping.task_of(pid)
 
     def _may_help(self) -> bool:
         """Return whether a helper may be started: it would be left when everything is stopped."""
@@ -620,15 +546,9 @@ class Agent:
         self._runner.read_published()
 
     def _on_other_end(self, pid: int, status: int) -> None:
-        self._try_numbers(lambda: self._reaped_helper(pid, status))
+        self._measuring.reaped(pid, status)
         if self._preflight is not None:
             self._preflight.reaped(pid, status)
-
-    def _reaped_helper(self, pid: int, status: int) -> None:
-        if self._metrics is not None:
-            self._metrics.reaped(pid)
-        if self._stacks is not None:
-            self._stacks.reaped(pid, status)
 
     def _reap(self) -> None:
         if self._runner.reap():
@@ -643,10 +563,7 @@ class Agent:
             self._preflight.cancel()
         if self._unpacking is not None:
             self._unpacking.close()
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._stacks is not None:
-            self._stacks.close()
+        self._measuring.stop()
         if self._share is not None:
             self._stopping.stop(list(self._runner.tasks), how)
 

@@ -120,7 +120,7 @@ class Helper:
         os.set_blocking(self._child.stdin.fileno(), False)
         os.set_blocking(self._child.stdout.fileno(), False)
         self._selector.register(self._child.stdout.fileno(), selectors.EVENT_READ, self._on_answer)
-        self._send(json.dumps(_source()).encode())
+        self._send(json.dumps(source()).encode())
 
     def _send(self, line: bytes) -> None:
         """Write a line. A pipe takes more than the helper is ever sent before it answers."""
@@ -190,7 +190,7 @@ class _Wanted:
         return self.not_before if first else max(self.asked_at + self.every_s, self.not_before)
 
 
-def _source() -> str:
+def source() -> str:
     """Return the source of the program: in the agent's blob, or in its file."""
     from distrun_runtime.agent import hardware
 

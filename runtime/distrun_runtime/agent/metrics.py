@@ -10,7 +10,7 @@ import math
 import os
 import selectors
 import time
-from typing import Any, Callable, Dict, List, Mapping, Optional, Protocol, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from distrun_runtime.agent import procfs, sampling
 from distrun_runtime.agent.helper import Helper
@@ -18,6 +18,9 @@ from distrun_runtime.agent.procfs import Usage
 from distrun_runtime.agent.share import Share, exact
 from distrun_runtime.contract import process
 from distrun_runtime.contract.process import Identity
+
+if TYPE_CHECKING:
+    from distrun_runtime.agent.measuring import Running
 
 SHORTEST_S = 0.1
 COST = 100
@@ -35,22 +38,6 @@ TASK_BYTES = 400
 """What a task takes without its reports, at most."""
 NO_GPU_S = 60.0
 """If the driver is there and tells nothing, it is asked again after so long."""
-
-
-class RunningOne(Protocol):
-    """A task that was started, as far as it matters here."""
-
-    @property
-    def leader(self) -> Identity:
-        """Its first process."""
-
-    @property
-    def is_reaped(self) -> bool:
-        """It has ended."""
-
-    @property
-    def output_at(self) -> float:
-        """When it wrote last, wall clock; 0: it has not."""
 
 
 class Metrics:
@@ -106,7 +93,7 @@ class Metrics:
 
     def sample(
         self,
-        running: Mapping[str, RunningOne],
+        running: Mapping[str, Running],
         reports: Mapping[str, Mapping[str, Mapping[str, Any]]],
         sizes: Mapping[Tuple[str, str], int],
         now: float,

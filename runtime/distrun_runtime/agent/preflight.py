@@ -1,7 +1,7 @@
 """Preflight: what an agent prepares and checks between `begin` and `ready`, and again for `settle`.
 
-In this order: the folders of tasks, the runtime, the environment that `--activate` makes, the interpreters of tasks
-that need modules. Activation and interpreters may come with the files that are copied to the host. Then they are
+In this order: the folders of tasks, the runtime, the GPUs, the environment that `--activate` makes, the interpreters of
+tasks that need modules. Activation and interpreters may come with the files that are copied to the host. Then they are
 checked after the copy: that is `settle`. Otherwise they are checked before it, so that nothing is copied in vain.
 
 `steps` and `settle` are generators: each yields what it wants (a `Command` to be run, or a runtime to be sent) and is
@@ -75,6 +75,10 @@ def steps(share: Share) -> Steps:
             share = yield from _shared(share)
         finally:
             lock.release()
+    if any(task.gpus is not None for task in plan.tasks):
+        from distrun_runtime.agent import gpus  # most jobs give their tasks none
+
+        share = (yield from gpus.looked(share)) if gpus.is_needed(plan) else share
     return share if _may_be_copied(share) else (yield from _environment(share))
 
 
@@ -125,6 +129,10 @@ def _environment(share: Share) -> Steps:
     if plan.activate:
         command = activation(plan.activate, share.base, share.marks, share.cwd)
         share = share._replace(base=activated((yield command), command, share.host))
+        if share.devices is not None:
+            from distrun_runtime.agent import gpus
+
+            share = gpus.chosen(share)  # the activation may have set which are visible
     if any(task.needs for task in plan.tasks):
         from distrun_runtime.agent import interpreters
 

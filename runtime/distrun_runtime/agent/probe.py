@@ -6,7 +6,6 @@ import contextlib
 import os
 import pwd
 import resource
-import shutil
 import signal
 import socket
 import stat
@@ -17,8 +16,10 @@ import time
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from distrun_runtime.agent import commands, interpreters, preflight
+from distrun_runtime.agent import gpus as devices
 from distrun_runtime.contract import address, environ
 from distrun_runtime.contract import folder as destination
+from distrun_runtime.contract.gpus import VISIBLE
 from distrun_runtime.contract.plan import SERVER_MODULES
 from distrun_runtime.errors import ContractError, PreflightFailure
 
@@ -56,7 +57,7 @@ def probe(args: Mapping[str, Any]) -> Dict[str, Any]:
         "shm": space("/dev/shm"),
         "logind": logind(),
         "network": network(args),
-        "gpus": gpus(),
+        "gpus": gpus(base),
         "loose": loose(os.path.expanduser("~")),
     }
 
@@ -164,18 +165,17 @@ def network(args: Mapping[str, Any]) -> Dict[str, Any]:
     return found
 
 
-def gpus() -> Dict[str, Any]:
-    """Return the GPUs that nvidia-smi shows, each as name, driver and memory, or `error`; both may be empty."""
-    if shutil.which("nvidia-smi") is None:
-        return {"gpus": [], "error": ""}
-    query = "--query-gpu=name,driver_version,memory.total"
-    code, out, err = run(["nvidia-smi", query, "--format=csv,noheader"])
-    if code != 0:
-        return {"gpus": [], "error": _last(err or out) or f"nvidia-smi ended with code {code}"}
-    return {
-        "gpus": [[cell.strip() for cell in line.split(",")] for line in out.splitlines() if line.strip()],
-        "error": "",
-    }
+def gpus(base: Optional[Mapping[bytes, bytes]] = None) -> Dict[str, Any]:
+    """Return what NVIDIA's driver tells (`contract.gpus.Found`), and CUDA_VISIBLE_DEVICES of the environment `base`.
+
+    `how`, by what it tells: `nvml`, `smi` or, if nothing does, nothing; then `error` may say why. `driver`, its
+    version; `gpus`, each with `number`, `uuid`, `name`, `memory` (bytes) and `instances` (of MIG; null: not divided).
+    """
+    found = devices.told(commands.run(devices.command({})))
+    env = environ.snapshot_bytes() if base is None else base
+    visible = env.get(os.fsencode(VISIBLE))
+    told = dict(found._asdict(), gpus=[gpu._asdict() for gpu in found.gpus])
+    return dict(told, visible=None if visible is None else os.fsdecode(visible))
 
 
 def loose(home: str) -> List[str]:

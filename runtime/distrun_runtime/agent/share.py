@@ -7,10 +7,10 @@ that is bytes: odd ones of the user's stay as they were typed.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, NamedTuple
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, NamedTuple, Optional
 
 from distrun_runtime.agent import record
-from distrun_runtime.contract import environ, process, wire
+from distrun_runtime.contract import environ, gpus, process, wire
 from distrun_runtime.contract.plan import HOLD, WORKER, Host, Plan, Task, from_json
 from distrun_runtime.contract.ports import ports_to_try
 from distrun_runtime.errors import ContractError, PreflightFailure
@@ -44,6 +44,10 @@ class Share(NamedTuple):
     """Folder that goes first on the tasks' PYTHONPATH; empty: none."""
     python: Mapping[str, str] = {}
     """`VERSION PATH` of the interpreters of tasks that need modules, by the name they are called by."""
+    devices: Optional[gpus.Found] = None
+    """What the driver tells of the GPUs; None: it was not asked."""
+    sees: Optional[gpus.View] = None
+    """The GPUs that tasks may see; None: that is not distrun's business."""
     has_environment: bool = False
     """The environment was activated, and interpreters were looked at."""
 
@@ -75,6 +79,8 @@ class Share(NamedTuple):
         if self.runtime:
             folders = [exact(self.runtime), env.get(b"PYTHONPATH", b"")]
             env[b"PYTHONPATH"] = os.fsencode(os.pathsep).join(folder for folder in folders if folder)
+        if self.sees is not None and task.gpus is not None:
+            env.update(self._gpus(task, self.sees, *task.gpus))
         if self.interface and task.role == WORKER:
             env.setdefault(b"GLOO_SOCKET_IFNAME", exact(self.interface))
             if self._asked_for:
@@ -89,6 +95,14 @@ class Share(NamedTuple):
         # An empty entry would mean the current directory.
         folders = [entry for each in (lists if is_activated else lists[::-1]) for entry in each.split(":") if entry]
         return ":".join(dict.fromkeys(folders))
+
+    def _gpus(self, task: Task, sees: gpus.View, first: int, count: int) -> Dict[bytes, bytes]:
+        """Return the variables by which a task sees its GPUs. The plan has what the hosts file says of them."""
+        order = os.fsdecode(self.base.get(os.fsencode(gpus.ORDER), b""))
+        found = gpus.variables(sees, first, count, order)
+        if gpus.ORDER not in task.env:  # the user gives another
+            found.pop(gpus.ORDER, None)
+        return {exact(name): exact(value) for name, value in found.items()}
 
     @property
     def _asked_for(self) -> str:

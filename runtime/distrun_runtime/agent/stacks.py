@@ -18,10 +18,13 @@ import signal
 import stat
 import subprocess
 import time
-from typing import Callable, Dict, List, Mapping, NamedTuple, Protocol, Tuple
+from typing import TYPE_CHECKING, Callable, Dict, List, Mapping, NamedTuple, Tuple
 
 from distrun_runtime.contract import metrics, process
 from distrun_runtime.contract.process import Identity
+
+if TYPE_CHECKING:
+    from distrun_runtime.agent.measuring import Running
 
 PY_SPY = "py-spy"
 PY_SPY_S = 5.0
@@ -40,18 +43,6 @@ OFFERS = 64
 
 BY_PY_SPY = "py-spy"
 BY_SIGNAL = "faulthandler"
-
-
-class Member(Protocol):
-    """A task that was started."""
-
-    @property
-    def leader(self) -> Identity:
-        """Its first process."""
-
-    @property
-    def is_reaped(self) -> bool:
-        """It has ended."""
 
 
 class Answer(NamedTuple):
@@ -77,7 +68,7 @@ class Stacks:
         tasks: those that were started here, by name.
     """
 
-    def __init__(self, folder: str, tasks: Mapping[str, Member], selector: selectors.BaseSelector) -> None:
+    def __init__(self, folder: str, tasks: Mapping[str, Running], selector: selectors.BaseSelector) -> None:
         self._folder = folder
         self._tasks = tasks
         self._selector = selector
@@ -148,7 +139,7 @@ class Stacks:
 
     # Which process
 
-    def _target(self, task: str, running: Member) -> Identity:
+    def _target(self, task: str, running: Running) -> Identity:
         """Return the process of a task whose stacks are wanted: one that has offered them, else its first Python."""
         rows = process.table()
         mine = [row for row in rows if row.pid == running.leader.pid]

@@ -501,7 +501,7 @@ class _Function(Protocol):
     """A loaded kernel: `cupy.cuda.function.Function`."""
 
     def __call__(
-        self, grid: tuple[int], block: tuple[int], args: tuple[object, ...], shared_mem: int, stream: _Handle
+        self, grid: tuple[int], block: tuple[int], args: tuple[object, ...], shared_mem: int, *, stream: _Handle
     ) -> None: ...
 
 
@@ -645,7 +645,7 @@ class _Cupy:
             for each in arguments
         )
         with self._told(device):
-            function((blocks,), (THREADS,), (*values, np.int64(elements)), 0, _Handle(stream.handle))
+            function((blocks,), (THREADS,), (*values, np.int64(elements)), 0, stream=_Handle(stream.handle))
 
     def record(self, event: Event, stream: Stream) -> None:
         with self._told(stream.device) as runtime:

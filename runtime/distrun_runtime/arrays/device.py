@@ -13,17 +13,24 @@ Buffer = Union[bytes, bytearray, memoryview]
 """Bytes in the host's memory."""
 
 DeviceArray = Any
-"""An array in a device's memory: numpy's on cpu devices; what another library calls an array elsewhere."""
+"""An array in a device's memory: numpy's on cpu devices, a `gpu.GpuArray` on GPUs.
+
+Both have `shape`, `dtype`, `size`, `nbytes`, `reshape`; flat ones have a length, and slices that share their memory.
+"""
 
 
 class Device(Protocol):
     """One device. Its arrays are C-contiguous; sums are made in the order of the arguments.
 
+    A GPU works on while a call has returned. What a call returns, or writes, in the host's memory is there when it
+    returns; memory of the host that a call reads may be overwritten then, if the call does not say otherwise. Calls on
+    one array, of any thread, take effect in their order.
+
     Threads: any, but one at a time for an array that is written.
     """
 
     name: str
-    """`cpu:0`."""
+    """`cpu:0`, `gpu:0`."""
 
     def empty(self, shape: Sequence[int], dtype: DType, *, is_sent: bool = False) -> DeviceArray:
         """Return a new array here, of undefined content.
@@ -56,17 +63,22 @@ class Device(Protocol):
         """Call `work` with slices that make up range(size): with one, or on several threads where that pays."""
 
     def elements(self, frame: Buffer, dtype: DType) -> DeviceArray:
-        """Return the elements of bytes that came from another process: flat, not to be written, valid as long as
-        the bytes are."""
+        """Return the elements of bytes that came from another process: flat, not to be written.
+
+        cpu devices look into the bytes, which have to stay as they are meanwhile; GPUs take a copy.
+        """
 
     def frame(self, array: DeviceArray) -> Buffer:
-        """Return the bytes of a flat array that is here, to be sent; they follow the array until it is written."""
+        """Return the bytes of a flat array that is here, to be sent; valid until the array is written.
+
+        Of cpu devices they are the array's memory, of GPUs a copy.
+        """
 
     def scale(self, array: DeviceArray, factor: float) -> None:
         """Multiply an array that is here; 16-bit floats in float32, rounded once."""
 
     def host(self, array: DeviceArray) -> Array:
-        """Return an array that is here as a numpy array: its own memory where numpy can see it, else a copy."""
+        """Return an array that is here as a numpy array: its own memory on cpu devices, else a copy."""
 
     def read(self, array: DeviceArray, out: Array) -> None:
         """Copy an array that is here into a numpy array of the same shape and dtype, of any strides."""

@@ -10,6 +10,7 @@ from distrun_runtime.arrays.cpu import CpuDevice, Threads
 from distrun_runtime.arrays.device import Device
 from distrun_runtime.arrays.gpu import GpuDevice, Gpus
 from distrun_runtime.arrays.segments import Pool
+from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError
 
 __all__ = ["get", "gpu"]
@@ -53,5 +54,5 @@ def gpu(number: int, part: int | None = None, *, limit: int | None = None) -> Gp
     opened = cuda.of_process()
     with _lock:
         if not _gpus:
-            _gpus.append(Gpus(opened))
+            _gpus.append(Gpus(opened, has_peers=environ.read("MXNET_ENABLE_GPU_P2P")))
     return _gpus[0].get(number, part, limit=limit)

@@ -56,6 +56,17 @@ class GpuArray:
     def __len__(self) -> int:
         return self.shape[0]
 
+    __array_ufunc__ = None
+    """numpy's operators with it raise TypeError."""
+
+    def __array__(self, *_: object, **__: object) -> Array:
+        """Refuse to be taken for an array of the host.
+
+        Raises:
+            TypeError: always; `device.host(array)` copies it.
+        """
+        raise TypeError("%r is not in the host's memory; its device's host() copies it" % self)
+
     def __getitem__(self, run: slice) -> GpuArray:
         """Return consecutive elements of a flat array."""
         if len(self.shape) != 1 or not isinstance(run, slice) or run.step not in (None, 1):
@@ -290,9 +301,14 @@ class GpuDevice:
 
 
 class Gpus:
-    """The devices of a process: each is made once. Threads: any."""
+    """The devices of a process: each is made once. Threads: any.
 
-    def __init__(self, cuda: Cuda) -> None:
+    Arguments:
+        has_peers: copy directly between GPUs that allow it.
+    """
+
+    def __init__(self, cuda: Cuda, *, has_peers: bool = True) -> None:
+        self._has_peers = has_peers
         self.order = Order(cuda)
         self.locked = PageLocked(self.order)
         self._devices: dict[str, GpuDevice] = {}
@@ -313,10 +329,12 @@ class Gpus:
             if name not in self._devices:
                 count = self.order.cuda.count()
                 if physical >= count:
-                    seen = "%d GPUs, the last is gpu:%d" % (count, count - 1) if count > 1 else "one GPU, gpu:0"
+                    seen = ("none", "only gpu:0")[count] if count < 2 else "gpu:0 to gpu:%d" % (count - 1)
                     raise KVError(
                         "no device gpu:%d: this process sees %s (CUDA_VISIBLE_DEVICES may hide others)"
                         % (physical, seen)
                     )
-                self._devices[name] = GpuDevice(self.order, physical, name, self.locked, limit=limit)
+                self._devices[name] = GpuDevice(
+                    self.order, physical, name, self.locked, limit=limit, has_peers=self._has_peers
+                )
             return self._devices[name]

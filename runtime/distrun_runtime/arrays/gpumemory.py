@@ -75,6 +75,35 @@ class Pool:
             CudaOutOfMemory: neither the limit nor the GPU allows it, after all free blocks were given back.
         """
         size = _rounded(nbytes)
+        found = self._found(size, is_last=False)
+        if found is None:
+            self.trim()
+            found = self._found(size, is_last=True)
+        assert found is not None
+        return Memory(self, found)
+
+    def trim(self) -> int:
+        """Give all free blocks back to CUDA, when their last use is over; return how many bytes that were."""
+        freed = 0
+        while True:
+            with self._order.locked():
+                self._collect()
+                free = next((free for free in self._free.values() if free), None)
+                if free is None:
+                    return freed
+                block = free.pop()
+            try:
+                self._order.finish_uses(block.uses, writes=True)
+                self._order.cuda.free(block.pointer)
+            except BaseException:
+                self.dropped.append(block)
+                raise
+            freed += block.pointer.nbytes
+            with self._order.locked():
+                self.size -= block.pointer.nbytes
+
+    def _found(self, size: int, *, is_last: bool) -> _Block | None:
+        """Return a free block or a new one; None: there is none, but may be after `trim`."""
         with self._order.locked():
             self._collect()
             free = self._free.get(size)
@@ -83,39 +112,24 @@ class Pool:
                 over = [block for block in free if self._order.is_over(block.uses)]
                 block = over[-1] if over else free[-1]
                 free.remove(block)
-                return Memory(self, block)
-            return Memory(self, self._new(size))
-
-    def trim(self) -> int:
-        """Give all free blocks back to CUDA, when their last use is over; return how many bytes that were."""
-        with self._order.locked():
-            self._collect()
-            blocks = [block for free in self._free.values() for block in free]
-            self._free.clear()
-            for block in blocks:
-                self._order.finish_uses(block.uses, writes=True)
-                self._order.cuda.free(block.pointer)
-                self.size -= block.pointer.nbytes
-        return sum(block.pointer.nbytes for block in blocks)
+                return block
+            if self.limit is not None and self.size + size > self.limit:
+                if is_last:
+                    raise self._beyond(size, self.limit)
+                return None
+            try:
+                pointer = self._order.cuda.alloc(self._device, size)
+            except CudaOutOfMemory:
+                if is_last:
+                    raise
+                return None
+            self.size += size
+            return _Block(pointer)
 
     def _collect(self) -> None:
         while self.dropped:
             block = self.dropped.popleft()
             self._free.setdefault(block.pointer.nbytes, []).append(block)
-
-    def _new(self, size: int) -> _Block:
-        if self.limit is not None and self.size + size > self.limit:
-            self.trim()
-            if self.size + size > self.limit:
-                raise self._beyond(size, self.limit)
-        try:
-            pointer = self._order.cuda.alloc(self._device, size)
-        except CudaOutOfMemory:
-            if not self.trim():
-                raise
-            pointer = self._order.cuda.alloc(self._device, size)
-        self.size += size
-        return _Block(pointer)
 
     def _beyond(self, size: int, limit: int) -> CudaError:
         text = "the memory pool's limit is reached"
@@ -143,7 +157,8 @@ class _Slot:
 class Staging:
     """Page-locked memory by which arrays of the host come to one GPU and go from it. Threads: any, one after the other.
 
-    It is registered once, with the first copy. Several slots: while the GPU copies one, the host fills the next.
+    It is registered once, with the first copy. Several slots: while the GPU copies one, the host fills the next. Where
+    the system allows no page-locked memory, it is ordinary memory, and each copy holds up its caller.
     """
 
     def __init__(self, order: Order, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS) -> None:
@@ -151,6 +166,8 @@ class Staging:
         self._slot_bytes = slot_bytes
         self._count = slots
         self._slots: deque[_Slot] = deque()
+        self.is_locked = True
+        """Whether it is page-locked; not known before the first copy."""
         self._lock = threading.Lock()
 
     def copy_in(self, source: Array, into: Memory, begin: int, queue: Queue) -> None:
@@ -190,9 +207,12 @@ class Staging:
         out[...] = slot.bytes[: len(out)]
 
     def _finish(self, slot: _Slot) -> None:
+        """Return when no copy from or to a slot is under way."""
         if slot.mark is not None:
-            mark, slot.mark = slot.mark, None
-            self._order.finish(mark)
+            self._order.finish(slot.mark)
+            slot.mark = None
+        # If a call failed after a copy had been given, there is no mark behind it.
+        self._order.finish_uses(slot.uses, writes=True)
 
     def _oldest_slot(self) -> _Slot:
         """Return the slot that was used longest ago; a copy from it may be under way."""
@@ -207,7 +227,12 @@ class Staging:
         if hasattr(mmap, "MADV_DONTFORK"):
             memory.madvise(mmap.MADV_DONTFORK)  # a copy-on-write page would not be the one that is locked
         whole = np.frombuffer(memory, np.uint8)
-        self._order.cuda.register(Host(address_of(whole), len(whole)))
+        try:
+            self._order.cuda.register(Host(address_of(whole), len(whole)))
+        except CudaError as err:
+            if err.is_sticky:
+                raise
+            self.is_locked = False
         runs = (whole[at : at + self._slot_bytes] for at in range(0, len(whole), self._slot_bytes))
         return deque(_Slot(Host(address_of(run), len(run)), run) for run in runs)
 

@@ -83,22 +83,24 @@ template <typename Parts, typename T> HELPER void sum_inside(const Parts &parts,
 {
     typedef typename Parts::type P;
     enum { is_finer = sizeof(P) < sizeof(T), N = 16 / (is_finer ? sizeof(P) : sizeof(T)) };
-    /* Elements before the first one from which on all can be had by 16 bytes; n: there is none. */
+    /* `head` elements come before the first one that all can have by 16 bytes, if there is one. */
     const u64 begin = is_finer ? (u64)address(parts, 0, 0) : (u64)out;
-    i64 head = least((i64)(-begin & 15) / (16 / N), n);
+    const i64 head = least((i64)(-begin & 15) / (16 / N), n);
     bool fits = is_aligned(out + head);
     for (i64 p = 0; p < number_of(parts); ++p)
         fits = fits && is_aligned(address(parts, p, head));
-    head = fits ? head : n;
-    const i64 whole = (n - head) / N * N;
+    const i64 whole = fits ? (n - head) / N * N : 0;
     INSIDE (j, 0, whole / N)
         sum_at<N>(parts, out, head + j * N);
     INSIDE (i, 0, n - whole)
         sum_at<1>(parts, out, i < head ? i : i + whole);
 }
 
-/* Elements that a block sums up before it takes others: 16 KB of float32, by 16 bytes also in its middle. */
-#define PIECE 4096
+/* Elements that a block sums up before it takes others: 8 KB of the finer type. It divides by all runs of 16 bytes. */
+template <typename P, typename T> HELPER i64 piece(const P *, const T *)
+{
+    return 8192 / (sizeof(P) < sizeof(T) ? sizeof(P) : sizeof(T));
+}
 
 template <typename P, int K> HELPER Few<P, K> moved(const Few<P, K> &parts, i64 by)
 {
@@ -114,7 +116,7 @@ template <typename P> HELPER Many<P> moved(Many<P> parts, i64 by)
 
 template <typename Parts, typename T> HELPER void sum_all(const Parts &parts, T *out, i64 n)
 {
-    PIECES (begin, end, n, PIECE)
+    PIECES (begin, end, n, piece((const typename Parts::type *)0, out))
         sum_inside(moved(parts, begin), out + begin, end - begin);
 }
 template <typename P, typename T> HELPER void sum_all(const Mixed<P> &parts, T *out, i64 n)
@@ -154,7 +156,7 @@ HELPER Many<P> parts_of(const Many<P> *, const u64 *table, i64 number, i64 strid
 template <typename Parts, typename T>
 HELPER void gather_tensors(const u64 *table, const i64 *offsets, T *bucket, i64 number, i64 tensors, i64 n)
 {
-    PIECES (begin, end, n, PIECE) {
+    PIECES (begin, end, n, piece((const typename Parts::type *)0, bucket)) {
         i64 at = begin;
         for (i64 t = tensor_of(offsets, tensors, begin); at < end; ++t) {
             const i64 stop = least(offsets[t + 1], end);
@@ -169,7 +171,7 @@ HELPER void gather_tensors(const u64 *table, const i64 *offsets, T *bucket, i64 
 template <typename T>
 HELPER void scatter_tensors(const T *bucket, const i64 *offsets, const u64 *table, i64 tensors, i64 n)
 {
-    PIECES (begin, end, n, PIECE) {
+    PIECES (begin, end, n, piece(bucket, bucket)) {
         i64 at = begin;
         for (i64 t = tensor_of(offsets, tensors, begin); at < end; ++t) {
             const i64 stop = least(offsets[t + 1], end);

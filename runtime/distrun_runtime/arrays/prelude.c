@@ -63,6 +63,20 @@ HELPER f16 narrowed(f32 x, f16 out)
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out.bits) : "f"(x));
     return out;
 }
+/* Four words at a multiple of 16 bytes. Left alone, the compiler reads and writes some of them one by one. */
+HELPER void load_words(u32 *words, const u32 *from)
+{
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(__cvta_generic_to_global(from)));
+}
+HELPER void store_words(u32 *into, const u32 *words)
+{
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "l"(__cvta_generic_to_global(into)), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+}
 #else
 #define KERNEL extern "C" void
 #define HELPER inline
@@ -83,6 +97,8 @@ HELPER f32 f32_of(u32 bits) { return same_bits<f32>(bits); }
 HELPER f64 f64_of(u64 bits) { return same_bits<f64>(bits); }
 HELPER f32 root(f32 x) { return __builtin_sqrtf(x); }
 HELPER f64 root(f64 x) { return __builtin_sqrt(x); }
+HELPER void load_words(u32 *words, const u32 *from) { __builtin_memcpy(words, __builtin_assume_aligned(from, 16), 16); }
+HELPER void store_words(u32 *into, const u32 *words) { __builtin_memcpy(__builtin_assume_aligned(into, 16), words, 16); }
 HELPER f32 widen(f16 x)
 {
     u32 size = x.bits & 0x7fffu, bits = (size << 13) + 0x38000000u;
@@ -109,7 +125,6 @@ HELPER f16 narrowed(f32 x, f16 out)
 #endif
 
 HELPER i64 least(i64 a, i64 b) { return a < b ? a : b; }
-HELPER i64 most(i64 a, i64 b) { return a > b ? a : b; }
 
 /* numpy's functions, for float and double alike: abs, negative, sign, minimum, maximum, clip. NaN goes through; of zeros
  * of both signs minimum and maximum give the second, and clip, between limits that are one number each, leaves x. */
@@ -150,10 +165,32 @@ template <typename T> HELPER T narrowed(T x, T) { return x; }
 template <typename T> HELPER T narrow(typename Work<T>::type x) { return narrowed(x, T()); }
 
 /* Run<T, N>: N elements that are read or written at once, by 16 bytes where they are as many. load<N>(from) and
- * store(into, run) want addresses for which is_aligned() holds. */
+ * store(into, run) want addresses for which is_aligned() holds, unless N is 1. */
 template <typename T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Run {
     T at[N];
 };
-template <int N, typename T> HELPER Run<T, N> load(const T *from) { return *(const Run<T, N> *)from; }
-template <typename T, int N> HELPER void store(T *into, const Run<T, N> &run) { *(Run<T, N> *)into = run; }
+template <int N, typename T> HELPER Run<T, N> load(const T *from)
+{
+    union {
+        Run<T, N> run;
+        u32 words[(sizeof(Run<T, N>) + 3) / 4];
+    } room;
+    enum { count = sizeof(room.run) / 16 };
+    UNROLL for (int w = 0; w < count; ++w) load_words(room.words + 4 * w, (const u32 *)from + 4 * w);
+    if (count == 0)
+        room.run = *(const Run<T, N> *)from;
+    return room.run;
+}
+template <typename T, int N> HELPER void store(T *into, const Run<T, N> &run)
+{
+    union {
+        Run<T, N> run;
+        u32 words[(sizeof(Run<T, N>) + 3) / 4];
+    } room;
+    enum { count = sizeof(room.run) / 16 };
+    room.run = run;
+    UNROLL for (int w = 0; w < count; ++w) store_words((u32 *)into + 4 * w, room.words + 4 * w);
+    if (count == 0)
+        *(Run<T, N> *)into = run;
+}
 HELPER bool is_aligned(const void *address) { return ((u64)address & 15) == 0; }

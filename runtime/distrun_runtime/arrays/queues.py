@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from distrun_runtime.arrays.cuda import Cuda, Event, Stream
@@ -70,42 +70,31 @@ class Mark:
 class Order:
     """Orders the work of all queues of a process. Threads: any.
 
-    Nothing waits while the lock is held: a thread that waits for a device does not stop others from giving it work.
+    No thread waits for a GPU while it holds the lock, so others can give work meanwhile. A wait for a GPU has no time
+    limit, for CUDA has none; a GPU that does not answer is ended by its driver, and the wait raises CudaError.
     """
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda = cuda
-        self._lock = threading.RLock()
+        self._locked = _Locked(cuda)
         self._known: dict[Queue, int] = {}
         """What the host knows to be over."""
         self._events: dict[int, list[Event]] = {}
         """Those that no mark uses, by device."""
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Let no other thread give work meanwhile. In a forked child: raise StoreClosed; the lock may be held there."""
-        self.cuda.check()
-        with self._lock:
-            yield
+        return self._locked
 
     def queue(self, device: int, priority: int = 0) -> Queue:
         """Return a new queue of a device."""
         return Queue(self.cuda.stream(device, priority), self.cuda.event(device))
 
-    @contextmanager
-    def using(self, queue: Queue, reads: Sequence[Uses] = (), writes: Sequence[Uses] = ()) -> Iterator[None]:
+    def using(
+        self, queue: Queue, reads: Sequence[Uses] = (), writes: Sequence[Uses] = ()
+    ) -> AbstractContextManager[None]:
         """Give a queue one operation, in the block, that reads and writes some memory."""
-        with self.locked():
-            before = [each for uses in reads for each in uses.before_reading()]
-            before += [each for uses in writes for each in uses.before_writing()]
-            self._follow(queue, before)
-            yield
-            queue.count += 1
-            for uses in reads:
-                uses.readers[queue] = queue.count
-            for uses in writes:
-                uses.writer = (queue, queue.count)
-                uses.readers.clear()
+        return _Operation(self, queue, reads, writes)
 
     def mark(self, queue: Queue) -> Mark:
         """Return a mark behind all that a queue was given so far."""
@@ -135,10 +124,10 @@ class Order:
         """Tell whether the host knows that all uses are over."""
         return all(self._known.get(queue, 0) >= count for queue, count in uses.before_writing())
 
-    def _follow(self, queue: Queue, before: Iterable[tuple[Queue, int]]) -> None:
+    def follow(self, queue: Queue, before: Iterable[tuple[Queue, int]]) -> None:
         """Let later operations of a queue wait for some of other queues."""
-        for other, count in _covering_first(before):
-            if other is queue or max(queue.seen.get(other, 0), self._known.get(other, 0)) >= count:
+        for other, count in _covering_first([place for place in before if place[0] is not queue]):
+            if max(queue.seen.get(other, 0), self._known.get(other, 0)) >= count:
                 continue
             if other.recorded < count:
                 self.cuda.record(other.event, other.stream)
@@ -146,6 +135,55 @@ class Order:
             self.cuda.wait(queue.stream, other.event)
             _raise_counts(queue.seen, other.known)
             queue.seen.pop(queue, None)
+
+
+class _Locked:
+    """The lock of an Order."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._cuda.check()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+class _Operation:
+    """One operation of a queue, while it is given."""
+
+    __slots__ = ("_order", "_queue", "_reads", "_writes")
+
+    def __init__(self, order: Order, queue: Queue, reads: Sequence[Uses], writes: Sequence[Uses]) -> None:
+        self._order = order
+        self._queue = queue
+        self._reads = reads
+        self._writes = writes
+
+    def __enter__(self) -> None:
+        locked = self._order.locked()
+        locked.__enter__()
+        try:
+            before = [each for uses in self._reads for each in uses.before_reading()]
+            before += [each for uses in self._writes for each in uses.before_writing()]
+            self._order.follow(self._queue, before)
+        except BaseException:
+            locked.__exit__(None, None, None)
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        queue = self._queue
+        if kind is None:
+            queue.count += 1
+            for uses in self._reads:
+                uses.readers[queue] = queue.count
+            for uses in self._writes:
+                uses.writer = (queue, queue.count)
+                uses.readers.clear()
+        self._order.locked().__exit__(None, None, None)
 
 
 def _covering_first(before: Iterable[tuple[Queue, int]]) -> list[tuple[Queue, int]]:

@@ -29,6 +29,8 @@ SIGNALS = ("INT", "TERM", "HUP")
 """What the launching client may send as `signal`."""
 STOPS = ("TERM", "INT")
 """What `stop` may name: how the job is stopped. The first is the default."""
+BY_LIMIT = 200
+"""Characters of `by` in `stop` that are kept."""
 FRAME_LIMIT = 64 * 1024
 """Bytes of one frame of a client."""
 LOOK_LIMIT = 1000
@@ -66,6 +68,8 @@ class Stop:
     """The job is to be stopped, as if the coordinator had received `signal` ("TERM" or "INT")."""
 
     signal: str = STOPS[0]
+    by: str = ""
+    """Who stops it, and with what, for the message at its end; empty: `distrun kill`."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,11 @@ def _hello(frame: wire.Frame) -> Hello:
 
 
 def _stop(frame: wire.Frame) -> Stop:
-    return Stop(_one_of("signal", frame.header.get("signal", STOPS[0]), STOPS))
+    by = str(frame.header.get("by", ""))[:BY_LIMIT]
+    return Stop(
+        _one_of("signal", frame.header.get("signal", STOPS[0]), STOPS),
+        "".join(each for each in by if each.isprintable()),
+    )
 
 
 def _subscribe(frame: wire.Frame) -> Subscribe:

@@ -243,13 +243,22 @@ TABLE: Tuple[Variable, ...] = (
         "The same, but only with --interface or --subnet: NCCL finds its interfaces itself.",
         stale=False,
     ),
+    # GPUs of every task.
     _row(
         "CUDA_VISIBLE_DEVICES",
-        "torch",
+        "gpus",
         GIVEN,
-        "On a host with `gpus=` in the hosts file, unless you set it: all its GPUs, for each worker there. So"
+        "On a host with `gpus=` in the hosts file, unless you set it: all its GPUs, for each task there. So"
         " `cuda:LOCAL_RANK` is a GPU of the worker's own while a host has no more workers than GPUs; the launch warns"
-        " where it has more.",
+        " where it has more. With --gpus-per-worker: a worker's own GPUs, which it numbers from 0; empty for servers"
+        " and scheduler.",
+        stale=False,
+    ),
+    _row(
+        "CUDA_DEVICE_ORDER",
+        "gpus",
+        GIVEN,
+        "PCI_BUS_ID where distrun sets CUDA_VISIBLE_DEVICES, unless you set it: GPUs are numbered as nvidia-smi does.",
         stale=False,
     ),
     # JAX. Workers only.

@@ -62,6 +62,9 @@ class Task(NamedTuple):
     """Modules that the interpreter argv[0] must be able to import: checked on its host before anything starts."""
     place: str = ""
     """`Place.name` of the agent that starts it; empty: it is called as the host."""
+    gpus: Optional[Tuple[int, int]] = None
+    """Which GPUs of those that its place may use it sees: the first, and how many. Its agent sets CUDA_VISIBLE_DEVICES
+    to them. None: that is not distrun's business."""
 
     @property
     def place_name(self) -> str:
@@ -104,6 +107,10 @@ class Host(NamedTuple):
     """Takes the place of `Plan.interface` on this host."""
     login: str = ""
     """What a user types before a command to run it there, `ssh -p 2222 ann@d2`, for messages; empty: nothing."""
+    gpus: str = ""
+    """`gpus=` of the hosts file (`contract/gpus.py`); empty: nothing is said."""
+    named: str = ""
+    """Where the user describes it, `hosts:3`, for messages; empty: nowhere."""
 
     def typed(self, script: str, asks: bool = False) -> str:
         """Return what a user types to run shell text on this host. `asks`: it may ask for a password, as sudo does."""
@@ -205,6 +212,8 @@ class Plan(NamedTuple):
     """The address for that; empty: the loopback address."""
     places: Tuple[Place, ...] = ()
     """The job's places; empty: each host is one, of its own name."""
+    gpus_per_worker: int = 0
+    """How many GPUs each worker has to itself; 0: workers see what their hosts' `gpus` say."""
     version: int = VERSION
 
     def task(self, name: str) -> Task:
@@ -348,7 +357,7 @@ def from_json(value: Mapping[str, Any]) -> Plan:
     try:
         members = dict(value)
         members["hosts"] = tuple(Host(**_tuples(host, "ports")) for host in value["hosts"])
-        members["tasks"] = tuple(Task(**_tuples(task, "argv", "secret_env", "needs")) for task in value["tasks"])
+        members["tasks"] = tuple(_task(task) for task in value["tasks"])
         members["places"] = tuple(_place(place) for place in value["places"])
         members["limits"] = Limits(**value["limits"])
         members["runtime"] = Runtime(**value["runtime"])
@@ -356,6 +365,11 @@ def from_json(value: Mapping[str, Any]) -> Plan:
         return Plan(**_tuples(members, "command", "unset", "joined"))
     except (KeyError, TypeError) as err:
         raise ContractError(f"this is not a plan of distrun: {err}") from err
+
+
+def _task(value: Mapping[str, Any]) -> Task:
+    gpus = ("gpus",) if value.get("gpus") is not None else ()
+    return Task(**_tuples(value, "argv", "secret_env", "needs", *gpus))
 
 
 def _place(value: Mapping[str, Any]) -> Place:

@@ -29,6 +29,8 @@ class AgentReady(NamedTuple):
     ports: Mapping[str, int] = {}
     python: Mapping[str, str] = {}
     """For each argv[0] of tasks that need modules: `VERSION PATH` of the interpreter that it is there."""
+    gpus: Mapping[str, Any] = {}
+    """What its driver tells, and which of its GPUs tasks see (docs/protocol.md); empty: no task gets any."""
 
 
 class Settled(NamedTuple):

@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
-from distrun_runtime.contract import facts, words
+from distrun_runtime.contract import facts, gpus, words
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.contract.plan import WORKER
 from distrun_runtime.coordinator.outcome import Culprit, Outcome, Problem, TaskResult
@@ -170,7 +170,9 @@ def unusable(problems: Sequence[Problem], hosts: int, time: float, first: str) -
     else:
         short = "%d of %d hosts cannot be used" % (len(problems), hosts)
         text = "{}: {}".format(short, listed([f"{problem.host} ({problem.kind})" for problem in problems]))
-    return Cause(facts.PREFLIGHT, facts.EXIT_PREFLIGHT, time, text, short, host=first, detail=detail)
+    # What is said of GPUs, in the hosts file or by --gpus-per-worker, is a mistake as others in what was typed.
+    code = facts.EXIT_USAGE if all(problem.kind == gpus.KIND for problem in problems) else facts.EXIT_PREFLIGHT
+    return Cause(facts.PREFLIGHT, code, time, text, short, host=first, detail=detail)
 
 
 def not_prepared(host: str, why: str, time: float, detail: str) -> Cause:

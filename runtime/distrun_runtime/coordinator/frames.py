@@ -90,7 +90,7 @@ def _published(host: str, header: Mapping[str, Any], body: bytes, arrived: float
 def _ready(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
     ports = {str(name): int(port) for name, port in header.get("ports", {}).items()}
     python = {str(name): str(text) for name, text in header.get("python", {}).items()}
-    return events.AgentReady(host, str(header["address"]), ports, python)
+    return events.AgentReady(host, str(header["address"]), ports, python, dict(header.get("gpus") or {}))
 
 
 def _ending(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:

@@ -7,7 +7,7 @@
     metrics.jsonl  a sample of its numbers a minute; absent in a job that nothing was measured of
     control.json   where its coordinator is: host, boot id, pid, start, path of the control socket
     engine.json    what the job is called in its engine; absent if it has none
-    kill.json      `distrun kill` asked for its end; absent before
+    kill.json      who asked for its end, such as `distrun kill`; absent before
     reserve        room for outcome.json, should the disk be full at the end; absent afterwards
     coordinator.log  what the coordinator's process wrote to its stderr; empty unless it failed
 
@@ -38,6 +38,8 @@ from distrun_runtime.errors import ContractError, JobStoreError
 
 VERSION = 1
 SCHEMA = "distrun.job/1"
+KILL = "distrun kill"
+"""Who stops a job if its `stop` names nobody."""
 OUTCOME_SCHEMA = "distrun.outcome/1"
 REQUEST_SCHEMA = "distrun.request/1"
 ALLOCATION_SCHEMA = "distrun.allocation/1"
@@ -224,15 +226,28 @@ class JobFolder:
         """Note that the job lives, while nothing of it changes: state.json gets a new time. Raises OSError."""
         os.utime(str(self.path / "state.json"))
 
-    def ask_to_end(self) -> None:
-        """Note, before the launcher gets its SIGTERM, that `distrun kill` sends it. Raises OSError."""
-        _replace(self.path / "kill.json", {"version": VERSION, "pid": os.getpid(), "time": rfc3339(time.time())})
+    def ask_to_end(self, by: str = "") -> None:
+        """Record who stops the job, before the coordinator gets its SIGTERM.
+
+        Args:
+            by: who, and with what; empty: `distrun kill`.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        times = {"version": VERSION, "pid": os.getpid(), "time": rfc3339(time.time())}
+        _replace(self.path / "kill.json", {**times, "by": by or KILL})
 
     def explained(self, outcome: Outcome) -> Outcome:
-        """Return an outcome that says "stopped by distrun kill" if that is what the launcher's SIGTERM was."""
-        if outcome.reason != facts.TERMINATED or not (self.path / "kill.json").exists():
+        """Return an outcome that says who stopped the job, if the coordinator's SIGTERM came from a client."""
+        path = self.path / "kill.json"
+        if outcome.reason != facts.TERMINATED or not path.exists():
             return outcome
-        return dataclasses.replace(outcome, message="stopped by distrun kill")
+        try:
+            by = stored.load(path, VERSION).get("by")
+        except JobStoreError:  # it is for a message only
+            by = KILL
+        return dataclasses.replace(outcome, message="stopped by {}".format(by or KILL))
 
     def bury(self, survivors: Iterable[str], is_gone: bool = False) -> None:
         """Write the end of a lost job whose processes `distrun kill` has ended, but for `survivors`.

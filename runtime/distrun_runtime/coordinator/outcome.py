@@ -53,6 +53,7 @@ KINDS = (
     "module",
     "activation",
     "interface",
+    "gpus",
     "protocol",
     "other",
 )

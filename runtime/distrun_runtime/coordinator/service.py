@@ -141,7 +141,8 @@ class Service:
         job: the job's id.
         open_output: returns a reader of the job's output for a client, which begins at a cursor or about so many lines
             before the end; None: clients cannot have output.
-        on_stop: called, in the service's thread, before the signal of a client's `stop` or `kill` takes effect.
+        on_stop: called, in the service's thread, before the signal of a client's `stop` or `kill` takes effect, with
+            `control.Stop.by`.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Service:
         launcher: Optional[socket.socket],
         job: str = "",
         open_output: Optional[Callable[[control.OutputWanted], OutputReader]] = None,
-        on_stop: Callable[[], None] = lambda: None,
+        on_stop: Callable[[str], None] = lambda by: None,
     ) -> None:
         self._job = job
         self._open_output = open_output
@@ -474,7 +475,7 @@ class Service:
             self._reply(client, self._snapshot(0))
         elif isinstance(request, control.Stop):
             self._reply(client, control.done("stop"))
-            self._interrupt(request.signal)
+            self._interrupt(request.signal, by=request.by)
         elif isinstance(request, control.Kill):
             self._reply(client, control.done("kill"))
             self._interrupt("TERM", "INT")  # a Ctrl-C when the job is being stopped: nothing is waited for any more
@@ -491,10 +492,10 @@ class Service:
                 self._answers[request.id] = request.text
                 self._changed.notify_all()
 
-    def _interrupt(self, *names: str) -> None:
+    def _interrupt(self, *names: str, by: str = "") -> None:
         """Stop the job as if this process had received signals."""
         if "TERM" in names:
-            self._on_stop()
+            self._on_stop(by)
         if self._put is None:
             raise_signal(names[0])
             return

@@ -19,7 +19,7 @@ LOG = "coordinator.log"
 
 def service_of(folder: JobFolder, launcher: Optional[socket.socket]) -> Service:
     """Return the service of a job, which has started. `launcher`: the connection to the client that launched it."""
-    service = Service(launcher, folder.id, lambda wanted: _logged(folder, wanted), lambda: _note_stop(folder))
+    service = Service(launcher, folder.id, lambda wanted: _logged(folder, wanted), lambda by: _note_stop(folder, by))
     service.state(folder.written)
     service.start()
     return service
@@ -56,6 +56,6 @@ def _logged(folder: JobFolder, wanted: OutputWanted) -> OutputReader:
     return LoggedOutput(folder, wanted)
 
 
-def _note_stop(folder: JobFolder) -> None:
+def _note_stop(folder: JobFolder, by: str) -> None:
     with contextlib.suppress(OSError):  # it is for a message only
-        folder.ask_to_end()
+        folder.ask_to_end(by)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, List, Mapping, Optional
 
-from distrun_runtime.contract import facts, wire
+from distrun_runtime.contract import facts, gpus, wire
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.contract.plan import SCHEDULER, WORKER, Plan
@@ -199,6 +199,7 @@ class Supervisor:
         for label, port in event.ports.items():
             self.roster.facts[f"{event.host}/port:{label}"] = str(port)
         self._tell_python(event.host, event.python)
+        self._tell_gpus(event.host, event.gpus)
 
     def _on_settled(self, event: events.Settled) -> None:
         self.roster.hosts[event.host].is_ready = True
@@ -207,6 +208,17 @@ class Supervisor:
     def _tell_python(self, host: str, found: Mapping[str, str]) -> None:
         for text in found.values():
             self._say(f"{host}: servers run by Python {text}", DEBUG)
+
+    def _tell_gpus(self, host: str, found: Mapping[str, Any]) -> None:
+        """Say which GPUs tasks see, and where nobody could look whether they are there."""
+        if not found:
+            return
+        sees = "tasks see " + (",".join(map(str, found.get("visible") or ())) or "none")
+        if found.get("how"):
+            self._say(f"{host}: GPUs: {found.get('kinds') or 'none'}, driver {found.get('driver')}; {sees}", DEBUG)
+        else:
+            why = found.get("error") or gpus.NO_DRIVER
+            self._say(f"{host}: its GPUs cannot be checked: {why}; {sees}", INFO)
 
     def _on_needed(self, event: events.Needed) -> None:
         if event.digest == self.plan.runtime.digest and not self.roster.hosts[event.host].was_ended:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from screen import Screen
 
-from distrun.cli import writer
+from distrun.cli import top, writer
 from distrun.cli.console import Console, has_symbols, wants_colour
 from distrun_runtime.coordinator import output
 
@@ -283,10 +283,10 @@ def test_the_jobs_line_stands_below_the_bars_and_output_scrolls_above(watched: W
     printer.output("worker-0", "h", "err", b"\r 10%", None)
     printer.output("worker-1", "h", "out", b"\r 20%", None)
     printer.follow("metrics", metrics(step=5, total=10, fraction=0.5, loss="nan"))
-    watched.shows("...", "worker-0@h |  10%", "worker-1@h |  20%", "step 5/10 (50%) · loss nan")
+    watched.shows("...", "worker-0@h |  10%", "worker-1@h |  20%", "step 5/10 (50 %) · loss nan")
     assert watched.screen.lines[0].startswith("distrun: 2 tasks started in ")
     printer.output("worker-1", "h", "err", b"said\n", None)
-    watched.shows("...", "worker-1@h | said", "worker-0@h |  10%", "worker-1@h |  20%", "step 5/10 (50%) · loss nan")
+    watched.shows("...", "worker-1@h | said", "worker-0@h |  10%", "worker-1@h |  20%", "step 5/10 (50 %) · loss nan")
     printer.end_output()
     printer.say("over")
     printer.close()
@@ -377,11 +377,22 @@ def test_bars_of_200_workers_are_folded_and_a_resize_is_noticed(watched: Watched
         ({"LANG": "en_US.ISO-8859-1"}, False),
         ({"LC_CTYPE": "C.UTF-8"}, True),
         ({"LANG": "en_US.UTF-8", "PYTHONIOENCODING": "ascii:replace"}, False),
+        ({"LC_CTYPE": "UTF-8", "LANG": "C"}, True),
         ({}, False),
     ],
 )
 def test_symbols_are_used_where_the_locale_is_utf8(env: dict[str, str], expected: bool) -> None:
     assert has_symbols(env) is expected
+
+
+@pytest.mark.parametrize(("locale", "is_ascii"), [("C.UTF-8", False), ("C", True)])
+def test_the_dashboard_draws_symbols_where_the_job_line_does(
+    locale: str, is_ascii: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONIOENCODING", raising=False)
+    monkeypatch.setenv("LC_ALL", locale)
+    assert top.look(False).is_ascii is is_ascii
+    assert top.look(True).is_ascii
 
 
 def test_lines_that_come_one_by_one_are_all_shown_above_the_region(watched: Watched) -> None:

@@ -34,12 +34,14 @@ def text(folder: JobFolder, **more: Any) -> str:
 def test_a_running_job_is_shown_with_what_is_measured(folder: JobFolder) -> None:
     shown = text(folder, metrics=METRICS)
     assert shown.splitlines()[0] == "calm-1  running  python train.py"
-    said = "step 1200/5000 (24 %), 5.25 steps/s, about 12 min left, loss nan, accuracy 0.91, slowest: worker-1"
+    said = "step 1200/5000 (24 %), 5.25 steps/s, ETA 0:12:00, loss nan, accuracy 0.91, slowest worker-1"
     assert f"progress     {said}\n" in shown
     assert re.search(
         r"^worker-0 +stalled +7 +0:01:05 +150 % +3.0 GiB +87 % +1.0 GiB +2 s ago +d1$", shown, re.MULTILINE
     )
-    assert re.search(r"^worker-0 +stalled: no output, report or store call for 6 min$", shown, re.MULTILINE)
+    assert re.search(
+        r"^worker-0 +stalled: no output, report or store call for 6 min; to see where: ", shown, re.MULTILINE
+    )
     assert re.search(r"^d1 +0 s ago +62 % +5.1 +12.0 of 64.0 GiB ", shown, re.MULTILINE)
     assert re.search(r"^server-0 +12 +10.0 MiB +10.5/s .* worker-1 0.31 s$", shown, re.MULTILINE)
     assert "a barrier waits for 2 of 3 members\n" in shown
@@ -116,3 +118,15 @@ def test_a_host_that_said_goodbye_is_not_told_as_lost(folder: JobFolder) -> None
     lost = {"event": "lost", "host": "d1", "reason": "its connection ended", "time": at}
     assert "host lost" in text(folder, events=[lost])
     assert "host lost" not in text(folder, events=[bye, lost])
+
+
+def test_a_stall_is_told_once_while_it_lasts(folder: JobFolder) -> None:
+    when = {"version": 1, "time": "2026-01-31T12:00:00.000Z"}
+    said = "worker-0 is stalled: no output for 5 min; to see where: distrun stack calm-1 worker-0"
+    events = [
+        {**when, "event": "condition", "task": "worker-0", "condition": "stalled"},
+        {**when, "event": "said", "level": "warning", "text": said},
+    ]
+    assert text(folder, metrics=METRICS, events=events).count("distrun stack calm-1 worker-0") == 1
+    over = {**METRICS, "tasks": {"worker-0": {**METRICS["tasks"]["worker-0"], "condition": ""}}}
+    assert said in text(folder, metrics=over, events=events)

@@ -87,6 +87,17 @@ def test_tasks_that_differ_in_more_than_rank_and_host_are_not_shown_as_one(hosts
     assert [line for line in text.splitlines() if line.startswith("worker-")] == heads
 
 
+def test_gpus_that_only_the_agent_will_know_are_shown_as_a_reference() -> None:
+    made = plan("d1\nd2", 4, 0)
+    ranges = {"worker-0": (0, 2), "worker-1": (0, 2), "worker-2": (2, 2), "worker-3": (2, 2)}
+    made = made._replace(gpus_per_worker=2, tasks=tuple(task._replace(gpus=ranges[task.name]) for task in made.tasks))
+    text = shown(made)
+    assert "{d1/gpus:0-1}" in text
+    assert "{d2/gpus:2-3}" in text
+    heads = [line for line in text.splitlines() if line.startswith("worker-")]
+    assert heads == ["worker-[0-3]@d[1-2]: 4 tasks; HOST is the name of the task's host"]
+
+
 def test_a_single_task_is_shown_as_it_is() -> None:
     text = shown(plan("d1", 1, 1))
     assert text == shown(plan("d1", 1, 1), whole=True)

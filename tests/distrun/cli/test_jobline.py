@@ -78,11 +78,11 @@ def test_without_utf8_there_are_no_symbols() -> None:
         (None, ""),
         ({}, ""),
         ({"step": 1200, "total": 5000, "fraction": 0.24, "eta_s": 1187.4, "rate": 3.2, "loss": 0.12345678, "phase": 0},
-         "step 1200/5000 (24%) · 3.2 steps/s · 19 min 47 s left · loss 0.1235"),
+         "step 1200/5000 (24 %) · 3.2 steps/s · ETA 0:19:47 · loss 0.1235"),
         ({"step": 7, "total": None, "fraction": None, "eta_s": None, "rate": None, "loss": "nan", "phase": 1},
          "phase 2: step 7 · loss nan"),
         ({"step": 0, "total": 10, "fraction": 0.0, "eta_s": "inf", "rate": 0.0, "loss": 1e-9},
-         "step 0/10 (0%) · loss 1e-09"),
+         "step 0/10 (0 %) · loss 1e-09"),
         ({"loss": "inf"}, "loss inf"),
     ],
 )  # fmt: skip

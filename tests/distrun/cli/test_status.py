@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from distrun.cli.console import render
 from distrun.cli.statustables import duration, jobs_table, tasks_table
+from distrun.jobviews import JobView
 
 START = "2026-01-31T12:00:00.000Z"
 NOW = 1769860800.0 + 3725  # one hour, two minutes and five seconds after START
@@ -71,7 +73,7 @@ def test_where_there_is_no_room_columns_are_left_out_and_only_the_last_is_cut(co
             console.print(table)
         head, row = capture.get().splitlines()[-2:]
         assert head.split()[1] == "STATE"
-        whole = ("2 (2 running)", "1:02:05", "calm-otter-7f3", "worker-1", "failed", "running", "KILL", "2 MB")
+        whole = ("2 (2 running)", "2", "1:02:05", "calm-otter-7f3", "worker-1", "failed", "running", "KILL", "2 MB")
         for cell in row.rstrip().split("  ")[:-1]:
             assert cell.strip() in ("", "7", "1.2 s", "0:00:00", *whole) or cell.strip()[:3] in ("01-", "02-")
 
@@ -98,3 +100,20 @@ def test_no_jobs_is_an_empty_table() -> None:
 )
 def test_durations(start: str | None, end: str | None, text: str) -> None:
     assert duration(start, end, NOW) == text
+
+
+def test_problems_of_tasks_are_seen_on_a_terminal_of_80_columns() -> None:
+    tasks = [task("worker-0"), task("worker-1"), task("worker-2"), task("worker-3")]
+    known: Any = JobView(
+        SimpleNamespace(id="calm-otter-7f3"),  # type: ignore[arg-type]
+        state(tasks=tasks),
+        metrics={
+            "tasks": {"worker-0": {"condition": "stalled"}},
+            "progress": {"step": 1200, "total": 5000, "fraction": 0.24, "eta_s": 725.0},
+        },
+    )
+    lines = render(jobs_table([known.state], NOW, 80, {known.id: known})).splitlines()
+    assert lines[0].split() == ["JOB", "STATE", "PROGRESS", "TASKS", "TIME", "COMMAND"]
+    assert lines[1].startswith("calm-otter-7f3  running  24 %, ETA 0:12:05  4 (1 stalled)  1:02:05  python")
+    whole = render(jobs_table([known.state], NOW, 140, {known.id: known})).splitlines()
+    assert "4 (4 running, 1 stalled)" in whole[1]

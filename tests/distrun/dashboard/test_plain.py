@@ -31,7 +31,7 @@ def test_each_change_is_one_line_and_what_is_alike_is_folded() -> None:
     assert said(plain, model) == [
         "worker-3 on gpu04: stalled: no output, step, store call or CPU for 5m40s",
         "worker-4 on gpu01: straggler: last in 14 of 20 rounds, 0.31 s behind",
-        "progress: step 610 of 1000, 61 %, ETA 0:07:42, loss 0.4123",
+        "progress: step 610/1000 (61 %), 0.84 steps/s, ETA 0:07:42, loss 0.4123",
     ]
     take(model, "event", {"event": "lost", "host": "gpu03", "reason": "silent for 30 s"})
     assert said(plain, model) == ["host gpu03: lost", "gpu03: host lost: silent for 30 s"]
@@ -49,7 +49,7 @@ def test_progress_is_told_now_and_then() -> None:
         metrics["progress"].update(step=610 + second, fraction=0.61 + second / 1000)
         take(model, "metrics", metrics, NOW + second)
         told += [line for line in said(plain, model, NOW + second) if line.startswith("progress")]
-    assert [line.split(",")[0] for line in told] == ["progress: step 610 of 1000", "progress: step 640 of 1000"]
+    assert [line.split(",")[0] for line in told] == ["progress: step 610/1000 (61 %)", "progress: step 640/1000 (64 %)"]
 
 
 def test_a_coordinator_that_is_gone_and_comes_back_is_told() -> None:

@@ -92,6 +92,17 @@ def test_the_screen_is_taken_keys_work_and_quitting_gives_all_back(start: Start,
     assert "\x1b[?25h" in screen.shown.rpartition("\x1b[0m")[2]
 
 
+def test_keys_that_come_in_one_read_are_for_what_the_ones_before_show(start: Start) -> None:
+    screen = start()
+    screen.expect("stalled")
+    screen.resize(60, 10)
+    screen.expect("\x1b[10;1H")
+    screen.type("?G")
+    screen.expect("Ctrl-Z")
+    screen.type("qqx")
+    assert screen.ends() == 0
+
+
 def test_the_last_column_is_not_erased(start: Start) -> None:
     screen = start()
     screen.expect("stalled")

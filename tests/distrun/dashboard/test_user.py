@@ -10,7 +10,12 @@ SHOWN = Shown(tuple(f"worker-{rank}" for rank in range(10)), page=4, lines=100)
 
 def press(man: User, *keys: str, shown: Shown = SHOWN) -> list[Action]:
     """Press keys one by one, each in a read of its own."""
-    return [action for key in keys for action in man.press([key], shown)]
+    return [action for key in keys for action in man.press(key, shown)]
+
+
+def burst(man: User, *keys: str) -> list[Action]:
+    """Press keys that come in one read."""
+    return [action for number, key in enumerate(keys) for action in man.press(key, SHOWN, is_next=number > 0)]
 
 
 def test_the_job_is_stopped_only_by_yes_and_enter() -> None:
@@ -31,9 +36,16 @@ def test_anything_but_yes_cancels_the_stop(keys: tuple[str, ...]) -> None:
 
 def test_an_answer_that_comes_with_the_key_that_asked_is_not_taken() -> None:
     man = User()
-    assert man.press(["x", "y", "e", "s", "enter"], SHOWN) == []
+    assert burst(man, "x", "y", "e", "s", "enter") == []
     assert (man.look.prompt, man.look.typed) == (user.STOP, "")
     assert press(man, "y", "e", "x") == []
+
+
+def test_keys_that_come_in_one_read_all_act() -> None:
+    man = User()
+    assert burst(man, "down", "down", "x", "n", "down", "enter") == []
+    assert (man.look.chosen, man.look.mode) == ("worker-3", user.DETAIL)
+    assert burst(man, "q", "x", "y", "e", "s", "enter", "esc", "l") == [ShowLog("worker-3")]
 
 
 def test_a_typo_in_yes_can_be_taken_back() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -50,9 +51,10 @@ FACTS: dict[str, Any] = {
         "address": "10.0.0.3",
         "error": "",
     },
-    "gpus": {"gpus": [["X", "550", "80 GiB"]], "error": ""},
+    "gpus": {"how": "nvml", "driver": "550", "gpus": [{"number": 0, "name": "X"}], "error": "", "visible": None},
     "loose": [],
 }
+NO_GPU: dict[str, Any] = {"how": "", "driver": "", "gpus": [], "error": "", "visible": None}
 NO_ZMQ: dict[str, Any] = {"python__zmq": "", "python__zmq_error": "No module named 'zmq'", "python__install": INSTALL}
 WAYS = Ways()
 REQUEST = DoctorRequest(count=2)
@@ -174,7 +176,12 @@ def test_a_fault_says_how_to_fix_it(changes: dict[str, Any], check: str, text: s
         ({"shm": {"free": 1, "size": 64 << 20}}, "shared memory", "64.0 MiB only", "shm-size"),
         ({"shm": {"free": None, "size": None}}, "shared memory", "no /dev/shm", "mount"),
         ({"logind__kill_user_processes": True}, "logout", "KillUserProcesses", "enable-linger me"),
-        ({"gpus": {"gpus": [], "error": "driver mismatch"}}, "GPUs", "driver mismatch", "nvidia-smi"),
+        (
+            {"gpus": {"how": "", "gpus": [], "error": "driver mismatch", "visible": None}},
+            "GPUs",
+            "driver mismatch",
+            "nvidia-smi",
+        ),
         ({"loose": ["/home/me"]}, "permissions", "others may write /home/me", "chmod go-w /home/me"),
         ({"folders__cwd__free": 1 << 29}, "folder", "512.0 MiB free", "df -h"),
     ],
@@ -224,9 +231,7 @@ def test_loopback_is_good_enough_for_one_host() -> None:
 def test_hosts_that_differ_are_remarked() -> None:
     same = [ExaminedHost(name, facts(network__address="10.0.0.%d" % n)) for n, name in enumerate(("h1", "h2", "h3"))]
     assert checks.between(same, REQUEST) == []
-    other = ExaminedHost(
-        "h4", facts(python__version="3.12.1", python__numpy="1.26", gpus__gpus=[["X", "535", "80 GiB"]])
-    )
+    other = ExaminedHost("h4", facts(python__version="3.12.1", python__numpy="1.26", gpus__driver="535"))
     text = [row.text for row in checks.between([*same, other, ExaminedHost("h5")], REQUEST)]
     assert text == [
         "python differs: 3.11.2 on h[1-3]; 3.12.1 on h4",
@@ -291,3 +296,14 @@ def test_root_is_not_told_to_use_sudo() -> None:
     wrong = {"tmp__writable": False, "logind__kill_user_processes": True, "shm": {"free": None, "size": None}}
     assert "sudo" in "".join(row.fix_text(WAYS) for row in rows(**wrong))
     assert "sudo" not in "".join(row.fix_text(WAYS) for row in rows(**wrong, uid=0))
+
+
+def test_gpus_that_the_hosts_file_says_and_the_host_has_not_are_a_fault() -> None:
+    said = dataclasses.replace(REQUEST, gpus={"gpu01": "2"}, where={"gpu01": "hosts:7"})
+    row = only("bad", rows(said))
+    assert row.text == "gpus=2 for gpu01 (hosts:7), but there is 1 GPU (0, NVIDIA's driver 550)"
+    assert "hosts file" in row.fix
+    unknown = only("warn", rows(said, gpus=NO_GPU))
+    assert unknown.text.startswith("gpus=2 cannot be checked: neither the library of NVIDIA's driver nor nvidia-smi")
+    here = [row.text for row in rows(gpus__visible="0") if row.check == "GPUs"]
+    assert here == ["1 x X; driver 550; CUDA_VISIBLE_DEVICES=0"]

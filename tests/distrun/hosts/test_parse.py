@@ -60,6 +60,8 @@ LEGAL = [
     ("d1 gpus=4", HostSpec("d1", gpus="4")),
     ("d1 gpus=0,2", HostSpec("d1", gpus="0,2")),
     ("d1 gpus=2,", HostSpec("d1", gpus="2,")),
+    ("d1 gpus=GPU-8f6d", HostSpec("d1", gpus="GPU-8f6d")),
+    ("d1 gpus=MIG-GPU-8f6d/1/0,MIG-5f1c", HostSpec("d1", gpus="MIG-GPU-8f6d/1/0,MIG-5f1c")),
     ("d1 role=server", HostSpec("d1", role="server")),
     ("d1 role=any", HostSpec("d1")),
     ("d1 labels=a100,rack3", HostSpec("d1", labels=("a100", "rack3"))),
@@ -168,7 +170,9 @@ TEXTS = [
     ("d1 slots = 4", "hosts:1:4: E113: text after host is not key=value: 'slots'"),
     ("d1 role=boss", "hosts:1:4: E116: role must be one of server, worker, scheduler, any, got 'boss'"),
     ("d1 addr=d1", "hosts:1:4: E116: addr must be an IP address, got 'd1'"),
-    ("d1 gpus=1,1", "hosts:1:4: E116: gpus must be a number, or different ones with commas between, got '1,1'"),
+    ("d1 gpus=1,1", "hosts:1:4: E116: gpus must be a number, or different numbers or UUIDs (GPU-..., MIG-...) with commas between, got '1,1'"),
+    ("d1 gpus=1,GPU-8f6d", "hosts:1:4: E116: gpus must be a number, or different numbers or UUIDs (GPU-..., MIG-...) with commas between, got '1,GPU-8f6d'"),
+    ("d1 gpus=GPU-8f6d,gpu-8F6D", "hosts:1:4: E116: gpus must be a number, or different numbers or UUIDs (GPU-..., MIG-...) with commas between, got 'GPU-8f6d,gpu-8F6D'"),
     ("d1 iface=a/b", "hosts:1:4: E116: iface must be the name of a network interface, got 'a/b'"),
     ("d1 jump=-x", "hosts:1:4: E116: jump must be [user@]host[:port], got '-x'"),
     ("d1 labels=a,,b", "hosts:1:4: E116: labels must be words with commas between, got 'a,,b'"),
@@ -342,4 +346,11 @@ def test_a_job_on_this_machine_has_one_host_of_that_name() -> None:
 
 
 def test_gpus_are_counted() -> None:
-    assert [HostSpec("d", gpus=text).gpu_count for text in ("", "0", "4", "0,2", "3,")] == [None, 0, 4, 2, 1]
+    assert [HostSpec("d", gpus=text).gpu_count for text in ("", "0", "4", "0,2", "3,", "GPU-8f6d")] == [
+        None,
+        0,
+        4,
+        2,
+        1,
+        1,
+    ]

@@ -14,12 +14,22 @@ from distrun import hosts
 from distrun.errors import HostsError
 from distrun.hosts import FORMATS, HostSpec, Inventory
 from distrun.hosts.grammar import Fault
+from distrun_runtime.contract import gpus
 
 EXAMPLE = (Path(__file__).parents[3] / "hosts.example").read_text("utf-8")
 
 WORDS = st.text("abcdefgh0123456789", min_size=1, max_size=6)
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Zl", "Zp", "Zs")), min_size=1, max_size=8)
 SPACED = st.one_of(TEXTS, TEXTS.map(lambda text: text + " \"\\'# // =" + text))
+
+
+UUIDS = st.builds(
+    "{}-{}".format, st.sampled_from(["GPU", "MIG"]), st.text("0123456789abcdef-", min_size=1, max_size=36)
+)
+NAMES_OF_GPUS = st.lists(st.integers(0, 9999).map(str), min_size=1, max_size=8, unique=True) | st.lists(
+    UUIDS, min_size=1, max_size=3, unique=True
+)
+GPUS = st.just("") | st.integers(0, 9999).map(str) | NAMES_OF_GPUS.map(lambda names: ",".join([*names, ""]))
 
 
 @st.composite
@@ -33,7 +43,7 @@ def specs(draw: st.DrawFn, name: str) -> HostSpec:
         max_slots=draw(st.none() | st.integers(slots or 2, 9999)),
         addr=draw(st.just("") | st.ip_addresses().map(str)),
         iface=draw(st.sampled_from(["", "eth0", "ib0.7"])),
-        gpus=draw(st.sampled_from(["", "0", "8", "0,3", "1,"])),
+        gpus=draw(GPUS),
         role=draw(st.sampled_from(["", "server", "worker", "scheduler"])),
         labels=tuple(draw(st.lists(WORDS, max_size=3))),
         python=draw(st.just("") | SPACED.filter(str.isprintable)),
@@ -65,6 +75,30 @@ def inventories(draw: st.DrawFn) -> Inventory:
 @given(inventories())
 def test_what_is_written_is_read_again(inventory: Inventory) -> None:
     assert hosts.parse(hosts.write(inventory), "hosts") == inventory
+
+
+@settings(deadline=None)
+@given(NAMES_OF_GPUS, st.booleans())
+def test_gpus_that_are_listed_are_those_that_are_seen(names: list[str], is_open: bool) -> None:
+    text = ",".join(names) + ("," if is_open or (len(names) == 1 and names[0].isdigit()) else "")
+    (spec,) = hosts.parse(f"h gpus={text}", "hosts").specs
+    assert gpus.listed(spec.gpus) == tuple(names)
+    assert spec.gpu_count == len(names)
+    assert gpus.seen(",".join(names), gpus.Found()) == tuple(names), "CUDA reads them so, too"
+
+
+@settings(deadline=None)
+@given(st.lists(NAMES_OF_GPUS.map(",".join) | st.sampled_from(["0", "00", "GPU-", "gpu-a", "-1", "x", ""]), max_size=4))
+def test_any_other_list_of_gpus_is_an_error_at_its_place(parts: list[str]) -> None:
+    text = ",".join(parts)
+    items = [item.lower() for item in text.rstrip(",").split(",")] if text != "," else [""]
+    kinds = {"number" if item.isdigit() else item[:4] for item in items}
+    right = kinds == {"number"} or kinds <= {"gpu-", "mig-"}
+    right = right and all(item[4:] or item.isdigit() for item in items) and not text.endswith(",,")
+    alike = [int(item) if item.isdigit() else item for item in items]
+    found = outcome(f"h gpus={text}", "auto", False)
+    assert isinstance(found, Inventory) == (right and len(set(alike)) == len(alike)), text
+    assert isinstance(found, Inventory) or str(found).startswith("hosts:1:3: E116: gpus must be a number, or different")
 
 
 NUMBERS = st.builds(format, st.integers(0, 130), st.sampled_from(["d", "02d", "03d"]))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import nvidia
 import pytest
 
 from distrun_runtime.agent import hardware
@@ -193,24 +194,15 @@ def test_without_the_tasks_interpreter_the_agents_does_it(
     assert driver.answered("disk")
 
 
-def test_the_drivers_library_of_the_tasks_interpreter_is_used(made: Callable[..., Driver], tmp_path: Path) -> None:
-    (tmp_path / "pynvml.py").write_text(
-        "class Row:\n"
-        "    def __init__(self, **members): self.__dict__.update(members)\n"
-        "def nvmlInit(): pass\n"
-        "def nvmlDeviceGetCount(): return 1\n"
-        "def nvmlDeviceGetHandleByIndex(at): return at\n"
-        "def nvmlDeviceGetMemoryInfo(gpu): return Row(total=100, used=40)\n"
-        "def nvmlDeviceGetUtilizationRates(gpu): raise RuntimeError('Not Supported')\n"
-        "def nvmlDeviceGetUUID(gpu): return b'GPU-aaaa'\n"
-        "def nvmlDeviceGetName(gpu): return 'H100'\n"
-        "def nvmlDeviceGetComputeRunningProcesses(gpu): return [Row(pid=7, usedGpuMemory=None)]\n"
-    )
+def test_the_drivers_library_tells_how_busy_gpus_are(made: Callable[..., Driver], tmp_path: Path) -> None:
+    nvidia.library(tmp_path)
     driver = made()
-    driver.helper._env = {b"PYTHONPATH": os.fsencode(tmp_path)}
+    driver.helper._env = {b"LD_LIBRARY_PATH": os.fsencode(tmp_path), b"NVML_GPUS": b"1"}
     driver.want("gpus")
     driver.tick()
-    gpu = {"uuid": "GPU-aaaa", "index": 0, "name": "H100", "mem_total": 100, "mem_used": 40, "pids": {"7": None}}
+    sizes = {"mem_total": 40 << 30, "mem_used": 1 << 30}
+    pids = {"7": 123, "4000000000": None}
+    gpu = {"uuid": "GPU-0000", "index": 0, "name": "NVIDIA A100", "util": 0.37, **sizes, "pids": pids}
     assert driver.answered("gpus") == {"how": "nvml", "gpus": [gpu]}
 
 

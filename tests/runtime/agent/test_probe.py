@@ -6,6 +6,7 @@ import sys
 import threading
 from pathlib import Path
 
+import nvidia
 import pytest
 from agentkit import poll
 
@@ -86,13 +87,16 @@ def test_a_file_in_place_of_a_folder_is_told(tmp_path: Path) -> None:
 
 
 def test_gpus_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA X, 550.1, 80 GiB'\necho 'NVIDIA X, 550.1, 80 GiB'\n")
-    program.chmod(0o755)
+    nvidia.smi(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path) + os.pathsep + os.environ["PATH"])
-    assert probe.gpus() == {"gpus": [["NVIDIA X", "550.1", "80 GiB"]] * 2, "error": ""}
-    program.write_text("#!/bin/sh\necho 'driver mismatch' >&2; exit 9\n")
-    assert probe.gpus() == {"gpus": [], "error": "driver mismatch"}
+    monkeypatch.setenv("SMI_GPUS", "1")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    gpu = {"number": 0, "uuid": "GPU-0000", "name": "NVIDIA H100, 80GB", "memory": 81559 << 20, "instances": None}
+    found = {"how": "smi", "driver": "550.54", "gpus": [gpu], "error": "", "visible": None}
+    assert probe.gpus() == found
+    assert probe.gpus({b"CUDA_VISIBLE_DEVICES": b"0"}) == {**found, "visible": "0"}
+    monkeypatch.setenv("SMI_SAYS", "driver mismatch")
+    assert probe.gpus() == {"how": "", "driver": "", "gpus": [], "error": "driver mismatch", "visible": None}
 
 
 def test_what_others_may_write_is_told(tmp_path: Path) -> None:

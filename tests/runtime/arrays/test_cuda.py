@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -351,6 +352,15 @@ def test_a_program_is_compiled_once_for_all_processes(cupy: FakeCupy) -> None:
         layer.open_cupy().load(PROGRAM, 0)
     assert len(cupy.programs) == 1
     assert cupy.loaded == [b"KERNEL add() {}"] * 2
+
+
+def test_a_loaded_module_is_never_unloaded_not_even_in_a_forked_child(cupy: FakeCupy) -> None:
+    loaded = layer.open_cupy().load(PROGRAM, 0)
+    module = weakref.ref(cupy.made[0])
+    cupy.made.clear()
+    del loaded
+    gc.collect()
+    assert module() is not None
 
 
 def test_cupy_without_the_compiler_is_told(cupy: FakeCupy) -> None:

@@ -28,7 +28,7 @@ def test_a_gpu_is_one_device_and_its_parts_are_others(monkeypatch: pytest.Monkey
     assert [find.get(name).name for name in ("gpu", "cuda:1", "gpu:0/1")] == ["gpu:0", "gpu:1", "gpu:0/1"]
     assert find.get("gpu:0") is find.get("cuda:0")
     assert find.get("gpu:0/0") is not find.get("gpu:0")
-    with pytest.raises(KVError, match="no device gpu:2: this process sees 2 GPUs, the last is gpu:1"):
+    with pytest.raises(KVError, match="no device gpu:2: this process sees gpu:0 to gpu:1"):
         find.get("gpu:2")
 
 

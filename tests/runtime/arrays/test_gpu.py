@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpuhistories import arrays_come_and_go, memory_is_given_back, values_come_from_other_devices
 from gpukit import Machine, values
 
 from distrun_runtime.arrays import dtypes, gpu, gpumemory
@@ -18,7 +19,7 @@ from distrun_runtime.arrays.device import Device
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 from distrun_runtime.arrays.gpumemory import Staging
-from distrun_runtime.errors import StoreClosed
+from distrun_runtime.errors import KVError, StoreClosed
 
 CPU = CpuDevice()
 SEEDS = pytest.mark.parametrize("seed", range(3))
@@ -123,8 +124,7 @@ def test_devices_that_are_no_peers_copy_all_the_same() -> None:
 @pytest.mark.parametrize("factor", [0.25, -3.0])
 def test_scaling_has_the_bytes_of_the_cpus(dtype: str, factor: float) -> None:
     kind = dtypes.parse(dtype)
-    if kind.kind == "u" and factor < 0:
-        pytest.skip("numpy refuses a negative factor here, too")
+    factor = abs(factor) if kind.kind == "u" else factor  # numpy refuses a negative one
     machine = Machine()
     device = machine.gpus.get(0)
     expected = values((77,), kind)
@@ -195,6 +195,26 @@ def test_memory_that_cannot_be_page_locked_goes_by_staging() -> None:
     machine.finish()
 
 
+@SEEDS
+def test_staging_works_where_nothing_can_be_page_locked(seed: int) -> None:
+    machine = Machine(seed=seed)
+    machine.standin.fail("register", code=1)
+    device = machine.gpus.get(0)
+    given = values((1000,), F32)
+    for _ in range(2):
+        same(device.host(device.total([given, given])), CPU.total([given, given]))
+    assert not device._staging.is_locked
+    machine.finish()
+
+
+def test_numpy_does_not_take_it_for_an_array_of_the_host() -> None:
+    array = Machine().gpus.get(0).put(np.zeros(3, F32))
+    with pytest.raises(TypeError, match="not in the host's memory"):
+        np.asarray(array)
+    with pytest.raises(TypeError):
+        np.zeros(3, F32) + array
+
+
 # Memory
 
 
@@ -227,6 +247,19 @@ def test_a_pool_keeps_to_its_limit_and_gives_back_what_is_free() -> None:
     assert device.pool.trim() == 8192
     assert machine.standin.used == [0]
     machine.finish()
+
+
+def test_a_block_that_could_not_be_given_back_is_not_lost() -> None:
+    machine = Machine(1)
+    device = machine.gpus.get(0)
+    kept = [device.empty((100 * each,), F32) for each in (1, 2, 3)]
+    size = device.pool.size
+    kept.clear()
+    machine.standin.fail("free", 2, code=1)
+    with pytest.raises(CudaError, match="free on gpu:0"):
+        device.pool.trim()
+    assert device.pool.trim() < size
+    assert (device.pool.size, machine.standin.used) == (0, [0])
 
 
 def test_out_of_memory_is_tried_again_without_the_free_blocks() -> None:
@@ -275,6 +308,31 @@ def test_threads_may_share_a_device() -> None:
     machine.finish()
 
 
+@pytest.mark.parametrize("history", [arrays_come_and_go, values_come_from_other_devices, memory_is_given_back])
+@pytest.mark.parametrize("name", ["alloc", "free", "copy", "copy_peer", "launch", "record", "wait", "synchronize"])
+def test_a_call_that_fails_once_leaves_everything_in_order(history: Callable[[Machine], None], name: str) -> None:
+    """Whoever catches the error can go on; nothing that was under way is forgotten."""
+    machine = Machine()
+    history(machine)
+    for nth in range(1, machine.standin.calls[name] + 1):
+        machine = Machine()
+        machine.standin.fail(name, nth, code=1)
+        with pytest.raises(CudaError, match="cudaErrorInvalidValue"):
+            history(machine)
+        history(machine)
+        machine.finish()
+
+
+@pytest.mark.parametrize("devices", [0, 1, 8])
+def test_a_gpu_that_is_not_there_is_refused(devices: int) -> None:
+    gpus = Machine(devices).gpus
+    for number in range(devices):
+        assert gpus.get(number).name == "gpu:%d" % number
+    seen = {0: "none", 1: "only gpu:0", 8: "gpu:0 to gpu:7"}[devices]
+    with pytest.raises(KVError, match="no device gpu:%d: this process sees %s " % (devices, seen)):
+        gpus.get(devices)
+
+
 def test_after_an_illegal_address_everything_fails_by_its_name() -> None:
     machine = Machine()
     device = machine.gpus.get(0)
@@ -302,7 +360,7 @@ def test_in_a_forked_child_every_call_says_so_and_none_hangs(monkeypatch: pytest
     device.synchronize()
     before = sum(machine.standin.calls.values())
     monkeypatch.setattr(machine.cuda, "_pid", 1)  # as in a child; locks may be held there for ever
-    machine.gpus.order._lock.acquire()
+    machine.gpus.order._locked._lock.acquire()
     calls: list[Callable[[], object]] = [
         lambda: device.put(np.zeros(3)),
         lambda: device.empty((3,), F32),
@@ -332,7 +390,7 @@ def test_in_a_forked_child_every_call_says_so_and_none_hangs(monkeypatch: pytest
     array = device.name
     gc.collect()
     assert sum(machine.standin.calls.values()) == before
-    machine.gpus.order._lock.release()
+    machine.gpus.order._locked._lock.release()
 
 
 def test_a_gpu_is_a_device() -> None:

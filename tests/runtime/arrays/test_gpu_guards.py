@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 from cudastandin import StandIn
-from gpukit import Machine, values
+from gpuhistories import EACH_HISTORY, HISTORIES, arrays_come_and_go
+from gpukit import Machine
 
 from distrun_runtime.arrays import gpu, gpumemory
-from distrun_runtime.arrays.cpu import CpuDevice
 from distrun_runtime.arrays.cuda import Driver, Event
-from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.gpu import GpuArray
 from distrun_runtime.arrays.gpumemory import Memory, Pool, Staging
 from distrun_runtime.arrays.queues import Mark, Order, Queue, Uses
@@ -33,139 +32,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pieces, so that small arrays have several."""
     monkeypatch.setattr(gpu, "RING_BYTES", 2048)
     monkeypatch.setattr(Staging.__init__, "__defaults__", (512, 2))
-
-
-def check(found: Array, expected: Array) -> None:
-    assert found.tobytes() == expected.tobytes()
-
-
-def total(parts: Sequence[Array]) -> Array:
-    return CpuDevice().total(parts)
-
-
-# Histories
-
-
-def arrays_come_and_go(machine: Machine) -> None:
-    device = machine.gpus.get(0)
-    given = [values((300,), F32, seed) for seed in range(2)]
-    mine = [device.put(each) for each in given]
-    device.scale(mine[0], 2.0)
-    check(device.host(device.total(mine)), total([given[0] * np.float32(2), given[1]]))
-    device.add(mine[1], given[0])
-    check(device.host(mine[1]), total([given[1], given[0]]))
-
-
-def memory_is_used_again(machine: Machine) -> None:
-    device = machine.gpus.get(0)
-    for turn in range(2):
-        given = [values((200,), F32, 10 * turn + seed) for seed in range(3)]
-        sums = device.total([device.put(each) for each in given])
-        copied = device.put(sums)
-        del sums
-        later = device.put(given[0])  # where the sums were
-        check(device.host(copied), total(given))
-        check(device.host(later), given[0])
-        del copied, later
-
-
-def values_come_from_other_devices(machine: Machine) -> None:
-    here, there = machine.gpus.get(0), machine.gpus.get(1)
-    given = [values((300,), F32, seed) for seed in range(3)]
-    theirs = there.put(given[1])
-    into = here.total([here.put(given[0]), theirs, given[2]])
-    there.scale(theirs, 2.0)  # not before it was copied
-    back = there.total([theirs, into])
-    here.scale(into, 0.0)
-    check(there.host(back), total([given[1] * np.float32(2), total(given)]))
-    moved = here.put(theirs)
-    del theirs
-    check(there.host(there.put(given[0])), given[0])
-    check(here.host(moved), given[1] * np.float32(2))
-
-
-def many_and_mixed_parts_are_summed(machine: Machine) -> None:
-    device = machine.gpus.get(0)
-    for turn in range(2):
-        given = [values((40,), F32 if seed == 1 else F16, 20 * turn + seed) for seed in range(3)]
-        expected, out = np.empty(40, F16), device.empty((40,), F16)
-        CpuDevice().sum(given, expected)
-        device.sum([device.put(each) for each in given], out)
-        many = [values((40,), F32, 20 * turn + seed) for seed in range(10)]
-        sums = device.total([device.put(each) for each in many])
-        # What comes next is put where the tables were.
-        fresh = [device.put(values((4,), F32, seed)) for seed in range(4)]
-        check(device.host(out), expected)
-        check(device.host(sums), total(many))
-        for seed, each in enumerate(fresh):
-            check(device.host(each), values((4,), F32, seed))
-
-
-def page_locked_memory_is_copied_directly(machine: Machine) -> None:
-    device = machine.gpus.get(0)
-    memory = np.zeros(600, F32)
-    assert machine.gpus.locked.lock(memory)
-    for turn in range(2):
-        memory[:300] = given = values((300,), F32, turn)
-        array = device.put(memory[:300])
-        memory[:300] = 0
-        device.scale(array, 2.0)
-        device.read(array, memory[300:])
-        check(memory[300:], given * np.float32(2))
-        memory[:300] = given
-        device.scale(array, 0.0)
-        del array  # what comes next has its memory
-        array = device.put(memory[:300])
-        device.read(array, memory[300:])
-        check(memory[300:], given)
-
-
-def memory_is_given_back(machine: Machine) -> None:
-    device = machine.gpus.get(0)
-    given = values((500,), F32)
-    array = device.put(given)
-    other = device.put(array)
-    del array
-    device.pool.trim()
-    check(device.host(other), given)
-    device.scale(other, 2.0)
-    del other
-    device.pool.trim()
-    device.synchronize()
-
-
-def the_same_memory_is_written_by_every_stream(machine: Machine) -> None:
-    device, other = machine.gpus.get(0, 0), machine.gpus.get(0, 1)
-    given = values((100,), F32)
-    array, target = device.put(given), other.put(given)
-    for _ in range(2):
-        device.add(array, target)  # read by device's stream
-        other.scale(target, 2.0)  # written by other's
-        other.add(target, array)
-        device.scale(array, 0.5)
-    expected, far = given.copy(), given.copy()
-    for _ in range(2):
-        expected += far
-        far *= np.float32(2)
-        far += expected
-        expected *= np.float32(0.5)
-    check(device.host(array), expected)
-    check(other.host(target), far)
-
-
-HISTORIES: dict[str, Callable[[Machine], None]] = {
-    each.__name__: each
-    for each in (
-        arrays_come_and_go,
-        memory_is_used_again,
-        values_come_from_other_devices,
-        many_and_mixed_parts_are_summed,
-        page_locked_memory_is_copied_directly,
-        memory_is_given_back,
-        the_same_memory_is_written_by_every_stream,
-    )
-}
-EACH_HISTORY = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
 
 
 def run(history: Callable[[Machine], None], **options: Any) -> Machine:

@@ -13,7 +13,8 @@ from hardfloats import floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distrun_runtime.ops import compression, programs, quantize
+from distrun_runtime.arrays import programs
+from distrun_runtime.ops import compression, quantize
 
 Array = npt.NDArray[Any]
 

@@ -25,6 +25,7 @@ def greeted(version: Any = (1, 0), **more: bool) -> Conversation:
         ({"type": "state"}, b"", control.State()),
         ({"type": "stop"}, b"", control.Stop("TERM")),
         ({"type": "stop", "signal": "INT"}, b"", control.Stop("INT")),
+        ({"type": "stop", "by": "me\x1b\n from the dashboard"}, b"", control.Stop("TERM", "me from the dashboard")),
         ({"type": "kill"}, b"", control.Kill()),
         ({"type": "detach"}, b"", control.Detach()),
         ({"type": "stack", "task": "worker-0"}, b"", control.Stack("worker-0")),

@@ -145,7 +145,7 @@ class Job:
         self.readers: list[Numbers] = []
         self.stops: list[str] = []
         self.handled: list[events.Event] = []
-        self.service = Service(launcher, "calm-otter-7f3", self.log.open, lambda: self.stops.append("stop"))
+        self.service = Service(launcher, "calm-otter-7f3", self.log.open, self.stops.append)
         self.service.state(STATE)
         self.service.start()
         self.listener = ControlSocket("calm-otter-7f3", folder)
@@ -307,13 +307,18 @@ def test_a_client_of_another_version_can_stop_a_job_and_is_refused_anything_else
 
 @pytest.mark.parametrize(
     ("request_", "signals"),
-    [({"type": "stop"}, ["TERM"]), ({"type": "stop", "signal": "INT"}, ["INT"]), ({"type": "kill"}, ["TERM", "INT"])],
+    [
+        ({"type": "stop", "by": "me"}, ["TERM"]),
+        ({"type": "stop", "signal": "INT"}, ["INT"]),
+        ({"type": "kill"}, ["TERM", "INT"]),
+    ],
 )
 def test_stop_and_kill_are_signals_to_the_jobs_loop(request_: dict[str, Any], signals: list[str], job: Job) -> None:
     job.opened()
+    by = request_.get("by", "")
     assert Client(job.path).ask(request_.pop("type"), **request_).type in ("stop", "kill")
     assert [event.signal for event in job.handled if isinstance(event, events.Interrupt)] == signals
-    assert job.stops == (["stop"] if "TERM" in signals else [])
+    assert job.stops == ([by] if "TERM" in signals else [])
 
 
 def test_a_stop_before_the_loop_begins_is_a_signal_to_the_process(job: Job, signals: list[str]) -> None:

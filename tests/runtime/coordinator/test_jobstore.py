@@ -277,6 +277,15 @@ def test_a_job_that_was_ended_by_distrun_kill_says_so(tmp_path: Path) -> None:
     assert folder.state()["message"] == "stopped by distrun kill"
 
 
+def test_a_job_that_was_stopped_from_the_dashboard_says_by_whom(tmp_path: Path) -> None:
+    folder = store(tmp_path, "a-1").find("a-1")
+    terminated = Outcome(143, "terminated", "terminated (SIGTERM)")
+    folder.ask_to_end("me@d1 from the dashboard")
+    assert folder.explained(terminated).message == "stopped by me@d1 from the dashboard"
+    (folder.path / "kill.json").write_text("{")
+    assert folder.explained(terminated).message == "stopped by distrun kill"
+
+
 def test_a_finished_job_is_never_lost(tmp_path: Path) -> None:
     folder = store(tmp_path, "a-1").find("a-1")
     task = TaskResult("worker-0", "worker", 0, "d1", "failed", pid=7, code=3, started=1.0, ended=2.5)

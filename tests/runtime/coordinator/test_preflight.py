@@ -41,6 +41,15 @@ def test_nothing_is_spawned_before_the_last_host_is_ready() -> None:
     assert len(history.ready("d2").did(Spawn)) == 2
 
 
+def test_hosts_without_the_gpus_that_were_asked_for_are_a_mistake_in_what_was_typed() -> None:
+    history = gathering(("d1", "d2")).hello("d1").ready("d1").hello("d2")
+    outcome = history.bad("d2", "gpus", "gpus=4 for d2 (hosts:2), but there are 2 GPUs", fix="correct gpus=").end()
+    assert (outcome.exit_code, outcome.reason) == (2, "preflight")
+    assert outcome.message == "d2 cannot be used: gpus=4 for d2 (hosts:2), but there are 2 GPUs"
+    both = gathering(("d1", "d2")).bad("d1", "gpus", "too few").bad("d2", "auth", "Permission denied").end()
+    assert both.exit_code == 3
+
+
 def test_all_bad_hosts_are_told_at_once_and_nothing_was_started_anywhere() -> None:
     history = gathering().hello("d1").ready("d1").hello("d3").ready("d3").hello("d5")
     history.bad("d4", "timeout", "no answer within 10 s", fix="ping d4").bad("d2", "auth", "Permission denied")

@@ -1,0 +1,60 @@
+"""Events of a job as the dashboard and `distrun status JOB` show them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distrun.dashboard.events import EventReader
+
+AT = {"version": 1, "time": "2026-11-24T15:49:45.000Z", "host": "d1"}
+ERROR = "worker-0@d1 (pid 7) failed: ValueError: no"
+
+
+def told(*events: dict[str, Any]) -> list[str]:
+    reader = EventReader()
+    return [found.words for event in events if (found := reader.take({**AT, **event})) is not None]
+
+
+def exited(task: str, code: int | None = 1, **more: Any) -> dict[str, Any]:
+    return {"event": "exited", "task": task, "code": code, "signal": None, "stopped": False, "reason": "", **more}
+
+
+def published(task: str, stopped: bool = False, **values: str) -> dict[str, Any]:
+    return {"event": "published", "task": task, "stopped": stopped, "values": values}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"event": "said", "level": "warning", "text": text}
+
+
+def test_a_failure_is_told_once() -> None:
+    history = [
+        published("worker-0", failed="ValueError: no"),
+        *(published(name, lost_peer="worker-0", message=ERROR) for name in ("scheduler", "worker-1", "server-0")),
+        exited("worker-0"),
+        said("worker-0 on d1: exit code 1; stopping the job"),
+        {"event": "state", "state": "stopping"},
+        published("server-0", stopped=True, lost_peer="scheduler", message="the scheduler was told to end by SIGTERM"),
+    ]
+    assert told(*history) == ["worker-0 on d1: ValueError: no", "worker-0 on d1: exit code 1", "job is stopping"]
+
+
+def test_the_first_of_those_that_lost_a_task_tells_of_it() -> None:
+    history = [published(name, lost_peer="worker-0", message="it is silent") for name in ("scheduler", "worker-1")]
+    assert told(*history) == ["scheduler on d1: it is silent"]
+
+
+def test_a_message_that_says_more_than_a_failure_is_told() -> None:
+    silent = "d1 has been silent for 10 s, and tasks on other hosts lost those on it; stopping the job"
+    other = "worker-0 on d1: exit code 12; stopping the job"
+    assert told(exited("worker-0"), said(other), said(silent))[1:] == [other, silent]
+    assert told(exited("worker-0", None, signal="KILL"), said("worker-0 on d1: signal KILL (it lost x); stopping")) == [
+        "worker-0 on d1: signal KILL"
+    ]
+
+
+def test_a_lost_host_is_told_once_and_not_at_all_after_its_goodbye() -> None:
+    lost = {"event": "lost", "reason": "silent for 30 s"}
+    assert told(lost, said("lost d1; stopping the job")) == ["d1: host lost: silent for 30 s"]
+    assert told({"event": "bye"}, lost) == []
+    assert told({"event": "bye"}, {"event": "ready"}, lost)[1:] == ["d1: host lost: silent for 30 s"]
