@@ -448,6 +448,13 @@ class StandIn:
             raise error(704)
         self.enabled.add((device, other))
 
+    @call
+    def device_of(self, address: int) -> int:
+        for block in self._blocks:
+            if block.is_alive and block.address <= address < block.end:
+                return block.device
+        raise self.mistake("%#x is no memory of a device" % address)
+
     # Memory
 
     def _device(self, device: int) -> None:

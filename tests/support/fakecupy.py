@@ -43,6 +43,7 @@ SIGNATURES = {
     "eventSynchronize": ("event",),
     "deviceCanAccessPeer": ("device", "peerDevice"),
     "deviceEnablePeerAccess": ("peerDevice",),
+    "pointerGetAttributes": ("ptr",),
 }
 """Of `cupy.cuda.runtime`, version 14. A test compares them with cupy's own where it is installed."""
 

@@ -288,6 +288,7 @@ class Driver(Protocol):
     def synchronize(self, event: Event) -> None: ...
     def can_access_peer(self, device: int, other: int) -> bool: ...
     def enable_peer(self, device: int, other: int) -> None: ...
+    def device_of(self, address: int) -> int: ...
 
 
 P = ParamSpec("P")
@@ -437,6 +438,10 @@ class Cuda:
             if err.code != PEER_ALREADY_ENABLED:  # by another library of this process
                 raise
 
+    def device_of(self, address: int) -> int:
+        """Return the device that has the memory at an address, whoever allocated it."""
+        return self._made("device_of", None, self._driver.device_of, address)
+
     def _made(self, name: str, device: int | None, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         self.check()
         try:
@@ -483,6 +488,13 @@ class _Runtime(Protocol):
     def eventSynchronize(self, event: int) -> None: ...
     def deviceCanAccessPeer(self, device: int, peer_device: int) -> int: ...
     def deviceEnablePeerAccess(self, peer_device: int) -> None: ...
+    def pointerGetAttributes(self, ptr: int) -> _PointerAttributes: ...
+
+
+class _PointerAttributes(Protocol):
+    """What is used of `cupy.cuda.runtime.PointerAttributes`."""
+
+    device: int
 
 
 class _Function(Protocol):
@@ -661,6 +673,10 @@ class _Cupy:
     def enable_peer(self, device: int, other: int) -> None:
         with self._told(device) as runtime:
             runtime.deviceEnablePeerAccess(other)
+
+    def device_of(self, address: int) -> int:
+        with self._told() as runtime:
+            return runtime.pointerGetAttributes(address).device
 
 
 def _driver_error(cupy: Any) -> type[Exception]:

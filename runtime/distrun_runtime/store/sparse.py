@@ -38,7 +38,7 @@ class RowSparse:
         if not self.shape or min(self.shape) < 0:
             raise KVError("a RowSparse has a shape of at least one dimension, found %s" % (self.shape,))
         refuse_mask(values, "the values of a RowSparse")
-        self.values: Array = np.asarray(values)
+        self.values: Array = interop.host_array(values, "the values of a RowSparse")
         self.rows: Array = row_numbers(rows, self.shape[0], "RowSparse")
         expected = (len(self.rows), *self.shape[1:])
         if self.values.shape != expected:
@@ -77,7 +77,7 @@ class RowSparse:
             KVError: an array of no dimension, or a masked array.
         """
         refuse_mask(array, "the array of a RowSparse")
-        dense = np.asarray(array)
+        dense = interop.host_array(array, "the array of a RowSparse")
         if not dense.ndim:
             raise KVError("a RowSparse has a shape of at least one dimension, found ()")
         flat = dtypes.widen(dense).reshape(dense.shape[0], math.prod(dense.shape[1:]))
@@ -86,18 +86,26 @@ class RowSparse:
 
     @classmethod
     def from_scipy(cls, matrix: Any) -> RowSparse:
-        """Return the rows of a scipy.sparse matrix or array that have stored elements; each row becomes dense."""
+        """Return the rows of a scipy.sparse matrix or array that have stored elements; each row becomes dense.
+
+        One of cupyx.scipy.sparse is copied to the host first.
+        """
+        if type(matrix).__module__.partition(".")[0] == "cupyx":
+            matrix = matrix.get()  # a copy in host memory, of scipy
         table = matrix.tocsr()
         rows = np.flatnonzero(np.diff(table.indptr))
         return cls(table[rows].toarray(), rows, table.shape)
 
     @classmethod
     def from_torch(cls, tensor: Any) -> RowSparse:
-        """Return the rows of a sparse torch tensor in host memory, such as the gradient of `Embedding(sparse=True)`.
+        """Return the rows of a sparse torch tensor, such as the gradient of `Embedding(sparse=True)`.
 
-        A COO tensor of one sparse dimension is taken as it is, without a copy; any other becomes rows first.
+        A COO tensor of one sparse dimension in host memory is taken as it is, without a copy; any other becomes rows
+        first. One on a device is copied to the host before.
         """
         table = tensor.detach()
+        if table.device.type != "cpu":
+            table = table.cpu()
         if not table.is_sparse:
             table = table.to_sparse_coo()
         if table.sparse_dim() == 1:
@@ -243,7 +251,7 @@ def row_numbers(rows: object, count: int, what: str) -> Array:
         KVError: numbers that are not whole, below 0, or not below `count`; names the first such.
     """
     refuse_mask(rows, "%s: the row numbers" % what)
-    array = np.asarray(rows)
+    array = interop.host_array(rows, "%s: the row numbers" % what)
     if not array.size:
         return np.empty(0, np.int64)
     if array.dtype.kind not in "iuf":

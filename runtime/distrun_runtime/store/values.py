@@ -17,7 +17,7 @@ from typing import Union
 
 import numpy as np
 
-from distrun_runtime.arrays import dtypes, interop
+from distrun_runtime.arrays import dtypes, foreign, interop
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.sparse import RowSparse, refuse_mask
@@ -301,16 +301,14 @@ def array_of(key: Key, value: object) -> Array:
     """Return one value as a numpy array of native byte order; the same memory where that is possible.
 
     Raises:
-        KVError: numpy cannot see it, or its dtype is none of `dtypes.NAMES`.
+        KVError: numpy cannot see it, as in the memory of a GPU, or its dtype is none of `dtypes.NAMES`.
     """
     refuse_mask(value, "key %r" % (key,))
-    try:
-        array = interop.memory_of(value)
-    # Whatever a foreign array raises when asked for its memory: on a device, needs a gradient, ...
-    except (TypeError, ValueError, RuntimeError, BufferError) as err:
-        raise KVError(
-            "key %r: numpy cannot read a %s (%s); bring it to host memory as an array first" % (key, _kind(value), err)
-        ) from err
+    return _stored(key, value, interop.host_array(value, "key %r" % (key,)))
+
+
+def _stored(key: Key, value: object, array: Array) -> Array:
+    """Return the array of a value in native byte order, if it has one of the dtypes that a store holds."""
     if dtypes.name_of(array.dtype) not in dtypes.NAMES:
         raise KVError(
             "key %r: a %s gives dtype %s, expected one of %s"
@@ -323,11 +321,14 @@ def output_of(key: Key, out: object) -> Array:
     """Return one output as an array that shares its memory: a numpy array as it is, a torch tensor's in host memory.
 
     Raises:
-        KVError: it is neither, read-only, or of foreign byte order.
+        KVError: it is neither, read-only, or of foreign byte order; on a GPU, or an array of jax.
     """
     if interop.is_tensor(out):
-        return array_of(key, out)
+        return _stored(key, out, interop.tensor_output(out, "key %r: the output" % (key,)))
     if not isinstance(out, np.ndarray):
+        why = foreign.refusal(out, is_output=True)
+        if why is not None:
+            raise KVError("key %r: the output: %s" % (key, why))
         if RowSparse.of(out) is not None:
             raise KVError("key %r: a %s is filled by row_sparse_pull; pull writes whole arrays" % (key, _kind(out)))
         raise KVError(

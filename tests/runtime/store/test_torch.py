@@ -12,9 +12,12 @@ from peers import python_of
 ROOT = Path(__file__).resolve().parents[3]
 
 SCRIPT = """
+import inspect
+
 import numpy as np
 import torch
 from distrun_runtime import kvstore
+from distrun_runtime.arrays import foreign
 from distrun_runtime.errors import KVError
 from distrun_runtime.store import values
 
@@ -64,6 +67,39 @@ for wrong in (torch.empty(2, 3, device="meta"), torch.empty(2, 3, dtype=torch.co
             assert "key 'w'" in str(err), err
         else:
             raise AssertionError(wrong)
+meta = torch.empty(2, 3, device="meta")
+for call in (kv.push, kv.pull):
+    try:
+        call("w", meta)
+    except KVError as err:
+        assert "found a torch Tensor on the meta device, which has no values" in str(err), err
+
+# A lazily negated tensor is read as what it shows, and not written.
+negated = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+assert negated.is_neg()
+kv.init("n", negated)
+out = torch.empty(2)
+kv.pull("n", out)
+assert out.tolist() == [-2, 4]
+try:
+    kv.pull("n", negated)
+except KVError as err:
+    assert "its negative or conjugate bit is set" in str(err), err
+else:
+    raise AssertionError("written")
+if hasattr(torch, "quantize_per_tensor"):
+    try:
+        kv.push("n", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+    except KVError as err:
+        assert "a torch Tensor of quantized dtype torch.qint8" in str(err), err
+
+# What arrays.foreign asks of tensors on a GPU has these names; one in host memory is none.
+assert foreign.device_array(weight, None, None) is None
+assert torch.version.hip is None
+assert "device" in inspect.signature(torch.cuda.current_stream).parameters
+assert callable(torch.cuda.is_current_stream_capturing)
+assert (weight.layout is torch.strided, weight.is_quantized, weight.is_conj()) == (True, False, False)
+assert (weight.stride(), tuple(weight.shape), weight.data_ptr() != 0) == ((3, 1), (2, 3), True)
 try:
     kv.pull("w", torch.empty(2, 3, dtype=torch.float64))
 except KVError as err:

@@ -1,0 +1,421 @@
+"""Recognizes arrays in GPU memory, of any library, and says what they are; and why an array cannot be used.
+
+    torch     by its own methods                             read and written
+    cupy      by its own attributes                          read and written
+    jax       by DLPack: jax orders its work before ours     read: jax arrays never change
+    others    by `__cuda_array_interface__` (2 and 3)        read, and written unless read-only
+              else by DLPack: CUDA and managed memory        read
+
+No library is ever imported here: a value of one can only come from a module that is loaded. The caller's stream is that
+of the library in the calling thread, now: call `device_array` and `device_output` from the thread that has the array,
+at each use, and keep no view for later calls.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from distrun_runtime.arrays import dlpack, dtypes
+from distrun_runtime.arrays.dtypes import DType
+from distrun_runtime.errors import KVError
+
+if TYPE_CHECKING:
+    from distrun_runtime.arrays.cuda import Cuda, Stream
+
+__all__ = ["LEGACY", "PER_THREAD", "DeviceView", "device_array", "device_output", "refusal"]
+
+LEGACY, PER_THREAD = 1, 2
+"""cudaStreamLegacy, cudaStreamPerThread: the default streams by handle. Libraries write the first one as 0, too."""
+
+_GPUS = (dlpack.CUDA, dlpack.CUDA_MANAGED)
+
+_HOST_ONLY = "this version reads and writes host memory only"
+_CUDA_ONLY = "distrun uses GPUs by CUDA"
+_CAPTURING = (
+    "%s's current stream is capturing a CUDA graph, and no graph can hold what a store does; fix: call the store"
+    " outside of the capture"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceView:
+    """An array of another library in the memory of a GPU, as it is now."""
+
+    library: str
+    """`torch`, `cupy`, `jax`, else the package that the array's class is from."""
+    device: int
+    """CUDA's number of the device, in this process."""
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In bytes."""
+    dtype: DType
+    """One of `dtypes.NAMES`; bfloat16 is `dtypes.BFLOAT16`."""
+    is_readonly: bool
+    """It must not be written."""
+    stream: int | None
+    """Handle of the stream that the caller works on; None: it is not known, and nothing has to be waited for: the
+    library has ordered its own work before that of our stream, or says that all of it is done."""
+    is_immutable: bool
+    """Nothing will ever write it: it only has to be kept until it was read."""
+    owner: object
+    """Keeps the memory as long as something refers to it."""
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie row by row without a gap."""
+        expected = self.dtype.itemsize
+        for length, step in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if length > 1 and step != expected:
+                return not self.size
+            expected *= length
+        return True
+
+
+def device_array(value: object, cuda: Cuda, ours: Callable[[int], Stream]) -> DeviceView | None:
+    """Return a value in GPU memory as a contiguous view to read; None if it is in the host's memory, or no array.
+
+    Elements of torch's and cupy's arrays that are not contiguous are copied, by the library on the caller's stream.
+
+    Arguments:
+        cuda: asked for the device of an address, if the value does not tell.
+        ours: gives the stream of ours that will read, by device: some libraries let it wait themselves.
+
+    Raises:
+        KVError: it is in memory of another kind of device, or cannot be read there; says what to do.
+        StoreClosed: it is on a GPU, and this process was forked from the one that opened CUDA.
+    """
+    view = _device_view(value, cuda, ours)
+    if view is not None and not view.is_contiguous:
+        raise KVError(
+            f"{_named(value)} is not contiguous (shape {view.shape}, strides {view.strides}); fix: give a contiguous"
+            " copy"
+        )
+    return view
+
+
+def device_output(value: object, cuda: Cuda) -> DeviceView | None:
+    """Return a value in GPU memory as a view to write, of any strides; None if it is in the host's memory, or no array.
+
+    Raises:
+        KVError: it cannot be written there, or is no array in CUDA memory; says what to do.
+        StoreClosed: as `device_array`.
+    """
+    view = _device_view(value, cuda, None)
+    if view is not None and view.is_readonly:
+        raise KVError(f"{_named(value)} is read-only; fix: give an array that can be written, such as a copy")
+    if view is not None and any(not step and length > 1 for step, length in zip(view.strides, view.shape, strict=True)):
+        raise KVError(
+            f"elements of {_named(value)} share memory (shape {view.shape}, strides {view.strides}), as in a broadcast"
+            " or expanded array; fix: give an array without repeats"
+        )
+    return view
+
+
+def refusal(value: object, is_output: bool = False) -> str | None:
+    """Return why a store cannot use an array that is not plain host memory, and what to do; None if nothing is known.
+
+    The text has no key. It is asked for when numpy could not read the value.
+    """
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _tensor_refusal(value, torch, is_output)
+    if jax is not None and is_output and isinstance(value, jax.Array):
+        return (
+            f"found {_named(value)}, which cannot be written; fix: pull into an array of numpy, and give that to"
+            " jax.numpy.asarray"
+        )
+    where = _place(value)
+    if where is None:
+        return None
+    found = f"found {_named(value)} in memory of {where}; {_HOST_ONLY}"
+    if is_output:
+        return f"{found}; fix: give an array of numpy, and copy it to the GPU{_to_device(value)}"
+    return f"{found}; fix: {_to_host(value)}"
+
+
+# By library
+
+
+def _device_view(value: Any, cuda: Cuda, ours: Callable[[int], Stream] | None) -> DeviceView | None:
+    torch, cupy, jax = (sys.modules.get(name) for name in ("torch", "cupy", "jax"))
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _of_torch(value, torch, cuda, is_output=ours is None)
+    if cupy is not None and isinstance(value, cupy.ndarray):
+        cuda.check()
+        return _of_cupy(value, cupy, is_output=ours is None)
+    if jax is not None and isinstance(value, jax.Array):
+        if ours is None:
+            raise KVError(str(refusal(value, is_output=True)))
+        return _of_dlpack(value, cuda, ours)
+    if _has_interface(value):
+        cuda.check()
+        return _of_interface(value, cuda)
+    if hasattr(value, "__dlpack_device__") and hasattr(value, "__dlpack__"):
+        return _of_dlpack(value, cuda, ours)
+    return None
+
+
+def _of_torch(tensor: Any, torch: Any, cuda: Cuda, is_output: bool) -> DeviceView | None:
+    if tensor.device.type == "cpu":
+        return None
+    why = _tensor_refusal(tensor, torch, is_output, reads_cuda=True)
+    if why is not None:
+        raise KVError(why)
+    cuda.check()
+    if torch.cuda.is_current_stream_capturing():
+        raise KVError(_CAPTURING % "torch")
+    # A parameter without its gradient's history. What is lazily negated or not contiguous is copied on torch's stream.
+    plain = tensor.detach()
+    if plain.is_neg():
+        plain = plain.resolve_neg()
+    if not is_output and not plain.is_contiguous():
+        plain = plain.contiguous()
+    device = plain.device.index
+    dtype = _dtype(tensor, str(plain.dtype).rpartition(".")[2])
+    return _checked(
+        tensor,
+        device=device,
+        address=plain.data_ptr(),
+        shape=tuple(plain.shape),
+        strides=tuple(step * dtype.itemsize for step in plain.stride()),
+        dtype=dtype,
+        stream=_handle(torch.cuda.current_stream(device).cuda_stream),
+        owner=plain,
+    )
+
+
+def _of_cupy(array: Any, cupy: Any, is_output: bool) -> DeviceView:
+    if cupy.cuda.runtime.is_hip:
+        raise KVError(f"found {_named(array)} in memory of ROCm; {_CUDA_ONLY}; fix: {_to_host(array)}")
+    device = int(array.device.id)
+    stream = cupy.cuda.get_current_stream(device)
+    if stream.is_capturing():
+        raise KVError(_CAPTURING % "cupy")
+    if not is_output and not array.flags.c_contiguous:
+        with array.device:
+            array = cupy.ascontiguousarray(array)
+    return _checked(
+        array,
+        device=device,
+        address=int(array.data.ptr),
+        shape=tuple(array.shape),
+        strides=tuple(array.strides),
+        dtype=_dtype(array, array.dtype),
+        stream=_handle(stream.ptr),
+        owner=array,
+    )
+
+
+def _of_interface(value: Any, cuda: Cuda) -> DeviceView:
+    found = value.__cuda_array_interface__
+    if found.get("mask") is not None:
+        raise KVError(f"{_named(value)} has a mask, and no mask is stored or sent; fix: give it without")
+    address, is_readonly = found["data"]
+    # Version 2 says nothing of streams: the default one is that of most programs. In version 3, None means that nothing
+    # has to be waited for.
+    stream = found.get("stream") if found["version"] >= 3 else LEGACY
+    if stream == 0:
+        raise KVError(
+            f"{_named(value)} gives 0 as its stream in __cuda_array_interface__, which may be either default stream;"
+            " fix: 1 (legacy) or 2 (per thread) there"
+        )
+    shape = tuple(found["shape"])
+    # Of types that numpy does not know, it only has the size: the array's own dtype says the name.
+    own = getattr(getattr(value, "dtype", None), "name", None)
+    dtype = _dtype(value, own if own == "bfloat16" and found["typestr"][1:] in {"V2", "u2"} else found["typestr"])
+    strides = found.get("strides")
+    return _checked(
+        value,
+        device=cuda.device_of(int(address)) if math.prod(shape) else 0,
+        address=int(address or 0),
+        shape=shape,
+        strides=tuple(strides) if strides is not None else _compact(shape, dtype.itemsize),
+        dtype=dtype,
+        is_readonly=bool(is_readonly),
+        stream=stream,
+        owner=value,
+    )
+
+
+def _of_dlpack(value: Any, cuda: Cuda, ours: Callable[[int], Stream] | None) -> DeviceView | None:
+    place = dlpack.device_of(value)
+    jax = sys.modules.get("jax")
+    is_jax = jax is not None and isinstance(value, jax.Array)
+    if place is None:
+        if is_jax:
+            raise KVError(
+                f"{_named(value)} is traced by jax.jit, was donated, or is spread over devices; fix: give it outside of"
+                " jit, on one device or as numpy.asarray(value)"
+            )
+        return None
+    kind, device = place
+    if kind in dlpack.HOSTS:
+        return None
+    if kind not in _GPUS:
+        raise KVError(
+            f"found {_named(value)} in memory of {dlpack.name_of(kind)}; {_CUDA_ONLY}; fix: {_to_host(value)}"
+        )
+    if ours is None:
+        raise KVError(
+            f"{_named(value)} only has DLPack, by which an array is read and not written; fix: give an array of torch,"
+            " cupy or numpy"
+        )
+    cuda.check()
+    try:
+        found = dlpack.export(value, ours(device).handle)
+    except (BufferError, TypeError, ValueError, RuntimeError) as err:
+        raise KVError(f"{_named(value)} cannot be read by DLPack ({err}); fix: {_to_host(value)}") from err
+    return _checked(
+        value,
+        device=device,
+        address=found.address,
+        shape=found.shape,
+        strides=found.strides,
+        dtype=_dtype(value, found.dtype),
+        is_readonly=True,
+        stream=None,
+        is_immutable=is_jax,
+        owner=(value, found.owner),
+    )
+
+
+def _checked(
+    value: object,
+    *,
+    device: int,
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: DType,
+    stream: int | None,
+    owner: object,
+    is_readonly: bool = False,
+    is_immutable: bool = False,
+) -> DeviceView:
+    if not address and 0 not in shape:
+        raise KVError(f"{_named(value)} has no memory of its own; fix: give an array with values")
+    return DeviceView(_library(value), device, address, shape, strides, dtype, is_readonly, stream, is_immutable, owner)
+
+
+def _handle(pointer: int) -> int:
+    return pointer or LEGACY
+
+
+def _compact(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape)))
+
+
+def _dtype(value: object, given: Any) -> DType:
+    """Return a dtype of `dtypes.NAMES` for a name, a numpy dtype or a type string."""
+    if given == "bfloat16" or getattr(given, "name", None) == "bfloat16":
+        return dtypes.BFLOAT16
+    try:
+        found = np.dtype(given)
+    except TypeError:  # one that only this library knows
+        name = str(given)
+    else:
+        if not found.isnative:
+            raise KVError(
+                f"{_named(value)} has foreign byte order ({found.str}), which is not changed on a GPU; fix: give a"
+                " native one"
+            )
+        name = found.name
+    if name not in dtypes.NAMES:
+        raise KVError(f"{_named(value)} has dtype {name}, expected one of {', '.join(dtypes.NAMES)}")
+    return dtypes.parse(name)
+
+
+# Messages
+
+
+def _tensor_refusal(tensor: Any, torch: Any, is_output: bool, reads_cuda: bool = False) -> str | None:
+    kind, place = tensor.device.type, str(tensor.device)
+    if kind == "meta":
+        return f"found {_named(tensor)} on the meta device, which has no values; fix: give a tensor with values"
+    if tensor.is_quantized:
+        return f"found {_named(tensor)} of quantized dtype {tensor.dtype}; fix: give tensor.dequantize()"
+    if tensor.layout is not torch.strided:
+        return f"found {_named(tensor)} of layout {tensor.layout}; fix: give tensor.to_dense()"
+    if is_output and (tensor.is_neg() or tensor.is_conj()):
+        return (
+            f"found {_named(tensor)} whose memory has other numbers than it shows (its negative or conjugate bit is"
+            " set), so it cannot be written; fix: give a tensor of its own, such as torch.empty_like(tensor)"
+        )
+    if kind == "cpu":
+        return None
+    if kind == "cuda":
+        if torch.version.hip is not None:
+            place = f"ROCm ({place})"
+        elif reads_cuda:
+            return None
+    with_what = _CUDA_ONLY if reads_cuda else _HOST_ONLY
+    if is_output:
+        return (
+            f"found {_named(tensor)} on {place}; {with_what}; fix: give a tensor in host memory, and copy it with"
+            " tensor.copy_()"
+        )
+    return f"found {_named(tensor)} on {place}; {with_what}; fix: give tensor.cpu()"
+
+
+def _place(value: Any) -> str | None:
+    """Return the name of the device that has an array's memory; None if it is the host's, or not known."""
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(value, cupy.ndarray):
+        return f"{'ROCm' if cupy.cuda.runtime.is_hip else 'CUDA'} (device {value.device.id})"
+    place = dlpack.device_of(value)
+    if place is not None:
+        kind, number = place
+        if kind in dlpack.HOSTS:
+            return None
+        return f"{dlpack.name_of(kind)} (device {number})"
+    return "a CUDA device" if _has_interface(value) else None
+
+
+def _has_interface(value: object) -> bool:
+    try:
+        return hasattr(value, "__cuda_array_interface__")
+    # A property of the library's own: of an array that is not on a GPU it raises whatever it likes.
+    except Exception:
+        return False
+
+
+def _to_host(value: object) -> str:
+    known = {"cupy": "value.get()", "jax": "numpy.asarray(value)", "numba": "value.copy_to_host()"}
+    found = known.get(_library(value))
+    return f"give {found}" if found else "bring it to host memory as an array first"
+
+
+def _to_device(value: object) -> str:
+    return {"cupy": " with value.set(array)", "numba": " with value.copy_to_device(array)"}.get(_library(value), "")
+
+
+def _library(value: object) -> str:
+    # jax's class is of jaxlib; others may be derived by programs.
+    for name, kind in (("torch", "Tensor"), ("cupy", "ndarray"), ("jax", "Array")):
+        module = sys.modules.get(name)
+        if module is not None and isinstance(value, getattr(module, kind)):
+            return name
+    return type(value).__module__.partition(".")[0]
+
+
+def _named(value: object) -> str:
+    """Return an array's library and class: `a torch Tensor`."""
+    library = _library(value)
+    return f"a {library} {'Array' if library == 'jax' else type(value).__name__}"
