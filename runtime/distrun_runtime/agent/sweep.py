@@ -38,6 +38,21 @@ Key = Tuple[str, str, str]
 """A job, its nonce, and what it calls this host."""
 
 
+class Snapshot(NamedTuple):
+    """The processes of this host at one moment. Reading them again for each job would take most of the time."""
+
+    living: List[Process]
+    """Not this process and its ancestors."""
+    ours: Set[int]
+    """The process ids of those that the calling user started."""
+    environs: Dict[int, Dict[str, str]]
+    """By process id: the environments of those of `ours` that carry a job's mark."""
+
+    def mine(self, rows: Iterable[Process]) -> List[Process]:
+        """Return the processes of `rows` that the calling user started."""
+        return [row for row in rows if row.pid in self.ours]
+
+
 # Ending what a job left
 
 
@@ -102,6 +117,7 @@ def belongings(
     marks: Dict[str, str],
     below: Iterable[int] = (),
     is_fresh: bool = False,
+    seen: Optional[Snapshot] = None,
 ) -> List[Process]:
     """Return the living processes of a job: recorded, marked, below the processes `below`, and all beneath those.
 
@@ -110,12 +126,13 @@ def belongings(
         marks: what the environment of the job's processes holds.
         below: process ids whose descendants all belong to the job.
         is_fresh: the records were true a moment ago, so that groups count even when their leader is dead.
+        seen: what ran a moment ago. Default: what runs now.
     """
-    rows = process.table()
-    me = os.getpid()
-    not_ours = process.ancestors(me, rows) | {me}
-    living = [row for row in rows if not row.is_dead and row.pid not in not_ours]
-    seeds = process.marked(marks, living)
+    living = seen.living if seen else _without_us(process.table())
+    if seen:
+        seeds = [row for row in living if process.has_marks(seen.environs.get(row.pid, {}), marks)]
+    else:
+        seeds = process.marked(marks, living)
     for found in records:
         leaders = [who for _, who in found.tasks if is_fresh or process.is_alive(who)]
         groups = {who.pid for who in leaders}
@@ -182,13 +199,14 @@ class Found(NamedTuple):
 
 def survey() -> Dict[str, Any]:
     """Return all jobs of the calling user on this host, the ones with most processes last."""
-    rows = process.table()
+    seen = _look()
     kept = {(each.record.job, each.record.nonce, each.record.host): each for each in _kept()}
-    environs = _environs(_of_this_container(process.mine(_without_us(rows))))
+    here = _of_this_container([row for row in seen.living if row.pid in seen.environs])
+    environs = {row.pid: seen.environs[row.pid] for row in here}
     marked = [(env["DISTRUN_JOB_ID"], env.get("DISTRUN_JOB_NONCE", ""), _place(env)) for env in environs.values()]
     keys = list(dict.fromkeys([*kept, *sorted(marked)]))
     return {
-        "jobs": [_job(key, kept.get(key), environs) for key in keys],
+        "jobs": [_job(key, kept.get(key), environs, seen) for key in keys],
         "uid": os.geteuid(),
         "hostname": os.uname().nodename,
     }
@@ -219,15 +237,15 @@ def described(each: Process, task: str = "") -> Dict[str, Any]:
     }
 
 
-def _job(key: Key, found: Optional[Found], environs: Dict[int, Dict[str, str]]) -> Dict[str, Any]:
+def _job(key: Key, found: Optional[Found], environs: Dict[int, Dict[str, str]], seen: Snapshot) -> Dict[str, Any]:
     marks = process.marks(key[0], key[1])
     records = [found.record] if found else []
-    every = belongings(records, dict(marks, DISTRUN_PLACE=key[2]) if key[2] else marks)
+    every = belongings(records, dict(marks, DISTRUN_PLACE=key[2]) if key[2] else marks, seen=seen)
     if key[2]:  # agents, guards and what older versions started are marked with their host only
         known = {each.pid for each in every}
-        every += [each for each in belongings([], dict(marks, DISTRUN_HOST=key[2])) if each.pid not in known]
+        every += [each for each in belongings([], dict(marks, DISTRUN_HOST=key[2]), seen=seen) if each.pid not in known]
     # A host may have several places, and a mark without a name means just that, not any of them.
-    processes = [each for each in process.mine(every) if _place(environs.get(each.pid, {}), key[2]) == key[2]]
+    processes = [each for each in seen.mine(every) if _place(environs.get(each.pid, {}), key[2]) == key[2]]
     agent, guard = (found.record.agent, found.record.guard) if found else _above(processes)
     names = _names(records)
     return {
@@ -286,6 +304,12 @@ def _state(who: Optional[Identity]) -> str:
         return facts.AGENT_DEAD
     # T: a signal stopped it; t: a debugger did.
     return facts.AGENT_STOPPED if any(each.state in "Tt" for each in process.table([who.pid])) else facts.AGENT_ALIVE
+
+
+def _look() -> Snapshot:
+    living = _without_us(process.table())
+    ours = process.mine(living)
+    return Snapshot(living, {row.pid for row in ours}, _environs(ours))
 
 
 def _kept() -> List[Found]:
