@@ -31,6 +31,10 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE"):
     os.environ.pop(name, None)
 
+# As soon as numpy is imported, the threads of its OpenBLAS wait for work in a loop: 0.1 s of processor time for each of
+# the thousands of processes that the tests start.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # The same examples in every run, so that none fails by luck, and no example is too slow on a busy machine. To look for
 # new ones: --hypothesis-profile=default
 settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])

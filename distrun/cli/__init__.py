@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
+from gc import set_threshold  # not gc: the module of the command `gc` gets that name here
 from typing import Any, NoReturn
 
 import click
@@ -115,7 +115,7 @@ def cli(ctx: click.Context) -> None:
 
 def main() -> NoReturn:
     """Run the command line and exit."""
-    gc.set_threshold(GARBAGE)
+    set_threshold(GARBAGE)
     sys.exit(run(sys.argv[1:]))
 
 

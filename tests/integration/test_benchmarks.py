@@ -16,6 +16,12 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
+@pytest.fixture(autouse=True)
+def _loops_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process of the jobs would load or compile numba's loops, which takes far longer than the rounds here."""
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+
+
 def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location("bench_" + Path(name).stem, BENCHMARKS / name)
     assert spec is not None
@@ -93,6 +99,7 @@ def test_a_round_takes_as_long_as_its_slowest_worker() -> None:
 def test_rounds_run_on_this_machine_and_the_peers_that_are_missing_are_named(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "round.py"), "--works", "small", "small by key", "small by priority"]
     command += ["--systems", "distrun", "--peers", str(tmp_path), "--runs", "1", "--rounds", "1"]
+    command += ["-n", "2", "-s", "1"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
@@ -179,7 +186,7 @@ def test_a_launch_is_measured_on_hosts_beside_the_ssh_program() -> None:
 @pytest.mark.slow
 def test_float16_is_measured_beside_numpys_casts_and_beside_no_compression() -> None:
     command = [sys.executable, str(BENCHMARKS / "halves.py"), "--runs", "1", "--rounds", "1", "--magnitudes", "1e-6"]
-    command += ["--model", "10x1000"]
+    command += ["--model", "10x1000", "-n", "1", "-s", "1"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()

@@ -9,7 +9,7 @@ import pytest
 from distrun_cli import PYTHON, Distrun, wait_until
 
 LIMIT_S = 60.0
-WORKERS = 6
+WORKERS = 4
 
 TRAIN = """
 import sys

@@ -59,7 +59,7 @@ HOLD = """
         # The order in which `start_all` starts them.
         pytest.param(["scheduler", "server", "server", "worker", "worker"], marks=pytest.mark.slow),
         ["worker", "worker", "server", "server", "scheduler"],
-        ["server", "worker", "scheduler", "worker", "server"],
+        pytest.param(["server", "worker", "scheduler", "worker", "server"], marks=pytest.mark.slow),
     ],
 )
 def test_five_variables_and_any_order_of_starting_do(order: list[str]) -> None:

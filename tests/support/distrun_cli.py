@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -13,12 +15,21 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from forked import Forker
+
 from distrun import cli
 
 PYTHON = sys.executable
 TIMEOUT_S = 100.0
 AGENT = b"\0-I\0-c\0exec("
 """Part of the command line of agents and guards."""
+
+
+@functools.cache
+def _forker() -> Forker:
+    made = Forker()
+    atexit.register(made.close)
+    return made
 
 
 class Distrun:
@@ -51,11 +62,14 @@ class Distrun:
     def run(
         self, *words: str, env: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S, **more: Any
     ) -> subprocess.CompletedProcess[bytes]:
-        """Run it to its end; stdout and stderr are bytes."""
+        """Run it to its end; stdout and stderr are bytes. See `forked` for how it is started."""
+        env, folder = {**self.env, **(env or {})}, more.pop("cwd", self.work)
+        if not more and _forker().can_run(env):
+            return _forker().run(self.argv(*words), words, env, folder, timeout_s)
         return subprocess.run(
             self.argv(*words),
-            env={**self.env, **(env or {})},
-            cwd=more.pop("cwd", self.work),
+            env=env,
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=timeout_s,

@@ -24,7 +24,7 @@ from distrun_runtime.contract import process
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.coordinator.outcome import Culprit, Outcome, TaskResult
 
-RUNS = int(os.environ.get("DISTRUN_FUZZ_RUNS", "100"))
+RUNS = int(os.environ.get("DISTRUN_FUZZ_RUNS", "50"))
 """Folders that are damaged; each is shown to one command of every kind."""
 SEED = int(os.environ.get("DISTRUN_FUZZ_SEED", "1"))
 

@@ -70,6 +70,7 @@ def test_an_environment_has_what_servers_need_and_is_made_once(tmp_path: Path, p
     assert sorted(os.listdir(place.parent)) == sorted([place.name, os.readlink(place)])
 
 
+@pytest.mark.slow
 def test_what_pip_cannot_find_is_told_and_nothing_is_left(tmp_path: Path, place: Path) -> None:
     code, told, _ = make(tmp_path, place, "numpy")
     assert (code, told["step"]) == (1, "pip")

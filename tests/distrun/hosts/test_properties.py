@@ -71,7 +71,7 @@ def inventories(draw: st.DrawFn) -> Inventory:
     return Inventory("hosts", tuple(found), tuple(order))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(inventories())
 def test_what_is_written_is_read_again(inventory: Inventory) -> None:
     assert hosts.parse(hosts.write(inventory), "hosts") == inventory

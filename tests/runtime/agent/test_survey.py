@@ -133,6 +133,19 @@ def test_a_job_without_a_record_is_found_by_its_marks(way: str, monkeypatch: pyt
         assert [(row["task"], row["command"]) for row in here["processes"]] == [("server-2", "sleep 600")]
 
 
+def test_processes_are_read_once_however_many_jobs_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    environ_of = process.environ_of
+    monkeypatch.setattr(process, "environ_of", lambda pid: (read.append(pid), environ_of(pid))[1])
+    jobs = ["m" + uuid.uuid4().hex[:8] for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        for job in jobs:
+            stack.enter_context(bystander("sleep", "600", DISTRUN_JOB_ID=job, DISTRUN_HOST="d7"))
+        told = query.answer("survey", {})["jobs"]
+    assert {each["job"] for each in told} >= set(jobs)
+    assert len(read) == len(set(read))
+
+
 def test_the_scheduler_is_called_by_its_marks_as_the_plan_calls_it() -> None:
     job = "m" + uuid.uuid4().hex[:8]
     with bystander("sleep", "600", DISTRUN_JOB_ID=job, DISTRUN_HOST="d7", DISTRUN_ROLE="scheduler", DISTRUN_RANK="0"):
