@@ -30,7 +30,7 @@ from distrun import keep
 if TYPE_CHECKING:
     import ast
 
-LIMITS = {"agent": 116 * 1024, "coordinator": 160 * 1024}
+LIMITS = {"agent": 120 * 1024, "coordinator": 160 * 1024}
 """Bytes of base64, by program. The agent's stays below the 128 KiB to which Linux caps one string of an exec, should it
 ever travel as an argument. The coordinator's goes to one host of a detached job, always as input."""
 
