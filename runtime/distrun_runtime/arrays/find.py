@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import threading
+from typing import TYPE_CHECKING
 
-from distrun_runtime.arrays import cuda
 from distrun_runtime.arrays.cpu import CpuDevice, Threads
 from distrun_runtime.arrays.device import Device
-from distrun_runtime.arrays.gpu import GpuDevice, Gpus
 from distrun_runtime.arrays.segments import Pool
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError
+
+if TYPE_CHECKING:
+    from distrun_runtime.arrays.gpu import GpuDevice, Gpus
 
 __all__ = ["get", "gpu"]
 
@@ -51,6 +53,9 @@ def gpu(number: int, part: int | None = None, *, limit: int | None = None) -> Gp
         KVError: cupy, a driver or this GPU is missing.
         StoreClosed: the process was forked from one that uses GPUs.
     """
+    from distrun_runtime.arrays import cuda  # most processes use no GPU
+    from distrun_runtime.arrays.gpu import Gpus
+
     opened = cuda.of_process()
     with _lock:
         if not _gpus:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 
 import fakecupy
 import pytest
@@ -36,3 +38,9 @@ def test_a_gpu_is_one_device_and_its_parts_are_others(monkeypatch: pytest.Monkey
 def test_an_unknown_device_is_refused(name: str) -> None:
     with pytest.raises(KVError, match="no device"):
         find.get(name)
+
+
+def test_a_process_without_gpus_loads_nothing_for_them() -> None:
+    code = "import sys\nfrom distrun_runtime.arrays import find\nfind.get('cpu:0')\nprint(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {name for name in loaded if name.rpartition(".")[2] in ("cuda", "gpu", "programs", "cupy")}
