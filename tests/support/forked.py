@@ -62,6 +62,7 @@ class Forker:
     def close(self) -> None:
         """End the process; commands that run are not waited for."""
         self._socket.close()
+        self._child.terminate()
         self._child.wait(60)
 
     def run(
