@@ -279,7 +279,7 @@ class _Source:
         """Take note that the time is up."""
 
     def release(self) -> None:
-        """Close what is no longer read. Called after `read`; never blocks the caller of that."""
+        """Close what is no longer read. Called after `read`, when no caller waits for it any more."""
 
     def close(self) -> None:
         """End it."""
