@@ -34,7 +34,7 @@ def test_it_holds_the_sources_and_nothing_else(tmp_path: Path) -> None:
     names = zipfile.ZipFile(io.BytesIO(ship.archive()[1])).namelist()
     assert names == sorted(names)
     assert "distrun_runtime/contract/plan.py" in names
-    assert all(name.startswith("distrun_runtime/") and name.endswith((".py", ".typed")) for name in names)
+    assert all(name.startswith("distrun_runtime/") and name.endswith((".py", ".typed", ".c")) for name in names)
 
 
 def test_it_goes_in_one_frame() -> None:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def python_of(peer: str) -> str:
-    """Return the interpreter of `mxnet`, `torch` or `frameworks`; without it, skip the test, or fail on CI."""
+    """Return the interpreter of a peer, such as `torch`; without it, skip the test, or fail on CI."""
     sizes.require("peers")
     path = ROOT / ".peers" / peer / "bin" / "python"
     if not (path.parent.parent / "installed").exists():
