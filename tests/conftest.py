@@ -23,7 +23,8 @@ from sshd import ssh_config
 from terminal import terminal
 
 # Started in the background of a script, or by nohup, these are ignored, and distrun would rightly ignore them too.
-for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+_USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGQUIT: signal.SIG_DFL}
+for number, usual in _USUAL.items():
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
 
@@ -34,10 +35,6 @@ for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLO
 # As soon as numpy is imported, the threads of its OpenBLAS wait for work in a loop: 0.1 s of processor time for each of
 # the thousands of processes that the tests start.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# A shell that starts the tests in the background may have both ignored, and what is ignored stays so in every process.
-for _number in (signal.SIGINT, signal.SIGQUIT):
-    if signal.getsignal(_number) is signal.SIG_IGN:
-        signal.signal(_number, signal.SIG_DFL if _number is signal.SIGQUIT else signal.default_int_handler)
 
 # The same examples in every run, so that none fails by luck, and no example is too slow on a busy machine. To look for
 # new ones: --hypothesis-profile=default
