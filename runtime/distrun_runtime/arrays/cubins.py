@@ -1,16 +1,14 @@
 """Programs compiled for GPUs, kept on disk: compiling one takes a second or two, and every process of a job needs it.
 
-    KEY-ARCHITECTURE-COMPILER.cubin   32 bytes of SHA-256, then the machine code that they are of
-
-They are in the user's cache (`contract.caches`). Where that cannot be written, as in many containers, they are in
-`distrun-cubins-UID` in the system's temporary folder, and where that cannot be, nowhere. Nothing here needs a GPU, and
-nothing fails because a file cannot be read or written: then the program is compiled.
+Each is a file `KEY-ARCHITECTURE-COMPILER.cubin` (`contract.keptfiles`) in the user's cache (`contract.caches`). Where
+that cannot be written, as in many containers, they are in `distrun-cubins-UID` in the system's temporary folder, and
+where that cannot be, nowhere. Nothing here needs a GPU, and nothing fails because a file cannot be read or written:
+then the program is compiled.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import stat
@@ -18,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 
-from distrun_runtime.contract import caches
+from distrun_runtime.contract import caches, keptfiles
 
 __all__ = ["find_folder", "kept"]
 
@@ -26,7 +24,6 @@ KIND = "cubins"
 SUFFIX = ".cubin"
 UNUSED_S = 30 * 86400.0
 """A file that was not used for so long is removed when another is added."""
-_DIGEST = 32
 
 
 def find_folder(env: Mapping[str, str] | None = None, temporary: str | None = None) -> str:
@@ -64,40 +61,17 @@ def kept(folder: str, key: str, architecture: str, compiler: str, compile: Calla
         return compile()
     name = "-".join(re.sub(r"[^\w.]", "_", part) for part in (key, architecture, compiler)) + SUFFIX
     path = os.path.join(folder, name)
-    code = _read(path)
-    if code is None:
-        code = compile()
-        with contextlib.suppress(OSError):
-            _write(folder, path, code)
-            _thin_out(folder)
+    with contextlib.suppress(OSError):
+        code = keptfiles.read(path)
+        if code:
+            with contextlib.suppress(OSError):
+                os.utime(path)
+            return code
+    code = compile()
+    with contextlib.suppress(OSError):
+        keptfiles.write(path, code)
+        _thin_out(folder)
     return code
-
-
-def _read(path: str) -> bytes | None:
-    try:
-        with open(path, "rb") as file:
-            data = file.read()
-        digest, code = data[:_DIGEST], data[_DIGEST:]
-        if hashlib.sha256(code).digest() != digest:
-            return None  # a part of it was lost
-        with contextlib.suppress(OSError):
-            os.utime(path)
-        return code
-    except OSError:
-        return None
-
-
-def _write(folder: str, path: str, code: bytes) -> None:
-    """Write a file whole or not at all: others may write and read the same one. Raises OSError."""
-    handle, fresh = tempfile.mkstemp(prefix=".new-", dir=folder)
-    try:
-        with open(handle, "wb") as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        os.replace(fresh, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(fresh)
-        raise
 
 
 def _thin_out(folder: str) -> None:
@@ -106,5 +80,5 @@ def _thin_out(folder: str) -> None:
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
         with contextlib.suppress(OSError):  # another process removed it
-            if (name.endswith(SUFFIX) or name.startswith(".new-")) and os.lstat(path).st_mtime < before:
+            if (name.endswith(SUFFIX) or name.startswith(keptfiles.FRESH)) and os.lstat(path).st_mtime < before:
                 os.unlink(path)
