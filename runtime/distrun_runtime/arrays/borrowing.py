@@ -14,12 +14,11 @@ and the same for one that writes it. The host waits only where a library does no
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from collections.abc import Iterable, Sequence
 
-from distrun_runtime.arrays.cuda import Cuda, Event, Stream
+from distrun_runtime.arrays.cuda import Cuda, Event, Stream, never_freed
 from distrun_runtime.arrays.foreign import DeviceView
 
 __all__ = ["Keeper", "after_use", "before_read"]
@@ -33,9 +32,7 @@ class Keeper:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._kept: list[tuple[Event, object]] = []
-        # A forked child ends with a copy of these references. Nothing may be freed there, as that could call CUDA: one
-        # reference to the list is never taken back. In this process it is emptied by `drop`.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._kept))
+        never_freed(self._kept)  # a forked child ends with a copy of it; in this process it is emptied by `drop`
 
     def keep(self, owners: Iterable[object], event: Event) -> None:
         """Keep references until an event, as it is recorded now or later, has completed."""

@@ -59,6 +59,7 @@ __all__ = [
     "Table",
     "Update",
     "Write",
+    "never_freed",
     "of_process",
     "open_cupy",
 ]
@@ -621,7 +622,7 @@ class _Cupy:
             module = self._cupy.cuda.function.Module()
             module.load(code)
             functions = {each.name: module.get_function(each.name) for each in program.kernels}
-        _never_unloaded(module)
+        never_freed(module)  # its destructor calls CUDA
         return functions
 
     def _compiled(self, program: Program, device: int) -> bytes:
@@ -691,9 +692,9 @@ def _driver_error_of(error: Exception) -> DriverError:
     return DriverError(int(getattr(error, "status", 999)), name, text)
 
 
-def _never_unloaded(module: object) -> None:
-    """Add a reference to a module that is never taken back: its destructor calls CUDA, also in a forked child."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
+def never_freed(kept: object) -> None:
+    """Add a reference that is never taken back: what is freed with it could call CUDA, in a forked child too."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def open_cupy() -> Cuda:

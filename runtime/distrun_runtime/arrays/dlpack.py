@@ -14,6 +14,7 @@ import ctypes
 import math
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ __all__ = [
     "HOSTS",
     "ROCM_HOST",
     "Tensor",
+    "compact_strides",
     "device_of",
     "export",
     "name_of",
@@ -157,6 +159,11 @@ def device_of(value: Any) -> tuple[int, int] | None:
         return None
 
 
+def compact_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Return the strides, in bytes, of an array whose elements lie row by row without a gap."""
+    return tuple(math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape)))
+
+
 def export(value: Any, stream: int) -> Tensor:
     """Return an array by its `__dlpack__`. The producer lets `stream`, a CUDA stream of ours, wait for its own work.
 
@@ -197,8 +204,8 @@ def _tensor(found: _DLTensor, is_readonly: bool | None, owner: Owner) -> Tensor:
     itemsize = (found.bits * found.lanes + 7) // 8
     if found.strides:
         strides = tuple(found.strides[axis] * itemsize for axis in range(found.ndim))
-    else:  # compact, row by row
-        strides = tuple(math.prod(shape[axis + 1 :]) * itemsize for axis in range(found.ndim))
+    else:
+        strides = compact_strides(shape, itemsize)
     dtype = f"{_KINDS.get(found.code, f'type {found.code} of ')}{found.bits}"
     if dtype == "bool8":
         dtype = "bool"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -246,7 +246,7 @@ def _of_interface(value: Any, cuda: Cuda) -> DeviceView:
         device=cuda.device_of(int(address)) if math.prod(shape) else 0,
         address=int(address or 0),
         shape=shape,
-        strides=tuple(strides) if strides is not None else _compact(shape, dtype.itemsize),
+        strides=tuple(strides) if strides is not None else dlpack.compact_strides(shape, dtype.itemsize),
         dtype=dtype,
         is_readonly=bool(is_readonly),
         stream=stream,
@@ -316,10 +316,6 @@ def _checked(
 
 def _handle(pointer: int) -> int:
     return pointer or LEGACY
-
-
-def _compact(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape)))
 
 
 def _dtype(value: object, given: Any) -> DType:

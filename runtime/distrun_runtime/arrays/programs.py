@@ -157,7 +157,7 @@ def sums(parts: str, out: str) -> Program:
 
     and, where both kinds are one:
 
-        scatter_tensors(bucket, offsets, table, tensors)            a bucket's tensors, each to its address
+        scatter(bucket, offsets, table, tensors)            a bucket's tensors, each to its address
         scale(array, factor, out)                           `out` may be the array
 
     A list's tensor t is the bucket's elements from offsets[t] to before offsets[t + 1], for `tensors` + 1 offsets. Its
