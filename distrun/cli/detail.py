@@ -82,15 +82,19 @@ def _folded(hosts: Sequence[str]) -> str:
     return fold(list(hosts))
 
 
+def _with_condition(view: JobView) -> dict[str, Mapping[str, object]]:
+    """Return what is measured of the tasks that wait, are stalled or late, by name; nothing of a job that is over."""
+    measured = read.members((view.metrics or {}).get("tasks")) if view.is_going else {}
+    tasks = {name: read.members(each) for name, each in measured.items()}
+    return {name: task for name, task in tasks.items() if task.get("condition")}
+
+
 def _conditions(view: JobView) -> list[tuple[str, str]]:
     """Return, for the tasks that wait, are stalled or late, why."""
-    measured = read.members((view.metrics or {}).get("tasks"))
     found = []
-    for name, each in measured.items():
-        task = read.members(each)
-        if task.get("condition") and view.is_going:
-            where = f"; to see where: distrun stack {view.id} {name}" if task["condition"] == facts.STALLED else ""
-            found.append((name, f"{task['condition']}: {task.get('why') or 'no reason known'}{where}"))
+    for name, task in _with_condition(view).items():
+        where = f"; to see where: distrun stack {view.id} {name}" if task["condition"] == facts.STALLED else ""
+        found.append((name, f"{task['condition']}: {task.get('why') or 'no reason known'}{where}"))
     return found
 
 
@@ -164,7 +168,7 @@ def _store(view: JobView, columns: int) -> str:
 def _events(view: JobView, columns: int) -> str:
     """Return the last events, without those that the rest of the page tells."""
     reader, lines = happenings.EventReader(), []
-    told = {name for name, words in _conditions(view) if words.startswith(f"{facts.STALLED}:")}
+    told = {name for name, task in _with_condition(view).items() if task["condition"] == facts.STALLED}
     for event in view.events:
         found = reader.take(event)
         is_told = event["event"] in QUIET or event.get("state") == facts.RUNNING

@@ -112,4 +112,4 @@ def short(found: Progress) -> str:
     """Return the progress for a column: `24 %, ETA 0:12:05`; without a total `step 7`."""
     if found.fraction is None:
         return step(found)
-    return units.percent(found.fraction) + ("" if found.eta_s is None else f", ETA {units.elapsed(found.eta_s)}")
+    return units.percent(found.fraction) + ("" if found.eta_s is None else f", {eta(found)}")
