@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Dict, Generator, Mapping
 from distrun_runtime.agent.commands import FD, SCRIPT, TIMED_OUT, Command, CommandResult
 from distrun_runtime.agent.helper import source
 from distrun_runtime.contract import environ, gpus
-from distrun_runtime.contract.plan import WORKER, Plan
+from distrun_runtime.contract.plan import WORKER
 from distrun_runtime.errors import PreflightFailure
 
 if TYPE_CHECKING:
@@ -22,11 +22,6 @@ if TYPE_CHECKING:
 
 LIMIT_S = 25.0
 """How long the driver may take: its library, or two calls of nvidia-smi."""
-
-
-def is_needed(plan: Plan) -> bool:
-    """Return whether tasks of a share get GPUs."""
-    return any(task.gpus is not None and task.gpus[1] for task in plan.tasks)
 
 
 def looked(share: Share) -> Generator[Command, CommandResult, Share]:

@@ -75,10 +75,10 @@ def steps(share: Share) -> Steps:
             share = yield from _shared(share)
         finally:
             lock.release()
-    if any(task.gpus is not None for task in plan.tasks):
+    if plan.gives_gpus:
         from distrun_runtime.agent import gpus  # most jobs give their tasks none
 
-        share = (yield from gpus.looked(share)) if gpus.is_needed(plan) else share
+        share = yield from gpus.looked(share)
     return share if _may_be_copied(share) else (yield from _environment(share))
 
 

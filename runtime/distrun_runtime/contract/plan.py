@@ -241,6 +241,11 @@ class Plan(NamedTuple):
         return tuple(task for task in self.tasks if task.role == role)
 
     @property
+    def gives_gpus(self) -> bool:
+        """Whether a task gets GPUs, so that agents ask the driver before it starts."""
+        return any(task.gpus is not None and task.gpus[1] > 0 for task in self.tasks)
+
+    @property
     def settles(self) -> bool:
         """Whether agents have something to do between the copy of the files and the first task.
 

@@ -162,9 +162,9 @@ def test_a_host_with_too_few_gpus_is_refused(found: Found, said: str, each: int,
 
 def test_a_driver_is_not_asked_for_tasks_that_get_no_gpu() -> None:
     plan = sample_plan(workers=1, servers=1)
-    assert not gpus.is_needed(plan)
-    assert not gpus.is_needed(plan._replace(tasks=tuple(task._replace(gpus=(0, 0)) for task in plan.tasks)))
-    assert gpus.is_needed(plan._replace(tasks=tuple(task._replace(gpus=(0, 1)) for task in plan.tasks)))
+    assert not plan.gives_gpus
+    assert not plan._replace(tasks=tuple(task._replace(gpus=(0, 0)) for task in plan.tasks)).gives_gpus
+    assert plan._replace(tasks=tuple(task._replace(gpus=(0, 1)) for task in plan.tasks)).gives_gpus
 
 
 def test_ready_says_what_was_found() -> None:
