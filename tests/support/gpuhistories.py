@@ -30,6 +30,11 @@ def arrays_come_and_go(machine: Machine) -> None:
     check(device.host(device.total(mine)), total([given[0] * np.float32(2), given[1]]))
     device.add(mine[1], given[0])
     check(device.host(mine[1]), total([given[1], given[0]]))
+    none = device.zeros((300,), F32)
+    check(device.host(none), np.zeros(300, F32))
+    device.write(none, given[0])
+    device.scale(none, 2.0)
+    check(device.host(none), given[0] * np.float32(2))
 
 
 def memory_is_used_again(machine: Machine) -> None:

@@ -25,6 +25,7 @@ from distrun_runtime.arrays.cuda import Argument, Cuda, Host, Loaded, Pointer, R
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
 from distrun_runtime.arrays.gpumemory import Memory, PageLocked, Pool, Staging
+from distrun_runtime.arrays.programs import Program
 from distrun_runtime.arrays.queues import Order
 from distrun_runtime.arrays.segments import address_of
 from distrun_runtime.errors import KVError
@@ -123,7 +124,8 @@ class GpuDevice:
         """GPUs for which direct copies have been settled."""
         self._staging = Staging(order)
         self._work, self._inward, self._outward = (order.queue(physical) for _ in range(3))
-        self._loaded: dict[tuple[str, str], Loaded] = {}
+        self._loaded: dict[int, Loaded] = {}
+        """By the program's id; it keeps the program."""
         self._loading = threading.Lock()
 
     def __repr__(self) -> str:
@@ -134,18 +136,30 @@ class GpuDevice:
         for dtype in dtypes:
             kind, work = programs.kind_of(dtype), programs.kind_of(work_dtype(dtype))
             for pair in {(kind, kind), (kind, work), (work, kind)}:
-                self._program(*pair)
+                self._program(programs.sums(*pair))
 
     def empty(self, shape: Sequence[int], dtype: DType, *, is_sent: bool = False) -> GpuArray:
         """Return a new array here, of undefined content."""
         size = math.prod(shape) * dtype.itemsize
         return GpuArray(self, self.pool.take(size), 0, shape, np.dtype(dtype))
 
+    def zeros(self, shape: Sequence[int], dtype: DType) -> GpuArray:
+        """Return a new array here of zeros."""
+        result = self.empty(shape, dtype)
+        if result.nbytes:
+            with self._order.using(self._work, writes=[result.memory.uses]):
+                self._cuda.fill(result.pointer, 0, result.nbytes, self._work.stream)
+        return result
+
     def put(self, array: AnyArray) -> GpuArray:
         """Return a copy here of an array of the host or of any GPU."""
         result = self.empty(array.shape, array.dtype)
-        self._bring(array.reshape(-1), result.reshape(-1))
+        self.write(result, array)
         return result
+
+    def write(self, into: GpuArray, array: AnyArray) -> None:
+        """Copy an array of the host or of any GPU, of the same shape and dtype, to one that is here."""
+        self._bring(array.reshape(-1), into.reshape(-1))
 
     def total(self, arrays: Sequence[AnyArray]) -> GpuArray:
         """Return the sum of at least one array as a new array here, added from first to last."""
@@ -182,10 +196,8 @@ class GpuDevice:
         if kind.startswith("u"):  # integers wrap around: the kernel takes the bits that count
             number = np.int64(int(number) - (1 << 64) if int(number) >= 1 << 63 else int(number))
         place, nbytes = array.pointer, array.nbytes
-        loaded = self._program(kind, kind)
-        with self._order.using(self._work, writes=[array.memory.uses]):
-            arguments: list[Argument] = [Read(place, nbytes), number, Write(place, nbytes)]
-            self._cuda.launch(loaded, "scale", arguments, array.size, self._work.stream)
+        arguments: list[Argument] = [Read(place, nbytes), number, Write(place, nbytes)]
+        self.launch(programs.sums(kind, kind), "scale", arguments, array.size, writes=[array])
 
     def host(self, array: GpuArray) -> Array:
         """Return a copy of an array as a numpy array."""
@@ -205,6 +217,30 @@ class GpuDevice:
         with self._order.using(self._outward, reads=[array.memory.uses]):
             self._cuda.copy(Host(address_of(flat), flat.nbytes), array.pointer, flat.nbytes, self._outward.stream)
         self._order.finish(self._order.mark(self._outward))
+
+    def launch(
+        self,
+        program: Program,
+        kernel: str,
+        arguments: Sequence[Argument],
+        elements: int,
+        *,
+        reads: Sequence[GpuArray] = (),
+        writes: Sequence[GpuArray] = (),
+    ) -> None:
+        """Launch a kernel of a program here; it is compiled and loaded with the first launch, or by `load`.
+
+        Arguments:
+            arguments: those of the kernel, but for the number of elements.
+            reads, writes: all arrays that it reads, and those that it writes, also by a table; they are here.
+        """
+        loaded = self._program(program)
+        with self._order.using(self._work, [each.memory.uses for each in reads], [each.memory.uses for each in writes]):
+            self._cuda.launch(loaded, kernel, arguments, elements, self._work.stream)
+
+    def load(self, program: Program) -> None:
+        """Compile and load a program: seconds, if it was not compiled before."""
+        self._program(program)
 
     def synchronize(self) -> None:
         """Return when all work that was given to this device is over."""
@@ -273,30 +309,29 @@ class GpuDevice:
         used = list(parts)
         arguments: list[Argument]
         if len(set(kinds)) == 1 and len(parts) <= programs.FEW:
-            loaded, name = self._program(kinds[0], kind), programs.sum_of(len(parts))
+            program, name = programs.sums(kinds[0], kind), programs.sum_of(len(parts))
             arguments = [*given, into]
         else:
             table = self.put(np.array([each.pointer.address for each in given], np.uint64))
             used.append(table)
             if len(set(kinds)) == 1:
-                loaded, name = self._program(kinds[0], kind), programs.sum_of(len(parts))
+                program, name = programs.sums(kinds[0], kind), programs.sum_of(len(parts))
                 arguments = [Table(table.pointer, given), into, number]
             else:
                 wide = self.put(np.array([each != kind for each in kinds], np.uint8))
                 used.append(wide)
-                loaded, name = self._program(kind, kind), "sum_mixed"
+                program, name = programs.sums(kind, kind), "sum_mixed"
                 arguments = [Table(table.pointer, given), Read(wide.pointer, wide.nbytes), into, number]
-        with self._order.using(self._work, [part.memory.uses for part in used], [out.memory.uses]):
-            self._cuda.launch(loaded, name, arguments, out.size, self._work.stream)
+        self.launch(program, name, arguments, out.size, reads=used, writes=[out])
 
-    def _program(self, parts: str, out: str) -> Loaded:
-        loaded = self._loaded.get((parts, out))
+    def _program(self, program: Program) -> Loaded:
+        loaded = self._loaded.get(id(program))
         if loaded is None:
             self._cuda.check()
             with self._loading:
-                loaded = self._loaded.get((parts, out))
+                loaded = self._loaded.get(id(program))
                 if loaded is None:
-                    loaded = self._loaded[parts, out] = self._cuda.load(programs.sums(parts, out), self.physical)
+                    loaded = self._loaded[id(program)] = self._cuda.load(program, self.physical)
         return loaded
 
 
