@@ -6,6 +6,7 @@ import sys
 
 import fakecupy
 import pytest
+from gpukit import Machine, gpus_of_process
 
 from distrun_runtime.arrays import cuda, find
 from distrun_runtime.errors import KVError
@@ -32,6 +33,14 @@ def test_a_gpu_is_one_device_and_its_parts_are_others(monkeypatch: pytest.Monkey
     assert find.get("gpu:0/0") is not find.get("gpu:0")
     with pytest.raises(KVError, match="no device gpu:2: this process sees gpu:0 to gpu:1"):
         find.get("gpu:2")
+
+
+def test_a_machine_can_be_that_of_the_process_for_a_while() -> None:
+    before = list(find._gpus), list(cuda._opened)
+    with gpus_of_process(Machine(2)) as machine:
+        assert find.get("gpu:1") is machine.gpus.get(1)
+        assert cuda.of_process() is machine.cuda
+    assert (find._gpus, cuda._opened) == before
 
 
 @pytest.mark.parametrize("name", ["", "cpu:", "cpu:-1", "tpu:0", "cpu:0 ", "cpu:0/1", "gpu:", "gpu:1/"])
