@@ -1,4 +1,4 @@
-"""Arrays of other libraries as numpy arrays that share their memory: torch, ml_dtypes, and whatever has DLPack.
+"""Arrays of other libraries as arrays of ours that share their memory: numpy's, or those of a GPU.
 
 None of these libraries is ever imported here: a value of one can only come from a module that is loaded.
 """
@@ -10,25 +10,63 @@ from typing import Any
 
 import numpy as np
 
-from distrun_runtime.arrays import dlpack, dtypes, foreign
+from distrun_runtime.arrays import dlpack, dtypes, find, foreign
+from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 
-__all__ = ["host_array", "is_tensor", "memory_of", "own_bfloat16", "tensor_memory", "tensor_output"]
+__all__ = ["gpu_array", "host_array", "is_tensor", "memory_of", "own_bfloat16", "tensor_memory", "tensor_output"]
+
+
+def gpu_array(value: object, what: str, *, is_output: bool = False) -> DeviceArray | None:
+    """Return an array in GPU memory as a `gpu.GpuArray` in the same memory; None if it is elsewhere.
+
+    It is to be borrowed (`Gpus.borrowing`) before anything is done with it.
+
+    Arguments:
+        what: as for `host_array`.
+        is_output: it is to be written.
+
+    Raises:
+        KVError: there is no cupy or driver in this process, or the array cannot be used; says what to do.
+    """
+    if not foreign.is_on_gpu(value):
+        return None
+    why = foreign.refusal(value, is_output=True) if is_output else None
+    if why is not None:
+        raise KVError(f"{what}: {why}")
+    try:
+        borrowing = find.gpus().borrowing
+        return borrowing.output(value) if is_output else borrowing.value(value)
+    except KVError as err:
+        raise _about(err, value, what) from err
+
+
+def _about(error: KVError, value: object, what: str) -> KVError:
+    """Return an error with whose value it is."""
+    from distrun_runtime.arrays.cuda import CudaError, CudaMissing
+
+    if isinstance(error, CudaError):
+        return error.about(what)
+    found = f"found {foreign.named(value)} in the memory of a GPU; " if isinstance(error, CudaMissing) else ""
+    return KVError(f"{what}: {found}{error}")
 
 
 def host_array(value: object, what: str) -> Array:
     """Return what numpy sees of a value: the same memory, if numpy can see it. bfloat16 becomes `dtypes.BFLOAT16`.
 
-    A tensor that torch negates or conjugates lazily is copied.
+    An array in GPU memory, and a tensor that torch negates or conjugates lazily, is copied.
 
     Arguments:
         what: whose value it is, for the message, such as "key 'w'".
 
     Raises:
-        KVError: numpy cannot see it: in the memory of a GPU, without values, of a layout of its own, ...; says what was
-            found and what to do.
+        KVError: numpy cannot see it: without values, of a layout of its own, ..., or it is on a GPU and cannot be
+            copied; says what was found and what to do.
     """
+    on_gpu = gpu_array(value, what)
+    if on_gpu is not None:
+        return find.gpus().borrowing.host(on_gpu)
     try:
         array = memory_of(value)
     # Whatever a foreign array raises when asked for its memory: on a device, needs a gradient, ...
