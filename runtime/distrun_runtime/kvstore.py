@@ -28,7 +28,7 @@ import numpy as np
 
 from distrun_runtime import reporting, stacks
 from distrun_runtime.arrays import dtypes, find
-from distrun_runtime.arrays.device import DeviceArray
+from distrun_runtime.arrays.device import DeviceArray, is_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError
@@ -852,7 +852,7 @@ def _listed(key: Keys, given: object) -> Sequence[Any]:
 
 def _on_gpus(given: Iterable[Sequence[Value]]) -> list[GpuArray]:
     """Return those arrays that are in GPU memory."""
-    return [each for arrays in given for each in arrays if not isinstance(each, (np.ndarray, RowSparse))]
+    return [each for arrays in given for each in arrays if not (is_host(each) or isinstance(each, RowSparse))]
 
 
 def _awaited(pending: Pending, wait: bool) -> Pending:
@@ -901,6 +901,6 @@ def _stored_as(record: KeyRecord, value: Value) -> Value:
     if record.is_sparse:
         if isinstance(value, RowSparse):
             return value
-        table = value if isinstance(value, np.ndarray) else find.gpus().borrowing.host(value)
+        table = value if is_host(value) else find.gpus().borrowing.host(value)
         return RowSparse(table, np.arange(record.shape[0]), record.shape)
     return value.to_dense() if isinstance(value, RowSparse) else value

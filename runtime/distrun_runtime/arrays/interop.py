@@ -21,35 +21,38 @@ __all__ = ["gpu_array", "host_array", "is_tensor", "memory_of", "own_bfloat16", 
 def gpu_array(value: object, what: str, *, is_output: bool = False) -> DeviceArray | None:
     """Return an array in GPU memory as a `gpu.GpuArray` in the same memory; None if it is elsewhere.
 
-    It is to be borrowed (`Gpus.borrowing`) before anything is done with it.
+    None, too, if it is only to be read and there is no cupy or driver in this process: see `host_array`. It is to be
+    borrowed (`Gpus.borrowing`) before anything is done with it.
 
     Arguments:
         what: as for `host_array`.
         is_output: it is to be written.
 
     Raises:
-        KVError: there is no cupy or driver in this process, or the array cannot be used; says what to do.
+        KVError: the array cannot be used, or there is no cupy or driver and it is to be written; says what to do.
     """
     if not foreign.is_on_gpu(value):
         return None
     why = foreign.refusal(value, is_output=True) if is_output else None
     if why is not None:
         raise KVError(f"{what}: {why}")
+    from distrun_runtime.arrays.cuda import CudaError, CudaMissing  # most processes use no GPU
+
     try:
         borrowing = find.gpus().borrowing
         return borrowing.output(value) if is_output else borrowing.value(value)
+    except CudaMissing as err:
+        if not is_output:  # its library may copy it to the host
+            return None
+        raise KVError(f"{what}: {_missing(value, err)}") from err
+    except CudaError as err:
+        raise err.about(what)
     except KVError as err:
-        raise _about(err, value, what) from err
+        raise KVError(f"{what}: {err}") from err
 
 
-def _about(error: KVError, value: object, what: str) -> KVError:
-    """Return an error with whose value it is."""
-    from distrun_runtime.arrays.cuda import CudaError, CudaMissing
-
-    if isinstance(error, CudaError):
-        return error.about(what)
-    found = f"found {foreign.named(value)} in the memory of a GPU; " if isinstance(error, CudaMissing) else ""
-    return KVError(f"{what}: {found}{error}")
+def _missing(value: object, error: Exception) -> str:
+    return f"found {foreign.named(value)} in the memory of a GPU; {error}"
 
 
 def host_array(value: object, what: str) -> Array:
@@ -71,12 +74,22 @@ def host_array(value: object, what: str) -> Array:
         array = memory_of(value)
     # Whatever a foreign array raises when asked for its memory: on a device, needs a gradient, ...
     except (TypeError, ValueError, RuntimeError, BufferError) as err:
-        raise KVError(f"{what}: {foreign.refusal(value) or _unreadable(value, err)}") from err
+        raise KVError(f"{what}: {_why_not(value) or _unreadable(value, err)}") from err
     if array.dtype.kind == "O":  # numpy could not look into it
-        why = foreign.refusal(value)
+        why = _why_not(value)
         if why is not None:
             raise KVError(f"{what}: {why}")
     return array
+
+
+def _why_not(value: object) -> str | None:
+    """Return why numpy cannot read an array of another library."""
+    if foreign.is_on_gpu(value):
+        try:
+            find.gpus()
+        except KVError as err:
+            return _missing(value, err)
+    return foreign.refusal(value)
 
 
 def tensor_output(tensor: object, what: str) -> Array:
