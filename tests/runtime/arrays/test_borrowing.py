@@ -7,15 +7,14 @@ frees it with the last reference. Each guard that is taken away is found by the 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from children import exit_code_of
 from cudastandin import Mistake, StandIn
 from fakearrays import CupyArray, FakeCupyArrays, FakeJax, FakeTorch, Interface, JaxArray, Memory, Tensor, put
 
@@ -466,23 +465,16 @@ def test_a_forked_child_frees_nothing_and_calls_nothing(world: Make) -> None:
     loan = store.borrowing.borrow([given])
     store.device.write(store.mine, given)
     del array
-    read, write = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if not child:
+
+    def child() -> None:
         closed = 0
         for call in (loan.end, store.borrowing.keeper.collect, lambda: store.borrowing.borrow([given]), library.array):
-            try:
+            with contextlib.suppress(StoreClosed):
                 call()
-            except StoreClosed:
-                closed += 1
-        del given
-        store.borrowing = loan = None  # type: ignore[assignment]
-        os.write(write, f"{closed} {watched() is not None} {len(standin.mistakes)}".encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert os.read(read, 100) == b"4 True 0"
-    os.close(read)
-    os.close(write)
+                closed -= 1
+            closed += 1
+        store.borrowing = None  # type: ignore[assignment]
+        assert (closed, watched() is not None, standin.mistakes) == (4, True, [])
+
+    assert exit_code_of(child) == 0
     loan.end()
