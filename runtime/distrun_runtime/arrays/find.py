@@ -15,7 +15,7 @@ from distrun_runtime.errors import KVError
 if TYPE_CHECKING:
     from distrun_runtime.arrays.gpu import GpuDevice, Gpus
 
-__all__ = ["get", "gpu"]
+__all__ = ["count", "get", "gpu"]
 
 _gpus: list[Gpus] = []
 """Those of this process, once one was asked for."""
@@ -40,6 +40,17 @@ def get(name: str, threads: Threads | None = None, memory: Pool | None = None) -
     if found.group(2) is None:
         return CpuDevice(int(found.group(1) or 0), threads, memory)
     return gpu(int(found.group(3) or 0), None if found.group(4) is None else int(found.group(4)))
+
+
+def count() -> int:
+    """Return how many GPUs this process sees, at least one.
+
+    Raises:
+        KVError, StoreClosed: as `gpu`.
+    """
+    from distrun_runtime.arrays import cuda  # most processes use no GPU
+
+    return cuda.of_process().count()
 
 
 def gpu(number: int, part: int | None = None, *, limit: int | None = None) -> GpuDevice:
