@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +10,7 @@ import cxx
 import numpy as np
 from cudastandin import StandIn
 
-from distrun_runtime.arrays import cuda, dtypes, find
+from distrun_runtime.arrays import cupydriver, dtypes, find
 from distrun_runtime.arrays.cuda import Cuda, Driver
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.arrays.gpu import Gpus
@@ -37,12 +36,12 @@ class Machine:
 @contextmanager
 def gpus_of_process(machine: Machine) -> Iterator[Machine]:
     """Let a machine's devices be those of this process in the block: `find.get("gpu:0")` returns `gpus.get(0)`."""
-    opened, gpus = list(cuda._opened), list(find._gpus)
-    cuda._opened[:], find._gpus[:] = [(os.getpid(), machine.cuda)], [machine.gpus]
+    opened, gpus = list(cupydriver._opened), list(find._gpus)
+    cupydriver._opened[:], find._gpus[:] = [machine.cuda], [machine.gpus]
     try:
         yield machine
     finally:
-        cuda._opened[:], find._gpus[:] = opened, gpus
+        cupydriver._opened[:], find._gpus[:] = opened, gpus
 
 
 def values(shape: tuple[int, ...], dtype: DType, seed: int = 0) -> Array:
