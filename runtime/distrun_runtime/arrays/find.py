@@ -48,9 +48,9 @@ def count() -> int:
     Raises:
         KVError, StoreClosed: as `gpu`.
     """
-    from distrun_runtime.arrays import cuda  # most processes use no GPU
+    from distrun_runtime.arrays import cupydriver  # most processes use no GPU
 
-    return cuda.of_process().count()
+    return cupydriver.of_process().count()
 
 
 def gpu(number: int, part: int | None = None, *, limit: int | None = None) -> GpuDevice:
