@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Device, DeviceArray, is_host
+from distrun_runtime.arrays.device import Device, DeviceArray, copy
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.arrays.segments import PAGE
-
-if TYPE_CHECKING:
-    from distrun_runtime.arrays.gpu import GpuDevice
 
 __all__ = ["Arena", "Run", "runs"]
 
@@ -79,14 +76,11 @@ class Arena:
         return self._bases[-1] + offsets
 
     def move(self, device: Device) -> None:
-        """Have the blocks on another device; one of the two is in the host's memory."""
+        """Have the blocks on another device."""
         for blocks in self._sides:
             for number, block in blocks.items():
                 blocks[number] = device.empty(block.shape, self.dtype, is_sent=self._is_sent)
-                if is_host(block):
-                    cast("GpuDevice", device).write(blocks[number], block)
-                else:
-                    self._device.read(block, blocks[number])
+                copy(block, blocks[number])
         self._device = device
 
     def view(self, begin: int, end: int, side: int = 0) -> DeviceArray:

@@ -242,7 +242,8 @@ class Placement:
 
     def _opened(self) -> GpuDevice:
         _, _, number = self.asked.partition(":")
-        gpu = find.gpu(int(number) if number else self._index % find.count())
+        seen = find.gpus()
+        gpu = seen.get(int(number) if number else self._index % seen.order.cuda.count())
         free = gpu.free_bytes()
         gpu.pool.limit = self._limit or (free // 2 if self.asked == gpus.AUTO else free)
         gpu.pool.spares = self._drop_spares

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from distrun_runtime.arrays.arena import Arena, Run
-from distrun_runtime.arrays.device import Buffer, Device, is_host
+from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, copy
 from distrun_runtime.arrays.dtypes import Array, work_dtype
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import update
@@ -140,14 +140,14 @@ class Values:
     # Places
 
     def move(self, device: Device) -> None:
-        """Have all arrays on another device; one of the two is in the host's memory."""
+        """Have all arrays on another device."""
         flat = [arena for states in self.flat_state.values() for arena in states.values()]
         self.spare_sums.clear()
         for arena in [*self.arenas.values(), *flat, *(a for of in self.rounds.values() for a in of.arenas.values())]:
             arena.move(device)
         for of in self.rounds.values():
             for given in of.held.values():
-                given.parts = [device.put(part) if is_host(part) else self.device.host(part) for part in given.parts]
+                given.parts = [_on(device, part) for part in given.parts]
         self.device = device
 
     def place(self, shards: Array, code: int) -> None:
@@ -439,6 +439,13 @@ class Values:
             if present and set(present) != {name for name in state if name != "updates"}:
                 return False
         return True
+
+
+def _on(device: Device, array: DeviceArray) -> DeviceArray:
+    """Return a copy of an array on a device."""
+    made = device.empty(array.shape, array.dtype)
+    copy(array, made)
+    return made
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def test_without_a_gpu_stores_of_device_kinds_stay_and_why_is_said_once(monkeypa
     def missing() -> int:
         raise CudaMissing("a GPU needs cupy, which is not installed")
 
-    monkeypatch.setattr(find, "count", missing)
+    monkeypatch.setattr(find, "gpus", missing)
     placement, said = placed()
     for number in (1, 2):
         assert placement.place(store_of(100, number=number), None) is placement.host
