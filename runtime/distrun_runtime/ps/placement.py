@@ -77,7 +77,7 @@ def decide(asked: str, store: Subject, room: int | None) -> Decision:
     if store.obstacle:
         return Decision(False, store.obstacle, asked != gpus.AUTO)
     if asked == gpus.AUTO and room is not None and store.need > room:
-        text = "weights, states and %d rounds need %s, and %s are left of half of what was free on the GPU"
+        text = "weights, states and %d rounds need %s, and %s are left of the server's part of the GPU's memory"
         return Decision(False, text % (ROUNDS, _mib(store.need), _mib(max(0, room))))
     return Decision(True, "weights, states and %d rounds need %s" % (ROUNDS, _mib(store.need)))
 
