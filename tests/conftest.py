@@ -10,6 +10,7 @@ from engines import engine
 from hypothesis import HealthCheck, settings
 from lab import lab, lab_of_session, pytest_pyfunc_call
 from placement import placement
+from serverdevices import device
 from sizes import (
     pytest_addoption,
     pytest_collection_modifyitems,
@@ -43,6 +44,7 @@ settings.load_profile("same")
 
 __all__ = [
     "cache_of_session",
+    "device",
     "engine",
     "lab",
     "lab_of_session",
