@@ -134,8 +134,7 @@ def test_a_wait_for_one_queue_does_not_hold_up_that_for_another(bench: Callable[
         waiting.result(60)
 
 
-def test_only_a_thread_of_our_own_sleeps_in_cuda(bench: Callable[[float], Bench], monkeypatch: Any) -> None:
-    monkeypatch.setattr(queues, "ASKS", 1)
+def test_only_a_thread_of_our_own_sleeps_in_cuda(bench: Callable[[float], Bench]) -> None:
     it = bench(60)
     for queue in (it.one, it.other, it.one):
         it.order.finish(it.work(queue))
@@ -147,8 +146,7 @@ def test_only_a_thread_of_our_own_sleeps_in_cuda(bench: Callable[[float], Bench]
     assert len({thread for thread in it.driver.threads if thread.is_alive()}) == 2
 
 
-def test_a_thread_ends_with_its_queue(bench: Callable[[float], Bench], monkeypatch: Any) -> None:
-    monkeypatch.setattr(queues, "ASKS", 1)
+def test_a_thread_ends_with_its_queue(bench: Callable[[float], Bench]) -> None:
     it = bench(60)
     it.order.finish(it.work(it.one))
     (thread,) = it.driver.threads
@@ -165,10 +163,7 @@ def test_a_short_wait_is_over_without_the_other_thread(bench: Callable[[float], 
     assert [thread.name for thread in it.driver.threads] == []
 
 
-def test_an_error_while_the_gpu_is_waited_for_is_raised_by_the_wait(
-    bench: Callable[[float], Bench], monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(queues, "ASKS", 1)
+def test_an_error_while_the_gpu_is_waited_for_is_raised_by_the_wait(bench: Callable[[float], Bench]) -> None:
     it = bench(60)
     it.standin.fail_operation()
     with pytest.raises(CudaError, match="synchronize on gpu:0 failed: cudaErrorIllegalAddress"):
