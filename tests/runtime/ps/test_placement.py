@@ -274,18 +274,19 @@ def test_a_store_that_leaves_the_gpu_goes_on_with_its_values_and_open_round(mach
         assert made.run(script, "dist_device_sync") == [["gpu:0", "gpu:0", "cpu:0"]] * 2
 
 
-def test_a_store_whose_rule_a_gpu_does_not_do_leaves_it_with_its_values(machine: Machine) -> None:
+@pytest.mark.parametrize("name", ["lars", "rules_of_users:Fussy"])
+def test_a_store_whose_rule_a_gpu_does_not_do_leaves_it_with_its_values(machine: Machine, name: str) -> None:
     def script(kv: Any) -> tuple[str, str]:
         kv.init("w", np.ones(1000, np.float32))
         out = np.empty(1000, np.float32)
         kv.pushpull("w", np.full(1000, 3, np.float32), out)
         before = kv.stats()[0]["device"]
-        kv.set_optimizer("lars", learning_rate=0.0)
-        kv.pushpull("w", np.full(1000, 3, np.float32), out)
+        kv.set_optimizer(name, rescale_grad=0.5)
+        kv.pull("w", out)
         assert (out == 6).all()
         return before, kv.stats()[0]["device"]
 
-    with Cluster(2, 1) as made:
+    with Cluster(2, 1, imports=("rules_of_users",)) as made:
         assert made.run(script, "dist_device_sync") == [("gpu:0", "cpu:0")] * 2
 
 
