@@ -319,6 +319,29 @@ def test_a_sum_that_finds_no_place_fails_the_round_and_is_not_taken_for_one(mach
     assert told[0].count("--server-device cpu") == 1
 
 
+def test_a_round_that_lacks_a_contribution_fails_and_the_next_one_is_good(machine: Machine) -> None:
+    """The contribution was acknowledged, and the sum of the others' must not be taken for that of all."""
+
+    def script(kv: Any) -> None:
+        value, out = np.ones(1000, np.float32), np.zeros(1000, np.float32)
+        kv.init("w", value)
+        kv.barrier()
+        if kv.rank == 0:
+            machine.standin.fail("copy", code=1)
+            kv.push("w", value)
+        kv.barrier()
+        if kv.rank > 0:
+            kv.push("w", value)
+        with pytest.raises(KVError, match="the update failed on server-0 for key 'w': copy on gpu:0 failed"):
+            kv.pull("w", out)
+        assert (out == 0).all()
+        kv.pushpull("w", value, out)
+        assert (out == 3).all()
+
+    with Cluster(3, 1, server_device="gpu:0") as made:
+        made.run(script)
+
+
 @pytest.mark.parametrize("call", ["launch", "synchronize"])
 def test_a_gpu_that_fails_for_good_ends_the_server_and_everybody_hears_why(machine: Machine, call: str) -> None:
     def script(kv: Any) -> None:
