@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Union
+from typing import Any, Protocol, TypeGuard, Union
+
+import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array, DType
 
-__all__ = ["Buffer", "Device", "DeviceArray"]
+__all__ = ["Buffer", "Device", "DeviceArray", "is_host"]
 
 Buffer = Union[bytes, bytearray, memoryview]
 """Bytes in the host's memory."""
@@ -17,6 +19,11 @@ DeviceArray = Any
 
 Both have `shape`, `dtype`, `size`, `nbytes`, `reshape`; flat ones have a length, and slices that share their memory.
 """
+
+
+def is_host(array: DeviceArray) -> TypeGuard[Array]:
+    """Tell whether an array is numpy's, in the host's memory; otherwise it is a `gpu.GpuArray`."""
+    return isinstance(array, np.ndarray)
 
 
 class Device(Protocol):

@@ -53,10 +53,10 @@ def gpu(number: int, part: int | None = None, *, limit: int | None = None) -> Gp
         KVError: cupy, a driver or this GPU is missing.
         StoreClosed: the process was forked from one that uses GPUs.
     """
-    from distrun_runtime.arrays import cuda  # most processes use no GPU
+    from distrun_runtime.arrays import cupydriver  # most processes use no GPU
     from distrun_runtime.arrays.gpu import Gpus
 
-    opened = cuda.of_process()
+    opened = cupydriver.of_process()
     with _lock:
         if not _gpus:
             _gpus.append(Gpus(opened, has_peers=environ.read("MXNET_ENABLE_GPU_P2P")))
