@@ -15,7 +15,7 @@ from distrun_runtime.errors import KVError
 if TYPE_CHECKING:
     from distrun_runtime.arrays.gpu import GpuDevice, Gpus
 
-__all__ = ["get", "gpu"]
+__all__ = ["get", "gpu", "gpus"]
 
 _gpus: list[Gpus] = []
 """Those of this process, once one was asked for."""
@@ -53,6 +53,16 @@ def gpu(number: int, part: int | None = None, *, limit: int | None = None) -> Gp
         KVError: cupy, a driver or this GPU is missing.
         StoreClosed: the process was forked from one that uses GPUs.
     """
+    return gpus().get(number, part, limit=limit)
+
+
+def gpus() -> Gpus:
+    """Return the GPUs of this process.
+
+    Raises:
+        KVError: cupy, a driver or a GPU is missing.
+        StoreClosed: the process was forked from one that uses GPUs.
+    """
     from distrun_runtime.arrays import cupydriver  # most processes use no GPU
     from distrun_runtime.arrays.gpu import Gpus
 
@@ -60,4 +70,4 @@ def gpu(number: int, part: int | None = None, *, limit: int | None = None) -> Gp
     with _lock:
         if not _gpus:
             _gpus.append(Gpus(opened, has_peers=environ.read("MXNET_ENABLE_GPU_P2P")))
-    return _gpus[0].get(number, part, limit=limit)
+    return _gpus[0]

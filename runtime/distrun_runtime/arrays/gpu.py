@@ -21,6 +21,7 @@ from typing import Any, Union
 import numpy as np
 
 from distrun_runtime.arrays import programs
+from distrun_runtime.arrays.borrowing import Borrowing
 from distrun_runtime.arrays.cuda import Argument, Cuda, Host, Loaded, Pointer, Read, Table, Write
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
@@ -142,6 +143,10 @@ class GpuDevice:
         """Return a new array here, of undefined content."""
         size = math.prod(shape) * dtype.itemsize
         return GpuArray(self, self.pool.take(size), 0, shape, np.dtype(dtype))
+
+    def within(self, memory: Memory, shape: Sequence[int], dtype: DType) -> GpuArray:
+        """Return an array at the beginning of memory of this GPU that was got in another way, such as borrowed."""
+        return GpuArray(self, memory, 0, shape, dtype)
 
     def zeros(self, shape: Sequence[int], dtype: DType) -> GpuArray:
         """Return a new array here of zeros."""
@@ -346,6 +351,8 @@ class Gpus:
         self._has_peers = has_peers
         self.order = Order(cuda)
         self.locked = PageLocked(self.order)
+        self.borrowing = Borrowing(self.order, self.get)
+        """Arrays of other libraries on these devices."""
         self._devices: dict[str, GpuDevice] = {}
         self._lock = threading.Lock()
 

@@ -43,7 +43,6 @@ class Memory:
     """A block of a GPU's memory, for who refers to it."""
 
     def __init__(self, pool: Pool, block: _Block) -> None:
-        self.pool = pool
         self.pointer = block.pointer
         self.uses = block.uses
         # No lock can be taken, and no call made, by whichever thread drops the last reference.

@@ -4,6 +4,9 @@
     Uses    who wrote some memory last, and who has read it since
     Order   makes streams and the host wait for each other
 
+A stream of the program's own, in which it fills an array that it gives us, is a queue as well (`Order.lend`): what the
+program has given it is not known, so all of that counts as one operation each time.
+
 An operation says which memory it reads and which it writes (`Order.using`). If another queue used it in a way that does
 not fit, the queue waits for that other queue, by an event, before the operation. What a queue or the host knows to be
 over is counted, so nothing waits for the same work twice, or for work that the other side had waited for already.
@@ -30,6 +33,8 @@ class Queue:
     stream: Stream
     event: Event
     """For other queues to wait for: a wait holds for the event as it was recorded then, so one is enough."""
+    is_ours: bool = True
+    """Else it is a stream of the program's own."""
     count: int = 0
     """Operations that it was given."""
     seen: dict[Queue, int] = field(default_factory=dict)
@@ -90,6 +95,19 @@ class Order:
         """Return a new queue of a device."""
         return Queue(self.cuda.stream(device, priority), self.cuda.event(device))
 
+    def lend(self, queue: Queue, uses: Iterable[Uses]) -> None:
+        """Let the last use of some memory be all that the program has given a stream of its own so far.
+
+        Call it in the program's thread, if the stream is the per-thread default one.
+        """
+        with self.locked():
+            # The handle may be that of another stream by now, which has not waited for anything.
+            queue.seen.clear()
+            queue.count += 1
+            self._record(queue)
+            for each in uses:
+                each.writer = (queue, queue.count)
+
     def using(
         self, queue: Queue, reads: Sequence[Uses] = (), writes: Sequence[Uses] = ()
     ) -> AbstractContextManager[None]:
@@ -105,14 +123,30 @@ class Order:
             self.cuda.record(event, queue.stream)
             return Mark(event, {**queue.seen, queue: queue.count})
 
+    def marks(self, uses: Iterable[Uses]) -> list[Mark]:
+        """Return marks behind all uses of some memory by queues of ours that the host does not know to be over."""
+        with self.locked():
+            found: list[Mark] = []
+            covered = dict(self._known)
+            for queue, count in _covering_first(place for each in uses for place in each.before_writing()):
+                if queue.is_ours and covered.get(queue, 0) < count:
+                    found.append(self.mark(queue))
+                    _raise_counts(covered, found[-1].known)
+            return found
+
+    def is_past(self, mark: Mark) -> bool:
+        """Tell whether all work before a mark is over, and do not wait; if it is, the mark cannot be used again."""
+        if self._is_unknown(mark) and not self.cuda.query(mark.event):
+            return False
+        self._pass(mark)
+        return True
+
     def finish(self, mark: Mark) -> None:
         """Return when all work before a mark is over. The mark cannot be used again."""
         self.cuda.check()
-        if any(self._known.get(queue, 0) < count for queue, count in mark.known.items()):
+        if self._is_unknown(mark):
             self.cuda.synchronize(mark.event)
-        with self.locked():
-            _raise_counts(self._known, mark.known)
-            self._events[mark.event.device].append(mark.event)
+        self._pass(mark)
 
     def finish_uses(self, uses: Uses, *, writes: bool) -> None:
         """Return when the host may read some memory, or write or end it."""
@@ -121,8 +155,8 @@ class Order:
                 self.finish(self.mark(queue))
 
     def is_over(self, uses: Uses) -> bool:
-        """Tell whether the host knows that all uses are over."""
-        return all(self._known.get(queue, 0) >= count for queue, count in uses.before_writing())
+        """Tell whether the host knows that all uses by queues of ours are over."""
+        return all(self._known.get(queue, 0) >= count for queue, count in uses.before_writing() if queue.is_ours)
 
     def follow(self, queue: Queue, before: Iterable[tuple[Queue, int]]) -> None:
         """Let later operations of a queue wait for some of other queues."""
@@ -130,11 +164,23 @@ class Order:
             if max(queue.seen.get(other, 0), self._known.get(other, 0)) >= count:
                 continue
             if other.recorded < count:
-                self.cuda.record(other.event, other.stream)
-                other.recorded, other.known = other.count, {**other.seen, other: other.count}
+                self._record(other)
             self.cuda.wait(queue.stream, other.event)
             _raise_counts(queue.seen, other.known)
             queue.seen.pop(queue, None)
+
+    def _record(self, queue: Queue) -> None:
+        self.cuda.record(queue.event, queue.stream)
+        queue.recorded, queue.known = queue.count, {**queue.seen, queue: queue.count}
+
+    def _is_unknown(self, mark: Mark) -> bool:
+        return any(self._known.get(queue, 0) < count for queue, count in mark.known.items())
+
+    def _pass(self, mark: Mark) -> None:
+        """Take note that the host knows the work before a mark to be over."""
+        with self.locked():
+            _raise_counts(self._known, mark.known)
+            self._events[mark.event.device].append(mark.event)
 
 
 class _Locked:
@@ -188,7 +234,10 @@ class _Operation:
 
 def _covering_first(before: Iterable[tuple[Queue, int]]) -> list[tuple[Queue, int]]:
     """Return places in queues, those first that come after most of the others: these are over then, too."""
-    places = list(before)
+    last: dict[Queue, int] = {}
+    for queue, count in before:  # of many arrays, mostly in few queues
+        last[queue] = max(count, last.get(queue, 0))
+    places = list(last.items())
     if len(places) < 2:
         return places
     return sorted(places, key=lambda place: -sum(place[0].seen.get(queue, 0) >= count for queue, count in places))
