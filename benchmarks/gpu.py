@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import itertools
 import json
@@ -25,6 +26,7 @@ import math
 import mmap
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -35,11 +37,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # first: both have a module `report`
 
 import gpu_results
 import numpy as np
+import report
 import shapes
 from gpu_results import CUT, DONE, FAILED, GOALS, Part, Results, Row
 from round import reports_of, slowest
@@ -49,6 +52,7 @@ from distrun_runtime.arrays import find, programs
 from distrun_runtime.arrays.cuda import Argument, Read, Update, Write
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 from distrun_runtime.arrays.programs import Access
+from distrun_runtime.errors import KVError
 from distrun_runtime.ops import fuse, optimizers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,7 +62,9 @@ CHUNK = 1 << 24
 RANDOM = 1 << 22
 """Random elements, from which arrays are made."""
 WARM_UP = 2
-L2_TURNS = 4
+NO_GPU = 2
+"""Exit code: there is no GPU, or no cupy."""
+L2_TURNS, MOST_SETS = 4, 64
 PLUG_BYTES = 1 << 28
 PLUGS = 100
 """At most so many of them are put before what is timed."""
@@ -89,6 +95,7 @@ class Plan:
     arrays: str = "cupy"
     """Whose arrays a job's workers have."""
     server_device: str = "gpu:0"
+    """Of jobs with a `dist_device_sync` store; empty: what the launcher chooses."""
     deadline: float = math.inf
     """By time.monotonic(): no run begins after it."""
 
@@ -118,11 +125,13 @@ NO_TORCH = "torch is not installed, so nothing is compared with it"
 def sets_needed(nbytes: int, l2: int) -> int:
     """Return how many sets of inputs take turns, so that a call finds nothing of its set in the L2 cache.
 
+    Of less than a 64th of that there are 64 sets: a try with small arrays.
+
     Arguments:
         nbytes: that a call reads and writes.
         l2: bytes of the cache.
     """
-    return 1 if nbytes > L2_TURNS * l2 else L2_TURNS * l2 // max(1, nbytes) + 2
+    return 1 if nbytes > L2_TURNS * l2 else min(MOST_SETS, L2_TURNS * l2 // max(1, nbytes) + 2)
 
 
 @dataclass(frozen=True)
@@ -549,12 +558,8 @@ def codecs(card: Card, plan: Plan) -> Iterator[Row]:
             moved = part + 4 * n * {"encode_keeping": 3, "decode_adding": 2}.get(name, 1)
             sets = [Coded(card, n, part, number) for number in range(sets_needed(moved, card.l2))]
 
-            def run(
-                turn: int, kernel: str = kernel, name: str = name, scalars: Any = scalars, sets: Any = sets
-            ) -> None:
-                sets[turn % len(sets)].launch(kernel, name, scalars)
-
-            times = compare(card, plan, {"ours": Contestant(run, card.stream), "copy": limit(card, moved)})
+            way = functools.partial(launch_one_of, sets, kernel, name, scalars)
+            times = compare(card, plan, {"ours": Contestant(way, card.stream), "copy": limit(card, moved)})
             work = "%s, %d elements" % (kernel, n)
             yield row(work, LIMIT, times["ours"], times["copy"], goal=0.8, moved_bytes=moved)
 
@@ -761,7 +766,7 @@ def jobs(card: Card, plan: Plan) -> Iterator[Row]:
         found: dict[str, list[Times]] = {"dist_device_sync": [], "dist_sync": []}
         for _ in range(plan.job_runs):
             for store, times in found.items():
-                device = plan.server_device if store == "dist_device_sync" else "cpu"
+                device = plan.server_device if store == "dist_device_sync" else ""
                 times.append(Times(job(plan, store, k, device)))
         work = "`dist_device_sync`: a round of %s, k = %d, 2 workers and 2 servers" % (plan.model, k)
         yield row(work, "`dist_sync`", found["dist_device_sync"], found["dist_sync"], goal=goal)
@@ -800,7 +805,7 @@ def job(plan: Plan, store: str, k: int, server_device: str) -> float:
     in_time(plan)
     left = 600 if math.isinf(plan.deadline) else max(10, math.ceil(plan.deadline - time.monotonic()))
     command = [sys.executable, "-m", "distrun", "launch", "-q", "--no-prefix", "--launcher", "local", "-n", "2"]
-    command += ["-s", "2", "--timeout", str(left), "--server-device", server_device]
+    command += ["-s", "2", "--timeout", str(left), *(["--server-device", server_device] if server_device else [])]
     command += [sys.executable, str(ROOT / "benchmarks" / "peers" / "gpu_round.py")]
     command += [plan.model, str(plan.job_rounds), store, str(k), plan.arrays]
     reports = reports_of(command, "%s, k = %d" % (store, k), 2, on_hosts=False)
@@ -820,6 +825,7 @@ SECTIONS: dict[str, Callable[[Card, Plan], Iterator[Row]]] = {
     "jobs": jobs,
     "round": round_beside_bus,
 }
+WITH_TORCH = ("peers", "rules")
 SHARES = {"sums": 1.5, "peers": 1.5, "rules": 1.5, "jobs": 1.5}
 """Of the time that is left; the others have 1."""
 
@@ -834,17 +840,15 @@ def size_of(nbytes: int) -> str:
 # Running
 
 
-def open_card() -> Card:
-    """Return this machine's GPU.
+def open_card(section: str = "") -> Card:
+    """Return this machine's GPU, with torch if the section compares with it.
 
     Raises:
         KVError: cupy, a driver or a GPU is missing; says what to do.
     """
     device = find.gpu(0)
-    torch = None
-    if importlib.util.find_spec("torch") is not None:
-        torch = importlib.import_module("torch")
-    return Card(device, importlib.import_module("cupy"), torch)
+    has_torch = section in WITH_TORCH and importlib.util.find_spec("torch") is not None
+    return Card(device, importlib.import_module("cupy"), importlib.import_module("torch") if has_torch else None)
 
 
 def measured(card: Card, name: str, plan: Plan, written: Callable[[Part], None]) -> Part:
@@ -896,7 +900,7 @@ def facts(card: Card, commit: str) -> dict[str, Any]:
         "driver": driver(),
         "cuda": "%d.%d" % (cuda // 1000, cuda % 1000 // 10),
         "cupy": str(card.cupy.__version__),
-        "torch": str(card._torch.__version__) if card._torch is not None else "",
+        "torch": version_of("torch"),
         "numpy": np.__version__,
         "python": platform.python_version(),
         "architecture": found.architecture,
@@ -904,15 +908,16 @@ def facts(card: Card, commit: str) -> dict[str, Any]:
         "l2": card.l2,
         "memory": total,
         "free": free,
-        "machine": machine(),
+        "machine": report.machine(),
     }
 
 
-def machine() -> str:
-    """Return the host in words."""
-    import report
-
-    return report.machine()
+def version_of(package: str) -> str:
+    """Return the version of a package that is installed; empty: it is not."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def driver() -> str:
@@ -969,7 +974,7 @@ def run_alone(options: argparse.Namespace) -> None:
         fresh.write_text(json.dumps(part.as_json()), encoding="utf-8")
         fresh.replace(options.part)
 
-    measured(open_card(), options.section, plan, written)
+    measured(open_card(options.section), options.section, plan, written)
 
 
 HEADING = "GPUs"
@@ -990,8 +995,6 @@ every sum leaves it and comes to each worker; both directions work at a time, as
 
 def write_tables(paths: Sequence[Path]) -> None:
     """Write the page's section from these results, or from the newest of each GPU."""
-    import report
-
     report.write(HEADING, gpu_results.page([Results.read(path) for path in paths or gpu_results.newest()], ABOUT))
 
 
@@ -1020,10 +1023,15 @@ def main() -> None:
     if options.section:
         run_alone(options)
         return
-    found = facts(open_card(), options.commit or gpu_results.commit_here())
+    try:
+        found = facts(open_card(), options.commit or gpu_results.commit_here())
+    except KVError as err:
+        say(str(err))
+        sys.exit(NO_GPU)
     if options.facts:
         print(json.dumps(found))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the section's processes are ended
     path = options.results or gpu_results.path_of(found)
     results = Results.read(path) if path.exists() else Results(found)
     are_done = run_all(options.sections, path, results, options.minutes * 60, is_small=options.small)

@@ -208,6 +208,16 @@ def _ended(process: subprocess.Popen[str]) -> str:
     return ""
 
 
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that ends its own when it is told to, and wait for it."""
+    process.terminate()
+    try:
+        process.wait(2 * GRACE_S + 1)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 # Tables
 
 
