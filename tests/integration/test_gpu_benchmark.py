@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import site
 import subprocess
 import sys
 import time
@@ -492,9 +493,11 @@ def test_an_environment_of_this_checkout_is_made_and_what_is_missing_is_told(
     monkeypatch.setattr(check, "missing", lambda required: ["pyzmq"])
     python = check.interpreter(tmp_path / "venv", None)
     assert "not installed: pyzmq" in capsys.readouterr().err
-    text = "import distrun_runtime, numpy; print(distrun_runtime.__file__)"
+    text = "import distrun_runtime, numpy, site; print(distrun_runtime.__file__, *site.getsitepackages(), sep='\\n')"
     done = subprocess.run([python, "-c", text], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert Path(done.stdout.strip()).is_relative_to(ROOT)
+    place, *packages = done.stdout.splitlines()
+    assert Path(place).is_relative_to(ROOT)
+    assert set(site.getsitepackages()) <= set(packages)  # where cupy looks for CUDA's libraries
     # All is there already: pip finds nothing to look for in an empty folder of wheels.
     (tmp_path / "wheels").mkdir()
     check.interpreter(tmp_path / "again", tmp_path / "wheels")
