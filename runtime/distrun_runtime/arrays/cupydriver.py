@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import numpy as np
 from distrun_runtime.arrays import cubins
 from distrun_runtime.arrays.cuda import (
     INSTALL,
+    NOT_READY,
     Argument,
     Cuda,
     CudaError,
@@ -46,7 +48,7 @@ ELEMENTS_PER_THREAD = 4
 """Kernels read and write 16 bytes at once where they can."""
 
 
-INITIALIZATION, INSUFFICIENT_DRIVER, NO_DEVICE, NOT_READY = 3, 35, 100, 600
+INITIALIZATION, INSUFFICIENT_DRIVER, NO_DEVICE = 3, 35, 100
 _PORTABLE, _NON_BLOCKING, _EVENT_FLAGS, _ANY_DIRECTION = 1, 1, 1 | 2, 4
 """cudaHostRegisterPortable; cudaStreamNonBlocking; cudaEventBlockingSync and DisableTiming; cudaMemcpyDefault."""
 
@@ -285,7 +287,7 @@ def open_cupy() -> Cuda:
     Raises:
         CudaMissing: cupy, a driver or a GPU is missing.
     """
-    if importlib.util.find_spec("cupy") is None:
+    if sys.modules.get("cupy") is None and importlib.util.find_spec("cupy") is None:
         raise CudaMissing("a GPU needs cupy, which is not installed. fix: %s" % INSTALL)
     try:
         cupy = importlib.import_module("cupy")

@@ -20,16 +20,16 @@ from distrun_runtime.arrays import dtypes, find
 from distrun_runtime.arrays.cpu import CpuDevice
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice, Gpus
 from distrun_runtime.arrays.programs import Access
-from distrun_runtime.ops import fuse, optimizers, update
+from distrun_runtime.ops import compression, fuse, optimizers, update
 
+F32 = np.dtype(np.float32)
 FUSED = [name for name, rule in optimizers.RULES.items() if not fuse.why_not(rule({}))]
 STEPS = 3
 
 
 @pytest.fixture
 def gpus(kind_of_gpu: str) -> Gpus:
-    find.gpu(0)
-    return find._gpus[0]
+    return find.gpus()
 
 
 @pytest.fixture
@@ -153,3 +153,25 @@ def launch(device: GpuDevice, step: fuse.Step, arrays: dict[str, GpuArray], leng
     writes = [arrays[each.name] for each in used if each.access is not Access.READ]
     arguments = step.arguments({name: each.pointer for name, each in arrays.items()}, length)
     device.launch(step.program, step.kernel.name, arguments, length, reads=reads, writes=writes)
+
+
+# Codecs
+
+
+@ON_BOTH
+@pytest.mark.parametrize("name", ["2bit", "1bit", "fp16", "topk"])
+def test_codecs_have_the_bytes_of_the_cpus(gpus: Gpus, length: int, name: str) -> None:
+    device, codec = gpus.get(0), compression.named(name)
+    params = codec.check({})
+    left = np.zeros(length, np.float32) if codec.has_residual else None
+    there = None if left is None else device.put(left)
+    out, expected = device.zeros((length,), F32), np.zeros(length, np.float32)
+    for seed in range(STEPS):
+        pushed = np.round(values((length,), F32, seed), 1)  # with equal ones, among which top-k chooses
+        payload = bytes(codec.encode(pushed, left, params))
+        assert bytes(codec.encode(device.put(pushed), there, params)) == payload
+        if left is not None:
+            assert device.host(there).tobytes() == left.tobytes()
+        codec.read(payload, expected, params, adds=True)
+        codec.read(payload, out, params, adds=True)
+        assert device.host(out).tobytes() == expected.tobytes()
