@@ -47,7 +47,6 @@ import shapes
 from gpu_results import CUT, DONE, FAILED, GOALS, Part, Results, Row
 from round import reports_of, slowest
 
-from distrun_runtime import kvstore
 from distrun_runtime.arrays import find, programs
 from distrun_runtime.arrays.cuda import Argument, Read, Update, Write
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
@@ -726,6 +725,8 @@ def bus_rates(card: Card, plan: Plan) -> tuple[float, float]:
 
 def stores(card: Card, plan: Plan) -> Iterator[Row]:
     """Rounds of stores in one process, from arrays on the GPU and back, with sgd."""
+    from distrun_runtime import kvstore  # needs pyzmq; the other sections do without
+
     for k in (1, 4):
         ways = {}
         opened = []

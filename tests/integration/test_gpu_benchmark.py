@@ -149,13 +149,13 @@ def test_sums_of_cupy_are_measured_without_torch(gpu: ModuleType, card: Any) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("section", ["jobs", "round"])
 def test_rounds_of_jobs_are_measured(gpu: ModuleType, card: Any, section: str) -> None:
-    part = found_by(gpu, card, section, arrays="numpy", server_device="", job_rounds=1)
+    part = found_by(gpu, card, section, arrays="numpy", server_device="cpu", job_rounds=1)
     assert (part.state, part.text) == ("done", "")
     assert {row.goal for row in part.rows} == ({1.0, 1.5} if section == "jobs" else {0.5})
 
 
 def test_a_failed_job_fails_its_section(gpu: ModuleType, card: Any) -> None:
-    part = found_by(gpu, card, "round", arrays="nothing", server_device="", job_rounds=1)
+    part = found_by(gpu, card, "round", arrays="nothing", server_device="cpu", job_rounds=1)
     assert part.state == "failed"
     assert "the job failed" in part.text
 

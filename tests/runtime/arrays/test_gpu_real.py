@@ -5,61 +5,37 @@ On a real GPU there are two devices: two GPUs, or two devices on the only one. `
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster
 from gpuhistories import EACH_HISTORY
-from gpukit import Machine, gpus_of_process, values
+from gpukit import Machine, values
 from kernelcheck import same
+from realgpus import ON_BOTH, ON_REAL
 
-from distrun_runtime import kvstore
-from distrun_runtime.arrays import cupydriver, dtypes, find
+from distrun_runtime.arrays import dtypes, find
 from distrun_runtime.arrays.cpu import CpuDevice
-from distrun_runtime.arrays.cuda import CudaMissing
-from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice, Gpus
 from distrun_runtime.arrays.programs import Access
-from distrun_runtime.kvstore import KVStore
-from distrun_runtime.ops import fuse, optimizers, update
+from distrun_runtime.ops import compression, fuse, optimizers, update
 
 F32 = np.dtype(np.float32)
-REAL = pytest.param("gpu", marks=pytest.mark.gpu)
-ON_BOTH = pytest.mark.parametrize("where", ["stand-in", REAL], indirect=True)
-ON_REAL = pytest.mark.parametrize("where", [REAL], indirect=True)
 FUSED = [name for name, rule in optimizers.RULES.items() if not fuse.why_not(rule({}))]
 STEPS = 3
 
 
 @pytest.fixture
-def where(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Whether the process's GPUs are real ones or the stand-in's."""
-    if request.param == "gpu":
-        try:
-            cupydriver.of_process()
-        except CudaMissing as err:
-            pytest.skip(str(err))
-        yield "gpu"
-        return
-    with gpus_of_process(Machine(2)) as machine:
-        yield "stand-in"
-        machine.finish()
+def gpus(kind_of_gpu: str) -> Gpus:
+    return find.gpus()
 
 
 @pytest.fixture
-def gpus(where: str) -> Gpus:
-    find.gpu(0)
-    return find._gpus[0]
-
-
-@pytest.fixture
-def length(where: str) -> int:
+def length(kind_of_gpu: str) -> int:
     """Elements of an array: odd, and on a real GPU more than a launch has threads."""
-    return (1 << 20) + 3 if where == "gpu" else 301
+    return (1 << 20) + 3 if kind_of_gpu == "gpu" else 301
 
 
 @pytest.fixture
@@ -142,12 +118,12 @@ def test_a_sum_of_more_than_2_to_the_31_elements_is_right_everywhere(gpus: Gpus)
 
 
 @pytest.mark.parametrize(
-    ("where", "dtype"),  # `test_fuse` has all dtypes as C++
+    ("kind_of_gpu", "dtype"),  # `test_fuse` has all dtypes as C++
     [
         ("stand-in", "float32"),
         *(pytest.param("gpu", each, marks=pytest.mark.gpu) for each in ("float32", "float16", "bfloat16", "float64")),
     ],
-    indirect=["where"],
+    indirect=["kind_of_gpu"],
 )
 def test_steps_of_rules_have_the_bytes_of_the_cpus(gpus: Gpus, length: int, dtype: str) -> None:
     device, kind = gpus.get(0), dtypes.parse(dtype)
@@ -179,95 +155,23 @@ def launch(device: GpuDevice, step: fuse.Step, arrays: dict[str, GpuArray], leng
     device.launch(step.program, step.kernel.name, arguments, length, reads=reads, writes=writes)
 
 
-# Arrays of other libraries, in stores
+# Codecs
 
 
-class Interface:
-    """An array of a library that has `__cuda_array_interface__` and no stream: all of its work is done."""
-
-    def __init__(self, array: Array) -> None:
-        device = find.gpu(0)
-        self.array = device.put(array)
-        device.synchronize()
-        self.__cuda_array_interface__ = {
-            **{"shape": array.shape, "typestr": array.dtype.str, "version": 3, "stream": None},
-            "data": (self.array.pointer.address, False),
-        }
-
-    def host(self) -> Array:
-        device = find.gpu(0)
-        device.synchronize()
-        return device.host(self.array)
-
-
-def of_cupy(array: Array) -> Any:
-    return pytest.importorskip("cupy").asarray(array)
-
-
-def of_torch(array: Array) -> Any:
-    return pytest.importorskip("torch").from_numpy(array.copy()).cuda()
-
-
-def host(value: Any) -> Array:
-    if isinstance(value, Interface):
-        return value.host()
-    found: Array = value.get() if hasattr(value, "get") else value.cpu().numpy()
-    return found
-
-
-LIBRARIES: dict[str, Callable[[Array], Any]] = {"interface": Interface, "cupy": of_cupy, "torch": of_torch}
-EACH_LIBRARY = pytest.mark.parametrize(
-    ("where", "library"),
-    [("stand-in", "interface"), *(pytest.param("gpu", each, marks=pytest.mark.gpu) for each in LIBRARIES)],
-    indirect=["where"],
-)
-
-
-@EACH_LIBRARY
-@pytest.mark.parametrize("store", ["local", "device"])
-@pytest.mark.parametrize("rule", ["", "adam"])
-def test_a_store_takes_and_fills_arrays_on_the_gpu(where: str, library: str, store: str, rule: str) -> None:
-    make = LIBRARIES[library]
-    weight, given = values((7, 5), F32, 1), [values((7, 5), F32, seed) for seed in (2, 3)]
-    expected = np.empty((7, 5), np.float32)
-    with kvstore.create("local") as plain, kvstore.create(store) as kv:
-        for each, form in ((plain, np.array), (kv, make)):
-            if rule:
-                each.set_optimizer(rule, learning_rate=0.1)
-            each.init("w", form(weight))
-            for _ in range(STEPS):
-                each.push("w", [form(value) for value in given])
-        plain.pull("w", out=expected)
-        outs = [make(np.zeros((7, 5), np.float32)) for _ in range(2)]
-        kv.pull("w", out=outs)
-        for out in outs:
-            assert host(out).tobytes() == expected.tobytes()
-
-
-@EACH_LIBRARY
-@pytest.mark.parametrize("store", ["dist_sync", "dist_device_sync"])
-def test_a_store_of_a_job_takes_and_fills_arrays_on_the_gpu(where: str, library: str, store: str) -> None:
-    make = LIBRARIES[library]
-    shapes = [(3,), (7, 5), (1100,)]
-    given = [[values(shape, F32, 10 * rank + key) for key, shape in enumerate(shapes)] for rank in range(2)]
-    lock = threading.Lock()
-    found: dict[int, list[Array]] = {}
-
-    def script(kv: KVStore) -> None:
-        keys = list(range(len(shapes)))
-        kv.init(keys, [make(np.zeros(shape, np.float32)) for shape in shapes])
-        mine = [[make(value), make(value)] for value in given[kv.rank]]
-        outs = [[make(np.zeros(shape, np.float32)) for _ in range(2)] for shape in shapes]
-        for _ in range(2):
-            kv.pushpull(keys, mine, out=outs)
-        with lock:
-            found[kv.rank] = [host(out) for each in outs for out in each]
-
-    with Cluster() as cluster:
-        cluster.run(script, store)
-    for key in range(len(shapes)):
-        doubled = [CpuDevice().total([given[rank][key]] * 2) for rank in range(2)]
-        expected = {CpuDevice().total(order).tobytes() for order in (doubled, doubled[::-1])}
-        for rank in range(2):
-            for out in found[rank][2 * key : 2 * key + 2]:
-                assert out.tobytes() in expected
+@ON_BOTH
+@pytest.mark.parametrize("name", ["2bit", "1bit", "fp16", "topk"])
+def test_codecs_have_the_bytes_of_the_cpus(gpus: Gpus, length: int, name: str) -> None:
+    device, codec = gpus.get(0), compression.named(name)
+    params = codec.check({})
+    left = np.zeros(length, np.float32) if codec.has_residual else None
+    there = None if left is None else device.put(left)
+    out, expected = device.zeros((length,), F32), np.zeros(length, np.float32)
+    for seed in range(STEPS):
+        pushed = np.round(values((length,), F32, seed), 1)  # with equal ones, among which top-k chooses
+        payload = bytes(codec.encode(pushed, left, params))
+        assert bytes(codec.encode(device.put(pushed), there, params)) == payload
+        if left is not None:
+            assert device.host(there).tobytes() == left.tobytes()
+        codec.read(payload, expected, params, adds=True)
+        codec.read(payload, out, params, adds=True)
+        assert device.host(out).tobytes() == expected.tobytes()
