@@ -22,7 +22,7 @@ import numpy as np
 
 from distrun_runtime.arrays import programs
 from distrun_runtime.arrays.borrowing import Borrowing
-from distrun_runtime.arrays.cuda import Argument, Cuda, Host, Loaded, Pointer, Read, Table, Write
+from distrun_runtime.arrays.cuda import Argument, Cuda, CudaError, Host, Loaded, Pointer, Read, Table, Write
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
 from distrun_runtime.arrays.gpumemory import Memory, PageLocked, Pool, Staging
@@ -248,6 +248,15 @@ class GpuDevice:
     def load(self, program: Program) -> None:
         """Compile and load a program: seconds, if it was not compiled before."""
         self._program(program)
+
+    @property
+    def failed(self) -> CudaError | None:
+        """The error after which this process cannot use a GPU any more; None: there was none."""
+        return self._cuda.failed
+
+    def free_bytes(self) -> int:
+        """Return how much of the GPU's memory no process has taken."""
+        return self._cuda.memory(self.physical)[0]
 
     def synchronize(self) -> None:
         """Return when all work that was given to this device is over."""
