@@ -234,15 +234,19 @@ class GpuDevice:
         *,
         reads: Sequence[GpuArray] = (),
         writes: Sequence[GpuArray] = (),
+        zeroed: Sequence[GpuArray] = (),
     ) -> None:
         """Launch a kernel of a program here; it is compiled and loaded with the first launch, or by `load`.
 
         Arguments:
             arguments: those of the kernel, but for the number of elements.
             reads, writes: all arrays that it reads, and those that it writes, also by a table; they are here.
+            zeroed: those of `writes` that are filled with zeros before.
         """
         loaded = self._program(program)
         with self._order.using(self._work, [each.memory.uses for each in reads], [each.memory.uses for each in writes]):
+            for each in zeroed:
+                self._cuda.fill(each.pointer, 0, each.nbytes, self._work.stream)
             self._cuda.launch(loaded, kernel, arguments, elements, self._work.stream)
 
     def load(self, program: Program) -> None:
