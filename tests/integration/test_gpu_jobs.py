@@ -151,8 +151,19 @@ def test_one_process_sums_and_updates_on_its_gpu() -> None:
     assert (done.returncode, done.stdout) == (0, "{-3.0}\n"), done.stderr
 
 
-def test_a_process_whose_gpu_has_failed_says_so_and_ends() -> None:
-    done = run(LOCAL, STANDIN_FAULT="operation:3")
+FAILS = """
+out = np.empty(300, np.float32)
+try:
+    kv.pull("w", out=out)
+except ValueError as err:
+    print(err)
+kv.push("w", out)
+"""
+
+
+def test_a_process_whose_gpu_has_failed_says_so_at_every_call_and_ends() -> None:
+    done = run(LOCAL.partition("out =")[0] + FAILS, STANDIN_FAULT="operation:3")
     assert done.returncode == 1
-    assert "cudaErrorIllegalAddress" in done.stderr.splitlines()[-1]
-    assert "this process cannot use the GPU any more" in done.stderr.splitlines()[-1]
+    for text in (done.stdout.splitlines()[-1], done.stderr.splitlines()[-1]):
+        assert "cudaErrorIllegalAddress" in text
+        assert "this process cannot use the GPU any more" in text
