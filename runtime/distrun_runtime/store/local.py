@@ -354,7 +354,7 @@ class Weights:
         """Return the GPU on which a value is to be updated; None: it is updated in host memory."""
         if not is_on_gpu(value) or record.is_sparse or not record.size or self.has_updater:
             return None
-        if self.rule is not None and not _is_fused(self.rule):
+        if self.rule is not None:
             return None
         stored = self.values[record.key]
         gpu: GpuDevice = value.device if devices.is_host(stored) else stored.device
