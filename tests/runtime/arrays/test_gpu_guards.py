@@ -152,7 +152,7 @@ def sites() -> list[tuple[str, str, int]]:
         *(("read", "reads", 0), ("scale", "writes", 0), ("zeros", "writes", 0)),
         *(("_bring", "writes", 0), ("_bring_from_gpu", "reads", 0), ("_bring_from_gpu", "writes", 0)),
         *(("_sum", "reads", place) for place in (0, 1, 2, -1, -2)),
-        ("_sum", "writes", 0),
+        *(("_sum", "writes", 0), ("_share", "writes", 0), ("_share", "writes", 1)),
     ]
 
 
