@@ -171,7 +171,7 @@ class Borrowing:
         """Return a queue of ours that only waits: for libraries, and for all uses of memory that is shared."""
         with self.order.locked():
             if device not in self._arrivals:
-                self._arrivals[device] = self.order.queue(device)
+                self._arrivals[device] = self.order.queue(device, "waits for other libraries")
             return self._arrivals[device]
 
     def caller(self, device: int, handle: int) -> Queue:

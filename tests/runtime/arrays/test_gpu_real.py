@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def gpus() -> Gpus:
     try:
-        return Gpus(cupydriver.of_process())
+        return Gpus(cupydriver.of_process(), wait_s=60)
     except CudaMissing as err:
         pytest.skip(str(err))
 
