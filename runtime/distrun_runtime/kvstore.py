@@ -273,7 +273,7 @@ class KVStore(KVStoreBase):
         if not first:
             return CompletedCall("broadcast of no keys")
         with Borrowed() as borrowed:
-            borrowed.take(_on_gpus(arrays for _, arrays in targets))
+            self._borrow(borrowed, (arrays for _, arrays in targets))
             return _awaited(borrowed.until(self._begin(first, "broadcast", wait, hand_out)), wait)
 
     def assign(self, key: Keys, value: object, *, wait: bool = True) -> Pending:
@@ -798,7 +798,7 @@ class KVStore(KVStoreBase):
             return known, given, False
         items = self._fitting(values.contributions(key, value))
         _scalable((record for record, _ in items), scale)
-        borrowed.take(_on_gpus(each for _, each in items))
+        self._borrow(borrowed, (each for _, each in items))
         sums = self._backend.reducer.reduce(items)
         own = all(total is not given for total, (_, each) in zip(sums, items, strict=True) for given in each)
         return self._selected(key, [record for record, _ in items]), sums, own
@@ -813,8 +813,15 @@ class KVStore(KVStoreBase):
                 values.apart([(record.key, None, array) for record, array in zip(known.records, given, strict=True)])
             return known, list(zip(given, strict=False))
         items = self._targets(values.outputs(key, out))
-        borrowed.take(_on_gpus(arrays for _, arrays in items))
+        self._borrow(borrowed, (arrays for _, arrays in items))
         return self._selected(key, [record for record, _ in items]), [arrays for _, arrays in items]
+
+    def _borrow(self, borrowed: Borrowed, given: Iterable[Sequence[Value]]) -> None:
+        """Borrow the arrays that are in GPU memory."""
+        arrays = _on_gpus(given)
+        if arrays:
+            self._lifetime.uses_gpus = True
+            borrowed.take(arrays)
 
     def _known(self, key: Keys) -> Selection | None:
         """Return the selection of keys that were used before; None: they have to be looked at one by one."""

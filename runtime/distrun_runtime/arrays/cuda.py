@@ -206,6 +206,8 @@ class CudaMissing(KVError):
 class CudaError(KVError):
     """A CUDA call failed."""
 
+    is_of_device = True
+
     def __init__(self, call: str, device: int | None, code: int, name: str, text: str, more: str = "") -> None:
         self.call = call
         self.device = device
@@ -231,6 +233,11 @@ class CudaError(KVError):
     def about(self, what: str) -> CudaError:
         """Return this error with what the call was for, such as a key, before its message."""
         self.args = ("%s: %s" % (what, self.args[0]), *self.args[1:])
+        return self
+
+    def advising(self, what: str) -> CudaError:
+        """Return this error with what to do behind its message."""
+        self.args = ("%s; %s" % (self.args[0], what), *self.args[1:])
         return self
 
 

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -286,7 +287,7 @@ def open_cupy() -> Cuda:
     Raises:
         CudaMissing: cupy, a driver or a GPU is missing.
     """
-    if importlib.util.find_spec("cupy") is None:
+    if sys.modules.get("cupy") is None and importlib.util.find_spec("cupy") is None:
         raise CudaMissing("a GPU needs cupy, which is not installed. fix: %s" % INSTALL)
     try:
         cupy = importlib.import_module("cupy")

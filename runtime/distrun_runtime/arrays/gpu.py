@@ -22,7 +22,7 @@ import numpy as np
 
 from distrun_runtime.arrays import programs
 from distrun_runtime.arrays.borrowing import Borrowing
-from distrun_runtime.arrays.cuda import Argument, Cuda, Host, Loaded, Pointer, Read, Table, Write
+from distrun_runtime.arrays.cuda import Argument, Cuda, CudaError, Host, Loaded, Pointer, Read, Table, Write
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
 from distrun_runtime.arrays.gpumemory import Memory, PageLocked, Pool, Staging
@@ -234,20 +234,33 @@ class GpuDevice:
         *,
         reads: Sequence[GpuArray] = (),
         writes: Sequence[GpuArray] = (),
+        zeroed: Sequence[GpuArray] = (),
     ) -> None:
         """Launch a kernel of a program here; it is compiled and loaded with the first launch, or by `load`.
 
         Arguments:
             arguments: those of the kernel, but for the number of elements.
             reads, writes: all arrays that it reads, and those that it writes, also by a table; they are here.
+            zeroed: those of `writes` that are filled with zeros before.
         """
         loaded = self._program(program)
         with self._order.using(self._work, [each.memory.uses for each in reads], [each.memory.uses for each in writes]):
+            for each in zeroed:
+                self._cuda.fill(each.pointer, 0, each.nbytes, self._work.stream)
             self._cuda.launch(loaded, kernel, arguments, elements, self._work.stream)
 
     def load(self, program: Program) -> None:
         """Compile and load a program: seconds, if it was not compiled before."""
         self._program(program)
+
+    @property
+    def failed(self) -> CudaError | None:
+        """The error after which this process cannot use a GPU any more; None: there was none."""
+        return self._cuda.failed
+
+    def free_bytes(self) -> int:
+        """Return how much of the GPU's memory no process has taken."""
+        return self._cuda.memory(self.physical)[0]
 
     def synchronize(self) -> None:
         """Return when all work that was given to this device is over."""

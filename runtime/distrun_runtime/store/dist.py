@@ -98,7 +98,7 @@ class DistBackend(StoreBackend):
         order = {"deterministic": True} if deterministic else {}
         self._facts = {"type": kinds.canonical(type_name), **bound, **order}
         """What all workers and servers must know alike."""
-        self._link = open_link(node, "create(%r)" % type_name, self._facts)
+        self._link = open_link(node, "create(%r)" % type_name, self._facts, kinds.on_devices(type_name))
         self._link.replaced = self._replaced
         self._transfers = Transfers(self._link, self._compressor)
         self._gathering = CallBatch(self._flush)
@@ -136,7 +136,7 @@ class DistBackend(StoreBackend):
                 self._transfers.add(record.key, shards)
         if self.rank == 0:
             values = [(record, shards, value) for (record, shards), (_, value) in zip(placed, items, strict=True)]
-            declaring.fill(self._link, what, number, values, self._facts)
+            declaring.fill(self._link, what, number, values, {**self._facts, **self._link.told})
         return [record for record, _ in placed]
 
     def assign(self, items: list[tuple[KeyRecord, Array]], call_number: int) -> None:

@@ -17,7 +17,7 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.optimizers import RuleSpec
-from distrun_runtime.ops.update import update
+from distrun_runtime.ops.update import can_fuse, new_state, update
 from distrun_runtime.ps import profile
 from distrun_runtime.ps.stats import Counters
 from distrun_runtime.store.base import (
@@ -340,7 +340,7 @@ class Weights:
         knobs = self.spec.knobs(record.key)
         flat = self.values[record.key].reshape(-1)
         if record.key not in self.states:
-            self.states[record.key] = rule.new_state(flat)
+            self.states[record.key] = new_state(rule, flat)
         state = self.states[record.key]
         if isinstance(value, RowSparse):
             table, grad = flat.reshape(record.shape[0], record.row_size), value.values
@@ -354,7 +354,7 @@ class Weights:
         """Return the GPU on which a value is to be updated; None: it is updated in host memory."""
         if not is_on_gpu(value) or record.is_sparse or not record.size or self.has_updater:
             return None
-        if self.rule is not None:
+        if self.rule is not None and not can_fuse(self.rule):
             return None
         stored = self.values[record.key]
         gpu: GpuDevice = value.device if devices.is_host(stored) else stored.device
@@ -369,8 +369,6 @@ class Weights:
         if self.rule is None:
             gpu.write(self.values[record.key], value)
             return
-        if record.key not in self.states:
-            self.states[record.key] = _state_on_gpu(self.rule.new_state(self.on_host(record.key).reshape(-1)), gpu)
         self._step(self.rule, record, cast(Array, value))
 
     def _bring_to(self, gpu: GpuDevice, key: Key) -> None:
@@ -456,13 +454,6 @@ class Weights:
         for gpu in gpus:
             with suppress(KVError):  # One that has failed gives nothing back before the process ends.
                 gpu.pool.trim()
-
-
-def _is_fused(rule: rules.Rule) -> bool:
-    """Whether a kernel can do what a rule does. Called if there is a GPU."""
-    from distrun_runtime.ops import fuse
-
-    return not fuse.why_not(rule)
 
 
 def _state_on_gpu(state: rules.State, gpu: GpuDevice) -> rules.State:

@@ -24,6 +24,7 @@ from distrun_runtime.arrays.cpu import Threads
 from distrun_runtime.arrays.device import Device, DeviceArray, is_host
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.contract import environ
+from distrun_runtime.errors import KVError
 from distrun_runtime.store import kinds
 from distrun_runtime.store.base import KeyRecord, Value
 from distrun_runtime.store.compress import Compressor
@@ -190,7 +191,10 @@ class DeviceReducer(Reducer):
                 while len(self._cpus) < len(arrays):
                     self._cpus.append(find.get("cpu:%d" % len(self._cpus), self._threads))
                 device = self.cpus.device(record, self._cpus[: len(arrays)])
-        return device.total(arrays)
+        try:
+            return device.total(arrays)
+        except KVError as err:
+            raise KVError("key %r: %s" % (record.key, err)) from err
 
 
 class Placement:

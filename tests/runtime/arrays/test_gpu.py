@@ -231,6 +231,22 @@ def test_memory_is_used_again_and_its_next_user_waits_for_the_last(seed: int) ->
     machine.finish()
 
 
+@SEEDS
+def test_a_pool_that_is_full_has_spare_arrays_dropped_before_it_fails(seed: int) -> None:
+    machine = Machine(seed=seed)
+    device = machine.gpus.get(0, limit=8192)
+    spare = [device.put(values((1024,), F32)), device.put(values((1024,), F32))]
+    device.scale(spare[1], 2.0)  # its memory is given back when that is over
+    device.pool.spares = spare.clear
+    device.pool.advice = "fix: use less"
+    given = values((1500,), F32)
+    same(device.host(device.put(given)), given)
+    assert spare == []
+    with pytest.raises(CudaOutOfMemory, match=r"wanted 12288 bytes, free are 8192 of 8192; fix: use less$"):
+        device.empty((3072,), F32)
+    machine.finish()
+
+
 def test_a_pool_keeps_to_its_limit_and_gives_back_what_is_free() -> None:
     machine = Machine(1, memory=1 << 20)
     device = machine.gpus.get(0, limit=8192)

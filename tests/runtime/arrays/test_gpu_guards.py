@@ -18,7 +18,7 @@ from cudastandin import StandIn
 from gpuhistories import EACH_HISTORY, HISTORIES, arrays_come_and_go
 from gpukit import Machine
 
-from distrun_runtime.arrays import gpu, gpumemory, queues
+from distrun_runtime.arrays import gpu, gpucodecs, gpumemory, queues
 from distrun_runtime.arrays.cuda import Driver, Event
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 from distrun_runtime.arrays.gpumemory import Memory, Pool, Staging
@@ -31,6 +31,7 @@ F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pieces, so that small arrays have several; waits ask once, so that most of them are left to a sleeper."""
     monkeypatch.setattr(gpu, "RING_BYTES", 2048)
+    monkeypatch.setattr(gpucodecs, "_DIGITS", ((25, 6), (20, 5), (15, 5), (10, 5), (5, 5), (0, 5)))
     monkeypatch.setattr(queues, "ASKS", 1)
     monkeypatch.setattr(Staging.__init__, "__defaults__", (512, 2))
 
@@ -146,6 +147,9 @@ def function_of(frame: FrameType) -> str:
     return code.co_name
 
 
+KINDS = ("reads", "writes")
+
+
 def sites() -> list[tuple[str, str, int]]:
     """Return where an operation's uses are told: function, kind of use, place in the list."""
     return [
@@ -154,6 +158,11 @@ def sites() -> list[tuple[str, str, int]]:
         *(("_bring", "writes", 0), ("_bring_from_gpu", "reads", 0), ("_bring_from_gpu", "writes", 0)),
         *(("_sum", "reads", place) for place in (0, 1, 2, -1, -2)),
         *(("_sum", "writes", 0), ("_share", "writes", 0), ("_share", "writes", 1)),
+        *((function, kind, 0) for function in ("cast", "_encode", "_decode", "top_decode") for kind in KINDS),
+        *((function, kind, 0) for function in ("are_finite", "scaled_encode", "_bound") for kind in KINDS),
+        *(("are_finite", "reads", 1), ("scaled_encode", "reads", 1), ("_encode", "writes", 1)),
+        *(("top_encode", "reads", place) for place in (0, 1)),
+        *(("top_encode", "writes", place) for place in (0, 1)),
     ]
 
 

@@ -11,16 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from cluster import Cluster, open_store
 from fakearrays import FakeCupyArrays, FakeJax, FakeTorch, Interface, Library, Memory, Tensor, filled, put
 from gpukit import Machine, gpus_of_process
 
 from distrun_runtime import kvstore
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.borrowing import Loan
+from distrun_runtime.arrays.cuda import CudaError
 from distrun_runtime.arrays.gpu import GpuArray
-from distrun_runtime.errors import KVError
+from distrun_runtime.errors import KVError, RuntimeFault
 from distrun_runtime.kvstore import KVStore, RowSparse
+from distrun_runtime.ps.session import Session
 from distrun_runtime.store import values
 from distrun_runtime.store.base import CallOptions, Selection, Value
 from distrun_runtime.store.local import LocalBackend
@@ -427,3 +429,35 @@ def test_values_of_several_libraries_and_the_host_are_summed(library: Make, mach
         kv.push("w", [filled(7), *given])
         kv.pull("w", out)
         assert out.tobytes() == (5 * filled(7)).tobytes()
+
+
+# A GPU that fails for good
+
+
+@pytest.mark.parametrize("call", ["copy", "wait"])
+def test_a_gpu_that_fails_for_good_leaves_the_store_failed_and_it_closes(
+    machine: Machine, library: Make, call: str
+) -> None:
+    """Every later call says the same. Who waits for this worker hears that it is gone: nobody hangs."""
+
+    def script(session: Session) -> str:
+        kv = open_store("dist_sync", session)
+        kv.init("w", np.zeros((2, 3), np.float32))
+        if kv.rank == 1:
+            with pytest.raises(RuntimeFault) as caught:
+                kv.pushpull("w", np.ones((2, 3), np.float32))
+            return str(caught.value)
+        given = library("torch").array()
+        machine.standin.fail(call)
+        out = np.ones((2, 3), np.float32)
+        for each in (lambda: kv.push("w", given), lambda: kv.push("w", out), lambda: kv.pull("w", out), kv.stats):
+            with pytest.raises(CudaError, match=f"{call} on gpu:0 failed: cudaErrorIllegalAddress"):
+                each()
+        kv.close()
+        session.end()
+        return "closed"
+
+    with Cluster(2, 1) as made:
+        closed, told = made.run_sessions(script)
+    assert closed == "closed"
+    assert "worker-0" in told
