@@ -20,7 +20,7 @@ import importlib
 import math
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
 from typing import Any, ClassVar, Dict
@@ -154,7 +154,8 @@ class Codec(ABC):
         """Write the payload of `values` to `out`; arguments as for `encode`, and `check_finite` has taken them.
 
         Arguments:
-            out: uint8 of shape (size(n),), in the host's memory; or on the GPU of the values, at a multiple of 4 bytes.
+            out: uint8 of shape (size(n),), in the host's memory; or on the GPU of the values, at a multiple of 4
+                bytes (of `fp16`: 2).
         """
         if not self.has_residual:
             residual = None
@@ -387,6 +388,12 @@ def from_floats(array: DeviceArray, dtype: DType) -> DeviceArray:
     if not is_host(array):
         return _on_gpus().cast(array, dtype)
     return narrow(array.astype(work_dtype(dtype), copy=False), dtype)
+
+
+def are_finite(pairs: Iterable[tuple[DeviceArray, DeviceArray | None]]) -> bool:
+    """Tell whether `check_finite` takes all values and residuals, which are on GPUs; one wait for each of these."""
+    found: bool = _on_gpus().are_finite((floats(values), residual) for values, residual in pairs)
+    return found
 
 
 def _by(array: DeviceArray) -> ModuleType:
