@@ -10,6 +10,7 @@ from engines import engine
 from hypothesis import HealthCheck, settings
 from lab import lab, lab_of_session, pytest_pyfunc_call
 from placement import placement
+from realgpus import kind_of_gpu
 from sizes import (
     pytest_addoption,
     pytest_collection_modifyitems,
@@ -44,6 +45,7 @@ settings.load_profile("same")
 __all__ = [
     "cache_of_session",
     "engine",
+    "kind_of_gpu",
     "lab",
     "lab_of_session",
     "placement",

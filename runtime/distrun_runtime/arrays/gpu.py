@@ -153,10 +153,14 @@ class GpuDevice:
     def zeros(self, shape: Sequence[int], dtype: DType) -> GpuArray:
         """Return a new array here of zeros."""
         result = self.empty(shape, dtype)
-        if result.nbytes:
-            with self._order.using(self._work, writes=[result.memory.uses]):
-                self._cuda.fill(result.pointer, 0, result.nbytes, self._work.stream)
+        self.clear(result)
         return result
+
+    def clear(self, array: GpuArray) -> None:
+        """Fill an array of this device with zeros."""
+        if array.nbytes:
+            with self._order.using(self._work, writes=[array.memory.uses]):
+                self._cuda.fill(array.pointer, 0, array.nbytes, self._work.stream)
 
     def put(self, array: AnyArray) -> GpuArray:
         """Return a copy here of an array of the host or of any GPU."""

@@ -154,7 +154,7 @@ def sites() -> list[tuple[str, str, int]]:
     """Return where an operation's uses are told: function, kind of use, place in the list."""
     return [
         *(("copy_in", "reads", 0), ("copy_in", "writes", 0), ("copy_out", "reads", 0), ("copy_out", "writes", 0)),
-        *(("read", "reads", 0), ("scale", "writes", 0), ("zeros", "writes", 0)),
+        *(("read", "reads", 0), ("scale", "writes", 0), ("clear", "writes", 0)),
         *(("_bring", "writes", 0), ("_bring_from_gpu", "reads", 0), ("_bring_from_gpu", "writes", 0)),
         *(("_sum", "reads", place) for place in (0, 1, 2, -1, -2)),
         ("_sum", "writes", 0),
