@@ -10,7 +10,7 @@ from gpukit import Machine, gpus_of_process
 
 
 @pytest.fixture(params=["cpu", "gpu"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def server_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Let the servers of a test's jobs keep values in each of the two; what they answer must not depend on it.
 
     At the end no work of the GPU may be without its place in an order.

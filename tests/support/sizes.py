@@ -4,7 +4,7 @@
 are a part of their own: `--engines` runs them and no others.
 
 Tests of whole jobs in threads run on every path (`job`), with every placement of values (`placement`) and with values
-in every kind of memory (`device`). With their own parameters that makes up to 288 variants of a test. A quick run has a
+in every kind of memory (`server_device`). With their own parameters that makes up to 288 variants of a test. A quick run has a
 few that show each of these once; the others are slow.
 """
 
@@ -21,7 +21,7 @@ LEFT_OUT = ("lab", "package", "peers", "slow", "ssh")
 BY_FIXTURE = {"lab_of_session": "lab", "run_by_peer": "peers", "sshd": "ssh"}
 """A test that uses one of these fixtures, directly or through another one, gets the marker."""
 
-DEVICE = "device"
+DEVICE = "server_device"
 """The fixture that runs a test once for each kind of memory that servers may keep values in."""
 
 WAYS = ("placement", "engine")

@@ -12,6 +12,7 @@ Errors:
       + CudaMissing               no cupy, driver or GPU here: what to install
       + CudaError                 a call failed: call, device, CUDA's name and code
           + CudaOutOfMemory       the device has too little memory left: wanted, free
+          + CudaTimedOut          the device has not finished its work in time
       + ProgramError              a program of kernels does not compile
     StoreClosed                   the process was forked after CUDA had been opened
 
@@ -43,6 +44,7 @@ __all__ = [
     "CudaError",
     "CudaMissing",
     "CudaOutOfMemory",
+    "CudaTimedOut",
     "Driver",
     "DriverError",
     "Event",
@@ -64,7 +66,7 @@ __all__ = [
 INSTALL = "pip install 'distrun[cuda12]' (a driver for CUDA 12) or 'distrun[cuda13]' (for CUDA 13)"
 """How to get what a GPU needs."""
 
-OUT_OF_MEMORY, PEER_ALREADY_ENABLED = 2, 704
+OUT_OF_MEMORY, NOT_READY, PEER_ALREADY_ENABLED = 2, 600, 704
 STICKY = frozenset({4, 214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
 """Codes after which the process cannot use the device any more: illegal address, launch failure, ECC and their kin.
 
@@ -251,6 +253,27 @@ class CudaOutOfMemory(CudaError):
         super().__init__(call, device, OUT_OF_MEMORY, name, text, more)
 
 
+class CudaTimedOut(CudaError):
+    """A device has not finished its work in time. Whatever it is, the process cannot use the device any more."""
+
+    def __init__(self, device: int, what: str, waited_s: float) -> None:
+        self.call, self.device, self.code, self.name, self.text = "synchronize", device, NOT_READY, "hangs", what
+        self.waited_s = waited_s
+        self.is_sticky = True
+        KVError.__init__(
+            self,
+            "gpu:%d has not finished its %s after %g s, and this process cannot use the GPU any more. fix: see whether"
+            " 'nvidia-smi' answers on this host, and whether 'dmesg' there has lines with 'Xid', for a GPU that has"
+            " failed; run the script under 'compute-sanitizer' for a kernel that never ends; if the work may take so"
+            " long, raise --op-timeout or DISTRUN_OP_TIMEOUT (a wait for a GPU may take half of it)"
+            % (device, what, waited_s),
+        )
+
+    def again(self) -> CudaError:
+        """Return the same error, to be raised once more."""
+        return CudaTimedOut(self.device or 0, self.text, self.waited_s)
+
+
 class ProgramError(KVError):
     """A program of kernels does not compile; the compiler's text is in the message."""
 
@@ -329,6 +352,11 @@ class Cuda:
             raise forked_from(self._pid)
         if self._first is not None:
             raise self._first.again()
+
+    def give_up(self, error: CudaError) -> None:
+        """Let every later call raise an error, as if CUDA had made it."""
+        if self._first is None:
+            self._first = error
 
     def count(self) -> int:
         """Return how many devices this process sees."""
@@ -449,8 +477,8 @@ class Cuda:
             return call(*args, **kwargs)
         except DriverError as err:
             error = CudaError(name, device, err.code, err.name, err.text)
-            if error.is_sticky and self._first is None:
-                self._first = error
+            if error.is_sticky:
+                self.give_up(error)
             raise error from err
 
     def _dropped(self, end: Callable[[int, int], None], device: int, handle: int) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from distrun_runtime.arrays import cubins
 from distrun_runtime.arrays.cuda import (
     INSTALL,
+    NOT_READY,
     Argument,
     Cuda,
     CudaError,
@@ -47,7 +48,7 @@ ELEMENTS_PER_THREAD = 4
 """Kernels read and write 16 bytes at once where they can."""
 
 
-INITIALIZATION, INSUFFICIENT_DRIVER, NO_DEVICE, NOT_READY = 3, 35, 100, 600
+INITIALIZATION, INSUFFICIENT_DRIVER, NO_DEVICE = 3, 35, 100
 _PORTABLE, _NON_BLOCKING, _EVENT_FLAGS, _ANY_DIRECTION = 1, 1, 1 | 2, 4
 """cudaHostRegisterPortable; cudaStreamNonBlocking; cudaEventBlockingSync and DisableTiming; cudaMemcpyDefault."""
 

@@ -124,7 +124,9 @@ class GpuDevice:
         self._peers: set[int] = {physical}
         """GPUs for which direct copies have been settled."""
         self._staging = Staging(order)
-        self._work, self._inward, self._outward = (order.queue(physical) for _ in range(3))
+        self._work, self._inward, self._outward = (
+            order.queue(physical, what) for what in ("kernels", "copies in", "copies out")
+        )
         self._loaded: dict[int, Loaded] = {}
         """By the program's id; it keeps the program."""
         self._loading = threading.Lock()
@@ -364,12 +366,13 @@ class Gpus:
     """The devices of a process: each is made once. Threads: any.
 
     Arguments:
+        wait_s: seconds that the host waits for a GPU at most.
         has_peers: copy directly between GPUs that allow it.
     """
 
-    def __init__(self, cuda: Cuda, *, has_peers: bool = True) -> None:
+    def __init__(self, cuda: Cuda, *, wait_s: float, has_peers: bool = True) -> None:
         self._has_peers = has_peers
-        self.order = Order(cuda)
+        self.order = Order(cuda, wait_s=wait_s)
         self.locked = PageLocked(self.order)
         self.borrowing = Borrowing(self.order, self.get)
         """Arrays of other libraries on these devices."""

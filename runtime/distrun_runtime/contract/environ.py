@@ -433,7 +433,7 @@ TABLE: Tuple[Variable, ...] = (
         "DISTRUN_OP_TIMEOUT",
         "tuning",
         READ,
-        "Seconds that one store call may take while its peers are alive.",
+        "Seconds that one store call may take while its peers are alive; a wait for a GPU, half of them.",
         type=FLOAT,
         low=0.1,
         high=LONGEST_S,

@@ -204,7 +204,9 @@ class Placement:
     def _goes(self, store: Store, rule: Rule | None, gpu: GpuDevice) -> bool:
         number = store.number
         before = self._needs.pop(number, None)
-        subject = Subject(store.on_devices, need_of(store, rule), obstacle_of(store, rule))
+        obstacle = obstacle_of(store, rule)
+        # A rule of the user's may not like weights that are not its own.
+        subject = Subject(store.on_devices, 0 if obstacle else need_of(store, rule), obstacle)
         limit = gpu.pool.limit
         decision = decide(self.asked, subject, None if limit is None else limit - sum(self._needs.values()))
         if decision.on_gpu:

@@ -84,7 +84,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Make:
         cuda = Cuda(standin)
         # The first two streams have the handles of the default ones.
         assert [cuda.stream(0).handle for _ in range(2)] == [foreign.LEGACY, foreign.PER_THREAD]
-        return standin, Library(kind, cuda, modules), Store(Gpus(cuda))
+        return standin, Library(kind, cuda, modules), Store(Gpus(cuda, wait_s=60))
 
     return make
 
@@ -149,7 +149,7 @@ USES: list[tuple[Use, str]] = [
 def run(use: Use, world: World) -> None:
     standin, library, store = world
     use(library, store)
-    for _ in range(20):  # the stand-in's events are not done when they are asked first
+    for _ in range(100):  # the stand-in's events are not done when they are asked first
         if not store.borrowing.keeper.collect():
             break
     assert store.borrowing.keeper.collect() == 0
@@ -275,7 +275,7 @@ def test_the_callers_stream_is_never_ended(world: Make) -> None:
 
 def test_a_new_stream_with_the_handle_of_an_old_one_is_not_taken_to_have_waited() -> None:
     cuda = Cuda(StandIn(1))
-    order = Order(cuda)
+    order = Order(cuda, wait_s=60)
     one, other = order.queue(0), order.queue(0)
     theirs = Queue(cuda.stream(0), cuda.event(0), is_ours=False)
     pointer, mine, lent = cuda.alloc(0, 8), Uses(), Uses()
@@ -338,7 +338,7 @@ def used(borrowing: Borrowing, queue: Queue, memory: Borrowed) -> None:
 
 def test_the_keeper_lets_go_of_what_is_over_and_never_waits() -> None:
     standin = StandIn(1)
-    gpus = Gpus(Cuda(standin))
+    gpus = Gpus(Cuda(standin), wait_s=60)
     lending, keeper = gpus.borrowing, gpus.borrowing.keeper
     queues = [gpus.order.queue(0), gpus.order.queue(0)]
     owners = [Owner(), Owner(), Owner()]
@@ -362,7 +362,7 @@ def test_the_keeper_lets_go_of_what_is_over_and_never_waits() -> None:
 
 
 def test_a_destructor_may_come_back_to_the_keeper() -> None:
-    gpus = Gpus(Cuda(StandIn(1)))
+    gpus = Gpus(Cuda(StandIn(1)), wait_s=60)
     owner = Owner()
     weakref.finalize(owner, gpus.borrowing.keeper.collect).atexit = False
     memory = borrowed(gpus.borrowing, owner)
