@@ -267,6 +267,7 @@ class Engine:
         device = self._placement.place(values.store, rule)
         if device is not values.device:
             values.move(device)
+            self._placement.trim()
 
     def _drop_spares(self) -> None:
         for values in self._values.values():
