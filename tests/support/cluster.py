@@ -47,7 +47,7 @@ PARTITION: str | None = None
 
 
 SERVER_DEVICE: str | None = None
-"""What servers are asked to keep values on where the fixture `server_device` says so (`distrun launch --server-device`)."""
+"""Where servers are to keep values (`distrun launch --server-device`), where the fixture `server_device` says so."""
 
 MUCH_BYTES = engines.MUCH_BYTES
 """How much work is done by a server's engine in its own thread; the fixture `engine` has all done there."""

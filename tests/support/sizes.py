@@ -4,8 +4,8 @@
 are a part of their own: `--engines` runs them and no others.
 
 Tests of whole jobs in threads run on every path (`job`), with every placement of values (`placement`) and with values
-in every kind of memory (`server_device`). With their own parameters that makes up to 288 variants of a test. A quick run has a
-few that show each of these once; the others are slow.
+in every kind of memory (`server_device`). With their own parameters that makes up to 288 variants of a test. A quick
+run has a few that show each of these once; the others are slow.
 """
 
 from __future__ import annotations

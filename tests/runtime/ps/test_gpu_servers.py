@@ -138,12 +138,15 @@ def alike(history: Callable[[Side], Any], **options: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("rule", [None, "adam"])
-@pytest.mark.parametrize("scale", [1.0, 0.25])
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("codec", [0, 2, 3])
+@pytest.mark.parametrize(
+    ("codec", "scale", "deterministic", "rule"),
+    [
+        *((0, 1.0, False, None), (0, 1.0, True, "adam"), (0, 0.25, False, "adam"), (0, 0.25, True, None)),
+        *((2, 1.0, False, "adam"), (2, 0.25, False, None), (2, 0.25, True, None), (3, 0.25, False, "adam")),
+    ],
+)
 def test_rounds_give_the_bytes_of_host_memory(
-    machine: Machine, rule: str | None, scale: float, deterministic: bool, codec: int
+    machine: Machine, codec: int, scale: float, deterministic: bool, rule: str | None
 ) -> None:
     """Contributions that are held, added to sums, the last of a round, plain beside encoded ones; and a skip."""
     params = compression.numbered(codec).check({}) if codec else {}
