@@ -8,7 +8,7 @@ Variables, of the process:
     STANDIN_GPUS        how many devices; 1 if it is not set
     STANDIN_MEMORY      bytes of each
     STANDIN_FAULT       `free:3:700`: the third call of a name fails with a code; `operation:3`: the third operation
-                        that is done accesses an illegal address
+                        that is done accesses an illegal address; `hang`: nothing is ever known to be over
 """
 
 from __future__ import annotations
@@ -132,5 +132,8 @@ atexit.register(_finish)
 _fault = os.environ.get("STANDIN_FAULT", "").split(":")
 if _fault[0] == "operation":
     standin.fail_operation(int(_fault[1]))
+elif _fault[0] == "hang":
+    standin.query = lambda event: False  # type: ignore[method-assign]
+    standin.synchronize = lambda event: threading.Event().wait()  # type: ignore[method-assign]
 elif _fault[0]:
     standin.fail(_fault[0], int(_fault[1]), int(_fault[2]))
