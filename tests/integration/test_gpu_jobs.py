@@ -119,6 +119,15 @@ def test_a_server_whose_gpu_meets_an_illegal_address_ends_the_job_by_name(distru
 
 
 @pytest.mark.slow
+def test_a_worker_whose_gpu_meets_an_illegal_address_ends_the_job_by_name(distrun: Distrun) -> None:
+    code, said = launch(distrun, "cpu", "gpu", "--env-worker", "STANDIN_FAULT=operation:9")
+    assert code == 1, said
+    last = said.splitlines()[-1]
+    assert last.startswith("distrun: error: worker-"), said
+    assert "cudaErrorIllegalAddress" in last
+
+
+@pytest.mark.slow
 def test_a_server_whose_gpu_hangs_ends_the_job_by_name_before_its_workers_give_up(distrun: Distrun) -> None:
     words = (*ONE, "--op-timeout", "10", "--env-server", "STANDIN_FAULT=hang")
     code, said = launch(distrun, "gpu:0", "cpu", *words, script=TRAIN.replace(RULE, ""))
@@ -145,9 +154,13 @@ def test_without_cupy_a_job_with_gpu_servers_says_what_to_install(distrun: Distr
 
 
 LOCAL = """
+import os
+import sys
+
 import cupy
 import numpy as np
 from distrun_runtime import kvstore
+from distrun_runtime.errors import StoreClosed
 
 kv = kvstore.create("device")
 kv.init("w", np.zeros(300, np.float32))
@@ -156,12 +169,12 @@ for _ in range(2):
     kv.push("w", [cupy.asarray(np.full(300, each, np.float32)) for each in (1, 2)])
 out = cupy.empty(300, np.float32)
 kv.pull("w", out=out)
-print(set(out.get().tolist()))
+print(set(out.get().tolist()), flush=True)
 """
 
 
-def test_one_process_sums_and_updates_on_its_gpu() -> None:
-    done = run(LOCAL)
+def test_one_process_sums_and_updates_on_its_gpu_and_its_forked_child_makes_no_call() -> None:
+    done = run(LOCAL + FORK.replace("keys, out=outs", "'w', out=out").replace("outs.clear()", "del out"))
     assert (done.returncode, done.stdout) == (0, "{-3.0}\n"), done.stderr
 
 

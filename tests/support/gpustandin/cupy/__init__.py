@@ -1,7 +1,7 @@
 """`cupy` for processes whose GPUs are stand-ins: a folder of PYTHONPATH in place of cupy and a GPU.
 
 Every process has a stand-in of its own (`cudastandin`), on which distrun's CUDA and the arrays of this module are. A
-mistake that it finds ends the process with exit code 70.
+mistake that it finds, also a call in a forked child, gives the process exit code 70.
 
 Variables, of the process:
 
@@ -114,17 +114,14 @@ cuda = SimpleNamespace(runtime=SimpleNamespace(is_hip=False), get_current_stream
 
 
 def _finish() -> None:
-    if os.getpid() != standin.pid:
-        return
-    try:
-        standin.finish()
-    except AssertionError as err:
-        print("stand-in: %s" % err, file=sys.stderr)
+    with contextlib.suppress(DriverError, AssertionError):  # of a device that is of no use any more; it is noted
+        if os.getpid() == standin.pid:
+            standin.finish()
+    if standin.mistakes:
+        print("stand-in: %s" % standin.mistakes[0], file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(70)
-    except DriverError:  # the device was made unusable
-        pass
 
 
 atexit.register(_finish)
