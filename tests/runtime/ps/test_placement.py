@@ -282,6 +282,7 @@ def test_a_store_whose_rule_a_gpu_does_not_do_leaves_it_with_its_values(machine:
         out = np.empty(1000, np.float32)
         kv.pushpull("w", np.full(1000, 3, np.float32), out)
         before = kv.stats()[0]["device"]
+        kv.barrier()
         kv.set_optimizer(name, rescale_grad=0.5)
         kv.pull("w", out)
         assert (out == 6).all()
