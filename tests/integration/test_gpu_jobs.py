@@ -17,6 +17,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "support" / "gpustandin"
 RUNTIME = Path(__file__).resolve().parents[2] / "runtime"
 PYTHONPATH = f"PYTHONPATH={FOLDER}"
 LIMIT_S = 60
+ONE = ("-n", "1", "-s", "1")
 
 pytestmark = pytest.mark.skipif(cxx.compiler() is None, reason="there is no C++ compiler: apt-get install g++")
 
@@ -56,6 +57,8 @@ with open("weights-%s-%d" % (sys.argv[1], kv.rank), "wb") as file:
         file.write(get(out).tobytes())
 """
 
+RULE = 'kv.set_optimizer("adam", learning_rate=0.01)\n'
+
 FORK = """
 child = os.fork()
 if child == 0:
@@ -76,7 +79,7 @@ def distrun(tmp_path: Path) -> Iterator[Distrun]:
 
 
 def launch(distrun: Distrun, device: str, values: str, *words: str, script: str = TRAIN) -> tuple[int, str]:
-    """Run a script as two workers with two servers; return the exit code and stderr."""
+    """Run a script as two workers with two servers, or as `words` say; return the exit code and stderr."""
     (distrun.work / "train.py").write_text(script)
     options = ("-n", "2", "-s", "2", "--server-device", device, "--env", PYTHONPATH, *words)
     done = distrun.launch(*options, sys.executable, "train.py", values)
@@ -107,7 +110,8 @@ def test_a_job_on_gpus_has_the_bytes_of_one_without(distrun: Distrun) -> None:
 
 
 def test_a_server_whose_gpu_meets_an_illegal_address_ends_the_job_by_name(distrun: Distrun) -> None:
-    code, said = launch(distrun, "gpu:0", "cpu", "--env-server", "STANDIN_FAULT=operation:5")
+    words = (*ONE, "--env-server", "STANDIN_FAULT=operation:3")
+    code, said = launch(distrun, "gpu:0", "cpu", *words, script=TRAIN.replace(RULE, ""))
     assert code == 1, said
     assert "cudaErrorIllegalAddress" in said
     assert "this process cannot use the GPU any more" in said
@@ -115,25 +119,48 @@ def test_a_server_whose_gpu_meets_an_illegal_address_ends_the_job_by_name(distru
 
 
 @pytest.mark.slow
-def test_what_finds_no_place_on_a_servers_gpu_is_told_by_key_and_bytes(distrun: Distrun) -> None:
-    code, said = launch(distrun, "gpu:0", "cpu", "--env-server", "STANDIN_MEMORY=1000")
+def test_a_worker_whose_gpu_meets_an_illegal_address_ends_the_job_by_name(distrun: Distrun) -> None:
+    code, said = launch(distrun, "cpu", "gpu", "--env-worker", "STANDIN_FAULT=operation:9")
     assert code == 1, said
     last = said.splitlines()[-1]
-    assert re.search(r"server-\d cannot take the values of key '[ab]': .*wanted \d+ bytes, free are 1000 of 1000", last)
+    assert last.startswith("distrun: error: worker-"), said
+    assert "cudaErrorIllegalAddress" in last
+
+
+@pytest.mark.slow
+def test_a_server_whose_gpu_hangs_ends_the_job_by_name_before_its_workers_give_up(distrun: Distrun) -> None:
+    words = (*ONE, "--op-timeout", "10", "--env-server", "STANDIN_FAULT=hang")
+    code, said = launch(distrun, "gpu:0", "cpu", *words, script=TRAIN.replace(RULE, ""))
+    assert code == 1, said
+    last = said.splitlines()[-1]
+    assert last.startswith("distrun: error: server-0"), said
+    assert re.search(r"gpu:0 has not finished its (kernels|copies in|copies out) after 5 s", said)
+
+
+@pytest.mark.slow
+def test_what_finds_no_place_on_a_servers_gpu_is_told_by_key_and_bytes(distrun: Distrun) -> None:
+    code, said = launch(distrun, "gpu:0", "cpu", *ONE, "--env-server", "STANDIN_MEMORY=1000")
+    assert code == 1, said
+    last = said.splitlines()[-1]
+    assert re.search(r"server-\d cannot take the values of keys? '[ab]'.*wanted \d+ bytes, free are 1000 of 1000", last)
     assert "fix: launch with --server-device cpu" in last
 
 
 def test_without_cupy_a_job_with_gpu_servers_says_what_to_install(distrun: Distrun) -> None:
-    code, said = launch(distrun, "gpu:0", "cpu", "--env", "PYTHONPATH=")
+    code, said = launch(distrun, "gpu:0", "cpu", *ONE, "--env", "PYTHONPATH=")
     assert code == 2, said
     assert "--server-device gpu:0 (DISTRUN_SERVER_DEVICE): a GPU needs cupy, which is not installed" in said
     assert "fix: pip install 'distrun[cuda12]'" in said
 
 
 LOCAL = """
+import os
+import sys
+
 import cupy
 import numpy as np
 from distrun_runtime import kvstore
+from distrun_runtime.errors import StoreClosed
 
 kv = kvstore.create("device")
 kv.init("w", np.zeros(300, np.float32))
@@ -142,12 +169,12 @@ for _ in range(2):
     kv.push("w", [cupy.asarray(np.full(300, each, np.float32)) for each in (1, 2)])
 out = cupy.empty(300, np.float32)
 kv.pull("w", out=out)
-print(set(out.get().tolist()))
+print(set(out.get().tolist()), flush=True)
 """
 
 
-def test_one_process_sums_and_updates_on_its_gpu() -> None:
-    done = run(LOCAL)
+def test_one_process_sums_and_updates_on_its_gpu_and_its_forked_child_makes_no_call() -> None:
+    done = run(LOCAL + FORK.replace("keys, out=outs", "'w', out=out").replace("outs.clear()", "del out"))
     assert (done.returncode, done.stdout) == (0, "{-3.0}\n"), done.stderr
 
 

@@ -1,14 +1,14 @@
 """`cupy` for processes whose GPUs are stand-ins: a folder of PYTHONPATH in place of cupy and a GPU.
 
 Every process has a stand-in of its own (`cudastandin`), on which distrun's CUDA and the arrays of this module are. A
-mistake that it finds ends the process with exit code 70.
+mistake that it finds, also a call in a forked child, gives the process exit code 70.
 
 Variables, of the process:
 
     STANDIN_GPUS        how many devices; 1 if it is not set
     STANDIN_MEMORY      bytes of each
     STANDIN_FAULT       `free:3:700`: the third call of a name fails with a code; `operation:3`: the third operation
-                        that is done accesses an illegal address
+                        that is done accesses an illegal address; `hang`: nothing is ever known to be over
 """
 
 from __future__ import annotations
@@ -114,17 +114,14 @@ cuda = SimpleNamespace(runtime=SimpleNamespace(is_hip=False), get_current_stream
 
 
 def _finish() -> None:
-    if os.getpid() != standin.pid:
-        return
-    try:
-        standin.finish()
-    except AssertionError as err:
-        print("stand-in: %s" % err, file=sys.stderr)
+    with contextlib.suppress(DriverError, AssertionError):  # of a device that is of no use any more; it is noted
+        if os.getpid() == standin.pid:
+            standin.finish()
+    if standin.mistakes:
+        print("stand-in: %s" % standin.mistakes[0], file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(70)
-    except DriverError:  # the device was made unusable
-        pass
 
 
 atexit.register(_finish)
@@ -132,5 +129,8 @@ atexit.register(_finish)
 _fault = os.environ.get("STANDIN_FAULT", "").split(":")
 if _fault[0] == "operation":
     standin.fail_operation(int(_fault[1]))
+elif _fault[0] == "hang":
+    standin.query = lambda event: False  # type: ignore[method-assign]
+    standin.synchronize = lambda event: threading.Event().wait()  # type: ignore[method-assign]
 elif _fault[0]:
     standin.fail(_fault[0], int(_fault[1]), int(_fault[2]))
