@@ -542,9 +542,12 @@ def test_smoke_is_what_the_small_section_says(checked: Callable[[str], Any], kep
     assert (run.code(["smoke"]), run.results.parts["smoke"].text) == (1, "broken\n")
 
 
-def test_missed_goals_have_an_exit_code_of_their_own(checked: Callable[[str], Any], kept: Any) -> None:
-    run = checked("exit 0")
-    run.run("benchmarks")
+def test_missed_goals_have_an_exit_code_of_their_own(
+    checked: Callable[[str], Any], kept: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = checked('shift\necho "$@" >&2')
+    run.run("benchmarks", is_small=True)
+    assert "--results %s --commit abc --minutes " % run._path in capfd.readouterr().err
     assert run.code(["benchmarks"]) == 1  # nothing was measured
     run.results.parts = {name: part_of(kept, a_row(kept, 0.95), name=name) for name in kept.GOALS}
     assert run.code(["benchmarks"]) == 0
