@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -95,6 +94,7 @@ class Borrowed(Memory):
     """Memory of another library's array, for one call."""
 
     def __init__(self, view: DeviceView, keeper: Keeper) -> None:
+        self._dropped = keeper.dropped
         self.pointer = Pointer(view.address, view.device, view.nbytes)
         self.uses = Uses()
         self.library = view.library
@@ -103,8 +103,11 @@ class Borrowed(Memory):
         self.is_awaited = view.stream is None and not view.is_immutable
         """Nothing but the host can tell the program that the memory is free again."""
         self._kept = _Kept(view.owner, self.uses)
+        self._number = keeper.keep(self._kept)
+
+    def __del__(self) -> None:
         # No lock can be taken, and no call made, by whichever thread drops the last reference.
-        weakref.finalize(self, keeper.dropped.append, keeper.keep(self._kept)).atexit = False
+        self._dropped.append(self._number)
 
     def share(self, uses: Uses) -> None:
         """Have the same uses as other memory."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distrun_runtime.arrays.device import Device
+from distrun_runtime.arrays.device import Device, on_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
@@ -398,7 +398,7 @@ class Engine:
         values = self._values.get(what.store)
         for shard in range(values.store.count if values is not None and rule.name not in rules.RULES else 0):
             assert values is not None
-            _try(rule, values.weight(shard))
+            _try(rule, on_host(values.weight(shard)))
 
     def _made(self, store: int, spec: rules.RuleSpec) -> rules.Rule:
         rule = rules.rule_of(spec, self._imports)

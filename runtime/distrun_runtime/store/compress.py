@@ -395,9 +395,10 @@ class Compressor:
     def _known_residual(self, record: KeyRecord, device: int, flat: DeviceArray) -> DeviceArray | None:
         """Return what was left out, where a value is; None: nothing, or of a value of another size."""
         residual = self._residuals.get((record.key, device))
-        if residual is None or residual.size != record.size:
+        if residual is None or residual.size != flat.size:
             return None
-        if is_host(flat) != is_host(residual) or (not is_host(flat) and flat.device is not residual.device):
+        # The first question is answered at once, for each key of a message.
+        if not type(flat) is type(residual) is np.ndarray and not _are_together(flat, residual):
             residual = on_host(residual) if is_host(flat) else flat.device.put(residual)
             self._residuals[record.key, device] = residual
             self._residuals_version += 1
@@ -460,6 +461,13 @@ def _places(values: Sequence[DeviceArray]) -> list[Device | None]:
     if set(map(type, values)) <= {np.ndarray}:
         return []
     return [None if is_host(value) or isinstance(value, RowSparse) else value.device for value in values]
+
+
+def _are_together(one: DeviceArray, other: DeviceArray) -> bool:
+    """Tell whether two arrays are in the host's memory, or on one GPU."""
+    if is_host(one) or is_host(other):
+        return is_host(one) and is_host(other)
+    return bool(one.device is other.device)
 
 
 def _flat(value: DeviceArray) -> DeviceArray:

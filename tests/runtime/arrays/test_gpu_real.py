@@ -46,7 +46,7 @@ def machine(gpus: Gpus) -> Any:
     def get(number: int, part: int | None = None) -> GpuDevice:
         return gpus.get(number, part) if number < count else gpus.get(0, 100 + number)
 
-    return SimpleNamespace(gpus=SimpleNamespace(get=get, locked=gpus.locked))
+    return SimpleNamespace(gpus=SimpleNamespace(get=get, locked=gpus.locked, borrowing=gpus.borrowing))
 
 
 @ON_REAL  # `test_gpu_histories` has them on the stand-in

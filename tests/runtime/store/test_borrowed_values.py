@@ -70,7 +70,7 @@ class Copies(LocalBackend):
     """Keeps on the GPU what is pushed, late; what is pushed to several devices, of the last one."""
 
     def __init__(self, is_late: bool = False) -> None:
-        super().__init__("local")
+        super().__init__("device")  # whose reducer gives a single value as it is
         self.kept: dict[Any, GpuArray] = {}
         self.error: Exception | None = None
         self._is_late = is_late
@@ -356,6 +356,79 @@ def test_streams_of_two_libraries_in_one_call_are_both_waited_for(library: Make)
     torch.fill(first.pointer, 1)
     cupy.fill(second.pointer, 2)
     assert mine(backend) == b"\7" * 24
+
+
+# Every store
+
+
+def trains(kv: KVStore, library: Library) -> None:
+    """Use a store as scripts do, and each array again as soon as it was given back."""
+    outs = [library.array() for _ in range(2)]
+    host = np.zeros((2, 3), np.float32)
+    kv.broadcast(["w", "v"], [library.array(), filled(1)], [[outs[0], host], outs[1]])
+    assert host.tobytes() == b"\7" * 24
+    for turn in range(2):
+        given = [library.array(), library.array()]
+        pending = kv.push(["w", "v"], [given, filled(2)], wait=turn == 0)
+        pending.wait()
+        for array in given:
+            library.fill(array.pointer, 9)
+        if library.kind == "no stream":
+            library.wait()
+        kv.pull(["w", "v"], [[outs[0], host], outs[1]], wait=turn == 1).wait()
+        assert host.tobytes() == (2 * filled(7)).tobytes()
+        for out, expected in zip(outs, (2 * filled(7), filled(2)), strict=True):
+            library.read(out.pointer)
+            assert library.found().tobytes() == expected.tobytes()
+        if library.kind == "no stream":
+            library.wait()
+        kv.pushpull("v", outs[1], wait=turn == 0).wait()
+        library.read(outs[1].pointer)
+        assert library.found().tobytes() == filled(2).tobytes()
+        library.fill(outs[0].pointer, 9)
+        library.wait()  # for what it frees now
+
+
+@pytest.mark.parametrize("name", ["local", "device", "dist_sync", "dist_device_sync"])
+@EACH_KIND
+def test_every_store_takes_arrays_on_gpus_and_fills_them(name: str, kind: str, library: Make) -> None:
+    its = library(kind)
+    if "dist" not in name:
+        with kvstore.create(name) as kv:
+            trains(kv, its)
+    else:
+        with Cluster(1, servers=1, over="inproc") as job:
+            job.run(lambda kv: trains(kv, its), name)
+
+
+@pytest.mark.parametrize("name", ["device", "dist_sync"])
+def test_without_a_guard_a_store_is_found_out(
+    name: str, library: Make, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing_is_given_back(monkeypatch)
+    its = library("torch")
+    with pytest.raises(AssertionError, match="nothing orders"):
+        if "dist" not in name:
+            with kvstore.create(name) as kv:
+                trains(kv, its)
+        else:
+            with Cluster(1, servers=1, over="inproc") as job:
+                job.run(lambda kv: trains(kv, its), name)
+    machine.standin.mistakes.clear()
+
+
+def test_values_of_several_libraries_and_the_host_are_summed(library: Make, machine: Machine) -> None:
+    makers = [library(kind) for kind in ("torch", "cupy", "interface", "jax")]
+    for name in ("local", "device"):
+        kv, out = kvstore.create(name), np.zeros((2, 3), np.float32)
+        kv.init("w", out)
+        given = []
+        for its in makers:
+            given.append(its.array())
+            its.wait()
+        kv.push("w", [filled(7), *given])
+        kv.pull("w", out)
+        assert out.tobytes() == (5 * filled(7)).tobytes()
 
 
 # A GPU that fails for good
