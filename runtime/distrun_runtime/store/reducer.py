@@ -139,33 +139,21 @@ class DeviceReducer(Reducer):
         """Return the sum of each key's values."""
         if self.compressor is None:
             return self._on_host(self._sums(items))
-        given = self._compressible_on_host(items)
-        self.check(given)  # All of them, before any residual changes.
-        return self._sums([(record, self._compressed(record, values)) for record, values in given])
+        self.check(items)  # All of them, before any residual changes.
+        return self._sums([(record, self._compressed(record, values)) for record, values in items])
 
     def check(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> None:
         """Return if `reduce` would take these values; nothing is changed."""
         if self.compressor is None:
             return
-        given = self._compressible_on_host(items)
         # A device's residual belongs to one contribution at a time.
         with self._lock:
-            for record, values in given:
-                for device, value in enumerate(values):
-                    if not isinstance(value, RowSparse) and not is_on_gpu(value):
-                        self.compressor.check(record, value.reshape(-1), device)
-
-    def _compressible_on_host(
-        self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]
-    ) -> list[tuple[KeyRecord, Sequence[Value]]]:
-        """Return the items with the values of keys that are compressed in host memory."""
-        assert self.compressor is not None
-        if not self.compressor.is_on:
-            return list(items)
-        return [
-            (record, values if self.compressor.of(record) is None else self._on_host(values))
-            for record, values in items
-        ]
+            self.compressor.check_all(
+                (record, value.reshape(-1), device)
+                for record, values in items
+                for device, value in enumerate(values)
+                if not isinstance(value, RowSparse)
+            )
 
     def _compressed(self, record: KeyRecord, values: Sequence[Value]) -> Sequence[Value]:
         assert self.compressor is not None
@@ -173,7 +161,7 @@ class DeviceReducer(Reducer):
             return values
         with self._lock:
             return [
-                self.compressor.through(record, value.reshape(-1), device).reshape(record.shape)
+                self.compressor.through(record, value.reshape(-1), device, is_checked=True).reshape(record.shape)
                 if not isinstance(value, RowSparse)
                 else value
                 for device, value in enumerate(values)

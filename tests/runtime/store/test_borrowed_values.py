@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from children import exit_code_of
 from cluster import Cluster, open_store
 from fakearrays import FakeCupyArrays, FakeJax, FakeTorch, Interface, Library, Memory, Tensor, filled, put
 from gpukit import Machine, gpus_of_process
@@ -20,13 +21,13 @@ from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.borrowing import Loan
 from distrun_runtime.arrays.cuda import CudaError
 from distrun_runtime.arrays.gpu import GpuArray
-from distrun_runtime.errors import KVError, RuntimeFault
+from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed
 from distrun_runtime.kvstore import KVStore, RowSparse
 from distrun_runtime.ps.session import Session
 from distrun_runtime.store import values
 from distrun_runtime.store.base import CallOptions, Selection, Value
 from distrun_runtime.store.local import LocalBackend
-from distrun_runtime.store.pending import Borrowed, CompletedCall, Pending
+from distrun_runtime.store.pending import BorrowedArrays, CompletedCall, Pending
 
 KINDS = ("torch", "cupy", "interface", "no stream")
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
@@ -180,15 +181,15 @@ def test_an_array_may_be_used_as_soon_as_it_is_given_back(
 
 
 def nothing_is_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Borrowed, "take", lambda self, arrays: None)
+    monkeypatch.setattr(BorrowedArrays, "take", lambda self, arrays: None)
 
 
 def nothing_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Borrowed, "give_back", lambda self: None)
+    monkeypatch.setattr(BorrowedArrays, "give_back", lambda self: None)
 
 
 def a_call_that_goes_on_gives_back_when_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Borrowed, "until", lambda self, pending: self.give_back() or pending)
+    monkeypatch.setattr(BorrowedArrays, "until", lambda self, pending: self.give_back() or pending)
 
 
 def outputs_are_strangers_to_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,6 +249,24 @@ def test_a_pending_that_borrows_is_what_it_is_without(library: Make) -> None:
     assert (pending.what, pending.is_done, pending.skipped) == ("a call", False, {})
     pending.wait()
     assert repr(pending) == "<Pending a call: done>"
+
+
+def test_a_forked_child_is_refused_before_any_call_of_cuda(library: Make, machine: Machine) -> None:
+    its = library("torch")
+    kv, _ = store(is_late=True)
+    array = its.array()
+    kv.push("w", array)
+    pending = kv.pull("w", array, wait=False)
+    calls = [lambda: kv.push("w", array), lambda: kvstore.create("device").init("w", array), kv.close]
+
+    def child() -> None:
+        for call in calls:
+            with pytest.raises(StoreClosed):
+                call()
+        assert not machine.standin.mistakes
+
+    assert exit_code_of(child) == 0
+    pending.wait()
 
 
 # Values that go through the host
