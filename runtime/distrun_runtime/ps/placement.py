@@ -193,6 +193,10 @@ class Placement:
         """The job's next script begins: there are no stores."""
         self._needs.clear()
         self._away.clear()
+        self.trim()
+
+    def trim(self) -> None:
+        """Give memory of the GPU back that no store uses: other processes may want it."""
         if self._gpu is not None and self._gpu.failed is None:
             self._gpu.pool.trim()
 

@@ -272,6 +272,7 @@ def test_a_store_that_leaves_the_gpu_goes_on_with_its_values_and_open_round(mach
 
     with Cluster(2, 1, server_gpu_bytes=16 * MIB) as made:
         assert made.run(script, "dist_device_sync") == [["gpu:0", "gpu:0", "cpu:0"]] * 2
+    assert sum(machine.standin.used) < MIB, "it keeps none of its arrays there"
 
 
 @pytest.mark.parametrize("name", ["lars", "rules_of_users:Fussy"])
