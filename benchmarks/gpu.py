@@ -697,6 +697,28 @@ def copies(card: Card, plan: Plan) -> Iterator[Row]:
             locked, other, least = times[name], times[name + ", other"], times["bus " + name]
             yield row(work + ", page-locked", against, locked, least, goal=goal, moved_bytes=nbytes)
             yield row(work + ", other memory", against, other, least, moved_bytes=nbytes)
+    yield from model_copies(card, plan)
+
+
+def model_copies(card: Card, plan: Plan) -> Iterator[Row]:
+    """Copies of all of a model's tensors by one call, as a store makes them, to page-locked memory and from there."""
+    device, sizes = card.device, [math.prod(shape) for shape in plan.shapes()]
+    total = sum(sizes)
+    array, host = card.random(total), card.locked(4 * total)
+    ends = list(itertools.accumulate(sizes))
+    flat = host.view(F32)
+    pairs = [(card.random(size, F32, end), flat[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+    ways = {
+        "bus out": bus(card, array, host, is_out=True),
+        "bus in": bus(card, array, host, is_out=False),
+        "out": Contestant(lambda _: device.read_all(pairs), None),
+        "in": Contestant(lambda _: device.write_all(pairs), None),
+    }
+    times = compare(card, plan, ways)
+    for name in ("out", "in"):
+        work = "%d tensors of %s %s, page-locked" % (len(sizes), plan.model, name)
+        against = "a plain copy of as many bytes"
+        yield row(work, against, times[name], times["bus " + name], goal=0.9, moved_bytes=4 * total)
 
 
 def bus(card: Card, array: GpuArray, host: Any, *, is_out: bool) -> Contestant:
@@ -812,7 +834,8 @@ def job(plan: Plan, store: str, k: int, server_device: str) -> float:
     command = [sys.executable, "-m", "distrun", "launch", "-q", "--no-prefix", "--launcher", "local", "-n", "2"]
     command += ["-s", "2", "--timeout", str(left), *(["--server-device", server_device] if server_device else [])]
     command += [sys.executable, str(ROOT / "benchmarks" / "peers" / "gpu_round.py")]
-    command += [plan.model, str(plan.job_rounds), store, str(k), plan.arrays]
+    expected = {"cpu": "cpu:0", "": "any"}.get(server_device, server_device)
+    command += [plan.model, str(plan.job_rounds), store, str(k), plan.arrays, expected]
     reports = reports_of(command, "%s, k = %d" % (store, k), 2, on_hosts=False)
     if reports is None:
         raise ChildProcessError("%s, k = %d: the job failed; its output says why" % (store, k))
@@ -1014,7 +1037,7 @@ def main() -> None:
     parser.add_argument("--sections", nargs="+", choices=list(GOALS), default=list(GOALS), help="default: all")
     parser.add_argument("--minutes", type=float, default=7.0, help="for all sections together (default 7)")
     parser.add_argument("--small", action="store_true", help="small arrays: a try, of which nothing follows")
-    parser.add_argument("--results", type=Path, help="the file; what it has of other parts stays")
+    parser.add_argument("--results", type=Path, help="the file; other parts of the same commit stay in it")
     parser.add_argument("--commit", default="", help="the commit of these files, where there is no .git")
     parser.add_argument("--facts", action="store_true", help="only print what GPU and software there is, as JSON")
     parser.add_argument("--tables", nargs="*", type=Path, metavar="FILE", help="only write docs/benchmarks.md")
@@ -1038,7 +1061,7 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the section's processes are ended
     path = options.results or gpu_results.path_of(found)
-    results = Results.read(path) if path.exists() else Results(found)
+    results = Results.begun(path, found, options.sections)
     are_done = run_all(options.sections, path, results, options.minutes * 60, is_small=options.small)
     say("results: %s" % path)
     sys.exit(0 if are_done else 1)

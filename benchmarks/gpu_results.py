@@ -134,6 +134,16 @@ class Results:
             raise ValueError("%s: expected results of format %d, found %r" % (path, FORMAT, found.get("format")))
         return cls(found["facts"], {each["name"]: Part.of(each) for each in found["parts"]})
 
+    @classmethod
+    def begun(cls, path: Path, facts: dict[str, Any], parts: Sequence[str]) -> Results:
+        """Return results to which these parts will be added: those of the file, if it is of the same commit and GPU."""
+        kept: dict[str, Part] = {}
+        if path.exists():
+            found = cls.read(path)
+            if all(found.facts.get(name) == facts.get(name) for name in ("gpu", "commit")):
+                kept = {name: part for name, part in found.parts.items() if name not in parts}
+        return cls(facts, kept)
+
     def write(self, path: Path) -> None:
         """Write the file whole, in place of what was there."""
         text = {"format": FORMAT, "facts": self.facts, "parts": [each.as_json() for each in self.parts.values()]}

@@ -1,7 +1,8 @@
-"""One worker of rounds from arrays on a GPU: MODEL ROUNDS STORE COPIES ARRAYS.
+"""One worker of rounds from arrays on a GPU: MODEL ROUNDS STORE COPIES ARRAYS DEVICE.
 
-STORE is `dist_sync` or `dist_device_sync`, COPIES how many arrays of each key a worker has (one for each device), and
-ARRAYS `cupy` or `numpy`. A round is one `pushpull` of all keys, until the results are in the arrays.
+STORE is `dist_sync` or `dist_device_sync`, COPIES how many arrays of each key a worker has (one for each device),
+ARRAYS is `cupy` or `numpy`, and DEVICE where the servers must have the values, or `any`. A round is one `pushpull` of
+all keys, until the results are in the arrays.
 """
 
 from __future__ import annotations
@@ -9,49 +10,72 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import shapes
 from report import WARM_UP, report, sent, summed
 
 from distrun_runtime import kvstore
 
 
-def ways_of(library: str) -> tuple[Any, Callable[[], None]]:
-    """Return a module that makes arrays, and what waits until their memory is as the program has it."""
-    module = importlib.import_module(library)
-    if library == "numpy":
-        return module, lambda: None
-    return module, module.cuda.get_current_stream().synchronize
+class Library:
+    """Makes arrays of a library, and waits for its work."""
+
+    def __init__(self, name: str) -> None:
+        self._module = importlib.import_module(name)
+        self._is_numpy = name == "numpy"
+
+    def made(self, values: np.ndarray) -> Any:
+        """Return a copy of numpy's array."""
+        return values.copy() if self._is_numpy else self._module.asarray(values)
+
+    def put(self, array: Any, values: np.ndarray) -> None:
+        """Write numpy's elements into an array."""
+        if self._is_numpy:
+            array[...] = values
+        else:
+            array.set(values)
+
+    def host(self, array: Any) -> np.ndarray:
+        """Return an array as numpy's."""
+        return array if self._is_numpy else array.get()
+
+    def wait(self) -> None:
+        """Return when the memory is as the program has it."""
+        if not self._is_numpy:
+            self._module.cuda.get_current_stream().synchronize()
 
 
 def main() -> None:
     """Run the rounds, read every result, and print the report."""
-    model, rounds, store, copies, library = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5]
-    module, wait = ways_of(library)
+    model, store, device = (sys.argv[at] for at in (1, 3, 6))
+    rounds, copies, library = int(sys.argv[2]), int(sys.argv[4]), Library(sys.argv[5])
     with kvstore.create(store) as kv:
-        sizes = shapes.named(model)
-        gradients = [[module.ones(shape, "float32") for _ in range(copies)] for shape in sizes]
-        outs = [[module.zeros(shape, "float32") for _ in range(copies)] for shape in sizes]
-        keys = list(range(len(sizes)))
+        hosts = [np.zeros(shape, np.float32) for shape in shapes.named(model)]
+        gradients, outs = ([[library.made(each) for _ in range(copies)] for each in hosts] for _ in range(2))
+        keys = list(range(len(hosts)))
         kv.init(keys, [each[0] for each in gradients])
         times = []
         for number in range(1, rounds + WARM_UP + 1):
             for key, arrays in enumerate(gradients):
+                hosts[key].fill(sent(key, kv.rank, number))
                 for each in arrays:
-                    each.fill(sent(key, kv.rank, number))
-            wait()
+                    library.put(each, hosts[key])
+            library.wait()
             kv.barrier()
             begin = time.perf_counter()
             kv.pushpull(keys, gradients, out=outs)
-            wait()
+            library.wait()
             times.append(time.perf_counter() - begin)
             for key, arrays in enumerate(outs):
                 expected = copies * summed(key, kv.num_workers, number)
                 for each in arrays:
-                    if not bool((each == expected).all()):
-                        sys.exit("gpu_round.py: round %d, key %d: %r" % (number, key, each))
+                    if not (library.host(each) == expected).all():
+                        sys.exit("gpu_round.py: round %d, key %d: %r" % (number, key, library.host(each)))
+        found = {each["device"] for each in kv.stats() if each["keys"]}
+        if device != "any" and found != {device}:
+            sys.exit("gpu_round.py: expected values on %s, found them on %s" % (device, ", ".join(sorted(found))))
         report(store, model, kv.rank, times)
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -97,6 +97,25 @@ def test_nan_is_no_right_result(gpu: ModuleType) -> None:
         gpu.right(math.nan, 1.0, "this")
 
 
+def test_sums_of_a_models_tensors_have_goals_by_events_and_by_the_wall(gpu: ModuleType, card: Any) -> None:
+    part = found_by(gpu, card, "model")
+    assert (part.state, part.text) == ("done", "")
+    assert [(row.goal, row.against) for row in part.rows] == [
+        *((0.75, gpu.LIMIT), (1.0, "0.3 ms"), (None, gpu.LIMIT)),
+        *((0.75, gpu.LIMIT), (0.75, gpu.LIMIT)),
+    ]
+    assert part.rows[1].wall_s == part.rows[0].wall_s
+    assert all(row.error < 1e-6 for row in part.rows if row.goal == 0.75)
+
+
+def test_a_wrong_bucket_fails_its_section(gpu: ModuleType, card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = card.device
+    monkeypatch.setattr(device, "gather", lambda lists, bucket: device.write(bucket, card.random(bucket.size)))
+    part = found_by(gpu, card, "model")
+    assert part.state == "failed"
+    assert "is wrong" in part.text
+
+
 def test_kernels_of_codecs_are_measured_beside_their_bytes(gpu: ModuleType, card: Any) -> None:
     part = found_by(gpu, card, "codecs", elements=33)
     assert (part.state, part.text) == ("done", "")
@@ -130,6 +149,8 @@ def test_copies_are_measured_beside_plain_ones_and_those_of_4_mib_have_a_goal(gp
     assert [(row.work, row.goal) for row in part.rows if row.goal] == [
         ("4 MiB out, page-locked", 0.9),
         ("4 MiB in, page-locked", 0.9),
+        ("5 tensors of 5x300 out, page-locked", 0.9),
+        ("5 tensors of 5x300 in, page-locked", 0.9),
     ]
     assert all(row.event_s is None for row in part.rows)
 
@@ -148,10 +169,25 @@ def test_sums_of_cupy_are_measured_without_torch(gpu: ModuleType, card: Any) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("section", ["jobs", "round"])
-def test_rounds_of_jobs_are_measured(gpu: ModuleType, card: Any, section: str) -> None:
-    part = found_by(gpu, card, section, arrays="numpy", server_device="cpu", job_rounds=1)
+@pytest.mark.parametrize(("arrays", "device"), [("numpy", "cpu"), ("cupy", "gpu:0")])
+def test_rounds_of_jobs_are_measured(
+    gpu: ModuleType, card: Any, section: str, arrays: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support" / "gpustandin"))
+    part = found_by(gpu, card, section, arrays=arrays, server_device=device, job_rounds=1)
     assert (part.state, part.text) == ("done", "")
     assert {row.goal for row in part.rows} == ({1.0, 1.5} if section == "jobs" else {0.5})
+
+
+@pytest.mark.slow
+def test_servers_that_are_not_on_the_gpu_fail_the_section(
+    gpu: ModuleType, card: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "reports_of", lambda command, *rest, **more: once([*command[:-1], "gpu:0"], *rest, **more))
+    once = sys.modules["round"].reports_of
+    part = found_by(gpu, card, "round", arrays="numpy", server_device="cpu", job_rounds=1)
+    assert part.state == "failed"
+    assert "expected values on gpu:0, found them on cpu:0" in capfd.readouterr().err
 
 
 def test_a_failed_job_fails_its_section(gpu: ModuleType, card: Any) -> None:
@@ -190,6 +226,29 @@ def test_a_round_on_one_gpu_takes_at_least_its_bytes_over_the_bus(gpu: ModuleTyp
     assert gpu.seconds_over_bus(2, 100, out=50.0, into=100.0) == 4 + 2
 
 
+def test_a_card_is_opened_with_torch_where_a_section_needs_it(
+    gpu: ModuleType, card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", card.cupy)
+    torch = ModuleType("torch")
+    torch.__spec__ = ModuleSpec("torch", None)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert gpu.open_card("peers").torch is torch
+    opened = gpu.open_card("copies")
+    assert opened.device is card.device
+    with pytest.raises(gpu.Missing):
+        opened.torch  # noqa: B018
+
+
+def test_the_driver_is_what_nvidia_smi_says(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu.driver() == ""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 580.159.04\necho 580.159.04\n")
+    program.chmod(0o755)
+    assert gpu.driver() == "580.159.04"
+
+
 PROGRAM = """
 import json, os, sys
 sys.path += json.loads(sys.argv[1])
@@ -202,7 +261,7 @@ machine = Machine(1)
 found = {}
 with gpus_of_process(machine):
     card = gpu.Card(machine.gpus.get(0), drycard.cupy_of(machine), drycard.Torch(machine, torch))
-    for name in ("rules",):
+    for name in gpu.WITH_TORCH:
         part = gpu.measured(card, name, gpu.SMALL, lambda part: None)
         found[name] = [part.state, part.text, {row.work + ": " + row.against: row.goal for row in part.rows}]
 machine.finish()
@@ -211,7 +270,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.peers
-def test_rules_beside_torch() -> None:
+def test_sums_and_rules_beside_torch() -> None:
     path = [str(ROOT), str(ROOT / "runtime"), str(ROOT / "tests" / "support")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     others = json.dumps([str(Path(pytest.__file__).parents[1])])
@@ -221,7 +280,8 @@ def test_rules_beside_torch() -> None:
     found = json.loads(done.stdout)
     for state, text, _ in found.values():
         assert (state, text) == ("done", "")
-    rules = found["rules"][2]
+    peers, rules = found["peers"][2], found["rules"][2]
+    assert set(peers.values()) == {None, 0.97, 1.6, 2.0, 1.0}
     assert {work.partition(",")[0]: goal for work, goal in rules.items() if "fused" in work} == {
         **{"sgd": 1.0, "adam": 1.0, "torch_adamw": 1.0}
     }
@@ -276,6 +336,14 @@ def test_results_are_what_was_written(kept: Any, tmp_path: Path) -> None:
     path.write_text('{"format": 7}')
     with pytest.raises(ValueError, match="expected results of format 1, found 7"):
         kept.Results.read(path)
+
+
+def test_parts_of_the_same_commit_stay_in_the_file(kept: Any, tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    kept.Results(FACTS, {name: part_of(kept, name=name) for name in ("sums", "copies")}).write(path)
+    assert set(kept.Results.begun(path, FACTS, ["sums"]).parts) == {"copies"}
+    assert kept.Results.begun(path, {**FACTS, "commit": "def"}, ["sums"]).parts == {}
+    assert kept.Results.begun(tmp_path / "none.json", FACTS, ["sums"]).parts == {}
 
 
 def test_the_newest_results_of_each_gpu_are_shown(kept: Any, tmp_path: Path) -> None:
@@ -474,9 +542,12 @@ def test_smoke_is_what_the_small_section_says(checked: Callable[[str], Any], kep
     assert (run.code(["smoke"]), run.results.parts["smoke"].text) == (1, "broken\n")
 
 
-def test_missed_goals_have_an_exit_code_of_their_own(checked: Callable[[str], Any], kept: Any) -> None:
-    run = checked("exit 0")
-    run.run("benchmarks")
+def test_missed_goals_have_an_exit_code_of_their_own(
+    checked: Callable[[str], Any], kept: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = checked('shift\necho "$@" >&2')
+    run.run("benchmarks", is_small=True)
+    assert "--results %s --commit abc --minutes " % run._path in capfd.readouterr().err
     assert run.code(["benchmarks"]) == 1  # nothing was measured
     run.results.parts = {name: part_of(kept, a_row(kept, 0.95), name=name) for name in kept.GOALS}
     assert run.code(["benchmarks"]) == 0
@@ -516,3 +587,27 @@ def test_a_home_that_cannot_be_written_is_replaced(
     assert check.environment(tmp_path)["HOME"] == str(tmp_path)
     monkeypatch.setenv("HOME", str(ROOT))
     assert check.environment(tmp_path)["HOME"] == str(ROOT)
+
+
+def test_the_check_runs_what_it_is_asked_for_and_writes_it(
+    check: ModuleType, kept: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho '3 passed in 1s'\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(check, "missing_driver", lambda: "")
+    monkeypatch.setattr(check, "interpreter", lambda folder, wheels: str(python))
+    monkeypatch.setattr(check, "facts", lambda python, env, commit, limit_s: {**FACTS, "commit": commit})
+    monkeypatch.setattr(sys, "argv", ["gpu-check", "--only", "correctness", "--into", str(tmp_path), "--commit", "x"])
+    assert check.main() == 0
+    results = kept.Results.read(kept.path_of(FACTS, tmp_path))
+    assert (results.facts["commit"], set(results.parts)) == ("x", {"correctness"})
+    monkeypatch.setattr(check, "facts", lambda *_: "cupy finds no GPU here")
+    assert check.main() == 2
+
+
+def test_facts_are_the_last_line_of_what_the_benchmark_prints(check: ModuleType, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'a warning'\necho '{\"gpu\": \"x\"}'\n")
+    python.chmod(0o755)
+    assert check.facts(str(python), dict(os.environ), "abc", 60.0) == {"gpu": "x"}

@@ -55,6 +55,8 @@ kv.pull(keys, out=outs)
 with open("weights-%s-%d" % (sys.argv[1], kv.rank), "wb") as file:
     for out in outs:
         file.write(get(out).tobytes())
+devices = {each["device"] for each in kv.stats()}
+assert devices == {sys.argv[2]}, devices
 """
 
 RULE = 'kv.set_optimizer("adam", learning_rate=0.01)\n'
@@ -82,7 +84,7 @@ def launch(distrun: Distrun, device: str, values: str, *words: str, script: str 
     """Run a script as two workers with two servers, or as `words` say; return the exit code and stderr."""
     (distrun.work / "train.py").write_text(script)
     options = ("-n", "2", "-s", "2", "--server-device", device, "--env", PYTHONPATH, *words)
-    done = distrun.launch(*options, sys.executable, "train.py", values)
+    done = distrun.launch(*options, sys.executable, "train.py", values, device if ":" in device else "cpu:0")
     return done.returncode, done.stderr.decode()
 
 
@@ -100,7 +102,7 @@ def run(script: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_job_on_gpus_has_the_bytes_of_one_without(distrun: Distrun) -> None:
-    code, said = launch(distrun, "cpu", "gpu", script=TRAIN + FORK)
+    code, said = launch(distrun, "gpu:0", "gpu", script=TRAIN + FORK)
     assert code == 0, said
     code, said = launch(distrun, "cpu", "cpu")
     assert code == 0, said

@@ -89,10 +89,14 @@ def _free(pointer: Pointer) -> None:
     """Free memory after all that this module's stream has to do, and waits for: cupy's pool keeps that order, too."""
     if os.getpid() == standin.pid and standin.dead is None:
         with contextlib.suppress(DriverError):
-            event = Event(0, standin.make_event(0))
-            standin.record(event, _stream(0))
-            standin.synchronize(event)
+            _synchronize(_stream(0))
             standin.free(pointer)
+
+
+def _synchronize(stream: Stream) -> None:
+    event = Event(stream.device, standin.make_event(stream.device))
+    standin.record(event, stream)
+    standin.synchronize(event)
 
 
 def empty(shape: Any, dtype: Any = np.float32) -> ndarray:
@@ -107,7 +111,8 @@ def asarray(values: Any) -> ndarray:
 
 
 def _current_stream(device_id: int = -1) -> Any:
-    return SimpleNamespace(ptr=_stream(max(0, device_id)).handle, is_capturing=lambda: False)
+    stream = _stream(max(0, device_id))
+    return SimpleNamespace(ptr=stream.handle, is_capturing=lambda: False, synchronize=lambda: _synchronize(stream))
 
 
 cuda = SimpleNamespace(runtime=SimpleNamespace(is_hip=False), get_current_stream=_current_stream)
