@@ -270,7 +270,7 @@ class Driver(Protocol):
     def memory(self, device: int) -> tuple[int, int]: ...
     def alloc(self, device: int, nbytes: int) -> int: ...
     def free(self, pointer: Pointer) -> None: ...
-    def register(self, host: Host) -> None: ...
+    def register(self, host: Host, is_readonly: bool) -> None: ...
     def unregister(self, host: Host) -> None: ...
     def make_stream(self, device: int, priority: int) -> int: ...
     def end_stream(self, device: int, handle: int) -> None: ...
@@ -361,9 +361,13 @@ class Cuda:
         """Give back memory as `alloc` returned it. No operation that uses it may be under way."""
         self._made("free", pointer.device, self._driver.free, pointer)
 
-    def register(self, host: Host) -> None:
-        """Page-lock memory of the host: copies from and to it do not hold up the calling thread."""
-        self._made("register", None, self._driver.register, host)
+    def register(self, host: Host, *, is_readonly: bool = False) -> None:
+        """Page-lock memory of the host: copies from and to it do not hold up the calling thread.
+
+        Arguments:
+            is_readonly: the memory is mapped without the right to write; copies go from it only. Not all GPUs can that.
+        """
+        self._made("register", None, self._driver.register, host, is_readonly)
 
     def unregister(self, host: Host) -> None:
         """Undo `register`. No copy that uses the memory may be under way."""
@@ -572,7 +576,7 @@ class _Cupy:
         with self._told(pointer.device) as runtime:
             runtime.free(pointer.address)
 
-    def register(self, host: Host) -> None:
+    def register(self, host: Host, is_readonly: bool) -> None:
         with self._told() as runtime:
             runtime.hostRegister(host.address, host.nbytes, _PORTABLE)
 

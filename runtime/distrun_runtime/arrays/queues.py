@@ -187,8 +187,12 @@ class _Operation:
 
 
 def _covering_first(before: Iterable[tuple[Queue, int]]) -> list[tuple[Queue, int]]:
-    """Return places in queues, those first that come after most of the others: these are over then, too."""
-    places = list(before)
+    """Return the last place in each queue, those first that come after most of the others: these are over then, too."""
+    last: dict[Queue, int] = {}
+    for queue, count in before:
+        if last.get(queue, 0) < count:
+            last[queue] = count
+    places = list(last.items())
     if len(places) < 2:
         return places
     return sorted(places, key=lambda place: -sum(place[0].seen.get(queue, 0) >= count for queue, count in places))
