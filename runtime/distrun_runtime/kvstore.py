@@ -22,12 +22,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import Any, Literal, Type, Union, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Type, Union, cast, overload
 
 import numpy as np
 
 from distrun_runtime import reporting, stacks
-from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays import dtypes, find
+from distrun_runtime.arrays.device import DeviceArray, is_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError
@@ -50,9 +51,12 @@ from distrun_runtime.store.base import (
 )
 from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.kinds import TYPES, KVStoreBase
-from distrun_runtime.store.pending import BackgroundCall, CompletedCall, Pending
+from distrun_runtime.store.pending import BackgroundCall, Borrowed, CompletedCall, Pending
 from distrun_runtime.store.sparse import Lookup, RowSparse
 from distrun_runtime.store.values import Key
+
+if TYPE_CHECKING:  # most processes use no GPU
+    from distrun_runtime.arrays.gpu import GpuArray
 
 __all__ = ["TYPES", "KVStore", "KVStoreBase", "Pending", "RowSparse", "create", "schedule"]
 
@@ -185,10 +189,15 @@ class KVStore(KVStoreBase):
     Keys are int or str (one kind a store). Every data call takes one key with one array or a list of arrays (one for
     each device), or a list of keys with a list of as many of these; a key repeated in one call is one key with all
     its arrays. Arrays have any shape, any strides, and a dtype of `arrays.dtypes.NAMES`; what is pulled into must be
-    a writable numpy array or a torch tensor in host memory. A key that `init` got a RowSparse for is row-sparse.
+    a writable numpy array, a torch tensor, or a contiguous array of torch, cupy or others in GPU memory. A key that
+    `init` got a RowSparse for is row-sparse.
 
     Every data call returns a Pending. With wait=True (the default) the call is made when it returns, and the Pending
     is of no use; with wait=False it goes on, and the arrays are lent to the store until the Pending was waited for.
+
+    Of arrays in GPU memory a call waits for what was queued before it on the stream that is current in this thread, of
+    the array's library; and what is queued there after the call, or after its Pending was waited for, waits for it. So
+    a call may return before the GPU has read or written the array.
 
     Every call raises KVError if its arguments do not fit, StoreClosed after `close` or `leave` or in a forked child,
     and the error of an earlier push that nobody waited for. May be called from any thread. As a context manager it
@@ -261,7 +270,11 @@ class KVStore(KVStoreBase):
             keys = Selection(self._records[name] for name, _ in targets)
             self._backend.pull(keys, [arrays for _, arrays in targets], call).wait()
 
-        return self._begin(first, "broadcast", wait, hand_out) if first else CompletedCall("broadcast of no keys")
+        if not first:
+            return CompletedCall("broadcast of no keys")
+        with Borrowed() as borrowed:
+            self._borrow(borrowed, (arrays for _, arrays in targets))
+            return _awaited(borrowed.until(self._begin(first, "broadcast", wait, hand_out)), wait)
 
     def assign(self, key: Keys, value: object, *, wait: bool = True) -> Pending:
         """Replace what keys hold by rank 0's values: `init` for keys that exist. Rule state and rounds go on.
@@ -296,13 +309,16 @@ class KVStore(KVStoreBase):
         """
         self._ready()
         number, factor = _numbers(priority, scale)
-        keys, given, own = self._given(key, value, factor)
-        call = CallOptions(number, lent=own or not wait, scale=factor, waits=wait)
-        if not keys.records:
-            return CompletedCall("push of no keys")
-        pending = self._backend.push(keys, given, call)
-        # Never waits for the others; but what is already known to be wrong is raised here.
-        return _awaited(pending, wait and pending.is_done)
+        with Borrowed() as borrowed:
+            keys, given, own = self._given(key, value, factor, borrowed)
+            call = CallOptions(number, lent=own or not wait, scale=factor, waits=wait)
+            if not keys.records:
+                return CompletedCall("push of no keys")
+            pending = borrowed.until(self._backend.push(keys, given, call))
+            if wait:
+                borrowed.give_back()
+            # Never waits for the others; but what is already known to be wrong is raised here.
+            return _awaited(pending, wait and pending.is_done)
 
     def pull(self, key: Keys, out: object, priority: int = 0, *, wait: bool = True) -> Pending:
         """Write the stored value of each key into all its outputs.
@@ -313,11 +329,12 @@ class KVStore(KVStoreBase):
             KVError: an output does not fit, or the outputs of two keys share memory.
         """
         self._ready()
-        keys, outs = self._outputs(key, out)
-        call = CallOptions(_numbers(priority)[0], waits=wait)
-        return (
-            _awaited(self._backend.pull(keys, outs, call), wait) if keys.records else CompletedCall("pull of no keys")
-        )
+        with Borrowed() as borrowed:
+            keys, outs = self._outputs(key, out, borrowed)
+            call = CallOptions(_numbers(priority)[0], waits=wait)
+            if not keys.records:
+                return CompletedCall("pull of no keys")
+            return _awaited(borrowed.until(self._backend.pull(keys, outs, call)), wait)
 
     def pushpull(
         self,
@@ -332,16 +349,17 @@ class KVStore(KVStoreBase):
         """Push, then pull the result into `out`; without `out`, into the pushed arrays themselves."""
         self._ready()
         number, factor = _numbers(priority, scale)
-        keys, given, _ = self._given(key, value, factor)
-        targets, outs = self._outputs(key, value if out is None else out)
-        if targets is not keys and targets.records != keys.records:
-            by_key = dict(zip((record.key for record in targets.records), outs, strict=True))
-            outs = [by_key[record.key] for record in keys.records]
-        # Lent also when it waits: it returns when the result is there.
-        call = CallOptions(number, lent=True, scale=factor, waits=wait)
-        if not keys.records:
-            return CompletedCall("pushpull of no keys")
-        return _awaited(self._backend.pushpull(keys, given, outs, call), wait)
+        with Borrowed() as borrowed:
+            keys, given, _ = self._given(key, value, factor, borrowed)
+            targets, outs = self._outputs(key, value if out is None else out, borrowed)
+            if targets is not keys and targets.records != keys.records:
+                by_key = dict(zip((record.key for record in targets.records), outs, strict=True))
+                outs = [by_key[record.key] for record in keys.records]
+            # Lent also when it waits: it returns when the result is there.
+            call = CallOptions(number, lent=True, scale=factor, waits=wait)
+            if not keys.records:
+                return CompletedCall("pushpull of no keys")
+            return _awaited(borrowed.until(self._backend.pushpull(keys, given, outs, call)), wait)
 
     def empty(self, shape: int | Sequence[int], dtype: object = "float32") -> Array:
         """Return a new array of undefined content in the memory that this store moves fastest.
@@ -443,7 +461,7 @@ class KVStore(KVStoreBase):
         """
         self._ready()
         if self._backend.compresses:
-            self._backend.check(self._fitting(values.contributions(key, value)))
+            self._backend.check(self._fitting(values.contributions(key, value, on_host=True)))
 
     def companion(self) -> KVStore:
         """Return another store of the same workers, with rounds and without a rule. All call it. For trainers."""
@@ -763,14 +781,16 @@ class KVStore(KVStoreBase):
                 raise KVError("%s%s" % (err, hint)) from None
         return [(record, [_stored_as(record, value) for value in each]) for record, each in items]
 
-    def _targets(self, outs: list[tuple[Key, list[Array]]]) -> list[tuple[KeyRecord, list[Array]]]:
+    def _targets(self, outs: list[tuple[Key, list[DeviceArray]]]) -> list[tuple[KeyRecord, list[DeviceArray]]]:
         items = [(self._record(name), arrays) for name, arrays in outs]
         for record, arrays in items:
             for array in arrays:
                 record.fit(array, "output")
         return items
 
-    def _given(self, key: Keys, value: object, scale: float) -> tuple[Selection, Sequence[Value], bool]:
+    def _given(
+        self, key: Keys, value: object, scale: float, borrowed: Borrowed
+    ) -> tuple[Selection, Sequence[Value], bool]:
         """Return the keys of a push, each one's sum over its devices, and whether these are the store's own arrays."""
         known, given = self._known(key), _listed(key, value)
         if known is not None and known.fits(given) and not self._backend.compresses:
@@ -778,11 +798,12 @@ class KVStore(KVStoreBase):
             return known, given, False
         items = self._fitting(values.contributions(key, value))
         _scalable((record for record, _ in items), scale)
+        self._borrow(borrowed, (each for _, each in items))
         sums = self._backend.reducer.reduce(items)
         own = all(total is not given for total, (_, each) in zip(sums, items, strict=True) for given in each)
         return self._selected(key, [record for record, _ in items]), sums, own
 
-    def _outputs(self, key: Keys, out: object) -> tuple[Selection, Sequence[Sequence[Array]]]:
+    def _outputs(self, key: Keys, out: object, borrowed: Borrowed) -> tuple[Selection, Sequence[Sequence[DeviceArray]]]:
         """Return the keys of a pull, and the outputs of each."""
         known, given = self._known(key), _listed(key, out)
         # As `Selection.fits`: all arrays at once.
@@ -792,7 +813,15 @@ class KVStore(KVStoreBase):
                 values.apart([(record.key, None, array) for record, array in zip(known.records, given, strict=True)])
             return known, list(zip(given, strict=False))
         items = self._targets(values.outputs(key, out))
+        self._borrow(borrowed, (arrays for _, arrays in items))
         return self._selected(key, [record for record, _ in items]), [arrays for _, arrays in items]
+
+    def _borrow(self, borrowed: Borrowed, given: Iterable[Sequence[Value]]) -> None:
+        """Borrow the arrays that are in GPU memory."""
+        arrays = _on_gpus(given)
+        if arrays:
+            self._lifetime.uses_gpus = True
+            borrowed.take(arrays)
 
     def _known(self, key: Keys) -> Selection | None:
         """Return the selection of keys that were used before; None: they have to be looked at one by one."""
@@ -826,6 +855,11 @@ def _listed(key: Keys, given: object) -> Sequence[Any]:
     if type(key) is str or type(key) is int:
         return (given,)
     return given if type(given) is list or type(given) is tuple else ()
+
+
+def _on_gpus(given: Iterable[Sequence[Value]]) -> list[GpuArray]:
+    """Return those arrays that are in GPU memory."""
+    return [each for arrays in given for each in arrays if not (is_host(each) or isinstance(each, RowSparse))]
 
 
 def _awaited(pending: Pending, wait: bool) -> Pending:
@@ -872,5 +906,8 @@ def _path(folder: Folder) -> str:
 def _stored_as(record: KeyRecord, value: Value) -> Value:
     """Return a value in the form in which the key's values are pushed."""
     if record.is_sparse:
-        return value if isinstance(value, RowSparse) else RowSparse(value, np.arange(record.shape[0]), record.shape)
+        if isinstance(value, RowSparse):
+            return value
+        table = value if is_host(value) else find.gpus().borrowing.host(value)
+        return RowSparse(table, np.arange(record.shape[0]), record.shape)
     return value.to_dense() if isinstance(value, RowSparse) else value

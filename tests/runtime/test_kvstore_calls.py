@@ -50,7 +50,7 @@ def test_pushpull_without_out_writes_into_the_pushed_arrays(kv: KVStore) -> None
     values = [np.ones(2, np.float32), np.ones(2, np.float32)]
     kv.pushpull("a", values)
     assert [value.tolist() for value in values] == [[2, 2], [2, 2]]
-    with pytest.raises(KVError, match=r"key 'b': an output is a numpy array that can be written or .*, not int64"):
+    with pytest.raises(KVError, match=r"key 'b': an output is a numpy array that can be written, .*, not int64"):
         kv.pushpull("b", np.int64(1))
     assert pulled(kv, "b") == 0
 

@@ -6,8 +6,10 @@ real ones where these are installed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
@@ -16,8 +18,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from cudastandin import Mistake
 
 from distrun_runtime.arrays import dlpack
+from distrun_runtime.arrays.cuda import Cuda, Host, Pointer, Stream
+from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.segments import address_of
 
 
 @dataclass
@@ -350,6 +356,85 @@ class Interface:
             **({} if self.memory.strides is None else {"strides": self.memory.byte_steps}),
         }
         return {**found, **self.more}
+
+
+NBYTES = 24
+"""Of the arrays of a Library."""
+
+
+def filled(byte: int) -> Array:
+    return np.full(NBYTES, byte, np.uint8).view(np.float32).reshape(2, 3)
+
+
+class Library:
+    """Plays a library by a stream of the stand-in: makes arrays (2, 3) of float32, fills them and reads them.
+
+    Arguments:
+        kind: `torch`, `cupy`, `jax`; `interface`, `no stream`: what tells its stream, or does not.
+        modules: the fakes, by name.
+    """
+
+    def __init__(self, kind: str, cuda: Cuda, modules: dict[str, Any]) -> None:
+        self.kind = kind
+        self.cuda = cuda
+        self.stream = cuda.stream(0)
+        self.memory = cuda.alloc(0, NBYTES)
+        self.modules = modules
+
+    def array(self) -> Any:
+        """Return a new array (2, 3) that its stream fills with 7; it is freed with the last reference."""
+        pointer = self.cuda.alloc(0, NBYTES)
+        self.fill(pointer, 7)
+        made = self.lent(pointer)
+        weakref.finalize(made, self._free, pointer).atexit = False
+        return made
+
+    def lent(self, pointer: Pointer) -> Any:
+        """Return an array in some memory."""
+        made = self._lent(Memory((2, 3), address=pointer.address))
+        made.pointer = pointer
+        return made
+
+    def works_on(self, stream: Stream) -> None:
+        """Let another stream be the current one."""
+        self.stream = stream
+        for module in ("torch", "cupy"):
+            self.modules[module].streams[0] = stream.handle
+
+    def _lent(self, memory: Memory) -> Any:
+        if self.kind in ("torch", "cupy"):
+            self.works_on(self.stream)
+            return Tensor(memory) if self.kind == "torch" else CupyArray(memory)
+        if self.kind == "jax":
+            written = self.cuda.event(0)
+            self.cuda.record(written, self.stream)
+            return JaxArray(memory, before=lambda ours: self.cuda.wait(Stream(0, ours), written))
+        if self.kind == "no stream":  # then its work has to be done
+            self.wait()
+            return Interface(memory)
+        return Interface(memory, stream=self.stream.handle)
+
+    def _free(self, pointer: Pointer) -> None:
+        # A mistake in a destructor would only be printed: `finish` raises it.
+        with contextlib.suppress(Mistake):
+            self.cuda.free(pointer)
+
+    def fill(self, pointer: Pointer, byte: int) -> None:
+        self.cuda.fill(pointer, byte, NBYTES, self.stream)
+
+    def read(self, pointer: Pointer) -> None:
+        self.cuda.copy(self.memory, pointer, NBYTES, self.stream)
+
+    def found(self) -> Array:
+        """Return what its stream has read."""
+        result = np.empty((2, 3), np.float32)
+        self.cuda.copy(Host(address_of(result), NBYTES), self.memory, NBYTES, self.stream)
+        return result
+
+    def wait(self) -> None:
+        event = self.cuda.event(0)
+        self.cuda.record(event, self.stream)
+        self.cuda.synchronize(event)
 
 
 Tensor.__module__ = "torch"

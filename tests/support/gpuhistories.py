@@ -10,6 +10,8 @@ from gpukit import Machine, values
 
 from distrun_runtime.arrays.cpu import CpuDevice
 from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
+from distrun_runtime.ops import compression
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 
@@ -204,6 +206,56 @@ def many_arrays_are_copied_with_one_wait(machine: Machine) -> None:
         outs[...] = 0
 
 
+def values_are_compressed(machine: Machine) -> None:
+    """What a codec reads was written just before: values by a copy and residuals by a kernel, then the other way round.
+    The copies that show what it wrote come in every order."""
+    device = machine.gpus.get(0)
+    cases = [("topk", F32, 0), ("1bit_scaled", F32, 0), ("fp16", F16, 0), ("1bit_scaled", F32, 1), ("2bit", F16, 1)]
+    for name, dtype, turn in cases:
+        codec = compression.named(name)
+        params = codec.check({"ratio": 0.5} if name == "topk" else {})
+        given = (np.arange(90) % 13 - 6).astype(dtype)
+        left = (np.arange(90) % 7).astype(F32) if codec.has_residual else None
+        payload, rest = codec.encode(given, None, params), left
+        out = device.empty((len(payload),), np.dtype(np.uint8))
+        if left is None:
+            there, remains = device.put(given), None
+        else:
+            rest = left.copy()
+            payload = codec.encode(given, rest, params)
+            codec.check_finite(*written(device, given, left, turn), 0)
+            there, remains = written(device, given, left, turn)
+        codec.write(there, remains, params, out)
+        device.write(there, np.zeros(90, dtype))  # it was read
+        if remains is not None and rest is not None:
+            check(device.host(remains), rest)
+        check(device.host(out), np.frombuffer(payload, np.uint8))
+        sums, decoded, expected = device.put(given.astype(F32)), device.empty((90,), F32), given.astype(F32)
+        codec.read(out, sums, params, adds=True)
+        codec.read(payload, decoded, params)
+        device.write(out, np.zeros(len(payload), np.uint8))  # so was that
+        codec.read(payload, expected, params, adds=True)
+        check(device.host(decoded), codec.decode(payload, 90, params))
+        check(device.host(sums), expected)
+        if name == "topk":  # what it looks at first is then the values
+            fresh = device.put(given)
+            codec.write(fresh, None, params, out)
+            device.write(fresh, np.zeros(90, dtype))
+            check(device.host(out), np.frombuffer(codec.encode(given, None, params), np.uint8))
+        check(device.host(compression.floats(device.put(given))), given.astype(F32))
+
+
+def written(device: GpuDevice, given: Array, left: Array, turn: int) -> tuple[GpuArray, GpuArray]:
+    """Return both on the device, one of them by a copy that is under way, and the other by a kernel."""
+    if turn:
+        there = device.put(given / 2)
+        device.scale(there, 2.0)
+        return there, device.put(left)
+    remains = device.put(left / 2)
+    device.scale(remains, 2.0)
+    return device.put(given), remains
+
+
 HISTORIES: dict[str, Callable[[Machine], None]] = {
     each.__name__: each
     for each in (
@@ -217,6 +269,7 @@ HISTORIES: dict[str, Callable[[Machine], None]] = {
         lists_are_gathered_and_scattered,
         lists_from_everywhere_are_gathered,
         many_arrays_are_copied_with_one_wait,
+        values_are_compressed,
     )
 }
 EACH_HISTORY = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import cxx
 import numpy as np
 from cudastandin import StandIn
 
-from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays import cupydriver, dtypes, find
 from distrun_runtime.arrays.cuda import Cuda, Driver
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.arrays.gpu import Gpus
@@ -26,10 +27,21 @@ class Machine:
     def __init__(self, devices: int = 2, *, driver: Callable[[StandIn], Driver] | None = None, **options: Any) -> None:
         self.standin = StandIn(devices, compiled=cxx.compiled, **options)
         self.cuda = Cuda(self.standin if driver is None else driver(self.standin))
-        self.gpus = Gpus(self.cuda)
+        self.gpus = Gpus(self.cuda, wait_s=60)
 
     def finish(self) -> None:
         self.standin.finish()
+
+
+@contextmanager
+def gpus_of_process(machine: Machine) -> Iterator[Machine]:
+    """Let a machine's devices be those of this process in the block: `find.get("gpu:0")` returns `gpus.get(0)`."""
+    opened, gpus = list(cupydriver._opened), list(find._gpus)
+    cupydriver._opened[:], find._gpus[:] = [machine.cuda], [machine.gpus]
+    try:
+        yield machine
+    finally:
+        cupydriver._opened[:], find._gpus[:] = opened, gpus
 
 
 def values(shape: tuple[int, ...], dtype: DType, seed: int = 0) -> Array:

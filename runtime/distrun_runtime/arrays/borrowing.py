@@ -1,93 +1,279 @@
-"""Order and lifetime of GPU arrays that belong to others: our stream waits for theirs, theirs for ours, and a reference
-is kept until the GPU is done with the memory.
+"""Arrays of other libraries in GPU memory, as arrays of ours for the time of one call.
 
-A call of a store that reads such an array:
+    array = borrowing.value(x)            or `output`: a GpuArray in the memory of x, in the thread that calls the store
+    loan = borrowing.borrow([array])      our work on it comes after what the program has queued so far
+    ... copies and kernels on our streams ...
+    loan.end()                            the program's later work comes after ours
 
-    view = foreign.device_array(value, cuda, ours)     in the thread that called the store
-    before_read(cuda, [view], stream)                  our stream comes after what theirs has to do so far
-    ... copies and kernels on our stream ...
-    cuda.record(event, stream)
-    after_use(cuda, [view], event, keeper)             their stream comes after our event
-
-and the same for one that writes it. The host waits only where a library does not tell its stream.
+What the program has queued is on streams of its own: those that its libraries say are current. Each is a queue to
+`Order`, so our streams wait for it as for each other, and it for ours. The host waits only where a library does not
+tell its stream. A reference to x is kept until our work on its memory is over.
 """
 
 from __future__ import annotations
 
-import os
+import itertools
 import threading
-from collections.abc import Iterable, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from distrun_runtime.arrays.cuda import Cuda, Event, Stream, never_freed
+from distrun_runtime.arrays import foreign
+from distrun_runtime.arrays.cuda import Pointer, Stream, never_freed
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.foreign import DeviceView
+from distrun_runtime.arrays.gpumemory import Memory
+from distrun_runtime.arrays.queues import Mark, Order, Queue, Uses
 
-__all__ = ["Keeper", "after_use", "before_read"]
+if TYPE_CHECKING:  # It imports this module.
+    from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
+
+__all__ = ["Borrowed", "Borrowing", "Keeper", "Loan"]
+
+
+@dataclass(eq=False)
+class _Kept:
+    """What has to be known of borrowed memory when nothing of ours refers to it any more."""
+
+    owner: object
+    uses: Uses
 
 
 class Keeper:
-    """References that are kept until an event has completed. It never waits. Threads: any."""
+    """Keeps the owners of borrowed memory until our work on it is over. It never waits. Threads: any."""
 
-    def __init__(self, cuda: Cuda) -> None:
-        self._cuda = cuda
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._kept: list[tuple[Event, object]] = []
-        never_freed(self._kept)  # a forked child ends with a copy of it; in this process it is emptied by `drop`
+    def __init__(self, order: Order) -> None:
+        self.dropped: deque[int] = deque()
+        """Numbers of what nothing of ours refers to any more."""
+        self._order = order
+        self._numbers = itertools.count()
+        self._kept: dict[int, _Kept] = {}
+        # A forked child has a copy: what it would free may call CUDA. In this process it is emptied by `collect`.
+        never_freed(self._kept)
+        self._marked: list[tuple[list[Mark], list[int]]] = []
+        """Marks behind our work on memory that was dropped."""
 
-    def keep(self, owners: Iterable[object], event: Event) -> None:
-        """Keep references until an event, as it is recorded now or later, has completed."""
-        if os.getpid() != self._pid:  # a forked child: nothing was queued, and the lock may be held for ever
-            return
-        with self._lock:
-            self._kept += [(event, owner) for owner in owners]
+    def keep(self, kept: _Kept) -> int:
+        """Keep an owner at least until the number that is returned is `dropped`."""
+        number = next(self._numbers)
+        self._kept[number] = kept
+        return number
 
-    def drop(self) -> int:
-        """Drop what is not needed any more; return how many references are left.
+    def collect(self) -> int:
+        """Let go of what is not needed any more; return how many owners are left.
 
         Raises:
-            CudaError: an event cannot be asked; its references are kept.
+            CudaError: an event cannot be asked; the owners are kept.
+            StoreClosed: in a forked child.
         """
-        if os.getpid() != self._pid:
-            return len(self._kept)
-        is_done: dict[Event, bool] = {}
-        # What is dropped is freed when the lock is not held: a destructor may come back here.
-        with self._lock:
-            for event, _ in self._kept:
-                if event not in is_done:
-                    is_done[event] = self._cuda.query(event)
-            over = [pair for pair in self._kept if is_done[pair[0]]]
-            self._kept[:] = [pair for pair in self._kept if not is_done[pair[0]]]
+        # What is let go is freed when the lock is not held: a destructor may come back here.
+        with self._order.locked():
+            over: list[int] = []
+            fresh: list[int] = []
+            while self.dropped:
+                number = self.dropped.popleft()
+                (over if self._order.is_over(self._kept[number].uses) else fresh).append(number)
+            if fresh:
+                self._marked.append((self._order.marks(self._kept[number].uses for number in fresh), fresh))
+            for marks, numbers in self._marked:
+                over += numbers if self._is_past(marks) else []
+            self._marked = [batch for batch in self._marked if batch[0]]
+            freed = [self._kept.pop(number) for number in over]
             left = len(self._kept)
-        del over
+        del freed
         return left
 
+    def _is_past(self, marks: list[Mark]) -> bool:
+        while marks and self._order.is_past(marks[-1]):
+            del marks[-1]
+        return not marks
 
-def before_read(cuda: Cuda, views: Sequence[DeviceView], ours: Stream) -> None:
-    """Let our stream wait for what the callers of these arrays have queued so far, also before it writes them.
 
-    Call it in the thread in which the views were made: the per-thread default stream is that of the calling thread.
+class Borrowed(Memory):
+    """Memory of another library's array, for one call."""
+
+    def __init__(self, view: DeviceView, keeper: Keeper) -> None:
+        self.pointer = Pointer(view.address, view.device, view.nbytes)
+        self.uses = Uses()
+        self.library = view.library
+        self.stream = view.stream
+        """Handle of the stream that the program works on; None: it is not told."""
+        self.is_awaited = view.stream is None and not view.is_immutable
+        """Nothing but the host can tell the program that the memory is free again."""
+        self._kept = _Kept(view.owner, self.uses)
+        # No lock can be taken, and no call made, by whichever thread drops the last reference.
+        weakref.finalize(self, keeper.dropped.append, keeper.keep(self._kept)).atexit = False
+
+    def share(self, uses: Uses) -> None:
+        """Have the same uses as other memory."""
+        self.uses = self._kept.uses = uses
+
+
+class Borrowing:
+    """Makes arrays of ours from those of other libraries. Threads: any.
+
+    Arguments:
+        device: gives the device of a GPU's number.
     """
-    for stream in _streams(views):
-        event = cuda.event(stream.device)
-        cuda.record(event, stream)
-        cuda.wait(ours, event)
+
+    def __init__(self, order: Order, device: Callable[[int], GpuDevice]) -> None:
+        self.keeper = Keeper(order)
+        self.order = order
+        self._device = device
+        self._callers: dict[tuple[int, int, int], Queue] = {}
+        """The program's streams, by device, handle and, of a thread's own, thread."""
+        self._arrivals: dict[int, Queue] = {}
+
+    def value(self, value: object) -> GpuArray:
+        """Return an array in GPU memory, to be read.
+
+        Raises:
+            KVError: it cannot be read; says what to do.
+        """
+        asked: list[Queue] = []
+
+        def ours(device: int) -> Stream:
+            asked.append(self.arrivals(device))
+            return asked[-1].stream
+
+        array = self._array(foreign.device_array(value, self.order.cuda, ours))
+        # By DLPack the library has let that stream wait for its own work: so it counts as the work of that stream.
+        for queue in asked:
+            with self.order.using(queue, writes=[array.memory.uses]):
+                pass
+        return array
+
+    def output(self, value: object) -> GpuArray:
+        """Return an array in GPU memory, to be written.
+
+        Raises:
+            KVError: it cannot be written; says what to do.
+        """
+        return self._array(foreign.device_output(value, self.order.cuda))
+
+    def borrow(self, arrays: Iterable[GpuArray]) -> Loan:
+        """Begin to use arrays that `value` and `output` have made in this thread, for one call."""
+        loan = Loan(self)
+        loan.add(arrays)
+        return loan
+
+    def host(self, array: GpuArray) -> Array:
+        """Return a copy, in the host's memory, of an array that `value` has made in this thread."""
+        loan = self.borrow([array])
+        try:
+            return array.device.host(array)
+        finally:
+            loan.end()
+
+    def arrivals(self, device: int) -> Queue:
+        """Return a queue of ours that only waits: for libraries, and for all uses of memory that is shared."""
+        with self.order.locked():
+            if device not in self._arrivals:
+                self._arrivals[device] = self.order.queue(device, "waits for other libraries")
+            return self._arrivals[device]
+
+    def caller(self, device: int, handle: int) -> Queue:
+        """Return the queue of a stream of the program's; the per-thread default stream is that of this thread."""
+        place = (device, handle, threading.get_ident() if handle == foreign.PER_THREAD else 0)
+        with self.order.locked():
+            if place not in self._callers:
+                event = self.order.cuda.event(device)
+                # A plain Stream: nothing of ours ends it.
+                self._callers[place] = Queue(Stream(device, handle), event, is_ours=False)
+            return self._callers[place]
+
+    def _array(self, view: DeviceView | None) -> GpuArray:
+        assert view is not None  # the caller has asked `foreign.is_on_gpu`
+        return self._device(view.device).within(Borrowed(view, self.keeper), view.shape, view.dtype)
 
 
-def after_use(cuda: Cuda, views: Sequence[DeviceView], event: Event, keeper: Keeper) -> None:
-    """Let later work of the callers wait for our event, and keep the arrays until it has completed.
+class Loan:
+    """The arrays that one call has borrowed. Threads: one at a time."""
 
-    Where a caller's stream is not known, return when the event has completed: the array may be overwritten then, too.
-    Call it in the thread in which the views were made.
-    """
-    # First of all: if a wait fails, our work is queued nevertheless.
-    keeper.keep([view.owner for view in views], event)
-    for stream in _streams(views):
-        cuda.wait(stream, event)
-    if any(view.stream is None and not view.is_immutable for view in views):
-        cuda.synchronize(event)
+    def __init__(self, borrowing: Borrowing) -> None:
+        self._borrowing = borrowing
+        self._order = borrowing.order
+        self._thread = threading.get_ident()
+        self._memories: list[Borrowed] = []
+
+    def add(self, arrays: Iterable[GpuArray]) -> None:
+        """Use more arrays: those that share memory with others wait for all that is done with these so far."""
+        self._borrowing.keeper.collect()
+        given = [array.memory for array in arrays if isinstance(array.memory, Borrowed)]
+        for queue, memories in self._by_stream(given).items():
+            self._order.lend(queue, [memory.uses for memory in memories])
+        self._memories += given
+        self._share()
+
+    def end(self) -> None:
+        """Let the program's later work wait for our uses so far; again: no effect.
+
+        It is work on the streams that were current at `borrow`, and on those that are current now, in this thread.
+        """
+        memories, self._memories = self._memories, []
+        if not memories:
+            return
+        awaited = [memory for memory in memories if memory.is_awaited]
+        streams = self._by_stream(memories)
+        if threading.get_ident() != self._thread:
+            # That thread's own stream cannot be named in this one.
+            awaited += [memory for memory in memories if memory.stream == foreign.PER_THREAD]
+        for (library, device), its in _by_library(memories).items():
+            handle = foreign.current_stream(library, device)
+            if handle is not None:
+                streams.setdefault(self._borrowing.caller(device, handle), []).extend(its)
+        self._let_follow(streams)
+        for mark in self._order.marks(memory.uses for memory in awaited):
+            self._order.finish(mark)
+        self._borrowing.keeper.collect()
+
+    def _let_follow(self, streams: dict[Queue, list[Borrowed]]) -> None:
+        with self._order.locked():
+            for queue, memories in streams.items():
+                self._order.follow(queue, [place for memory in memories for place in memory.uses.before_writing()])
+
+    def _by_stream(self, memories: Iterable[Borrowed]) -> dict[Queue, list[Borrowed]]:
+        found: dict[Queue, list[Borrowed]] = {}
+        for memory in memories:
+            if memory.stream is not None:
+                queue = self._borrowing.caller(memory.pointer.device, memory.stream)
+                found.setdefault(queue, []).append(memory)
+        return found
+
+    def _share(self) -> None:
+        """Let arrays that share memory have one history: what writes one waits for what reads the other."""
+        groups = [group for group in _overlapping(self._memories) if len({id(memory.uses) for memory in group}) > 1]
+        for device in {group[0].pointer.device for group in groups}:
+            here = [memory.uses for group in groups for memory in group if memory.pointer.device == device]
+            with self._order.using(self._borrowing.arrivals(device), writes=here):
+                pass
+        for group in groups:
+            for memory in group:
+                memory.share(group[0].uses)
 
 
-def _streams(views: Sequence[DeviceView]) -> list[Stream]:
-    """Return the callers' streams that are known, each once. They are not ours: nothing ends them."""
-    found = {(view.device, view.stream) for view in views if view.stream is not None}
-    return [Stream(device, handle) for device, handle in sorted(found)]
+def _by_library(memories: Iterable[Borrowed]) -> dict[tuple[str, int], list[Borrowed]]:
+    found: dict[tuple[str, int], list[Borrowed]] = {}
+    for memory in memories:
+        found.setdefault((memory.library, memory.pointer.device), []).append(memory)
+    return found
+
+
+def _overlapping(memories: Iterable[Borrowed]) -> Iterator[list[Borrowed]]:
+    """Yield memories that share bytes, directly or by others between them."""
+    group: list[Borrowed] = []
+    end = 0
+    for memory in sorted(
+        (memory for memory in memories if memory.pointer.nbytes),
+        key=lambda memory: (memory.pointer.device, memory.pointer.address),
+    ):
+        place = memory.pointer
+        if group and (group[0].pointer.device != place.device or end <= place.address):
+            yield group
+            group = []
+        end = max(end, place.address + place.nbytes) if group else place.address + place.nbytes
+        group.append(memory)
+    if group:
+        yield group

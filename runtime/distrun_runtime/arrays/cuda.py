@@ -1,7 +1,7 @@
 """CUDA: the about 20 calls that distrun makes, and their errors. Nothing else in distrun calls CUDA.
 
     Cuda      what the rest of distrun uses: one object a process
-    Driver    who makes the calls: cupy here (`open_cupy`), a stand-in that finds mistakes in the tests
+    Driver    who makes the calls: cupy (`cupydriver`), in the tests a stand-in that finds mistakes
 
 `Cuda` adds to every call what has to hold for all of them: a forked child makes none, an error is told by its call and
 device, and after an error that leaves the device unusable every later call raises this first error.
@@ -12,31 +12,30 @@ Errors:
       + CudaMissing               no cupy, driver or GPU here: what to install
       + CudaError                 a call failed: call, device, CUDA's name and code
           + CudaOutOfMemory       the device has too little memory left: wanted, free
+          + CudaTimedOut          the device has not finished its work in time
       + ProgramError              a program of kernels does not compile
     StoreClosed                   the process was forked after CUDA had been opened
 
-cupy is imported when a GPU is asked for, never before. All streams are non-blocking, and all events are without timing
-and let a waiting thread sleep. Threads: any.
+All streams are non-blocking, and all events are without timing and let a waiting thread sleep. Threads: any.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
-import importlib.util
 import os
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, Protocol, TypeVar, Union, cast
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar, Union
 
-import numpy as np
-
-from distrun_runtime.arrays import cubins
-from distrun_runtime.arrays.programs import OPTIONS, THREADS, Program
+from distrun_runtime.arrays.programs import Program
 from distrun_runtime.errors import KVError, StoreClosed
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    import numpy as np
 
 __all__ = [
     "INSTALL",
@@ -45,6 +44,7 @@ __all__ = [
     "CudaError",
     "CudaMissing",
     "CudaOutOfMemory",
+    "CudaTimedOut",
     "Driver",
     "DriverError",
     "Event",
@@ -59,28 +59,19 @@ __all__ = [
     "Table",
     "Update",
     "Write",
+    "forked_from",
     "never_freed",
-    "of_process",
-    "open_cupy",
 ]
 
 INSTALL = "pip install 'distrun[cuda12]' (a driver for CUDA 12) or 'distrun[cuda13]' (for CUDA 13)"
 """How to get what a GPU needs."""
 
-BLOCKS_PER_PROCESSOR = 16
-"""At most so many blocks are launched for each multiprocessor: kernels loop over what is left."""
-ELEMENTS_PER_THREAD = 4
-"""Kernels read and write 16 bytes at once where they can."""
-
-OUT_OF_MEMORY, INITIALIZATION, INSUFFICIENT_DRIVER, NO_DEVICE = 2, 3, 35, 100
-NOT_READY, PEER_ALREADY_ENABLED = 600, 704
+OUT_OF_MEMORY, NOT_READY, PEER_ALREADY_ENABLED = 2, 600, 704
 STICKY = frozenset({4, 214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
 """Codes after which the process cannot use the device any more: illegal address, launch failure, ECC and their kin.
 
 Source: CUDA Runtime API, cudaError: "the process must be terminated and relaunched".
 """
-_PORTABLE, _NON_BLOCKING, _EVENT_FLAGS, _ANY_DIRECTION = 1, 1, 1 | 2, 4
-"""cudaHostRegisterPortable; cudaStreamNonBlocking; cudaEventBlockingSync and DisableTiming; cudaMemcpyDefault."""
 
 
 # What calls work with
@@ -215,6 +206,8 @@ class CudaMissing(KVError):
 class CudaError(KVError):
     """A CUDA call failed."""
 
+    is_of_device = True
+
     def __init__(self, call: str, device: int | None, code: int, name: str, text: str, more: str = "") -> None:
         self.call = call
         self.device = device
@@ -242,6 +235,11 @@ class CudaError(KVError):
         self.args = ("%s: %s" % (what, self.args[0]), *self.args[1:])
         return self
 
+    def advising(self, what: str) -> CudaError:
+        """Return this error with what to do behind its message."""
+        self.args = ("%s; %s" % (self.args[0], what), *self.args[1:])
+        return self
+
 
 class CudaOutOfMemory(CudaError):
     """A device has too little memory left."""
@@ -255,8 +253,37 @@ class CudaOutOfMemory(CudaError):
         super().__init__(call, device, OUT_OF_MEMORY, name, text, more)
 
 
+class CudaTimedOut(CudaError):
+    """A device has not finished its work in time. Whatever it is, the process cannot use the device any more."""
+
+    def __init__(self, device: int, what: str, waited_s: float) -> None:
+        self.call, self.device, self.code, self.name, self.text = "synchronize", device, NOT_READY, "hangs", what
+        self.waited_s = waited_s
+        self.is_sticky = True
+        KVError.__init__(
+            self,
+            "gpu:%d has not finished its %s after %g s, and this process cannot use the GPU any more. fix: see whether"
+            " 'nvidia-smi' answers on this host, and whether 'dmesg' there has lines with 'Xid', for a GPU that has"
+            " failed; run the script under 'compute-sanitizer' for a kernel that never ends; if the work may take so"
+            " long, raise --op-timeout or DISTRUN_OP_TIMEOUT (a wait for a GPU may take half of it)"
+            % (device, what, waited_s),
+        )
+
+    def again(self) -> CudaError:
+        """Return the same error, to be raised once more."""
+        return CudaTimedOut(self.device or 0, self.text, self.waited_s)
+
+
 class ProgramError(KVError):
     """A program of kernels does not compile; the compiler's text is in the message."""
+
+
+def forked_from(pid: int) -> StoreClosed:
+    """Return the error of a process that was forked from one that had opened CUDA."""
+    return StoreClosed(
+        "this process was forked from process %d after that one had opened CUDA; CUDA cannot be used here. fix:"
+        " start processes that use a GPU by 'spawn' or 'forkserver', or fork before the store is created" % pid
+    )
 
 
 # Who makes the calls
@@ -322,13 +349,14 @@ class Cuda:
             CudaError: the sticky error that came first.
         """
         if os.getpid() != self._pid:
-            raise StoreClosed(
-                "this process was forked from process %d after that one had opened CUDA; CUDA cannot be used here. fix:"
-                " start processes that use a GPU by 'spawn' or 'forkserver', or fork before the store is created"
-                % self._pid
-            )
+            raise forked_from(self._pid)
         if self._first is not None:
             raise self._first.again()
+
+    def give_up(self, error: CudaError) -> None:
+        """Let every later call raise an error, as if CUDA had made it."""
+        if self._first is None:
+            self._first = error
 
     def count(self) -> int:
         """Return how many devices this process sees."""
@@ -453,8 +481,8 @@ class Cuda:
             return call(*args, **kwargs)
         except DriverError as err:
             error = CudaError(name, device, err.code, err.name, err.text)
-            if error.is_sticky and self._first is None:
-                self._first = error
+            if error.is_sticky:
+                self.give_up(error)
             raise error from err
 
     def _dropped(self, end: Callable[[int, int], None], device: int, handle: int) -> None:
@@ -465,287 +493,6 @@ class Cuda:
                 end(device, handle)
 
 
-# cupy
-
-
-class _Runtime(Protocol):
-    """What is used of `cupy.cuda.runtime`, of cupy 14."""
-
-    def getDeviceCount(self) -> int: ...
-    def getDevice(self) -> int: ...
-    def setDevice(self, device: int) -> None: ...
-    def getDeviceProperties(self, device: int) -> Mapping[str, Any]: ...
-    def memGetInfo(self) -> tuple[int, int]: ...
-    def malloc(self, size: int) -> int: ...
-    def free(self, ptr: int) -> None: ...
-    def hostRegister(self, ptr: int, size: int, flags: int) -> None: ...
-    def hostUnregister(self, ptr: int) -> None: ...
-    def streamCreateWithPriority(self, flags: int, priority: int) -> int: ...
-    def streamDestroy(self, stream: int) -> None: ...
-    def eventCreateWithFlags(self, flags: int) -> int: ...
-    def eventDestroy(self, event: int) -> None: ...
-    def memcpyAsync(self, dst: int, src: int, size: int, kind: int, stream: int) -> None: ...
-    def memcpyPeerAsync(self, dst: int, dst_device: int, src: int, src_device: int, size: int, stream: int) -> None: ...
-    def memsetAsync(self, ptr: int, value: int, size: int, stream: int) -> None: ...
-    def eventRecord(self, event: int, stream: int) -> None: ...
-    def streamWaitEvent(self, stream: int, event: int, flags: int) -> None: ...
-    def eventQuery(self, event: int) -> int: ...
-    def eventSynchronize(self, event: int) -> None: ...
-    def deviceCanAccessPeer(self, device: int, peer_device: int) -> int: ...
-    def deviceEnablePeerAccess(self, peer_device: int) -> None: ...
-    def pointerGetAttributes(self, ptr: int) -> _PointerAttributes: ...
-
-
-class _PointerAttributes(Protocol):
-    """What is used of `cupy.cuda.runtime.PointerAttributes`."""
-
-    device: int
-
-
-class _Function(Protocol):
-    """A loaded kernel: `cupy.cuda.function.Function`."""
-
-    def __call__(
-        self, grid: tuple[int], block: tuple[int], args: tuple[object, ...], shared_mem: int, *, stream: _Handle
-    ) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Handle:
-    """What cupy takes for a stream: anything with `ptr`."""
-
-    ptr: int
-
-
-class _Cupy:
-    """CUDA's calls by cupy's thin layer, `cupy.cuda.runtime`; no arrays, pools or streams of cupy are used."""
-
-    def __init__(self, cupy: Any) -> None:
-        self._cupy = cupy
-        self._runtime = cast(_Runtime, cupy.cuda.runtime)
-        self._failures: tuple[type[Exception], ...] = (cupy.cuda.runtime.CUDARuntimeError, _driver_error(cupy))
-        self._processors: dict[int, int] = {}
-        self._folder = cubins.find_folder()
-
-    @contextlib.contextmanager
-    def _told(self, device: int | None = None) -> Iterator[_Runtime]:
-        """Translate cupy's errors; make a device the current one of this thread meanwhile."""
-        runtime = self._runtime
-        try:
-            if device is None:
-                yield runtime
-                return
-            before = runtime.getDevice()
-            if before == device:
-                yield runtime
-                return
-            runtime.setDevice(device)
-            try:
-                yield runtime
-            finally:
-                runtime.setDevice(before)
-        except self._failures as err:
-            raise _driver_error_of(err) from err
-
-    def count(self) -> int:
-        with self._told() as runtime:
-            return runtime.getDeviceCount()
-
-    def properties(self, device: int) -> Properties:
-        with self._told() as runtime:
-            found = runtime.getDeviceProperties(device)
-        return Properties(
-            name=bytes(found["name"]).decode(errors="replace"),
-            uuid=bytes(found["uuid"]).hex(),
-            memory=int(found["totalGlobalMem"]),
-            architecture="sm_%d%d" % (found["major"], found["minor"]),
-            processors=int(found["multiProcessorCount"]),
-            bus="%04x:%02x:%02x" % (found["pciDomainID"], found["pciBusID"], found["pciDeviceID"]),
-        )
-
-    def memory(self, device: int) -> tuple[int, int]:
-        with self._told(device) as runtime:
-            free, total = runtime.memGetInfo()
-        return free, total
-
-    def alloc(self, device: int, nbytes: int) -> int:
-        with self._told(device) as runtime:
-            return runtime.malloc(nbytes)
-
-    def free(self, pointer: Pointer) -> None:
-        with self._told(pointer.device) as runtime:
-            runtime.free(pointer.address)
-
-    def register(self, host: Host, is_readonly: bool) -> None:
-        with self._told() as runtime:
-            runtime.hostRegister(host.address, host.nbytes, _PORTABLE)
-
-    def unregister(self, host: Host) -> None:
-        with self._told() as runtime:
-            runtime.hostUnregister(host.address)
-
-    def make_stream(self, device: int, priority: int) -> int:
-        with self._told(device) as runtime:
-            return runtime.streamCreateWithPriority(_NON_BLOCKING, priority)
-
-    def end_stream(self, device: int, handle: int) -> None:
-        with self._told(device) as runtime:
-            runtime.streamDestroy(handle)
-
-    def make_event(self, device: int) -> int:
-        with self._told(device) as runtime:
-            return runtime.eventCreateWithFlags(_EVENT_FLAGS)
-
-    def end_event(self, device: int, handle: int) -> None:
-        with self._told(device) as runtime:
-            runtime.eventDestroy(handle)
-
-    def copy(self, into: Place, source: Place, nbytes: int, stream: Stream) -> None:
-        with self._told(stream.device) as runtime:
-            # The direction follows from the addresses: all of them are of one address space.
-            runtime.memcpyAsync(into.address, source.address, nbytes, _ANY_DIRECTION, stream.handle)
-
-    def copy_peer(self, into: Pointer, source: Pointer, nbytes: int, stream: Stream) -> None:
-        with self._told(stream.device) as runtime:
-            runtime.memcpyPeerAsync(into.address, into.device, source.address, source.device, nbytes, stream.handle)
-
-    def fill(self, pointer: Pointer, byte: int, nbytes: int, stream: Stream) -> None:
-        with self._told(stream.device) as runtime:
-            runtime.memsetAsync(pointer.address, byte, nbytes, stream.handle)
-
-    def load(self, program: Program, device: int) -> Mapping[str, object]:
-        architecture = self.properties(device).architecture
-        try:
-            version = "%d.%d" % tuple(self._cupy.cuda.nvrtc.getVersion())
-        except Exception as err:  # cupy finds the library when it is first used
-            raise CudaMissing("cupy does not find NVRTC, CUDA's compiler: %s. fix: %s" % (err, INSTALL)) from err
-        with self._told(device):
-            code = cubins.kept(
-                self._folder, program.key, architecture, version, lambda: self._compiled(program, device)
-            )
-            module = self._cupy.cuda.function.Module()
-            module.load(code)
-            functions = {each.name: module.get_function(each.name) for each in program.kernels}
-        never_freed(module)  # its destructor calls CUDA
-        return functions
-
-    def _compiled(self, program: Program, device: int) -> bytes:
-        compiler = self._cupy.cuda.compiler
-        try:
-            # Not by RawModule, which adds -ftz=true behind any option: subnormal numbers would become zero.
-            code, _ = compiler.compile_using_nvrtc(program.source, OPTIONS, None, cache_in_memory=True)
-        except compiler.CompileException as err:
-            raise ProgramError("program %s does not compile for gpu:%d: %s" % (program.name, device, err)) from err
-        return bytes(code)
-
-    def launch(self, loaded: Loaded, kernel: str, arguments: Sequence[Argument], elements: int, stream: Stream) -> None:
-        device = loaded.device
-        if device not in self._processors:
-            self._processors[device] = self.properties(device).processors
-        wanted = -(-elements // (THREADS * ELEMENTS_PER_THREAD))
-        blocks = max(1, min(wanted, self._processors[device] * BLOCKS_PER_PROCESSOR))
-        function = cast(_Function, loaded.functions[kernel])
-        values = tuple(
-            np.uint64(each.pointer.address) if isinstance(each, (Read, Write, Update, Table)) else each
-            for each in arguments
-        )
-        with self._told(device):
-            function((blocks,), (THREADS,), (*values, np.int64(elements)), 0, stream=_Handle(stream.handle))
-
-    def record(self, event: Event, stream: Stream) -> None:
-        with self._told(stream.device) as runtime:
-            runtime.eventRecord(event.handle, stream.handle)
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        with self._told(stream.device) as runtime:
-            runtime.streamWaitEvent(stream.handle, event.handle, 0)
-
-    def query(self, event: Event) -> bool:
-        with self._told(event.device) as runtime:
-            status = runtime.eventQuery(event.handle)  # the only call that returns its code
-            if status not in (0, NOT_READY):
-                raise self._failures[0](status)
-        return status == 0
-
-    def synchronize(self, event: Event) -> None:
-        with self._told(event.device) as runtime:
-            runtime.eventSynchronize(event.handle)
-
-    def can_access_peer(self, device: int, other: int) -> bool:
-        with self._told() as runtime:
-            return bool(runtime.deviceCanAccessPeer(device, other))
-
-    def enable_peer(self, device: int, other: int) -> None:
-        with self._told(device) as runtime:
-            runtime.deviceEnablePeerAccess(other)
-
-    def device_of(self, address: int) -> int:
-        with self._told() as runtime:
-            return runtime.pointerGetAttributes(address).device
-
-
-def _driver_error(cupy: Any) -> type[Exception]:
-    """Return what cupy raises where it calls CUDA's lower interface: when it loads and launches."""
-    found: type[Exception] = importlib.import_module("cupy_backends.cuda.api.driver").CUDADriverError
-    return found
-
-
-def _driver_error_of(error: Exception) -> DriverError:
-    # The text is `NAME: what it means`, of both kinds; the codes are the same where both have one.
-    name, _, text = str(error).partition(": ")
-    return DriverError(int(getattr(error, "status", 999)), name, text)
-
-
 def never_freed(kept: object) -> None:
     """Add a reference that is never taken back: what is freed with it could call CUDA, in a forked child too."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-
-
-def open_cupy() -> Cuda:
-    """Return CUDA by cupy.
-
-    Raises:
-        CudaMissing: cupy, a driver or a GPU is missing.
-    """
-    if importlib.util.find_spec("cupy") is None:
-        raise CudaMissing("a GPU needs cupy, which is not installed. fix: %s" % INSTALL)
-    try:
-        cupy = importlib.import_module("cupy")
-        cuda = Cuda(_Cupy(cupy))
-    except Exception as err:  # an installation can be broken in many ways
-        raise CudaMissing("cupy is installed, but fails: %s: %s. fix: %s" % (type(err).__name__, err, INSTALL)) from err
-    version = str(getattr(cupy, "__version__", "?"))
-    try:
-        found = cuda.count()
-    except CudaError as err:
-        if err.code not in (INITIALIZATION, INSUFFICIENT_DRIVER, NO_DEVICE):
-            raise
-        found, why = 0, "%s: %s" % (err.name, err.text)
-    else:
-        why = "it counts none"
-    if not found:
-        raise CudaMissing(
-            "cupy %s finds no GPU here (%s). fix: see whether 'nvidia-smi' lists one, whether its driver is new enough"
-            " for this cupy, and what CUDA_VISIBLE_DEVICES hides" % (version, why)
-        )
-    return cuda
-
-
-_opened: list[tuple[int, Cuda]] = []
-"""Who opened CUDA in this process or one that it was forked from: at most one."""
-_lock = threading.Lock()
-
-
-def of_process() -> Cuda:
-    """Return this process's CUDA, opened by cupy with the first call.
-
-    Raises:
-        CudaMissing: cupy, a driver or a GPU is missing.
-        StoreClosed: the process was forked from one that had opened it.
-    """
-    with _lock:
-        if not _opened:
-            _opened.append((os.getpid(), open_cupy()))
-        cuda = _opened[0][1]
-    cuda.check()
-    return cuda

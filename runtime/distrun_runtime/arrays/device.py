@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Union
+from typing import Any, Protocol, TypeGuard, Union
+
+import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array, DType
 
-__all__ = ["Buffer", "Device", "DeviceArray"]
+__all__ = ["Buffer", "Device", "DeviceArray", "copy", "is_host", "on_host"]
 
 Buffer = Union[bytes, bytearray, memoryview]
 """Bytes in the host's memory."""
@@ -17,6 +19,27 @@ DeviceArray = Any
 
 Both have `shape`, `dtype`, `size`, `nbytes`, `reshape`; flat ones have a length, and slices that share their memory.
 """
+
+
+def is_host(array: DeviceArray) -> TypeGuard[Array]:
+    """Tell whether an array is numpy's, in the host's memory; otherwise it is a `gpu.GpuArray`."""
+    return isinstance(array, np.ndarray)
+
+
+def on_host(array: DeviceArray) -> Array:
+    """Return an array as numpy's: itself if it is in the host's memory, else a copy."""
+    found: Array = array if is_host(array) else array.device.host(array)
+    return found
+
+
+def copy(array: DeviceArray, out: DeviceArray) -> None:
+    """Copy an array to another of the same shape and dtype, wherever the two are; numpy's of any strides."""
+    if not is_host(out):
+        out.device.write(out, array)
+    elif is_host(array):
+        np.copyto(out, array)
+    else:
+        array.device.read(array, out)
 
 
 class Device(Protocol):

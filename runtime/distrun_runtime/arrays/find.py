@@ -15,7 +15,10 @@ from distrun_runtime.errors import KVError
 if TYPE_CHECKING:
     from distrun_runtime.arrays.gpu import GpuDevice, Gpus
 
-__all__ = ["get", "gpu"]
+__all__ = ["get", "gpu", "gpus"]
+
+WAIT_OF_CALL = 0.5
+"""Of the time for a store's call, a wait for a GPU takes at most: whose GPU hangs says so before its peers give up."""
 
 _gpus: list[Gpus] = []
 """Those of this process, once one was asked for."""
@@ -53,11 +56,22 @@ def gpu(number: int, part: int | None = None, *, limit: int | None = None) -> Gp
         KVError: cupy, a driver or this GPU is missing.
         StoreClosed: the process was forked from one that uses GPUs.
     """
-    from distrun_runtime.arrays import cuda  # most processes use no GPU
+    return gpus().get(number, part, limit=limit)
+
+
+def gpus() -> Gpus:
+    """Return the GPUs of this process.
+
+    Raises:
+        KVError: cupy, a driver or a GPU is missing.
+        StoreClosed: the process was forked from one that uses GPUs.
+    """
+    from distrun_runtime.arrays import cupydriver  # most processes use no GPU
     from distrun_runtime.arrays.gpu import Gpus
 
-    opened = cuda.of_process()
+    opened = cupydriver.of_process()
     with _lock:
         if not _gpus:
-            _gpus.append(Gpus(opened, has_peers=environ.read("MXNET_ENABLE_GPU_P2P")))
-    return _gpus[0].get(number, part, limit=limit)
+            wait_s = environ.read("DISTRUN_OP_TIMEOUT") * WAIT_OF_CALL
+            _gpus.append(Gpus(opened, wait_s=wait_s, has_peers=environ.read("MXNET_ENABLE_GPU_P2P")))
+    return _gpus[0]

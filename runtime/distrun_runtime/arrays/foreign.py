@@ -28,15 +28,28 @@ from distrun_runtime.errors import KVError
 if TYPE_CHECKING:
     from distrun_runtime.arrays.cuda import Cuda, Stream
 
-__all__ = ["LEGACY", "PER_THREAD", "DeviceView", "device_array", "device_output", "refusal"]
+__all__ = [
+    "LEGACY",
+    "PER_THREAD",
+    "DeviceView",
+    "current_stream",
+    "device_array",
+    "device_output",
+    "is_on_gpu",
+    "named",
+    "refusal",
+]
 
 LEGACY, PER_THREAD = 1, 2
 """cudaStreamLegacy, cudaStreamPerThread: the default streams by handle. Libraries write the first one as 0, too."""
 
 _GPUS = (dlpack.CUDA, dlpack.CUDA_MANAGED)
 
-_HOST_ONLY = "this version reads and writes host memory only"
 _CUDA_ONLY = "distrun uses GPUs by CUDA"
+_SPREAD = (
+    "%s is traced by jax.jit, was donated, or is spread over devices; fix: give it outside of jit, on one device or as"
+    " numpy.asarray(value)"
+)
 _CAPTURING = (
     "%s's current stream is capturing a CUDA graph, and no graph can hold what a store does; fix: call the store"
     " outside of the capture"
@@ -88,6 +101,45 @@ class DeviceView:
         return True
 
 
+def is_on_gpu(value: Any) -> bool:
+    """Tell whether a value is an array in the memory of a GPU that CUDA knows: `device_array` says what it is.
+
+    Of what is on other devices, and of what no GPU can hold as plain elements, `refusal` says why it cannot be used.
+    """
+    if isinstance(value, np.ndarray):
+        return False
+    torch, cupy, jax = (sys.modules.get(name) for name in ("torch", "cupy", "jax"))
+    if torch is not None and isinstance(value, torch.Tensor):
+        return value.device.type == "cuda" and _tensor_refusal(value, torch, is_output=False) is None
+    if cupy is not None and isinstance(value, cupy.ndarray):
+        return not cupy.cuda.runtime.is_hip
+    if not (jax is not None and isinstance(value, jax.Array)) and _has_interface(value):
+        return True
+    if not (hasattr(value, "__dlpack_device__") and hasattr(value, "__dlpack__")):
+        return False
+    place = dlpack.device_of(value)
+    return place is not None and place[0] in _GPUS
+
+
+def current_stream(library: str, device: int) -> int | None:
+    """Return the handle of the stream on which a library works on a device in this thread; None: it does not say.
+
+    Raises:
+        KVError: it is capturing a CUDA graph.
+    """
+    module = sys.modules.get(library)
+    if library == "torch" and module is not None:
+        if module.cuda.is_current_stream_capturing():
+            raise KVError(_CAPTURING % "torch")
+        return _handle(module.cuda.current_stream(device).cuda_stream)
+    if library == "cupy" and module is not None:
+        stream = module.cuda.get_current_stream(device)
+        if stream.is_capturing():
+            raise KVError(_CAPTURING % "cupy")
+        return _handle(stream.ptr)
+    return None
+
+
 def device_array(value: object, cuda: Cuda, ours: Callable[[int], Stream]) -> DeviceView | None:
     """Return a value in GPU memory as a contiguous view to read; None if it is in the host's memory, or no array.
 
@@ -103,15 +155,12 @@ def device_array(value: object, cuda: Cuda, ours: Callable[[int], Stream]) -> De
     """
     view = _device_view(value, cuda, ours)
     if view is not None and not view.is_contiguous:
-        raise KVError(
-            f"{_named(value)} is not contiguous (shape {view.shape}, strides {view.strides}); fix: give a contiguous"
-            " copy"
-        )
+        raise KVError(_not_contiguous(value, view, "a contiguous copy"))
     return view
 
 
 def device_output(value: object, cuda: Cuda) -> DeviceView | None:
-    """Return a value in GPU memory as a view to write, of any strides; None if it is in the host's memory, or no array.
+    """Return a value in GPU memory as a contiguous view to write; None if it is in the host's memory, or no array.
 
     Raises:
         KVError: it cannot be written there, or is no array in CUDA memory; says what to do.
@@ -119,34 +168,38 @@ def device_output(value: object, cuda: Cuda) -> DeviceView | None:
     """
     view = _device_view(value, cuda, None)
     if view is not None and view.is_readonly:
-        raise KVError(f"{_named(value)} is read-only; fix: give an array that can be written, such as a copy")
+        raise KVError(f"{named(value)} is read-only; fix: give an array that can be written, such as a copy")
     if view is not None and any(not step and length > 1 for step, length in zip(view.strides, view.shape, strict=True)):
         raise KVError(
-            f"elements of {_named(value)} share memory (shape {view.shape}, strides {view.strides}), as in a broadcast"
+            f"elements of {named(value)} share memory (shape {view.shape}, strides {view.strides}), as in a broadcast"
             " or expanded array; fix: give an array without repeats"
         )
+    if view is not None and not view.is_contiguous:
+        raise KVError(_not_contiguous(value, view, "a contiguous array, and copy it to where it belongs"))
     return view
 
 
 def refusal(value: object, is_output: bool = False) -> str | None:
-    """Return why a store cannot use an array that is not plain host memory, and what to do; None if nothing is known.
+    """Return why a store cannot use an array that is in no memory of the host or of a CUDA device, and what to do.
 
-    The text has no key. It is asked for when numpy could not read the value.
+    None if nothing is known. The text has no key. It is asked for when numpy could not read the value.
     """
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch is not None and isinstance(value, torch.Tensor):
         return _tensor_refusal(value, torch, is_output)
     if jax is not None and is_output and isinstance(value, jax.Array):
         return (
-            f"found {_named(value)}, which cannot be written; fix: pull into an array of numpy, and give that to"
+            f"found {named(value)}, which cannot be written; fix: pull into an array of numpy, and give that to"
             " jax.numpy.asarray"
         )
+    if jax is not None and isinstance(value, jax.Array) and dlpack.device_of(value) is None:
+        return _SPREAD % named(value)
     where = _place(value)
     if where is None:
         return None
-    found = f"found {_named(value)} in memory of {where}; {_HOST_ONLY}"
+    found = f"found {named(value)} in memory of {where}; {_CUDA_ONLY}"
     if is_output:
-        return f"{found}; fix: give an array of numpy, and copy it to the GPU{_to_device(value)}"
+        return f"{found}; fix: give an array of numpy, and copy it to the GPU"
     return f"{found}; fix: {_to_host(value)}"
 
 
@@ -175,12 +228,11 @@ def _device_view(value: Any, cuda: Cuda, ours: Callable[[int], Stream] | None) -
 def _of_torch(tensor: Any, torch: Any, cuda: Cuda, is_output: bool) -> DeviceView | None:
     if tensor.device.type == "cpu":
         return None
-    why = _tensor_refusal(tensor, torch, is_output, reads_cuda=True)
+    why = _tensor_refusal(tensor, torch, is_output)
     if why is not None:
         raise KVError(why)
     cuda.check()
-    if torch.cuda.is_current_stream_capturing():
-        raise KVError(_CAPTURING % "torch")
+    stream = current_stream("torch", tensor.device.index)
     # A parameter without its gradient's history. What is lazily negated or not contiguous is copied on torch's stream.
     plain = tensor.detach()
     if plain.is_neg():
@@ -196,18 +248,16 @@ def _of_torch(tensor: Any, torch: Any, cuda: Cuda, is_output: bool) -> DeviceVie
         shape=tuple(plain.shape),
         strides=tuple(step * dtype.itemsize for step in plain.stride()),
         dtype=dtype,
-        stream=_handle(torch.cuda.current_stream(device).cuda_stream),
+        stream=stream,
         owner=plain,
     )
 
 
 def _of_cupy(array: Any, cupy: Any, is_output: bool) -> DeviceView:
     if cupy.cuda.runtime.is_hip:
-        raise KVError(f"found {_named(array)} in memory of ROCm; {_CUDA_ONLY}; fix: {_to_host(array)}")
+        raise KVError(f"found {named(array)} in memory of ROCm; {_CUDA_ONLY}; fix: {_to_host(array)}")
     device = int(array.device.id)
-    stream = cupy.cuda.get_current_stream(device)
-    if stream.is_capturing():
-        raise KVError(_CAPTURING % "cupy")
+    stream = current_stream("cupy", device)
     if not is_output and not array.flags.c_contiguous:
         with array.device:
             array = cupy.ascontiguousarray(array)
@@ -218,7 +268,7 @@ def _of_cupy(array: Any, cupy: Any, is_output: bool) -> DeviceView:
         shape=tuple(array.shape),
         strides=tuple(array.strides),
         dtype=_dtype(array, array.dtype),
-        stream=_handle(stream.ptr),
+        stream=stream,
         owner=array,
     )
 
@@ -226,14 +276,14 @@ def _of_cupy(array: Any, cupy: Any, is_output: bool) -> DeviceView:
 def _of_interface(value: Any, cuda: Cuda) -> DeviceView:
     found = value.__cuda_array_interface__
     if found.get("mask") is not None:
-        raise KVError(f"{_named(value)} has a mask, and no mask is stored or sent; fix: give it without")
+        raise KVError(f"{named(value)} has a mask, and no mask is stored or sent; fix: give it without")
     address, is_readonly = found["data"]
     # Version 2 says nothing of streams: the default one is that of most programs. In version 3, None means that nothing
     # has to be waited for.
     stream = found.get("stream") if found["version"] >= 3 else LEGACY
     if stream == 0:
         raise KVError(
-            f"{_named(value)} gives 0 as its stream in __cuda_array_interface__, which may be either default stream;"
+            f"{named(value)} gives 0 as its stream in __cuda_array_interface__, which may be either default stream;"
             " fix: 1 (legacy) or 2 (per thread) there"
         )
     shape = tuple(found["shape"])
@@ -260,28 +310,23 @@ def _of_dlpack(value: Any, cuda: Cuda, ours: Callable[[int], Stream] | None) -> 
     is_jax = jax is not None and isinstance(value, jax.Array)
     if place is None:
         if is_jax:
-            raise KVError(
-                f"{_named(value)} is traced by jax.jit, was donated, or is spread over devices; fix: give it outside of"
-                " jit, on one device or as numpy.asarray(value)"
-            )
+            raise KVError(_SPREAD % named(value))
         return None
     kind, device = place
     if kind in dlpack.HOSTS:
         return None
     if kind not in _GPUS:
-        raise KVError(
-            f"found {_named(value)} in memory of {dlpack.name_of(kind)}; {_CUDA_ONLY}; fix: {_to_host(value)}"
-        )
+        raise KVError(f"found {named(value)} in memory of {dlpack.name_of(kind)}; {_CUDA_ONLY}; fix: {_to_host(value)}")
     if ours is None:
         raise KVError(
-            f"{_named(value)} only has DLPack, by which an array is read and not written; fix: give an array of torch,"
+            f"{named(value)} only has DLPack, by which an array is read and not written; fix: give an array of torch,"
             " cupy or numpy"
         )
     cuda.check()
     try:
         found = dlpack.export(value, ours(device).handle)
     except (BufferError, TypeError, ValueError, RuntimeError) as err:
-        raise KVError(f"{_named(value)} cannot be read by DLPack ({err}); fix: {_to_host(value)}") from err
+        raise KVError(f"{named(value)} cannot be read by DLPack ({err}); fix: {_to_host(value)}") from err
     return _checked(
         value,
         device=device,
@@ -310,7 +355,7 @@ def _checked(
     is_immutable: bool = False,
 ) -> DeviceView:
     if not address and 0 not in shape:
-        raise KVError(f"{_named(value)} has no memory of its own; fix: give an array with values")
+        raise KVError(f"{named(value)} has no memory of its own; fix: give an array with values")
     return DeviceView(_library(value), device, address, shape, strides, dtype, is_readonly, stream, is_immutable, owner)
 
 
@@ -329,59 +374,58 @@ def _dtype(value: object, given: Any) -> DType:
     else:
         if not found.isnative:
             raise KVError(
-                f"{_named(value)} has foreign byte order ({found.str}), which is not changed on a GPU; fix: give a"
+                f"{named(value)} has foreign byte order ({found.str}), which is not changed on a GPU; fix: give a"
                 " native one"
             )
         name = found.name
     if name not in dtypes.NAMES:
-        raise KVError(f"{_named(value)} has dtype {name}, expected one of {', '.join(dtypes.NAMES)}")
+        raise KVError(f"{named(value)} has dtype {name}, expected one of {', '.join(dtypes.NAMES)}")
     return dtypes.parse(name)
 
 
 # Messages
 
 
-def _tensor_refusal(tensor: Any, torch: Any, is_output: bool, reads_cuda: bool = False) -> str | None:
+def _not_contiguous(value: object, view: DeviceView, what: str) -> str:
+    return f"{named(value)} is not contiguous (shape {view.shape}, strides {view.strides}); fix: give {what}"
+
+
+def _tensor_refusal(tensor: Any, torch: Any, is_output: bool) -> str | None:
     kind, place = tensor.device.type, str(tensor.device)
     if kind == "meta":
-        return f"found {_named(tensor)} on the meta device, which has no values; fix: give a tensor with values"
+        return f"found {named(tensor)} on the meta device, which has no values; fix: give a tensor with values"
     if tensor.is_quantized:
-        return f"found {_named(tensor)} of quantized dtype {tensor.dtype}; fix: give tensor.dequantize()"
+        return f"found {named(tensor)} of quantized dtype {tensor.dtype}; fix: give tensor.dequantize()"
     if tensor.layout is not torch.strided:
-        return f"found {_named(tensor)} of layout {tensor.layout}; fix: give tensor.to_dense()"
+        return f"found {named(tensor)} of layout {tensor.layout}; fix: give tensor.to_dense()"
     if is_output and (tensor.is_neg() or tensor.is_conj()):
         return (
-            f"found {_named(tensor)} whose memory has other numbers than it shows (its negative or conjugate bit is"
+            f"found {named(tensor)} whose memory has other numbers than it shows (its negative or conjugate bit is"
             " set), so it cannot be written; fix: give a tensor of its own, such as torch.empty_like(tensor)"
         )
     if kind == "cpu":
         return None
     if kind == "cuda":
-        if torch.version.hip is not None:
-            place = f"ROCm ({place})"
-        elif reads_cuda:
+        if torch.version.hip is None:
             return None
-    with_what = _CUDA_ONLY if reads_cuda else _HOST_ONLY
+        place = f"ROCm ({place})"
     if is_output:
         return (
-            f"found {_named(tensor)} on {place}; {with_what}; fix: give a tensor in host memory, and copy it with"
+            f"found {named(tensor)} on {place}; {_CUDA_ONLY}; fix: give a tensor in host memory, and copy it with"
             " tensor.copy_()"
         )
-    return f"found {_named(tensor)} on {place}; {with_what}; fix: give tensor.cpu()"
+    return f"found {named(tensor)} on {place}; {_CUDA_ONLY}; fix: give tensor.cpu()"
 
 
 def _place(value: Any) -> str | None:
-    """Return the name of the device that has an array's memory; None if it is the host's, or not known."""
+    """Return the name of the device that has an array's memory; None if it is the host's or CUDA's, or not known."""
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(value, cupy.ndarray):
-        return f"{'ROCm' if cupy.cuda.runtime.is_hip else 'CUDA'} (device {value.device.id})"
+        return f"ROCm (device {value.device.id})" if cupy.cuda.runtime.is_hip else None
     place = dlpack.device_of(value)
-    if place is not None:
-        kind, number = place
-        if kind in dlpack.HOSTS:
-            return None
-        return f"{dlpack.name_of(kind)} (device {number})"
-    return "a CUDA device" if _has_interface(value) else None
+    if place is None or place[0] in (*dlpack.HOSTS, *_GPUS):
+        return None
+    return f"{dlpack.name_of(place[0])} (device {place[1]})"
 
 
 def _has_interface(value: object) -> bool:
@@ -398,10 +442,6 @@ def _to_host(value: object) -> str:
     return f"give {found}" if found else "bring it to host memory as an array first"
 
 
-def _to_device(value: object) -> str:
-    return {"cupy": " with value.set(array)", "numba": " with value.copy_to_device(array)"}.get(_library(value), "")
-
-
 def _library(value: object) -> str:
     # jax's class is of jaxlib; others may be derived by programs.
     for name, kind in (("torch", "Tensor"), ("cupy", "ndarray"), ("jax", "Array")):
@@ -411,7 +451,7 @@ def _library(value: object) -> str:
     return type(value).__module__.partition(".")[0]
 
 
-def _named(value: object) -> str:
+def named(value: object) -> str:
     """Return an array's library and class: `a torch Tensor`."""
     library = _library(value)
     return f"a {library} {'Array' if library == 'jax' else type(value).__name__}"

@@ -24,7 +24,8 @@ from typing import Any, Union, cast
 import numpy as np
 
 from distrun_runtime.arrays import programs
-from distrun_runtime.arrays.cuda import Argument, Cuda, Host, Loaded, Pointer, Read, Table, Write
+from distrun_runtime.arrays.borrowing import Borrowing
+from distrun_runtime.arrays.cuda import Argument, Cuda, CudaError, Host, Loaded, Pointer, Read, Table, Write
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
 from distrun_runtime.arrays.gpumemory import Memory, PageLocked, Pool, Staging
@@ -160,11 +161,13 @@ class GpuDevice:
         self._peers: set[int] = {physical}
         """GPUs for which direct copies have been settled."""
         self._staging = Staging(order)
-        self._work, self._inward, self._outward = (order.queue(physical) for _ in range(3))
         self._listed: OrderedDict[object, _Listed] = OrderedDict()
         """By all that makes them: addresses, sizes, dtype, and whether they are read or written."""
         self._listing = threading.Lock()
         self.pool.before_trim.append(self._forget_lists)
+        self._work, self._inward, self._outward = (
+            order.queue(physical, what) for what in ("kernels", "copies in", "copies out")
+        )
         self._loaded: dict[int, Loaded] = {}
         """By the program's id; it keeps the program."""
         self._loading = threading.Lock()
@@ -183,6 +186,10 @@ class GpuDevice:
         """Return a new array here, of undefined content."""
         size = math.prod(shape) * dtype.itemsize
         return GpuArray(self, self.pool.take(size), 0, shape, np.dtype(dtype))
+
+    def within(self, memory: Memory, shape: Sequence[int], dtype: DType) -> GpuArray:
+        """Return an array at the beginning of memory of this GPU that was got in another way, such as borrowed."""
+        return GpuArray(self, memory, 0, shape, dtype)
 
     def zeros(self, shape: Sequence[int], dtype: DType) -> GpuArray:
         """Return a new array here of zeros."""
@@ -346,20 +353,33 @@ class GpuDevice:
         *,
         reads: Sequence[GpuArray] = (),
         writes: Sequence[GpuArray] = (),
+        zeroed: Sequence[GpuArray] = (),
     ) -> None:
         """Launch a kernel of a program here; it is compiled and loaded with the first launch, or by `load`.
 
         Arguments:
             arguments: those of the kernel, but for the number of elements.
             reads, writes: all arrays that it reads, and those that it writes, also by a table; they are here.
+            zeroed: those of `writes` that are filled with zeros before.
         """
         loaded = self._program(program)
         with self._order.using(self._work, [each.memory.uses for each in reads], [each.memory.uses for each in writes]):
+            for each in zeroed:
+                self._cuda.fill(each.pointer, 0, each.nbytes, self._work.stream)
             self._cuda.launch(loaded, kernel, arguments, elements, self._work.stream)
 
     def load(self, program: Program) -> None:
         """Compile and load a program: seconds, if it was not compiled before."""
         self._program(program)
+
+    @property
+    def failed(self) -> CudaError | None:
+        """The error after which this process cannot use a GPU any more; None: there was none."""
+        return self._cuda.failed
+
+    def free_bytes(self) -> int:
+        """Return how much of the GPU's memory no process has taken."""
+        return self._cuda.memory(self.physical)[0]
 
     def synchronize(self) -> None:
         """Return when all work that was given to this device is over."""
@@ -589,13 +609,16 @@ class Gpus:
     """The devices of a process: each is made once. Threads: any.
 
     Arguments:
+        wait_s: seconds that the host waits for a GPU at most.
         has_peers: copy directly between GPUs that allow it.
     """
 
-    def __init__(self, cuda: Cuda, *, has_peers: bool = True) -> None:
+    def __init__(self, cuda: Cuda, *, wait_s: float, has_peers: bool = True) -> None:
         self._has_peers = has_peers
-        self.order = Order(cuda)
+        self.order = Order(cuda, wait_s=wait_s)
         self.locked = PageLocked(self.order)
+        self.borrowing = Borrowing(self.order, self.get)
+        """Arrays of other libraries on these devices."""
         self._devices: dict[str, GpuDevice] = {}
         self._lock = threading.Lock()
 

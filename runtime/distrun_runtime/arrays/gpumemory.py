@@ -44,7 +44,6 @@ class Memory:
     """A block of a GPU's memory, for who refers to it."""
 
     def __init__(self, pool: Pool, block: _Block) -> None:
-        self.pool = pool
         self.pointer = block.pointer
         self.uses = block.uses
         # No lock can be taken, and no call made, by whichever thread drops the last reference.
@@ -60,6 +59,10 @@ class Pool:
 
     def __init__(self, order: Order, device: int, limit: int | None = None) -> None:
         self.limit = limit
+        self.spares: Callable[[], None] = lambda: None
+        """Drops arrays that are not in use; called before `take` fails."""
+        self.advice = ""
+        """What an error of `take` says to do."""
         self.size = 0
         """Bytes of all blocks."""
         self.dropped: deque[_Block] = deque()
@@ -75,13 +78,21 @@ class Pool:
         """Return a block of at least so many bytes, of undefined content.
 
         Raises:
-            CudaOutOfMemory: neither the limit nor the GPU allows it, after all free blocks were given back.
+            CudaOutOfMemory: neither the limit nor the GPU allows it, after spare arrays were dropped and all free
+                blocks given back.
         """
         size = _rounded(nbytes)
         found = self._found(size, is_last=False)
         if found is None:
             self.trim()
-            found = self._found(size, is_last=True)
+            found = self._found(size, is_last=False)
+        if found is None:
+            self.spares()
+            self.trim()
+            try:
+                found = self._found(size, is_last=True)
+            except CudaOutOfMemory as err:
+                raise err.advising(self.advice) if self.advice else err
         assert found is not None
         return Memory(self, found)
 

@@ -1,4 +1,4 @@
-"""Arrays of other libraries as numpy arrays that share their memory: torch, ml_dtypes, and whatever has DLPack.
+"""Arrays of other libraries as arrays of ours that share their memory: numpy's, or those of a GPU.
 
 None of these libraries is ever imported here: a value of one can only come from a module that is loaded.
 """
@@ -10,35 +10,86 @@ from typing import Any
 
 import numpy as np
 
-from distrun_runtime.arrays import dlpack, dtypes, foreign
+from distrun_runtime.arrays import dlpack, dtypes, find, foreign
+from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 
-__all__ = ["host_array", "is_tensor", "memory_of", "own_bfloat16", "tensor_memory", "tensor_output"]
+__all__ = ["gpu_array", "host_array", "is_tensor", "memory_of", "own_bfloat16", "tensor_memory", "tensor_output"]
+
+
+def gpu_array(value: object, what: str, *, is_output: bool = False) -> DeviceArray | None:
+    """Return an array in GPU memory as a `gpu.GpuArray` in the same memory; None if it is elsewhere.
+
+    None, too, if it is only to be read and there is no cupy or driver in this process: see `host_array`. It is to be
+    borrowed (`Gpus.borrowing`) before anything is done with it.
+
+    Arguments:
+        what: as for `host_array`.
+        is_output: it is to be written.
+
+    Raises:
+        KVError: the array cannot be used, or there is no cupy or driver and it is to be written; says what to do.
+    """
+    if not foreign.is_on_gpu(value):
+        return None
+    why = foreign.refusal(value, is_output=True) if is_output else None
+    if why is not None:
+        raise KVError(f"{what}: {why}")
+    from distrun_runtime.arrays.cuda import CudaError, CudaMissing  # most processes use no GPU
+
+    try:
+        borrowing = find.gpus().borrowing
+        return borrowing.output(value) if is_output else borrowing.value(value)
+    except CudaMissing as err:
+        if not is_output:  # its library may copy it to the host
+            return None
+        raise KVError(f"{what}: {_missing(value, err)}") from err
+    except CudaError as err:
+        raise err.about(what)
+    except KVError as err:
+        raise KVError(f"{what}: {err}") from err
+
+
+def _missing(value: object, error: Exception) -> str:
+    return f"found {foreign.named(value)} in the memory of a GPU; {error}"
 
 
 def host_array(value: object, what: str) -> Array:
     """Return what numpy sees of a value: the same memory, if numpy can see it. bfloat16 becomes `dtypes.BFLOAT16`.
 
-    A tensor that torch negates or conjugates lazily is copied.
+    An array in GPU memory, and a tensor that torch negates or conjugates lazily, is copied.
 
     Arguments:
         what: whose value it is, for the message, such as "key 'w'".
 
     Raises:
-        KVError: numpy cannot see it: in the memory of a GPU, without values, of a layout of its own, ...; says what was
-            found and what to do.
+        KVError: numpy cannot see it: without values, of a layout of its own, ..., or it is on a GPU and cannot be
+            copied; says what was found and what to do.
     """
+    on_gpu = gpu_array(value, what)
+    if on_gpu is not None:
+        return find.gpus().borrowing.host(on_gpu)
     try:
         array = memory_of(value)
     # Whatever a foreign array raises when asked for its memory: on a device, needs a gradient, ...
     except (TypeError, ValueError, RuntimeError, BufferError) as err:
-        raise KVError(f"{what}: {foreign.refusal(value) or _unreadable(value, err)}") from err
+        raise KVError(f"{what}: {_why_not(value) or _unreadable(value, err)}") from err
     if array.dtype.kind == "O":  # numpy could not look into it
-        why = foreign.refusal(value)
+        why = _why_not(value)
         if why is not None:
             raise KVError(f"{what}: {why}")
     return array
+
+
+def _why_not(value: object) -> str | None:
+    """Return why numpy cannot read an array of another library."""
+    if foreign.is_on_gpu(value):
+        try:
+            find.gpus()
+        except KVError as err:
+            return _missing(value, err)
+    return foreign.refusal(value)
 
 
 def tensor_output(tensor: object, what: str) -> Array:

@@ -4,23 +4,36 @@
     Uses    who wrote some memory last, and who has read it since
     Order   makes streams and the host wait for each other
 
+A stream of the program's own, in which it fills an array that it gives us, is a queue as well (`Order.lend`): what the
+program has given it is not known, so all of that counts as one operation each time.
+
 An operation says which memory it reads and which it writes (`Order.using`). If another queue used it in a way that does
 not fit, the queue waits for that other queue, by an event, before the operation. What a queue or the host knows to be
 over is counted, so nothing waits for the same work twice, or for work that the other side had waited for already.
 
 Memory that is used again, by whoever, keeps its Uses: so its next user waits for the last one.
+
+Every wait of the host has a deadline. CUDA's have none, so a thread of our own sleeps in CUDA's wait, and whoever
+waits, waits for that thread. There is one for each queue that was waited for: marks of one queue are passed in their
+order, and a copy that is over is not found late because a long kernel of another queue is waited for as well.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, TimeoutError
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
-from distrun_runtime.arrays.cuda import Cuda, Event, Stream
+from distrun_runtime.arrays.cuda import Cuda, CudaTimedOut, Event, Stream
 
 __all__ = ["Mark", "Order", "Queue", "Uses"]
+
+ASKS = 16
+"""How often a wait asks whether it is over, about 3 us each, before a sleeper is given it: that takes as long."""
 
 
 @dataclass(eq=False)
@@ -30,6 +43,8 @@ class Queue:
     stream: Stream
     event: Event
     """For other queues to wait for: a wait holds for the event as it was recorded then, so one is enough."""
+    is_ours: bool = True
+    """Else it is a stream of the program's own."""
     count: int = 0
     """Operations that it was given."""
     seen: dict[Queue, int] = field(default_factory=dict)
@@ -38,6 +53,10 @@ class Queue:
     """How many of its operations come before the event."""
     known: dict[Queue, int] = field(default_factory=dict)
     """What is over once the event is."""
+    what: str = "work"
+    """What the operations are, for errors: `copies out`."""
+    sleeper: _Sleeper | None = None
+    """Who waits for its marks, once one was waited for."""
 
 
 @dataclass(eq=False)
@@ -62,6 +81,7 @@ class Uses:
 class Mark:
     """A place in a queue's work that the host can wait for, once."""
 
+    queue: Queue
     event: Event
     known: dict[Queue, int]
     """What is over once the event is."""
@@ -70,12 +90,16 @@ class Mark:
 class Order:
     """Orders the work of all queues of a process. Threads: any.
 
-    No thread waits for a GPU while it holds the lock, so others can give work meanwhile. A wait for a GPU has no time
-    limit, for CUDA has none; a GPU that does not answer is ended by its driver, and the wait raises CudaError.
+    No thread waits for a GPU while it holds the lock, so others can give work meanwhile.
+
+    Arguments:
+        wait_s: seconds that the host waits for a GPU at most. After that the GPU counts as lost, as after a sticky
+            error: what it still does may write into memory of the host, so nothing is used or freed any more.
     """
 
-    def __init__(self, cuda: Cuda) -> None:
+    def __init__(self, cuda: Cuda, *, wait_s: float) -> None:
         self.cuda = cuda
+        self.wait_s = wait_s
         self._locked = _Locked(cuda)
         self._known: dict[Queue, int] = {}
         """What the host knows to be over."""
@@ -86,9 +110,26 @@ class Order:
         """Let no other thread give work meanwhile. In a forked child: raise StoreClosed; the lock may be held there."""
         return self._locked
 
-    def queue(self, device: int, priority: int = 0) -> Queue:
-        """Return a new queue of a device."""
-        return Queue(self.cuda.stream(device, priority), self.cuda.event(device))
+    def queue(self, device: int, what: str = "work", priority: int = 0) -> Queue:
+        """Return a new queue of a device.
+
+        Arguments:
+            what: its operations, for errors: `copies out`.
+        """
+        return Queue(self.cuda.stream(device, priority), self.cuda.event(device), what=what)
+
+    def lend(self, queue: Queue, uses: Iterable[Uses]) -> None:
+        """Let the last use of some memory be all that the program has given a stream of its own so far.
+
+        Call it in the program's thread, if the stream is the per-thread default one.
+        """
+        with self.locked():
+            # The handle may be that of another stream by now, which has not waited for anything.
+            queue.seen.clear()
+            queue.count += 1
+            self._record(queue)
+            for each in uses:
+                each.writer = (queue, queue.count)
 
     def using(
         self, queue: Queue, reads: Sequence[Uses] = (), writes: Sequence[Uses] = ()
@@ -103,16 +144,50 @@ class Order:
             free = self._events.setdefault(device, [])
             event = free.pop() if free else self.cuda.event(device)
             self.cuda.record(event, queue.stream)
-            return Mark(event, {**queue.seen, queue: queue.count})
+            return Mark(queue, event, {**queue.seen, queue: queue.count})
+
+    def marks(self, uses: Iterable[Uses]) -> list[Mark]:
+        """Return marks behind all uses of some memory by queues of ours that the host does not know to be over."""
+        with self.locked():
+            found: list[Mark] = []
+            covered = dict(self._known)
+            for queue, count in _covering_first(place for each in uses for place in each.before_writing()):
+                if queue.is_ours and covered.get(queue, 0) < count:
+                    found.append(self.mark(queue))
+                    _raise_counts(covered, found[-1].known)
+            return found
+
+    def is_past(self, mark: Mark) -> bool:
+        """Tell whether all work before a mark is over, and do not wait; if it is, the mark cannot be used again."""
+        if self._is_unknown(mark) and not self.cuda.query(mark.event):
+            return False
+        self._pass(mark)
+        return True
 
     def finish(self, mark: Mark) -> None:
-        """Return when all work before a mark is over. The mark cannot be used again."""
+        """Return when all work before a mark is over. The mark cannot be used again.
+
+        Raises:
+            CudaTimedOut: it was not in time.
+        """
         self.cuda.check()
-        if any(self._known.get(queue, 0) < count for queue, count in mark.known.items()):
-            self.cuda.synchronize(mark.event)
+        if self._is_unknown(mark):
+            self._sleep_until(mark)
+        self._pass(mark)
+
+    def _sleep_until(self, mark: Mark) -> None:
+        if any(self.cuda.query(mark.event) for _ in range(ASKS)):
+            return
+        queue = mark.queue
         with self.locked():
-            _raise_counts(self._known, mark.known)
-            self._events[mark.event.device].append(mark.event)
+            if queue.sleeper is None:
+                queue.sleeper = _Sleeper(self.cuda, "distrun-gpu:%d-%s" % (queue.stream.device, queue.what))
+        try:
+            queue.sleeper.asked(mark.event).result(self.wait_s)
+        except TimeoutError:
+            error = CudaTimedOut(queue.stream.device, queue.what, self.wait_s)
+            self.cuda.give_up(error)
+            raise error from None
 
     def finish_uses(self, uses: Uses, *, writes: bool) -> None:
         """Return when the host may read some memory, or write or end it."""
@@ -121,8 +196,8 @@ class Order:
                 self.finish(self.mark(queue))
 
     def is_over(self, uses: Uses) -> bool:
-        """Tell whether the host knows that all uses are over."""
-        return all(self._known.get(queue, 0) >= count for queue, count in uses.before_writing())
+        """Tell whether the host knows that all uses by queues of ours are over."""
+        return all(self._known.get(queue, 0) >= count for queue, count in uses.before_writing() if queue.is_ours)
 
     def follow(self, queue: Queue, before: Iterable[tuple[Queue, int]]) -> None:
         """Let later operations of a queue wait for some of other queues."""
@@ -130,11 +205,49 @@ class Order:
             if max(queue.seen.get(other, 0), self._known.get(other, 0)) >= count:
                 continue
             if other.recorded < count:
-                self.cuda.record(other.event, other.stream)
-                other.recorded, other.known = other.count, {**other.seen, other: other.count}
+                self._record(other)
             self.cuda.wait(queue.stream, other.event)
             _raise_counts(queue.seen, other.known)
             queue.seen.pop(queue, None)
+
+    def _record(self, queue: Queue) -> None:
+        self.cuda.record(queue.event, queue.stream)
+        queue.recorded, queue.known = queue.count, {**queue.seen, queue: queue.count}
+
+    def _is_unknown(self, mark: Mark) -> bool:
+        return any(self._known.get(queue, 0) < count for queue, count in mark.known.items())
+
+    def _pass(self, mark: Mark) -> None:
+        """Take note that the host knows the work before a mark to be over."""
+        with self.locked():
+            _raise_counts(self._known, mark.known)
+            self._events[mark.event.device].append(mark.event)
+
+
+class _Sleeper:
+    """A thread that waits for events, in their order, however long that takes. It ends when nothing refers to this."""
+
+    def __init__(self, cuda: Cuda, name: str) -> None:
+        self._asked: SimpleQueue[tuple[Event, Future[None]] | None] = SimpleQueue()
+        threading.Thread(target=_sleep, args=(cuda, self._asked), name=name, daemon=True).start()
+        weakref.finalize(self, self._asked.put, None).atexit = False
+
+    def asked(self, event: Event) -> Future[None]:
+        """Return what is done when the event has completed, and has the error if that cannot be waited for."""
+        future: Future[None] = Future()
+        self._asked.put((event, future))
+        return future
+
+
+def _sleep(cuda: Cuda, asked: SimpleQueue[tuple[Event, Future[None]] | None]) -> None:
+    while (found := asked.get()) is not None:
+        try:
+            cuda.synchronize(found[0])
+        except BaseException as err:  # whatever it is: somebody waits for it
+            found[1].set_exception(err)
+        else:
+            found[1].set_result(None)
+        del found  # nothing is kept until the next one comes
 
 
 class _Locked:
@@ -187,11 +300,10 @@ class _Operation:
 
 
 def _covering_first(before: Iterable[tuple[Queue, int]]) -> list[tuple[Queue, int]]:
-    """Return the last place in each queue, those first that come after most of the others: these are over then, too."""
+    """Return places in queues, those first that come after most of the others: these are over then, too."""
     last: dict[Queue, int] = {}
-    for queue, count in before:
-        if last.get(queue, 0) < count:
-            last[queue] = count
+    for queue, count in before:  # of many arrays, mostly in few queues
+        last[queue] = max(count, last.get(queue, 0))
     places = list(last.items())
     if len(places) < 2:
         return places

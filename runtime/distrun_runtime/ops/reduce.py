@@ -12,10 +12,10 @@ from typing import NamedTuple, Union
 
 import numpy as np
 
+from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array, DType, widen, work_dtype
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops import rows as rowcodec
-from distrun_runtime.ops.compression import Buffer
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,29 @@
 """One update of a weight by a rule, for servers, local stores and trainers.
 
 A rule's arithmetic takes several passes over weight, gradient and state. Where it is element by element, it is done
-in chunks that stay in the processor's cache, so that memory is read and written once.
+in chunks that stay in the processor's cache, so that memory is read and written once. On a GPU it is
+one kernel (`fuse`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from distrun_runtime.arrays import find
-from distrun_runtime.arrays.device import Device
+from distrun_runtime.arrays.device import Device, DeviceArray, is_host
 from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
 from distrun_runtime.ops.optimizers import PLAIN, RULES, Knobs, NormRule, Rule, State
 
-__all__ = ["is_flat", "step", "update"]
+if TYPE_CHECKING:  # Most processes use no GPU.
+    from distrun_runtime.arrays.gpu import GpuDevice
+    from distrun_runtime.ops.fuse import Fused
+
+__all__ = ["can_fuse", "is_flat", "new_state", "prepare", "step", "update"]
 
 CHUNK = 1 << 16
 """Elements of a chunk: what a step costs beside its arithmetic is spread over many elements, and weight, gradient,
@@ -43,10 +49,49 @@ def is_flat(rule: Rule, dtype: DType) -> bool:
     return known[dtype]
 
 
+def can_fuse(rule: Rule) -> bool:
+    """Tell whether a kernel can make a rule's steps. Called if there is a GPU."""
+    from distrun_runtime.ops import fuse
+
+    return not fuse.why_not(rule)
+
+
+def prepare(rule: Rule, dtypes: Iterable[DType], gpu: GpuDevice) -> None:
+    """Compile and load what a GPU needs to update weights of these dtypes by a rule that can be fused."""
+    for dtype in dtypes:
+        gpu.load(_fused(rule, dtype, (dtype,)).program)
+
+
+def new_state(rule: Rule, weight: DeviceArray) -> State:
+    """Return the state for a weight that was never updated, on its device: what `Rule.new_state` returns."""
+    if is_host(weight):
+        return rule.new_state(weight)
+    state: dict[str, Any] = {"updates": 0}
+    for each in _fused(rule, weight.dtype, (weight.dtype,)).states:
+        if each.is_weight:
+            state[each.name] = weight.device.empty(weight.shape, each.dtype)
+            weight.device.sum([weight.reshape(-1)], state[each.name].reshape(-1))
+        else:
+            state[each.name] = weight.device.zeros(weight.shape, each.dtype)
+    return state
+
+
 def update(
-    rule: Rule, weight: Array, gradient: Array, state: State, knobs: Knobs = PLAIN, *, rows: Array | None = None
+    rule: Rule,
+    weight: DeviceArray,
+    gradient: DeviceArray,
+    state: State,
+    knobs: Knobs = PLAIN,
+    *,
+    rows: Array | None = None,
 ) -> None:
-    """Update a weight and its state in place by one summed gradient; arguments are those of `Rule.step`."""
+    """Update a weight and its state in place by one summed gradient; arguments are those of `Rule.step`.
+
+    If the weight is on a GPU, then gradient and state are there too, the rule can be fused, and there are no rows.
+    """
+    if not is_host(weight):
+        _update_on_gpu(rule, weight, gradient, state, knobs)
+        return
     arrays = [value for value in state.values() if isinstance(value, np.ndarray)]
     is_long = weight.size > CHUNK and rows is None and gradient.shape == weight.shape
     if is_long and all(each.flags.c_contiguous for each in (weight, gradient, *arrays)) and is_flat(rule, weight.dtype):
@@ -88,6 +133,42 @@ def step(
         step_over(slice(0, len(weight)))
     else:
         device.split(len(weight), step_over)
+
+
+_FUSED: WeakKeyDictionary[Rule, dict[tuple[DType, ...], Fused]] = WeakKeyDictionary()
+
+
+def _fused(rule: Rule, dtype: DType, parts: tuple[DType, ...]) -> Fused:
+    """Return the kernels of a rule, made once."""
+    from distrun_runtime.ops.fuse import Fused
+
+    known, place = _FUSED.setdefault(rule, {}), (dtype, *parts)
+    if place not in known:
+        known[place] = Fused(rule, dtype, parts)
+    return known[place]
+
+
+def _update_on_gpu(rule: Rule, weight: DeviceArray, gradient: DeviceArray, state: State, knobs: Knobs) -> None:
+    from distrun_runtime.arrays.programs import Access
+    from distrun_runtime.ops.fuse import PART, STATE, WEIGHT
+
+    arrays: dict[str, DeviceArray] = {WEIGHT: weight, PART % 0: gradient}
+    arrays.update((STATE % name, value) for name, value in state.items() if name != "updates")
+    before = state["updates"]
+    try:
+        step = _fused(rule, weight.dtype, (gradient.dtype,)).step(rule.rates(state, knobs))
+        used = [each for each in step.kernel.parameters if each.access is not Access.SCALAR]
+        weight.device.launch(
+            step.program,
+            step.kernel.name,
+            step.arguments({name: array.pointer for name, array in arrays.items()}, weight.size),
+            weight.size,
+            reads=[arrays[each.name] for each in used if each.access is Access.READ],
+            writes=[arrays[each.name] for each in used if each.access is not Access.READ],
+        )
+    except BaseException:
+        state["updates"] = before  # The step was not made.
+        raise
 
 
 def _chunks(

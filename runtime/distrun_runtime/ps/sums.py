@@ -7,6 +7,7 @@ made in the order of ranks.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 
 import numpy as np
@@ -106,6 +107,17 @@ def add(values: Values, what: work.Add) -> None:
     batch = what.batch
     # 0: nothing came yet for this shard (`values.Round.where`).
     of.open += int(np.count_nonzero(of.where[batch.shards] == 0))
+    try:
+        _add_batch(values, of, what)
+    except Exception as err:
+        # Mostly this push was acknowledged: whoever pulls the round is told.
+        of.where[batch.shards[of.where[batch.shards] == 0]] = SUM_IN_ARENA
+        values.lose(what.round, batch.shards, err, traceback.format_exc())
+        raise
+
+
+def _add_batch(values: Values, of: Round, what: work.Add) -> None:
+    batch = what.batch
     if values.store.is_deterministic:
         for shard, contribution in contributions(values, batch):
             of.by_rank.setdefault(shard, []).append((what.rank, contribution))

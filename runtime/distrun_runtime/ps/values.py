@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from distrun_runtime.arrays.arena import Arena, Run
-from distrun_runtime.arrays.device import Buffer, Device
+from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, copy
 from distrun_runtime.arrays.dtypes import Array, work_dtype
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import update
@@ -84,6 +84,8 @@ class Round:
     """Of deterministic stores: shard to what each rank gave."""
     arenas: dict[int, Arena] = field(default_factory=dict)
     """Sums in the work dtype, by code of the values' dtype."""
+    lost: dict[int, tuple[BaseException, str]] = field(default_factory=dict)
+    """Shard to why a contribution to it could not be added, with the traceback."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,17 @@ class Values:
         """For each shard what was read of saved states and is not taken over yet."""
 
     # Places
+
+    def move(self, device: Device) -> None:
+        """Have all arrays on another device."""
+        flat = [arena for states in self.flat_state.values() for arena in states.values()]
+        self.spare_sums.clear()
+        for arena in [*self.arenas.values(), *flat, *(a for of in self.rounds.values() for a in of.arenas.values())]:
+            arena.move(device)
+        for of in self.rounds.values():
+            for given in of.held.values():
+                given.parts = [_on(device, part) for part in given.parts]
+        self.device = device
 
     def place(self, shards: Array, code: int) -> None:
         """Give new shards of one dtype their places, next to each other."""
@@ -275,6 +288,18 @@ class Values:
             of.arenas[code] = spare.pop() if spare else Arena(self.device, work_dtype(like.dtype), like)
         return of.arenas[code]
 
+    def lose(self, number: int, shards: Array, error: BaseException, trace: str) -> None:
+        """A contribution to a round of shards could not be added: their sums are of no use."""
+        of = self.round_of(number)
+        of.lost.update(dict.fromkeys(shards.tolist(), (error, trace)))
+
+    def lost(self, number: int, shards: Array) -> tuple[BaseException, str] | None:
+        """Return why a contribution to a round of shards is missing, with the traceback; None: none is."""
+        of = self.rounds.get(number)
+        if of is None or not of.lost:
+            return None
+        return next((of.lost[shard] for shard in shards.tolist() if shard in of.lost), None)
+
     def forget_sums(self, number: int, shards: Array) -> None:
         """The sums of some shards are used, or not wanted."""
         of = self.rounds.get(number)
@@ -282,6 +307,8 @@ class Values:
             return
         of.open -= int(np.count_nonzero(of.where[shards]))
         of.where[shards] = 0
+        for shard in shards.tolist() if of.lost else ():
+            of.lost.pop(shard, None)
         for known in (of.by_shard, of.by_rank) if of.by_shard or of.by_rank else ():
             for shard in shards.tolist():
                 cast(dict[int, Any], known).pop(shard, None)
@@ -412,6 +439,13 @@ class Values:
             if present and set(present) != {name for name in state if name != "updates"}:
                 return False
         return True
+
+
+def _on(device: Device, array: DeviceArray) -> DeviceArray:
+    """Return a copy of an array on a device."""
+    made = device.empty(array.shape, array.dtype)
+    copy(array, made)
+    return made
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

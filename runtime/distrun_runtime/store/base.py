@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 
-from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays import dtypes, find
+from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.errors import KVError, StoreClosed
 from distrun_runtime.ops.optimizers import RuleSpec
@@ -64,7 +65,7 @@ class KeyRecord:
     """`default`, or `row_sparse`: it is pushed and pulled by rows, and cut between them."""
 
     @classmethod
-    def of(cls, key: Key, index: int, value: Array | RowSparse) -> KeyRecord:
+    def of(cls, key: Key, index: int, value: DeviceArray | RowSparse) -> KeyRecord:
         """Return the record of a value; a RowSparse makes the key row-sparse."""
         stype = ROW_SPARSE if isinstance(value, RowSparse) else DENSE
         size = math.prod(value.shape)
@@ -80,7 +81,7 @@ class KeyRecord:
         """Elements of a row: all dimensions but the first."""
         return math.prod(self.shape[1:])
 
-    def fit(self, array: Array | RowSparse, noun: str) -> None:
+    def fit(self, array: DeviceArray | RowSparse, noun: str) -> None:
         """Return if the value has the record's shape and dtype. `noun` is what it is, for the message.
 
         Raises:
@@ -96,8 +97,8 @@ class KeyRecord:
             )
 
 
-Value = Union[Array, RowSparse]
-"""What is pushed to one key: a RowSparse for row-sparse keys, an array for the others."""
+Value = Union[DeviceArray, RowSparse]
+"""What is pushed to one key: a RowSparse for row-sparse keys, for the others an array of the host or of a GPU."""
 
 Contribution = tuple[KeyRecord, list[Value]]
 """A key's record and its values, one for each device: arrays, or RowSparse if the key is row-sparse."""
@@ -160,6 +161,8 @@ class Lifetime:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._ended = ""
+        self.uses_gpus = False
+        """Whether a call was given arrays in GPU memory."""
         self.late = Late()
         """Errors of calls that nobody has waited for."""
         self.line = Line("distrun-%s-calls" % type_name)
@@ -180,8 +183,12 @@ class Lifetime:
 
         Raises:
             StoreClosed: closed, left, replaced, or inherited by a forked child.
+            KVError: a GPU that it was given arrays of has failed for good.
         """
         self.check_process()
+        if self.uses_gpus:
+            # What a call had done when it failed is not known, and the other workers may wait for the rest.
+            find.gpus()
         if self._ended:
             raise StoreClosed(
                 "the %r store %s; create another one with kvstore.create(%r)" % (self._type, self._ended, self._type)
@@ -307,11 +314,16 @@ class StoreBackend(ABC):
 
     @abstractmethod
     def push(self, keys: Selection, values: Sequence[Value], call: CallOptions) -> Pending:
-        """Take one summed value for each key; never write to it. If not `call.lent`, copy it before returning."""
+        """Take one summed value for each key; never write to it. If not `call.lent`, copy it before returning.
+
+        Arrays of a GPU are borrowed from the program, as the outputs of a pull: they may be used until the Pending is
+        done; of a call that is not `lent`, values until it returns.
+        """
 
     @abstractmethod
-    def pull(self, keys: Selection, outs: Sequence[Sequence[Array]], call: CallOptions) -> Pending:
-        """Write each stored value into all its outputs: writable, of the record's shape and dtype, any strides."""
+    def pull(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]], call: CallOptions) -> Pending:
+        """Write each stored value into all its outputs: writable, of the record's shape and dtype, of any strides if in
+        the host's memory."""
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
         """Return a new array of undefined content, in the memory that this store moves fastest."""
@@ -331,7 +343,7 @@ class StoreBackend(ABC):
 
     @abstractmethod
     def pushpull(
-        self, keys: Selection, values: Sequence[Value], outs: Sequence[Sequence[Array]], call: CallOptions
+        self, keys: Selection, values: Sequence[Value], outs: Sequence[Sequence[DeviceArray]], call: CallOptions
     ) -> Pending:
         """Push, then write the result into the outputs, which may share memory with the value."""
 

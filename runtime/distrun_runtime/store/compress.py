@@ -17,11 +17,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.segments import Pool
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codec
-from distrun_runtime.ops.compression import Buffer, Codec
+from distrun_runtime.ops.compression import Codec
 from distrun_runtime.ops.params import did_you_mean
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ps.routing import DIRECT_BYTES, Portion

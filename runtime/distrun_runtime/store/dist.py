@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.errors import RuntimeFault
 from distrun_runtime.ops.optimizers import RuleSpec
@@ -84,7 +85,7 @@ class DistBackend(StoreBackend):
     ) -> None:
         self.type = type_name
         self.lifetime = Lifetime(type_name)
-        self.reducer = reducer_for(type_name)
+        self.reducer = reducer_for(type_name, node.empty)
         self._node = node
         self._lock = threading.RLock()
         """Guards what follows; who sends data holds it, so that rounds are sent in their order."""
@@ -97,7 +98,7 @@ class DistBackend(StoreBackend):
         order = {"deterministic": True} if deterministic else {}
         self._facts = {"type": kinds.canonical(type_name), **bound, **order}
         """What all workers and servers must know alike."""
-        self._link = open_link(node, "create(%r)" % type_name, self._facts)
+        self._link = open_link(node, "create(%r)" % type_name, self._facts, kinds.on_devices(type_name))
         self._link.replaced = self._replaced
         self._transfers = Transfers(self._link, self._compressor)
         self._gathering = CallBatch(self._flush)
@@ -135,7 +136,7 @@ class DistBackend(StoreBackend):
                 self._transfers.add(record.key, shards)
         if self.rank == 0:
             values = [(record, shards, value) for (record, shards), (_, value) in zip(placed, items, strict=True)]
-            declaring.fill(self._link, what, number, values, self._facts)
+            declaring.fill(self._link, what, number, values, {**self._facts, **self._link.told})
         return [record for record, _ in placed]
 
     def assign(self, items: list[tuple[KeyRecord, Array]], call_number: int) -> None:
@@ -169,7 +170,7 @@ class DistBackend(StoreBackend):
                     return self._push_and_ask(keys, cast("Sequence[Array]", values), call)
             return self._push_now(keys, values, call)
 
-    def pull(self, keys: Selection, outs: Sequence[Sequence[Array]], call: CallOptions) -> Pending:
+    def pull(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]], call: CallOptions) -> Pending:
         with self._lock, self._link.span("pull", keys=len(keys.records)):
             if keys is self._pushed:
                 keys.pulled_next += 1
@@ -185,7 +186,7 @@ class DistBackend(StoreBackend):
             return self._pull_now(keys, outs, call)
 
     def pushpull(
-        self, keys: Selection, values: Sequence[Value], outs: Sequence[Sequence[Array]], call: CallOptions
+        self, keys: Selection, values: Sequence[Value], outs: Sequence[Sequence[DeviceArray]], call: CallOptions
     ) -> Pending:
         # The pull follows its push on the same connections and asks for its round.
         with self._lock, self._link.span("pushpull", keys=len(keys.records)):
@@ -299,7 +300,7 @@ class DistBackend(StoreBackend):
         return sent
 
     def _pull_now(
-        self, keys: Selection, outs: Sequence[Sequence[Array]], call: CallOptions, own: bool = False
+        self, keys: Selection, outs: Sequence[Sequence[DeviceArray]], call: CallOptions, own: bool = False
     ) -> Pending:
         """Send a pull. Call with the lock held.
 

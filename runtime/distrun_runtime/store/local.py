@@ -5,17 +5,19 @@ from __future__ import annotations
 import platform
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.optimizers import RuleSpec
-from distrun_runtime.ops.update import update
+from distrun_runtime.ops.update import can_fuse, new_state, update
 from distrun_runtime.ps import profile
 from distrun_runtime.ps.stats import Counters
 from distrun_runtime.store.base import (
@@ -32,9 +34,12 @@ from distrun_runtime.store.base import (
 )
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.pending import CompletedCall, Pending
-from distrun_runtime.store.reducer import DeviceReducer, reducer_for
+from distrun_runtime.store.reducer import DeviceReducer, is_on_gpu, reducer_for
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
+
+if TYPE_CHECKING:  # Most processes use no GPU.
+    from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 
 
 class LocalBackend(StoreBackend):
@@ -94,20 +99,20 @@ class LocalBackend(StoreBackend):
     def push(self, keys: Selection, values: Sequence[Value], call: CallOptions) -> Pending:
         return self._made("push", keys.records, lambda: self._update(keys, values, call.scale))
 
-    def pull(self, keys: Selection, outs: Sequence[Sequence[Array]], call: CallOptions) -> Pending:
+    def pull(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]], call: CallOptions) -> Pending:
         return self._made("pull", keys.records, lambda: self._write(keys, outs))
 
     def pull_rows(self, items: list[RowsItem], call: CallOptions) -> Pending:
         def work() -> None:
             for record, rows, take in items:
-                found = self._weights.values[record.key][rows]
+                found = self._weights.on_host(record.key)[rows]
                 self._counters.sent(found.nbytes)
                 take(found)
 
         return self._made("row_sparse_pull", [record for record, _, _ in items], work)
 
     def pushpull(
-        self, keys: Selection, values: Sequence[Value], outs: Sequence[Sequence[Array]], call: CallOptions
+        self, keys: Selection, values: Sequence[Value], outs: Sequence[Sequence[DeviceArray]], call: CallOptions
     ) -> Pending:
         def work() -> None:
             self._update(keys, values, call.scale)
@@ -134,17 +139,17 @@ class LocalBackend(StoreBackend):
             self.lifetime.check()
             yield
 
-    def _write(self, keys: Selection, outs: Sequence[Sequence[Array]]) -> None:
+    def _write(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]]) -> None:
         for record, arrays in zip(keys.records, outs, strict=True):
             value = self._weights.values[record.key]
             for out in arrays:
-                np.copyto(out, value)
+                devices.copy(value, out)
                 self._counters.sent(value.nbytes)
 
     def _update(self, keys: Selection, values: Sequence[Value], scale: float) -> None:
         for record, value in zip(keys.records, values, strict=True):
             self._weights.update(record, value, scale)
-            self._counters.received(value.nbytes if isinstance(value, np.ndarray) else value.values.nbytes)
+            self._counters.received(value.values.nbytes if isinstance(value, RowSparse) else value.nbytes)
             self._counters.updates += 1
             self._pushes[record.key] = self._pushes.get(record.key, 0) + 1
 
@@ -257,14 +262,19 @@ class Weights:
     """Values by key, and one way to update them: the sum itself, a rule, or a function of the user's.
 
     Values are kept in the user's shape. Rules see them flat (of row-sparse keys: as rows), as they do on a server.
+
+    A value, and its state, is on a GPU from the first update by a sum that is on one. It comes back to host memory with
+    the first update that a kernel cannot make: by a sum in host memory, by rows, by a function or a rule of the user's,
+    or by a rule that needs more than the elements. The results are the same.
+
     Threads: one at a time.
     """
 
     def __init__(self) -> None:
-        self.values: dict[Key, Array] = {}
-        """Each C-contiguous and ours alone."""
+        self.values: dict[Key, DeviceArray] = {}
+        """Each C-contiguous and ours alone; numpy's, or on a GPU."""
         self.states: dict[Key, rules.State] = {}
-        """What the rule remembers of a key, in flat arrays; of keys that it has updated."""
+        """What the rule remembers of a key, in flat arrays where its value is; of keys that it has updated."""
         self.spec: RuleSpec | None = None
         self.rule: rules.Rule | None = None
         self._updater: Updater | None = None
@@ -274,17 +284,44 @@ class Weights:
         """Whether a function of the user's updates the values."""
         return self._updater is not None
 
+    def on_host(self, key: Key) -> Array:
+        """Return a value in host memory: itself, or a copy if it is on a GPU."""
+        return devices.on_host(self.values[key])
+
+    def state_on_host(self, key: Key) -> rules.State | None:
+        """Return a value's state in host memory, likewise; None: it has none."""
+        state = self.states.get(key)
+        return state if state is None or devices.is_host(self.values[key]) else _state_on_host(state)
+
     def add(self, key: Key, value: Value) -> None:
         """Keep a copy of a first value."""
         self.values[key] = value.to_dense() if isinstance(value, RowSparse) else np.array(value, order="C", copy=True)
 
     def assign(self, key: Key, value: Array) -> None:
         """Overwrite a value; the rule's state goes on."""
-        np.copyto(self.values[key], value)
-        rules.renew_master(self.values[key].reshape(-1), self.states.get(key, {}))
+        if "master" in self.states.get(key, {}):
+            self._bring_back(key)
+        devices.copy(value, self.values[key])
+        if devices.is_host(self.values[key]):
+            rules.renew_master(self.values[key].reshape(-1), self.states.get(key, {}))
 
     def update(self, record: KeyRecord, value: Value, scale: float = 1.0) -> None:
-        """Take in the sum of a push, times `scale`; it is only read."""
+        """Take in the sum of a push, times `scale`; it is only read.
+
+        Raises:
+            KVError: a GPU has failed; names the key.
+        """
+        gpu = self._gpu_for(record, value)
+        if gpu is None:
+            self._bring_back(record.key)
+            self._update_on_host(record, devices.on_host(value) if is_on_gpu(value) else value, scale)
+            return
+        try:
+            self._update_on_gpu(gpu, record, cast(Any, value), scale)
+        except KVError as err:
+            raise KVError("key %r: %s" % (record.key, err)) from err
+
+    def _update_on_host(self, record: KeyRecord, value: Value, scale: float) -> None:
         if scale != 1:
             value = _scaled(value, scale)
         stored = self.values[record.key]
@@ -303,13 +340,52 @@ class Weights:
         knobs = self.spec.knobs(record.key)
         flat = self.values[record.key].reshape(-1)
         if record.key not in self.states:
-            self.states[record.key] = rule.new_state(flat)
+            self.states[record.key] = new_state(rule, flat)
         state = self.states[record.key]
         if isinstance(value, RowSparse):
             table, grad = flat.reshape(record.shape[0], record.row_size), value.values
             update(rule, table, grad.reshape(len(value.rows), record.row_size), state, knobs, rows=value.rows)
         else:
             update(rule, flat, value.reshape(-1), state, knobs)
+
+    # On GPUs
+
+    def _gpu_for(self, record: KeyRecord, value: Value) -> GpuDevice | None:
+        """Return the GPU on which a value is to be updated; None: it is updated in host memory."""
+        if not is_on_gpu(value) or record.is_sparse or not record.size or self.has_updater:
+            return None
+        if self.rule is not None and not can_fuse(self.rule):
+            return None
+        stored = self.values[record.key]
+        gpu: GpuDevice = value.device if devices.is_host(stored) else stored.device
+        return gpu
+
+    def _update_on_gpu(self, gpu: GpuDevice, record: KeyRecord, value: GpuArray, scale: float) -> None:
+        self._bring_to(gpu, record.key)
+        if value.device is not gpu or scale != 1:
+            value = gpu.put(value)
+        if scale != 1:
+            gpu.scale(value, scale)
+        if self.rule is None:
+            gpu.write(self.values[record.key], value)
+            return
+        self._step(self.rule, record, cast(Array, value))
+
+    def _bring_to(self, gpu: GpuDevice, key: Key) -> None:
+        """Let a value and its state be on a GPU, if they are in host memory."""
+        value, state = self.values[key], self.states.get(key)
+        if devices.is_host(value):
+            moved = gpu.put(value), None if state is None else _state_on_gpu(state, gpu)
+            self.values[key] = moved[0]
+            if moved[1] is not None:
+                self.states[key] = moved[1]
+
+    def _bring_back(self, key: Key) -> None:
+        """Let a value and its state be in host memory."""
+        if not devices.is_host(self.values[key]):
+            state, self.values[key] = self.state_on_host(key), self.on_host(key)
+            if state is not None:
+                self.states[key] = state
 
     # What updates
 
@@ -341,10 +417,18 @@ class Weights:
 
     def install(self, spec: RuleSpec, rule: rules.Rule) -> None:
         """Put a rule that was `made` in place of what is there; what state both know goes on."""
-        self.states = {
-            key: rules.carry_state(rule, self.values[key].reshape(-1), state) for key, state in self.states.items()
-        }
+        for key, state in list(self.states.items()):
+            self.states[key] = self._carried(rule, key, state)
         self.spec, self.rule, self._updater = spec, rule, None
+
+    def _carried(self, rule: rules.Rule, key: Key, state: rules.State) -> rules.State:
+        if not devices.is_host(self.values[key]):
+            begun = rule.new_state(np.zeros(1, self.values[key].dtype))
+            if begun.keys() <= state.keys():  # Nothing starts anew, so it stays where it is.
+                return {name: state[name] for name in begun}
+            self._bring_back(key)
+            state = self.states[key]
+        return rules.carry_state(rule, self.values[key].reshape(-1), state)
 
     def made(self, spec: RuleSpec) -> rules.Rule:
         """Return the rule of a spec, which takes all values that are here, and install nothing.
@@ -363,9 +447,26 @@ class Weights:
         self.states.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget everything, and give the GPUs' memory back."""
+        gpus = {value.device for value in self.values.values() if not devices.is_host(value)}
         self.values.clear()
         self.set_updater(None)
+        for gpu in gpus:
+            with suppress(KVError):  # One that has failed gives nothing back before the process ends.
+                gpu.pool.trim()
+
+
+def _state_on_gpu(state: rules.State, gpu: GpuDevice) -> rules.State:
+    moved: dict[str, Any] = {
+        name: gpu.put(part) if isinstance(part, np.ndarray) else part for name, part in state.items()
+    }
+    return moved
+
+
+def _state_on_host(state: rules.State) -> rules.State:
+    from distrun_runtime.arrays.gpu import GpuArray
+
+    return {name: devices.on_host(part) if isinstance(part, GpuArray) else part for name, part in state.items()}
 
 
 def _call(updater: Updater, key: Key, value: Value, stored: Array) -> None:

@@ -105,7 +105,7 @@ def _declared(records: Iterable[KeyRecord]) -> Keys:
 def _shards(keys: Keys, weights: Weights) -> list[statefile.Saved]:
     """Return each value as the one shard that a server would have of it."""
     return [
-        statefile.Saved(number, 0, weights.values[key].reshape(-1), weights.states.get(key))
+        statefile.Saved(number, 0, weights.on_host(key).reshape(-1), weights.state_on_host(key))
         for number, key in keys.names
     ]
 

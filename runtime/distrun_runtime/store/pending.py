@@ -12,15 +12,21 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
+from distrun_runtime.arrays import find
 from distrun_runtime.errors import KVError, StoreClosed, TimedOut
 from distrun_runtime.ps.shards import Notes
 
-__all__ = ["BackgroundCall", "CompletedCall", "Late", "Line", "Pending", "check_process", "check_seconds"]
+if TYPE_CHECKING:
+    from distrun_runtime.arrays.borrowing import Loan
+    from distrun_runtime.arrays.gpu import GpuArray
+
+__all__ = ["BackgroundCall", "Borrowed", "CompletedCall", "Late", "Line", "Pending", "check_process", "check_seconds"]
 
 
 class Pending(ABC):
@@ -141,6 +147,72 @@ class CompletedCall(Pending):
             if self._late is not None:
                 self._late.forget(self)
             raise self._error
+
+
+class Borrowed:
+    """The arrays in GPU memory that a call of a store was given: for most calls none.
+
+    As a context manager it gives them back if the block raises.
+    """
+
+    __slots__ = ("_loan",)
+
+    def __init__(self) -> None:
+        self._loan: Loan | None = None
+
+    def take(self, arrays: Sequence[GpuArray]) -> None:
+        """Borrow some more."""
+        if self._loan is not None:
+            self._loan.add(arrays)
+        elif arrays:
+            self._loan = find.gpus().borrowing.borrow(arrays)
+
+    def give_back(self) -> None:
+        """Let what the program does with them from now on wait for what the store has done."""
+        if self._loan is not None:
+            self._loan.end()
+
+    def until(self, pending: Pending) -> Pending:
+        """Return a call that gives them back when it is waited for."""
+        return pending if self._loan is None else _BorrowingCall(pending, self)
+
+    def __enter__(self) -> Borrowed:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.give_back()
+
+
+class _BorrowingCall(Pending):
+    """A call with arrays in GPU memory."""
+
+    def __init__(self, call: Pending, borrowed: Borrowed) -> None:
+        self.what = call.what
+        self._call = call
+        self._borrowed = borrowed
+
+    @property
+    def skipped(self) -> Notes:  # type: ignore[override]
+        """As of the call."""
+        return self._call.skipped
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the call is."""
+        return self._call.is_done
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when the call is done, and the program's streams wait for what is still to be done by the GPU."""
+        try:
+            self._call.wait(timeout_s)
+        finally:
+            if self._call.is_done:
+                self._borrowed.give_back()
+
+    def left_waiting(self) -> None:
+        """Tell the call."""
+        self._call.left_waiting()
 
 
 class BackgroundCall(Pending):

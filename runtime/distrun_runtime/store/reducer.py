@@ -1,7 +1,11 @@
 """The sum of a worker's device values of each key, made by the host's threads or on one of the devices.
 
 Both give the same sums: from the first device to the last, 16-bit floats in float32. Where a sum is made is decided
-by `place`. Values of the i-th place of a list are device i's; in this version all devices are buffers in host memory.
+by `place`. Values on GPUs are of these devices; values of the i-th place of a list that are in host memory are device
+`cpu:i`'s.
+
+    Reducer         sums in host memory; what is on GPUs is copied there before
+    DeviceReducer   sums where the values are; a distributed store then gets the sums in host memory
 
 Source: the placement is MXNet's (`CommDevice::InitMergeBuffer`): keys by size, the largest first, each to the device
 that has the fewest elements so far.
@@ -10,35 +14,52 @@ that has the fewest elements so far.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeGuard
+
+import numpy as np
 
 from distrun_runtime.arrays import find
 from distrun_runtime.arrays.cpu import Threads
-from distrun_runtime.arrays.device import Device
-from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.device import Device, DeviceArray, is_host
+from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.contract import environ
+from distrun_runtime.errors import KVError
 from distrun_runtime.store import kinds
 from distrun_runtime.store.base import KeyRecord, Value
 from distrun_runtime.store.compress import Compressor
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
 
-__all__ = ["DeviceReducer", "Reducer", "place", "reducer_for"]
+__all__ = ["DeviceReducer", "Placement", "Reducer", "is_on_gpu", "place", "reducer_for"]
+
+Memory = Callable[["tuple[int, ...]", DType], Array]
+"""Makes an array in host memory, of undefined content."""
 
 
-def reducer_for(type_name: str) -> Reducer:
-    """Return the reducer of a kind of store, set up by the environment."""
+def reducer_for(type_name: str, memory: Memory = np.empty) -> Reducer:
+    """Return the reducer of a kind of store, set up by the environment.
+
+    Arguments:
+        memory: makes the arrays that values of GPUs are copied to.
+    """
     threads = Threads(environ.read("MXNET_KVSTORE_REDUCTION_NTHREADS"), environ.read("MXNET_KVSTORE_BIGARRAY_BOUND"))
     if not kinds.on_devices(type_name):
-        return Reducer(threads)
-    return DeviceReducer(threads, compresses=not kinds.is_dist(type_name))
+        return Reducer(threads, memory)
+    return DeviceReducer(threads, memory, is_shared=kinds.is_dist(type_name))
+
+
+def is_on_gpu(value: object) -> TypeGuard[DeviceArray]:
+    """Tell whether a value is a `gpu.GpuArray`."""
+    return not is_host(value) and not isinstance(value, RowSparse)
 
 
 class Reducer:
     """Sums by the host's threads. Threads: any may call."""
 
-    def __init__(self, threads: Threads) -> None:
+    def __init__(self, threads: Threads, memory: Memory = np.empty) -> None:
         self._threads = threads
+        self._memory = memory
         self._host = find.get("cpu:0", threads)
 
     def know(self, records: Iterable[KeyRecord]) -> None:
@@ -47,12 +68,14 @@ class Reducer:
     def reduce(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> list[Value]:
         """Return the sum of each key's values, which fit its record and are of its storage kind.
 
-        A single value is returned as it is (a RowSparse: canonical); every other sum is new.
+        A single value is returned as it is (a RowSparse: canonical; one on a GPU: in host memory); every other sum is
+        new.
 
         Raises:
-            KVError: a value cannot be compressed. Nothing was changed.
+            KVError: a value cannot be compressed, or a GPU has failed. Nothing was changed.
         """
-        return [self._sum(record, values) for record, values in items]
+        values = iter(self._on_host([value for _, each in items for value in each]))
+        return [self._sum(record, [next(values) for _ in each]) for record, each in items]
 
     def check(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> None:
         """Return if `reduce` would take these values; nothing is changed.
@@ -68,48 +91,81 @@ class Reducer:
         arrays = [value for value in values if not isinstance(value, RowSparse)]
         return arrays[0] if len(arrays) == 1 else self._total(record, arrays)
 
-    def _total(self, record: KeyRecord, arrays: Sequence[Array]) -> Array:
+    def _total(self, record: KeyRecord, arrays: Sequence[DeviceArray]) -> DeviceArray:
         return self._host.host(self._host.total(arrays))
+
+    def _on_host(self, values: Sequence[Value]) -> list[Value]:
+        """Return values with copies in host memory of those that are on GPUs, which lie end to end by dtype."""
+        result = list(values)
+        by_dtype: dict[DType, list[int]] = {}
+        for number, value in enumerate(values):
+            if is_on_gpu(value):
+                by_dtype.setdefault(value.dtype, []).append(number)
+        for dtype, numbers in by_dtype.items():
+            given: list[DeviceArray] = [values[number] for number in numbers]
+            memory, at = self._memory((sum(each.size for each in given),), dtype), 0
+            for number, each in zip(numbers, given, strict=True):
+                result[number] = memory[at : at + each.size].reshape(each.shape)
+                at += each.size
+            _read(given, memory)
+        return result
 
 
 class DeviceReducer(Reducer):
-    """Sums each key on the device that `place` gives it; with compression, of what each device sends there.
+    """Sums each key on the device that its placement gives it; with compression, of what each device sends there.
+
+    A key that has values on GPUs is summed on one of these: what lies elsewhere is copied there, piece by piece.
 
     Arguments:
-        compresses: whether this is where contributions are compressed (else the store does it with the sum).
+        is_shared: whether the sums are for servers. If so they are in host memory, and the store compresses them; else
+            they are where they were made, and this is where contributions are compressed.
     """
 
-    def __init__(self, threads: Threads, compresses: bool = False) -> None:
-        super().__init__(threads)
-        self.compressor = Compressor() if compresses else None
-        self._devices: list[Device] = []
-        self._records: dict[Key, KeyRecord] = {}
-        self.places: dict[Key, int] = {}
-        """The device that each key's sum is made on, once that was asked for."""
+    def __init__(self, threads: Threads, memory: Memory = np.empty, *, is_shared: bool = True) -> None:
+        super().__init__(threads, memory)
+        self.compressor = None if is_shared else Compressor()
+        self.cpus, self.gpus = Placement(), Placement()
+        """Where sums are made of values in host memory, and of those that have some on GPUs."""
+        self._cpus: list[Device] = []
         self._lock = threading.Lock()
 
     def know(self, records: Iterable[KeyRecord]) -> None:
         """Take note of keys, for their placement together with the next sum."""
         with self._lock:
-            self._records.update((record.key, record) for record in records)
+            for record in records:
+                self.cpus.sizes[record.key] = self.gpus.sizes[record.key] = record.size
 
     def reduce(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> list[Value]:
         """Return the sum of each key's values."""
         if self.compressor is None:
-            return super().reduce(items)
-        self.check(items)  # All of them, before any residual changes.
-        return [self._sum(record, self._compressed(record, values)) for record, values in items]
+            return self._on_host(self._sums(items))
+        given = self._compressible_on_host(items)
+        self.check(given)  # All of them, before any residual changes.
+        return self._sums([(record, self._compressed(record, values)) for record, values in given])
 
     def check(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> None:
         """Return if `reduce` would take these values; nothing is changed."""
         if self.compressor is None:
             return
+        given = self._compressible_on_host(items)
         # A device's residual belongs to one contribution at a time.
         with self._lock:
-            for record, values in items:
+            for record, values in given:
                 for device, value in enumerate(values):
-                    if not isinstance(value, RowSparse):
+                    if not isinstance(value, RowSparse) and not is_on_gpu(value):
                         self.compressor.check(record, value.reshape(-1), device)
+
+    def _compressible_on_host(
+        self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]
+    ) -> list[tuple[KeyRecord, Sequence[Value]]]:
+        """Return the items with the values of keys that are compressed in host memory."""
+        assert self.compressor is not None
+        if not self.compressor.is_on:
+            return list(items)
+        return [
+            (record, values if self.compressor.of(record) is None else self._on_host(values))
+            for record, values in items
+        ]
 
     def _compressed(self, record: KeyRecord, values: Sequence[Value]) -> Sequence[Value]:
         assert self.compressor is not None
@@ -123,21 +179,51 @@ class DeviceReducer(Reducer):
                 for device, value in enumerate(values)
             ]
 
-    def _total(self, record: KeyRecord, arrays: Sequence[Array]) -> Array:
-        device = self._device(record, len(arrays))
-        return device.host(device.total(arrays))
+    def _sums(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> list[Value]:
+        return [self._sum(record, values) for record, values in items]
 
-    def _device(self, record: KeyRecord, count: int) -> Device:
-        """Return where this key's sum is made, of `count` devices."""
+    def _total(self, record: KeyRecord, arrays: Sequence[DeviceArray]) -> DeviceArray:
+        gpus = list(dict.fromkeys(array.device for array in arrays if is_on_gpu(array)))
         with self._lock:
-            while len(self._devices) < count:
-                self._devices.append(find.get("cpu:%d" % len(self._devices), self._threads))
-                self.places.clear()  # A device more: all are placed again.
-            if record.key not in self.places:
-                self._records.setdefault(record.key, record)
-                sizes = {key: known.size for key, known in self._records.items()}
-                self.places = place(sizes, len(self._devices), self.places)
-            return self._devices[self.places[record.key] % count]
+            if gpus:
+                device = self.gpus.device(record, gpus)
+            else:
+                while len(self._cpus) < len(arrays):
+                    self._cpus.append(find.get("cpu:%d" % len(self._cpus), self._threads))
+                device = self.cpus.device(record, self._cpus[: len(arrays)])
+        try:
+            return device.total(arrays)
+        except KVError as err:
+            raise KVError("key %r: %s" % (record.key, err)) from err
+
+
+class Placement:
+    """Which device each key's sum is made on, of the devices that had values so far. Threads: one at a time."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[Key, int] = {}
+        """Elements of all keys that are known."""
+        self.places: dict[Key, int] = {}
+        """Each key's device, by its place among `devices`, once that was asked for."""
+        self.devices: list[Any] = []
+        """In the order in which they came."""
+
+    def device(self, record: KeyRecord, given: Sequence[Any]) -> Any:
+        """Return where a key's sum is made.
+
+        Arguments:
+            given: the devices that have values of it, at least one.
+        """
+        new = [device for device in given if device not in self.devices]
+        if new:
+            self.devices += new
+            self.places = {}  # A device more: all are placed again.
+        if record.key not in self.places:
+            self.sizes.setdefault(record.key, record.size)
+            self.places = place(self.sizes, len(self.devices), self.places)
+        number = self.places[record.key]
+        chosen = self.devices[number]
+        return chosen if chosen in given else given[number % len(given)]
 
 
 def place(sizes: Mapping[Key, int], devices: int, before: Mapping[Key, int] | None = None) -> dict[Key, int]:
@@ -157,3 +243,11 @@ def place(sizes: Mapping[Key, int], devices: int, before: Mapping[Key, int] | No
             places[key] = load.index(min(load))
             load[places[key]] += sizes[key]
     return places
+
+
+def _read(arrays: Sequence[DeviceArray], out: Array) -> None:
+    """Copy arrays of GPUs to host memory, one after the other."""
+    at = 0
+    for array in arrays:
+        array.device.read(array.reshape(-1), out[at : at + array.size])
+        at += array.size

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.arrays.device import Buffer, DeviceArray, copy, is_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.segments import stitched
 from distrun_runtime.errors import KVError
@@ -42,7 +42,7 @@ BY_ROWS = How(ROWS)
 
 _NOTHING = np.empty(0)
 
-Taking = Callable[["Sequence[Sequence[Array]]", bool], Take]
+Taking = Callable[["Sequence[Sequence[DeviceArray]]", bool], Take]
 
 Loaded = tuple[Portion, Sequence[Buffer], Payload]
 """What a message carries, its frames, and where the entries' values are."""
@@ -125,7 +125,7 @@ class Transfers:
             pairs = zip(keys.records, values, strict=True)
             values = [value if _has_rows(record) else _dense(value) for record, value in pairs]
         arrays = cast("Sequence[Array]", values)
-        if lent and not call.waits:
+        if lent:
             in_place = self._in_place(route, arrays)
         with self._link.stage(stages.COPY_OUT):
             for portion in route.portions:
@@ -138,7 +138,9 @@ class Transfers:
                         (portion, self._compressor.encode_all(portion, keys.records, arrays, staging), Payload.FRAME)
                     )
         request = self._contribute(what, route, loaded, body, priority)
-        return request, lambda: self._release(what, route, in_place)
+        # Of a push that waits only the store's own sums are lent: nobody writes them, so nothing has to be released.
+        lent_by_caller = frozenset() if call.waits else in_place
+        return request, lambda: self._release(what, route, lent_by_caller)
 
     def _in_place(self, route: Route, values: Sequence[Array]) -> frozenset[int]:
         """Return the places of values that servers can read where they are."""
@@ -175,7 +177,7 @@ class Transfers:
         """
         route = self._routes(keys).plain
         # The answer comes when the round is over: then nothing is read any more. So a lent value needs no release, also
-        # if the call waits; of a push that waits only the sums of several devices are lent, which nobody else has.
+        # if the call waits; of a push that waits only the store's own sums are lent, which nobody else has.
         in_place = self._in_place(route, values) if call.lent else frozenset()
         loaded: list[Loaded] = []
         with self._link.stage(stages.COPY_OUT):
@@ -185,7 +187,7 @@ class Transfers:
         request = self._contribute(what, route, loaded, body, call.priority, kind=Kind.PUSHPULL)
         rounds = self._rounds[route.numbers]
 
-        def taking(outs: Sequence[Sequence[Array]], own: bool) -> Take:
+        def taking(outs: Sequence[Sequence[DeviceArray]], own: bool) -> Take:
             return self._taking(route, rounds, lambda replies: _fill(route, keys.records, outs, replies, own))
 
         return request, taking
@@ -249,7 +251,7 @@ class Transfers:
     # Values
 
     def pull(
-        self, what: str, keys: Selection, outs: Sequence[Sequence[Array]], *, priority: int, own: bool
+        self, what: str, keys: Selection, outs: Sequence[Sequence[DeviceArray]], *, priority: int, own: bool
     ) -> tuple[Request, Take]:
         """Ask for the present values of keys; return the request, and what takes its replies.
 
@@ -411,11 +413,18 @@ def _has_rows(record: KeyRecord) -> bool:
 
 
 def _fill(
-    route: Route, records: Sequence[KeyRecord], outs: Sequence[Sequence[Array]], replies: Sequence[Message], own: bool
+    route: Route,
+    records: Sequence[KeyRecord],
+    outs: Sequence[Sequence[DeviceArray]],
+    replies: Sequence[Message],
+    own: bool,
 ) -> Notes:
     """Write the answers of a pull into its outputs."""
     skipped = _skipped_in(replies)
     kept = {item for item, number in enumerate(route.numbers.tolist()) if number in skipped} if skipped and own else ()
+    if not all(is_host(out) for arrays in outs for out in arrays):
+        _fill_devices(route, records, [() if item in kept else arrays for item, arrays in enumerate(outs)], replies)
+        return _said(skipped)
     # Mostly each key has one output, and what is small is written to it whatever its strides are.
     is_usual = not kept and all(outs) and max(map(len, outs)) == 1
     apart = route.runs if is_usual else range(len(outs))
@@ -435,6 +444,34 @@ def _fill(
         if item not in kept:
             _copy_out(flat[item], outs[item])
     return _said(skipped)
+
+
+def _fill_devices(
+    route: Route, records: Sequence[KeyRecord], outs: Sequence[Sequence[DeviceArray]], replies: Sequence[Message]
+) -> None:
+    """Write the answers of a pull into outputs of which some are on GPUs: to these from where the answer has them."""
+    targets: list[list[DeviceArray]] = []
+    """Flat arrays that take runs of each key's elements."""
+    apart: list[tuple[Array, Sequence[DeviceArray]]] = []
+    """What is written first, and then copied to outputs."""
+    encoded = {item for portion in route.portions if not portion.is_plain for item in portion.items.tolist()}
+    for item, (record, arrays) in enumerate(zip(records, outs, strict=True)):
+        if item in encoded or not all(not is_host(out) or out.flags.c_contiguous for out in arrays):
+            whole = np.empty(record.shape, record.dtype)
+            apart.append((whole, arrays))
+            arrays = [whole]
+        targets.append([array.reshape(-1) for array in arrays])
+    for portion, reply in zip(route.portions, replies, strict=True):
+        if not portion.is_plain:
+            _decode(portion, reply, [arrays[0] if arrays else _NOTHING for arrays in targets])
+            continue
+        _check_answer(portion, reply)
+        for item, offset, elements in portion.pieces(reply.payloads):
+            for target in targets[item]:
+                copy(elements, target[offset : offset + len(elements)])
+    for whole, arrays in apart:
+        for out in arrays:
+            copy(whole, out)
 
 
 def _check_answer(portion: Portion, reply: Message) -> None:

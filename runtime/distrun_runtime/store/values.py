@@ -7,7 +7,8 @@ A key repeated in one call is one key with all its values, at the place of its f
 numpy's integers are ints. Values are what numpy can see without a copy: arrays, numpy scalars, memory views, and
 arrays of other libraries in host memory by their array interfaces or DLPack; a Python float or int is a 0-d float64
 or int64 array. bfloat16 arrays of ml_dtypes and torch are viewed as `BFLOAT16`. Sparse values (ours, scipy's, torch's)
-are a RowSparse.
+are a RowSparse. An array in GPU memory is a `gpu.GpuArray` in the same memory, which is to be borrowed before it is
+used (`arrays.borrowing`); where host memory is needed it is copied there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Union
 import numpy as np
 
 from distrun_runtime.arrays import dtypes, foreign, interop
+from distrun_runtime.arrays.device import DeviceArray, is_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.sparse import RowSparse, refuse_mask
@@ -25,7 +27,7 @@ from distrun_runtime.store.sparse import RowSparse, refuse_mask
 Key = Union[int, str]
 """A key, as stores keep it."""
 
-Value = Union[Array, RowSparse]
+Value = Union[DeviceArray, RowSparse]
 """What is given for one key from one device."""
 
 Output = Union[Array, RowSparse]
@@ -87,23 +89,29 @@ def keys_of(keys: object) -> list[Key]:
     return names
 
 
-def contributions(key: object, value: object) -> list[tuple[Key, list[Value]]]:
+def contributions(key: object, value: object, *, on_host: bool = False) -> list[tuple[Key, list[Value]]]:
     """Return each key once with all values pushed to it, in the order given. Arrays are not copied if avoidable.
+
+    Arguments:
+        on_host: all are to be in the host's memory.
 
     Raises:
         KVError: a key or value of another kind; as many values as keys were expected.
     """
-    return [(name, [value_of(name, item) for item in items]) for name, items in grouped(key, value, "value")]
+    return [
+        (name, [value_of(name, item, on_host=on_host) for item in items])
+        for name, items in grouped(key, value, "value")
+    ]
 
 
 def initial(key: object, value: object) -> list[tuple[Key, Value]]:
-    """Return each key with its one value.
+    """Return each key with its one value, in the host's memory.
 
     Raises:
         KVError: as `contributions`; a key given twice, or with several values.
     """
     result = []
-    for name, arrays in contributions(key, value):
+    for name, arrays in contributions(key, value, on_host=True):
         if len(arrays) != 1:
             raise KVError(
                 "key %r has %d values in one init, expected one: a key is initialised once%s"
@@ -113,7 +121,7 @@ def initial(key: object, value: object) -> list[tuple[Key, Value]]:
     return result
 
 
-def outputs(key: object, out: object) -> list[tuple[Key, list[Array]]]:
+def outputs(key: object, out: object) -> list[tuple[Key, list[DeviceArray]]]:
     """Return each key once with all arrays that its value is to be written to.
 
     Raises:
@@ -151,10 +159,21 @@ def wanted(key: object, out: object, row_ids: object) -> list[tuple[Key, list[tu
                 "key %r: %d outputs, but %d row_ids: expected one for each, or one for all"
                 % (name, len(items), len(each))
             )
-        targets = [item if isinstance(item, RowSparse) else output_of(name, item) for item in items]
+        targets = [item if isinstance(item, RowSparse) else _host_output(name, item) for item in items]
         given = [_row_ids(name, item) for item in each]
         result.append((name, list(zip(targets, given * len(items) if len(given) == 1 else given, strict=True))))
     return result
+
+
+def _host_output(key: Key, out: object) -> Array:
+    if foreign.is_on_gpu(out):
+        why = foreign.refusal(out, is_output=True) or (
+            "found %s in the memory of a GPU, but rows are written into host memory; fix: give an array of numpy, and"
+            " copy it to the GPU" % foreign.named(out)
+        )
+        raise KVError("key %r: the output: %s" % (key, why))
+    array: Array = output_of(key, out)
+    return array
 
 
 def _arrays(row_ids: object) -> object:
@@ -172,20 +191,23 @@ def _row_ids(key: Key, ids: object) -> Array:
             "key %r: row_ids are whole numbers, not %s; for a mask give np.flatnonzero(mask)"
             % (key, _kind(ids) if isinstance(ids, (str, bytes)) else "bool")
         )
-    return array_of(key, ids)
+    array: Array = array_of(key, ids, on_host=True)
+    return array
 
 
-def apart(outs: Sequence[tuple[Key, object, Array]]) -> None:
+def apart(outs: Sequence[tuple[Key, object, DeviceArray]]) -> None:
     """Return if no output would overwrite another.
 
     Arguments:
-        outs: key, content and array of each. Outputs of one key and one content may be the same array.
+        outs: key, content and array of each. Outputs of one key and one content may be the same array. Those in GPU
+            memory are contiguous.
 
     Raises:
         KVError: two outputs share memory, or an output does with itself; names the keys.
     """
-    if len(outs) == 1 and outs[0][2].flags.c_contiguous:
+    if len(outs) == 1 and (not is_host(outs[0][2]) or outs[0][2].flags.c_contiguous):
         return
+    # Addresses tell memories apart: no two, of the host or of a GPU, are at the same one.
     spans = sorted((_span(key, array), number) for number, (key, _, array) in enumerate(outs) if array.size)
     reached: list[tuple[int, int]] = []
     for (start, end), number in spans:
@@ -223,9 +245,11 @@ def apart_in_rows(outs: Sequence[tuple[Key, Output, Array]]) -> None:
         apart(arrays)
 
 
-def _apart(one: tuple[Key, object, Array], other: tuple[Key, object, Array]) -> None:
-    is_same = one[:2] == other[:2] and one[2].strides == other[2].strides and _address(one[2]) == _address(other[2])
-    if is_same or not np.shares_memory(one[2], other[2]):
+def _apart(one: tuple[Key, object, DeviceArray], other: tuple[Key, object, DeviceArray]) -> None:
+    if one[:2] == other[:2] and _layout(one[2]) == _layout(other[2]):
+        return
+    # Contiguous ones do, as they meet.
+    if is_host(one[2]) and is_host(other[2]) and not np.shares_memory(one[2], other[2]):
         return
     if one[0] != other[0]:
         raise KVError(
@@ -238,14 +262,19 @@ def _apart(one: tuple[Key, object, Array], other: tuple[Key, object, Array]) -> 
     )
 
 
-def _span(key: Key, array: Array) -> tuple[int, int]:
+def _layout(array: DeviceArray) -> object:
+    """Return what two arrays of the same elements have in common."""
+    return _address(array), array.strides if is_host(array) else array.shape
+
+
+def _span(key: Key, array: DeviceArray) -> tuple[int, int]:
     """Return the addresses of an array's first byte and behind its last one.
 
     Raises:
         KVError: some of its elements share memory.
     """
     start = _address(array)
-    if array.flags.c_contiguous:
+    if not is_host(array) or array.flags.c_contiguous:
         return start, start + array.nbytes
     end = start + array.itemsize
     extent = array.itemsize
@@ -262,8 +291,8 @@ def _span(key: Key, array: Array) -> tuple[int, int]:
     return start, end
 
 
-def _address(array: Array) -> int:
-    address: int = array.__array_interface__["data"][0]
+def _address(array: DeviceArray) -> int:
+    address: int = array.__array_interface__["data"][0] if is_host(array) else array.pointer.address
     return address
 
 
@@ -281,8 +310,8 @@ def list_hint(found: Sequence[Value], dtype: str = "") -> str:
     return text % ("[%s]" % shown + (", np.%s" % dtype if dtype and dtype != "bfloat16" else ""))
 
 
-def value_of(key: Key, value: object) -> Value:
-    """Return one value: a RowSparse if it is sparse, else an array.
+def value_of(key: Key, value: object, *, on_host: bool = False) -> Value:
+    """Return one value: a RowSparse, which is in host memory, if it is sparse, else an array.
 
     Raises:
         KVError: as `array_of`.
@@ -292,19 +321,24 @@ def value_of(key: Key, value: object) -> Value:
     except (TypeError, ValueError, RuntimeError) as err:
         raise KVError("key %r: %s" % (key, err)) from err
     if sparse is None:
-        return array_of(key, value)
+        return array_of(key, value, on_host=on_host)
     checked = array_of(key, sparse.values)
     return sparse if checked is sparse.values else RowSparse(checked, sparse.rows, sparse.shape)
 
 
-def array_of(key: Key, value: object) -> Array:
-    """Return one value as a numpy array of native byte order; the same memory where that is possible.
+def array_of(key: Key, value: object, *, on_host: bool = False) -> DeviceArray:
+    """Return one value as an array of native byte order; the same memory where that is possible.
+
+    Arguments:
+        on_host: copy it to the host's memory, if it is in that of a GPU.
 
     Raises:
-        KVError: numpy cannot see it, as in the memory of a GPU, or its dtype is none of `dtypes.NAMES`.
+        KVError: neither numpy nor CUDA can see it, or its dtype is none of `dtypes.NAMES`.
     """
-    refuse_mask(value, "key %r" % (key,))
-    return _stored(key, value, interop.host_array(value, "key %r" % (key,)))
+    whose = "key %r" % (key,)
+    refuse_mask(value, whose)
+    on_gpu = None if on_host else interop.gpu_array(value, whose)
+    return _stored(key, value, interop.host_array(value, whose)) if on_gpu is None else on_gpu
 
 
 def _stored(key: Key, value: object, array: Array) -> Array:
@@ -317,12 +351,15 @@ def _stored(key: Key, value: object, array: Array) -> Array:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def output_of(key: Key, out: object) -> Array:
-    """Return one output as an array that shares its memory: a numpy array as it is, a torch tensor's in host memory.
+def output_of(key: Key, out: object) -> DeviceArray:
+    """Return one output as an array that shares its memory: a numpy array as it is, a torch tensor's, one on a GPU.
 
     Raises:
-        KVError: it is neither, read-only, or of foreign byte order; on a GPU, or an array of jax.
+        KVError: it is none of these, read-only, or of foreign byte order; on a GPU and not contiguous; of jax.
     """
+    on_gpu = interop.gpu_array(out, "key %r: the output" % (key,), is_output=True)
+    if on_gpu is not None:
+        return on_gpu
     if interop.is_tensor(out):
         return _stored(key, out, interop.tensor_output(out, "key %r: the output" % (key,)))
     if not isinstance(out, np.ndarray):
@@ -332,7 +369,7 @@ def output_of(key: Key, out: object) -> Array:
         if RowSparse.of(out) is not None:
             raise KVError("key %r: a %s is filled by row_sparse_pull; pull writes whole arrays" % (key, _kind(out)))
         raise KVError(
-            "key %r: an output is a numpy array that can be written or a torch tensor in host memory, not %s"
+            "key %r: an output is a numpy array that can be written, a torch tensor, or an array in GPU memory, not %s"
             % (key, _kind(out))
         )
     refuse_mask(out, "key %r: the output" % (key,))

@@ -6,119 +6,68 @@ frees it with the last reference. Each guard that is taken away is found by the 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
-import warnings
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+from children import exit_code_of
 from cudastandin import Mistake, StandIn
-from fakearrays import CupyArray, FakeCupyArrays, FakeJax, FakeTorch, Interface, JaxArray, Memory, Tensor, put
+from fakearrays import NBYTES, FakeCupyArrays, FakeJax, FakeTorch, Library, filled, put
 
-from distrun_runtime.arrays import borrowing, foreign
-from distrun_runtime.arrays.borrowing import Keeper
-from distrun_runtime.arrays.cuda import Cuda, CudaError, Event, Host, Pointer, Stream
+from distrun_runtime.arrays import foreign
+from distrun_runtime.arrays.borrowing import Borrowed, Borrowing, Keeper, Loan
+from distrun_runtime.arrays.cuda import Cuda, CudaError, Stream
+from distrun_runtime.arrays.gpu import Gpus
+from distrun_runtime.arrays.queues import Order, Queue, Uses
 from distrun_runtime.errors import StoreClosed
 
 SEEDS = pytest.mark.parametrize("seed", range(4))
-NBYTES = 24
+F32 = np.dtype(np.float32)
 STREAMS = ("torch", "cupy", "interface")
 """Kinds of arrays whose caller's stream is known."""
 READ = (*STREAMS, "no stream", "jax")
 WRITTEN = (*STREAMS, "no stream")
 
 
-class Library:
-    """Makes arrays on a stream of its own."""
-
-    def __init__(self, kind: str, cuda: Cuda, modules: dict[str, Any]) -> None:
-        self.kind = kind
-        self.cuda = cuda
-        self.stream = cuda.stream(0)
-        self.memory = cuda.alloc(0, NBYTES)
-        self._modules = modules
-
-    def array(self) -> Any:
-        """Return a new array that its stream fills with 7; it is freed with the last reference."""
-        pointer = self.cuda.alloc(0, NBYTES)
-        self.fill(pointer, 7)
-        made = self._lent(Memory((2, 3), address=pointer.address))
-        made.pointer = pointer
-        weakref.finalize(made, self._free, pointer).atexit = False
-        return made
-
-    def _lent(self, memory: Memory) -> Any:
-        if self.kind == "torch":
-            self._modules["torch"].streams[0] = self.stream.handle
-            return Tensor(memory)
-        if self.kind == "cupy":
-            self._modules["cupy"].streams[0] = self.stream.handle
-            return CupyArray(memory)
-        if self.kind == "jax":
-            written = self.cuda.event(0)
-            self.cuda.record(written, self.stream)
-            return JaxArray(memory, before=lambda ours: self.cuda.wait(Stream(0, ours), written))
-        if self.kind == "no stream":  # then its work has to be done
-            self.wait()
-            return Interface(memory)
-        return Interface(memory, stream=self.stream.handle)
-
-    def _free(self, pointer: Pointer) -> None:
-        # A mistake in a destructor would only be printed: `finish` raises it.
-        with contextlib.suppress(Mistake):
-            self.cuda.free(pointer)
-
-    def fill(self, pointer: Pointer, byte: int) -> None:
-        self.cuda.fill(pointer, byte, NBYTES, self.stream)
-
-    def read(self, pointer: Pointer) -> None:
-        self.cuda.copy(self.memory, pointer, NBYTES, self.stream)
-
-    def wait(self) -> None:
-        event = self.cuda.event(0)
-        self.cuda.record(event, self.stream)
-        self.cuda.synchronize(event)
-
-
 class Store:
-    """Reads and writes arrays of libraries on a stream of ours."""
+    """Copies arrays of libraries to memory of its own, and back."""
 
-    def __init__(self, cuda: Cuda) -> None:
-        self.cuda = cuda
-        self.stream = cuda.stream(0)
-        self.memory = cuda.alloc(0, NBYTES)
-        self.keeper = Keeper(cuda)
-
-    def given(self, device: int) -> Stream:
-        """Return the stream that producers are told of."""
-        return self.stream
+    def __init__(self, gpus: Gpus) -> None:
+        self.borrowing = gpus.borrowing
+        self.device = gpus.get(0)
+        self.mine = self.device.put(filled(5))
 
     def push(self, array: Any) -> None:
-        view = foreign.device_array(array, self.cuda, self.given)
-        self._use(view, self.memory, array.pointer)
+        given = self.borrowing.value(array)
+        loan = self.borrowing.borrow([given])
+        self.device.write(self.mine, given)
+        loan.end()
 
     def pull(self, array: Any) -> None:
-        self.cuda.fill(self.memory, 5, NBYTES, self.stream)
-        view = foreign.device_output(array, self.cuda)
-        self._use(view, array.pointer, self.memory)
+        self.begin_pull(array)()
 
-    def _use(self, view: foreign.DeviceView | None, into: Pointer, source: Pointer) -> None:
-        assert view is not None
-        borrowing.before_read(self.cuda, [view], self.stream)
-        self.cuda.copy(into, source, NBYTES, self.stream)
-        event = self.cuda.event(0)
-        self.cuda.record(event, self.stream)
-        borrowing.after_use(self.cuda, [view], event, self.keeper)
+    def begin_pull(self, array: Any) -> Callable[[], None]:
+        out = self.borrowing.output(array)
+        loan = self.borrowing.borrow([out])
 
+        def end() -> None:
+            self.device.write(out, self.mine)
+            loan.end()
 
-def content(cuda: Cuda, pointer: Pointer, stream: Stream) -> bytes:
-    """Return what is in memory when a stream comes to it."""
-    found = (ctypes.c_char * NBYTES)()
-    cuda.copy(Host(ctypes.addressof(found), NBYTES), pointer, NBYTES, stream)
-    return bytes(found)
+        return end
+
+    def pushpull(self, array: Any) -> None:
+        """Read an array late, and write into the same memory at once."""
+        given = self.borrowing.value(array)
+        loan = self.borrowing.borrow([given])
+        self.device.write(self.mine, given)
+        out = self.borrowing.output(array)
+        loan.add([out])
+        self.device.write(out, filled(3))
+        loan.end()
 
 
 World = tuple[StandIn, Library, Store]
@@ -135,7 +84,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Make:
         cuda = Cuda(standin)
         # The first two streams have the handles of the default ones.
         assert [cuda.stream(0).handle for _ in range(2)] == [foreign.LEGACY, foreign.PER_THREAD]
-        return standin, Library(kind, cuda, modules), Store(cuda)
+        return standin, Library(kind, cuda, modules), Store(Gpus(cuda, wait_s=60))
 
     return make
 
@@ -148,7 +97,7 @@ def overwritten_after_push(library: Library, store: Store) -> None:
     store.push(array)
     if library.kind != "jax":  # whose arrays never change
         library.fill(array.pointer, 9)
-    assert content(library.cuda, store.memory, store.stream) == b"\7" * NBYTES
+    assert store.device.host(store.mine).tobytes() == b"\7" * NBYTES
     library.wait()
 
 
@@ -159,7 +108,24 @@ def used_after_pull(library: Library, store: Store) -> None:
         library.wait()
     store.pull(array)
     library.read(array.pointer)
-    assert content(library.cuda, library.memory, library.stream) == b"\5" * NBYTES
+    assert library.found().tobytes() == b"\5" * NBYTES
+
+
+def used_on_another_stream_after_pull(library: Library, store: Store) -> None:
+    array = library.array()
+    end = store.begin_pull(array)
+    library.works_on(library.cuda.stream(0))
+    end()
+    library.read(array.pointer)
+    assert library.found().tobytes() == b"\5" * NBYTES
+
+
+def pulled_into_what_was_pushed(library: Library, store: Store) -> None:
+    array = library.array()
+    store.pushpull(array)
+    library.read(array.pointer)
+    assert library.found().tobytes() == b"\3" * NBYTES
+    assert store.device.host(store.mine).tobytes() == b"\7" * NBYTES
 
 
 def dropped_after_push(library: Library, store: Store) -> None:
@@ -170,28 +136,32 @@ def dropped_after_pull(library: Library, store: Store) -> None:
     store.pull(library.array())
 
 
-USES = [
+Use = Callable[[Library, Store], None]
+USES: list[tuple[Use, str]] = [
     *((overwritten_after_push, kind) for kind in READ),
     *((dropped_after_push, kind) for kind in READ),
     *((use, kind) for use in (used_after_pull, dropped_after_pull) for kind in WRITTEN),
+    *((pulled_into_what_was_pushed, kind) for kind in WRITTEN),
+    *((used_on_another_stream_after_pull, kind) for kind in ("torch", "cupy")),
 ]
 
 
-def run(use: Callable[[Library, Store], None], world: World) -> None:
+def run(use: Use, world: World) -> None:
     standin, library, store = world
     use(library, store)
-    for _ in range(20):  # the stand-in's events are not done when they are asked first
-        if not store.keeper.drop():
+    for _ in range(100):  # the stand-in's events are not done when they are asked first
+        if not store.borrowing.keeper.collect():
             break
-    assert store.keeper.drop() == 0
+    assert store.borrowing.keeper.collect() == 0
+    store.device.pool.trim()
     standin.finish()
-    assert standin.used == [2 * NBYTES]  # the library's and the store's own
+    assert standin.used == [NBYTES + 512]  # the library's and the store's own
 
 
 @SEEDS
 @pytest.mark.parametrize(("use", "kind"), USES)
 def test_an_array_may_be_used_or_dropped_as_soon_as_the_call_returns(
-    use: Callable[[Library, Store], None], kind: str, seed: int, world: Make
+    use: Use, kind: str, seed: int, world: Make
 ) -> None:
     run(use, world(kind, seed))
 
@@ -200,59 +170,97 @@ def test_an_array_may_be_used_or_dropped_as_soon_as_the_call_returns(
 
 
 def no_wait_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(borrowing, "before_read", lambda *_: None)
+    monkeypatch.setattr(Order, "lend", lambda *_: None)
 
 
 def no_wait_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        borrowing, "after_use", lambda cuda, views, event, keeper: keeper.keep([view.owner for view in views], event)
-    )
+    monkeypatch.setattr(Loan, "_let_follow", lambda *_: None)
+
+
+def no_wait_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Borrowed.__init__
+
+    def careless(self: Borrowed, *args: Any) -> None:
+        made(self, *args)
+        self.is_awaited = False
+
+    monkeypatch.setattr(Borrowed, "__init__", careless)
 
 
 def no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Keeper, "keep", lambda self, owners, event: None)
+    monkeypatch.setattr(Keeper, "keep", lambda self, kept: setattr(kept, "owner", None) or id(kept))
+    monkeypatch.setattr(Keeper, "collect", lambda self: 0)
 
 
-def another_stream_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Store, "given", lambda self, device: Stream(0, foreign.PER_THREAD))
+def a_reference_until_nothing_of_ours_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Order, "marks", lambda self, uses: [])
+
+
+def only_the_stream_of_the_beginning_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loan, "end", without(Loan.end, foreign, "current_stream", lambda library, device: None))
+
+
+def without(method: Any, owner: Any, name: str, careless: Any) -> Any:
+    """Return a method that runs with something else in a place of a module."""
+
+    def called(*args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, careless)
+            return method(*args)
+
+    return called
+
+
+def the_stream_that_was_given_is_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    using = Order.using
+    monkeypatch.setattr(
+        Borrowing,
+        "value",
+        without(Borrowing.value, Order, "using", lambda self, queue, writes: using(self, queue)),
+    )
+
+
+def arrays_in_the_same_memory_are_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loan, "_share", lambda self: None)
 
 
 @pytest.mark.parametrize(
     ("use", "kind", "take_away"),
     [
         *((use, kind, no_wait_before) for use in (overwritten_after_push, used_after_pull) for kind in STREAMS),
-        *((use, kind, no_wait_after) for use in (overwritten_after_push, used_after_pull) for kind in WRITTEN),
+        *((use, kind, no_wait_after) for use in (overwritten_after_push, used_after_pull) for kind in STREAMS),
+        *((use, "no stream", no_wait_of_the_host) for use in (overwritten_after_push, used_after_pull)),
         *((use, kind, no_reference) for use in (dropped_after_push, dropped_after_pull) for kind in STREAMS),
         (dropped_after_push, "jax", no_reference),
-        (overwritten_after_push, "jax", another_stream_is_given),
+        (dropped_after_push, "jax", a_reference_until_nothing_of_ours_has_one),
+        (dropped_after_pull, "torch", a_reference_until_nothing_of_ours_has_one),
+        (overwritten_after_push, "jax", the_stream_that_was_given_is_not_noted),
+        *((used_on_another_stream_after_pull, kind, only_the_stream_of_the_beginning_waits) for kind in STREAMS[:2]),
+        *((pulled_into_what_was_pushed, kind, arrays_in_the_same_memory_are_strangers) for kind in WRITTEN),
     ],
 )
 def test_a_guard_that_is_taken_away_is_missed(
-    use: Callable[[Library, Store], None],
-    kind: str,
-    take_away: Callable[[pytest.MonkeyPatch], None],
-    world: Make,
-    monkeypatch: pytest.MonkeyPatch,
+    use: Use, kind: str, take_away: Callable[[pytest.MonkeyPatch], None], world: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    made = world(kind)
     take_away(monkeypatch)
-    with pytest.raises(Mistake, match=r"nothing orders|before the host knows"):
-        run(use, world(kind))
+    with pytest.raises(Mistake, match=r"nothing orders|before the host knows|was freed"):
+        run(use, made)
 
 
-# Several arrays, the keeper
+# Streams
 
 
 def test_arrays_of_one_stream_share_one_event_and_one_wait(world: Make) -> None:
     standin, library, store = world("cupy")
-    views = [foreign.device_array(library.array(), library.cuda, store.given) for _ in range(5)]
-    arrays = [view for view in views if view is not None]
+    given = [store.borrowing.value(library.array()) for _ in range(5)]
     before = standin.calls.copy()
-    borrowing.before_read(library.cuda, arrays, store.stream)
-    event = store.cuda.event(0)
-    store.cuda.record(event, store.stream)
-    borrowing.after_use(library.cuda, arrays, event, store.keeper)
+    loan = store.borrowing.borrow(given)
+    into = [store.device.put(each) for each in given]
+    loan.end()
     made = standin.calls - before
-    assert (made["make_event"], made["record"], made["wait"], made["synchronize"]) == (2, 2, 2, 0)
+    # Ours for theirs, and theirs for ours: an event each, recorded once and waited for once.
+    assert (len(into), made["make_event"], made["record"], made["wait"], made["synchronize"]) == (5, 1, 2, 2, 0)
 
 
 def test_the_callers_stream_is_never_ended(world: Make) -> None:
@@ -265,46 +273,101 @@ def test_the_callers_stream_is_never_ended(world: Make) -> None:
     assert standin.calls["end_stream"] == 3
 
 
-class Kept:
-    """An owner that can be watched."""
+def test_a_new_stream_with_the_handle_of_an_old_one_is_not_taken_to_have_waited() -> None:
+    cuda = Cuda(StandIn(1))
+    order = Order(cuda, wait_s=60)
+    one, other = order.queue(0), order.queue(0)
+    theirs = Queue(cuda.stream(0), cuda.event(0), is_ours=False)
+    pointer, mine, lent = cuda.alloc(0, 8), Uses(), Uses()
+    with order.using(one, writes=[mine]):
+        cuda.fill(pointer, 1, 8, one.stream)
+    order.follow(theirs, mine.before_reading())
+    theirs.stream = cuda.stream(0)  # the program has ended its stream, and this one has got the handle
+    order.lend(theirs, [lent])
+    with order.using(other, reads=[lent], writes=[mine]):
+        cuda.fill(pointer, 2, 8, other.stream)
 
 
-def recorded(cuda: Cuda, stream: Stream) -> Event:
-    event = cuda.event(0)
-    cuda.record(event, stream)
-    return event
+def test_a_threads_own_default_stream_is_that_of_the_calling_thread(world: Make) -> None:
+    standin, library, store = world("torch")
+    library.works_on(Stream(0, foreign.PER_THREAD))
+    seen = [store.borrowing.caller(0, foreign.PER_THREAD), store.borrowing.caller(0, foreign.LEGACY)]
+    array = library.array()
+    end = store.begin_pull(array)
+
+    def elsewhere() -> None:
+        seen.extend(store.borrowing.caller(0, handle) for handle in (foreign.PER_THREAD, foreign.LEGACY))
+        end()
+
+    before = standin.calls["synchronize"]
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert seen[0] is not seen[2]
+    assert seen[1] is seen[3]
+    # The first thread's stream cannot be named in the other one: the host has waited.
+    assert standin.calls["synchronize"] == before + 1
 
 
-def test_the_keeper_drops_what_is_done_and_never_waits() -> None:
+def test_the_host_waits_for_no_array_whose_stream_is_told(world: Make) -> None:
+    for kind in (*STREAMS, "jax"):
+        standin, library, store = world(kind)
+        array = library.array()
+        store.push(array)
+        if kind != "jax":
+            store.pull(array)
+        assert standin.calls["synchronize"] == 0
+
+
+# The keeper
+
+
+class Owner:
+    """One that can be watched."""
+
+
+def borrowed(borrowing: Borrowing, owner: object, address: int = 0x1000) -> Borrowed:
+    view = foreign.DeviceView("numba", 0, address, (6,), (4,), F32, False, 1, False, owner)
+    return Borrowed(view, borrowing.keeper)
+
+
+def used(borrowing: Borrowing, queue: Queue, memory: Borrowed) -> None:
+    with borrowing.order.using(queue, reads=[memory.uses]):
+        borrowing.order.cuda.record(borrowing.order.cuda.event(0), queue.stream)
+
+
+def test_the_keeper_lets_go_of_what_is_over_and_never_waits() -> None:
     standin = StandIn(1)
-    cuda = Cuda(standin)
-    keeper, stream, other = Keeper(cuda), cuda.stream(0), cuda.stream(0)
-    owners = [Kept(), Kept(), Kept()]
+    gpus = Gpus(Cuda(standin), wait_s=60)
+    lending, keeper = gpus.borrowing, gpus.borrowing.keeper
+    queues = [gpus.order.queue(0), gpus.order.queue(0)]
+    owners = [Owner(), Owner(), Owner()]
     watched = [weakref.ref(owner) for owner in owners]
-    first, second = recorded(cuda, stream), recorded(cuda, other)
-    keeper.keep(owners[:2], first)
-    keeper.keep(owners[2:], second)
+    memories = [borrowed(lending, owner) for owner in owners]
     del owners
-    assert keeper.drop() == 3
-    cuda.synchronize(second)
-    assert keeper.drop() == 2
-    assert [each() is None for each in watched] == [False, False, True]
-    cuda.synchronize(first)
-    assert keeper.drop() == 0
-    assert not any(each() for each in watched)
-    assert standin.calls["synchronize"] == 2  # ours
+    for place in range(2):
+        used(lending, queues[place], memories[place])
+    marks = [gpus.order.mark(queue) for queue in queues]
+    assert keeper.collect() == 3  # they are still referred to
+    del memories[1:]
+    assert keeper.collect() == 2  # nothing was done with the third
+    del memories[0]
+    gpus.order.finish(marks[1])
+    assert keeper.collect() == 1
+    assert [each() is None for each in watched] == [False, True, True]
+    gpus.order.finish(marks[0])
+    assert keeper.collect() == 0
+    assert watched[0]() is None
+    assert standin.calls["synchronize"] == 2  # the test's
 
 
 def test_a_destructor_may_come_back_to_the_keeper() -> None:
-    cuda = Cuda(StandIn(1))
-    keeper, stream = Keeper(cuda), cuda.stream(0)
-    owner = Kept()
-    weakref.finalize(owner, keeper.drop).atexit = False
-    event = recorded(cuda, stream)
-    keeper.keep([owner], event)
-    del owner
-    cuda.synchronize(event)
-    assert keeper.drop() == 0
+    gpus = Gpus(Cuda(StandIn(1)), wait_s=60)
+    owner = Owner()
+    weakref.finalize(owner, gpus.borrowing.keeper.collect).atexit = False
+    memory = borrowed(gpus.borrowing, owner)
+    del owner, memory
+    assert gpus.borrowing.keeper.collect() == 0
 
 
 def test_references_stay_if_cuda_fails(world: Make) -> None:
@@ -316,31 +379,25 @@ def test_references_stay_if_cuda_fails(world: Make) -> None:
         store.push(array)
     del array
     with pytest.raises(CudaError):
-        store.keeper.drop()
+        store.borrowing.keeper.collect()
     assert watched() is not None
 
 
 def test_a_forked_child_frees_nothing_and_calls_nothing(world: Make) -> None:
     standin, library, store = world("cupy")
-    store.push(library.array())
-    read, write = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if not child:
-        said = b"failed"
-        with contextlib.suppress(BaseException):
-            kept = store.keeper.drop()
-            store.keeper.keep([Kept()], store.keeper._kept[0][0])
-            view = weakref.ref(store.keeper._kept[0][1])
-            store.keeper = None  # type: ignore[assignment]
-            try:
-                library.array()
-            except StoreClosed:
-                said = f"{kept} {view() is not None} {len(standin.mistakes)}".encode()
-        os.write(write, said)
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert os.read(read, 100) == b"1 True 0"
-    os.close(read)
-    os.close(write)
+    array = library.array()
+    watched = weakref.ref(array)
+    given = store.borrowing.value(array)
+    loan = store.borrowing.borrow([given])
+    store.device.write(store.mine, given)
+    del array
+
+    def child() -> None:
+        for call in (loan.end, store.borrowing.keeper.collect, lambda: store.borrowing.borrow([given]), library.array):
+            with pytest.raises(StoreClosed):
+                call()
+        store.borrowing = None  # type: ignore[assignment]
+        assert (watched() is not None, standin.mistakes) == (True, [])
+
+    assert exit_code_of(child) == 0
+    loan.end()

@@ -1,43 +1,22 @@
-"""CUDA's calls: errors by name, forked children, and what cupy is told."""
+"""CUDA's calls: errors by name, and forked children."""
 
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
-import subprocess
-import sys
-import threading
-import warnings
-import weakref
-from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
-import fakecupy
 import numpy as np
 import pytest
+from children import exit_code_of
 from cudastandin import StandIn
-from fakecupy import FakeCupy
 
-from distrun_runtime.arrays import cubins
-from distrun_runtime.arrays import cuda as layer
 from distrun_runtime.arrays.cuda import (
     Cuda,
     CudaError,
-    CudaMissing,
     CudaOutOfMemory,
-    Event,
     Host,
-    Pointer,
-    ProgramError,
-    Read,
-    Stream,
-    Table,
-    Update,
-    Write,
 )
-from distrun_runtime.arrays.programs import OPTIONS, Access, Kernel, Parameter, Program
 from distrun_runtime.errors import KVError, StoreClosed
 
 
@@ -148,231 +127,14 @@ def test_a_forked_child_calls_nothing_and_its_destructors_do_not_either() -> Non
     standin = StandIn(1)
     cuda = Cuda(standin)
     kept = [cuda.stream(0), cuda.event(0)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
-        pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            kept.clear()
-            gc.collect()
-            for call in (cuda.count, lambda: cuda.alloc(0, 8), lambda: cuda.stream(0)):
-                with pytest.raises(StoreClosed, match="forked from process %d" % os.getppid()):
-                    call()
-            assert not standin.mistakes
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    def child() -> None:
+        kept.clear()
+        gc.collect()
+        for call in (cuda.count, lambda: cuda.alloc(0, 8), lambda: cuda.stream(0)):
+            with pytest.raises(StoreClosed, match="forked from process %d" % os.getppid()):
+                call()
+        assert not standin.mistakes
+
+    assert exit_code_of(child) == 0
     assert cuda.count() == 1
-
-
-def test_cuda_is_opened_once_a_process_and_not_in_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    fakecupy.install(monkeypatch)
-    monkeypatch.setattr(layer, "_opened", [])
-    assert layer.of_process() is layer.of_process()
-    monkeypatch.setattr(layer._opened[0][1], "_pid", 12)  # as if this were a child
-    with pytest.raises(StoreClosed, match="forked from process 12"):
-        layer.of_process()
-
-
-# What is missing
-
-
-def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(CudaMissing, match=r"cupy, which is not installed. fix: pip install 'distrun\[cuda12\]'"):
-        layer.open_cupy()
-
-
-def test_a_broken_cupy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    cupy = fakecupy.install(monkeypatch)
-    del cupy.cuda
-    with pytest.raises(CudaMissing, match=r"installed, but fails: AttributeError.*fix: pip install"):
-        layer.open_cupy()
-
-
-@pytest.mark.parametrize(("devices", "status", "text"), [(0, 0, "counts none"), (1, 35, "Insuff"), (1, 100, "NoDev")])
-def test_without_a_gpu_or_driver_the_error_says_so(
-    monkeypatch: pytest.MonkeyPatch, devices: int, status: int, text: str
-) -> None:
-    cupy = fakecupy.install(monkeypatch, devices)
-    if status:
-        cupy.statuses["getDeviceCount"] = status
-    with pytest.raises(CudaMissing, match="cupy 14.2.0 finds no GPU here .*%s.*nvidia-smi" % text):
-        layer.open_cupy()
-
-
-def test_nothing_imports_cupy_until_a_gpu_is_asked_for() -> None:
-    code = (
-        "import sys; from distrun_runtime import kvstore; from distrun_runtime.arrays import find, cuda;"
-        "find.get('cpu:0'); print('cupy' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "False\n"
-
-
-# What cupy is told
-
-
-PROGRAM = Program(
-    "sums",
-    "KERNEL add() {}",
-    (
-        Kernel("add", tuple(Parameter(name, "f32", Access.READ) for name in "abcd")),
-        Kernel("other", ()),
-    ),
-)
-
-
-@pytest.fixture
-def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCupy:
-    monkeypatch.setattr(cubins, "find_folder", lambda: str(tmp_path))
-    return fakecupy.install(monkeypatch)
-
-
-def made(cupy: FakeCupy) -> list[tuple[object, ...]]:
-    """Return the calls since the last time, without those for the current device: name, arguments, current device."""
-    calls = [(name, *args, device) for name, args, device in cupy.calls if name not in ("getDevice", "setDevice")]
-    cupy.calls.clear()
-    return calls
-
-
-def test_every_call_has_cupys_arguments_and_the_right_current_device(cupy: FakeCupy) -> None:
-    cuda = layer.open_cupy()
-    assert made(cupy) == [("getDeviceCount", 0)]
-    far, near = Pointer(0x1000, 1, 64), Pointer(0x2000, 0, 64)
-    host, stream, event = Host(0x3000, 64), Stream(1, 77), Event(1, 88)
-    cupy.answers.update(streamCreateWithPriority=5, eventCreateWithFlags=6, deviceCanAccessPeer=1)
-    assert cuda.memory(1) == (3, 10)
-    assert cuda.alloc(1, 64) == far
-    cuda.free(far)
-    cuda.register(host)
-    cuda.unregister(host)
-    assert (cuda.stream(1, -1).handle, cuda.event(1).handle) == (5, 6)
-    gc.collect()
-    cuda.copy(far, host, 48, stream)
-    cuda.copy(host.at(8, 8), far.at(16, 8), 8, stream)
-    cuda.copy_peer(far, near, 48, stream)
-    cuda.fill(far, 9, 48, stream)
-    cuda.record(event, stream)
-    cuda.wait(stream, event)
-    assert cuda.query(event)
-    cuda.synchronize(event)
-    assert cuda.can_access_peer(1, 0) is True
-    cuda.enable_peer(1, 0)
-    assert made(cupy) == [
-        ("memGetInfo", 1),
-        ("malloc", 64, 1),
-        ("free", 0x1000, 1),
-        ("hostRegister", 0x3000, 64, 1, 0),
-        ("hostUnregister", 0x3000, 0),
-        ("streamCreateWithPriority", 1, -1, 1),
-        ("streamDestroy", 5, 1),
-        ("eventCreateWithFlags", 3, 1),
-        ("eventDestroy", 6, 1),
-        ("memcpyAsync", 0x1000, 0x3000, 48, 4, 77, 1),
-        ("memcpyAsync", 0x3008, 0x1010, 8, 4, 77, 1),
-        ("memcpyPeerAsync", 0x1000, 1, 0x2000, 0, 48, 77, 1),
-        ("memsetAsync", 0x1000, 9, 48, 77, 1),
-        ("eventRecord", 88, 77, 1),
-        ("streamWaitEvent", 77, 88, 0, 1),
-        ("eventQuery", 88, 1),
-        ("eventSynchronize", 88, 1),
-        ("deviceCanAccessPeer", 1, 0, 0),
-        ("deviceEnablePeerAccess", 0, 1),
-    ]
-    assert cupy.current == 0
-
-
-def test_the_current_device_of_the_thread_stays_what_it_was(cupy: FakeCupy) -> None:
-    cuda = layer.open_cupy()
-    cupy.statuses["malloc"] = 2
-    cupy.cuda.runtime.setDevice(1)
-    with pytest.raises(CudaOutOfMemory):
-        cuda.alloc(0, 64)
-    assert cupy.current == 1
-    seen: list[int] = []
-
-    def other_thread() -> None:
-        cuda.memory(1)
-        seen.append(cupy.current)
-
-    thread = threading.Thread(target=other_thread)
-    thread.start()
-    thread.join()
-    assert seen == [0]
-
-
-def test_cupys_errors_come_with_code_and_name(cupy: FakeCupy) -> None:
-    cuda = layer.open_cupy()
-    cupy.statuses["eventQuery"] = 600
-    assert cuda.query(Event(0, 1)) is False
-    cupy.statuses["deviceEnablePeerAccess"] = 704
-    cuda.enable_peer(0, 1)  # another library did it
-    cupy.statuses["malloc"] = 2
-    with pytest.raises(CudaOutOfMemory, match="wanted 99 bytes, free are 3 of 10"):
-        cuda.alloc(0, 99)
-    cupy.statuses["eventQuery"] = 700
-    with pytest.raises(CudaError, match=r"query on gpu:0 failed: cudaErrorIllegalAddress \(CUDA error 700: an ill"):
-        cuda.query(Event(0, 1))
-
-
-def test_properties_are_read(cupy: FakeCupy) -> None:
-    found = layer.open_cupy().properties(0)
-    assert found == layer.Properties("NVIDIA T4", bytes(range(16)).hex(), 16, "sm_75", 2, "0000:65:00")
-
-
-def test_a_program_is_compiled_for_its_device_and_launched_by_addresses_and_numbers(cupy: FakeCupy) -> None:
-    cuda = layer.open_cupy()
-    loaded = cuda.load(PROGRAM, 1)
-    assert cupy.programs == [("KERNEL add() {}", OPTIONS, 1)]
-    assert {"--fmad=false", "--ftz=false"} <= set(OPTIONS)
-    assert cupy.loaded == [b"KERNEL add() {}"]
-    stream = Stream(1, 77)
-    places = [Pointer(address, 1, 64) for address in (0x1000, 0x2000, 0x3000, 0x4000)]
-    arguments = [Read(places[0], 64), Write(places[1], 64), Update(places[2], 64), Table(places[3], ())]
-    cuda.launch(loaded, "add", [*arguments, np.float32(0.5)], 1025, stream)
-    name, grid, block, values, shared, handle = cupy.launches[0]
-    assert (name, grid, block, shared) == ("add", (2,), (256,), 0)
-    assert handle.ptr == 77
-    assert values == (0x1000, 0x2000, 0x3000, 0x4000, np.float32(0.5), 1025)
-    assert [type(each) for each in values] == [*[np.uint64] * 4, np.float32, np.int64]
-    cuda.launch(loaded, "add", [], 1 << 40, stream)
-    assert cupy.launches[1][1] == (2 * layer.BLOCKS_PER_PROCESSOR,)
-    cuda.launch(loaded, "add", [], 0, stream)
-    assert len(cupy.launches) == 2
-    assert cupy.current == 0
-
-
-def test_a_program_is_compiled_once_for_all_processes(cupy: FakeCupy) -> None:
-    for _ in range(2):
-        layer.open_cupy().load(PROGRAM, 0)
-    assert len(cupy.programs) == 1
-    assert cupy.loaded == [b"KERNEL add() {}"] * 2
-
-
-def test_a_loaded_module_is_never_unloaded_not_even_in_a_forked_child(cupy: FakeCupy) -> None:
-    loaded = layer.open_cupy().load(PROGRAM, 0)
-    module = weakref.ref(cupy.made[0])
-    cupy.made.clear()
-    del loaded
-    gc.collect()
-    assert module() is not None
-
-
-def test_cupy_without_the_compiler_is_told(cupy: FakeCupy) -> None:
-    cupy.cuda.nvrtc.getVersion = Mock(side_effect=RuntimeError('Failure finding "libnvrtc.so.12"'))
-    with pytest.raises(CudaMissing, match=r"NVRTC, CUDA's compiler: Failure finding .*fix: pip install"):
-        layer.open_cupy().load(PROGRAM, 0)
-
-
-def test_a_program_that_cannot_be_loaded_is_told(cupy: FakeCupy) -> None:
-    cuda = layer.open_cupy()
-    cupy.fault = fakecupy.CompileException("line 3: what is this?")
-    with pytest.raises(ProgramError, match="program sums does not compile for gpu:0: line 3: what is this"):
-        cuda.load(PROGRAM, 0)
-    cupy.fault = None
-    cupy.cuda.function.Module = Mock(side_effect=fakecupy.CUDADriverError(700))
-    with pytest.raises(CudaError, match="load on gpu:0 failed: CUDA_ERROR_ILLEGAL_ADDRESS"):
-        cuda.load(PROGRAM, 0)

@@ -23,7 +23,8 @@ import sys
 
 import cupy
 import cupyx.scipy.sparse
-from distrun_runtime.arrays import cuda as layer
+from distrun_runtime.arrays import cupydriver
+from distrun_runtime.arrays.cuda import CudaMissing
 from distrun_runtime.arrays.foreign import LEGACY, PER_THREAD
 from distrun_runtime.arrays.programs import OPTIONS
 
@@ -48,7 +49,7 @@ except TypeError as err:
     assert "nonsense" in str(err), err
 else:
     raise AssertionError("a kernel takes any argument")
-assert issubclass(layer._driver_error(cupy), RuntimeError)
+assert issubclass(cupydriver._driver_error(cupy), RuntimeError)
 
 for name in ("data", "device", "dtype", "shape", "strides", "flags", "__dlpack_device__", "get", "set"):
     assert hasattr(cupy.ndarray, name), name
@@ -65,8 +66,8 @@ assert hasattr(cupyx.scipy.sparse.csr_matrix, "get")
 
 # Without a GPU the error says what was found, and what to look at.
 try:
-    layer.open_cupy()
-except layer.CudaMissing as err:
+    cupydriver.open_cupy()
+except CudaMissing as err:
     assert "finds no GPU here" in str(err), err
 """
 

@@ -6,8 +6,9 @@ import sys
 
 import fakecupy
 import pytest
+from gpukit import Machine, gpus_of_process
 
-from distrun_runtime.arrays import cuda, find
+from distrun_runtime.arrays import cupydriver, find
 from distrun_runtime.errors import KVError
 
 
@@ -17,7 +18,7 @@ def test_cpu_devices_are_found_by_number() -> None:
 
 @pytest.mark.parametrize("name", ["gpu:0", "cuda:1", "gpu", "gpu:0/1"])
 def test_without_cupy_a_gpu_is_refused_with_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_opened", [])
+    monkeypatch.setattr(cupydriver, "_opened", [])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(KVError, match=r"cupy, which is not installed. fix: pip install 'distrun\[cuda12\]'"):
         find.get(name)
@@ -25,13 +26,21 @@ def test_without_cupy_a_gpu_is_refused_with_what_to_install(name: str, monkeypat
 
 def test_a_gpu_is_one_device_and_its_parts_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     fakecupy.install(monkeypatch, 2)
-    monkeypatch.setattr(cuda, "_opened", [])
+    monkeypatch.setattr(cupydriver, "_opened", [])
     monkeypatch.setattr(find, "_gpus", [])
     assert [find.get(name).name for name in ("gpu", "cuda:1", "gpu:0/1")] == ["gpu:0", "gpu:1", "gpu:0/1"]
     assert find.get("gpu:0") is find.get("cuda:0")
     assert find.get("gpu:0/0") is not find.get("gpu:0")
     with pytest.raises(KVError, match="no device gpu:2: this process sees gpu:0 to gpu:1"):
         find.get("gpu:2")
+
+
+def test_a_machine_can_be_that_of_the_process_for_a_while() -> None:
+    before = list(find._gpus), list(cupydriver._opened)
+    with gpus_of_process(Machine(2)) as machine:
+        assert find.get("gpu:1") is machine.gpus.get(1)
+        assert cupydriver.of_process() is machine.cuda
+    assert (find._gpus, cupydriver._opened) == before
 
 
 @pytest.mark.parametrize("name", ["", "cpu:", "cpu:-1", "tpu:0", "cpu:0 ", "cpu:0/1", "gpu:", "gpu:1/"])
@@ -43,4 +52,4 @@ def test_an_unknown_device_is_refused(name: str) -> None:
 def test_a_process_without_gpus_loads_nothing_for_them() -> None:
     code = "import sys\nfrom distrun_runtime.arrays import find\nfind.get('cpu:0')\nprint(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not {name for name in loaded if name.rpartition(".")[2] in ("cuda", "gpu", "programs", "cupy")}
+    assert not {name for name in loaded if name.rpartition(".")[2] in ("cuda", "cupydriver", "gpu", "programs", "cupy")}

@@ -26,7 +26,15 @@ from fakearrays import (
 
 from distrun_runtime.arrays import dlpack, dtypes, foreign
 from distrun_runtime.arrays.cuda import Cuda, Stream
-from distrun_runtime.arrays.foreign import LEGACY, PER_THREAD, DeviceView, device_array, device_output
+from distrun_runtime.arrays.foreign import (
+    LEGACY,
+    PER_THREAD,
+    DeviceView,
+    current_stream,
+    device_array,
+    device_output,
+    is_on_gpu,
+)
 from distrun_runtime.errors import KVError, StoreClosed
 
 OURS = 77
@@ -135,10 +143,12 @@ def test_what_is_not_contiguous_is_copied_by_torch_and_cupy_and_refused_of_other
         assert view.is_contiguous
         assert view.address == (memory if is_contiguous else memory.copied()).address
         assert (view.owner is value) is (make is CupyArray and is_contiguous)
-        if 0 not in strides:  # an output is written where it is
+        if is_contiguous:  # an output is written where it is
             out = device_output(value, Cuda(StandIn(2)))
             assert out is not None
-            assert (out.strides, out.is_contiguous) == (tuple(4 * step for step in strides), is_contiguous)
+            assert out.strides == tuple(4 * step for step in strides)
+        elif 0 not in strides:
+            refused(value, "is not contiguous (shape", is_output=True)
     if is_contiguous:
         assert seen(JaxArray(memory)).strides == tuple(4 * step for step in strides)
     else:
@@ -156,6 +166,26 @@ def test_arrays_in_host_memory_and_what_is_no_array_are_left_to_numpy(cuda: Cuda
         assert device_array(value, cuda, lambda device: Stream(device, OURS)) is None
         if not isinstance(value, JaxArray):
             assert device_output(value, cuda) is None
+        assert not is_on_gpu(value)
+
+
+def test_what_is_on_a_gpu_is_known_before_cuda_is_opened(libraries: Any) -> None:
+    for value in (
+        *(make(MEMORY) for make in (Tensor, CupyArray, JaxArray, Exporter, Interface)),
+        Exporter(MEMORY, dlpack.CUDA_MANAGED),
+    ):
+        assert is_on_gpu(value)
+    libraries[0].version.hip, libraries[1].cuda.runtime.is_hip = "6.2", True
+    for value, words in (
+        (Tensor(MEMORY), "a torch Tensor on ROCm (cuda:1); distrun uses GPUs by CUDA; fix: give tensor.cpu()"),
+        (CupyArray(MEMORY), "a cupy ndarray in memory of ROCm (device 1); distrun uses GPUs by CUDA"),
+        (Tensor(device=Device("mps", 0)), "a torch Tensor on mps:0; distrun uses GPUs by CUDA"),
+        (Tensor(MEMORY, layout="torch.sparse_csr"), "of layout torch.sparse_csr"),
+        (JaxArray(MEMORY, 10), "a jax Array in memory of ROCm (device 1); distrun uses GPUs by CUDA"),
+        (Exporter(MEMORY, 14), "in memory of oneAPI (device 1); distrun uses GPUs by CUDA"),
+    ):
+        assert not is_on_gpu(value)
+        assert words in str(foreign.refusal(value))
 
 
 # The caller's stream
@@ -212,7 +242,10 @@ def test_streams_of_the_interface_are_those_of_its_version(cuda: Cuda) -> None:
 
 def test_no_stream_that_captures_a_graph_is_used(libraries: Any) -> None:
     for module, make in zip(libraries[:2], (Tensor, CupyArray), strict=True):
+        assert current_stream(module.__name__, 1) == LEGACY
         module.is_capturing = True
+        with pytest.raises(KVError, match="is capturing a CUDA graph"):
+            current_stream(module.__name__, 1)
         refused(make(MEMORY), f"{module.__name__}'s current stream is capturing a CUDA graph")
 
 

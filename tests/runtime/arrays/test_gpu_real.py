@@ -11,8 +11,9 @@ import pytest
 from gpuhistories import EACH_HISTORY
 from gpukit import Machine, values
 
-from distrun_runtime.arrays import cuda, dtypes
+from distrun_runtime.arrays import cupydriver, dtypes
 from distrun_runtime.arrays.cpu import CpuDevice
+from distrun_runtime.arrays.cuda import CudaMissing
 from distrun_runtime.arrays.gpu import GpuDevice, Gpus
 
 pytestmark = pytest.mark.gpu
@@ -21,8 +22,8 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def gpus() -> Gpus:
     try:
-        return Gpus(cuda.of_process())
-    except cuda.CudaMissing as err:
+        return Gpus(cupydriver.of_process(), wait_s=60)
+    except CudaMissing as err:
         pytest.skip(str(err))
 
 

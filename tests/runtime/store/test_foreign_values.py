@@ -6,7 +6,9 @@ are made before anything is sent.
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,8 @@ from distrun_runtime.kvstore import KVStore
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import array_of, output_of, outputs, value_of, wanted
 
-HOST_ONLY = "this version reads and writes host memory only"
+NO_CUPY = "a GPU needs cupy, which is not installed. fix: pip install 'distrun[cuda12]'"
+BY_CUDA = "distrun uses GPUs by CUDA"
 
 
 @pytest.fixture(autouse=True)
@@ -47,19 +50,27 @@ def refused(words: str) -> Any:
     return pytest.raises(KVError, match=re.escape(words))
 
 
+def no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "cupy")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+
 ON_GPUS = [
-    (Tensor(Memory(device=1)), f"found a torch Tensor on cuda:1; {HOST_ONLY}; fix: give tensor.cpu()"),
-    (CupyArray(Memory()), f"found a cupy ndarray in memory of CUDA (device 0); {HOST_ONLY}; fix: give value.get()"),
-    (Interface(Memory()), f"found a fakearrays Interface in memory of a CUDA device; {HOST_ONLY}; fix: bring it to"),
-    (Exporter(Memory(device=3)), "found a fakearrays Exporter in memory of CUDA (device 3)"),
-    (Exporter(Memory(), dlpack.CUDA_MANAGED), "in memory of CUDA managed memory (device 0)"),
-    (Exporter(Memory(), 10), "in memory of ROCm (device 0)"),
-    (Tensor(device=Device("mps", 0)), f"found a torch Tensor on mps:0; {HOST_ONLY}; fix: give tensor.cpu()"),
+    (Tensor(Memory(device=1)), f"found a torch Tensor in the memory of a GPU; {NO_CUPY}"),
+    (Interface(Memory()), f"found a fakearrays Interface in the memory of a GPU; {NO_CUPY}"),
+    (Exporter(Memory(device=3)), f"found a fakearrays Exporter in the memory of a GPU; {NO_CUPY}"),
+    (Exporter(Memory(), dlpack.CUDA_MANAGED), NO_CUPY),
+    (JaxArray(Memory()), f"found a jax Array in the memory of a GPU; {NO_CUPY}"),
+    (Exporter(Memory(), 10), f"in memory of ROCm (device 0); {BY_CUDA}"),
+    (Tensor(device=Device("mps", 0)), f"found a torch Tensor on mps:0; {BY_CUDA}; fix: give tensor.cpu()"),
 ]
 
 
 @pytest.mark.parametrize(("value", "words"), ON_GPUS)
-def test_a_value_in_the_memory_of_a_gpu_is_refused_by_library_and_device(value: object, words: str) -> None:
+def test_without_cupy_a_value_on_a_gpu_is_refused_with_what_to_install(
+    value: object, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_cupy(monkeypatch)
     for call in (array_of, value_of):
         with refused(words) as caught:
             call("w", value)
@@ -70,20 +81,22 @@ def test_a_value_in_the_memory_of_a_gpu_is_refused_by_library_and_device(value: 
         RowSparse(np.ones((2, 3)), value, (4, 3))
     with refused(words):
         wanted("w", np.zeros((2, 3)), value)
+    if isinstance(value, Tensor):
+        with refused(words.partition("; fix: give")[0]):
+            output_of("w", value)
 
 
 @pytest.mark.parametrize(
     ("out", "words"),
     [
-        (Tensor(Memory(device=1)), f"found a torch Tensor on cuda:1; {HOST_ONLY}; fix: give a tensor in host memory"),
-        (CupyArray(Memory()), "fix: give an array of numpy, and copy it to the GPU with value.set(array)"),
-        (Interface(Memory()), "found a fakearrays Interface in memory of a CUDA device"),
+        (Tensor(device=Device("mps", 0)), f"found a torch Tensor on mps:0; {BY_CUDA}; fix: give a tensor in host"),
+        (Exporter(Memory(), 14), f"in memory of oneAPI (device 0); {BY_CUDA}; fix: give an array of numpy"),
         (JaxArray(Memory()), "found a jax Array, which cannot be written; fix: pull into an array of numpy"),
         (JaxArray(Memory(), dlpack.CPU), "found a jax Array, which cannot be written"),
         (Tensor(device=Device("meta")), "found a torch Tensor on the meta device, which has no values"),
         (Tensor(array=np.ones(2), negative=True), "its negative or conjugate bit is set"),
         (Tensor(array=np.ones(2), dtype="quint8", is_quantized=True), "of quantized dtype torch.quint8"),
-        (Exporter(Memory(), dlpack.CUDA_HOST), "an output is a numpy array that can be written or a torch tensor"),
+        (Exporter(Memory(), dlpack.CUDA_HOST), "an output is a numpy array that can be written, a torch tensor"),
     ],
 )
 def test_an_output_that_is_not_in_host_memory_or_not_writable_is_refused_by_name(out: object, words: str) -> None:
@@ -93,6 +106,12 @@ def test_an_output_that_is_not_in_host_memory_or_not_writable_is_refused_by_name
         assert str(caught.value).startswith("key 'w': ")
     with refused(words):
         wanted("w", out, [0, 1])
+
+
+@pytest.mark.parametrize("make", [Tensor, CupyArray, Interface, Exporter])
+def test_rows_are_not_written_to_a_gpu(make: Any) -> None:
+    with refused("in the memory of a GPU, but rows are written into host memory; fix: give an array of numpy"):
+        wanted("w", make(Memory()), [0, 1])
 
 
 @pytest.mark.parametrize(
@@ -166,8 +185,9 @@ def test_sparse_matrices_of_cupyx_go_through_the_host() -> None:
     assert found.to_dense().tolist() == host.toarray().tolist()
 
 
-def test_arrays_that_their_library_copies_to_the_host_are_taken() -> None:
+def test_without_cupy_arrays_that_their_library_copies_to_the_host_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """jax and numba do so when numpy asks: as all versions did."""
+    no_cupy(monkeypatch)
 
     class Copied(JaxArray):
         def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
@@ -199,11 +219,12 @@ def test_values_of_rows_may_be_tensors_in_host_memory() -> None:
 
 
 @pytest.mark.parametrize("name", ["local", "device", "dist_sync", "dist_device_async"])
-def test_every_store_refuses_gpu_arrays_and_goes_on(name: str) -> None:
+def test_without_cupy_every_store_refuses_gpu_arrays_and_goes_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_cupy(monkeypatch)
     on_gpu, array = Tensor(Memory((2,))), np.ones(2, np.float32)
 
     def script(kv: KVStore) -> None:
-        words = "found a torch Tensor on cuda:0"
+        words = f"found a torch Tensor in the memory of a GPU; {NO_CUPY}"
         with refused(f"key 'v': {words}"):
             kv.init("v", on_gpu)
         kv.init("w", array)

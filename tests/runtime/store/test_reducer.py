@@ -92,13 +92,13 @@ def test_the_merge_buffers_of_keys_are_spread_over_the_devices() -> None:
     records = [KeyRecord.of(name, n, value) for n, (name, value) in enumerate(values.items())]
     reducer.know(records)
     reducer.reduce([(record, [values[str(record.key)]] * 2) for record in records])
-    assert reducer.places == {"a": 0, "b": 1, "c": 1, "d": 0}
+    assert reducer.cpus.places == {"a": 0, "b": 1, "c": 1, "d": 0}
     late = KeyRecord.of("e", 4, np.ones(30))
     reducer.know([late])
     reducer.reduce([(late, [np.ones(30)] * 2)])
-    assert reducer.places["e"] == 0
+    assert reducer.cpus.places["e"] == 0
     reducer.reduce([(records[0], [values["a"]] * 4)])  # two devices more: all are placed again
-    assert reducer.places == {"e": 0, "a": 1, "b": 2, "c": 3, "d": 3}
+    assert reducer.cpus.places == {"e": 0, "a": 1, "b": 2, "c": 3, "d": 3}
 
 
 def compressing(*keys: str, size: int) -> KVStore:

@@ -192,7 +192,7 @@ def test_an_output_is_a_writable_numpy_array() -> None:
     for given, words in (
         (fixed, "the output is read-only"),
         (np.zeros(2, ">f8"), "byte order is foreign"),
-        (Foreign(out), "a torch tensor in host memory, not Foreign"),
+        (Foreign(out), "a torch tensor, or an array in GPU memory, not Foreign"),
         (None, "not NoneType"),
         (1.0, "not float"),
     ):

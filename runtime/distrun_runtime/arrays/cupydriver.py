@@ -1,0 +1,350 @@
+"""CUDA's calls by cupy, and this process's CUDA. cupy is imported when a GPU is asked for, never before."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from distrun_runtime.arrays import cubins
+from distrun_runtime.arrays.cuda import (
+    INSTALL,
+    NOT_READY,
+    Argument,
+    Cuda,
+    CudaError,
+    CudaMissing,
+    DriverError,
+    Event,
+    Host,
+    Loaded,
+    Place,
+    Pointer,
+    ProgramError,
+    Properties,
+    Read,
+    Stream,
+    Table,
+    Update,
+    Write,
+    forked_from,
+    never_freed,
+)
+from distrun_runtime.arrays.programs import OPTIONS, THREADS, Program
+
+__all__ = ["CupyDriver", "of_process", "open_cupy"]
+
+BLOCKS_PER_PROCESSOR = 16
+"""At most so many blocks are launched for each multiprocessor: kernels loop over what is left."""
+ELEMENTS_PER_THREAD = 4
+"""Kernels read and write 16 bytes at once where they can."""
+
+
+INITIALIZATION, INSUFFICIENT_DRIVER, NO_DEVICE = 3, 35, 100
+NOT_SUPPORTED = 801
+_PORTABLE, _READ_ONLY, _NON_BLOCKING, _EVENT_FLAGS, _ANY_DIRECTION = 1, 8, 1, 1 | 2, 4
+"""cudaHostRegisterPortable, ReadOnly; cudaStreamNonBlocking; cudaEventBlockingSync, DisableTiming; MemcpyDefault."""
+_REGISTERS_READ_ONLY = 113
+"""cudaDevAttrHostRegisterReadOnlySupported."""
+
+
+class _Runtime(Protocol):
+    """What is used of `cupy.cuda.runtime`, of cupy 14."""
+
+    def getDeviceCount(self) -> int: ...
+    def getDevice(self) -> int: ...
+    def setDevice(self, device: int) -> None: ...
+    def deviceGetAttribute(self, attrib: int, device: int) -> int: ...
+    def getDeviceProperties(self, device: int) -> Mapping[str, Any]: ...
+    def memGetInfo(self) -> tuple[int, int]: ...
+    def malloc(self, size: int) -> int: ...
+    def free(self, ptr: int) -> None: ...
+    def hostRegister(self, ptr: int, size: int, flags: int) -> None: ...
+    def hostUnregister(self, ptr: int) -> None: ...
+    def streamCreateWithPriority(self, flags: int, priority: int) -> int: ...
+    def streamDestroy(self, stream: int) -> None: ...
+    def eventCreateWithFlags(self, flags: int) -> int: ...
+    def eventDestroy(self, event: int) -> None: ...
+    def memcpyAsync(self, dst: int, src: int, size: int, kind: int, stream: int) -> None: ...
+    def memcpyPeerAsync(self, dst: int, dst_device: int, src: int, src_device: int, size: int, stream: int) -> None: ...
+    def memsetAsync(self, ptr: int, value: int, size: int, stream: int) -> None: ...
+    def eventRecord(self, event: int, stream: int) -> None: ...
+    def streamWaitEvent(self, stream: int, event: int, flags: int) -> None: ...
+    def eventQuery(self, event: int) -> int: ...
+    def eventSynchronize(self, event: int) -> None: ...
+    def deviceCanAccessPeer(self, device: int, peer_device: int) -> int: ...
+    def deviceEnablePeerAccess(self, peer_device: int) -> None: ...
+    def pointerGetAttributes(self, ptr: int) -> _PointerAttributes: ...
+
+
+class _PointerAttributes(Protocol):
+    """What is used of `cupy.cuda.runtime.PointerAttributes`."""
+
+    device: int
+
+
+class _Function(Protocol):
+    """A loaded kernel: `cupy.cuda.function.Function`."""
+
+    def __call__(
+        self, grid: tuple[int], block: tuple[int], args: tuple[object, ...], shared_mem: int, *, stream: _Handle
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """What cupy takes for a stream: anything with `ptr`."""
+
+    ptr: int
+
+
+class CupyDriver:
+    """CUDA's calls by cupy's thin layer, `cupy.cuda.runtime`; no arrays, pools or streams of cupy are used."""
+
+    def __init__(self, cupy: Any) -> None:
+        self._cupy = cupy
+        self._runtime = cast(_Runtime, cupy.cuda.runtime)
+        self._failures: tuple[type[Exception], ...] = (cupy.cuda.runtime.CUDARuntimeError, _driver_error(cupy))
+        self._processors: dict[int, int] = {}
+        self._used = 0
+        """A device that this process uses. What names no device would make a context on gpu:0, which takes memory."""
+        self._folder = cubins.find_folder()
+
+    @contextlib.contextmanager
+    def _told(self, device: int | None = None) -> Iterator[_Runtime]:
+        """Translate cupy's errors; make a device the current one of this thread meanwhile."""
+        runtime = self._runtime
+        try:
+            if device is None:
+                yield runtime
+                return
+            before = runtime.getDevice()
+            if before == device:
+                yield runtime
+                return
+            runtime.setDevice(device)
+            try:
+                yield runtime
+            finally:
+                runtime.setDevice(before)
+        except self._failures as err:
+            raise _driver_error_of(err) from err
+
+    def count(self) -> int:
+        with self._told() as runtime:
+            return runtime.getDeviceCount()
+
+    def properties(self, device: int) -> Properties:
+        with self._told() as runtime:
+            found = runtime.getDeviceProperties(device)
+        return Properties(
+            name=bytes(found["name"]).decode(errors="replace"),
+            uuid=bytes(found["uuid"]).hex(),
+            memory=int(found["totalGlobalMem"]),
+            architecture="sm_%d%d" % (found["major"], found["minor"]),
+            processors=int(found["multiProcessorCount"]),
+            bus="%04x:%02x:%02x" % (found["pciDomainID"], found["pciBusID"], found["pciDeviceID"]),
+        )
+
+    def memory(self, device: int) -> tuple[int, int]:
+        with self._told(device) as runtime:
+            free, total = runtime.memGetInfo()
+        return free, total
+
+    def alloc(self, device: int, nbytes: int) -> int:
+        with self._told(device) as runtime:
+            return runtime.malloc(nbytes)
+
+    def free(self, pointer: Pointer) -> None:
+        with self._told(pointer.device) as runtime:
+            runtime.free(pointer.address)
+
+    def register(self, host: Host, is_readonly: bool) -> None:
+        device = self._used
+        with self._told(device) as runtime:
+            if is_readonly and not runtime.deviceGetAttribute(_REGISTERS_READ_ONLY, device):
+                raise DriverError(NOT_SUPPORTED, "cudaErrorNotSupported", "read-only memory cannot be registered")
+            runtime.hostRegister(host.address, host.nbytes, _PORTABLE | (_READ_ONLY if is_readonly else 0))
+
+    def unregister(self, host: Host) -> None:
+        with self._told(self._used) as runtime:
+            runtime.hostUnregister(host.address)
+
+    def make_stream(self, device: int, priority: int) -> int:
+        self._used = device
+        with self._told(device) as runtime:
+            return runtime.streamCreateWithPriority(_NON_BLOCKING, priority)
+
+    def end_stream(self, device: int, handle: int) -> None:
+        with self._told(device) as runtime:
+            runtime.streamDestroy(handle)
+
+    def make_event(self, device: int) -> int:
+        with self._told(device) as runtime:
+            return runtime.eventCreateWithFlags(_EVENT_FLAGS)
+
+    def end_event(self, device: int, handle: int) -> None:
+        with self._told(device) as runtime:
+            runtime.eventDestroy(handle)
+
+    def copy(self, into: Place, source: Place, nbytes: int, stream: Stream) -> None:
+        with self._told(stream.device) as runtime:
+            # The direction follows from the addresses: all of them are of one address space.
+            runtime.memcpyAsync(into.address, source.address, nbytes, _ANY_DIRECTION, stream.handle)
+
+    def copy_peer(self, into: Pointer, source: Pointer, nbytes: int, stream: Stream) -> None:
+        with self._told(stream.device) as runtime:
+            runtime.memcpyPeerAsync(into.address, into.device, source.address, source.device, nbytes, stream.handle)
+
+    def fill(self, pointer: Pointer, byte: int, nbytes: int, stream: Stream) -> None:
+        with self._told(stream.device) as runtime:
+            runtime.memsetAsync(pointer.address, byte, nbytes, stream.handle)
+
+    def load(self, program: Program, device: int) -> Mapping[str, object]:
+        architecture = self.properties(device).architecture
+        try:
+            version = "%d.%d" % tuple(self._cupy.cuda.nvrtc.getVersion())
+        except Exception as err:  # cupy finds the library when it is first used
+            raise CudaMissing("cupy does not find NVRTC, CUDA's compiler: %s. fix: %s" % (err, INSTALL)) from err
+        with self._told(device):
+            code = cubins.kept(
+                self._folder, program.key, architecture, version, lambda: self._compiled(program, device)
+            )
+            module = self._cupy.cuda.function.Module()
+            module.load(code)
+            functions = {each.name: module.get_function(each.name) for each in program.kernels}
+        never_freed(module)  # its destructor calls CUDA
+        return functions
+
+    def _compiled(self, program: Program, device: int) -> bytes:
+        compiler = self._cupy.cuda.compiler
+        try:
+            # Not by RawModule, which adds -ftz=true behind any option: subnormal numbers would become zero.
+            code, _ = compiler.compile_using_nvrtc(program.source, OPTIONS, None, cache_in_memory=True)
+        except compiler.CompileException as err:
+            raise ProgramError("program %s does not compile for gpu:%d: %s" % (program.name, device, err)) from err
+        return bytes(code)
+
+    def launch(self, loaded: Loaded, kernel: str, arguments: Sequence[Argument], elements: int, stream: Stream) -> None:
+        device = loaded.device
+        if device not in self._processors:
+            self._processors[device] = self.properties(device).processors
+        wanted = -(-elements // (THREADS * ELEMENTS_PER_THREAD))
+        blocks = max(1, min(wanted, self._processors[device] * BLOCKS_PER_PROCESSOR))
+        function = cast(_Function, loaded.functions[kernel])
+        values = tuple(
+            np.uint64(each.pointer.address) if isinstance(each, (Read, Write, Update, Table)) else each
+            for each in arguments
+        )
+        with self._told(device):
+            function((blocks,), (THREADS,), (*values, np.int64(elements)), 0, stream=_Handle(stream.handle))
+
+    def record(self, event: Event, stream: Stream) -> None:
+        with self._told(stream.device) as runtime:
+            runtime.eventRecord(event.handle, stream.handle)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        with self._told(stream.device) as runtime:
+            runtime.streamWaitEvent(stream.handle, event.handle, 0)
+
+    def query(self, event: Event) -> bool:
+        with self._told(event.device) as runtime:
+            status = runtime.eventQuery(event.handle)  # the only call that returns its code
+            if status not in (0, NOT_READY):
+                raise self._failures[0](status)
+        return status == 0
+
+    def synchronize(self, event: Event) -> None:
+        with self._told(event.device) as runtime:
+            runtime.eventSynchronize(event.handle)
+
+    def can_access_peer(self, device: int, other: int) -> bool:
+        with self._told() as runtime:
+            return bool(runtime.deviceCanAccessPeer(device, other))
+
+    def enable_peer(self, device: int, other: int) -> None:
+        with self._told(device) as runtime:
+            runtime.deviceEnablePeerAccess(other)
+
+    def device_of(self, address: int) -> int:
+        with self._told() as runtime:
+            return runtime.pointerGetAttributes(address).device
+
+
+def _driver_error(cupy: Any) -> type[Exception]:
+    """Return what cupy raises where it calls CUDA's lower interface: when it loads and launches."""
+    found: type[Exception] = importlib.import_module("cupy_backends.cuda.api.driver").CUDADriverError
+    return found
+
+
+def _driver_error_of(error: Exception) -> DriverError:
+    # The text is `NAME: what it means`, of both kinds; the codes are the same where both have one.
+    name, _, text = str(error).partition(": ")
+    return DriverError(int(getattr(error, "status", 999)), name, text)
+
+
+def open_cupy() -> Cuda:
+    """Return CUDA by cupy.
+
+    Raises:
+        CudaMissing: cupy, a driver or a GPU is missing.
+    """
+    if sys.modules.get("cupy") is None and importlib.util.find_spec("cupy") is None:
+        raise CudaMissing("a GPU needs cupy, which is not installed. fix: %s" % INSTALL)
+    try:
+        cupy = importlib.import_module("cupy")
+        cuda = Cuda(CupyDriver(cupy))
+    except Exception as err:  # an installation can be broken in many ways
+        raise CudaMissing("cupy is installed, but fails: %s: %s. fix: %s" % (type(err).__name__, err, INSTALL)) from err
+    version = str(getattr(cupy, "__version__", "?"))
+    try:
+        found = cuda.count()
+    except CudaError as err:
+        if err.code not in (INITIALIZATION, INSUFFICIENT_DRIVER, NO_DEVICE):
+            raise
+        found, why = 0, "%s: %s" % (err.name, err.text)
+    else:
+        why = "it counts none"
+    if not found:
+        raise CudaMissing(
+            "cupy %s finds no GPU here (%s). fix: see whether 'nvidia-smi' lists one, whether its driver is new enough"
+            " for this cupy, and what CUDA_VISIBLE_DEVICES hides" % (version, why)
+        )
+    return cuda
+
+
+_opened: list[Cuda] = []
+"""This process's CUDA, or that of the process that it was forked from: at most one."""
+_opener: list[int] = []
+"""The process that has opened it, or is about to."""
+_lock = threading.Lock()
+
+
+def of_process() -> Cuda:
+    """Return this process's CUDA, opened by cupy with the first call.
+
+    Raises:
+        CudaMissing: cupy, a driver or a GPU is missing.
+        StoreClosed: the process was forked from one that had opened it.
+    """
+    if _opener and _opener[0] != os.getpid():  # the lock may be held here for ever
+        raise forked_from(_opener[0])
+    with _lock:
+        if not _opened:
+            _opener[:] = [os.getpid()]
+            try:
+                _opened.append(open_cupy())
+            except BaseException:
+                _opener.clear()
+                raise
+    cuda = _opened[0]
+    cuda.check()
+    return cuda

@@ -1,0 +1,390 @@
+"""Arrays of other libraries in GPU memory, as a script gives them to a store: order, lifetime, checks, errors.
+
+The libraries and the GPU are stood in for: it does its work as late as events allow, and finds what is not ordered.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import Cluster, open_store
+from fakearrays import FakeCupyArrays, FakeJax, FakeTorch, Interface, Library, Memory, Tensor, filled, put
+from gpukit import Machine, gpus_of_process
+
+from distrun_runtime import kvstore
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.borrowing import Loan
+from distrun_runtime.arrays.cuda import CudaError
+from distrun_runtime.arrays.gpu import GpuArray
+from distrun_runtime.errors import KVError, RuntimeFault
+from distrun_runtime.kvstore import KVStore, RowSparse
+from distrun_runtime.ps.session import Session
+from distrun_runtime.store import values
+from distrun_runtime.store.base import CallOptions, Selection, Value
+from distrun_runtime.store.local import LocalBackend
+from distrun_runtime.store.pending import Borrowed, CompletedCall, Pending
+
+KINDS = ("torch", "cupy", "interface", "no stream")
+EACH_KIND = pytest.mark.parametrize("kind", KINDS)
+Make = Callable[[str], Library]
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    with gpus_of_process(Machine(2)) as machine:
+        yield machine
+        machine.finish()
+
+
+@pytest.fixture
+def library(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Make:
+    modules = {"torch": FakeTorch(), "cupy": FakeCupyArrays(), "jax": FakeJax()}
+    put(monkeypatch, *modules.values())
+    return lambda kind: Library(kind, machine.cuda, modules)
+
+
+class Later(Pending):
+    """A call that is made when it is waited for."""
+
+    what = "a call"
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._is_done = False
+
+    @property
+    def is_done(self) -> bool:
+        return self._is_done
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if not self._is_done:
+            self._work()
+            self._is_done = True
+
+
+class Copies(LocalBackend):
+    """Keeps on the GPU what is pushed, late; what is pushed to several devices, of the last one."""
+
+    def __init__(self, is_late: bool = False) -> None:
+        super().__init__("local")
+        self.kept: dict[Any, GpuArray] = {}
+        self.error: Exception | None = None
+        self._is_late = is_late
+
+    def push(self, keys: Selection, values: Sequence[Value], call: CallOptions) -> Pending:
+        def work() -> None:
+            for record, value in zip(keys.records, values, strict=True):
+                self.kept[record.key] = value.device.put(value)
+            if self.error is not None:
+                raise self.error
+
+        return self._made_later(work, call)
+
+    def pull(self, keys: Selection, outs: Sequence[Sequence[Any]], call: CallOptions) -> Pending:
+        def work() -> None:
+            for record, arrays in zip(keys.records, outs, strict=True):
+                kept = self.kept[record.key]
+                for out in arrays:
+                    if isinstance(out, np.ndarray):
+                        kept.device.read(kept, out)
+                    else:
+                        out.device.write(out, kept)
+
+        return self._made_later(work, call)
+
+    def pushpull(
+        self, keys: Selection, values: Sequence[Value], outs: Sequence[Sequence[Any]], call: CallOptions
+    ) -> Pending:
+        def work() -> None:
+            self.push(keys, values, CallOptions()).wait()
+            for arrays in outs:
+                for out in arrays:
+                    out.device.write(out, filled(3))  # by another queue than that which reads the values
+
+        return self._made_later(work, call)
+
+    def _made_later(self, work: Callable[[], None], call: CallOptions) -> Pending:
+        if self._is_late and not call.waits:
+            return Later(work)
+        work()
+        return CompletedCall("a call")
+
+
+def store(is_late: bool = False) -> tuple[KVStore, Copies]:
+    backend = Copies(is_late)
+    kv = KVStore(backend)
+    kv.init("w", np.zeros((2, 3), np.float32))
+    return kv, backend
+
+
+def mine(backend: Copies) -> bytes:
+    kept = backend.kept["w"]
+    return kept.device.host(kept).tobytes()
+
+
+# What scripts do
+
+
+def overwritten_after_push(library: Library, wait: bool) -> None:
+    kv, backend = store(is_late=True)
+    array = library.array()
+    pending = kv.push("w", array, wait=wait)
+    if not wait:
+        pending.wait()
+    library.fill(array.pointer, 9)
+    assert mine(backend) == b"\7" * 24
+
+
+def used_after_pull(library: Library, wait: bool) -> None:
+    kv, _ = store(is_late=True)
+    kv.push("w", library.array())
+    out, host = library.array(), np.zeros((2, 3), np.float32)
+    library.fill(out.pointer, 1)
+    if library.kind == "no stream":
+        library.wait()
+    pending = kv.pull("w", [host, out], wait=wait)
+    if not wait:
+        assert not pending.is_done
+        pending.wait()
+        pending.wait()
+        assert pending.is_done
+    library.read(out.pointer)
+    assert library.found().tobytes() == host.tobytes() == b"\7" * 24
+
+
+def pushed_and_pulled_in_place(library: Library, wait: bool) -> None:
+    kv, backend = store(is_late=True)
+    array = library.array()
+    pending = kv.pushpull("w", array, wait=wait)
+    if not wait:
+        pending.wait()
+    library.read(array.pointer)
+    assert library.found().tobytes() == b"\3" * 24
+    assert mine(backend) == b"\7" * 24
+
+
+USES = (overwritten_after_push, used_after_pull, pushed_and_pulled_in_place)
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("wait", [True, False])
+@EACH_KIND
+def test_an_array_may_be_used_as_soon_as_it_is_given_back(
+    use: Callable[[Library, bool], None], wait: bool, kind: str, library: Make
+) -> None:
+    use(library(kind), wait)
+
+
+def nothing_is_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Borrowed, "take", lambda self, arrays: None)
+
+
+def nothing_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Borrowed, "give_back", lambda self: None)
+
+
+def a_call_that_goes_on_gives_back_when_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Borrowed, "until", lambda self, pending: self.give_back() or pending)
+
+
+def outputs_are_strangers_to_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loan, "_share", lambda self: None)
+
+
+@pytest.mark.parametrize(
+    ("use", "wait", "take_away"),
+    [
+        *((use, wait, nothing_is_borrowed) for use in USES for wait in (True, False)),
+        *((use, wait, nothing_is_given_back) for use in USES for wait in (True, False)),
+        *((use, False, a_call_that_goes_on_gives_back_when_it_returns) for use in USES),
+        (pushed_and_pulled_in_place, True, outputs_are_strangers_to_values),
+    ],
+)
+def test_a_guard_that_is_taken_away_is_missed(
+    use: Callable[[Library, bool], None],
+    wait: bool,
+    take_away: Callable[[pytest.MonkeyPatch], None],
+    library: Make,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    take_away(monkeypatch)
+    with pytest.raises(AssertionError, match="nothing orders"):
+        use(library("torch"), wait)
+    machine.standin.mistakes.clear()
+
+
+def test_values_of_jax_are_read_and_never_written(library: Make) -> None:
+    jax = library("jax")
+    kv, backend = store()
+    array = jax.array()
+    kv.push("w", array)
+    assert mine(backend) == b"\7" * 24
+    for call in (lambda: kv.pull("w", array), lambda: kv.pushpull("w", array)):
+        with pytest.raises(KVError, match="key 'w': the output: found a jax Array, which cannot be written"):
+            call()
+    jax.wait()
+
+
+def test_a_call_that_fails_gives_the_arrays_back(library: Make) -> None:
+    torch = library("torch")
+    kv, backend = store()
+    backend.error = KVError("no")
+    array = torch.array()
+    with pytest.raises(KVError, match="no"):
+        kv.push("w", array)
+    torch.fill(array.pointer, 9)  # would be found to be unordered
+
+
+def test_a_pending_that_borrows_is_what_it_is_without(library: Make) -> None:
+    torch = library("torch")
+    kv, _ = store(is_late=True)
+    kv.push("w", torch.array())
+    pending = kv.pull("w", torch.array(), wait=False)
+    assert (pending.what, pending.is_done, pending.skipped) == ("a call", False, {})
+    pending.wait()
+    assert repr(pending) == "<Pending a call: done>"
+
+
+# Values that go through the host
+
+
+@EACH_KIND
+@pytest.mark.parametrize("name", ["local", "device"])
+def test_a_first_value_is_copied_to_the_host(kind: str, name: str, library: Make) -> None:
+    its = library(kind)
+    kv, array, out = kvstore.create(name), its.array(), np.zeros((2, 3), np.float32)
+    kv.init("w", array)
+    its.fill(array.pointer, 9)
+    kv.pull("w", out)
+    assert out.tobytes() == b"\7" * 24
+    if kind == "no stream":
+        its.wait()
+    kv.assign("w", array)
+    its.fill(array.pointer, 1)
+    kv.pull("w", out)
+    assert out.tobytes() == b"\x09" * 24
+    assert kv._backend.check([]) is None
+
+
+def test_rows_on_a_gpu_go_through_the_host(library: Make, machine: Machine) -> None:
+    its = library("torch")
+    array = its.array()
+    numbers = Tensor(Memory((2,), "int64", address=machine.cuda.alloc(0, 16).address))
+    numbers.pointer = its.cuda.alloc(0, 16)  # type: ignore[attr-defined]
+    its.cuda.fill(numbers.pointer, 0, 16, its.stream)  # type: ignore[attr-defined]
+    numbers.memory.address = numbers.pointer.address  # type: ignore[attr-defined,union-attr]
+    kv = kvstore.create("local")
+    kv.init("t", RowSparse.empty((2, 3)))
+    kv.push("t", array)
+    rows = RowSparse.empty((2, 3))
+    kv.row_sparse_pull("t", rows, row_ids=numbers)
+    assert (rows.rows.tolist(), rows.values.tobytes()) == ([0], b"\7" * 12)
+    kv.push("t", RowSparse(array, numbers, (2, 3)))
+    kv.row_sparse_pull("t", rows, row_ids=[0])
+    assert rows.values.tobytes() == (filled(7)[0] * 2).tobytes()
+    with pytest.raises(KVError, match="rows are written into host memory"):
+        kv.row_sparse_pull("t", array, row_ids=[0, 1])
+
+
+# Checks
+
+
+def lent(machine: Machine, shape: tuple[int, ...], dtype: str = "float32", offset: int = 0, **options: Any) -> Tensor:
+    base = options.pop("base", None) or machine.cuda.alloc(0, 4096)
+    return Tensor(Memory(shape, dtype, address=base.address + offset, **options))
+
+
+def test_shape_dtype_and_strides_are_checked_as_of_arrays_in_host_memory(library: Make, machine: Machine) -> None:
+    library("torch")
+    kv, _ = store()
+    kv.init("h", np.zeros((2, 3), np.uint16).view(dtypes.BFLOAT16))
+    for noun, call in (("pushed value", kv.push), ("output", kv.pull)):
+        for wrong in (lent(machine, (3, 2)), lent(machine, (2, 3), "float64")):
+            with pytest.raises(KVError, match=r"key 'w': the %s has shape .* but the key has shape \(2, 3\)" % noun):
+                call("w", wrong)
+    with pytest.raises(KVError, match=r"key 'w': the output: a torch Tensor is not contiguous \(shape \(2, 3\)"):
+        kv.pull("w", lent(machine, (2, 3), strides=(1, 2)))
+    half = values.array_of("h", lent(machine, (2, 3), "bfloat16"))
+    assert isinstance(half, GpuArray)
+    assert half.dtype == dtypes.BFLOAT16
+    kv.init("i", np.zeros(2, np.int32))
+    with pytest.raises(KVError, match="key 'i': int32 values are pushed with scale 1"):
+        kv.push("i", lent(machine, (2,), "int32"), scale=0.5)
+
+
+def test_outputs_that_share_memory_on_a_gpu_are_refused(library: Make, machine: Machine) -> None:
+    library("torch")
+    base = machine.cuda.alloc(0, 4096)
+
+    def out(offset: int, shape: tuple[int, ...] = (2, 3)) -> Tensor:
+        return lent(machine, shape, offset=offset, base=base)
+
+    host = np.zeros((2, 3), np.float32)
+    values.outputs(["a", "b", "c"], [[out(0), out(0), host], out(24), out(48)])
+    with pytest.raises(KVError, match="keys 'a' and 'b': their outputs share memory"):
+        values.outputs(["a", "b"], [[out(0), host], out(20)])
+    for other in (out(4), out(0, (6,)), out(0, (1, 3))):
+        with pytest.raises(KVError, match="key 'a': two of its outputs share memory"):
+            values.outputs("a", [out(0), host, other])
+
+
+def test_an_array_that_cannot_be_used_is_refused_by_key(library: Make, machine: Machine) -> None:
+    its = library("interface")
+    kv, _ = store()
+    address = machine.cuda.alloc(0, 24).address
+    with pytest.raises(KVError, match="key 'w': a fakearrays Interface has a mask"):
+        kv.push("w", Interface(Memory(address=address), more={"mask": object()}))
+    with pytest.raises(KVError, match="key 'w': the output: a fakearrays Interface is read-only"):
+        kv.pull("w", Interface(Memory(address=address), is_readonly=True))
+    machine.standin.fail("record", code=2)
+    with pytest.raises(KVError, match=re.escape("record on gpu:0 failed")):
+        kv.push("w", Interface(Memory(address=address), stream=its.stream.handle))
+
+
+def test_streams_of_two_libraries_in_one_call_are_both_waited_for(library: Make) -> None:
+    torch, cupy = library("torch"), library("cupy")
+    kv, backend = store()
+    kv.init("v", np.zeros((2, 3), np.float32))
+    first, second = torch.array(), cupy.array()
+    torch.modules["torch"].streams[0] = torch.stream.handle
+    kv.push(["w", "v"], [first, second])
+    torch.fill(first.pointer, 1)
+    cupy.fill(second.pointer, 2)
+    assert mine(backend) == b"\7" * 24
+
+
+# A GPU that fails for good
+
+
+@pytest.mark.parametrize("call", ["copy", "wait"])
+def test_a_gpu_that_fails_for_good_leaves_the_store_failed_and_it_closes(
+    machine: Machine, library: Make, call: str
+) -> None:
+    """Every later call says the same. Who waits for this worker hears that it is gone: nobody hangs."""
+
+    def script(session: Session) -> str:
+        kv = open_store("dist_sync", session)
+        kv.init("w", np.zeros((2, 3), np.float32))
+        if kv.rank == 1:
+            with pytest.raises(RuntimeFault) as caught:
+                kv.pushpull("w", np.ones((2, 3), np.float32))
+            return str(caught.value)
+        given = library("torch").array()
+        machine.standin.fail(call)
+        out = np.ones((2, 3), np.float32)
+        for each in (lambda: kv.push("w", given), lambda: kv.push("w", out), lambda: kv.pull("w", out), kv.stats):
+            with pytest.raises(CudaError, match=f"{call} on gpu:0 failed: cudaErrorIllegalAddress"):
+                each()
+        kv.close()
+        session.end()
+        return "closed"
+
+    with Cluster(2, 1) as made:
+        closed, told = made.run_sessions(script)
+    assert closed == "closed"
+    assert "worker-0" in told

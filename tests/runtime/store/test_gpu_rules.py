@@ -1,0 +1,272 @@
+"""A `device` store whose values come from GPUs: weights and states are there, with the bytes of a `local` store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gpukit import Machine, values
+from gpustores import Store, put
+
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.device import is_host
+from distrun_runtime.errors import KVError
+from distrun_runtime.kvstore import RowSparse
+from distrun_runtime.ops import fuse
+from distrun_runtime.ops.optimizers import RULES, change_of, make, spec_of
+from distrun_runtime.store.base import CallOptions
+from distrun_runtime.store.compress import Compression
+from distrun_runtime.store.local import LocalBackend
+
+F32 = np.dtype(np.float32)
+SHAPES = {"w": (7, 3), "b": (5,)}
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    machine = Machine(2)
+    yield machine
+    machine.finish()
+
+
+class Pair:
+    """A `device` store that gets values from GPUs, and a `local` one that gets the same from host memory."""
+
+    def __init__(self, machine: Machine, dtype: Any = F32) -> None:
+        self.machine = machine
+        first = {key: values(shape, dtype, number) for number, (key, shape) in enumerate(SHAPES.items())}
+        self.device, self.local = (Store(LocalBackend(kind), dict(first)) for kind in ("device", "local"))
+        self.dtype = dtype
+        self.turn = 0
+
+    def both(self, work: Callable[[LocalBackend], object]) -> None:
+        for store in (self.device, self.local):
+            assert isinstance(store.backend, LocalBackend)
+            work(store.backend)
+
+    def push(self, *places: str, scale: float = 1.0) -> None:
+        self.turn += 1
+        given = [
+            [values(shape, self.dtype, 100 * self.turn + 10 * number + k) for k in range(len(places))]
+            for number, shape in enumerate(SHAPES.values())
+        ]
+        self.local.push(*given, scale=scale)
+        moved = [[put(self.machine, place, each) for place, each in zip(places, its, strict=True)] for its in given]
+        self.device.push(*moved, scale=scale)
+
+    @property
+    def weights(self) -> Any:
+        backend: Any = self.device.backend
+        return backend._weights
+
+    @property
+    def where(self) -> set[str]:
+        """Names of the devices that have the weights, and the states, of the `device` store."""
+        arrays = [*self.weights.values.values()]
+        for state in self.weights.states.values():
+            arrays += [part for part in state.values() if hasattr(part, "nbytes")]
+        return {"host" if is_host(array) else array.device.name for array in arrays}
+
+    def check(self) -> None:
+        for found, right in zip(self.device.pulled(), self.local.pulled(), strict=True):
+            assert found.tobytes() == right.tobytes()
+        other: Any = self.local.backend
+        for key, state in other._weights.states.items():
+            mine = self.weights.state_on_host(key)
+            assert mine.keys() == state.keys()
+            for name, part in state.items():
+                same = mine[name].tobytes() == part.tobytes() if isinstance(part, np.ndarray) else mine[name] == part
+                assert same, name
+
+
+FUSED = [name for name in RULES if not fuse.why_not(make(name, {}))]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_rules_have_the_same_bytes_on_gpus(machine: Machine, name: str) -> None:
+    pair = Pair(machine)
+    pair.both(lambda backend: backend.set_rule(spec_of(name, {}), False))
+    pair.push("gpu:0")
+    assert pair.where == {"gpu:0"}
+    pair.push("gpu:0", "gpu:1", "gpu:0/1")
+    pair.push("gpu:1", scale=0.5)
+    pair.both(lambda backend: backend.change_rule(change_of({"rescale_grad": 0.25})))
+    pair.push("gpu:0")
+    assert pair.where == {"gpu:0"}
+    pair.check()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_masters_of_sixteen_bit_weights_are_on_the_gpu(machine: Machine, dtype: str) -> None:
+    pair = Pair(machine, dtypes.parse(dtype))
+    pair.both(lambda backend: backend.set_rule(spec_of("adam", {"multi_precision": True}), False))
+    pair.push("gpu:0")
+    pair.push("gpu:0", "gpu:0/1")
+    assert pair.where == {"gpu:0"}
+    pair.check()
+    assigned = [(record, values(record.shape, pair.dtype, 7)) for record in pair.device.keys.records]
+    pair.both(lambda backend: backend.assign(assigned, 0))
+    pair.push("gpu:0")
+    pair.check()
+    assert pair.where == {"gpu:0"}
+
+
+@pytest.mark.parametrize("dtype", dtypes.NAMES)
+def test_without_a_rule_the_scaled_sum_replaces_the_weight_on_its_gpu(machine: Machine, dtype: str) -> None:
+    pair = Pair(machine, dtypes.parse(dtype))
+    scale = 0.5 if dtypes.is_float(pair.dtype) else 3.0
+    for places in (["gpu:1"], ["gpu:0", "host"], ["gpu:1", "gpu:0"]):
+        pair.push(*places, scale=scale)
+        assert pair.where == {"gpu:1"}
+        pair.check()
+    assigned = [(record, values(record.shape, pair.dtype, 7)) for record in pair.device.keys.records]
+    pair.both(lambda backend: backend.assign(assigned, 0))
+    assert pair.where == {"gpu:1"}
+    pair.check()
+
+
+def test_values_in_host_memory_bring_weight_and_state_back(machine: Machine) -> None:
+    pair = Pair(machine)
+    pair.both(lambda backend: backend.set_rule(spec_of("adam", {}), False))
+    for places, where in ((["gpu:0"], "gpu:0"), (["host", "host"], "host"), (["gpu:1"], "gpu:1")):
+        pair.push(*places)
+        assert pair.where == {where}
+        pair.check()
+
+
+class Halving:
+    """An updater."""
+
+    def __call__(self, key: Any, received: Any, stored: Any) -> None:
+        stored += received / 2
+
+
+@pytest.mark.parametrize("what", ["updater", "lamb", "sgld", "rules_of_users:Sign"])
+def test_what_no_kernel_can_do_is_done_in_host_memory(machine: Machine, what: str) -> None:
+    pair = Pair(machine)
+    pair.push("gpu:0")
+    assert pair.where == {"gpu:0"}
+    if what == "updater":
+        pair.both(lambda backend: backend.set_updater(Halving()))
+    else:
+        pair.both(lambda backend: backend.set_rule(spec_of(what, {}), True))
+    pair.push("gpu:0", "gpu:1")
+    pair.push("gpu:0")
+    assert pair.where == {"host"}
+    pair.check()
+
+
+def test_a_rule_in_place_of_another_takes_over_what_both_know(machine: Machine) -> None:
+    pair = Pair(machine)
+    pair.both(lambda backend: backend.set_rule(spec_of("adam", {}), False))
+    pair.push("gpu:0")
+    for name in ("adamw", "sgd", "lamb", "adam"):
+        pair.both(lambda backend, name=name: backend.set_rule(spec_of(name, {}), True))
+        pair.push("gpu:0")
+        assert pair.where == {"host" if name == "lamb" else "gpu:0"}
+        pair.check()
+
+
+def test_row_sparse_keys_stay_in_host_memory_beside_dense_ones_on_a_gpu(machine: Machine) -> None:
+    store = Store(LocalBackend("device"), {"t": RowSparse.empty((4, 2), "float32"), "w": np.zeros(3, F32)})
+    store.backend.set_rule(spec_of("sgd", {"learning_rate": 1.0}), False)
+    rows = RowSparse(np.ones((2, 2), F32), [3, 1], (4, 2))
+    store.push([rows], [machine.gpus.get(0).put(np.ones(3, F32))])
+    taken: list[Any] = []
+    store.backend.pull_rows([(store.records["t"], np.array([1, 2]), taken.append)], CallOptions())
+    assert taken[0].tolist() == [[-1, -1], [0, 0]]
+    assert store.pulled()[1].tolist() == [-1, -1, -1]
+    store.backend.close()
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_states_that_are_saved_on_one_device_are_loaded_on_the_other(
+    machine: Machine, name: str, tmp_path: Path
+) -> None:
+    folders = [str(tmp_path / "device"), str(tmp_path / "local")]
+    pair = Pair(machine)
+    spec = spec_of(name, {"momentum": 0.9} if name == "sgd" else {})
+    pair.both(lambda backend: backend.set_rule(spec, False))
+    pair.push("gpu:0", "gpu:1")
+    for store, folder in zip((pair.device, pair.local), folders, strict=True):
+        store.backend.save(folder)
+    other = Pair(machine)
+    other.push("gpu:1")
+    other.device.backend.load(folders[1])
+    other.local.backend.load(folders[0])
+    for each in (pair, other):
+        each.turn = 9
+        each.push("gpu:0")
+        each.check()
+    for found, right in zip(other.device.pulled(), pair.device.pulled(), strict=True):
+        assert found.tobytes() == right.tobytes()
+
+
+def test_a_closed_store_gives_its_memory_back(machine: Machine) -> None:
+    pair = Pair(machine)
+    pair.both(lambda backend: backend.set_rule(spec_of("adam", {}), False))
+    pair.push("gpu:0")
+    pair.push("gpu:1", "gpu:0")
+    assert machine.gpus.get(0).pool.size > 0
+    pair.device.backend.close()
+    assert machine.gpus.get(0).pool.size == 0
+
+
+def test_each_gpus_values_are_compressed_with_a_residual_of_their_own(machine: Machine) -> None:
+    found = []
+    for kind in ("host", "gpu:1"):
+        store = Store(LocalBackend("device"), {"w": np.zeros(40, F32)})
+        store.backend.compress(Compression.of({"type": "2bit", "threshold": 0.5, "min_size": 0}), None)
+        for _ in range(5):
+            store.push([put(machine, kind, np.full(40, value, F32)) for value in (0.4, 0.1)])
+        found.append(store.pulled()[0].tobytes())
+        with pytest.raises(KVError, match="key 'w'"):
+            store.push([put(machine, kind, np.full(40, np.nan, F32))])
+    assert found[0] == found[1] == np.full(40, 1.0, F32).tobytes()
+
+
+# Failures
+
+
+def test_too_little_memory_fails_by_key_and_the_store_goes_on(machine: Machine) -> None:
+    gpu = machine.gpus.get(0, limit=64 * 1024)
+    store = Store(LocalBackend("device"), {"small": np.zeros(100, F32), "large": np.zeros(7000, F32)})
+    store.backend.set_rule(spec_of("adam", {}), False)
+    given = [[gpu.put(np.ones(100, F32))], [gpu.put(np.ones(7000, F32))]]
+    with pytest.raises(KVError, match=r"key 'large': alloc on gpu:0 failed: .* wanted \d+ bytes"):
+        store.push(*given)
+    with pytest.raises(KVError, match=r"key 'large': alloc on gpu:0 failed"):
+        store.backend.reducer.reduce([(store.records["large"], given[1] * 2)])
+    before = store.pulled()
+    assert before[0].any()
+    assert not before[1].any()
+    store.push([np.ones(100, F32)], [np.ones(7000, F32)])  # in host memory there is room
+    assert store.pulled()[1].any()
+    store.backend.close()
+
+
+@pytest.mark.parametrize("call", ["copy", "launch", "record", "wait", "alloc"])
+def test_a_call_that_fails_once_leaves_the_store_usable(call: str) -> None:
+    told: list[str] = []
+    for nth in range(1, 100):
+        machine = Machine(2)
+        pair = Pair(machine)
+        pair.both(lambda backend: backend.set_rule(spec_of("sgd", {"momentum": 0.9}), False))
+        pair.push("gpu:0")
+        machine.standin.fail(call, nth=nth, code=1)
+        try:
+            pair.push("gpu:0", "gpu:1")
+        except KVError as err:
+            told.append(str(err))
+        if len(told) < nth:
+            break
+        pair.push("gpu:0")
+        assert pair.where == {"gpu:0"}
+        pair.device.pulled()
+        pair.device.backend.close()
+        machine.finish()
+    assert len(told) > 2
+    assert all("on gpu:" in text and "invalid argument" in text for text in told)

@@ -1,0 +1,177 @@
+"""Values and outputs in GPU memory, in stores that sum on the host and on devices: the same bytes as from host memory.
+
+The GPUs are those of the stand-in, which fails the test if a copy or kernel is not ordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import Cluster
+from gpukit import Machine, values
+from gpustores import Store, host, put
+
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.ps.session import Session
+from distrun_runtime.store.base import CallOptions
+from distrun_runtime.store.compress import Compression
+from distrun_runtime.store.dist import DistBackend
+from distrun_runtime.store.local import LocalBackend
+
+F32 = np.dtype(np.float32)
+PLACES = ["gpu:0", "gpu:1", "gpu:0/0", "gpu:0/1", "host"]
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    machine = Machine(2)
+    yield machine
+    machine.finish()
+
+
+def expected(given: Sequence[Array]) -> Array:
+    wide = dtypes.widen(given[0]).copy()
+    with np.errstate(over="ignore"):
+        for each in given[1:]:
+            wide = wide + dtypes.widen(each)
+    return dtypes.narrow(wide, given[0].dtype)
+
+
+@pytest.mark.parametrize("kind", ["local", "device"])
+@pytest.mark.parametrize("dtype", dtypes.NAMES)
+@pytest.mark.parametrize(
+    "places",
+    [
+        ["gpu:0"],
+        ["gpu:0", "gpu:1"],
+        ["gpu:1", "gpu:0/1", "gpu:0/0"],
+        ["host", "gpu:0", "gpu:0"],
+        ["gpu:1", "host"],
+    ],
+    ids="-".join,
+)
+def test_sums_of_values_on_gpus_have_the_bytes_of_sums_in_host_memory(
+    machine: Machine, kind: str, dtype: str, places: list[str]
+) -> None:
+    dt = dtypes.parse(dtype)
+    shapes = [(5, 3), (40,), ()]
+    store = Store(LocalBackend(kind), {n: np.zeros(shape, dt) for n, shape in enumerate(shapes)})
+    given = [[values(shape, dt, 10 * n + k) for k in range(len(places))] for n, shape in enumerate(shapes)]
+    store.push(*[[put(machine, place, each) for place, each in zip(places, its, strict=True)] for its in given])
+    for its, found in zip(given, store.pulled(), strict=True):
+        assert found.tobytes() == expected(its).tobytes()
+    store.backend.close()
+
+
+@pytest.mark.parametrize("kind", ["local", "device"])
+def test_outputs_on_every_device_get_the_value(machine: Machine, kind: str) -> None:
+    store = Store(LocalBackend(kind), {"w": values((6, 4), F32), "v": values((3,), F32)})
+    for turn in range(2):
+        outs = [[put(machine, place, np.zeros(record.shape, F32)) for place in PLACES] for record in store.keys.records]
+        across = np.zeros((4, 6), F32)
+        store.pull([[*outs[0], across.T], outs[1]])
+        for its, value in zip(outs, store.pulled(), strict=True):
+            assert [host(out).tobytes() for out in its] == [value.tobytes()] * len(its)
+        assert across.T.tobytes() == store.pulled()[0].tobytes()
+        store.push(*[[put(machine, "gpu:0", values(r.shape, F32, 5 + turn))] for r in store.keys.records])
+    store.backend.close()
+
+
+# Distributed stores
+
+
+def in_a_job(script: Any, kind: str, over: str, workers: int = 2) -> list[Any]:
+    """Run `script(backend, rank)` in every worker of a job with two servers."""
+
+    def work(session: Session) -> Any:
+        backend = DistBackend(kind, session, deterministic=True)
+        try:
+            return script(backend, backend.rank)
+        finally:
+            backend.close()
+
+    with Cluster(workers, 2, over=over, bigarray_bound=100) as job:
+        return job.run_sessions(work)
+
+
+SHAPES = [(5, 3), (70, 2), (20000,), ()]
+
+
+@pytest.mark.parametrize("over", ["inproc", "segments"])
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_device_sync"])
+@pytest.mark.parametrize("wait", [True, False])
+def test_workers_with_values_on_gpus_have_the_results_of_workers_without(
+    machine: Machine, kind: str, over: str, wait: bool
+) -> None:
+    def script(backend: DistBackend, rank: int) -> list[list[bytes]]:
+        store = Store(backend, {n: np.zeros(shape, F32) for n, shape in enumerate(SHAPES)})
+        found = []
+        for turn in range(4):
+            given = [[values(shape, F32, 100 * rank + 10 * turn + k) for k in range(2)] for shape in SHAPES]
+            at = ["host", "host"] if turn == 3 else [["gpu:0", "gpu:0"], ["gpu:1", "gpu:0/1"], ["host", "gpu:1"]][turn]
+            pushed = store.push(
+                *[[put(machine, place, each) for place, each in zip(at, its, strict=True)] for its in given], wait=wait
+            )
+            outs = [[put(machine, place, np.zeros(shape, F32)) for place in ("gpu:0", "gpu:1")] for shape in SHAPES]
+            pulled = store.pull(outs, wait=wait)
+            if not wait:
+                pushed.wait()
+                pulled.wait()
+            found.append([host(out).tobytes() for its in outs for out in its])
+        return found
+
+    first, second = in_a_job(script, kind, over)
+    assert first == second
+    for turn, found in enumerate(first):
+        totals = []
+        for shape in SHAPES:
+            sums = [expected([values(shape, F32, 100 * rank + 10 * turn + k) for k in range(2)]) for rank in range(2)]
+            totals += [expected(sums).tobytes()] * 2
+        assert found == totals
+
+
+def test_a_pushpull_may_write_the_values_that_it_pushes(machine: Machine) -> None:
+    def script(backend: DistBackend, rank: int) -> bytes:
+        store = Store(backend, {"w": np.zeros(3000, F32)})
+        gradients = [put(machine, "gpu:%d" % n, values((3000,), F32, 10 * rank + n)) for n in range(2)]
+        for _ in range(2):
+            sums = backend.reducer.reduce([(store.keys.records[0], gradients)])
+            backend.pushpull(store.keys, sums, [gradients], CallOptions(lent=True)).wait()
+        assert host(gradients[0]).tobytes() == host(gradients[1]).tobytes()
+        return host(gradients[0]).tobytes()
+
+    first = [expected([values((3000,), F32, 10 * rank + n) for n in range(2)]) for rank in range(2)]
+    twice = expected([expected(first)] * 2)
+    assert in_a_job(script, "dist_device_sync", "segments") == [expected([twice] * 2).tobytes()] * 2
+
+
+def test_values_on_gpus_are_compressed_on_their_way_to_servers(machine: Machine) -> None:
+    def script(backend: DistBackend, rank: int) -> bytes:
+        backend.compress(Compression.of({"type": "2bit", "threshold": 0.5, "min_size": 0, "two_way": True}), None)
+        store = Store(backend, {"w": np.zeros(100, F32)})
+        store.push([put(machine, "gpu:0", np.full(100, 0.7, F32))])
+        out = put(machine, "gpu:1", np.zeros(100, F32))
+        store.pull([[out]])
+        return host(out).tobytes()
+
+    found = in_a_job(script, "dist_device_sync", "inproc")
+    assert found[0] == found[1]
+    assert set(np.frombuffer(found[0], F32)) == {np.float32(0.5)}
+
+
+def test_a_gpus_outputs_of_a_skipped_round_stay_as_they_are(machine: Machine) -> None:
+    def script(backend: DistBackend, rank: int) -> bytes:
+        store = Store(backend, {"w": np.zeros(100, F32)})
+        out = put(machine, "gpu:0", np.full(100, 7, F32))
+        if rank:
+            backend.skip(list(store.keys.records), {"why": "test"}).wait()
+        else:
+            sums = backend.reducer.reduce([(store.keys.records[0], [put(machine, "gpu:0", np.ones(100, F32))])])
+            backend.pushpull(store.keys, sums, [[out]], CallOptions(lent=True)).wait()
+        return host(out).tobytes()
+
+    assert in_a_job(script, "dist_device_sync", "inproc") == [np.full(100, 7, F32).tobytes()] * 2
