@@ -697,6 +697,28 @@ def copies(card: Card, plan: Plan) -> Iterator[Row]:
             locked, other, least = times[name], times[name + ", other"], times["bus " + name]
             yield row(work + ", page-locked", against, locked, least, goal=goal, moved_bytes=nbytes)
             yield row(work + ", other memory", against, other, least, moved_bytes=nbytes)
+    yield from model_copies(card, plan)
+
+
+def model_copies(card: Card, plan: Plan) -> Iterator[Row]:
+    """Copies of all of a model's tensors by one call, as a store makes them, to page-locked memory and from there."""
+    device, sizes = card.device, [math.prod(shape) for shape in plan.shapes()]
+    total = sum(sizes)
+    array, host = card.random(total), card.locked(4 * total)
+    ends = list(itertools.accumulate(sizes))
+    flat = host.view(F32)
+    pairs = [(card.random(size, F32, end), flat[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+    ways = {
+        "bus out": bus(card, array, host, is_out=True),
+        "bus in": bus(card, array, host, is_out=False),
+        "out": Contestant(lambda _: device.read_all(pairs), None),
+        "in": Contestant(lambda _: device.write_all(pairs), None),
+    }
+    times = compare(card, plan, ways)
+    for name in ("out", "in"):
+        work = "%d tensors of %s %s, page-locked" % (len(sizes), plan.model, name)
+        against = "a plain copy of as many bytes"
+        yield row(work, against, times[name], times["bus " + name], goal=0.9, moved_bytes=4 * total)
 
 
 def bus(card: Card, array: GpuArray, host: Any, *, is_out: bool) -> Contestant:

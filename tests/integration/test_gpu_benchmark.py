@@ -97,6 +97,25 @@ def test_nan_is_no_right_result(gpu: ModuleType) -> None:
         gpu.right(math.nan, 1.0, "this")
 
 
+def test_sums_of_a_models_tensors_have_goals_by_events_and_by_the_wall(gpu: ModuleType, card: Any) -> None:
+    part = found_by(gpu, card, "model")
+    assert (part.state, part.text) == ("done", "")
+    assert [(row.goal, row.against) for row in part.rows] == [
+        *((0.75, gpu.LIMIT), (1.0, "0.3 ms"), (None, gpu.LIMIT)),
+        *((0.75, gpu.LIMIT), (0.75, gpu.LIMIT)),
+    ]
+    assert part.rows[1].wall_s == part.rows[0].wall_s
+    assert all(row.error < 1e-6 for row in part.rows if row.goal == 0.75)
+
+
+def test_a_wrong_bucket_fails_its_section(gpu: ModuleType, card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = card.device
+    monkeypatch.setattr(device, "gather", lambda lists, bucket: device.write(bucket, card.random(bucket.size)))
+    part = found_by(gpu, card, "model")
+    assert part.state == "failed"
+    assert "is wrong" in part.text
+
+
 def test_kernels_of_codecs_are_measured_beside_their_bytes(gpu: ModuleType, card: Any) -> None:
     part = found_by(gpu, card, "codecs", elements=33)
     assert (part.state, part.text) == ("done", "")
@@ -130,6 +149,8 @@ def test_copies_are_measured_beside_plain_ones_and_those_of_4_mib_have_a_goal(gp
     assert [(row.work, row.goal) for row in part.rows if row.goal] == [
         ("4 MiB out, page-locked", 0.9),
         ("4 MiB in, page-locked", 0.9),
+        ("5 tensors of 5x300 out, page-locked", 0.9),
+        ("5 tensors of 5x300 in, page-locked", 0.9),
     ]
     assert all(row.event_s is None for row in part.rows)
 
@@ -240,7 +261,7 @@ machine = Machine(1)
 found = {}
 with gpus_of_process(machine):
     card = gpu.Card(machine.gpus.get(0), drycard.cupy_of(machine), drycard.Torch(machine, torch))
-    for name in ("rules",):
+    for name in gpu.WITH_TORCH:
         part = gpu.measured(card, name, gpu.SMALL, lambda part: None)
         found[name] = [part.state, part.text, {row.work + ": " + row.against: row.goal for row in part.rows}]
 machine.finish()
@@ -259,7 +280,8 @@ def test_sums_and_rules_beside_torch() -> None:
     found = json.loads(done.stdout)
     for state, text, _ in found.values():
         assert (state, text) == ("done", "")
-    rules = found["rules"][2]
+    peers, rules = found["peers"][2], found["rules"][2]
+    assert set(peers.values()) == {None, 0.97, 1.6, 2.0, 1.0}
     assert {work.partition(",")[0]: goal for work, goal in rules.items() if "fused" in work} == {
         **{"sgd": 1.0, "adam": 1.0, "torch_adamw": 1.0}
     }
