@@ -287,7 +287,7 @@ class StandIn:
         block.data[:] = NAN
 
     @call
-    def register(self, host: Host) -> None:
+    def register(self, host: Host, is_readonly: bool) -> None:
         for block in self._registered:
             if host.address < block.end and block.address < host.address + host.nbytes:
                 raise error(712)

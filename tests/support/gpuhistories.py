@@ -175,6 +175,76 @@ def arrays_are_borrowed(machine: Machine) -> None:
     check(found, out)
 
 
+def lists_are_gathered_and_scattered(machine: Machine) -> None:
+    """Rounds of a training loop."""
+    device = machine.gpus.get(0)
+    sizes = (100, 0, 7, 300)
+    given = [[values((size,), F32, 2 * size + part) for part in range(2)] for size in sizes]
+    lists = [[device.put(part) for part in parts] for parts in given]
+    bucket, outs = device.empty((407,), F32), [device.empty((size,), F32) for size in sizes]
+    for turn in range(4):
+        if turn == 2:
+            device.synchronize()
+            device.pool.trim()  # the tables go, and are made again
+        expected = [total(parts) for parts in given]
+        device.gather(lists, bucket)
+        # What was read is written by another stream: the first and the last of each list is the first once.
+        tensors = list(range(len(sizes)))[:: (1, -1)[turn % 2]]
+        for part in (0, 1)[:: (1, -1)[turn % 2]]:
+            for tensor in tensors:
+                given[tensor][part] = -given[tensor][part]
+                device.write(lists[tensor][part], given[tensor][part])
+        device.scatter(bucket, outs)
+        for tensor in tensors:
+            check(device.host(outs[tensor]), expected[tensor])
+        device.scatter(bucket, outs)
+        device.write(bucket, values((407,), F32, turn))
+        for tensor in tensors:
+            check(device.host(outs[tensor]), expected[tensor])
+    device.gather(lists, bucket)
+    device.pool.trim()
+    check(device.host(bucket), np.concatenate([total(parts) for parts in given]))
+
+
+def lists_from_everywhere_are_gathered(machine: Machine) -> None:
+    here, there = machine.gpus.get(0), machine.gpus.get(1)
+    given = [[values((size,), F32, 2 * size + part) for part in range(3)] for size in (300, 40, 50)]
+    theirs = [there.put(parts[0]) for parts in given]
+    lists = [[far, here.put(parts[1]), parts[2]] for far, parts in zip(theirs, given, strict=True)]
+    bucket = here.empty((390,), F32)
+    for _ in range(2):
+        expected = np.concatenate([total(parts) for parts in given])
+        here.gather(lists, bucket)
+        for far, parts in zip(theirs, given, strict=True):
+            there.scale(far, 2.0)  # not before it was copied
+            parts[0] *= np.float32(2)
+            parts[2][...] = -parts[2]
+        check(here.host(bucket), expected)
+
+
+def many_arrays_are_copied_with_one_wait(machine: Machine) -> None:
+    device = machine.gpus.get(0)
+    memory, outs = np.zeros(1000, F32), np.zeros(1000, F32)
+    assert machine.gpus.locked.lock(memory)
+    assert machine.gpus.locked.lock(outs)
+    for turn in range(2):
+        given = [values((size,), F32, 10 * turn + size) for size in (400, 3, 200, 300)]
+        places = [memory[:400], np.empty(3, F32), np.empty(200, F32), memory[400:700]]
+        found = [outs[:400], np.empty(3, F32), np.empty((200, 2), F32)[:, 1], outs[400:700]]
+        arrays = [device.empty((each.size,), F32) for each in given]
+        for place, each in zip(places, given, strict=True):
+            place[...] = each
+        device.write_all(list(zip(arrays, places, strict=True)))
+        for place in places:
+            place[...] = 0
+        for array in arrays:
+            device.scale(array, 2.0)
+        device.read_all(list(zip(arrays, found, strict=True)))
+        for each, out in zip(given, found, strict=True):
+            check(np.ascontiguousarray(out), each * np.float32(2))
+        outs[...] = 0
+
+
 def values_are_compressed(machine: Machine) -> None:
     """What a codec reads was written just before: values by a copy and residuals by a kernel, then the other way round.
     The copies that show what it wrote come in every order."""
@@ -257,6 +327,9 @@ HISTORIES: dict[str, Callable[[Machine], None]] = {
         memory_is_given_back,
         the_same_memory_is_written_by_every_stream,
         arrays_are_borrowed,
+        lists_are_gathered_and_scattered,
+        lists_from_everywhere_are_gathered,
+        many_arrays_are_copied_with_one_wait,
         values_are_compressed,
         a_rule_steps_over_a_weight,
     )

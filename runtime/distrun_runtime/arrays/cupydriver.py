@@ -49,8 +49,11 @@ ELEMENTS_PER_THREAD = 4
 
 
 INITIALIZATION, INSUFFICIENT_DRIVER, NO_DEVICE = 3, 35, 100
-_PORTABLE, _NON_BLOCKING, _EVENT_FLAGS, _ANY_DIRECTION = 1, 1, 1 | 2, 4
-"""cudaHostRegisterPortable; cudaStreamNonBlocking; cudaEventBlockingSync and DisableTiming; cudaMemcpyDefault."""
+NOT_SUPPORTED = 801
+_PORTABLE, _READ_ONLY, _NON_BLOCKING, _EVENT_FLAGS, _ANY_DIRECTION = 1, 8, 1, 1 | 2, 4
+"""cudaHostRegisterPortable, ReadOnly; cudaStreamNonBlocking; cudaEventBlockingSync, DisableTiming; MemcpyDefault."""
+_REGISTERS_READ_ONLY = 113
+"""cudaDevAttrHostRegisterReadOnlySupported."""
 
 
 class _Runtime(Protocol):
@@ -59,6 +62,7 @@ class _Runtime(Protocol):
     def getDeviceCount(self) -> int: ...
     def getDevice(self) -> int: ...
     def setDevice(self, device: int) -> None: ...
+    def deviceGetAttribute(self, attrib: int, device: int) -> int: ...
     def getDeviceProperties(self, device: int) -> Mapping[str, Any]: ...
     def memGetInfo(self) -> tuple[int, int]: ...
     def malloc(self, size: int) -> int: ...
@@ -110,6 +114,8 @@ class CupyDriver:
         self._runtime = cast(_Runtime, cupy.cuda.runtime)
         self._failures: tuple[type[Exception], ...] = (cupy.cuda.runtime.CUDARuntimeError, _driver_error(cupy))
         self._processors: dict[int, int] = {}
+        self._used = 0
+        """A device that this process uses. What names no device would make a context on gpu:0, which takes memory."""
         self._folder = cubins.find_folder()
 
     @contextlib.contextmanager
@@ -161,15 +167,19 @@ class CupyDriver:
         with self._told(pointer.device) as runtime:
             runtime.free(pointer.address)
 
-    def register(self, host: Host) -> None:
-        with self._told() as runtime:
-            runtime.hostRegister(host.address, host.nbytes, _PORTABLE)
+    def register(self, host: Host, is_readonly: bool) -> None:
+        device = self._used
+        with self._told(device) as runtime:
+            if is_readonly and not runtime.deviceGetAttribute(_REGISTERS_READ_ONLY, device):
+                raise DriverError(NOT_SUPPORTED, "cudaErrorNotSupported", "read-only memory cannot be registered")
+            runtime.hostRegister(host.address, host.nbytes, _PORTABLE | (_READ_ONLY if is_readonly else 0))
 
     def unregister(self, host: Host) -> None:
-        with self._told() as runtime:
+        with self._told(self._used) as runtime:
             runtime.hostUnregister(host.address)
 
     def make_stream(self, device: int, priority: int) -> int:
+        self._used = device
         with self._told(device) as runtime:
             return runtime.streamCreateWithPriority(_NON_BLOCKING, priority)
 

@@ -31,6 +31,7 @@ F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pieces, so that small arrays have several; waits ask once, so that most of them are left to a sleeper."""
     monkeypatch.setattr(gpu, "RING_BYTES", 2048)
+    monkeypatch.setattr(gpu, "PIECE_BYTES", 512)
     monkeypatch.setattr(gpucodecs, "_DIGITS", ((25, 6), (20, 5), (15, 5), (10, 5), (5, 5), (0, 5)))
     monkeypatch.setattr(queues, "ASKS", 1)
     monkeypatch.setattr(Staging.__init__, "__defaults__", (512, 2))
@@ -154,8 +155,10 @@ def sites() -> list[tuple[str, str, int]]:
     """Return where an operation's uses are told: function, kind of use, place in the list."""
     return [
         *(("copy_in", "reads", 0), ("copy_in", "writes", 0), ("copy_out", "reads", 0), ("copy_out", "writes", 0)),
-        *(("read", "reads", 0), ("scale", "writes", 0), ("clear", "writes", 0)),
-        *(("_bring", "writes", 0), ("_bring_from_gpu", "reads", 0), ("_bring_from_gpu", "writes", 0)),
+        *(("read_all", "reads", 0), ("write_all", "writes", 0), ("scale", "writes", 0), ("clear", "writes", 0)),
+        *(("_bring_from_gpu", "reads", 0), ("_bring_from_gpu", "writes", 0)),
+        *(("_gather", "reads", 0), ("_gather", "reads", -2), ("_gather", "reads", -1), ("_gather", "writes", 0)),
+        *(("scatter", "reads", 0), ("scatter", "reads", 1), ("scatter", "writes", 0), ("scatter", "writes", -1)),
         *(("_sum", "reads", place) for place in (0, 1, 2, -1, -2)),
         *(("_sum", "writes", 0), ("_share", "writes", 0), ("_share", "writes", 1)),
         *(("_step_on_gpu", kind, place) for kind in KINDS for place in (0, 1)),
