@@ -46,6 +46,9 @@ PARTITION: str | None = None
 """How values are placed where the fixture `placement` says so."""
 
 
+SERVER_DEVICE: str | None = None
+"""Where servers are to keep values (`distrun launch --server-device`), where the fixture `server_device` says so."""
+
 MUCH_BYTES = engines.MUCH_BYTES
 """How much work is done by a server's engine in its own thread; the fixture `engine` has all done there."""
 
@@ -75,6 +78,8 @@ def config(role: str, **changes: Any) -> Config:
         verbose=0,
         partition=PARTITION or usually,
     )
+    if SERVER_DEVICE is not None:
+        usual = replace(usual, server_device=SERVER_DEVICE)
     return replace(usual, **changes)
 
 

@@ -9,8 +9,10 @@ import pytest
 from gpukit import Machine, values
 
 from distrun_runtime.arrays.cpu import CpuDevice
+from distrun_runtime.arrays.cuda import Host, Pointer, Stream
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
+from distrun_runtime.arrays.segments import address_of
 from distrun_runtime.ops import compression
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
@@ -206,6 +208,43 @@ def many_arrays_are_copied_with_one_wait(machine: Machine) -> None:
         outs[...] = 0
 
 
+class Foreign:
+    """A flat float32 array of another library, in some memory, which works on a stream."""
+
+    def __init__(self, pointer: Pointer, stream: Stream) -> None:
+        place = (pointer.address, False)
+        self.__cuda_array_interface__ = {
+            **{"shape": (pointer.nbytes // 4,), "typestr": F32.str, "data": place, "version": 3},
+            **{"stream": stream.handle, "strides": None},
+        }
+
+
+def arrays_are_borrowed(machine: Machine) -> None:
+    device, borrowing = machine.gpus.get(0), machine.gpus.borrowing
+    cuda, number = borrowing.order.cuda, device.physical
+    whole, out = cuda.alloc(number, 1200), values((300,), F32)
+    halves = [(whole.at(0, 600), cuda.stream(number)), (whole.at(600, 600), cuda.stream(number))]
+    mine = device.zeros((150,), F32)
+    for half, stream in halves:
+        cuda.fill(half, 7, 600, stream)
+    given = borrowing.value(Foreign(*halves[1]))
+    loan = borrowing.borrow([given])
+    device.write(mine, given)
+    # Into the memory of the value, and more of it, which another stream has filled.
+    target = borrowing.output(Foreign(whole, halves[0][1]))
+    loan.add([target])
+    device.write(target, out)
+    loan.end()
+    copies = [cuda.alloc(number, 600) for _ in halves]
+    for copied, (half, stream) in zip(copies, halves, strict=True):
+        cuda.copy(copied, half, 600, stream)
+    check(device.host(mine), np.full(600, 7, np.uint8).view(F32))
+    found = np.empty(300, F32)
+    for copied, (_, stream), part in zip(copies, halves, (found[:150], found[150:]), strict=True):
+        cuda.copy(Host(address_of(part), 600), copied, 600, stream)
+    check(found, out)
+
+
 def values_are_compressed(machine: Machine) -> None:
     """What a codec reads was written just before: values by a copy and residuals by a kernel, then the other way round.
     The copies that show what it wrote come in every order."""
@@ -269,6 +308,7 @@ HISTORIES: dict[str, Callable[[Machine], None]] = {
         lists_are_gathered_and_scattered,
         lists_from_everywhere_are_gathered,
         many_arrays_are_copied_with_one_wait,
+        arrays_are_borrowed,
         values_are_compressed,
     )
 }

@@ -194,10 +194,14 @@ class GpuDevice:
     def zeros(self, shape: Sequence[int], dtype: DType) -> GpuArray:
         """Return a new array here of zeros."""
         result = self.empty(shape, dtype)
-        if result.nbytes:
-            with self._order.using(self._work, writes=[result.memory.uses]):
-                self._cuda.fill(result.pointer, 0, result.nbytes, self._work.stream)
+        self.clear(result)
         return result
+
+    def clear(self, array: GpuArray) -> None:
+        """Fill an array of this device with zeros."""
+        if array.nbytes:
+            with self._order.using(self._work, writes=[array.memory.uses]):
+                self._cuda.fill(array.pointer, 0, array.nbytes, self._work.stream)
 
     def put(self, array: AnyArray) -> GpuArray:
         """Return a copy here of an array of the host or of any GPU."""
@@ -280,6 +284,8 @@ class GpuDevice:
 
     def scale(self, array: GpuArray, factor: float) -> None:
         """Multiply an array of this device; 16-bit floats in float32, rounded once."""
+        if not array.size:
+            return
         kind = programs.kind_of(array.dtype)
         with np.errstate(over="ignore", invalid="ignore"):
             number = work_dtype(array.dtype).type(factor)
@@ -567,9 +573,10 @@ class GpuDevice:
                 program, name = programs.sums(kinds[0], kind), programs.sum_of(len(parts))
                 arguments = [Table(table.pointer, given), into, number]
             else:
-                wide = self.put(np.array([each != kind for each in kinds], np.uint8))
+                half = next(each for each in kinds if each in ("f16", "bf16"))
+                wide = self.put(np.array([each != half for each in kinds], np.uint8))
                 used.append(wide)
-                program, name = programs.sums(kind, kind), "sum_mixed"
+                program, name = programs.sums(half, kind), "sum_mixed"
                 arguments = [Table(table.pointer, given), Read(wide.pointer, wide.nbytes), into, number]
         self.launch(program, name, arguments, out.size, reads=used, writes=[out])
 

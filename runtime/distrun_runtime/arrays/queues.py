@@ -16,6 +16,7 @@ Memory that is used again, by whoever, keeps its Uses: so its next user waits fo
 Every wait of the host has a deadline. CUDA's have none, so a thread of our own sleeps in CUDA's wait, and whoever
 waits, waits for that thread. There is one for each queue that was waited for: marks of one queue are passed in their
 order, and a copy that is over is not found late because a long kernel of another queue is waited for as well.
+Other calls of CUDA may wait inside the driver, too, such as `alloc`: nobody can set them a limit.
 """
 
 from __future__ import annotations

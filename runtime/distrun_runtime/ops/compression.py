@@ -20,7 +20,7 @@ import importlib
 import math
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
 from typing import Any, ClassVar, Dict
@@ -41,6 +41,7 @@ NONE = 0
 ROWS = 16
 """The number of an entry whose payload is rows (`algo.rows`)."""
 
+_FLOAT32 = np.dtype(np.float32)
 _CHECKED = 1 << 18
 """So many elements of other types are brought to float32 at once, when they are checked."""
 
@@ -154,7 +155,8 @@ class Codec(ABC):
         """Write the payload of `values` to `out`; arguments as for `encode`, and `check_finite` has taken them.
 
         Arguments:
-            out: uint8 of shape (size(n),), in the host's memory; or on the GPU of the values, at a multiple of 4 bytes.
+            out: uint8 of shape (size(n),), in the host's memory; or on the GPU of the values, at a multiple of 4
+                bytes (of `fp16`: 2).
         """
         if not self.has_residual:
             residual = None
@@ -177,13 +179,18 @@ class Codec(ABC):
             raise ValueError("compression %r: residual of another length" % self.name)
         if not self.has_residual:
             return
-        step = len(values) if values.dtype == np.float32 else _CHECKED
-        for begin in range(0, len(values), max(1, step)):
-            run = slice(begin, begin + step)
-            flat, rest = floats(values[run]), None if residual is None else residual[run]
-            at = _by(flat).first_not_finite(flat, rest)
-            if at >= 0:
-                self._refuse(first + begin + at, _element(flat, at), None if rest is None else _element(rest, at))
+        if values.dtype == _FLOAT32:
+            self._check(values, residual, first)
+            return
+        for begin in range(0, len(values), _CHECKED):
+            run = slice(begin, begin + _CHECKED)
+            self._check(floats(values[run]), None if residual is None else residual[run], first + begin)
+
+    def _check(self, values: DeviceArray, residual: DeviceArray | None, first: int) -> None:
+        at = _by(values).first_not_finite(values, residual)
+        if at >= 0:
+            rest = None if residual is None else _element(residual, at)
+            self._refuse(first + at, _element(values, at), rest)
 
     def _refuse(self, at: int, value: np.float32, rest: np.float32 | None) -> None:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -374,10 +381,10 @@ def numbered(number: int) -> Codec:
 
 def floats(array: DeviceArray) -> DeviceArray:
     """Return the elements of an array of a float type as float32, where they are; the array itself if it is that."""
-    if array.dtype == np.float32:
+    if array.dtype == _FLOAT32:
         return array
     if not is_host(array):
-        return _on_gpus().cast(array, np.dtype(np.float32))
+        return _on_gpus().cast(array, _FLOAT32)
     with np.errstate(over="ignore", invalid="ignore"):
         return widen(array).astype(np.float32, copy=False)
 
@@ -387,6 +394,12 @@ def from_floats(array: DeviceArray, dtype: DType) -> DeviceArray:
     if not is_host(array):
         return _on_gpus().cast(array, dtype)
     return narrow(array.astype(work_dtype(dtype), copy=False), dtype)
+
+
+def are_finite(pairs: Iterable[tuple[DeviceArray, DeviceArray | None]]) -> bool:
+    """Tell whether `check_finite` takes all values and residuals, which are on GPUs; one wait for each of these."""
+    found: bool = _on_gpus().are_finite((floats(values), residual) for values, residual in pairs)
+    return found
 
 
 def _by(array: DeviceArray) -> ModuleType:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distrun_runtime.arrays.device import Device
+from distrun_runtime.arrays.device import Device, on_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
@@ -267,6 +267,7 @@ class Engine:
         device = self._placement.place(values.store, rule)
         if device is not values.device:
             values.move(device)
+            self._placement.trim()
 
     def _drop_spares(self) -> None:
         for values in self._values.values():
@@ -308,9 +309,7 @@ class Engine:
         values.forget_encoded(what.batch.shards)
         if values.rule is not None:
             for shard in what.batch.shards.tolist():
-                state = values.state_of(shard)
-                if state is not None:
-                    rules.renew_master(values.weight(shard), state)
+                values.renew_master(shard)
 
     def _clear(self, what: work.Clear) -> None:
         self._values.clear()
@@ -372,8 +371,8 @@ class Engine:
                 message = replace(message, body={**message.body, stages.ASKED: held})
         except Exception as err:
             message = failed(what.message, role.Done(what, err, traceback.format_exc()))
-        if message.is_error:
-            for each in lent:
+        if message.is_error or not all(each.values.is_on_host for each in lent):
+            for each in lent:  # the reply carries copies of what is on a GPU
                 each.give_back()
             lent = []
         self._counters.sent(sum(memoryview(payload).nbytes for payload in message.payloads))
@@ -398,7 +397,7 @@ class Engine:
         values = self._values.get(what.store)
         for shard in range(values.store.count if values is not None and rule.name not in rules.RULES else 0):
             assert values is not None
-            _try(rule, values.weight(shard))
+            _try(rule, on_host(values.weight(shard)))
 
     def _made(self, store: int, spec: rules.RuleSpec) -> rules.Rule:
         rule = rules.rule_of(spec, self._imports)

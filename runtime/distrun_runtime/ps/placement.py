@@ -77,7 +77,7 @@ def decide(asked: str, store: Subject, room: int | None) -> Decision:
     if store.obstacle:
         return Decision(False, store.obstacle, asked != gpus.AUTO)
     if asked == gpus.AUTO and room is not None and store.need > room:
-        text = "weights, states and %d rounds need %s, and %s are left of half of what was free on the GPU"
+        text = "weights, states and %d rounds need %s, and %s are left of the server's part of the GPU's memory"
         return Decision(False, text % (ROUNDS, _mib(store.need), _mib(max(0, room))))
     return Decision(True, "weights, states and %d rounds need %s" % (ROUNDS, _mib(store.need)))
 
@@ -193,6 +193,10 @@ class Placement:
         """The job's next script begins: there are no stores."""
         self._needs.clear()
         self._away.clear()
+        self.trim()
+
+    def trim(self) -> None:
+        """Give memory of the GPU back that no store uses: other processes may want it."""
         if self._gpu is not None and self._gpu.failed is None:
             self._gpu.pool.trim()
 
@@ -204,7 +208,9 @@ class Placement:
     def _goes(self, store: Store, rule: Rule | None, gpu: GpuDevice) -> bool:
         number = store.number
         before = self._needs.pop(number, None)
-        subject = Subject(store.on_devices, need_of(store, rule), obstacle_of(store, rule))
+        obstacle = obstacle_of(store, rule)
+        # A rule of the user's may not like weights that are not its own.
+        subject = Subject(store.on_devices, 0 if obstacle else need_of(store, rule), obstacle)
         limit = gpu.pool.limit
         decision = decide(self.asked, subject, None if limit is None else limit - sum(self._needs.values()))
         if decision.on_gpu:

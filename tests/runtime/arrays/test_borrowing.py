@@ -22,7 +22,7 @@ from distrun_runtime.arrays.borrowing import Borrowed, Borrowing, Keeper, Loan
 from distrun_runtime.arrays.cuda import Cuda, CudaError, Stream
 from distrun_runtime.arrays.gpu import Gpus
 from distrun_runtime.arrays.queues import Order, Queue, Uses
-from distrun_runtime.errors import StoreClosed
+from distrun_runtime.errors import KVError, StoreClosed
 
 SEEDS = pytest.mark.parametrize("seed", range(4))
 F32 = np.dtype(np.float32)
@@ -307,6 +307,18 @@ def test_a_threads_own_default_stream_is_that_of_the_calling_thread(world: Make)
     assert seen[1] is seen[3]
     # The first thread's stream cannot be named in the other one: the host has waited.
     assert standin.calls["synchronize"] == before + 1
+
+
+@pytest.mark.parametrize("kind", ["torch", "cupy"])
+def test_an_array_is_given_back_although_the_current_stream_captures_a_graph_meanwhile(kind: str, world: Make) -> None:
+    _, library, store = world(kind)
+    array = library.array()
+    end = store.begin_pull(array)
+    library.modules[kind].is_capturing = True
+    with pytest.raises(KVError, match=f"{kind}'s current stream is capturing a CUDA graph"):
+        end()
+    library.read(array.pointer)
+    assert library.found().tobytes() == b"\5" * NBYTES
 
 
 def test_the_host_waits_for_no_array_whose_stream_is_told(world: Make) -> None:

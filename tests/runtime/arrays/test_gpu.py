@@ -91,6 +91,10 @@ def test_sums_of_halves_and_float32_are_rounded_once(dtype: str, wide: tuple[boo
     device.sum([device.put(part) for part in halves], sums)
     total = dtypes.widen(halves[0]) + dtypes.widen(halves[1]) + dtypes.widen(halves[2])
     same(device.host(sums), total)
+    mixed = np.empty(100, F32)
+    CPU.sum(parts, mixed)
+    device.sum([device.put(part) for part in parts], sums)
+    same(device.host(sums), mixed)
     machine.finish()
 
 

@@ -155,12 +155,12 @@ def sites() -> list[tuple[str, str, int]]:
     """Return where an operation's uses are told: function, kind of use, place in the list."""
     return [
         *(("copy_in", "reads", 0), ("copy_in", "writes", 0), ("copy_out", "reads", 0), ("copy_out", "writes", 0)),
-        *(("read_all", "reads", 0), ("write_all", "writes", 0), ("scale", "writes", 0), ("zeros", "writes", 0)),
+        *(("read_all", "reads", 0), ("write_all", "writes", 0), ("scale", "writes", 0), ("clear", "writes", 0)),
         *(("_bring_from_gpu", "reads", 0), ("_bring_from_gpu", "writes", 0)),
         *(("_gather", "reads", 0), ("_gather", "reads", -2), ("_gather", "reads", -1), ("_gather", "writes", 0)),
         *(("scatter", "reads", 0), ("scatter", "reads", 1), ("scatter", "writes", 0), ("scatter", "writes", -1)),
         *(("_sum", "reads", place) for place in (0, 1, 2, -1, -2)),
-        ("_sum", "writes", 0),
+        *(("_sum", "writes", 0), ("_share", "writes", 0), ("_share", "writes", 1)),
         *((function, kind, 0) for function in ("cast", "_encode", "_decode", "top_decode") for kind in KINDS),
         *((function, kind, 0) for function in ("are_finite", "scaled_encode", "_bound") for kind in KINDS),
         *(("are_finite", "reads", 1), ("scaled_encode", "reads", 1), ("_encode", "writes", 1)),

@@ -149,7 +149,7 @@ def test_a_store_that_grows_beyond_the_limit_leaves_and_stays_away(machine: Mach
     small.add([Shard(0, 0, 2 * MIB, 9, F32, 0)])
     assert placement.place(small, None) is placement.host
     assert small.device == "cpu:0"
-    assert said[-1][1].endswith("need 48.0 MiB, and 32.0 MiB are left of half of what was free on the GPU")
+    assert said[-1][1].endswith("need 48.0 MiB, and 32.0 MiB are left of the server's part of the GPU's memory")
     assert placement.place(small, None) is placement.host
     assert len(said) == 2
 
@@ -248,6 +248,50 @@ def test_one_worker_that_asks_for_a_device_store_is_enough(
     assert ("alloc" in machine.standin.calls) == ("gpu" in found)
 
 
+def test_a_store_that_leaves_the_gpu_goes_on_with_its_values_and_open_round(machine: Machine) -> None:
+    """One worker has pushed when a second key makes the store too large."""
+
+    def script(kv: Any) -> list[str]:
+        kv.init("w", np.full(1000, 5, np.float32))
+        out, where = np.empty(1000, np.float32), []
+        for step in (1, 2):
+            if kv.rank == 0:
+                kv.push("w", np.full(1000, step, np.float32))
+            where.append(kv.stats()[0]["device"])
+            kv.barrier()
+            if step == 2:
+                kv.init("large", np.ones(MIB, np.float32))
+            if kv.rank == 1:
+                kv.push("w", np.full(1000, 10, np.float32))
+            kv.pull("w", out)
+            assert (out == 10 + step).all()
+        large = np.empty(MIB, np.float32)
+        kv.pushpull("large", np.ones(MIB, np.float32), large)
+        assert (large == 2).all()
+        return [*where, kv.stats()[0]["device"]]
+
+    with Cluster(2, 1, server_gpu_bytes=16 * MIB) as made:
+        assert made.run(script, "dist_device_sync") == [["gpu:0", "gpu:0", "cpu:0"]] * 2
+    assert sum(machine.standin.used) < MIB, "it keeps none of its arrays there"
+
+
+@pytest.mark.parametrize("name", ["lars", "rules_of_users:Fussy"])
+def test_a_store_whose_rule_a_gpu_does_not_do_leaves_it_with_its_values(machine: Machine, name: str) -> None:
+    def script(kv: Any) -> tuple[str, str]:
+        kv.init("w", np.ones(1000, np.float32))
+        out = np.empty(1000, np.float32)
+        kv.pushpull("w", np.full(1000, 3, np.float32), out)
+        before = kv.stats()[0]["device"]
+        kv.barrier()
+        kv.set_optimizer(name, rescale_grad=0.5)
+        kv.pull("w", out)
+        assert (out == 6).all()
+        return before, kv.stats()[0]["device"]
+
+    with Cluster(2, 1, imports=("rules_of_users",)) as made:
+        assert made.run(script, "dist_device_sync") == [("gpu:0", "cpu:0")] * 2
+
+
 def test_values_that_find_no_place_fail_by_server_key_and_bytes(machine: Machine) -> None:
     def script(kv: Any) -> None:
         kv.init("w", np.ones(MIB, np.float32))
@@ -275,6 +319,29 @@ def test_a_sum_that_finds_no_place_fails_the_round_and_is_not_taken_for_one(mach
     assert "the update failed on server-0 for key 'w': " in told[0]
     assert "wanted " in told[0]
     assert told[0].count("--server-device cpu") == 1
+
+
+def test_a_round_that_lacks_a_contribution_fails_and_the_next_one_is_good(machine: Machine) -> None:
+    """The contribution was acknowledged, and the sum of the others' must not be taken for that of all."""
+
+    def script(kv: Any) -> None:
+        value, out = np.ones(1000, np.float32), np.zeros(1000, np.float32)
+        kv.init("w", value)
+        kv.barrier()
+        if kv.rank == 0:
+            machine.standin.fail("copy", code=1)
+            kv.push("w", value)
+        kv.barrier()
+        if kv.rank > 0:
+            kv.push("w", value)
+        with pytest.raises(KVError, match="the update failed on server-0 for key 'w': copy on gpu:0 failed"):
+            kv.pull("w", out)
+        assert (out == 0).all()
+        kv.pushpull("w", value, out)
+        assert (out == 3).all()
+
+    with Cluster(3, 1, server_device="gpu:0") as made:
+        made.run(script)
 
 
 @pytest.mark.parametrize("call", ["launch", "synchronize"])
