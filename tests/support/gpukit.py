@@ -14,7 +14,7 @@ from distrun_runtime.arrays import cupydriver, dtypes, find
 from distrun_runtime.arrays.cuda import Cuda, Driver
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.arrays.gpu import Gpus
-from distrun_runtime.arrays.segments import Blocks
+from distrun_runtime.arrays.segments import BLOCKS, Blocks
 
 
 class Machine:
@@ -51,6 +51,7 @@ def gpus_of_process(machine: Machine) -> Iterator[Machine]:
         yield machine
     finally:
         cupydriver._opened[:], find._gpus[:] = opened, gpus
+        BLOCKS.watch(None)
 
 
 def values(shape: tuple[int, ...], dtype: DType, seed: int = 0) -> Array:
