@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
+sys.path.append(str(Path(__file__).resolve().parent / "peers"))  # behind this folder: both have a module `report`
 
 import shapes
 

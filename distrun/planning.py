@@ -378,6 +378,8 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
     users = {role: given(request.settings, role) for role in (SCHEDULER, SERVER, WORKER)}
     if request.gpus_per_worker and gpus.VISIBLE not in users[WORKER]:
         _check_gpus(request, allocation)
+    if gpus.VISIBLE not in users[SERVER]:
+        _check_server_device(request, allocation)
     tasks = tuple(_task(request, slot, layout, setup, users[slot.role]) for slot in slots)
     plan = Plan(
         job=setup.job_id,
@@ -458,6 +460,8 @@ def _task(request: JobRequest, slot: Slot, layout: _JobLayout, setup: Setup, use
     is_ours = slot.role != WORKER and request.ps == BUNDLED
     if is_ours and slot.role == SERVER and request.server_imports:
         env["DISTRUN_SERVER_IMPORT"] = ",".join(request.server_imports)
+    if is_ours and slot.role == SERVER and request.server_device:
+        env["DISTRUN_SERVER_DEVICE"] = request.server_device
     refs = _references(request, slot, layout)
     if slot.role == WORKER:
         env.update(_torch(slot, layout, setup.job_id))
@@ -497,11 +501,13 @@ def _interpreter(command: Sequence[str]) -> str:
 def _gpus(request: JobRequest, slot: Slot, spec: HostSpec, users: Mapping[str, Setting]) -> tuple[int, int] | None:
     """Return which GPUs of its place a task sees: the first, and how many. None: that is not distrun's business.
 
-    All of `gpus=`, so that `cuda:LOCAL_RANK` is one of them; or each worker its own, and the other tasks none.
+    All of `gpus=`, so that `cuda:LOCAL_RANK` is one of them. Or each worker its own and the other tasks none, but for
+    servers that are to use GPUs: these see all that the place has, their workers' too.
     """
     if gpus.VISIBLE in users:
         return None
-    if request.gpus_per_worker:
+    uses_all = slot.role == SERVER and request.server_device not in ("", gpus.CPU)
+    if request.gpus_per_worker and not uses_all:
         each = request.gpus_per_worker
         return (slot.local_rank * each, each) if slot.role == WORKER else (0, 0)
     return (0, spec.gpu_count or 0) if spec.gpus else None
@@ -539,6 +545,22 @@ def _check_gpus(request: JobRequest, allocation: Allocation) -> None:
     if faults:
         more = f"\nand {len(faults) - SHOWN} hosts more" if len(faults) > SHOWN else ""
         raise UsageError("\n".join(map(str, faults[:SHOWN])) + more, faults[0].fix)
+
+
+def _check_server_device(request: JobRequest, allocation: Allocation) -> None:
+    """Check --server-device against `gpus=` of the hosts; where it is not said, servers look. Raises UsageError."""
+    _, _, number = request.server_device.partition(":")
+    if not number:
+        return
+    for name in dict.fromkeys(slot.host for slot in allocation.slots if slot.role == SERVER):
+        spec = allocation.hosts.spec(name)
+        count = spec.gpu_count
+        if count is not None and int(number) >= count:
+            raise UsageError(
+                f"--server-device {request.server_device}: servers on {name} see {count} GPU{'' if count == 1 else 's'}"
+                f" (gpus={spec.gpus} in {allocation.hosts.where.get(name, allocation.hosts.source)}), counted from 0",
+                "--server-device gpu: each server takes one of those that it sees",
+            )
 
 
 def _identity(slot: Slot, layout: _JobLayout, setup: Setup) -> dict[str, str]:

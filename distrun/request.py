@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distrun.errors import UsageError
-from distrun_runtime.contract import environ
+from distrun_runtime.contract import environ, gpus
 from distrun_runtime.contract.plan import ROLES, SCHEDULER, Limits
 
 if TYPE_CHECKING:
@@ -145,6 +145,8 @@ class JobRequest:
     """Host on which the coordinator of a detached job runs; empty: the first of the job."""
     server_imports: tuple[str, ...] = ()
     """Modules with the user's update rules, which our servers import."""
+    server_device: str = ""
+    """Where our servers keep values: `auto`, `cpu`, `gpu` or `gpu:N`; empty: they decide."""
     scheduler_host: str = ""
     limits: Limits = field(default_factory=Limits)
     reconnect: bool = False
@@ -210,6 +212,7 @@ class JobRequest:
             "subnet": self.subnet,
             "port_range": self.port_range,
             "server_imports": list(self.server_imports),
+            "server_device": self.server_device,
             "scheduler_host": self.scheduler_host,
             "limits": self.limits._asdict(),
             "op_timeout_s": self.op_timeout_s,
@@ -257,6 +260,7 @@ class JobRequest:
         if self.port_range:
             parse_port_range(self.port_range)
         _check_imports(self)
+        _check_device(self)
         if self.subnet:
             _check_subnet(self.subnet)
         if self.metrics_address:
@@ -489,6 +493,23 @@ def _check_imports(request: JobRequest) -> None:
         raise UsageError(
             f"--server-import: this job has no servers of distrun's own that could import {request.server_imports[0]}",
             "leave it out, or have some (-s 1 or more, and no --ps command)",
+        )
+
+
+def _check_device(request: JobRequest) -> None:
+    asked = request.server_device
+    if not asked:
+        return
+    if not gpus.server_device(asked):
+        raise UsageError(f"--server-device: expected {gpus.DEVICES}, found {asked!r}")
+    if request.ps != BUNDLED:
+        raise UsageError(
+            f"--server-device {asked}: with --ps {request.ps} the servers are your program's, which chooses for itself",
+            "leave it out",
+        )
+    if not request.has_servers:
+        raise UsageError(
+            f"--server-device {asked}: this job has no servers (-s 0)", "leave it out, or have some (-s 1 or more)"
         )
 
 

@@ -10,6 +10,8 @@ from engines import engine
 from hypothesis import HealthCheck, settings
 from lab import lab, lab_of_session, pytest_pyfunc_call
 from placement import placement
+from realgpus import kind_of_gpu
+from serverdevices import server_device
 from sizes import (
     pytest_addoption,
     pytest_collection_modifyitems,
@@ -44,6 +46,7 @@ settings.load_profile("same")
 __all__ = [
     "cache_of_session",
     "engine",
+    "kind_of_gpu",
     "lab",
     "lab_of_session",
     "placement",
@@ -55,6 +58,7 @@ __all__ = [
     "pytest_sessionfinish",
     "pytest_terminal_summary",
     "pytest_testnodedown",
+    "server_device",
     "ssh_config",
     "terminal",
 ]

@@ -68,6 +68,7 @@ DISTINCT = (
     "--env-worker",
     "--scheduler-host",
     "--server-import",
+    "--server-device",
     "--keep-outer-env",
     "--no-forward",
 )

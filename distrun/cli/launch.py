@@ -21,7 +21,7 @@ from distrun.errors import UsageError
 from distrun.logout import outlive_logout
 from distrun.planning import QueuedJob, device_notes, device_warnings
 from distrun.request import JobRequest, Setting, forwarded, parse_addresses
-from distrun_runtime.contract import environ, facts, logout
+from distrun_runtime.contract import environ, facts, gpus, logout
 from distrun_runtime.contract.plan import ROLES, Limits
 
 if TYPE_CHECKING:
@@ -187,6 +187,7 @@ def _request(
         coordinator_host=options["coordinator_host"],
         coordinator_addresses=parse_addresses(options["coordinator_address"]),
         server_imports=options["server_imports"],
+        server_device=gpus.server_device(options["server_device"]) or options["server_device"],
         scheduler_host=options["scheduler_host"],
         limits=_limits(options),
         reconnect=options["reconnect"],

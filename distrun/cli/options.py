@@ -178,6 +178,13 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
         help="Module with your update rules, which the bundled servers import. Repeatable.",
     ),
     click.option(
+        "--server-device",
+        default="",
+        metavar="auto|cpu|gpu[:N]",
+        help="Where the bundled servers keep values. gpu: on the host's GPUs in turn; gpu:N: on the N-th that they see."
+        " [default: auto, a GPU for dist_device_* stores that fit]",
+    ),
+    click.option(
         "--activate",
         multiple=True,
         metavar="WHAT",

@@ -62,6 +62,9 @@ class TimedOut(RuntimeFault, TimeoutError):
 class KVError(RuntimeFault, ValueError):
     """A call does not fit the store: both sides of the difference are in the message."""
 
+    is_of_device: bool = False
+    """A GPU failed, or has too little memory; nothing is wrong with the call."""
+
 
 class RuleError(KVError):
     """A rule failed on a server. `server_traceback` is the server's own; Python 3.11 and newer print it with ours."""

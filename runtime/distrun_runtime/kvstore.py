@@ -51,7 +51,8 @@ from distrun_runtime.store.base import (
 )
 from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.kinds import TYPES, KVStoreBase
-from distrun_runtime.store.pending import BackgroundCall, Borrowed, CompletedCall, Pending
+from distrun_runtime.store.pending import BackgroundCall, BorrowedArrays, CompletedCall, Pending
+from distrun_runtime.store.reducer import is_on_gpu
 from distrun_runtime.store.sparse import Lookup, RowSparse
 from distrun_runtime.store.values import Key
 
@@ -272,8 +273,8 @@ class KVStore(KVStoreBase):
 
         if not first:
             return CompletedCall("broadcast of no keys")
-        with Borrowed() as borrowed:
-            borrowed.take(_on_gpus(arrays for _, arrays in targets))
+        with BorrowedArrays() as borrowed:
+            self._borrow(borrowed, (arrays for _, arrays in targets))
             return _awaited(borrowed.until(self._begin(first, "broadcast", wait, hand_out)), wait)
 
     def assign(self, key: Keys, value: object, *, wait: bool = True) -> Pending:
@@ -309,7 +310,7 @@ class KVStore(KVStoreBase):
         """
         self._ready()
         number, factor = _numbers(priority, scale)
-        with Borrowed() as borrowed:
+        with BorrowedArrays() as borrowed:
             keys, given, own = self._given(key, value, factor, borrowed)
             call = CallOptions(number, lent=own or not wait, scale=factor, waits=wait)
             if not keys.records:
@@ -329,7 +330,7 @@ class KVStore(KVStoreBase):
             KVError: an output does not fit, or the outputs of two keys share memory.
         """
         self._ready()
-        with Borrowed() as borrowed:
+        with BorrowedArrays() as borrowed:
             keys, outs = self._outputs(key, out, borrowed)
             call = CallOptions(_numbers(priority)[0], waits=wait)
             if not keys.records:
@@ -349,7 +350,7 @@ class KVStore(KVStoreBase):
         """Push, then pull the result into `out`; without `out`, into the pushed arrays themselves."""
         self._ready()
         number, factor = _numbers(priority, scale)
-        with Borrowed() as borrowed:
+        with BorrowedArrays() as borrowed:
             keys, given, _ = self._given(key, value, factor, borrowed)
             targets, outs = self._outputs(key, value if out is None else out, borrowed)
             if targets is not keys and targets.records != keys.records:
@@ -789,7 +790,7 @@ class KVStore(KVStoreBase):
         return items
 
     def _given(
-        self, key: Keys, value: object, scale: float, borrowed: Borrowed
+        self, key: Keys, value: object, scale: float, borrowed: BorrowedArrays
     ) -> tuple[Selection, Sequence[Value], bool]:
         """Return the keys of a push, each one's sum over its devices, and whether these are the store's own arrays."""
         known, given = self._known(key), _listed(key, value)
@@ -798,12 +799,14 @@ class KVStore(KVStoreBase):
             return known, given, False
         items = self._fitting(values.contributions(key, value))
         _scalable((record for record, _ in items), scale)
-        borrowed.take(_on_gpus(each for _, each in items))
+        self._borrow(borrowed, (each for _, each in items))
         sums = self._backend.reducer.reduce(items)
         own = all(total is not given for total, (_, each) in zip(sums, items, strict=True) for given in each)
         return self._selected(key, [record for record, _ in items]), sums, own
 
-    def _outputs(self, key: Keys, out: object, borrowed: Borrowed) -> tuple[Selection, Sequence[Sequence[DeviceArray]]]:
+    def _outputs(
+        self, key: Keys, out: object, borrowed: BorrowedArrays
+    ) -> tuple[Selection, Sequence[Sequence[DeviceArray]]]:
         """Return the keys of a pull, and the outputs of each."""
         known, given = self._known(key), _listed(key, out)
         # As `Selection.fits`: all arrays at once.
@@ -813,8 +816,15 @@ class KVStore(KVStoreBase):
                 values.apart([(record.key, None, array) for record, array in zip(known.records, given, strict=True)])
             return known, list(zip(given, strict=False))
         items = self._targets(values.outputs(key, out))
-        borrowed.take(_on_gpus(arrays for _, arrays in items))
+        self._borrow(borrowed, (arrays for _, arrays in items))
         return self._selected(key, [record for record, _ in items]), [arrays for _, arrays in items]
+
+    def _borrow(self, borrowed: BorrowedArrays, given: Iterable[Sequence[Value]]) -> None:
+        """Borrow the arrays that are in GPU memory."""
+        arrays = _on_gpus(given)
+        if arrays:
+            self._lifetime.uses_gpus = True
+            borrowed.take(arrays)
 
     def _known(self, key: Keys) -> Selection | None:
         """Return the selection of keys that were used before; None: they have to be looked at one by one."""
@@ -851,8 +861,8 @@ def _listed(key: Keys, given: object) -> Sequence[Any]:
 
 
 def _on_gpus(given: Iterable[Sequence[Value]]) -> list[GpuArray]:
-    """Return those arrays that are in GPU memory."""
-    return [each for arrays in given for each in arrays if not (is_host(each) or isinstance(each, RowSparse))]
+    """Return the arrays that are in GPU memory."""
+    return [each for arrays in given for each in arrays if is_on_gpu(each)]
 
 
 def _awaited(pending: Pending, wait: bool) -> Pending:

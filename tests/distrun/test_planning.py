@@ -279,6 +279,30 @@ def test_scripts_for_torchrun_are_told_that_local_rank_is_no_number_of_a_gpu() -
     assert warnings("d1 gpus=8", 8, gpus_per_worker=1) == [], "cuda:LOCAL_RANK was told of"
 
 
+def test_servers_that_are_to_use_gpus_see_all_of_their_host() -> None:
+    hosts = "d1 gpus=4\nd2 gpus=1,3,5"
+    for device, seen in (("gpu:0", "0,1,2,3"), ("gpu", "0,1,2,3"), ("auto", "0,1,2,3"), ("cpu", ""), ("", "")):
+        found = own(hosts, 2, 1, servers=1, server_device=device)
+        assert [found["server-0"], found["worker-0"], found["scheduler"]] == [seen, "1", ""]
+    plan, _ = make(2, 1, ("d1",), gpus_per_worker=1, server_device="gpu")
+    assert plan.task("server-0").gpus is None, "all that its host shows"
+    assert plan.task("worker-1").gpus == (1, 1)
+    told = {task.name: task.env.get("DISTRUN_SERVER_DEVICE") for task in plan.tasks}
+    assert {name for name, value in told.items() if value} == {"server-0"}
+
+
+def test_a_gpu_that_no_host_shows_its_servers_is_refused_when_the_job_is_planned() -> None:
+    hosts = parse("d1 gpus=4\nd2 gpus=1,3", "hosts")
+    with pytest.raises(UsageError) as caught:
+        make(2, 2, hosts, server_device="gpu:2")
+    assert str(caught.value) == (
+        "--server-device gpu:2: servers on d2 see 2 GPUs (gpus=1,3 in hosts:2), counted from 0"
+    )
+    assert caught.value.exit_code == 2
+    make(2, 2, hosts, server_device="gpu:1")
+    make(2, 2, hosts, server_device="gpu:2", settings=(Setting("CUDA_VISIBLE_DEVICES", "5,6,7", "server"),))
+
+
 def test_several_places_of_a_node_need_gpus_of_their_own_from_the_engine() -> None:
     slots = slots_in([("worker", 0, "h1", "0@h1"), ("worker", 1, "h1", "1@h1")])
     places = (Place("0@h1", "h1"), Place("1@h1", "h1"))

@@ -38,6 +38,9 @@ def make(**more: object) -> JobRequest:
         ({"server_imports": ("",)}, "--server-import: expected a module's name"),
         ({"server_imports": ("rules",), "servers": 0}, "no servers of distrun's own that could import rules"),
         ({"server_imports": ("rules",), "ps": "command"}, "no servers of distrun's own"),
+        ({"server_device": "gpu0"}, r"--server-device: expected auto, cpu, gpu or gpu:N .*, found 'gpu0'"),
+        ({"server_device": "gpu:0", "servers": 0}, r"--server-device gpu:0: this job has no servers \(-s 0\)"),
+        ({"server_device": "cpu", "ps": "command"}, "--server-device cpu: with --ps command the servers are your"),
         ({"port_range": "80"}, "--port-range: expected FIRST-LAST within 1-65535, found '80'"),
     ],
 )

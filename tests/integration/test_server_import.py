@@ -149,6 +149,14 @@ def test_the_dry_run_shows_the_modules_for_the_servers_only(distrun: Distrun) ->
     assert found == {"scheduler": None, "server-0": "my_rules,b.c", "worker-0": None}
 
 
+def test_the_dry_run_shows_the_servers_device(distrun: Distrun) -> None:
+    words = ("launch", "-n", "1", "-s", "1", "--server-device", "cuda:1", "--dry-run")
+    assert "DISTRUN_SERVER_DEVICE=gpu:1" in distrun.run(*words, "true").stdout.decode()
+    refused = distrun.run("launch", "-n", "1", "-s", "0", "--server-device", "gpu", "true")
+    assert (refused.returncode, refused.stdout) == (2, b"")
+    assert "--server-device gpu: this job has no servers (-s 0)" in refused.stderr.decode()
+
+
 @pytest.mark.slow
 def test_states_saved_with_2_servers_are_loaded_by_3_and_training_goes_on(distrun: Distrun) -> None:
     """One job saves after two of four steps, another one of other size does the rest: as one that did all four."""

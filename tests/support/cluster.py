@@ -20,7 +20,7 @@ from distrun_runtime.ps.engine import Engine
 from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.scheduler import Scheduler
-from distrun_runtime.ps.serve import bind, wrapped
+from distrun_runtime.ps.serve import bind, placement_of, wrapped
 from distrun_runtime.ps.server import Server
 from distrun_runtime.ps.session import Memory, Session
 from distrun_runtime.ps.stats import Counters
@@ -45,6 +45,9 @@ END_S = 20.0
 PARTITION: str | None = None
 """How values are placed where the fixture `placement` says so."""
 
+
+SERVER_DEVICE: str | None = None
+"""Where servers are to keep values (`distrun launch --server-device`), where the fixture `server_device` says so."""
 
 MUCH_BYTES = engines.MUCH_BYTES
 """How much work is done by a server's engine in its own thread; the fixture `engine` has all done there."""
@@ -75,6 +78,8 @@ def config(role: str, **changes: Any) -> Config:
         verbose=0,
         partition=PARTITION or usually,
     )
+    if SERVER_DEVICE is not None:
+        usual = replace(usual, server_device=SERVER_DEVICE)
     return replace(usual, **changes)
 
 
@@ -98,7 +103,10 @@ def server_loop(
     """Return the loop of a server with its arithmetic, as `ps.serve` puts them together; `more` is `loop_of`'s."""
     counters, recorder = Counters(), Recorder()
     server = Server(own, endpoint, counters, recorder)
-    engine = Engine(devices.get("cpu:0", memory=memory), counters, recorder, imports, much_bytes=MUCH_BYTES)
+    host = devices.get("cpu:0", memory=memory)
+    placement = placement_of(own, host)
+    placement.open()
+    engine = Engine(host, counters, recorder, imports, placement=placement, much_bytes=MUCH_BYTES)
     if isinstance(transport, Stepped):
         transport.is_busy = lambda: engine.is_busy
     return loop_of(server, transport, engine=engine, token=own.token, **more)

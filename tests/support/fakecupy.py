@@ -24,6 +24,7 @@ SIGNATURES = {
     "getDeviceCount": (),
     "getDevice": (),
     "setDevice": ("device",),
+    "deviceGetAttribute": ("attrib", "device"),
     "getDeviceProperties": ("device",),
     "memGetInfo": (),
     "malloc": ("size",),

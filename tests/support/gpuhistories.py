@@ -9,7 +9,11 @@ import pytest
 from gpukit import Machine, values
 
 from distrun_runtime.arrays.cpu import CpuDevice
+from distrun_runtime.arrays.cuda import Host, Pointer, Stream
 from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
+from distrun_runtime.arrays.segments import address_of
+from distrun_runtime.ops import compression
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 
@@ -134,6 +138,163 @@ def the_same_memory_is_written_by_every_stream(machine: Machine) -> None:
     check(other.host(target), far)
 
 
+class Foreign:
+    """A flat float32 array of another library, in some memory, which works on a stream."""
+
+    def __init__(self, pointer: Pointer, stream: Stream) -> None:
+        place = (pointer.address, False)
+        self.__cuda_array_interface__ = {
+            **{"shape": (pointer.nbytes // 4,), "typestr": F32.str, "data": place, "version": 3},
+            **{"stream": stream.handle, "strides": None},
+        }
+
+
+def arrays_are_borrowed(machine: Machine) -> None:
+    device, borrowing = machine.gpus.get(0), machine.gpus.borrowing
+    cuda, number = borrowing.order.cuda, device.physical
+    whole, out = cuda.alloc(number, 1200), values((300,), F32)
+    halves = [(whole.at(0, 600), cuda.stream(number)), (whole.at(600, 600), cuda.stream(number))]
+    mine = device.zeros((150,), F32)
+    for half, stream in halves:
+        cuda.fill(half, 7, 600, stream)
+    given = borrowing.value(Foreign(*halves[1]))
+    loan = borrowing.borrow([given])
+    device.write(mine, given)
+    # Into the memory of the value, and more of it, which another stream has filled.
+    target = borrowing.output(Foreign(whole, halves[0][1]))
+    loan.add([target])
+    device.write(target, out)
+    loan.end()
+    copies = [cuda.alloc(number, 600) for _ in halves]
+    for copied, (half, stream) in zip(copies, halves, strict=True):
+        cuda.copy(copied, half, 600, stream)
+    check(device.host(mine), np.full(600, 7, np.uint8).view(F32))
+    found = np.empty(300, F32)
+    for copied, (_, stream), part in zip(copies, halves, (found[:150], found[150:]), strict=True):
+        cuda.copy(Host(address_of(part), 600), copied, 600, stream)
+    check(found, out)
+
+
+def lists_are_gathered_and_scattered(machine: Machine) -> None:
+    """Rounds of a training loop."""
+    device = machine.gpus.get(0)
+    sizes = (100, 0, 7, 300)
+    given = [[values((size,), F32, 2 * size + part) for part in range(2)] for size in sizes]
+    lists = [[device.put(part) for part in parts] for parts in given]
+    bucket, outs = device.empty((407,), F32), [device.empty((size,), F32) for size in sizes]
+    for turn in range(4):
+        if turn == 2:
+            device.synchronize()
+            device.pool.trim()  # the tables go, and are made again
+        expected = [total(parts) for parts in given]
+        device.gather(lists, bucket)
+        # What was read is written by another stream: the first and the last of each list is the first once.
+        tensors = list(range(len(sizes)))[:: (1, -1)[turn % 2]]
+        for part in (0, 1)[:: (1, -1)[turn % 2]]:
+            for tensor in tensors:
+                given[tensor][part] = -given[tensor][part]
+                device.write(lists[tensor][part], given[tensor][part])
+        device.scatter(bucket, outs)
+        for tensor in tensors:
+            check(device.host(outs[tensor]), expected[tensor])
+        device.scatter(bucket, outs)
+        device.write(bucket, values((407,), F32, turn))
+        for tensor in tensors:
+            check(device.host(outs[tensor]), expected[tensor])
+    device.gather(lists, bucket)
+    device.pool.trim()
+    check(device.host(bucket), np.concatenate([total(parts) for parts in given]))
+
+
+def lists_from_everywhere_are_gathered(machine: Machine) -> None:
+    here, there = machine.gpus.get(0), machine.gpus.get(1)
+    given = [[values((size,), F32, 2 * size + part) for part in range(3)] for size in (300, 40, 50)]
+    theirs = [there.put(parts[0]) for parts in given]
+    lists = [[far, here.put(parts[1]), parts[2]] for far, parts in zip(theirs, given, strict=True)]
+    bucket = here.empty((390,), F32)
+    for _ in range(2):
+        expected = np.concatenate([total(parts) for parts in given])
+        here.gather(lists, bucket)
+        for far, parts in zip(theirs, given, strict=True):
+            there.scale(far, 2.0)  # not before it was copied
+            parts[0] *= np.float32(2)
+            parts[2][...] = -parts[2]
+        check(here.host(bucket), expected)
+
+
+def many_arrays_are_copied_with_one_wait(machine: Machine) -> None:
+    device = machine.gpus.get(0)
+    memory, outs = np.zeros(1000, F32), np.zeros(1000, F32)
+    assert machine.gpus.locked.lock(memory)
+    assert machine.gpus.locked.lock(outs)
+    for turn in range(2):
+        given = [values((size,), F32, 10 * turn + size) for size in (400, 3, 200, 300)]
+        places = [memory[:400], np.empty(3, F32), np.empty(200, F32), memory[400:700]]
+        found = [outs[:400], np.empty(3, F32), np.empty((200, 2), F32)[:, 1], outs[400:700]]
+        arrays = [device.empty((each.size,), F32) for each in given]
+        for place, each in zip(places, given, strict=True):
+            place[...] = each
+        device.write_all(list(zip(arrays, places, strict=True)))
+        for place in places:
+            place[...] = 0
+        for array in arrays:
+            device.scale(array, 2.0)
+        device.read_all(list(zip(arrays, found, strict=True)))
+        for each, out in zip(given, found, strict=True):
+            check(np.ascontiguousarray(out), each * np.float32(2))
+        outs[...] = 0
+
+
+def values_are_compressed(machine: Machine) -> None:
+    """What a codec reads was written just before: values by a copy and residuals by a kernel, then the other way round.
+    The copies that show what it wrote come in every order."""
+    device = machine.gpus.get(0)
+    cases = [("topk", F32, 0), ("1bit_scaled", F32, 0), ("fp16", F16, 0), ("1bit_scaled", F32, 1), ("2bit", F16, 1)]
+    for name, dtype, turn in cases:
+        codec = compression.named(name)
+        params = codec.check({"ratio": 0.5} if name == "topk" else {})
+        given = (np.arange(90) % 13 - 6).astype(dtype)
+        left = (np.arange(90) % 7).astype(F32) if codec.has_residual else None
+        payload, rest = codec.encode(given, None, params), left
+        out = device.empty((len(payload),), np.dtype(np.uint8))
+        if left is None:
+            there, remains = device.put(given), None
+        else:
+            rest = left.copy()
+            payload = codec.encode(given, rest, params)
+            codec.check_finite(*written(device, given, left, turn), 0)
+            there, remains = written(device, given, left, turn)
+        codec.write(there, remains, params, out)
+        device.write(there, np.zeros(90, dtype))  # it was read
+        if remains is not None and rest is not None:
+            check(device.host(remains), rest)
+        check(device.host(out), np.frombuffer(payload, np.uint8))
+        sums, decoded, expected = device.put(given.astype(F32)), device.empty((90,), F32), given.astype(F32)
+        codec.read(out, sums, params, adds=True)
+        codec.read(payload, decoded, params)
+        device.write(out, np.zeros(len(payload), np.uint8))  # so was that
+        codec.read(payload, expected, params, adds=True)
+        check(device.host(decoded), codec.decode(payload, 90, params))
+        check(device.host(sums), expected)
+        if name == "topk":  # what it looks at first is then the values
+            fresh = device.put(given)
+            codec.write(fresh, None, params, out)
+            device.write(fresh, np.zeros(90, dtype))
+            check(device.host(out), np.frombuffer(codec.encode(given, None, params), np.uint8))
+        check(device.host(compression.floats(device.put(given))), given.astype(F32))
+
+
+def written(device: GpuDevice, given: Array, left: Array, turn: int) -> tuple[GpuArray, GpuArray]:
+    """Return both on the device, one of them by a copy that is under way, and the other by a kernel."""
+    if turn:
+        there = device.put(given / 2)
+        device.scale(there, 2.0)
+        return there, device.put(left)
+    remains = device.put(left / 2)
+    device.scale(remains, 2.0)
+    return device.put(given), remains
+
+
 HISTORIES: dict[str, Callable[[Machine], None]] = {
     each.__name__: each
     for each in (
@@ -144,6 +305,11 @@ HISTORIES: dict[str, Callable[[Machine], None]] = {
         page_locked_memory_is_copied_directly,
         memory_is_given_back,
         the_same_memory_is_written_by_every_stream,
+        arrays_are_borrowed,
+        lists_are_gathered_and_scattered,
+        lists_from_everywhere_are_gathered,
+        many_arrays_are_copied_with_one_wait,
+        values_are_compressed,
     )
 }
 EACH_HISTORY = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)

@@ -27,7 +27,7 @@ class Machine:
     def __init__(self, devices: int = 2, *, driver: Callable[[StandIn], Driver] | None = None, **options: Any) -> None:
         self.standin = StandIn(devices, compiled=cxx.compiled, **options)
         self.cuda = Cuda(self.standin if driver is None else driver(self.standin))
-        self.gpus = Gpus(self.cuda)
+        self.gpus = Gpus(self.cuda, wait_s=60)
 
     def finish(self) -> None:
         self.standin.finish()

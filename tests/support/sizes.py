@@ -3,9 +3,9 @@
 `scripts/test` passes `--quick`, `scripts/test --all` does not, and neither does a plain `pytest`. Tests marked `engine`
 are a part of their own: `--engines` runs them and no others.
 
-Tests of whole jobs in threads run on every path (`job`) and with every placement of values (`placement`). With their
-own parameters that makes up to 144 variants of a test. A quick run has a few that show each of these once; the others
-are slow.
+Tests of whole jobs in threads run on every path (`job`), with every placement of values (`placement`) and with values
+in every kind of memory (`server_device`). With their own parameters that makes up to 288 variants of a test. A quick
+run has a few that show each of these once; the others are slow.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ import pytest
 LEFT_OUT = ("lab", "package", "peers", "slow", "ssh")
 BY_FIXTURE = {"lab_of_session": "lab", "run_by_peer": "peers", "sshd": "ssh"}
 """A test that uses one of these fixtures, directly or through another one, gets the marker."""
+
+DEVICE = "server_device"
+"""The fixture that runs a test once for each kind of memory that servers may keep values in."""
 
 WAYS = ("placement", "engine")
 """Fixtures that run a test once for each of several ways in which servers may work; `job` does so for paths."""
@@ -70,8 +73,9 @@ def _mark_variants(items: list[pytest.Item]) -> None:
     for name, item in of_name.items():
         own = dict(getattr(getattr(item, "callspec", None), "params", {}))
         if ("job" in own or "placement" in own) and not _is_left_out(item):
-            path, ways = own.pop("job", ""), [own.pop(way, "") for way in WAYS]
-            tests[name.partition("[")[0]][name] = [("path", path), ("ways", *ways), ("own", repr(own))]
+            path, device, ways = own.pop("job", ""), own.pop(DEVICE, ""), [own.pop(way, "") for way in WAYS]
+            things = [("path", path), ("device", device), ("ways", *ways), ("own", repr(own))]
+            tests[name.partition("[")[0]][name] = things
     for variants in tests.values():
         for name in variants.keys() - few_of(variants):
             of_name[name].add_marker("slow")

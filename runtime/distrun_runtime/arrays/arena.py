@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Device, DeviceArray
+from distrun_runtime.arrays.device import Device, DeviceArray, copy
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.arrays.segments import PAGE
 
@@ -74,6 +74,14 @@ class Arena:
             self._sizes.append(max(used, wanted, 1))
         self._used = used
         return self._bases[-1] + offsets
+
+    def move(self, device: Device) -> None:
+        """Have the blocks on another device."""
+        for blocks in self._sides:
+            for number, block in blocks.items():
+                blocks[number] = device.empty(block.shape, self.dtype, is_sent=self._is_sent)
+                copy(block, blocks[number])
+        self._device = device
 
     def view(self, begin: int, end: int, side: int = 0) -> DeviceArray:
         """Return the elements of some positions, which are in one block; without a copy."""

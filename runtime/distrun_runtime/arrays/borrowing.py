@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -95,6 +94,7 @@ class Borrowed(Memory):
     """Memory of another library's array, for one call."""
 
     def __init__(self, view: DeviceView, keeper: Keeper) -> None:
+        self._dropped = keeper.dropped
         self.pointer = Pointer(view.address, view.device, view.nbytes)
         self.uses = Uses()
         self.library = view.library
@@ -103,8 +103,11 @@ class Borrowed(Memory):
         self.is_awaited = view.stream is None and not view.is_immutable
         """Nothing but the host can tell the program that the memory is free again."""
         self._kept = _Kept(view.owner, self.uses)
+        self._number = keeper.keep(self._kept)
+
+    def __del__(self) -> None:
         # No lock can be taken, and no call made, by whichever thread drops the last reference.
-        weakref.finalize(self, keeper.dropped.append, keeper.keep(self._kept)).atexit = False
+        self._dropped.append(self._number)
 
     def share(self, uses: Uses) -> None:
         """Have the same uses as other memory."""
@@ -171,7 +174,7 @@ class Borrowing:
         """Return a queue of ours that only waits: for libraries, and for all uses of memory that is shared."""
         with self.order.locked():
             if device not in self._arrivals:
-                self._arrivals[device] = self.order.queue(device)
+                self._arrivals[device] = self.order.queue(device, "waits for other libraries")
             return self._arrivals[device]
 
     def caller(self, device: int, handle: int) -> Queue:
@@ -215,16 +218,13 @@ class Loan:
         memories, self._memories = self._memories, []
         if not memories:
             return
+        # First of all: a library that is asked for its stream may have something against it.
+        self._let_follow(self._by_stream(memories))
         awaited = [memory for memory in memories if memory.is_awaited]
-        streams = self._by_stream(memories)
         if threading.get_ident() != self._thread:
             # That thread's own stream cannot be named in this one.
             awaited += [memory for memory in memories if memory.stream == foreign.PER_THREAD]
-        for (library, device), its in _by_library(memories).items():
-            handle = foreign.current_stream(library, device)
-            if handle is not None:
-                streams.setdefault(self._borrowing.caller(device, handle), []).extend(its)
-        self._let_follow(streams)
+        self._let_follow(self._by_current_stream(memories))
         for mark in self._order.marks(memory.uses for memory in awaited):
             self._order.finish(mark)
         self._borrowing.keeper.collect()
@@ -242,6 +242,17 @@ class Loan:
                 found.setdefault(queue, []).append(memory)
         return found
 
+    def _by_current_stream(self, memories: Iterable[Borrowed]) -> dict[Queue, list[Borrowed]]:
+        found: dict[Queue, list[Borrowed]] = {}
+        by_library: dict[tuple[str, int], list[Borrowed]] = {}
+        for memory in memories:
+            by_library.setdefault((memory.library, memory.pointer.device), []).append(memory)
+        for (library, device), its in by_library.items():
+            handle = foreign.current_stream(library, device)
+            if handle is not None:
+                found.setdefault(self._borrowing.caller(device, handle), []).extend(its)
+        return found
+
     def _share(self) -> None:
         """Let arrays that share memory have one history: what writes one waits for what reads the other."""
         groups = [group for group in _overlapping(self._memories) if len({id(memory.uses) for memory in group}) > 1]
@@ -252,13 +263,6 @@ class Loan:
         for group in groups:
             for memory in group:
                 memory.share(group[0].uses)
-
-
-def _by_library(memories: Iterable[Borrowed]) -> dict[tuple[str, int], list[Borrowed]]:
-    found: dict[tuple[str, int], list[Borrowed]] = {}
-    for memory in memories:
-        found.setdefault((memory.library, memory.pointer.device), []).append(memory)
-    return found
 
 
 def _overlapping(memories: Iterable[Borrowed]) -> Iterator[list[Borrowed]]:

@@ -12,6 +12,7 @@ Errors:
       + CudaMissing               no cupy, driver or GPU here: what to install
       + CudaError                 a call failed: call, device, CUDA's name and code
           + CudaOutOfMemory       the device has too little memory left: wanted, free
+          + CudaTimedOut          the device has not finished its work in time
       + ProgramError              a program of kernels does not compile
     StoreClosed                   the process was forked after CUDA had been opened
 
@@ -43,6 +44,7 @@ __all__ = [
     "CudaError",
     "CudaMissing",
     "CudaOutOfMemory",
+    "CudaTimedOut",
     "Driver",
     "DriverError",
     "Event",
@@ -64,7 +66,7 @@ __all__ = [
 INSTALL = "pip install 'distrun[cuda12]' (a driver for CUDA 12) or 'distrun[cuda13]' (for CUDA 13)"
 """How to get what a GPU needs."""
 
-OUT_OF_MEMORY, PEER_ALREADY_ENABLED = 2, 704
+OUT_OF_MEMORY, NOT_READY, PEER_ALREADY_ENABLED = 2, 600, 704
 STICKY = frozenset({4, 214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
 """Codes after which the process cannot use the device any more: illegal address, launch failure, ECC and their kin.
 
@@ -204,6 +206,8 @@ class CudaMissing(KVError):
 class CudaError(KVError):
     """A CUDA call failed."""
 
+    is_of_device = True
+
     def __init__(self, call: str, device: int | None, code: int, name: str, text: str, more: str = "") -> None:
         self.call = call
         self.device = device
@@ -231,6 +235,11 @@ class CudaError(KVError):
         self.args = ("%s: %s" % (what, self.args[0]), *self.args[1:])
         return self
 
+    def advising(self, what: str) -> CudaError:
+        """Return this error with what to do behind its message."""
+        self.args = ("%s; %s" % (self.args[0], what), *self.args[1:])
+        return self
+
 
 class CudaOutOfMemory(CudaError):
     """A device has too little memory left."""
@@ -242,6 +251,27 @@ class CudaOutOfMemory(CudaError):
         self.total = total
         more = "; wanted %d bytes, free are %d of %d" % (wanted, free, total)
         super().__init__(call, device, OUT_OF_MEMORY, name, text, more)
+
+
+class CudaTimedOut(CudaError):
+    """A device has not finished its work in time. Whatever it is, the process cannot use the device any more."""
+
+    def __init__(self, device: int, what: str, waited_s: float) -> None:
+        self.call, self.device, self.code, self.name, self.text = "synchronize", device, NOT_READY, "hangs", what
+        self.waited_s = waited_s
+        self.is_sticky = True
+        KVError.__init__(
+            self,
+            "gpu:%d has not finished its %s after %g s, and this process cannot use the GPU any more. fix: see whether"
+            " 'nvidia-smi' answers on this host, and whether 'dmesg' there has lines with 'Xid', for a GPU that has"
+            " failed; run the script under 'compute-sanitizer' for a kernel that never ends; if the work may take so"
+            " long, raise --op-timeout or DISTRUN_OP_TIMEOUT (a wait for a GPU may take half of it)"
+            % (device, what, waited_s),
+        )
+
+    def again(self) -> CudaError:
+        """Return the same error, to be raised once more."""
+        return CudaTimedOut(self.device or 0, self.text, self.waited_s)
 
 
 class ProgramError(KVError):
@@ -267,7 +297,7 @@ class Driver(Protocol):
     def memory(self, device: int) -> tuple[int, int]: ...
     def alloc(self, device: int, nbytes: int) -> int: ...
     def free(self, pointer: Pointer) -> None: ...
-    def register(self, host: Host) -> None: ...
+    def register(self, host: Host, is_readonly: bool) -> None: ...
     def unregister(self, host: Host) -> None: ...
     def make_stream(self, device: int, priority: int) -> int: ...
     def end_stream(self, device: int, handle: int) -> None: ...
@@ -323,6 +353,11 @@ class Cuda:
         if self._first is not None:
             raise self._first.again()
 
+    def give_up(self, error: CudaError) -> None:
+        """Let every later call raise an error, as if CUDA had made it."""
+        if self._first is None:
+            self._first = error
+
     def count(self) -> int:
         """Return how many devices this process sees."""
         return self._made("count", None, self._driver.count)
@@ -354,9 +389,13 @@ class Cuda:
         """Give back memory as `alloc` returned it. No operation that uses it may be under way."""
         self._made("free", pointer.device, self._driver.free, pointer)
 
-    def register(self, host: Host) -> None:
-        """Page-lock memory of the host: copies from and to it do not hold up the calling thread."""
-        self._made("register", None, self._driver.register, host)
+    def register(self, host: Host, *, is_readonly: bool = False) -> None:
+        """Page-lock memory of the host: copies from and to it do not hold up the calling thread.
+
+        Arguments:
+            is_readonly: the memory is mapped without the right to write; copies go from it only. Not all GPUs can that.
+        """
+        self._made("register", None, self._driver.register, host, is_readonly)
 
     def unregister(self, host: Host) -> None:
         """Undo `register`. No copy that uses the memory may be under way."""
@@ -442,8 +481,8 @@ class Cuda:
             return call(*args, **kwargs)
         except DriverError as err:
             error = CudaError(name, device, err.code, err.name, err.text)
-            if error.is_sticky and self._first is None:
-                self._first = error
+            if error.is_sticky:
+                self.give_up(error)
             raise error from err
 
     def _dropped(self, end: Callable[[int, int], None], device: int, handle: int) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import numpy as np
 from distrun_runtime.arrays import cubins
 from distrun_runtime.arrays.cuda import (
     INSTALL,
+    NOT_READY,
     Argument,
     Cuda,
     CudaError,
@@ -46,9 +48,12 @@ ELEMENTS_PER_THREAD = 4
 """Kernels read and write 16 bytes at once where they can."""
 
 
-INITIALIZATION, INSUFFICIENT_DRIVER, NO_DEVICE, NOT_READY = 3, 35, 100, 600
-_PORTABLE, _NON_BLOCKING, _EVENT_FLAGS, _ANY_DIRECTION = 1, 1, 1 | 2, 4
-"""cudaHostRegisterPortable; cudaStreamNonBlocking; cudaEventBlockingSync and DisableTiming; cudaMemcpyDefault."""
+INITIALIZATION, INSUFFICIENT_DRIVER, NO_DEVICE = 3, 35, 100
+NOT_SUPPORTED = 801
+_PORTABLE, _READ_ONLY, _NON_BLOCKING, _EVENT_FLAGS, _ANY_DIRECTION = 1, 8, 1, 1 | 2, 4
+"""cudaHostRegisterPortable, ReadOnly; cudaStreamNonBlocking; cudaEventBlockingSync, DisableTiming; MemcpyDefault."""
+_REGISTERS_READ_ONLY = 113
+"""cudaDevAttrHostRegisterReadOnlySupported."""
 
 
 class _Runtime(Protocol):
@@ -57,6 +62,7 @@ class _Runtime(Protocol):
     def getDeviceCount(self) -> int: ...
     def getDevice(self) -> int: ...
     def setDevice(self, device: int) -> None: ...
+    def deviceGetAttribute(self, attrib: int, device: int) -> int: ...
     def getDeviceProperties(self, device: int) -> Mapping[str, Any]: ...
     def memGetInfo(self) -> tuple[int, int]: ...
     def malloc(self, size: int) -> int: ...
@@ -108,6 +114,8 @@ class CupyDriver:
         self._runtime = cast(_Runtime, cupy.cuda.runtime)
         self._failures: tuple[type[Exception], ...] = (cupy.cuda.runtime.CUDARuntimeError, _driver_error(cupy))
         self._processors: dict[int, int] = {}
+        self._used = 0
+        """A device that this process uses. What names no device would make a context on gpu:0, which takes memory."""
         self._folder = cubins.find_folder()
 
     @contextlib.contextmanager
@@ -159,15 +167,19 @@ class CupyDriver:
         with self._told(pointer.device) as runtime:
             runtime.free(pointer.address)
 
-    def register(self, host: Host) -> None:
-        with self._told() as runtime:
-            runtime.hostRegister(host.address, host.nbytes, _PORTABLE)
+    def register(self, host: Host, is_readonly: bool) -> None:
+        device = self._used
+        with self._told(device) as runtime:
+            if is_readonly and not runtime.deviceGetAttribute(_REGISTERS_READ_ONLY, device):
+                raise DriverError(NOT_SUPPORTED, "cudaErrorNotSupported", "read-only memory cannot be registered")
+            runtime.hostRegister(host.address, host.nbytes, _PORTABLE | (_READ_ONLY if is_readonly else 0))
 
     def unregister(self, host: Host) -> None:
-        with self._told() as runtime:
+        with self._told(self._used) as runtime:
             runtime.hostUnregister(host.address)
 
     def make_stream(self, device: int, priority: int) -> int:
+        self._used = device
         with self._told(device) as runtime:
             return runtime.streamCreateWithPriority(_NON_BLOCKING, priority)
 
@@ -285,7 +297,7 @@ def open_cupy() -> Cuda:
     Raises:
         CudaMissing: cupy, a driver or a GPU is missing.
     """
-    if importlib.util.find_spec("cupy") is None:
+    if sys.modules.get("cupy") is None and importlib.util.find_spec("cupy") is None:
         raise CudaMissing("a GPU needs cupy, which is not installed. fix: %s" % INSTALL)
     try:
         cupy = importlib.import_module("cupy")

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["get", "gpu", "gpus"]
 
+WAIT_OF_CALL = 0.5
+"""Of the time for a store's call, a wait for a GPU takes at most: whose GPU hangs says so before its peers give up."""
+
 _gpus: list[Gpus] = []
 """Those of this process, once one was asked for."""
 _lock = threading.Lock()
@@ -69,5 +72,6 @@ def gpus() -> Gpus:
     opened = cupydriver.of_process()
     with _lock:
         if not _gpus:
-            _gpus.append(Gpus(opened, has_peers=environ.read("MXNET_ENABLE_GPU_P2P")))
+            wait_s = environ.read("DISTRUN_OP_TIMEOUT") * WAIT_OF_CALL
+            _gpus.append(Gpus(opened, wait_s=wait_s, has_peers=environ.read("MXNET_ENABLE_GPU_P2P")))
     return _gpus[0]

@@ -43,6 +43,7 @@ __all__ = [
 LEGACY, PER_THREAD = 1, 2
 """cudaStreamLegacy, cudaStreamPerThread: the default streams by handle. Libraries write the first one as 0, too."""
 
+_BY_NAME = {name: dtypes.parse(name) for name in dtypes.NAMES}
 _GPUS = (dlpack.CUDA, dlpack.CUDA_MANAGED)
 
 _CUDA_ONLY = "distrun uses GPUs by CUDA"
@@ -365,6 +366,8 @@ def _handle(pointer: int) -> int:
 
 def _dtype(value: object, given: Any) -> DType:
     """Return a dtype of `dtypes.NAMES` for a name, a numpy dtype or a type string."""
+    if type(given) is str and given in _BY_NAME:  # torch's
+        return _BY_NAME[given]
     if given == "bfloat16" or getattr(given, "name", None) == "bfloat16":
         return dtypes.BFLOAT16
     try:

@@ -13,16 +13,19 @@ make up a ring of 32 MiB.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Union
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Union, cast
 
 import numpy as np
 
 from distrun_runtime.arrays import programs
 from distrun_runtime.arrays.borrowing import Borrowing
-from distrun_runtime.arrays.cuda import Argument, Cuda, Host, Loaded, Pointer, Read, Table, Write
+from distrun_runtime.arrays.cuda import Argument, Cuda, CudaError, Host, Loaded, Pointer, Read, Table, Write
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
 from distrun_runtime.arrays.gpumemory import Memory, PageLocked, Pool, Staging
@@ -37,6 +40,12 @@ RING_BYTES = 32 * 1024 * 1024
 """Of values that come from elsewhere to be added: for all pieces that are on their way at a time."""
 RING_TURNS = 2
 """While one piece is added, the next is copied."""
+PIECE_BYTES = 4 * 1024 * 1024
+"""Larger arrays are copied from and to page-locked memory in equal pieces of at most so many bytes."""
+ALIGNED = 16
+"""Elements: runs of so many begin and end with 16 bytes, whatever the dtype."""
+TABLE_ADDRESSES = 1 << 16
+"""Addresses that are kept in tables on a device; those that were used longest ago are dropped."""
 
 
 class GpuArray:
@@ -47,6 +56,8 @@ class GpuArray:
         self.memory = memory
         self.begin = begin
         """Bytes of the memory before the first element."""
+        self.address = memory.pointer.address + begin
+        """Of the first element, on the device: `pointer` says more of it."""
         self.shape = tuple(shape)
         self.dtype = dtype
         self.size = math.prod(self.shape)
@@ -92,7 +103,33 @@ class GpuArray:
         return self.memory.pointer.at(self.begin, self.nbytes)
 
 
+UNEQUAL = "the parts of a tensor have different sizes"
+
 AnyArray = Union[Array, GpuArray]
+
+
+@dataclass
+class _Portion:
+    """What is copied from elsewhere at once, to be added up."""
+
+    tensors: list[list[AnyArray]]
+    """Their parts, flat, whole or a run of each."""
+    nbytes: int
+    """What is not here of them."""
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """A list of tensors as kernels take it. What is in it follows from addresses and sizes, whoever has the memory."""
+
+    memory: GpuArray
+    """The addresses, then the offsets."""
+    table: Table
+    offsets: Read
+    tensors: np.int64
+    """Those that have elements."""
+    size: int
+    """Elements of all tensors."""
 
 
 class GpuDevice:
@@ -124,7 +161,13 @@ class GpuDevice:
         self._peers: set[int] = {physical}
         """GPUs for which direct copies have been settled."""
         self._staging = Staging(order)
-        self._work, self._inward, self._outward = (order.queue(physical) for _ in range(3))
+        self._listed: OrderedDict[object, _Listed] = OrderedDict()
+        """By all that makes them: addresses, sizes, dtype, and whether they are read or written."""
+        self._listing = threading.Lock()
+        self.pool.before_trim.append(self._forget_lists)
+        self._work, self._inward, self._outward = (
+            order.queue(physical, what) for what in ("kernels", "copies in", "copies out")
+        )
         self._loaded: dict[int, Loaded] = {}
         """By the program's id; it keeps the program."""
         self._loading = threading.Lock()
@@ -151,10 +194,14 @@ class GpuDevice:
     def zeros(self, shape: Sequence[int], dtype: DType) -> GpuArray:
         """Return a new array here of zeros."""
         result = self.empty(shape, dtype)
-        if result.nbytes:
-            with self._order.using(self._work, writes=[result.memory.uses]):
-                self._cuda.fill(result.pointer, 0, result.nbytes, self._work.stream)
+        self.clear(result)
         return result
+
+    def clear(self, array: GpuArray) -> None:
+        """Fill an array of this device with zeros."""
+        if array.nbytes:
+            with self._order.using(self._work, writes=[array.memory.uses]):
+                self._cuda.fill(array.pointer, 0, array.nbytes, self._work.stream)
 
     def put(self, array: AnyArray) -> GpuArray:
         """Return a copy here of an array of the host or of any GPU."""
@@ -181,6 +228,50 @@ class GpuDevice:
         """Write the sum of flat arrays into `out`, added from first to last."""
         self._add_up(parts, out)
 
+    def gather(self, lists: Sequence[Sequence[AnyArray]], bucket: GpuArray) -> None:
+        """Write the sums of tensors into a flat array that is here, end to end: by one kernel for a whole list.
+
+        Tensors that follow each other and have equally many parts share a kernel. The table of their addresses stays
+        on the device: with the same list again, nothing is copied there.
+
+        Arguments:
+            lists: the parts of each tensor, at least one, of one size and dtype and of any alignment; added from first
+                to last, 16-bit floats in float32, and rounded once. Parts of other devices and of the host are
+                copied here first, by the ring.
+            bucket: as many elements as the tensors have; of their dtype or, for 16-bit floats, float32.
+
+        Raises:
+            ValueError: sizes or dtypes do not fit.
+        """
+        if not all(len(parts) for parts in lists):
+            raise ValueError("a tensor has no parts")
+        if all(isinstance(part, GpuArray) and part.device is self for parts in lists for part in parts):
+            self._gather(cast("Sequence[Sequence[GpuArray]]", lists), bucket)
+            return
+        if any(part.size != parts[0].size for parts in lists for part in parts):
+            raise ValueError(UNEQUAL)
+        _check_size(sum(parts[0].size for parts in lists), bucket)
+        for brought, run in self._by_ring(lists):
+            self._gather(brought, bucket[run])
+
+    def scatter(self, bucket: GpuArray, outs: Sequence[GpuArray]) -> None:
+        """Write a flat array to tensors that are here, one after the other: the reverse of `gather`.
+
+        Raises:
+            ValueError: sizes or dtypes do not fit, or a tensor is not here.
+        """
+        if not all(self._is_here(out) and out.dtype == bucket.dtype for out in outs):
+            raise ValueError("a bucket of %s goes to tensors of this dtype on %s" % (bucket.dtype, self.name))
+        listed = self._list_of([outs], Write)
+        _check_size(listed.size, bucket)
+        kind = programs.kind_of(bucket.dtype)
+        arguments: list[Argument] = [Read(bucket.pointer, bucket.nbytes), listed.offsets, listed.table, listed.tensors]
+        self.launch(
+            *(programs.sums(kind, kind), "scatter", arguments, bucket.size),
+            reads=[bucket, listed.memory],
+            writes=outs,
+        )
+
     def split(self, size: int, work: Callable[[slice], None]) -> None:
         """Call `work` with slice(0, size): a GPU shares the work by itself."""
         work(slice(0, size))
@@ -195,6 +286,8 @@ class GpuDevice:
 
     def scale(self, array: GpuArray, factor: float) -> None:
         """Multiply an array of this device; 16-bit floats in float32, rounded once."""
+        if not array.size:
+            return
         kind = programs.kind_of(array.dtype)
         with np.errstate(over="ignore", invalid="ignore"):
             number = work_dtype(array.dtype).type(factor)
@@ -212,16 +305,50 @@ class GpuDevice:
 
     def read(self, array: GpuArray, out: Array) -> None:
         """Copy an array that is here into a numpy array of the same shape and dtype, of any strides."""
-        if not out.flags.c_contiguous:
-            np.copyto(out, self.host(array))
-            return
-        flat = out.reshape(-1).view(np.uint8)
-        if not self.locked.covers(flat):
-            self._staging.copy_out(array.memory, array.begin, flat, self._outward)
-            return
-        with self._order.using(self._outward, reads=[array.memory.uses]):
-            self._cuda.copy(Host(address_of(flat), flat.nbytes), array.pointer, flat.nbytes, self._outward.stream)
-        self._order.finish(self._order.mark(self._outward))
+        self.read_all([(array, out)])
+
+    def read_all(self, pairs: Sequence[tuple[GpuArray, Array]]) -> None:
+        """Copy arrays that are here, each into a numpy array of the same shape and dtype, of any strides.
+
+        Page-locked memory is written directly, in pieces, other memory by way of staging. The host waits once, at the
+        end, or for what goes by staging when a piece has to be taken from there.
+        """
+        staged: list[tuple[Memory, int, Array]] = []
+        strided: list[tuple[Array, Array]] = []
+        with self.locked.copies(self._outward) as copies:
+            for array, out in pairs:
+                if not out.flags.c_contiguous:
+                    strided.append((out, np.empty(out.shape, out.dtype)))
+                flat = (out if out.flags.c_contiguous else strided[-1][1]).reshape(-1).view(np.uint8)
+                if not copies.takes(flat):
+                    staged.append((array.memory, array.begin, flat))
+                    continue
+                for begin, size in _pieces(flat.nbytes):
+                    with self._order.using(self._outward, reads=[array.memory.uses]):
+                        source = array.memory.pointer.at(array.begin + begin, size)
+                        self._cuda.copy(Host(address_of(flat) + begin, size), source, size, self._outward.stream)
+            self._staging.copy_out(staged, self._outward)
+        for out, copy in strided:
+            np.copyto(out, copy)
+
+    def write_all(self, pairs: Sequence[tuple[GpuArray, Array]]) -> None:
+        """Copy numpy arrays, each to an array of the same shape and dtype that is here.
+
+        When this returns, the numpy arrays may be overwritten; those that are read directly, page-locked ones, have
+        been copied then. Of others a piece is copied to staging while the GPU copies the one before.
+        """
+        staged: list[tuple[Array, Memory, int]] = []
+        with self.locked.copies(self._inward) as copies:
+            for into, source in pairs:
+                flat = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
+                if not copies.takes(flat):
+                    staged.append((flat, into.memory, into.begin))
+                    continue
+                for begin, size in _pieces(flat.nbytes):
+                    with self._order.using(self._inward, writes=[into.memory.uses]):
+                        target = into.memory.pointer.at(into.begin + begin, size)
+                        self._cuda.copy(target, Host(address_of(flat) + begin, size), size, self._inward.stream)
+            self._staging.copy_in(staged, self._inward)
 
     def launch(
         self,
@@ -232,20 +359,33 @@ class GpuDevice:
         *,
         reads: Sequence[GpuArray] = (),
         writes: Sequence[GpuArray] = (),
+        zeroed: Sequence[GpuArray] = (),
     ) -> None:
         """Launch a kernel of a program here; it is compiled and loaded with the first launch, or by `load`.
 
         Arguments:
             arguments: those of the kernel, but for the number of elements.
             reads, writes: all arrays that it reads, and those that it writes, also by a table; they are here.
+            zeroed: those of `writes` that are filled with zeros before.
         """
         loaded = self._program(program)
         with self._order.using(self._work, [each.memory.uses for each in reads], [each.memory.uses for each in writes]):
+            for each in zeroed:
+                self._cuda.fill(each.pointer, 0, each.nbytes, self._work.stream)
             self._cuda.launch(loaded, kernel, arguments, elements, self._work.stream)
 
     def load(self, program: Program) -> None:
         """Compile and load a program: seconds, if it was not compiled before."""
         self._program(program)
+
+    @property
+    def failed(self) -> CudaError | None:
+        """The error after which this process cannot use a GPU any more; None: there was none."""
+        return self._cuda.failed
+
+    def free_bytes(self) -> int:
+        """Return how much of the GPU's memory no process has taken."""
+        return self._cuda.memory(self.physical)[0]
 
     def synchronize(self) -> None:
         """Return when all work that was given to this device is over."""
@@ -264,13 +404,7 @@ class GpuDevice:
         if isinstance(source, GpuArray):
             self._bring_from_gpu(source, into)
             return
-        flat = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
-        if not self.locked.covers(flat):
-            self._staging.copy_in(flat, into.memory, into.begin, self._inward)
-            return
-        with self._order.using(self._inward, writes=[into.memory.uses]):
-            self._cuda.copy(into.pointer, Host(address_of(flat), flat.nbytes), flat.nbytes, self._inward.stream)
-        self._order.finish(self._order.mark(self._inward))  # the caller may overwrite it now
+        self.write_all([(into, source)])
 
     def _bring_from_gpu(self, source: GpuArray, into: GpuArray) -> None:
         other = source.device.physical
@@ -293,18 +427,138 @@ class GpuDevice:
         if len(here) == len(parts):
             self._sum(here, out)
             return
-        widest = max(part.dtype.itemsize for part in parts)
-        piece = max(1, RING_BYTES // (RING_TURNS * (len(parts) - len(here)) * widest))
-        for begin in range(0, out.size, piece):
-            run = slice(begin, min(begin + piece, out.size))
-            self._sum([self._brought(part[run]) for part in parts], out[run])
+        for (brought,), run in self._by_ring([parts]):
+            self._sum(brought, out[run])
 
-    def _brought(self, part: AnyArray) -> GpuArray:
-        if isinstance(part, GpuArray) and part.device is self:
-            return part
-        room = self.empty(part.shape, part.dtype)
-        self._bring(part, room)
-        return room
+    def _by_ring(self, lists: Sequence[Sequence[AnyArray]]) -> Iterator[tuple[list[list[GpuArray]], slice]]:
+        """Copy parts that are not here, and yield runs of the tensors' elements: all of their parts here, and where.
+
+        At most `RING_TURNS` runs are on their way at a time, so each is used before the next one is asked for.
+        """
+        portions = list(self._portions(lists, RING_BYTES // RING_TURNS))
+        room_bytes = max((portion.nbytes for portion in portions), default=0)
+        rooms = [self.empty((room_bytes,), np.dtype(np.uint8)) for _ in portions[:RING_TURNS]]
+        done = 0
+        for turn, portion in enumerate(portions):
+            memory, used = rooms[turn % RING_TURNS].memory, 0
+            from_host: list[tuple[GpuArray, Array]] = []
+            brought: list[list[GpuArray]] = []
+            for parts in portion.tensors:
+                brought.append([])
+                for part in parts:
+                    if not isinstance(part, GpuArray) or part.device is not self:
+                        place = GpuArray(self, memory, used, part.shape, part.dtype)
+                        used += _padded(part.nbytes)
+                        if isinstance(part, GpuArray):
+                            self._bring_from_gpu(part, place)
+                        else:
+                            from_host.append((place, part))
+                        part = place
+                    brought[-1].append(part)
+            self.write_all(from_host)
+            size = sum(parts[0].size for parts in brought)
+            yield brought, slice(done, done + size)
+            done += size
+
+    def _portions(self, lists: Sequence[Sequence[AnyArray]], limit: int) -> Iterator[_Portion]:
+        """Yield runs of the tensors' elements, of whose parts those that are not here take at most `limit` bytes."""
+        portion = _Portion([], 0)
+        for parts in lists:
+            flats = [part.reshape(-1) for part in parts]
+            widths = [part.dtype.itemsize for part in parts if not self._is_here(part)]
+            begin, end = 0, flats[0].size
+            while begin < end:
+                nbytes = sum(_padded(width * (end - begin)) for width in widths)
+                if portion.nbytes + nbytes <= limit:
+                    portion.tensors.append([flat[begin:end] for flat in flats])
+                    portion.nbytes += nbytes
+                    break
+                if portion.tensors:
+                    yield portion
+                    portion = _Portion([], 0)
+                    continue
+                # Larger than the room: a part of it, whose end is aligned as its beginning is.
+                size = max(1, limit // sum(widths) - ALIGNED)
+                size -= size % ALIGNED if size > ALIGNED else 0
+                yield _Portion(
+                    [[flat[begin : begin + size] for flat in flats]], sum(_padded(width * size) for width in widths)
+                )
+                begin += size
+        if portion.tensors:
+            yield portion
+
+    def _gather(self, lists: Sequence[Sequence[GpuArray]], bucket: GpuArray) -> None:
+        """Write the sums of tensors whose parts are all here into a bucket."""
+        numbers = {len(parts) for parts in lists}
+        if len(numbers) > 1:
+            runs = [list(run) for _, run in itertools.groupby(lists, key=len)]
+            ends = [*itertools.accumulate(sum(parts[0].size for parts in run) for run in runs)]
+            _check_size(ends[-1], bucket)
+            for run, begin, end in zip(runs, [0, *ends], ends, strict=False):
+                self._gather(run, bucket[begin:end])
+            return
+        number = max(numbers, default=1)
+        columns = list(zip(*lists, strict=True)) or [()]
+        listed = self._list_of(columns, Read)
+        _check_size(listed.size, bucket)
+        if not listed.size:
+            return
+        program = programs.sums(programs.kind_of(columns[0][0].dtype), programs.kind_of(bucket.dtype))
+        arguments: list[Argument] = [listed.table, listed.offsets, Write(bucket.pointer, bucket.nbytes)]
+        if number > programs.FEW:
+            arguments.append(np.int64(number))
+        self.launch(
+            *(program, programs.gather_of(number), [*arguments, listed.tensors], bucket.size),
+            reads=[*itertools.chain(*columns), listed.memory],
+            writes=[bucket],
+        )
+
+    def _list_of(self, columns: Sequence[Sequence[GpuArray]], access: type[Read] | type[Write]) -> _Listed:
+        """Return a list of tensors for a kernel: for each part a column of as many arrays as there are tensors."""
+        arrays = list(itertools.chain(*columns))
+        key = (
+            access,
+            len(columns),
+            frozenset([array.dtype for array in arrays]),
+            tuple([array.address for array in arrays]),
+            tuple([array.size for array in arrays]),
+        )
+        with self._listing:
+            found = self._listed.get(key)
+            if found is not None:
+                self._listed.move_to_end(key)
+                return found
+        made = self._new_list(columns, access)
+        with self._listing:
+            self._listed[key] = made
+            kept = sum(len(each.table.entries) for each in self._listed.values())
+            while kept > TABLE_ADDRESSES and len(self._listed) > 1:
+                kept -= len(self._listed.popitem(last=False)[1].table.entries)
+        return made
+
+    def _new_list(self, columns: Sequence[Sequence[GpuArray]], access: type[Read] | type[Write]) -> _Listed:
+        sizes = [array.size for array in columns[0]]
+        if any([array.size for array in column] != sizes for column in columns):
+            raise ValueError(UNEQUAL)
+        if len({array.dtype for column in columns for array in column}) > 1:
+            raise ValueError("the tensors of a list have different dtypes")
+        # Kernels need none without elements.
+        arrays = [array for column in columns for array in column if array.size]
+        offsets = [0, *itertools.accumulate(size for size in sizes if size)]
+        addresses = [array.address for array in arrays]
+        memory = self.put(np.array([*addresses, *offsets], np.uint64))
+        first, second = memory[: len(addresses)], memory[len(addresses) :]
+        return _Listed(
+            memory,
+            Table(first.pointer, tuple(access(array.pointer, array.nbytes) for array in arrays)),
+            Read(second.pointer, second.nbytes),
+            np.int64(len(offsets) - 1),
+            offsets[-1],
+        )
+
+    def _forget_lists(self) -> None:
+        with self._listing:
+            self._listed.clear()
 
     def _sum(self, parts: Sequence[GpuArray], out: GpuArray) -> None:
         """Write the sum of flat arrays that are all here."""
@@ -323,9 +577,10 @@ class GpuDevice:
                 program, name = programs.sums(kinds[0], kind), programs.sum_of(len(parts))
                 arguments = [Table(table.pointer, given), into, number]
             else:
-                wide = self.put(np.array([each != kind for each in kinds], np.uint8))
+                half = next(each for each in kinds if each in ("f16", "bf16"))
+                wide = self.put(np.array([each != half for each in kinds], np.uint8))
                 used.append(wide)
-                program, name = programs.sums(kind, kind), "sum_mixed"
+                program, name = programs.sums(half, kind), "sum_mixed"
                 arguments = [Table(table.pointer, given), Read(wide.pointer, wide.nbytes), into, number]
         self.launch(program, name, arguments, out.size, reads=used, writes=[out])
 
@@ -340,16 +595,34 @@ class GpuDevice:
         return loaded
 
 
+def _pieces(nbytes: int) -> list[tuple[int, int]]:
+    """Return begin and size of the pieces in which so many bytes are copied."""
+    count = -(-nbytes // PIECE_BYTES)
+    ends = [nbytes * number // count for number in range(count + 1)]
+    return [(begin, end - begin) for begin, end in itertools.pairwise(ends)]
+
+
+def _check_size(size: int, bucket: GpuArray) -> None:
+    if size != bucket.size:
+        raise ValueError("tensors of %d elements, and a bucket of %d" % (size, bucket.size))
+
+
+def _padded(nbytes: int) -> int:
+    """Return the bytes that an array takes in the ring, so that the next one is aligned."""
+    return -(-nbytes // 16) * 16
+
+
 class Gpus:
     """The devices of a process: each is made once. Threads: any.
 
     Arguments:
+        wait_s: seconds that the host waits for a GPU at most.
         has_peers: copy directly between GPUs that allow it.
     """
 
-    def __init__(self, cuda: Cuda, *, has_peers: bool = True) -> None:
+    def __init__(self, cuda: Cuda, *, wait_s: float, has_peers: bool = True) -> None:
         self._has_peers = has_peers
-        self.order = Order(cuda)
+        self.order = Order(cuda, wait_s=wait_s)
         self.locked = PageLocked(self.order)
         self.borrowing = Borrowing(self.order, self.get)
         """Arrays of other libraries on these devices."""

@@ -16,6 +16,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,9 +24,9 @@ import numpy as np
 from distrun_runtime.arrays.cuda import CudaError, CudaOutOfMemory, Host, Pointer
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.queues import Mark, Order, Queue, Uses
-from distrun_runtime.arrays.segments import address_of
+from distrun_runtime.arrays.segments import LINE, address_of
 
-__all__ = ["Memory", "PageLocked", "Pool", "Staging"]
+__all__ = ["Copies", "Memory", "PageLocked", "Pool", "Staging"]
 
 SMALL = 512
 """Blocks are multiples of it."""
@@ -58,10 +59,16 @@ class Pool:
 
     def __init__(self, order: Order, device: int, limit: int | None = None) -> None:
         self.limit = limit
+        self.spares: Callable[[], None] = lambda: None
+        """Drops arrays that are not in use; called before `take` fails."""
+        self.advice = ""
+        """What an error of `take` says to do."""
         self.size = 0
         """Bytes of all blocks."""
         self.dropped: deque[_Block] = deque()
         """Blocks that nothing refers to any more, not yet among the free ones."""
+        self.before_trim: list[Callable[[], None]] = []
+        """Called first of all by `trim`: whoever keeps memory only to save work drops it."""
         self._order = order
         self._device = device
         self._free: dict[int, list[_Block]] = {}
@@ -71,18 +78,28 @@ class Pool:
         """Return a block of at least so many bytes, of undefined content.
 
         Raises:
-            CudaOutOfMemory: neither the limit nor the GPU allows it, after all free blocks were given back.
+            CudaOutOfMemory: neither the limit nor the GPU allows it, after spare arrays were dropped and all free
+                blocks given back.
         """
         size = _rounded(nbytes)
         found = self._found(size, is_last=False)
         if found is None:
             self.trim()
-            found = self._found(size, is_last=True)
+            found = self._found(size, is_last=False)
+        if found is None:
+            self.spares()
+            self.trim()
+            try:
+                found = self._found(size, is_last=True)
+            except CudaOutOfMemory as err:
+                raise err.advising(self.advice) if self.advice else err
         assert found is not None
         return Memory(self, found)
 
     def trim(self) -> int:
         """Give all free blocks back to CUDA, when their last use is over; return how many bytes that were."""
+        for drop in self.before_trim:
+            drop()
         freed = 0
         while True:
             with self._order.locked():
@@ -153,6 +170,10 @@ class _Slot:
     """Behind the last copy, if it was not waited for."""
 
 
+_Piece = tuple[int, slice, int]
+"""Which of several arrays, which of its bytes, and where they begin in a slot."""
+
+
 class Staging:
     """Page-locked memory by which arrays of the host come to one GPU and go from it. Threads: any, one after the other.
 
@@ -169,41 +190,63 @@ class Staging:
         """Whether it is page-locked; not known before the first copy."""
         self._lock = threading.Lock()
 
-    def copy_in(self, source: Array, into: Memory, begin: int, queue: Queue) -> None:
-        """Copy flat bytes to a place in a GPU's memory; when this returns, they may be overwritten."""
+    def copy_in(self, pairs: Sequence[tuple[Array, Memory, int]], queue: Queue) -> None:
+        """Copy flat bytes, each to a GPU's memory at an offset; when this returns, they may be overwritten."""
         self._order.cuda.check()
         with self._lock:
-            for at in range(0, len(source), self._slot_bytes):
-                run = source[at : at + self._slot_bytes]
+            for portion in self._portions([len(source) for source, _, _ in pairs]):
                 slot = self._oldest_slot()
                 self._finish(slot)
-                slot.bytes[: len(run)] = run
-                with self._order.using(queue, reads=[slot.uses], writes=[into.uses]):
-                    place = into.pointer.at(begin + at, len(run))
-                    self._order.cuda.copy(place, slot.host, len(run), queue.stream)
+                for index, run, place in portion:
+                    source, into, begin = pairs[index]
+                    size = run.stop - run.start
+                    slot.bytes[place : place + size] = source[run]
+                    with self._order.using(queue, reads=[slot.uses], writes=[into.uses]):
+                        target = into.pointer.at(begin + run.start, size)
+                        self._order.cuda.copy(target, slot.host.at(place, size), size, queue.stream)
                 slot.mark = self._order.mark(queue)
 
-    def copy_out(self, source: Memory, begin: int, out: Array, queue: Queue) -> None:
-        """Copy from a place in a GPU's memory to flat bytes; return when they are there."""
+    def copy_out(self, pairs: Sequence[tuple[Memory, int, Array]], queue: Queue) -> None:
+        """Copy from a GPU's memory, each from an offset to flat bytes; return when they are there."""
         self._order.cuda.check()
         with self._lock:
-            under_way: deque[tuple[_Slot, Array]] = deque()
-            for at in range(0, len(out), self._slot_bytes):
+            under_way: deque[tuple[_Slot, list[_Piece]]] = deque()
+            for portion in self._portions([len(out) for _, _, out in pairs]):
                 if len(under_way) == self._count:
-                    self._arrive(*under_way.popleft())
-                run = out[at : at + self._slot_bytes]
+                    self._arrive(pairs, *under_way.popleft())
                 slot = self._oldest_slot()
-                with self._order.using(queue, reads=[source.uses], writes=[slot.uses]):
-                    place = source.pointer.at(begin + at, len(run))
-                    self._order.cuda.copy(slot.host, place, len(run), queue.stream)
+                for index, run, place in portion:
+                    source, begin, _ = pairs[index]
+                    size = run.stop - run.start
+                    with self._order.using(queue, reads=[source.uses], writes=[slot.uses]):
+                        origin = source.pointer.at(begin + run.start, size)
+                        self._order.cuda.copy(slot.host.at(place, size), origin, size, queue.stream)
                 slot.mark = self._order.mark(queue)
-                under_way.append((slot, run))
+                under_way.append((slot, portion))
             while under_way:
-                self._arrive(*under_way.popleft())
+                self._arrive(pairs, *under_way.popleft())
 
-    def _arrive(self, slot: _Slot, out: Array) -> None:
+    def _portions(self, sizes: Sequence[int]) -> Iterator[list[_Piece]]:
+        """Yield what each slot takes of arrays of these bytes: small ones share a slot."""
+        portion: list[_Piece] = []
+        used = 0
+        for index, size in enumerate(sizes):
+            begin = 0
+            while begin < size:
+                if used >= self._slot_bytes:
+                    yield portion
+                    portion, used = [], 0
+                end = min(size, begin + self._slot_bytes - used)
+                portion.append((index, slice(begin, end), used))
+                used += -(-(end - begin) // LINE) * LINE
+                begin = end
+        if portion:
+            yield portion
+
+    def _arrive(self, pairs: Sequence[tuple[Memory, int, Array]], slot: _Slot, portion: Sequence[_Piece]) -> None:
         self._finish(slot)
-        out[...] = slot.bytes[: len(out)]
+        for index, run, place in portion:
+            pairs[index][2][run] = slot.bytes[place : place + run.stop - run.start]
 
     def _finish(self, slot: _Slot) -> None:
         """Return when no copy from or to a slot is under way."""
@@ -236,38 +279,137 @@ class Staging:
         return deque(_Slot(Host(address_of(run), len(run)), run) for run in runs)
 
 
+@dataclass(eq=False)
+class _Locked:
+    """Memory of the host that is page-locked, or about to be no more."""
+
+    begin: int
+    end: int
+    memory: Array
+    """Kept: it is not unmapped while it is registered."""
+    copies: int = 0
+    """Who copies from or to it now."""
+    is_ending: bool = False
+
+    @property
+    def host(self) -> Host:
+        return Host(self.begin, self.end - self.begin)
+
+
 class PageLocked:
     """Which memory of the host is page-locked, beside staging. Threads: any.
 
-    Copies from and to it are made directly. It stays page-locked as long as the process lives, and is kept so long.
+    Copies from and to it are made directly. It is kept as long as it is page-locked.
     """
 
     def __init__(self, order: Order) -> None:
         self._order = order
+        self._locking = threading.Lock()
+        """While memory is registered: that takes long."""
         self._lock = threading.Lock()
-        self._places: list[tuple[int, int]] = []
-        """Begin and end, ascending."""
-        self._kept: list[object] = []
+        self._places: list[_Locked] = []
+        """Ascending."""
+        self._ending: set[_Locked] = set()
+        """They are not among the places any more, and still registered."""
 
-    def lock(self, memory: Array) -> bool:
-        """Page-lock whole memory; False: the system does not allow it (`ulimit -l`), and copies go by staging."""
-        place = (address_of(memory), address_of(memory) + memory.nbytes)
-        with self._lock:
-            if place in self._places:
+    def lock(self, memory: Array, *, is_readonly: bool = False) -> bool:
+        """Page-lock whole memory; False: the system does not allow it (`ulimit -l`), and copies go by staging.
+
+        Arguments:
+            is_readonly: it is mapped so that it cannot be written, neither by this process nor by a GPU.
+        """
+        with self._locking:
+            if self.covers(memory):
                 return True
+            begin = address_of(memory)
+            made = _Locked(begin, begin + memory.nbytes, memory)
             try:
-                self._order.cuda.register(Host(place[0], memory.nbytes))
+                self._order.cuda.register(made.host, is_readonly=is_readonly)
             except CudaError as err:
                 if err.is_sticky:
                     raise
                 return False
-            self._places = sorted([*self._places, place])
-            self._kept.append(memory)
+            with self._lock:
+                self._places = sorted([*self._places, made], key=lambda place: place.begin)
         return True
+
+    def unlock(self, memory: Array) -> None:
+        """Copies go by staging from now on; the memory is page-locked and kept until those under way are over."""
+        begin = address_of(memory)
+        with self._lock:
+            found = [place for place in self._places if place.begin == begin]
+            self._places = [place for place in self._places if place.begin != begin]
+            self._ending.update(found)
+            for place in found:
+                place.is_ending = True
+            idle = [place for place in found if not place.copies]
+        for place in idle:
+            self._end(place)
 
     def covers(self, memory: Array) -> bool:
         """Tell whether all of some contiguous memory is page-locked, by one `lock`."""
+        return self._place_of(memory) is not None
+
+    def copies(self, queue: Queue) -> Copies:
+        """Return what makes copies of a queue, in a `with` block."""
+        return Copies(self, self._order, queue)
+
+    def take(self, memory: Array) -> _Locked | None:
+        """Return the place of some contiguous memory, which stays page-locked until it is released."""
+        with self._lock:
+            place = self._place_of(memory)
+            if place is not None:
+                place.copies += 1
+            return place
+
+    def release(self, place: _Locked) -> None:
+        """A copy is over."""
+        with self._lock:
+            place.copies -= 1
+            if place.copies or not place.is_ending:
+                return
+        self._end(place)
+
+    def _end(self, place: _Locked) -> None:
+        self._order.cuda.unregister(place.host)  # if it fails, the memory is kept
+        self._ending.discard(place)
+
+    def _place_of(self, memory: Array) -> _Locked | None:
         address = address_of(memory)
         places = self._places
-        index = bisect_right(places, (address, 1 << 64)) - 1
-        return index >= 0 and memory.nbytes > 0 and address + memory.nbytes <= places[index][1]
+        index = bisect_right(places, address, key=lambda place: place.begin) - 1
+        if index < 0 or not memory.nbytes or address + memory.nbytes > places[index].end:
+            return None
+        return places[index]
+
+
+class Copies:
+    """Copies of one queue between a GPU and page-locked memory: when the `with` block ends, they are over.
+
+    Memory that `takes` names stays page-locked meanwhile. If the wait fails, it stays so for ever.
+    """
+
+    def __init__(self, locked: PageLocked, order: Order, queue: Queue) -> None:
+        self._locked = locked
+        self._order = order
+        self._queue = queue
+        self._taken: list[_Locked] = []
+
+    def takes(self, memory: Array) -> bool:
+        """Tell whether some flat bytes are page-locked: then they are copied directly."""
+        place = self._locked.take(memory)
+        if place is not None:
+            self._taken.append(place)
+        return place is not None
+
+    def __enter__(self) -> Copies:
+        self._order.cuda.check()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._taken:
+            return
+        # After an error, too: the copies before it are under way.
+        self._order.finish(self._order.mark(self._queue))
+        for place in self._taken:
+            self._locked.release(place)

@@ -347,3 +347,114 @@ HELPER void add_magnitudes(const f32 *values, const f32 *residual, f64 *sums, i6
         sums[s] = sum;
     }
 }
+
+/* The elements of largest magnitude. Of numbers, the bits without the sign are in the order of the magnitudes. */
+HELPER u32 size_of(f32 x) { return bits_of(x) & 0x7fffffffu; }
+
+/* Add to `counts` how many sizes have each value of `width` bits, which come above the lowest `shift` bits; of those whose
+ * bits above these are `prefix`. */
+enum { BINS = 2048 };
+template <int N>
+HELPER void count_sizes_at(const f32 *values, u32 prefix, u32 shift, u32 width, u32 *bins, i64 i)
+{
+    const Run<f32, N> run = load<N>(values + i);
+    UNROLL for (int j = 0; j < N; ++j)
+    {
+        const u32 size = size_of(run.at[j]) >> shift;
+        if (size >> width == prefix)
+            add_to(bins + (size & ((1u << width) - 1)), 1u);
+    }
+}
+HELPER void count_all_sizes(const f32 *values, u32 prefix, u32 shift, u32 width, u64 *counts, i64 n)
+{
+    SHARED u32 bins[BINS];
+    INSIDE (b, 0, BINS)
+        bins[b] = 0;
+    MEET;
+    const bool fits = is_aligned(values);
+    PIECES (begin, end, n, 8192) {
+        const i64 whole = fits ? (end - begin) / 4 : 0;
+        INSIDE (j, 0, whole)
+            count_sizes_at<4>(values, prefix, shift, width, bins, begin + j * 4);
+        INSIDE (i, begin + whole * 4, end)
+            count_sizes_at<1>(values, prefix, shift, width, bins, i);
+    }
+    MEET;
+    INSIDE (b, 0, BINS)
+        if (bins[b])
+            add_to(counts + b, (u64)bins[b]);
+}
+
+/* A piece is the elements that a block looks at together, and a stretch those that a thread looks at: their order stays.
+ * Two numbers in one word: how many sizes are above `bound`, times 65536, and how many equal it. */
+enum { STRETCH = 16, STRETCHES = 256, TOP_PIECE = STRETCH * STRETCHES };
+HELPER u32 compared(f32 x, u32 bound) { return size_of(x) > bound ? 1u << 16 : size_of(x) == bound; }
+HELPER u32 found_in(const f32 *values, u32 bound, i64 first, i64 end)
+{
+    u32 found = 0;
+    if (is_aligned(values) && first + STRETCH <= end) {
+        const Run<f32, STRETCH> run = load<STRETCH>(values + first);
+        UNROLL for (int j = 0; j < STRETCH; ++j) found += compared(run.at[j], bound);
+    } else {
+        for (i64 i = first; i < first + STRETCH && i < end; ++i)
+            found += compared(values[i], bound);
+    }
+    return found;
+}
+
+/* Write for each piece what is found in it. */
+HELPER void find_all_top(const f32 *values, u32 bound, u32 *found, i64 n)
+{
+    SHARED u32 sum[1];
+    PIECES (begin, end, n, TOP_PIECE) {
+        INSIDE (s, 0, 1)
+            sum[s] = 0;
+        MEET;
+        INSIDE (s, 0, STRETCHES)
+            add_to(sum, found_in(values, bound, begin + s * STRETCH, end));
+        MEET;
+        INSIDE (s, 0, 1)
+            found[begin / TOP_PIECE] = sum[s];
+    }
+}
+
+/* Write places and values of the elements whose size is above `bound`, and of the first of those that equal it, in their
+ * order. Of piece p: to the places from shares[2 p] on, of those that equal it shares[2 p + 1]. KEEPS: they are 0 then. */
+template <bool KEEPS>
+HELPER void take_all_top(f32 *values, u32 bound, const i64 *shares, u32 *places, f32 *taken, i64 n)
+{
+    SHARED u32 sums[2][STRETCHES];
+    PIECES (begin, end, n, TOP_PIECE) {
+        const i64 start = shares[begin / TOP_PIECE * 2];
+        const u32 quota = (u32)shares[begin / TOP_PIECE * 2 + 1];
+        INSIDE (s, 0, STRETCHES)
+            sums[0][s] = found_in(values, bound, begin + s * STRETCH, end);
+        MEET;
+        u32 now = 0;
+        for (u32 step = 1; step < STRETCHES; step *= 2, now ^= 1) {
+            INSIDE (s, 0, STRETCHES)
+                sums[now ^ 1][s] = sums[now][s] + (s >= step ? sums[now][s - step] : 0);
+            MEET;
+        }
+        INSIDE (s, 0, STRETCHES) {
+            const u32 before = s ? sums[now][s - 1] : 0;
+            u32 equal = before & 0xffffu;
+            equal = equal < quota ? equal : quota;
+            i64 at = start + (before >> 16) + equal;
+            const i64 first = begin + s * STRETCH;
+            for (i64 i = first; i < least(first + STRETCH, end); ++i) {
+                const f32 x = values[i];
+                const u32 found = compared(x, bound);
+                if (found > 1 || (found == 1 && equal < quota)) {
+                    equal += found & 1;
+                    places[at] = (u32)i;
+                    taken[at] = x;
+                    ++at;
+                    if (KEEPS)
+                        values[i] = 0;
+                }
+            }
+        }
+        MEET;
+    }
+}

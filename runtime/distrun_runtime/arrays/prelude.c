@@ -30,7 +30,10 @@ struct bf16 {
  * EACH(i, n): for each i below n; on a GPU threads share them. No thread waits for another one.
  * PIECES(begin, end, n, size): for each run of `size` of the n elements; on a GPU blocks share them.
  * UNROLL, before a loop: it goes round a fixed number of times, and is written out as often on a GPU.
- * INSIDE(i, first, last): for each i from first to before last; on a GPU the threads of the block share them. */
+ * INSIDE(i, first, last): for each i from first to before last; on a GPU the threads of the block share them.
+ * SHARED, before an array: on a GPU the threads of a block have one of it.
+ * MEET: what the block's threads wrote before is there for all of them. All of them have to come here.
+ * add_to(counter, by): add to a counter that other threads add to as well. */
 #if defined(__CUDACC_RTC__) || defined(__CUDACC__)
 #define KERNEL extern "C" __global__ void
 #define HELPER __device__ __forceinline__
@@ -45,6 +48,10 @@ struct bf16 {
 #define INSIDE(i, first, last) \
     _Pragma("unroll 1") \
     for (i64 i = (i64)(first) + threadIdx.x; i < (i64)(last); i += blockDim.x)
+#define SHARED __shared__
+#define MEET __syncthreads()
+HELPER void add_to(u32 *counter, u32 by) { atomicAdd(counter, by); }
+HELPER void add_to(u64 *counter, u64 by) { atomicAdd(counter, by); }
 HELPER u32 bits_of(f32 x) { return __float_as_uint(x); }
 HELPER u64 bits_of(f64 x) { return (u64)__double_as_longlong(x); }
 HELPER f32 f32_of(u32 bits) { return __uint_as_float(bits); }
@@ -85,6 +92,9 @@ HELPER void store_words(u32 *into, const u32 *words)
 #define PIECES(begin, end, n, size) \
     for (i64 begin = 0, end; end = least(begin + (size), (n)), begin < (i64)(n); begin += (size))
 #define INSIDE(i, first, last) for (i64 i = (first); i < (i64)(last); ++i)
+#define SHARED
+#define MEET
+template <typename T> HELPER void add_to(T *counter, T by) { *counter += by; }
 template <typename To, typename From> HELPER To same_bits(From from)
 {
     To to;

@@ -213,6 +213,11 @@ def sums(parts: str, out: str) -> Program:
 
 # Codecs
 
+BINS = 2048
+"""How many counts `count_sizes` adds to."""
+TOP_PIECE = 4096
+"""Elements in a piece of `find_top` and `take_top`."""
+
 
 @lru_cache(maxsize=1)
 def codecs() -> Program:
@@ -227,12 +232,23 @@ def codecs() -> Program:
         one_bit_encode_keeping(values, residual, threshold, step, ...)           one_bit_decode_adding
         half_encode(values, payload)                                             half_decode(payload, out)
                                                                                  half_decode_adding
-        top_decode_adding(places, values, out)                                   `n`: how many places
+        top_decode(places, values, out), top_decode_adding(...)                  `n`: how many places
+        count_sizes(values, prefix, shift, width, counts)
+        find_top(values, bound, found)
+        take_top(values, bound, shares, places, taken), take_top_keeping(residual, ...)
+        double_narrow(doubles, out), double_widen(values, doubles)
         check_finite(values, wrong), check_finite_keeping(values, residual, wrong)
         magnitudes(values, sums, number), magnitudes_keeping(values, residual, sums, number)
 
     `check_finite` writes 1 to `wrong` if a value, or its sum with the residual, is not finite. `magnitudes` writes
     `number` float64 sums of absolute values; their sum, whatever its order, is within float64's rounding of numpy's.
+
+    The elements of largest magnitude are found by their size: their bits without the sign. `count_sizes` looks at
+    `width` bits of each size, those above the lowest `shift`, if all bits above them are `prefix`; it adds to `counts`,
+    `BINS` of them, how many sizes have each value there. `find_top` writes for each piece of `TOP_PIECE` elements how
+    many sizes are above the bound, times 65536, plus how many equal it. `take_top` writes places and values of those
+    above, and of some that equal it, in their order: of piece p from place shares[2 p] on, and of those that equal the
+    bound the first shares[2 p + 1]. `_keeping` leaves 0 there.
     """
     values, number = Parameter("values", "f32", Access.READ), Parameter("number", "i64", Access.SCALAR)
     kept, kept_only_read = Parameter("residual", "f32", Access.UPDATE), Parameter("residual", "f32", Access.READ)
@@ -240,6 +256,10 @@ def codecs() -> Program:
     encoded, payload = Parameter("payload", "u8", Access.WRITE), Parameter("payload", "u8", Access.READ)
     quantum, threshold, step = (Parameter(name, "f32", Access.SCALAR) for name in ("quantum", "threshold", "step"))
     one_bit = (threshold, step, Parameter("is_inclusive", "u32", Access.SCALAR))
+    places, taken = Parameter("places", "u32", Access.WRITE), Parameter("taken", "f32", Access.WRITE)
+    numbers = ("bound", "prefix", "shift", "width")
+    bound, prefix, shift, width = (Parameter(name, "u32", Access.SCALAR) for name in numbers)
+    shares = Parameter("shares", "i64", Access.READ)
     wrong, partial = Parameter("wrong", "u32", Access.UPDATE), Parameter("sums", "f64", Access.WRITE)
     functions: list[tuple[Kernel, str]] = []
 
@@ -276,11 +296,27 @@ def codecs() -> Program:
         add("one_bit_decode" + suffix, [payload, step, out], "decode<%s, 1>(payload, step, out, n);" % adds)
     add("half_decode", [halves, written], "const Few<f16, 1> parts = {{payload}};\n    sum_all(parts, out, n);")
     add("half_decode_adding", [halves, added_to], "half_add(payload, out, n);")
+    for suffix, element in (("", "values[i]"), ("_adding", "out[places[i]] + values[i]")):
+        add(
+            "top_decode" + suffix,
+            [Parameter("places", "u32", Access.READ), values, added_to],
+            "EACH (i, n)\n        out[places[i]] = %s;" % element,
+        )
     add(
-        "top_decode_adding",
-        [Parameter("places", "u32", Access.READ), values, added_to],
-        "EACH (i, n)\n        out[places[i]] = out[places[i]] + values[i];",
+        "count_sizes",
+        [values, prefix, shift, width, Parameter("counts", "u64", Access.UPDATE)],
+        "count_all_sizes(values, prefix, shift, width, counts, n);",
     )
+    add("find_top", [values, bound, Parameter("found", "u32", Access.WRITE)], "find_all_top(values, bound, found, n);")
+    for keeps, suffix, source in (("false", "", values), ("true", "_keeping", kept)):
+        add(
+            "take_top" + suffix,
+            [source, bound, shares, places, taken],
+            "take_all_top<%s>((f32 *)%s, bound, shares, places, taken, n);" % (keeps, source.name),
+        )
+    doubles, doubles_out = Parameter("doubles", "f64", Access.READ), Parameter("doubles", "f64", Access.WRITE)
+    add("double_narrow", [doubles, written], "EACH (i, n)\n        out[i] = (f32)doubles[i];")
+    add("double_widen", [values, doubles_out], "EACH (i, n)\n        doubles[i] = values[i];")
     return program("codecs", functions, helpers=_text("kernels.c"))
 
 

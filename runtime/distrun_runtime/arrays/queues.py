@@ -12,18 +12,29 @@ not fit, the queue waits for that other queue, by an event, before the operation
 over is counted, so nothing waits for the same work twice, or for work that the other side had waited for already.
 
 Memory that is used again, by whoever, keeps its Uses: so its next user waits for the last one.
+
+Every wait of the host has a deadline. CUDA's have none, so a thread of our own sleeps in CUDA's wait, and whoever
+waits, waits for that thread. There is one for each queue that was waited for: marks of one queue are passed in their
+order, and a copy that is over is not found late because a long kernel of another queue is waited for as well.
+Other calls of CUDA may wait inside the driver, too, such as `alloc`: nobody can set them a limit.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, TimeoutError
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
-from distrun_runtime.arrays.cuda import Cuda, Event, Stream
+from distrun_runtime.arrays.cuda import Cuda, CudaTimedOut, Event, Stream
 
 __all__ = ["Mark", "Order", "Queue", "Uses"]
+
+ASKS = 16
+"""How often a wait asks whether it is over, about 3 us each, before a sleeper is given it: that takes as long."""
 
 
 @dataclass(eq=False)
@@ -43,6 +54,10 @@ class Queue:
     """How many of its operations come before the event."""
     known: dict[Queue, int] = field(default_factory=dict)
     """What is over once the event is."""
+    what: str = "work"
+    """What the operations are, for errors: `copies out`."""
+    sleeper: _Sleeper | None = None
+    """Who waits for its marks, once one was waited for."""
 
 
 @dataclass(eq=False)
@@ -67,6 +82,7 @@ class Uses:
 class Mark:
     """A place in a queue's work that the host can wait for, once."""
 
+    queue: Queue
     event: Event
     known: dict[Queue, int]
     """What is over once the event is."""
@@ -75,12 +91,16 @@ class Mark:
 class Order:
     """Orders the work of all queues of a process. Threads: any.
 
-    No thread waits for a GPU while it holds the lock, so others can give work meanwhile. A wait for a GPU has no time
-    limit, for CUDA has none; a GPU that does not answer is ended by its driver, and the wait raises CudaError.
+    No thread waits for a GPU while it holds the lock, so others can give work meanwhile.
+
+    Arguments:
+        wait_s: seconds that the host waits for a GPU at most. After that the GPU counts as lost, as after a sticky
+            error: what it still does may write into memory of the host, so nothing is used or freed any more.
     """
 
-    def __init__(self, cuda: Cuda) -> None:
+    def __init__(self, cuda: Cuda, *, wait_s: float) -> None:
         self.cuda = cuda
+        self.wait_s = wait_s
         self._locked = _Locked(cuda)
         self._known: dict[Queue, int] = {}
         """What the host knows to be over."""
@@ -91,9 +111,13 @@ class Order:
         """Let no other thread give work meanwhile. In a forked child: raise StoreClosed; the lock may be held there."""
         return self._locked
 
-    def queue(self, device: int, priority: int = 0) -> Queue:
-        """Return a new queue of a device."""
-        return Queue(self.cuda.stream(device, priority), self.cuda.event(device))
+    def queue(self, device: int, what: str = "work", priority: int = 0) -> Queue:
+        """Return a new queue of a device.
+
+        Arguments:
+            what: its operations, for errors: `copies out`.
+        """
+        return Queue(self.cuda.stream(device, priority), self.cuda.event(device), what=what)
 
     def lend(self, queue: Queue, uses: Iterable[Uses]) -> None:
         """Let the last use of some memory be all that the program has given a stream of its own so far.
@@ -121,7 +145,7 @@ class Order:
             free = self._events.setdefault(device, [])
             event = free.pop() if free else self.cuda.event(device)
             self.cuda.record(event, queue.stream)
-            return Mark(event, {**queue.seen, queue: queue.count})
+            return Mark(queue, event, {**queue.seen, queue: queue.count})
 
     def marks(self, uses: Iterable[Uses]) -> list[Mark]:
         """Return marks behind all uses of some memory by queues of ours that the host does not know to be over."""
@@ -142,11 +166,29 @@ class Order:
         return True
 
     def finish(self, mark: Mark) -> None:
-        """Return when all work before a mark is over. The mark cannot be used again."""
+        """Return when all work before a mark is over. The mark cannot be used again.
+
+        Raises:
+            CudaTimedOut: it was not in time.
+        """
         self.cuda.check()
         if self._is_unknown(mark):
-            self.cuda.synchronize(mark.event)
+            self._sleep_until(mark)
         self._pass(mark)
+
+    def _sleep_until(self, mark: Mark) -> None:
+        if any(self.cuda.query(mark.event) for _ in range(ASKS)):
+            return
+        queue = mark.queue
+        with self.locked():
+            if queue.sleeper is None:
+                queue.sleeper = _Sleeper(self.cuda, "distrun-gpu:%d-%s" % (queue.stream.device, queue.what))
+        try:
+            queue.sleeper.asked(mark.event).result(self.wait_s)
+        except TimeoutError:
+            error = CudaTimedOut(queue.stream.device, queue.what, self.wait_s)
+            self.cuda.give_up(error)
+            raise error from None
 
     def finish_uses(self, uses: Uses, *, writes: bool) -> None:
         """Return when the host may read some memory, or write or end it."""
@@ -181,6 +223,32 @@ class Order:
         with self.locked():
             _raise_counts(self._known, mark.known)
             self._events[mark.event.device].append(mark.event)
+
+
+class _Sleeper:
+    """A thread that waits for events, in their order, however long that takes. It ends when nothing refers to this."""
+
+    def __init__(self, cuda: Cuda, name: str) -> None:
+        self._asked: SimpleQueue[tuple[Event, Future[None]] | None] = SimpleQueue()
+        threading.Thread(target=_sleep, args=(cuda, self._asked), name=name, daemon=True).start()
+        weakref.finalize(self, self._asked.put, None).atexit = False
+
+    def asked(self, event: Event) -> Future[None]:
+        """Return what is done when the event has completed, and has the error if that cannot be waited for."""
+        future: Future[None] = Future()
+        self._asked.put((event, future))
+        return future
+
+
+def _sleep(cuda: Cuda, asked: SimpleQueue[tuple[Event, Future[None]] | None]) -> None:
+    while (found := asked.get()) is not None:
+        try:
+            cuda.synchronize(found[0])
+        except BaseException as err:  # whatever it is: somebody waits for it
+            found[1].set_exception(err)
+        else:
+            found[1].set_result(None)
+        del found  # nothing is kept until the next one comes
 
 
 class _Locked:

@@ -433,7 +433,7 @@ TABLE: Tuple[Variable, ...] = (
         "DISTRUN_OP_TIMEOUT",
         "tuning",
         READ,
-        "Seconds that one store call may take while its peers are alive.",
+        "Seconds that one store call may take while its peers are alive; a wait for a GPU, half of them.",
         type=FLOAT,
         low=0.1,
         high=LONGEST_S,
@@ -465,6 +465,26 @@ TABLE: Tuple[Variable, ...] = (
         "Your modules with update rules, separated by commas, that servers import at their start;"
         " --server-import sets it.",
         default="",
+    ),
+    _row(
+        "DISTRUN_SERVER_DEVICE",
+        "tuning",
+        READ,
+        "Where servers keep and update values; --server-device sets it. cpu: in the host's memory. gpu: on the GPU of"
+        " the server's DISTRUN_LOCAL_RANK, modulo the number that it sees; gpu:N (or cuda:N): on the N-th that it sees."
+        " auto: stores of kind dist_device_* on the GPU that `gpu` would be, where one is there and they fit; others in"
+        " the host's memory.",
+        default="auto",
+    ),
+    _row(
+        "DISTRUN_SERVER_GPU_MEMORY",
+        "tuning",
+        READ,
+        "MiB of a GPU that a server takes at most; 0: half of what is free when its first store comes there, and all"
+        " of it with DISTRUN_SERVER_DEVICE=gpu.",
+        type=INT,
+        low=0,
+        default=0,
     ),
     # The launcher itself.
     _row("DISTRUN_HOSTFILE", "launcher", READ, "Hosts file when -H is absent."),

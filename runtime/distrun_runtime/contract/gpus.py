@@ -1,5 +1,7 @@
 """Which GPUs a task sees: `gpus=` of a hosts file, CUDA_VISIBLE_DEVICES of a place, and what its driver tells. Pure.
 
+Also the device of a server (`--server-device`), which counts the GPUs that the server sees.
+
 GPUs are named as CUDA_VISIBLE_DEVICES names them: by number, in the order of their PCI addresses, or by UUID, of which
 the beginning is enough. They are NVIDIA's; nothing is known here of others.
 """
@@ -19,7 +21,13 @@ NO_DRIVER = "neither the library of NVIDIA's driver nor nvidia-smi is there"
 NVML, SMI = "nvml", "smi"
 """How GPUs were found: by the driver's library, by the program nvidia-smi."""
 
+AUTO, CPU, ANY_GPU = "auto", "cpu", "gpu"
+"""Devices of a server: each store where it fits, all in the host's memory, all on a GPU. `gpu:N` is a certain one."""
+DEVICES = "auto, cpu, gpu or gpu:N (cuda, cuda:N)"
+"""What names the device of a server, in words."""
+
 _NUMBER = re.compile(r"[0-9]{1,4}", re.ASCII)
+_DEVICE = re.compile(r"auto|cpu|(?:gpu|cuda)(:[0-9]{1,4})?", re.ASCII)
 _UUID = re.compile(r"GPU-[0-9a-f-]{1,36}|MIG-[0-9a-f-]{1,36}|MIG-GPU-[0-9a-f-]{1,36}/[0-9]{1,3}/[0-9]{1,3}", re.I)
 
 
@@ -106,6 +114,17 @@ def listed(said: str) -> Tuple[str, ...]:
     if not said:
         return ()
     return tuple(map(str, range(int(said)))) if is_count(said) else tuple(said.rstrip(",").split(","))
+
+
+def server_device(text: str) -> str:
+    """Return the device of a server as `auto`, `cpu`, `gpu` or `gpu:N`; empty: the text names none."""
+    found = _DEVICE.fullmatch(text)
+    if found is None:
+        return ""
+    if text in (AUTO, CPU):
+        return text
+    number = found.group(1)
+    return ANY_GPU if number is None else f"{ANY_GPU}:{int(number[1:])}"
 
 
 def found_of(value: Any) -> Found:

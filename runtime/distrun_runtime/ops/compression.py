@@ -4,6 +4,10 @@ A codec keeps nothing itself. What it could not send stays in a residual that it
 hands in with the next one (error feedback): the decoded values of all payloads and the residual add up to what was
 put in, but for float32's rounding. Decoding needs no state.
 
+Elements, residuals and what is decoded are in the host's memory or on a GPU, all on one device; the bytes are the same
+(`1bit_scaled`: but for the rounding of the scale). Payloads are in the host's memory, where messages have them. What
+stays on a GPU may have its payload there, too.
+
 The numbers are those of the wire (an entry's `codec`); none is ever used again for another codec. The formats are
 fixed byte by byte in `docs/compression.md`, and golden bytes are tests.
 
@@ -12,24 +16,22 @@ Source: `1bit` and `2bit` are those of MXNet's gradient compression; the others 
 
 from __future__ import annotations
 
+import importlib
 import math
 import numbers
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import ClassVar, Dict, Union
+from types import MappingProxyType, ModuleType
+from typing import Any, ClassVar, Dict
 
 import numpy as np
 
 from distrun_runtime.arrays import kernels
-from distrun_runtime.arrays.dtypes import Array, from_half, to_half
+from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_host
+from distrun_runtime.arrays.dtypes import Array, DType, narrow, widen, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import quantize
-
-Buffer = Union[bytes, bytearray, memoryview]
-"""A payload."""
 
 Params = Dict[str, float]
 """A codec's parameters, complete and checked; JSON."""
@@ -38,6 +40,10 @@ NONE = 0
 """The number of an entry whose payload is the elements themselves."""
 ROWS = 16
 """The number of an entry whose payload is rows (`algo.rows`)."""
+
+_FLOAT32 = np.dtype(np.float32)
+_CHECKED = 1 << 18
+"""So many elements of other types are brought to float32 at once, when they are checked."""
 
 
 @dataclass(frozen=True)
@@ -118,19 +124,19 @@ class Codec(ABC):
 
     def encode(
         self,
-        values: Array,
-        residual: Array | None,
+        values: DeviceArray,
+        residual: DeviceArray | None,
         params: Params,
         out: Array | None = None,
         *,
         is_checked: bool = False,
     ) -> Buffer:
-        """Return the payload of `values`.
+        """Return the payload of `values`, in the host's memory.
 
         Arguments:
-            values: float32 of shape (n,), only read.
-            residual: float32 of shape (n,), what former payloads left out; it is added to the values, and replaced
-                in place by what this payload leaves out. None: nothing before, nothing kept.
+            values: of shape (n,), only read; of a float type, whose elements are brought to float32.
+            residual: float32 of shape (n,) on the same device, what former payloads left out; it is added to the
+                values, and replaced in place by what this payload leaves out. None: nothing before, nothing kept.
             params: as `check` returned them.
             out: where the payload is written, uint8 of shape (size(n),), of any alignment; None: into new memory.
             is_checked: `check_finite` has taken values and residual.
@@ -138,22 +144,32 @@ class Codec(ABC):
         Raises:
             KVError: a value, or its sum with the residual, is not finite; the residual is as it was.
         """
-        if not self.has_residual:
-            residual = None
-        elif not is_checked:
-            self.check_finite(values, residual)
-        size = self.size(len(values), params)
-        payload = np.empty(size, np.uint8) if out is None else out
-        # Compiled loops look at no bounds.
-        if len(payload) != size or (residual is not None and len(residual) != len(values)):
-            raise ValueError("compression %r: residual or payload of another length" % self.name)
-        self._write(values, residual, payload, params)
+        flat = floats(values)
+        if self.has_residual and not is_checked:
+            self.check_finite(flat, residual)
+        payload = np.empty(self.size(len(values), params), np.uint8) if out is None else out
+        self.write(flat, residual, params, payload)
         return payload.data
 
-    def check_finite(self, values: Array, residual: Array | None, first: int = 0) -> None:
+    def write(self, values: DeviceArray, residual: DeviceArray | None, params: Params, out: DeviceArray) -> None:
+        """Write the payload of `values` to `out`; arguments as for `encode`, and `check_finite` has taken them.
+
+        Arguments:
+            out: uint8 of shape (size(n),), in the host's memory; or on the GPU of the values, at a multiple of 4
+                bytes (of `fp16`: 2).
+        """
+        if not self.has_residual:
+            residual = None
+        # Compiled loops look at no bounds.
+        if len(out) != self.size(len(values), params) or (residual is not None and len(residual) != len(values)):
+            raise ValueError("compression %r: residual or payload of another length" % self.name)
+        self._write(floats(values), residual, out, params)
+
+    def check_finite(self, values: DeviceArray, residual: DeviceArray | None, first: int = 0) -> None:
         """Return if `encode` takes these values; nothing is changed.
 
         Arguments:
+            values, residual: as for `encode`.
             first: the number of the first element, for the message.
 
         Raises:
@@ -161,51 +177,78 @@ class Codec(ABC):
         """
         if residual is not None and len(residual) != len(values):
             raise ValueError("compression %r: residual of another length" % self.name)
-        at = quantize.first_not_finite(values, residual) if self.has_residual else -1
+        if not self.has_residual:
+            return
+        if values.dtype == _FLOAT32:
+            self._check(values, residual, first)
+            return
+        for begin in range(0, len(values), _CHECKED):
+            run = slice(begin, begin + _CHECKED)
+            self._check(floats(values[run]), None if residual is None else residual[run], first + begin)
+
+    def _check(self, values: DeviceArray, residual: DeviceArray | None, first: int) -> None:
+        at = _by(values).first_not_finite(values, residual)
         if at >= 0:
-            with np.errstate(over="ignore", invalid="ignore"):
-                total = values[at] if residual is None else values[at] + residual[at]
-            raise KVError(
-                "compression %r: element %d is %g, and %g with what was left out before; only finite values can be"
-                " compressed. fix: push zeros instead (a push that is left out would put this worker one round behind"
-                " the others for good), with a trainer call trainer.skip_step() instead of step, or turn compression"
-                " of this key off" % (self.name, first + at, values[at], total)
-            )
+            rest = None if residual is None else _element(residual, at)
+            self._refuse(first + at, _element(values, at), rest)
+
+    def _refuse(self, at: int, value: np.float32, rest: np.float32 | None) -> None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = value if rest is None else value + rest
+        raise KVError(
+            "compression %r: element %d is %g, and %g with what was left out before; only finite values can be"
+            " compressed. fix: push zeros instead (a push that is left out would put this worker one round behind"
+            " the others for good), with a trainer call trainer.skip_step() instead of step, or turn compression"
+            " of this key off" % (self.name, at, value, total)
+        )
 
     def decode(self, payload: Buffer, n: int, params: Params) -> Array:
-        """Return the `n` elements of a payload as a new float32 array; errors as `read`."""
+        """Return the `n` elements of a payload as a new float32 array of the host; errors as `read`."""
         out = np.empty(n, np.float32)
         self.read(payload, out, params)
         return out
 
-    def read(self, payload: Buffer, out: Array, params: Params, *, adds: bool = False) -> None:
+    def read(self, payload: Buffer | DeviceArray, out: DeviceArray, params: Params, *, adds: bool = False) -> None:
         """Write the elements of a payload to `out`, or add them to what is there.
 
         Arguments:
-            out: float32 of shape (n,), C-contiguous.
+            payload: bytes; or what `write` wrote on a GPU.
+            out: float32 of shape (n,), C-contiguous, in the host's memory or on a GPU.
 
         Raises:
             KVError: it is not a payload of `n` elements; says what was expected. `out` is as it was.
         """
         n = len(out)
-        expected, found = self.size(n, params), memoryview(payload).nbytes
+        given: Any = payload
+        if isinstance(payload, (bytes, bytearray, memoryview)):
+            given = memoryview(payload)
+        expected, found = self.size(n, params), given.nbytes
         if found != expected:
             raise KVError(
                 "compression %r: expected %d bytes for %d elements, found %d bytes" % (self.name, expected, n, found)
             )
         if n:
-            self._read(np.frombuffer(payload, np.uint8), out, adds, params)
+            self._read(np.frombuffer(given, np.uint8) if isinstance(given, memoryview) else given, out, adds, params)
 
-    def prepare(self, *, waits: bool = True) -> None:
-        """Have the compiled loops of this codec ready where numba is installed: at once, or soon (in a thread)."""
-        (kernels.prepare if waits else kernels.prepare_soon)(self.loops)
+    def prepare(self, device: Device | None = None, *, waits: bool = True) -> None:
+        """Have ready what this codec runs, so that no round waits for it.
+
+        Arguments:
+            device: where its arrays will be. On GPUs kernels are compiled and loaded. None or a cpu device: loops are
+                compiled where numba is installed.
+            waits: for the loops; otherwise a thread compiles them.
+        """
+        if device is not None and device.name.startswith("gpu"):
+            _on_gpus().prepare(device)
+        else:
+            (kernels.prepare if waits else kernels.prepare_soon)(self.loops)
 
     @abstractmethod
-    def _write(self, values: Array, residual: Array | None, out: Array, params: Params) -> None:
+    def _write(self, values: DeviceArray, residual: DeviceArray | None, out: DeviceArray, params: Params) -> None:
         """Write the payload of values + residual to `out`, and leave in the residual what the payload leaves out."""
 
     @abstractmethod
-    def _read(self, payload: Array, out: Array, adds: bool, params: Params) -> None:
+    def _read(self, payload: DeviceArray, out: DeviceArray, adds: bool, params: Params) -> None:
         """Write or add the elements of a payload (uint8) of the right size; at least one element."""
 
 
@@ -221,11 +264,11 @@ class TwoBit(Codec):
         """Return how many bytes `n` elements become."""
         return quantize.words_size(n, self.factor)
 
-    def _write(self, values: Array, residual: Array | None, out: Array, params: Params) -> None:
-        quantize.two_bit_encode(values, residual, params["threshold"], out)
+    def _write(self, values: DeviceArray, residual: DeviceArray | None, out: DeviceArray, params: Params) -> None:
+        _by(values).two_bit_encode(values, residual, params["threshold"], out)
 
-    def _read(self, payload: Array, out: Array, adds: bool, params: Params) -> None:
-        quantize.two_bit_decode(payload, params["threshold"], out, adds)
+    def _read(self, payload: DeviceArray, out: DeviceArray, adds: bool, params: Params) -> None:
+        _by(out).two_bit_decode(payload, params["threshold"], out, adds)
 
 
 class OneBit(Codec):
@@ -240,11 +283,11 @@ class OneBit(Codec):
         """Return how many bytes `n` elements become."""
         return quantize.words_size(n, self.factor)
 
-    def _write(self, values: Array, residual: Array | None, out: Array, params: Params) -> None:
-        quantize.one_bit_encode(values, residual, params["threshold"], out)
+    def _write(self, values: DeviceArray, residual: DeviceArray | None, out: DeviceArray, params: Params) -> None:
+        _by(values).one_bit_encode(values, residual, params["threshold"], out)
 
-    def _read(self, payload: Array, out: Array, adds: bool, params: Params) -> None:
-        quantize.one_bit_decode(payload, out, adds)
+    def _read(self, payload: DeviceArray, out: DeviceArray, adds: bool, params: Params) -> None:
+        _by(out).one_bit_decode(payload, out, adds)
 
 
 class Fp16(Codec):
@@ -258,13 +301,11 @@ class Fp16(Codec):
         """Return how many bytes `n` elements become."""
         return 2 * n
 
-    def _write(self, values: Array, residual: Array | None, out: Array, params: Params) -> None:
-        to_half(values, out.view(np.float16))
-        if sys.byteorder == "big":
-            out.view(np.uint16).byteswap(inplace=True)
+    def _write(self, values: DeviceArray, residual: DeviceArray | None, out: DeviceArray, params: Params) -> None:
+        _by(values).half_encode(values, out)
 
-    def _read(self, payload: Array, out: Array, adds: bool, params: Params) -> None:
-        from_half(payload.view("<f2").astype(np.float16, copy=False), out, adds)
+    def _read(self, payload: DeviceArray, out: DeviceArray, adds: bool, params: Params) -> None:
+        _by(out).half_decode(payload, out, adds)
 
 
 class TopK(Codec):
@@ -278,14 +319,15 @@ class TopK(Codec):
         """Return how many bytes `n` elements become."""
         return 8 * quantize.top_count(n, params["ratio"])
 
-    def _write(self, values: Array, residual: Array | None, out: Array, params: Params) -> None:
-        quantize.top_encode(values, residual, out)
+    def _write(self, values: DeviceArray, residual: DeviceArray | None, out: DeviceArray, params: Params) -> None:
+        _by(values).top_encode(values, residual, out)
 
-    def _read(self, payload: Array, out: Array, adds: bool, params: Params) -> None:
-        n, places = len(out), quantize.top_places(payload)
-        if int(places[-1]) >= n or not (places[1:] > places[:-1]).all():
-            raise KVError("compression 'topk': expected ascending places below %d, found %s" % (n, _shown(places)))
-        quantize.top_decode(payload, out, adds)
+    def _read(self, payload: DeviceArray, out: DeviceArray, adds: bool, params: Params) -> None:
+        if is_host(payload):  # it may come from anyone
+            n, places = len(out), quantize.top_places(payload)
+            if int(places[-1]) >= n or not (places[1:] > places[:-1]).all():
+                raise KVError("compression 'topk': expected ascending places below %d, found %s" % (n, _shown(places)))
+        _by(out).top_decode(payload, out, adds)
 
 
 class ScaledOneBit(Codec):
@@ -298,11 +340,11 @@ class ScaledOneBit(Codec):
         """Return how many bytes `n` elements become."""
         return 4 + quantize.words_size(n, 32)
 
-    def _write(self, values: Array, residual: Array | None, out: Array, params: Params) -> None:
-        quantize.scaled_encode(values, residual, out)
+    def _write(self, values: DeviceArray, residual: DeviceArray | None, out: DeviceArray, params: Params) -> None:
+        _by(values).scaled_encode(values, residual, out)
 
-    def _read(self, payload: Array, out: Array, adds: bool, params: Params) -> None:
-        quantize.scaled_decode(payload, out, adds)
+    def _read(self, payload: DeviceArray, out: DeviceArray, adds: bool, params: Params) -> None:
+        _by(out).scaled_decode(payload, out, adds)
 
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (TwoBit(), OneBit(), Fp16(), TopK(), ScaledOneBit())}
@@ -335,6 +377,45 @@ def numbered(number: int) -> Codec:
         known = ", ".join("%d (%s)" % pair for pair in sorted((n, c.name) for n, c in BY_NUMBER.items()))
         raise KVError("unknown codec number %d; known are %s" % (number, known))
     return codec
+
+
+def floats(array: DeviceArray) -> DeviceArray:
+    """Return the elements of an array of a float type as float32, where they are; the array itself if it is that."""
+    if array.dtype == _FLOAT32:
+        return array
+    if not is_host(array):
+        return _on_gpus().cast(array, _FLOAT32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return widen(array).astype(np.float32, copy=False)
+
+
+def from_floats(array: DeviceArray, dtype: DType) -> DeviceArray:
+    """Return float32 elements in another float type, where they are; the array itself if that is float32."""
+    if not is_host(array):
+        return _on_gpus().cast(array, dtype)
+    return narrow(array.astype(work_dtype(dtype), copy=False), dtype)
+
+
+def are_finite(pairs: Iterable[tuple[DeviceArray, DeviceArray | None]]) -> bool:
+    """Tell whether `check_finite` takes all values and residuals, which are on GPUs; one wait for each of these."""
+    found: bool = _on_gpus().are_finite((floats(values), residual) for values, residual in pairs)
+    return found
+
+
+def _by(array: DeviceArray) -> ModuleType:
+    """Return the functions for arrays that are where this one is."""
+    return quantize if is_host(array) else _on_gpus()
+
+
+def _on_gpus() -> ModuleType:
+    # Whoever has an array on a GPU has imported it all; no one else needs it.
+    return importlib.import_module("distrun_runtime.arrays.gpucodecs")
+
+
+def _element(array: DeviceArray, at: int) -> np.float32:
+    found: Array = array[at : at + 1] if is_host(array) else array.device.host(array[at : at + 1])
+    element: np.float32 = found[0]
+    return element
 
 
 def _shown(places: Array) -> str:

@@ -6,7 +6,8 @@ leaves in the residual what this payload leaves out. Without a residual nothing 
 
 The arrays are flat: elements and residuals float32, payloads uint8. The sums of elements and residual are finite
 (`first_not_finite`). A compiled loop does the work where there is one (`arrays.kernels`). Otherwise numpy does it in
-blocks, so that intermediate results stay in the processor's cache. Both give the same bytes.
+blocks, so that intermediate results stay in the processor's cache. Both give the same bytes; so do the functions of
+`arrays.gpucodecs`, which have the same names, for arrays on GPUs.
 
 Source: the layouts of `2bit` and `1bit` are MXNet's: element after element from the most significant bit of a byte
 on, filled up with zero bits to whole 4-byte words. The scaled one is that of 1-bit SGD with one scale for a piece.
@@ -15,13 +16,14 @@ on, filled up with zero bits to whole 4-byte words. The scaled one is that of 1-
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Iterator
 
 import numpy as np
 
 from distrun_runtime.arrays import kernels
-from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.dtypes import Array, from_half, to_half
 
 WORD_BYTES = 4
 
@@ -114,6 +116,18 @@ def one_bit_encode(values: Array, residual: Array | None, threshold: float, out:
 def one_bit_decode(payload: Array, out: Array, adds: bool) -> None:
     """Write or add the elements: +1 or -1."""
     _bits_decode(payload, 1.0, out, adds)
+
+
+def half_encode(values: Array, out: Array) -> None:
+    """Write the elements as float16, rounded to nearest even."""
+    to_half(values, out.view(np.float16))
+    if sys.byteorder == "big":
+        out.view(np.uint16).byteswap(inplace=True)
+
+
+def half_decode(payload: Array, out: Array, adds: bool) -> None:
+    """Write or add the elements."""
+    from_half(payload.view("<f2").astype(np.float16, copy=False), out, adds)
 
 
 def scaled_encode(values: Array, residual: Array | None, out: Array) -> None:

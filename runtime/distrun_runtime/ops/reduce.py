@@ -12,10 +12,11 @@ from typing import NamedTuple, Union
 
 import numpy as np
 
+from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_host
 from distrun_runtime.arrays.dtypes import Array, DType, widen, work_dtype
+from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops import rows as rowcodec
-from distrun_runtime.ops.compression import Buffer
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Rows(NamedTuple):
 class Dense(NamedTuple):
     """Values of all elements."""
 
-    values: Array
+    values: DeviceArray
     """Flat, in the work dtype."""
     is_own: bool
     """Whether it is ours to write; otherwise it is a message's frame."""
@@ -52,16 +53,21 @@ class Dense(NamedTuple):
 Contribution = Union[Dense, Rows]
 
 
-def read(payload: Buffer, length: int, dtype: DType, row_size: int, how: How) -> Contribution:
+def read(
+    payload: Buffer, length: int, dtype: DType, row_size: int, how: How, *, device: Device | None = None
+) -> Contribution:
     """Return what one payload contributes.
 
     Arguments:
         length, dtype: of the shard, flat.
         row_size: elements of a row, for codec 16.
+        device: where the contribution is to be; None: in the host's memory.
 
     Raises:
         KVError: it is no such payload.
     """
+    if device is not None and device.name.startswith("gpu"):
+        return _read_on(device, payload, length, dtype, how)
     if how is PLAIN and dtype.itemsize > 2 and length:
         return Dense(np.frombuffer(payload, dtype), False)  # what follows, for the most frequent case
     if how.codec == codecs.ROWS:
@@ -73,6 +79,17 @@ def read(payload: Buffer, length: int, dtype: DType, row_size: int, how: How) ->
     given = np.frombuffer(payload, dtype) if memoryview(payload).nbytes else np.empty(0, dtype)
     wide = scaled(widen(given), how.scale)
     return Dense(wide, is_own=wide is not given)
+
+
+def _read_on(device: Device, payload: Buffer, length: int, dtype: DType, how: How) -> Dense:
+    """Return what one payload contributes on a GPU."""
+    if how.codec == codecs.ROWS:
+        raise KVError("rows are added in the host's memory, not on %s" % device.name)
+    if how.codec == codecs.NONE:
+        return Dense(scaled(widened(device.elements(payload, dtype)), how.scale), is_own=True)
+    decoded = device.empty((length,), np.dtype(np.float32))
+    codecs.numbered(how.codec).read(payload, decoded, dict(how.params))
+    return Dense(scaled(codecs.from_floats(decoded, work_dtype(dtype)), how.scale), is_own=True)
 
 
 @dataclass
@@ -91,7 +108,7 @@ class Sum:
             self.dense = given
         else:
             present = self.dense.values
-            out = present if self.dense.is_own else np.empty_like(present)
+            out = present if self.dense.is_own else _room_like(present)
             self.dense = Dense(_add(present, given.values, out), is_own=True)
 
     def total(self) -> Contribution:
@@ -125,16 +142,38 @@ def spread(given: Contribution, length: int) -> Dense:
     return Dense(values, is_own=True)
 
 
-def scaled(given: Array, scale: float) -> Array:
+def widened(given: DeviceArray) -> DeviceArray:
+    """Return an array in its work dtype, where it is: itself if it has that."""
+    if is_host(given):
+        return widen(given)
+    if work_dtype(given.dtype) == given.dtype:
+        return given
+    wide = given.device.empty(given.shape, work_dtype(given.dtype))
+    given.device.sum([given], wide)
+    return wide
+
+
+def scaled(given: DeviceArray, scale: float) -> DeviceArray:
     """Return a multiple of an array, as a new one of its dtype; the array itself for scale 1."""
     if scale == 1:
         return given
+    if not is_host(given):
+        multiple = given.device.put(given)
+        given.device.scale(multiple, scale)
+        return multiple
     with np.errstate(over="ignore", invalid="ignore"):
         result: Array = np.multiply(given, given.dtype.type(scale))
     return result
 
 
-def _add(one: Array, other: Array, out: Array) -> Array:
+def _room_like(array: DeviceArray) -> DeviceArray:
+    return np.empty_like(array) if is_host(array) else array.device.empty(array.shape, array.dtype)
+
+
+def _add(one: DeviceArray, other: DeviceArray, out: DeviceArray) -> DeviceArray:
+    if not is_host(out):
+        out.device.sum([one, other], out)
+        return out
     # An overflowing gradient is the training's affair (loss scaling looks for inf): no warning here.
     with np.errstate(over="ignore", invalid="ignore"):
         np.add(one, other, out=out)

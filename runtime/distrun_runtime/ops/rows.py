@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
-from distrun_runtime.ops.compression import ROWS, Buffer
+from distrun_runtime.ops.compression import ROWS
 
 __all__ = ["ROWS", "decode", "decode_rows", "encode", "encode_rows", "within"]
 

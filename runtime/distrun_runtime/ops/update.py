@@ -7,20 +7,22 @@ one kernel (`fuse`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Dict, Tuple, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from distrun_runtime.arrays import find
 from distrun_runtime.arrays.device import Device, DeviceArray, is_host
-from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
+from distrun_runtime.arrays.dtypes import Array, DType, name_of, work_dtype
+from distrun_runtime.errors import KVError
 from distrun_runtime.ops.optimizers import PLAIN, RULES, Knobs, NormRule, Rule, State
 
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuDevice
+    from distrun_runtime.arrays.programs import Program
     from distrun_runtime.ops.fuse import Fused
 
 __all__ = ["can_fuse", "is_flat", "new_state", "prepare", "step", "update"]
@@ -56,23 +58,45 @@ def can_fuse(rule: Rule) -> bool:
     return not fuse.why_not(rule)
 
 
-def prepare(rule: Rule, dtypes: Iterable[DType], gpu: GpuDevice) -> None:
-    """Compile and load what a GPU needs to update weights of these dtypes by a rule that can be fused."""
-    for dtype in dtypes:
-        gpu.load(_fused(rule, dtype, (dtype,)).program)
+def prepare(rule: Rule, dtypes: Iterable[DType], device: Device) -> None:
+    """Have ready what a device needs to update weights of these dtypes, so that no round waits for it.
+
+    On GPUs, kernels for a sum and for one that is made with the step are compiled and loaded; the rule can be fused.
+    """
+    if device.name.startswith("gpu"):
+        for dtype in dtypes:
+            cast("GpuDevice", device).load(_program(rule, dtype))
 
 
-def new_state(rule: Rule, weight: DeviceArray) -> State:
-    """Return the state for a weight that was never updated, on its device: what `Rule.new_state` returns."""
+def new_state(rule: Rule, weight: DeviceArray, place: Callable[[str, DType], DeviceArray] | None = None) -> State:
+    """Return the state for a weight that was never updated, on its device: what `Rule.new_state` returns.
+
+    Arguments:
+        place: returns where an array of the state is to be, of the weight's shape, by its name and dtype; None: it is
+            new.
+
+    Raises:
+        KVError: weights of this dtype cannot be updated.
+        Untraceable: the weight is on a GPU, and the rule cannot be fused.
+    """
     if is_host(weight):
-        return rule.new_state(weight)
-    state: dict[str, Any] = {"updates": 0}
+        state = rule.new_state(weight)
+        for name, value in state.items() if place is not None else ():
+            if isinstance(value, np.ndarray):
+                assert place is not None
+                state[name] = there = place(name, value.dtype)
+                np.copyto(there, value)
+        return state
+    device: GpuDevice = weight.device
+    state = {"updates": 0}
     for each in _fused(rule, weight.dtype, (weight.dtype,)).states:
+        made = place or (lambda _, dtype: device.empty(weight.shape, dtype))
+        array: DeviceArray = made(each.name, each.dtype)
         if each.is_weight:
-            state[each.name] = weight.device.empty(weight.shape, each.dtype)
-            weight.device.sum([weight.reshape(-1)], state[each.name].reshape(-1))
+            device.sum([weight.reshape(-1)], array.reshape(-1))
         else:
-            state[each.name] = weight.device.zeros(weight.shape, each.dtype)
+            device.clear(array)
+        state[each.name] = array
     return state
 
 
@@ -90,7 +114,9 @@ def update(
     If the weight is on a GPU, then gradient and state are there too, the rule can be fused, and there are no rows.
     """
     if not is_host(weight):
-        _update_on_gpu(rule, weight, gradient, state, knobs)
+        if rows is not None:
+            raise KVError("rule %r: rows are updated in host memory, not on %s" % (rule.name, weight.device.name))
+        _step_on_gpu(rule, weight, [gradient], state, knobs)
         return
     arrays = [value for value in state.values() if isinstance(value, np.ndarray)]
     is_long = weight.size > CHUNK and rows is None and gradient.shape == weight.shape
@@ -106,8 +132,8 @@ def update(
 
 def step(
     rule: Rule,
-    weight: Array,
-    parts: Sequence[Array],
+    weight: DeviceArray,
+    parts: Sequence[DeviceArray],
     state: State,
     knobs: Knobs,
     *,
@@ -118,7 +144,13 @@ def step(
     Arguments:
         parts: flat, of the weight's length, in its dtype or its work dtype.
         device: where the arrays are, if there are several parts or if several threads may share the work.
+
+    Raises:
+        Untraceable: the weight is on a GPU, and the rule cannot be fused.
     """
+    if not is_host(weight):
+        _step_on_gpu(rule, weight, parts, state, knobs)
+        return
     _keep_memory()
     arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
     begun = {name: value for name, value in state.items() if name not in arrays}
@@ -135,7 +167,12 @@ def step(
         device.split(len(weight), step_over)
 
 
-_FUSED: WeakKeyDictionary[Rule, dict[tuple[DType, ...], Fused]] = WeakKeyDictionary()
+# On GPUs
+
+_Made = Dict[Tuple[DType, ...], "Fused"]
+
+_FUSED: WeakKeyDictionary[Rule, _Made] = WeakKeyDictionary()
+"""By the dtypes of weight and parts."""
 
 
 def _fused(rule: Rule, dtype: DType, parts: tuple[DType, ...]) -> Fused:
@@ -144,31 +181,47 @@ def _fused(rule: Rule, dtype: DType, parts: tuple[DType, ...]) -> Fused:
 
     known, place = _FUSED.setdefault(rule, {}), (dtype, *parts)
     if place not in known:
-        known[place] = Fused(rule, dtype, parts)
+        same = type(rule)(rule.params)  # what is kept of a rule must not keep the rule
+        known[place] = Fused(rule if type(rule) is not RULES.get(rule.name) else same, dtype, parts)
     return known[place]
 
 
-def _update_on_gpu(rule: Rule, weight: DeviceArray, gradient: DeviceArray, state: State, knobs: Knobs) -> None:
+def _program(rule: Rule, dtype: DType) -> Program:
+    """Return one program for the steps of weights of a dtype by one part and by two."""
+    from distrun_runtime.ops.fuse import together
+
+    work = work_dtype(dtype)
+    parts = dict.fromkeys([(dtype,), (work,), (dtype, dtype), (work, dtype)])
+    return together("%s_%s" % (rule.name, name_of(dtype)), [_fused(rule, dtype, each) for each in parts])
+
+
+def _step_on_gpu(rule: Rule, weight: DeviceArray, parts: Sequence[DeviceArray], state: State, knobs: Knobs) -> None:
+    """Make one step by one kernel; arrays of any shape, all on the weight's device."""
     from distrun_runtime.arrays.programs import Access
     from distrun_runtime.ops.fuse import PART, STATE, WEIGHT
 
-    arrays: dict[str, DeviceArray] = {WEIGHT: weight, PART % 0: gradient}
+    device: GpuDevice = weight.device
+    arrays: Dict[str, Any] = {WEIGHT: weight}
+    arrays.update((PART % number, part) for number, part in enumerate(parts))
     arrays.update((STATE % name, value) for name, value in state.items() if name != "updates")
-    before = state["updates"]
-    try:
-        step = _fused(rule, weight.dtype, (gradient.dtype,)).step(rule.rates(state, knobs))
-        used = [each for each in step.kernel.parameters if each.access is not Access.SCALAR]
-        weight.device.launch(
-            step.program,
-            step.kernel.name,
-            step.arguments({name: array.pointer for name, array in arrays.items()}, weight.size),
+    for name, array in arrays.items():
+        if is_host(array) or array.device is not device or array.size != weight.size:
+            found = "an array of numpy's" if is_host(array) else repr(array)
+            text = "rule %r: expected %s with %d elements on %s, found %s"
+            raise KVError(text % (rule.name, name, weight.size, device.name, found))
+    counted: State = {"updates": state.get("updates", 0)}
+    made = _fused(rule, weight.dtype, tuple(part.dtype for part in parts)).step(rule.rates(counted, knobs))
+    if weight.size:
+        used = [(arrays[each.name], each.access) for each in made.kernel.parameters if each.access is not Access.SCALAR]
+        device.launch(
+            made.program,
+            made.kernel.name,
+            made.arguments({name: array.pointer for name, array in arrays.items()}, weight.size),
             weight.size,
-            reads=[arrays[each.name] for each in used if each.access is Access.READ],
-            writes=[arrays[each.name] for each in used if each.access is not Access.READ],
+            reads=[array for array, access in used if access is Access.READ],
+            writes=[array for array, access in used if access is not Access.READ],
         )
-    except BaseException:
-        state["updates"] = before  # The step was not made.
-        raise
+    state["updates"] = counted["updates"]
 
 
 def _chunks(

@@ -712,7 +712,10 @@ class CollectiveCalls:
             store.type, store.opened = str(call.body.get("type", "")), opened(call.body)
         if call.kind in (Kind.OPEN, Kind.BARRIER):
             self.barriers += call.kind is Kind.BARRIER
-            return [role.Send(part.link, answer(part.message)) for part in gathering.calls.values()]
+            # One worker is enough: the servers keep the values of all.
+            is_any = any(part.message.body.get("on_devices") for part in gathering.calls.values())
+            body = {"on_devices": True} if is_any else {}
+            return [role.Send(part.link, answer(part.message, body)) for part in gathering.calls.values()]
         if 0 not in gathering.calls:
             return _refuse_all(store, number, gathering, "worker-0, %s, has left the store" % _DUTY[call.kind])
         if call.kind is Kind.KEYS:

@@ -10,7 +10,7 @@ import numpy as np
 
 from distrun_runtime.arrays.arena import runs
 from distrun_runtime.arrays.device import Buffer
-from distrun_runtime.arrays.dtypes import Array, narrow, widen
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops import rows as rowcodec
@@ -136,19 +136,13 @@ class _Encoder:
         self._codec = codecs.numbered(how.codec)
         self._params = dict(how.params)
         self._name = (how.codec, *sorted(how.params.items()))
-        self._codec.prepare(waits=False)
+        self._codec.prepare(values.device, waits=False)
 
     def payload(self, shard: int) -> Buffer:
         """Return a value; the first pull of a round encodes it, and the residual takes the rest."""
         values = self._values
         known = values.encoded.setdefault(shard, {})
         if self._name not in known:
-            weight = values.device.host(values.weight(shard))
-            residual = None
-            if self._codec.has_residual:
-                residual = values.residual.get(shard)
-                if residual is None:
-                    residual = values.residual[shard] = np.zeros(len(weight), np.float32)
-            wide = narrow(widen(weight), np.dtype(np.float32))
-            known[self._name] = self._codec.encode(wide, residual, self._params)
+            residual = values.residual_of(shard) if self._codec.has_residual else None
+            known[self._name] = self._codec.encode(values.weight(shard), residual, self._params)
         return known[self._name]

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distrun_runtime.contract import address, environ
+from distrun_runtime.contract import address, environ, gpus
 from distrun_runtime.errors import ContractError
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.transport.base import Heartbeat, endpoint
@@ -56,6 +56,12 @@ class Config:
     and waits for others, so that one job can run several scripts after each other."""
     server_imports: tuple[str, ...] = ()
     """Modules that users' rules may come from (servers)."""
+    server_device: str = gpus.AUTO
+    """Where a server keeps values: `auto`, `cpu`, `gpu` or `gpu:N`."""
+    server_gpu_bytes: int = 0
+    """Memory of a GPU that a server takes at most; 0: it decides."""
+    local_rank: int = 0
+    """Index of this server among those of its host or place, as far as a launcher says it."""
     server_threads: int = 1
     """Threads that share work on long values (servers)."""
     worker_addresses: tuple[str, ...] = ()
@@ -133,6 +139,9 @@ def read(role: str, env: Mapping[str, str] | None = None) -> Config:
         ports=port_range(environ.text("DISTRUN_PORT_RANGE", env)),
         stays=environ.read("DISTRUN_PUBLISH_FD", env) is not None,
         server_imports=_names(environ.text("DISTRUN_SERVER_IMPORT", env)) if role == "server" else (),
+        server_device=_server_device(env) if role == "server" else gpus.AUTO,
+        server_gpu_bytes=environ.read("DISTRUN_SERVER_GPU_MEMORY", env) << 20,
+        local_rank=environ.read("DISTRUN_LOCAL_RANK", env) or 0,
         server_threads=environ.read("DISTRUN_SERVER_THREADS", env) or _usual_threads(),
         worker_addresses=_names(environ.text("DISTRUN_WORKER_ADDRESSES", env)),
         paths=environ.read("DISTRUN_DATA_PATHS", env),
@@ -188,6 +197,16 @@ def _usual_threads() -> int:
     """Return half of the processors that this process may use: a server is rarely alone on its host."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(usable // 2, _MOST_THREADS))
+
+
+def _server_device(env: Mapping[str, str] | None) -> str:
+    text = environ.read("DISTRUN_SERVER_DEVICE", env)
+    found = gpus.server_device(text)
+    if not found:
+        raise ContractError(
+            "DISTRUN_SERVER_DEVICE=%r on host %s: expected %s" % (text, socket.gethostname(), gpus.DEVICES)
+        )
+    return found
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -115,6 +115,7 @@ class Control:
             "pieces": store.count if store is not None else 0,
             "rounds": int(store.changed_rounds().max()) if store is not None and is_used else 0,
             "queue": waiting,
+            "device": "" if store is None else store.device,
             **self._counters.to_json(),
         }
 

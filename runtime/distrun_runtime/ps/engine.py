@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distrun_runtime.arrays.device import Device
+from distrun_runtime.arrays.device import Device, on_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
@@ -28,6 +28,7 @@ from distrun_runtime.ops import rows as rowcodec
 from distrun_runtime.ops.reduce import read
 from distrun_runtime.protocol.message import DTYPES, Kind, Message, payloads_of, rows_of
 from distrun_runtime.ps import answers, checks, role, stages, statefile, sums, updates, work
+from distrun_runtime.ps.placement import Placement
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.replies import failed
 from distrun_runtime.ps.shards import Store, relayed
@@ -53,9 +54,11 @@ class Reply:
 
 
 class Engine:
-    """Does a server's work on the arrays of a device.
+    """Does a server's work on the arrays of its devices.
 
     Arguments:
+        device: where arrays are, but for stores that `placement` has elsewhere.
+        placement: None: all stores are on `device`.
         imports: modules that users' rules may come from.
         much_bytes: from how many bytes on work is done by the engine's thread.
 
@@ -69,9 +72,12 @@ class Engine:
         recorder: Recorder | None = None,
         imports: Sequence[str] = (),
         *,
+        placement: Placement | None = None,
         much_bytes: int = MUCH_BYTES,
     ) -> None:
         self._device = device
+        self._placement = placement or Placement(device)
+        self._placement.spares(self._drop_spares)
         self._counters = counters or Counters()
         self._recorder = recorder or Recorder()
         self._imports = tuple(imports)
@@ -103,7 +109,7 @@ class Engine:
             work.Assign: self._assign,
             work.Check: self._check,
             work.Add: lambda what: sums.add(self._of(what.batch.store), what),
-            work.Apply: lambda what: updates.apply(self._of(what.store), what),
+            work.Apply: self._apply,
             work.Step: lambda what: updates.step(self._of(what.batch.store), what),
             work.FinishUpdate: lambda what: updates.finish(self._of(what.store), what),
             work.DropUpdate: lambda what: updates.drop(self._of(what.store), what),
@@ -137,6 +143,11 @@ class Engine:
             self._thread = threading.Thread(target=self._run, name="distrun-engine", daemon=True)
             self._thread.start()
         return None
+
+    @property
+    def failed(self) -> KVError | None:
+        """The error after which this process cannot use its device any more; None: there was none."""
+        return self._placement.failed
 
     @property
     def is_busy(self) -> bool:
@@ -251,12 +262,24 @@ class Engine:
                 found.rule, found.spec = self._rules[store.number]
         return found
 
+    def _settle(self, values: Values, rule: rules.Rule | None) -> None:
+        """Have a store's arrays where they belong, with this rule."""
+        device = self._placement.place(values.store, rule)
+        if device is not values.device:
+            values.move(device)
+            self._placement.trim()
+
+    def _drop_spares(self) -> None:
+        for values in self._values.values():
+            values.spare_sums.clear()
+
     def _fill(self, what: work.Fill) -> None:
         self._reserve(work.Reserve(what.batch.store, what.batch.shards))
         self._write(self._of(what.batch.store), what.batch)
 
     def _reserve(self, what: work.Reserve) -> None:
         values = self._of(what.store)
+        self._settle(values, values.rule)
         for code, at in values.codes(what.shards):
             values.place(what.shards if at is None else what.shards[at], code)
 
@@ -264,7 +287,7 @@ class Engine:
         for code, given in sums.given_by(values, batch):
             arena = values.arenas[code]
             for shards, piece, parts, side in values.cut(given.shards, given.runs, [[part] for part in given.parts]):
-                self._device.sum(parts, arena.view(piece.begin, piece.end, side))
+                values.device.sum(parts, arena.view(piece.begin, piece.end, side))
                 values.side[shards] = side
 
     def _try_fill(self, what: work.TryFill) -> None:
@@ -286,15 +309,14 @@ class Engine:
         values.forget_encoded(what.batch.shards)
         if values.rule is not None:
             for shard in what.batch.shards.tolist():
-                state = values.state_of(shard)
-                if state is not None:
-                    rules.renew_master(values.weight(shard), state)
+                values.renew_master(shard)
 
     def _clear(self, what: work.Clear) -> None:
         self._values.clear()
         self._rules.clear()
         self._lent.clear()
         self._staged.clear()
+        self._placement.forget()
 
     def _check(self, what: work.Check) -> None:
         batch = what.batch
@@ -319,6 +341,21 @@ class Engine:
             if values is not None:
                 sums.keep_copies(values)
 
+    # Rounds
+
+    def _apply(self, what: work.Apply) -> updates.Applied:
+        values = self._of(what.store)
+        lost = values.lost(what.round, what.shards)
+        try:
+            if lost is None:
+                return updates.apply(values, what)
+        except Exception:
+            values.forget_sums(what.round, what.shards)
+            raise
+        # A contribution is missing: the sum must not be taken for that of all workers.
+        values.forget_sums(what.round, what.shards)
+        return updates.Applied(dict.fromkeys(what.shards.tolist(), lost))
+
     # Answers
 
     def _lend(self, what: work.Lend) -> None:
@@ -334,8 +371,8 @@ class Engine:
                 message = replace(message, body={**message.body, stages.ASKED: held})
         except Exception as err:
             message = failed(what.message, role.Done(what, err, traceback.format_exc()))
-        if message.is_error:
-            for each in lent:
+        if message.is_error or not all(each.values.is_on_host for each in lent):
+            for each in lent:  # the reply carries copies of what is on a GPU
                 each.give_back()
             lent = []
         self._counters.sent(sum(memoryview(payload).nbytes for payload in message.payloads))
@@ -360,7 +397,7 @@ class Engine:
         values = self._values.get(what.store)
         for shard in range(values.store.count if values is not None and rule.name not in rules.RULES else 0):
             assert values is not None
-            _try(rule, values.weight(shard))
+            _try(rule, on_host(values.weight(shard)))
 
     def _made(self, store: int, spec: rules.RuleSpec) -> rules.Rule:
         rule = rules.rule_of(spec, self._imports)
@@ -382,6 +419,7 @@ class Engine:
         spec = rules.RuleSpec.from_json(what.spec)
         rule = self._made(what.store, spec)
         if values is not None:
+            self._settle(values, rule)
             values.set_rule(rule, spec)
         self._rules[what.store] = rule, spec
         return rule.needs_norms

@@ -103,6 +103,7 @@ class Loop:
         """By link."""
         self._looked = 0.0
         """When connections without proof were last looked for."""
+        self._is_failing = False
         self._finish: role.Finish | None = None
 
     def ask(self, what: object) -> None:
@@ -135,6 +136,7 @@ class Loop:
                 self._arrived(event)
             if self._later:
                 self._take_results()
+            self._check_engine()
             while self._asked:
                 self._decide(self._asked.popleft())
             now = self._clock()
@@ -375,6 +377,8 @@ class Loop:
         assert self._engine is not None
         if done.error is not None and not isinstance(done.error, Exception):
             raise done.error  # A user's rule asked for the end of the process.
+        if self._engine.failed is not None:
+            return []  # Nobody is answered from what is left (`_check_engine`).
         if isinstance(done.value, Reply):
             lease = self._send(done.value.link, done.value.message)
             self._engine.sent(done.value.lent, lease)
@@ -382,6 +386,13 @@ class Loop:
             self._trace.log("ERROR", "event=work-failed work=%s error=%s" % (type(action.what).__name__, done.error))
         actions = self._role.handle(done, self._clock()) if action.reports else []
         return [*actions, role.Resume(action.holds)] if action.holds else actions
+
+    def _check_engine(self) -> None:
+        """Tell the role, once, that the engine cannot use its device any more."""
+        if self._engine is None or self._is_failing or self._engine.failed is None:
+            return
+        self._is_failing = True
+        self._decide(role.Failing(str(self._engine.failed)))
 
     def _resume(self, link: str) -> None:
         """Some work that held a link is done: take in what happened there, until it is held again."""

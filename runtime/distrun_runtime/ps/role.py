@@ -98,7 +98,14 @@ class Told:
     signal: int
 
 
-Event = Union[Welcomed, TurnedAway, Denied, Broken, Heard, Asked, Done, Told]
+@dataclass(frozen=True)
+class Failing:
+    """This process cannot go on: the engine cannot use its device any more."""
+
+    reason: str
+
+
+Event = Union[Welcomed, TurnedAway, Denied, Broken, Heard, Asked, Done, Told, Failing]
 
 
 @dataclass(frozen=True)

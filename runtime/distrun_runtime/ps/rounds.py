@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.errors import KVError
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Kind, Message, rows_of
 from distrun_runtime.ps import role, work
@@ -334,7 +335,9 @@ class Rounds:
 
     def _failure(self, store: Store, shard: int, error: BaseException, trace: str) -> Failure:
         name = store.names.get(int(store.key[shard]))
-        return Failure("the rule failed on %s for key %r: %s" % (self._me().name, name, words_of(error)), trace)
+        what = "update" if isinstance(error, KVError) and error.is_of_device else "rule"
+        text = "the %s failed on %s for key %r: %s" % (what, self._me().name, name, words_of(error))
+        return Failure(text, trace)
 
     def _log(self, store: Store, failure: Failure) -> list[role.Action]:
         """Say a failure here: the push was acknowledged before, and a script may end without another pull."""

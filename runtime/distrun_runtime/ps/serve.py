@@ -12,8 +12,9 @@ from types import FrameType
 from distrun_runtime import stacks
 from distrun_runtime.arrays import find as devices
 from distrun_runtime.arrays.cpu import Threads
+from distrun_runtime.arrays.device import Device
 from distrun_runtime.arrays.segments import Pool
-from distrun_runtime.contract import address, environ
+from distrun_runtime.contract import address, environ, gpus
 from distrun_runtime.contract.metrics import Sender
 from distrun_runtime.contract.process import allow_open_files
 from distrun_runtime.errors import ContractError
@@ -22,6 +23,7 @@ from distrun_runtime.ps.config import Config, import_all
 from distrun_runtime.ps.engine import Engine
 from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.metrics import NodeMetrics
+from distrun_runtime.ps.placement import Placement
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.publish import publish
 from distrun_runtime.ps.scheduler import Scheduler
@@ -48,7 +50,8 @@ def serve(role: str) -> int:
     SIGTERM and SIGINT end it early: with 0, since whoever starts servers also stops them.
 
     Raises:
-        ContractError: the environment lacks or garbles what a node needs, or a module of the user's cannot be imported.
+        ContractError: the environment lacks or garbles what a node needs, a module of the user's cannot be imported, or
+            the GPU that was asked for is not there.
         OSError: the port cannot be bound.
     """
     config = configs.read(role)
@@ -59,6 +62,9 @@ def serve(role: str) -> int:
     # Each node of the job connects, and on one host sends the descriptors of its memory.
     allow_open_files(FILES + FILES_A_NODE * (config.workers + config.servers))
     memory = Pool()
+    device = devices.get("cpu:0", Threads(config.server_threads, SHARED_ELEMENTS), memory)
+    placement = placement_of(config, device)
+    placement.open()
     transport = connected(config, [memory])
     warnings: list[str] = []
     endpoint = bind(transport, config, warnings.append)
@@ -72,8 +78,10 @@ def serve(role: str) -> int:
     for text in warnings:
         trace.log("WARNING", text)
     trace.log("INFO", "event=bound endpoint=%s host=%s" % (endpoint, config.host))
-    device = devices.get("cpu:0", Threads(config.server_threads, SHARED_ELEMENTS), memory)
-    engine = Engine(device, counters, recorder, config.server_imports) if role == "server" else None
+    placement.say = trace.log
+    engine = None
+    if role == "server":
+        engine = Engine(device, counters, recorder, config.server_imports, placement=placement)
     loop = Loop(transport, node, config.token, trace, engine=engine, publish=publish)
     if environ.text("DISTRUN_METRICS_SOCKET"):
         stacks.offer()
@@ -91,6 +99,13 @@ def serve(role: str) -> int:
                 signal.signal(number, handler)
     trace.log("ERROR" if finish.code else "INFO", "event=finished reason=%s" % (finish.reason or "done"))
     return finish.code
+
+
+def placement_of(config: Config, host: Device) -> Placement:
+    """Return where a server's stores are to be; `open` looks for the GPU that was asked for."""
+    keeps_values = config.role == "server" and config.rank < config.servers
+    asked = config.server_device if keeps_values else gpus.CPU
+    return Placement(host, asked, index=config.local_rank, limit=config.server_gpu_bytes)
 
 
 def _metrics(node: Scheduler | Server, loop: Loop) -> NodeMetrics:

@@ -24,6 +24,7 @@ import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract.duration import duration
+from distrun_runtime.contract.words import listed
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import (
@@ -90,6 +91,8 @@ class Server:
         self._now = 0.0
         self._is_registered = False
         self._is_stopping = False
+        self._failing = ""
+        """Why this process cannot go on."""
         self._deadline = role.Deadline()
         self._farewell = role.Deadline()
 
@@ -109,6 +112,10 @@ class Server:
     def handle(self, event: role.Event, now: float) -> list[role.Action]:
         """Take in one event."""
         self._now = now
+        if isinstance(event, role.Failing):
+            return self._fail(event.reason)
+        if self._failing:
+            return self._while_failing(event)
         if isinstance(event, role.Welcomed):
             return self._welcomed(event)
         if isinstance(event, role.TurnedAway) and event.link == role.SCHEDULER_LINK:
@@ -130,6 +137,8 @@ class Server:
 
     def tick(self, now: float) -> list[role.Action]:
         """Tell workers whom their pulls wait for."""
+        if self._failing:
+            return [role.Finish(1, self._failing)] if self._farewell.is_due(now) else []
         if self._farewell.is_due(now):
             return [role.Finish(0, "the scheduler did not answer BYE for %g s" % BYE_S)]
         if self._deadline.is_due(now):
@@ -243,6 +252,21 @@ class Server:
         self._is_stopping = True
         self._farewell.set(now + BYE_S)
         return [role.Send(role.SCHEDULER_LINK, Message(Kind.BYE))]
+
+    def _fail(self, reason: str) -> list[role.Action]:
+        """This process cannot go on: tell the scheduler why, and so all nodes; then end."""
+        self._failing = reason
+        told = [role.Publish({"failed": "%s: %s" % (self.me.name, reason)})]
+        if not self._is_registered or self._is_stopping:
+            return [*told, role.Finish(1, reason)]
+        self._farewell.set(self._now + BYE_S)
+        return [*told, role.Send(role.SCHEDULER_LINK, Message(Kind.ABORT, body={"reason": reason}))]
+
+    def _while_failing(self, event: role.Event) -> list[role.Action]:
+        """The scheduler has heard of it, or is gone itself: end. Nothing else is done any more."""
+        is_heard = isinstance(event, role.Heard) and event.message.kind is Kind.ABORT and event.message.is_reply
+        is_gone = isinstance(event, (role.Broken, role.TurnedAway)) and event.link == role.SCHEDULER_LINK
+        return [role.Finish(1, self._failing)] if is_heard or is_gone else []
 
     # Requests of workers and other servers
 
@@ -423,13 +447,14 @@ class Server:
         if message.body.get("assign"):
             store.fresh[shards] = True
             batch = work.Batch(store, shards, message, message.entries)
-            return [role.Work(work.Assign(batch)), role.Send(link, answer(message))]
+            return [role.Work(work.Assign(batch, link), reports=True)]
         if store.has_rule:
             return [role.Work(work.TryFill(link, message), reports=True)]
         return self._fill(link, store, message)
 
     def _fill(self, link: str, store: Store, message: Message) -> list[role.Action]:
         store.is_sync = "async" not in str(message.body.get("type", ""))
+        store.on_devices = bool(message.body.get("on_devices"))
         store.is_deterministic = bool(message.body.get("deterministic"))
         store.staleness = message.body.get("staleness")
         rows = rows_of(message.entries)
@@ -442,12 +467,14 @@ class Server:
             for each in rows
         ]
         batch = work.Batch(store, store.add(new), message, message.entries)
-        return [role.Work(work.Fill(batch)), role.Send(link, answer(message))]
+        return [role.Work(work.Fill(batch, link), reports=True)]
 
     # What the engine reports
 
     def _done(self, event: role.Done) -> list[role.Action]:
         what = event.work
+        if isinstance(what, (work.Fill, work.Assign)) and what.link:
+            return [self._filled(what, event)]
         if isinstance(what, (work.Reserve, work.Forward, work.Add, work.Lend, work.Assign)):
             return self._relay.worked(event)
         if isinstance(what, work.Apply) and what.store.is_relayed:
@@ -481,6 +508,15 @@ class Server:
             return self._rounds.stepped(what, event)
         assert isinstance(what, work.FinishUpdate)
         return self._rounds.finished(what, event)
+
+    def _filled(self, what: work.Fill | work.Assign, event: role.Done) -> role.Action:
+        message = what.batch.message
+        if event.error is None:
+            return role.Send(what.link, answer(message))
+        store = what.batch.store
+        names = [repr(store.name(key)) for key in np.unique(store.key[what.batch.shards]).tolist()]
+        text = "%s cannot take the values of key %s: %s" % (self.me.name, listed(names, 3), words_of(event.error))
+        return self._refuse(what.link, message, text)
 
     # Members
 

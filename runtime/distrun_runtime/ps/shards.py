@@ -66,6 +66,10 @@ class Store:
         self.number = number
         self._server = server
         self.is_sync = True
+        self.on_devices = False
+        """A worker has created it as a `dist_device_*` store."""
+        self.device = "cpu:0"
+        """Where its arrays are, by name."""
         self.is_deterministic = False
         """Sums are made in the order of ranks."""
         self.has_rule = False

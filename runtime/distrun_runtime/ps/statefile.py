@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.device import DeviceArray, is_host, on_host
 from distrun_runtime.arrays.dtypes import BFLOAT16, Array, name_of
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
@@ -319,12 +320,20 @@ class Saved:
     key: int
     """Number of its key."""
     offset: int
-    weight: Array
+    weight: DeviceArray
     """Flat."""
     state: Mapping[str, Any] | None = None
-    """What the rule remembers: arrays and numbers."""
-    residual: Array | None = None
+    """What the rule remembers: arrays, where the weight is, and numbers."""
+    residual: DeviceArray | None = None
     """float32: what compressed answers left out so far."""
+
+    def on_host(self) -> Saved:
+        """Return it with all arrays in the host's memory."""
+        if is_host(self.weight):
+            return self
+        state = self.state and {name: x if name == "updates" else on_host(x) for name, x in self.state.items()}
+        residual = None if self.residual is None else on_host(self.residual)
+        return Saved(self.key, self.offset, on_host(self.weight), state, residual)
 
 
 @dataclass
@@ -353,9 +362,10 @@ def save(body: Mapping[str, Any], shards: Iterable[Saved]) -> dict[str, Any]:
     arrays: dict[str, Array] = {}
     counters: dict[str, dict[str, Any]] = {}
     pieces = []
-    for shard in sorted(shards, key=lambda each: (each.key, each.offset)):
-        if shard.key not in names:
+    for each in sorted(shards, key=lambda each: (each.key, each.offset)):
+        if each.key not in names:
             continue
+        shard = each.on_host()
         prefix = "%d.%d" % (shard.key, shard.offset)
         pieces.append([shard.key, shard.offset, len(shard.weight)])
         arrays[prefix + ".weight"] = shard.weight
@@ -466,9 +476,9 @@ class _Source:
         for file in self._files.values():
             file.close()
 
-    def read(self, number: int, key: object, offset: int, weight: Array) -> Staged:
+    def read(self, number: int, key: object, offset: int, weight: DeviceArray) -> Staged:
         """Return what was saved of `len(weight)` elements of a key from `offset` on, from whatever pieces have it."""
-        staged = Staged(np.empty_like(weight))
+        staged = Staged(np.empty(len(weight), weight.dtype))
         at, end = offset, offset + len(weight)
         for piece in sorted(self._pieces.get(number, ())):
             if piece.offset <= at < min(end, piece.offset + piece.length):

@@ -7,15 +7,16 @@ made in the order of ranks.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 
 import numpy as np
 
 from distrun_runtime.arrays.arena import Run, runs
-from distrun_runtime.arrays.device import Buffer
-from distrun_runtime.arrays.dtypes import Array, widen, work_dtype
+from distrun_runtime.arrays.device import Buffer, DeviceArray
+from distrun_runtime.arrays.dtypes import Array, work_dtype
 from distrun_runtime.ops import compression as codecs
-from distrun_runtime.ops.reduce import Contribution, Dense, How, Sum, read, scaled
+from distrun_runtime.ops.reduce import Contribution, Dense, How, Sum, read, scaled, widened
 from distrun_runtime.protocol.message import DTYPES, Payload, payloads_of
 from distrun_runtime.ps import checks, work
 from distrun_runtime.ps.values import Given, Layout, Round, Values
@@ -51,10 +52,10 @@ def given_by(values: Values, batch: work.Batch) -> list[tuple[int, Given]]:
     return given
 
 
-def _elements(values: Values, frame: Buffer, code: int, scale: float) -> Array:
+def _elements(values: Values, frame: Buffer, code: int, scale: float) -> DeviceArray:
     """Return the elements of bytes, times a number: in the dtype, or in its work dtype if the number is not 1."""
-    elements: Array = values.device.elements(frame, DTYPES[code])
-    return elements if scale == 1 else scaled(widen(elements), scale)
+    elements = values.device.elements(frame, DTYPES[code])
+    return elements if scale == 1 else scaled(widened(elements), scale)
 
 
 def _packed(values: Values, batch: work.Batch, code: int) -> Given:
@@ -94,7 +95,8 @@ def contributions(values: Values, batch: work.Batch) -> Iterator[tuple[int, Cont
         one = values.store.shard(shard)
         payload = frames[number]
         how = how_of(batch, codecs_of[number])
-        yield shard, read(b"" if payload is None else payload, one.length, DTYPES[one.dtype], one.row_size, how)
+        given = b"" if payload is None else payload
+        yield shard, read(given, one.length, DTYPES[one.dtype], one.row_size, how, device=values.device)
 
 
 # Sums of rounds
@@ -106,6 +108,17 @@ def add(values: Values, what: work.Add) -> None:
     batch = what.batch
     # 0: nothing came yet for this shard (`values.Round.where`).
     of.open += int(np.count_nonzero(of.where[batch.shards] == 0))
+    try:
+        _add_batch(values, of, what)
+    except Exception as err:
+        # Mostly this push was acknowledged: whoever pulls the round is told.
+        of.where[batch.shards[of.where[batch.shards] == 0]] = SUM_IN_ARENA
+        values.lose(what.round, batch.shards, err, traceback.format_exc())
+        raise
+
+
+def _add_batch(values: Values, of: Round, what: work.Add) -> None:
+    batch = what.batch
     if values.store.is_deterministic:
         for shard, contribution in contributions(values, batch):
             of.by_rank.setdefault(shard, []).append((what.rank, contribution))
@@ -133,7 +146,7 @@ def add_given(values: Values, of: Round, code: int, given: Given) -> None:
     elif first == SUM_BY_SHARD:
         for run, part in zip(given.runs, given.parts, strict=True):
             for shard, piece in apart(values, given.shards, run, part):
-                _sum_of(values, of, shard).add(Dense(widen(piece), False))
+                _sum_of(values, of, shard).add(Dense(widened(piece), False))
     elif first > 0 and of.held[first].is_like(given):
         sums = values.sums(of, code)
         for run, one, other in zip(given.runs, of.held[first].parts, given.parts, strict=True):
@@ -163,7 +176,7 @@ def _add_encoded(values: Values, of: Round, batch: work.Batch) -> bool:
         return False
     code = codes[0][0]
     codec, params, scale = codecs.numbered(number), dict(batch.how.params), batch.how.scale
-    codec.prepare(waits=False)
+    codec.prepare(values.device, waits=False)
     for held in np.unique(where[where > 0]).tolist():
         fold(values, of, code, held)
     every = payloads_of(batch.entries, batch.message.payloads)
@@ -182,7 +195,9 @@ def _add_encoded(values: Values, of: Round, batch: work.Batch) -> bool:
         if scale == 1:
             codec.read(payload, there, params, adds=adds)
         elif adds:
-            more = scaled(codec.decode(payload, len(there), params), scale)
+            more = values.device.empty((len(there),), there.dtype)
+            codec.read(payload, more, params)
+            values.device.scale(more, scale)
             values.device.sum([there, more], there)
         else:
             codec.read(payload, there, params)
@@ -205,6 +220,8 @@ def fold(values: Values, of: Round, code: int, number: int) -> None:
 
 def keep_copies(values: Values) -> None:
     """Copy all contributions that are only referred to, so that their senders may write their memory."""
+    if not values.is_on_host:
+        return  # they are copies
     for of in values.rounds.values():
         for number, given in list(of.held.items()):
             fold(values, of, int(values.store.dtype[given.shards[0]]), number)
@@ -235,7 +252,7 @@ def _sum_of(values: Values, of: Round, shard: int) -> Sum:
     return total
 
 
-def apart(values: Values, shards: Array, run: Run, part: Array) -> Iterator[tuple[int, Array]]:
+def apart(values: Values, shards: Array, run: Run, part: DeviceArray) -> Iterator[tuple[int, DeviceArray]]:
     """Yield the shards of a run with the elements of each."""
     at = 0
     for shard in shards[run.first : run.last].tolist():

@@ -15,12 +15,13 @@ from typing import Any, cast
 import numpy as np
 
 from distrun_runtime.arrays.arena import Run, runs
-from distrun_runtime.arrays.dtypes import Array, widen, work_dtype
+from distrun_runtime.arrays.device import DeviceArray
+from distrun_runtime.arrays.dtypes import Array, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import update
 from distrun_runtime.ops.optimizers import NormRule
-from distrun_runtime.ops.reduce import Contribution, Dense, spread
+from distrun_runtime.ops.reduce import Contribution, Dense, spread, widened
 from distrun_runtime.ps import work
 from distrun_runtime.ps.shards import SYNC
 from distrun_runtime.ps.sums import (
@@ -113,7 +114,7 @@ def _update(
     code: int,
     shards: Array,
     found: Sequence[Run],
-    parts: Sequence[Sequence[Array]],
+    parts: Sequence[Sequence[DeviceArray]],
     *,
     turn: tuple[int, int],
     result: Applied,
@@ -143,15 +144,17 @@ def _update(
         _step_run(values, code, here, piece, weight=target, parts=addends)
 
 
-def _total(values: Values, parts: Sequence[Array]) -> Dense:
+def _total(values: Values, parts: Sequence[DeviceArray]) -> Dense:
     if len(parts) == 1:
-        return Dense(widen(parts[0]), False)
+        return Dense(widened(parts[0]), False)
     out = values.device.empty((len(parts[0]),), work_dtype(parts[0].dtype))
     values.device.sum(parts, out)
     return Dense(out, is_own=True)
 
 
-def _step_run(values: Values, code: int, shards: Array, run: Run, *, weight: Array, parts: Sequence[Array]) -> None:
+def _step_run(
+    values: Values, code: int, shards: Array, run: Run, *, weight: DeviceArray, parts: Sequence[DeviceArray]
+) -> None:
     """Step the rule over neighbouring shards: together where they have as many updates and the same multipliers."""
     assert values.rule is not None
     first, at = 0, 0

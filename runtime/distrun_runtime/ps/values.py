@@ -5,19 +5,20 @@ Values of one dtype lie in an arena, in the order in which keys were initialised
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from distrun_runtime.arrays.arena import Arena, Run
-from distrun_runtime.arrays.device import Buffer, Device
-from distrun_runtime.arrays.dtypes import Array, work_dtype
+from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, copy, is_host, on_host
+from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
+from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import update
 from distrun_runtime.ops.optimizers import Knobs, NormRule, Prepared
-from distrun_runtime.ops.reduce import Contribution, Sum
+from distrun_runtime.ops.reduce import Contribution, Dense, Sum
 from distrun_runtime.protocol.message import DTYPES
 from distrun_runtime.ps import statefile
 from distrun_runtime.ps.shards import Store
@@ -32,7 +33,7 @@ class Given:
 
     shards: Array
     runs: list[Run]
-    parts: list[Array]
+    parts: list[DeviceArray]
     """For each run its elements, in the dtype or its work dtype."""
 
     def is_like(self, other: Given) -> bool:
@@ -45,7 +46,7 @@ class Given:
         """Return what is given to some of the shards, each by itself."""
         shards = self.shards[at]
         found: list[Run] = []
-        parts: list[Array] = []
+        parts: list[DeviceArray] = []
         number, offset = 0, 0
         begins = values.at[self.shards]
         lengths = values.store.length[self.shards]
@@ -84,6 +85,8 @@ class Round:
     """Of deterministic stores: shard to what each rank gave."""
     arenas: dict[int, Arena] = field(default_factory=dict)
     """Sums in the work dtype, by code of the values' dtype."""
+    lost: dict[int, tuple[BaseException, str]] = field(default_factory=dict)
+    """Shard to why a contribution to it could not be added, with the traceback."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,10 @@ class OpenUpdate:
 
 
 class Values:
-    """The arrays of one store."""
+    """The arrays of one store, all on one device.
+
+    On a GPU, weights are dense and are updated by kernels: rules that cannot be fused and rows are refused there.
+    """
 
     def __init__(self, store: Store, device: Device) -> None:
         self.store = store
@@ -128,7 +134,7 @@ class Values:
         """Shard to what a rule remembers that goes by shard."""
         self.open_updates: dict[int, dict[tuple[int, int], OpenUpdate]] = {}
         """Shard to (rank, round) to an update that waits for norms."""
-        self.residual: dict[int, Array] = {}
+        self.residual: dict[int, DeviceArray] = {}
         """Shard to what encoded answers left out so far, float32."""
         self.encoded: dict[int, dict[tuple[Any, ...], Buffer]] = {}
         """Shard to its value as encoded answers carry it, by codec and parameters: made once a round."""
@@ -137,8 +143,52 @@ class Values:
 
     # Places
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the arrays are numpy's."""
+        return not self.device.name.startswith("gpu")
+
+    def move(self, device: Device) -> None:
+        """Have all arrays on another device: values, sums of open rounds, states, and what answers left out.
+
+        Replies that were made before keep what they carry.
+
+        Raises:
+            KVError: the store has what only the host's memory can hold: rows, or a rule that cannot be fused.
+        """
+        self._settle(device, self.rule, self.arenas, np.arange(self.store.count))
+        flat = [arena for states in self.flat_state.values() for arena in states.values()]
+        self.spare_sums.clear()
+        for arena in [*self.arenas.values(), *flat, *(a for of in self.rounds.values() for a in of.arenas.values())]:
+            arena.move(device)
+        for of in self.rounds.values():
+            for given in of.held.values():
+                given.parts = [_on(device, part) for part in given.parts]
+            for total in of.by_shard.values():
+                total.dense = None if total.dense is None else cast(Dense, _moved(device, total.dense))
+            for shard, given_by_rank in of.by_rank.items():
+                of.by_rank[shard] = [(rank, _moved(device, each)) for rank, each in given_by_rank]
+        self.residual = {shard: _on(device, rest) for shard, rest in self.residual.items()}
+        self.device = device
+
+    def _settle(self, device: Device, rule: rules.Rule | None, codes: Iterable[int], shards: Array) -> None:
+        """Refuse what a GPU does not do for these shards, and have ready what it needs to update such dtypes.
+
+        Kernels are compiled here, so that no round waits for them.
+        """
+        if not device.name.startswith("gpu"):
+            return
+        if self.store.row_size[shards].any():
+            raise KVError("store %d has row-sparse keys: its values cannot be on %s" % (self.store.number, device.name))
+        if rule is not None and not update.can_fuse(rule):
+            text = "store %d: weights on %s cannot be updated by rule %r"
+            raise KVError(text % (self.store.number, device.name, rule.name))
+        if rule is not None:
+            update.prepare(rule, [DTYPES[code] for code in codes], device)
+
     def place(self, shards: Array, code: int) -> None:
         """Give new shards of one dtype their places, next to each other."""
+        self._settle(self.device, self.rule, [code], shards)
         most = self.store.count
         if most > len(self.at):
             room = len(self.store.key)
@@ -168,14 +218,13 @@ class Values:
             return [(int(found[0]), None)] if len(found) else []
         return [(int(code), np.flatnonzero(found == code)) for code in np.unique(found)]
 
-    def weight(self, shard: int) -> Array:
+    def weight(self, shard: int) -> DeviceArray:
         """Return the present value of a shard, flat; not to be written."""
         return self.view(shard, int(self.side[shard]))
 
-    def view(self, shard: int, side: int) -> Array:
+    def view(self, shard: int, side: int) -> DeviceArray:
         """Return what one side has of a shard, flat."""
-        found: Array = self.arenas[int(self.store.dtype[shard])].view(*self.span(shard), side)
-        return found
+        return self.arenas[int(self.store.dtype[shard])].view(*self.span(shard), side)
 
     def span(self, shard: int) -> tuple[int, int]:
         """Return the positions of a shard's first element and behind its last one."""
@@ -192,7 +241,7 @@ class Values:
         width = int(self.store.row_size[shard])
         return int(self.store.length[shard]) // width if width else 0
 
-    def own(self, shard: int, keep: bool = True) -> Array:
+    def own(self, shard: int, keep: bool = True) -> DeviceArray:
         """Return a shard's value to be written: another side, with `keep` a copy of it, if it is lent."""
         present = self.weight(shard)
         shards = np.array([shard])
@@ -224,8 +273,8 @@ class Values:
                 self.encoded.pop(shard, None)
 
     def cut(
-        self, shards: Array, found: Sequence[Run], parts: Sequence[Sequence[Array]]
-    ) -> Iterator[tuple[Array, Run, Sequence[Array], int]]:
+        self, shards: Array, found: Sequence[Run], parts: Sequence[Sequence[DeviceArray]]
+    ) -> Iterator[tuple[Array, Run, Sequence[DeviceArray], int]]:
         """Yield parts of runs that lie on one side: shards, run, parts, and the side to write."""
         sides = self.side[shards]
         if (sides == sides[0]).all():
@@ -240,8 +289,8 @@ class Values:
             yield from self._cut_run(shards, run, given)
 
     def _cut_run(
-        self, shards: Array, run: Run, parts: Sequence[Array]
-    ) -> Iterator[tuple[Array, Run, Sequence[Array], int]]:
+        self, shards: Array, run: Run, parts: Sequence[DeviceArray]
+    ) -> Iterator[tuple[Array, Run, Sequence[DeviceArray], int]]:
         here = shards[run.first : run.last]
         sides = self.side[here]
         if (sides == sides[0]).all():
@@ -275,6 +324,18 @@ class Values:
             of.arenas[code] = spare.pop() if spare else Arena(self.device, work_dtype(like.dtype), like)
         return of.arenas[code]
 
+    def lose(self, number: int, shards: Array, error: BaseException, trace: str) -> None:
+        """A contribution to a round of shards could not be added: their sums are of no use."""
+        of = self.round_of(number)
+        of.lost.update(dict.fromkeys(shards.tolist(), (error, trace)))
+
+    def lost(self, number: int, shards: Array) -> tuple[BaseException, str] | None:
+        """Return why a contribution to a round of shards is missing, with the traceback; None: none is."""
+        of = self.rounds.get(number)
+        if of is None or not of.lost:
+            return None
+        return next((of.lost[shard] for shard in shards.tolist() if shard in of.lost), None)
+
     def forget_sums(self, number: int, shards: Array) -> None:
         """The sums of some shards are used, or not wanted."""
         of = self.rounds.get(number)
@@ -282,6 +343,8 @@ class Values:
             return
         of.open -= int(np.count_nonzero(of.where[shards]))
         of.where[shards] = 0
+        for shard in shards.tolist() if of.lost else ():
+            of.lost.pop(shard, None)
         for known in (of.by_shard, of.by_rank) if of.by_shard or of.by_rank else ():
             for shard in shards.tolist():
                 cast(dict[int, Any], known).pop(shard, None)
@@ -335,19 +398,37 @@ class Values:
         code = int(self.store.dtype[shard])
         for name, value in state.items():
             if name != "updates":
-                self._state_arena(code, name, value).view(begin, end)[...] = value.reshape(-1)
+                arena = self._state_arena(code, name, value.dtype)
+                flat = value.reshape(-1)
+                copy(flat.astype(arena.dtype, copy=False) if is_host(flat) else flat, arena.view(begin, end))
         self.steps[shard] = int(state.get("updates", 0))
 
-    def start_state(self, code: int, shards: Array, begin: int, end: int, weight: Array) -> None:
+    def start_state(self, code: int, shards: Array, begin: int, end: int, weight: DeviceArray) -> None:
         """Make the state of shards that were never updated, which lie next to each other."""
         assert self.rule is not None
-        for name, value in self.rule.new_state(weight).items():
-            if name != "updates":
-                self._state_arena(code, name, cast(Array, value)).view(begin, end)[...] = value
+        update.new_state(self.rule, weight, lambda name, dtype: self._state_arena(code, name, dtype).view(begin, end))
         self.steps[shards] = 0
 
+    def renew_master(self, shard: int) -> None:
+        """Take a weight that was assigned into its float32 master, if the rule keeps one."""
+        state = self.state_of(shard)
+        if state is None or "master" not in state:
+            return
+        master = on_host(state["master"])
+        rules.renew_master(on_host(self.weight(shard)), {"master": master})
+        if master is not state["master"]:
+            copy(master, state["master"])
+
+    def residual_of(self, shard: int) -> DeviceArray:
+        """Return what encoded answers have left out of a shard so far; zeros at first."""
+        found = self.residual.get(shard)
+        if found is None:
+            zeros = np.zeros(int(self.store.length[shard]), np.float32)
+            found = self.residual[shard] = zeros if self.is_on_host else self.device.put(zeros)
+        return found
+
     def saved(self) -> list[statefile.Saved]:
-        """Return all shards as they are saved: views of weights and states."""
+        """Return all shards as they are saved: views of weights and states where they are."""
         shards = range(self.store.count)
         return [
             statefile.Saved(
@@ -364,21 +445,22 @@ class Values:
         for shard, read in enumerate(staged):
             if read is None:
                 continue
-            self.own(shard, keep=False)[...] = read.weight
+            copy(read.weight, self.own(shard, keep=False))
             self.residual.pop(shard, None)
             if read.residual is not None:
-                self.residual[shard] = read.residual
+                self.residual[shard] = read.residual if self.is_on_host else self.device.put(read.residual)
             self.set_state(shard, read.state)
 
-    def _state_arena(self, code: int, name: str, value: Array) -> Arena:
+    def _state_arena(self, code: int, name: str, dtype: DType) -> Arena:
         arenas = self.flat_state.setdefault(code, {})
         if name not in arenas:
-            arenas[name] = Arena(self.device, value.dtype, self.arenas[code])
+            arenas[name] = Arena(self.device, dtype, self.arenas[code])
         return arenas[name]
 
     def set_rule(self, rule: rules.Rule | None, spec: rules.RuleSpec | None) -> None:
         """Install a rule; what state both rules know goes on. A user's rule may raise: then nothing has changed."""
         shards = range(self.store.count)
+        self._settle(self.device, rule, self.arenas, np.arange(self.store.count))
         if rule is None:
             carried: dict[int, Any] = {}
         elif self.rule is not None and self._keeps_state(rule):
@@ -387,12 +469,13 @@ class Values:
         else:
             known = {shard: self.state_of(shard) for shard in shards}
             carried = {
-                shard: rules.carry_state(rule, self.weight(shard), state)
+                shard: rules.carry_state(rule, weight, state, update.new_state(rule, weight))
                 for shard, state in known.items()
                 if state is not None
+                for weight in (self.weight(shard),)
             }
         # Copies: what is flat now may be written to other arenas.
-        carried = {shard: _copied(state) for shard, state in carried.items()}
+        carried = {shard: _copied(self.device, state) for shard, state in carried.items()}
         self.rule, self.spec = rule, spec
         self.flat, self.flat_state, self.knobs, self.state = {}, {}, {}, {}
         self.steps[:] = -1
@@ -408,11 +491,26 @@ class Values:
             if not self.is_flat(code) or not update.is_flat(rule, DTYPES[code]):
                 return False
             present = self.flat_state.get(code, {})
-            state = rule.new_state(self.device.empty((1,), DTYPES[code]))
+            state = rule.new_state(np.zeros((1,), DTYPES[code]))
             if present and set(present) != {name for name in state if name != "updates"}:
                 return False
         return True
 
 
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+def _on(device: Device, array: DeviceArray) -> DeviceArray:
+    """Return a copy of an array on a device."""
+    made = device.empty(array.shape, array.dtype)
+    copy(array, made)
+    return made
+
+
+def _moved(device: Device, given: Contribution) -> Contribution:
+    """Return a contribution on a device; rows are only in the host's memory."""
+    return Dense(_on(device, given.values), is_own=True) if isinstance(given, Dense) else given
+
+
+def _copied(device: Device, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a state; on a GPU it has arrays, and `updates`."""
+    if device.name.startswith("gpu"):
+        return {name: value if name == "updates" else device.put(value) for name, value in state.items()}
     return {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in state.items()}

@@ -33,6 +33,7 @@ class Fill:
     """The first values of shards."""
 
     batch: Batch
+    link: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,8 @@ class Assign:
     """Other values for shards; the rule's state and rounds go on."""
 
     batch: Batch
+    link: str = ""
+    """Of the worker that is told when it is done; empty: a relay is."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 
-from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays import dtypes, find
 from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.errors import KVError, StoreClosed
@@ -161,6 +161,8 @@ class Lifetime:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._ended = ""
+        self.uses_gpus = False
+        """Whether a call was given arrays in GPU memory."""
         self.late = Late()
         """Errors of calls that nobody has waited for."""
         self.line = Line("distrun-%s-calls" % type_name)
@@ -181,8 +183,12 @@ class Lifetime:
 
         Raises:
             StoreClosed: closed, left, replaced, or inherited by a forked child.
+            KVError: a GPU that it was given arrays of has failed for good.
         """
         self.check_process()
+        if self.uses_gpus:
+            # What a call had done when it failed is not known, and the other workers may wait for the rest.
+            find.gpus()
         if self._ended:
             raise StoreClosed(
                 "the %r store %s; create another one with kvstore.create(%r)" % (self._type, self._ended, self._type)

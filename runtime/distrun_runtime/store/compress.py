@@ -1,10 +1,12 @@
 """Compression of what workers push: which keys, how, and what was left out so far.
 
 A `Compression` is what `set_gradient_compression` was given, checked. A `Compressor` has the settings of a store's keys
-and the residuals of this process: one float32 value of the key's size for each key and device.
+and the residuals of this process: one float32 value of the key's size for each key and device. Values are in the host's
+memory or on GPUs; a residual is where the value is that it was last used with, and moves along with the next one.
 
 The payloads of a message are written into one buffer, which its next push reuses. Small values of a message are encoded
-by one call where the codec allows it: they are gathered, and their residuals lie end to end.
+by one call where the codec allows it: they are gathered, and their residuals lie end to end. Of values on a GPU, the
+payloads are brought to that buffer together.
 """
 
 from __future__ import annotations
@@ -17,23 +19,23 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_host, on_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.segments import Pool
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codec
-from distrun_runtime.ops.compression import Buffer, Codec
+from distrun_runtime.ops.compression import Codec
 from distrun_runtime.ops.params import did_you_mean
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ps.routing import DIRECT_BYTES, Portion
 from distrun_runtime.store.base import KeyRecord
+from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
 
 __all__ = ["MIN_SIZE", "Compression", "Compressor"]
 
 MIN_SIZE = 1024
 """Bytes below which a value travels as it is, unless told otherwise."""
-_CHECKED = 1 << 18
-"""So many elements of other types are brought to float32 at once, when they are checked."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class _Run:
     """Places of the values in the call."""
     elements: slice
     """Of the values, end to end."""
-    residual: Array | None
+    residual: DeviceArray | None
     payload: slice
     """Bytes in the message's buffer."""
 
@@ -122,6 +124,8 @@ class _EncodingPlan:
     setting: Compression
     version: int
     """Of the residuals."""
+    places: list[Device | None]
+    """The GPU of each value of the call, None for those in the host's memory; empty: all are there."""
     runs: list[_Run]
     cuts: list[tuple[int, int]]
     """Where each shard's payload is in the buffer."""
@@ -143,7 +147,7 @@ class Compressor:
     def __init__(self) -> None:
         self._default = Compression()
         self._settings: dict[Key, Compression] = {}
-        self._residuals: dict[tuple[Key, int], Array] = {}
+        self._residuals: dict[tuple[Key, int], DeviceArray] = {}
         self._of: dict[Key, tuple[KeyRecord, Compression | None]] = {}
         """What `of` has found with the present settings."""
         self._plans: WeakKeyDictionary[Portion, _EncodingPlan] = WeakKeyDictionary()
@@ -188,7 +192,7 @@ class Compressor:
             self._of[record.key] = (record, setting)
         return setting
 
-    def check(self, record: KeyRecord, flat: Array, device: int = 0) -> None:
+    def check(self, record: KeyRecord, flat: DeviceArray, device: int = 0) -> None:
         """Return if `encode` would take all shards of this value. Call it before the first shard of a call.
 
         Raises:
@@ -197,20 +201,24 @@ class Compressor:
         setting = self.of(record)
         if setting is None or setting.codec is None or not setting.codec.has_residual:
             return
-        residual = self._residuals.get((record.key, device))
-        if residual is not None and residual.size != flat.size:
-            residual = None  # `encode` does not use it either
         try:
-            if flat.dtype == np.float32:
-                setting.codec.check_finite(flat, residual)
-                return
-            for begin in range(0, len(flat), _CHECKED):
-                run = slice(begin, begin + _CHECKED)
-                setting.codec.check_finite(_floats(flat[run]), None if residual is None else residual[run], begin)
+            setting.codec.check_finite(flat, self._known_residual(record, device, flat))
         except KVError as err:
             raise KVError("key %r: %s" % (record.key, err)) from None
 
-    def encode(self, record: KeyRecord, shard: Shard, flat: Array, device: int = 0) -> tuple[int, Buffer] | None:
+    def check_all(self, items: Iterable[tuple[KeyRecord, DeviceArray, int]]) -> None:
+        """Do as `check` for several values, each with its device; those on one GPU cost one wait."""
+        there = []
+        for record, flat, device in items:
+            if is_host(flat):
+                self.check(record, flat, device)
+            elif (setting := self.of(record)) is not None and setting.codec is not None and setting.codec.has_residual:
+                there.append((record, flat, device))
+        if there and not codec.are_finite((item[1], self._known_residual(item[0], item[2], item[1])) for item in there):
+            for record, flat, device in there:
+                self.check(record, flat, device)
+
+    def encode(self, record: KeyRecord, shard: Shard, flat: DeviceArray, device: int = 0) -> tuple[int, Buffer] | None:
         """Return the codec number and payload of one shard of a value; None if it travels as it is.
 
         What the payload leaves out goes into the key's residual: encode each shard of each contribution once.
@@ -227,11 +235,11 @@ class Compressor:
         if setting is None or setting.codec is None:
             return None
         run = slice(shard.offset, shard.end)
-        residual = self._residual(record, device)[run] if setting.codec.has_residual else None
-        return setting.number, setting.codec.encode(_floats(flat[run]), residual, dict(setting.params))
+        residual = self._residual(record, device, flat)[run] if setting.codec.has_residual else None
+        return setting.number, setting.codec.encode(flat[run], residual, dict(setting.params))
 
     def encode_all(
-        self, portion: Portion, records: Sequence[KeyRecord], values: Sequence[Array], staging: Pool | None = None
+        self, portion: Portion, records: Sequence[KeyRecord], values: Sequence[DeviceArray], staging: Pool | None = None
     ) -> list[Buffer]:
         """Return the payload of each shard of a message, whose values are all compressed alike.
 
@@ -242,9 +250,10 @@ class Compressor:
             records, values: of each key of the call, by place; values of any shape.
             staging: memory that the receiver reads where it is; None: it does not.
         """
+        places = _places(values)
         plan = self._plans.get(portion)
-        if plan is None or plan.version != self._residuals_version:
-            plan = self._plans[portion] = self._plan(portion, records)
+        if plan is None or plan.version != self._residuals_version or plan.places != places:
+            plan = self._plans[portion] = self._plan(portion, records, values, places)
         elif portion.carried_by is not None and not portion.carried_by.is_done:
             plan.room = np.empty_like(plan.room)
         shared = None if staging is None else staging.empty(plan.room.shape, plan.room.dtype)
@@ -252,19 +261,27 @@ class Compressor:
         found, params = plan.setting.codec, dict(plan.setting.params)
         assert found is not None
         last, whole = -1, plan.gathered
+        packed = _Packed(room)
         for run in plan.runs:
             if len(run.items) == 1:
                 if run.items[0] != last:  # the shards of a value follow each other
-                    last, whole = run.items[0], np.ascontiguousarray(values[run.items[0]]).reshape(-1)
-                flat = _floats(whole[run.elements])
+                    last, whole = run.items[0], _flat(values[run.items[0]])
+                flat = whole[run.elements]
             else:
                 # One call for all of them; axis None takes arrays of any shapes, in C order.
                 flat = plan.gathered[: run.elements.stop]
                 np.concatenate([values[item] for item in run.items], axis=None, out=flat)
-            found.encode(flat, run.residual, params, room[run.payload], is_checked=True)
+            found.write(flat, run.residual, params, packed.room(flat, run.payload))
+        packed.bring()
         return [room.data[begin:end] for begin, end in plan.cuts]
 
-    def _plan(self, portion: Portion, records: Sequence[KeyRecord]) -> _EncodingPlan:
+    def _plan(
+        self,
+        portion: Portion,
+        records: Sequence[KeyRecord],
+        values: Sequence[DeviceArray],
+        places: list[Device | None],
+    ) -> _EncodingPlan:
         shards = list(portion.shards())
         setting = self.of(records[shards[0][0]])
         assert setting is not None
@@ -279,8 +296,10 @@ class Compressor:
         def is_small(item: int, shard: Shard) -> bool:
             """Whether the shard is a whole value that may be encoded together with others."""
             record = records[item]
+            if (places and places[item] is not None) or record.dtype != np.float32 or not found.joins:
+                return False
             is_whole = shard.length == record.size and record.size * record.dtype.itemsize < DIRECT_BYTES
-            return bool(is_whole and record.dtype == np.float32 and found.joins and not shard.length % found.joins)
+            return is_whole and not shard.length % found.joins
 
         runs: list[_Run] = []
         together: list[int] = []
@@ -290,15 +309,14 @@ class Compressor:
             together.clear()
             if not numbers:
                 return
-            residuals = (
-                self._end_to_end([records[shards[number][0]] for number in numbers]) if found.has_residual else []
-            )
+            items = [shards[number][0] for number in numbers]
+            residuals = self._end_to_end(items, records, values) if found.has_residual else []
             for first, last in _joined(residuals) if found.has_residual else [(0, len(numbers))]:
                 some = numbers[first:last]
                 elements = slice(0, sum(shards[number][1].length for number in some))
                 residual = _as_one(residuals[first], elements.stop) if found.has_residual else None
                 payload = slice(cuts[some[0]][0], cuts[some[-1]][1])
-                runs.append(_Run([shards[number][0] for number in some], elements, residual, payload))
+                runs.append(_Run(items[first:last], elements, residual, payload))
 
         for number, (item, shard) in enumerate(shards):
             if is_small(item, shard):
@@ -306,39 +324,50 @@ class Compressor:
                 continue
             close()
             elements = slice(shard.offset, shard.end)
-            residual = self._residual(records[item], 0)[elements] if found.has_residual else None
+            residual = self._residual(records[item], 0, values[item])[elements] if found.has_residual else None
             runs.append(_Run([item], elements, residual, slice(*cuts[number])))
         close()
         gathered = max((run.elements.stop for run in runs if len(run.items) > 1), default=0)
-        version = self._residuals_version
-        return _EncodingPlan(setting, version, runs, cuts, np.empty(at, np.uint8), np.empty(gathered, np.float32))
+        room, gathered_room = np.empty(at, np.uint8), np.empty(gathered, np.float32)
+        return _EncodingPlan(setting, self._residuals_version, places, runs, cuts, room, gathered_room)
 
-    def through(self, record: KeyRecord, flat: Array, device: int = 0) -> Array:
-        """Return what a receiver would get of a value: encoded and decoded as one shard.
+    def through(
+        self, record: KeyRecord, flat: DeviceArray, device: int = 0, *, is_checked: bool = False
+    ) -> DeviceArray:
+        """Return what a receiver would get of a value: encoded and decoded as one shard, where the value is.
 
         Arguments:
             flat, device: as for `encode`.
+            is_checked: `check` has taken the value.
 
         Returns:
             A new array of the key's dtype, or `flat` itself if the value is not compressed.
         """
-        encoded = self.encode(record, Shard(0, 0, record.size), flat, device)
-        if encoded is None:
+        setting = self.of(record)
+        if setting is None or setting.codec is None:
             return flat
-        setting = self.setting(record.key)
-        values = codec.numbered(encoded[0]).decode(encoded[1], record.size, dict(setting.params))
-        work = values.astype(dtypes.work_dtype(record.dtype), copy=False)
-        return dtypes.narrow(work, record.dtype)
+        found, params, given = setting.codec, dict(setting.params), codec.floats(flat)
+        residual = self._residual(record, device, flat) if found.has_residual else None
+        if not is_checked:
+            found.check_finite(given, residual)
+        payload = _empty(flat, found.size(record.size, params), np.uint8)
+        found.write(given, residual, params, payload)
+        values = _empty(flat, record.size, np.float32)
+        found.read(payload, values, params)
+        return codec.from_floats(values, record.dtype)
 
     def residuals(self) -> dict[Key, Array]:
-        """Return a copy of what was left out, by key: float32 of shape (size,), or (devices, size) for several."""
+        """Return a copy of what was left out, by key: float32 of shape (size,), or (devices, size) for several.
+
+        They are in the host's memory.
+        """
         devices: dict[Key, list[int]] = {}
         for key, device in sorted(self._residuals, key=lambda held: held[1]):
             devices.setdefault(key, []).append(device)
         result = {}
         for key, held in devices.items():
-            size = self._residuals[key, held[0]].size
-            rows = [self._residuals.get((key, device), np.zeros(size, np.float32)) for device in range(held[-1] + 1)]
+            none = np.zeros(self._residuals[key, held[0]].size, np.float32)
+            rows = [on_host(self._residuals.get((key, device), none)) for device in range(held[-1] + 1)]
             result[key] = rows[0].copy() if len(rows) == 1 else np.stack(rows)
         return result
 
@@ -351,22 +380,91 @@ class Compressor:
         }
         self._residuals_version += 1
 
-    def _residual(self, record: KeyRecord, device: int) -> Array:
+    def _known_residual(self, record: KeyRecord, device: int, flat: DeviceArray) -> DeviceArray | None:
+        """Return what was left out, where a value is; None: nothing, or of a value of another size."""
         residual = self._residuals.get((record.key, device))
-        if residual is None or residual.size != record.size:
-            if residual is not None:
-                self._residuals_version += 1
-            residual = self._residuals[record.key, device] = np.zeros(record.size, np.float32)
+        if residual is None or residual.size != flat.size:
+            return None
+        # The first question is answered at once, for each key of a message.
+        if not type(flat) is type(residual) is np.ndarray and not _are_together(flat, residual):
+            residual = on_host(residual) if is_host(flat) else flat.device.put(residual)
+            self._residuals[record.key, device] = residual
+            self._residuals_version += 1
         return residual
 
-    def _end_to_end(self, records: Sequence[KeyRecord]) -> list[Array]:
-        """Return the residuals of values; those that are made here lie end to end."""
-        new = [record for record in records if (record.key, 0) not in self._residuals]
+    def _residual(self, record: KeyRecord, device: int, flat: DeviceArray) -> DeviceArray:
+        """Return the residual of a value, where that is."""
+        residual = self._known_residual(record, device, flat)
+        if residual is None:
+            if (record.key, device) in self._residuals:
+                self._residuals_version += 1
+            size, float32 = record.size, np.dtype(np.float32)
+            residual = np.zeros(size, float32) if is_host(flat) else flat.device.zeros((size,), float32)
+            self._residuals[record.key, device] = residual
+        return residual
+
+    def _end_to_end(
+        self, items: Sequence[int], records: Sequence[KeyRecord], values: Sequence[DeviceArray]
+    ) -> list[DeviceArray]:
+        """Return the residuals of values in the host's memory; those that are made here lie end to end."""
+        new = [records[item] for item in items if (records[item].key, 0) not in self._residuals]
         block, at = np.zeros(sum(record.size for record in new), np.float32), 0
         for record in new:
             self._residuals[record.key, 0] = block[at : at + record.size]
             at += record.size
-        return [self._residual(record, 0) for record in records]
+        return [self._residual(records[item], 0, values[item]) for item in items]
+
+
+class _Packed:
+    """Where payloads of values on GPUs are written, until they are brought to a message's buffer."""
+
+    def __init__(self, room: Array) -> None:
+        self._room = room
+        self._rooms: dict[Device, DeviceArray] = {}
+        """On each GPU as many bytes as the buffer has; payloads are at the same places."""
+        self._runs: list[tuple[Device, int, int]] = []
+        """Which bytes were written on which GPU."""
+
+    def room(self, flat: DeviceArray, payload: slice) -> DeviceArray:
+        """Return where the payload of a value is written: beside the value."""
+        if is_host(flat):
+            return self._room[payload]
+        device = flat.device
+        if device not in self._rooms:
+            self._rooms[device] = device.empty(self._room.shape, self._room.dtype)
+        if self._runs and self._runs[-1][0] is device and self._runs[-1][2] == payload.start:
+            self._runs[-1] = (device, self._runs[-1][1], payload.stop)
+        else:
+            self._runs.append((device, payload.start, payload.stop))
+        return self._rooms[device][payload]
+
+    def bring(self) -> None:
+        """Copy to the buffer what was written elsewhere."""
+        for device, begin, end in self._runs:
+            device.read(self._rooms[device][begin:end], self._room[begin:end])
+
+
+def _places(values: Sequence[DeviceArray]) -> list[Device | None]:
+    """Return the GPU of each value, None for those in the host's memory; nothing: all are there."""
+    if set(map(type, values)) <= {np.ndarray}:
+        return []
+    return [None if is_host(value) or isinstance(value, RowSparse) else value.device for value in values]
+
+
+def _are_together(one: DeviceArray, other: DeviceArray) -> bool:
+    """Tell whether two arrays are in the host's memory, or on one GPU."""
+    if is_host(one) or is_host(other):
+        return is_host(one) and is_host(other)
+    return bool(one.device is other.device)
+
+
+def _flat(value: DeviceArray) -> DeviceArray:
+    return (np.ascontiguousarray(value) if is_host(value) else value).reshape(-1)
+
+
+def _empty(like: DeviceArray, size: int, dtype: Any) -> DeviceArray:
+    """Return a new flat array where another one is."""
+    return np.empty(size, dtype) if is_host(like) else like.device.empty((size,), np.dtype(dtype))
 
 
 def _joined(arrays: Sequence[Array]) -> list[tuple[int, int]]:
@@ -391,14 +489,6 @@ def _as_one(first: Array, size: int) -> Array:
 
 def _address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
-
-
-def _floats(flat: Array) -> Array:
-    """Return the elements as float32."""
-    if flat.dtype == np.float32:
-        return flat
-    with np.errstate(over="ignore", invalid="ignore"):
-        return dtypes.widen(flat).astype(np.float32, copy=False)
 
 
 def _bytes(value: object) -> int:

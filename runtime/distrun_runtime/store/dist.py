@@ -85,11 +85,11 @@ class DistBackend(StoreBackend):
     ) -> None:
         self.type = type_name
         self.lifetime = Lifetime(type_name)
-        self.reducer = reducer_for(type_name, node.empty)
+        self._compressor = Compressor()
+        self.reducer = reducer_for(type_name, node.empty, self._compressor)
         self._node = node
         self._lock = threading.RLock()
         """Guards what follows; who sends data holds it, so that rounds are sent in their order."""
-        self._compressor = Compressor()
         self._open: list[Request] = []
         """Pushes that servers have not acknowledged yet."""
         self._asked: list[Request] = []
@@ -98,7 +98,7 @@ class DistBackend(StoreBackend):
         order = {"deterministic": True} if deterministic else {}
         self._facts = {"type": kinds.canonical(type_name), **bound, **order}
         """What all workers and servers must know alike."""
-        self._link = open_link(node, "create(%r)" % type_name, self._facts)
+        self._link = open_link(node, "create(%r)" % type_name, self._facts, kinds.on_devices(type_name))
         self._link.replaced = self._replaced
         self._transfers = Transfers(self._link, self._compressor)
         self._gathering = CallBatch(self._flush)
@@ -136,7 +136,7 @@ class DistBackend(StoreBackend):
                 self._transfers.add(record.key, shards)
         if self.rank == 0:
             values = [(record, shards, value) for (record, shards), (_, value) in zip(placed, items, strict=True)]
-            declaring.fill(self._link, what, number, values, self._facts)
+            declaring.fill(self._link, what, number, values, {**self._facts, **self._link.told})
         return [record for record, _ in placed]
 
     def assign(self, items: list[tuple[KeyRecord, Array]], call_number: int) -> None:
@@ -256,15 +256,17 @@ class DistBackend(StoreBackend):
 
     def check(self, items: list[Contribution]) -> None:
         compressed = [item for item in items if self._compressor.of(item[0]) is not None]
-        for (record, _), total in zip(compressed, self.reducer.reduce(compressed), strict=True):
-            if not isinstance(total, RowSparse):
-                self._compressor.check(record, total.reshape(-1))
+        self._check([record for record, _ in compressed], self.reducer.reduce(compressed))
+
+    def _check(self, records: Sequence[KeyRecord], values: Sequence[Value]) -> None:
+        """Return if all values can be compressed, or need not be."""
+        pairs = zip(records, values, strict=True)
+        self._compressor.check_all((one, each.reshape(-1), 0) for one, each in pairs if not isinstance(each, RowSparse))
 
     def _push_now(self, keys: Selection, values: Sequence[Value], call: CallOptions) -> Pending:
         """Send a push. Call with the lock held."""
-        for record, value in zip(keys.records, values, strict=True) if self.compresses else ():
-            if not isinstance(value, RowSparse):
-                self._compressor.check(record, value.reshape(-1))
+        if self.compresses:
+            self._check(keys.records, values)
         scale = {} if call.scale == 1.0 else {"scale": call.scale}
         what = "push of %s" % keys.named
         return self._sent(*self._transfers.push(what, keys, values, call, body=scale))

@@ -49,7 +49,8 @@ def canonical(name: str) -> str:
     """Return what a kind means to the servers and to other workers: `local`, `dist_sync` or `dist_async`.
 
     `dist_device_sync` is `dist_sync` to them: only how a worker sums its own devices differs, and the sums are equal.
-    So workers of both kinds may share a store.
+    So workers of both kinds may share a store. If one of them is of the kind `dist_device_*`, servers may keep it on a
+    GPU (`ps.placement`).
     """
     if not is_dist(name):
         return "local"

@@ -58,6 +58,10 @@ class StoreLink:
         self.node = node
         self.facts = facts
         self.unused = list(unused)
+        self.is_on_devices = False
+        """Whether this worker says that the store is of a kind `dist_device_*`."""
+        self.told: Mapping[str, Any] = {}
+        """What servers have to know of the store, and is only known when all workers have created it."""
         self.store = node.next_store()
         """The store's number in messages."""
         self.replaced: Callable[[], None] = lambda: None
@@ -264,11 +268,12 @@ class _ProcessLinks:
     """That of a store whose `create` was left waiting, and could not be taken back."""
 
 
-def open_link(node: Session, what: str, facts: Mapping[str, Any]) -> StoreLink:
+def open_link(node: Session, what: str, facts: Mapping[str, Any], on_devices: bool = False) -> StoreLink:
     """Make the call `create` with all workers, and return the link of the store.
 
     Arguments:
         facts: what all workers must say alike.
+        on_devices: the store is of a kind `dist_device_*`; workers may differ in that.
     """
     made = _made(node)
     link, made.opening = made.opening, None
@@ -277,8 +282,10 @@ def open_link(node: Session, what: str, facts: Mapping[str, Any]) -> StoreLink:
         link = None
     if link is None:
         link = StoreLink(node, facts, [number for number, one in made.open.items() if one.is_unused])
+        link.is_on_devices = on_devices
     try:
-        reply = link.together(what, Kind.OPEN, **link.facts, unused=link.unused)
+        kind = {"on_devices": True} if link.is_on_devices else {}
+        reply = link.together(what, Kind.OPEN, **link.facts, **kind, unused=link.unused)
     except BaseException:
         if link.is_new:
             node.take_back_store(link.store)
@@ -288,6 +295,8 @@ def open_link(node: Session, what: str, facts: Mapping[str, Any]) -> StoreLink:
         node.take_back_store(link.store)
         link = made.open[int(reply["instead"])]
         link.replaced()
+    elif reply.get("on_devices"):
+        link.told = {"on_devices": True}
     made.open[link.store] = link
     return link
 

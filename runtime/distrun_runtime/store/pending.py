@@ -26,7 +26,16 @@ if TYPE_CHECKING:
     from distrun_runtime.arrays.borrowing import Loan
     from distrun_runtime.arrays.gpu import GpuArray
 
-__all__ = ["BackgroundCall", "Borrowed", "CompletedCall", "Late", "Line", "Pending", "check_process", "check_seconds"]
+__all__ = [
+    "BackgroundCall",
+    "BorrowedArrays",
+    "CompletedCall",
+    "Late",
+    "Line",
+    "Pending",
+    "check_process",
+    "check_seconds",
+]
 
 
 class Pending(ABC):
@@ -149,7 +158,7 @@ class CompletedCall(Pending):
             raise self._error
 
 
-class Borrowed:
+class BorrowedArrays:
     """The arrays in GPU memory that a call of a store was given: for most calls none.
 
     As a context manager it gives them back if the block raises.
@@ -176,7 +185,7 @@ class Borrowed:
         """Return a call that gives them back when it is waited for."""
         return pending if self._loan is None else _BorrowingCall(pending, self)
 
-    def __enter__(self) -> Borrowed:
+    def __enter__(self) -> BorrowedArrays:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -187,7 +196,7 @@ class Borrowed:
 class _BorrowingCall(Pending):
     """A call with arrays in GPU memory."""
 
-    def __init__(self, call: Pending, borrowed: Borrowed) -> None:
+    def __init__(self, call: Pending, borrowed: BorrowedArrays) -> None:
         self.what = call.what
         self._call = call
         self._borrowed = borrowed

@@ -40,16 +40,17 @@ Memory = Callable[["tuple[int, ...]", DType], Array]
 """Makes an array in host memory, of undefined content."""
 
 
-def reducer_for(type_name: str, memory: Memory = np.empty) -> Reducer:
+def reducer_for(type_name: str, memory: Memory = np.empty, sender: Compressor | None = None) -> Reducer:
     """Return the reducer of a kind of store, set up by the environment.
 
     Arguments:
         memory: makes the arrays that values of GPUs are copied to.
+        sender: compresses what a store sends to servers.
     """
     threads = Threads(environ.read("MXNET_KVSTORE_REDUCTION_NTHREADS"), environ.read("MXNET_KVSTORE_BIGARRAY_BOUND"))
     if not kinds.on_devices(type_name):
         return Reducer(threads, memory)
-    return DeviceReducer(threads, memory, is_shared=kinds.is_dist(type_name))
+    return DeviceReducer(threads, memory, sender, is_shared=kinds.is_dist(type_name))
 
 
 def is_on_gpu(value: object) -> TypeGuard[DeviceArray]:
@@ -120,12 +121,21 @@ class DeviceReducer(Reducer):
     A key that has values on GPUs is summed on one of these: what lies elsewhere is copied there, piece by piece.
 
     Arguments:
-        is_shared: whether the sums are for servers. If so they are in host memory, and the store compresses them; else
-            they are where they were made, and this is where contributions are compressed.
+        sender: compresses sums for servers, where they were made.
+        is_shared: whether the sums are for servers. If so they are in host memory, but for those that `sender` will
+            compress; else they are where they were made, and this is where contributions are compressed.
     """
 
-    def __init__(self, threads: Threads, memory: Memory = np.empty, *, is_shared: bool = True) -> None:
+    def __init__(
+        self,
+        threads: Threads,
+        memory: Memory = np.empty,
+        sender: Compressor | None = None,
+        *,
+        is_shared: bool = True,
+    ) -> None:
         super().__init__(threads, memory)
+        self._sender = sender
         self.compressor = None if is_shared else Compressor()
         self.cpus, self.gpus = Placement(), Placement()
         """Where sums are made of values in host memory, and of those that have some on GPUs."""
@@ -148,34 +158,40 @@ class DeviceReducer(Reducer):
     def reduce(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> list[Value]:
         """Return the sum of each key's values."""
         if self.compressor is None:
-            return self._on_host(self._sums(items))
-        given = self._compressible_on_host(items)
-        self.check(given)  # All of them, before any residual changes.
-        return self._sums([(record, self._compressed(record, values)) for record, values in given])
+            return self._for_servers(items)
+        self.check(items)  # All of them, before any residual changes.
+        return self._sums([(record, self._compressed(record, values)) for record, values in items])
 
     def check(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> None:
         """Return if `reduce` would take these values; nothing is changed."""
         if self.compressor is None:
             return
-        given = self._compressible_on_host(items)
         # A device's residual belongs to one contribution at a time.
         with self._lock:
-            for record, values in given:
-                for device, value in enumerate(values):
-                    if not isinstance(value, RowSparse) and not is_on_gpu(value):
-                        self.compressor.check(record, value.reshape(-1), device)
+            self.compressor.check_all(
+                (record, value.reshape(-1), device)
+                for record, values in items
+                for device, value in enumerate(values)
+                if not isinstance(value, RowSparse)
+            )
 
-    def _compressible_on_host(
-        self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]
-    ) -> list[tuple[KeyRecord, Sequence[Value]]]:
-        """Return the items with the values of keys that are compressed in host memory."""
-        assert self.compressor is not None
-        if not self.compressor.is_on:
-            return list(items)
-        return [
-            (record, values if self.compressor.of(record) is None else self._on_host(values))
-            for record, values in items
-        ]
+    def _for_servers(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> list[Value]:
+        """Return sums in host memory, but for those on GPUs that are compressed there."""
+        sums = self._sums(items)
+        if self._sender is None or not self._sender.is_on:
+            return self._on_host(sums)
+        result: list[Value] = []
+        numbers: list[int] = []
+        """Of sums that are brought to host memory together."""
+        for number, ((record, values), total) in enumerate(zip(items, sums, strict=True)):
+            if not is_on_gpu(total) or self._sender.of(record) is None:
+                numbers.append(number)
+            elif len(values) == 1:  # the caller's, who gets it back before the sum is sent
+                total = total.device.put(total)
+            result.append(total)
+        for number, total in zip(numbers, self._on_host([sums[number] for number in numbers]), strict=True):
+            result[number] = total
+        return result
 
     def _compressed(self, record: KeyRecord, values: Sequence[Value]) -> Sequence[Value]:
         assert self.compressor is not None
@@ -183,7 +199,7 @@ class DeviceReducer(Reducer):
             return values
         with self._lock:
             return [
-                self.compressor.through(record, value.reshape(-1), device).reshape(record.shape)
+                self.compressor.through(record, value.reshape(-1), device, is_checked=True).reshape(record.shape)
                 if not isinstance(value, RowSparse)
                 else value
                 for device, value in enumerate(values)

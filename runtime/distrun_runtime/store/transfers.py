@@ -148,7 +148,9 @@ class Transfers:
         if not any(node.staging(portion.link) for portion in route.portions):
             return frozenset()
         return frozenset(
-            item for item in route.runs if values[item].flags.c_contiguous and node.is_shared(values[item])
+            item
+            for item in route.runs
+            if is_host(values[item]) and values[item].flags.c_contiguous and node.is_shared(values[item])
         )
 
     def _release(self, what: str, route: Route, in_place: frozenset[int]) -> None:

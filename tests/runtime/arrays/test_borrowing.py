@@ -22,7 +22,7 @@ from distrun_runtime.arrays.borrowing import Borrowed, Borrowing, Keeper, Loan
 from distrun_runtime.arrays.cuda import Cuda, CudaError, Stream
 from distrun_runtime.arrays.gpu import Gpus
 from distrun_runtime.arrays.queues import Order, Queue, Uses
-from distrun_runtime.errors import StoreClosed
+from distrun_runtime.errors import KVError, StoreClosed
 
 SEEDS = pytest.mark.parametrize("seed", range(4))
 F32 = np.dtype(np.float32)
@@ -84,7 +84,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Make:
         cuda = Cuda(standin)
         # The first two streams have the handles of the default ones.
         assert [cuda.stream(0).handle for _ in range(2)] == [foreign.LEGACY, foreign.PER_THREAD]
-        return standin, Library(kind, cuda, modules), Store(Gpus(cuda))
+        return standin, Library(kind, cuda, modules), Store(Gpus(cuda, wait_s=60))
 
     return make
 
@@ -149,7 +149,7 @@ USES: list[tuple[Use, str]] = [
 def run(use: Use, world: World) -> None:
     standin, library, store = world
     use(library, store)
-    for _ in range(20):  # the stand-in's events are not done when they are asked first
+    for _ in range(100):  # the stand-in's events are not done when they are asked first
         if not store.borrowing.keeper.collect():
             break
     assert store.borrowing.keeper.collect() == 0
@@ -275,7 +275,7 @@ def test_the_callers_stream_is_never_ended(world: Make) -> None:
 
 def test_a_new_stream_with_the_handle_of_an_old_one_is_not_taken_to_have_waited() -> None:
     cuda = Cuda(StandIn(1))
-    order = Order(cuda)
+    order = Order(cuda, wait_s=60)
     one, other = order.queue(0), order.queue(0)
     theirs = Queue(cuda.stream(0), cuda.event(0), is_ours=False)
     pointer, mine, lent = cuda.alloc(0, 8), Uses(), Uses()
@@ -309,6 +309,18 @@ def test_a_threads_own_default_stream_is_that_of_the_calling_thread(world: Make)
     assert standin.calls["synchronize"] == before + 1
 
 
+@pytest.mark.parametrize("kind", ["torch", "cupy"])
+def test_an_array_is_given_back_although_the_current_stream_captures_a_graph_meanwhile(kind: str, world: Make) -> None:
+    _, library, store = world(kind)
+    array = library.array()
+    end = store.begin_pull(array)
+    library.modules[kind].is_capturing = True
+    with pytest.raises(KVError, match=f"{kind}'s current stream is capturing a CUDA graph"):
+        end()
+    library.read(array.pointer)
+    assert library.found().tobytes() == b"\5" * NBYTES
+
+
 def test_the_host_waits_for_no_array_whose_stream_is_told(world: Make) -> None:
     for kind in (*STREAMS, "jax"):
         standin, library, store = world(kind)
@@ -338,7 +350,7 @@ def used(borrowing: Borrowing, queue: Queue, memory: Borrowed) -> None:
 
 def test_the_keeper_lets_go_of_what_is_over_and_never_waits() -> None:
     standin = StandIn(1)
-    gpus = Gpus(Cuda(standin))
+    gpus = Gpus(Cuda(standin), wait_s=60)
     lending, keeper = gpus.borrowing, gpus.borrowing.keeper
     queues = [gpus.order.queue(0), gpus.order.queue(0)]
     owners = [Owner(), Owner(), Owner()]
@@ -362,7 +374,7 @@ def test_the_keeper_lets_go_of_what_is_over_and_never_waits() -> None:
 
 
 def test_a_destructor_may_come_back_to_the_keeper() -> None:
-    gpus = Gpus(Cuda(StandIn(1)))
+    gpus = Gpus(Cuda(StandIn(1)), wait_s=60)
     owner = Owner()
     weakref.finalize(owner, gpus.borrowing.keeper.collect).atexit = False
     memory = borrowed(gpus.borrowing, owner)

@@ -186,6 +186,25 @@ def test_every_call_has_cupys_arguments_and_the_right_current_device(cupy: FakeC
     assert cupy.current == 0
 
 
+def test_read_only_memory_is_registered_where_a_gpu_can_that(cupy: FakeCupy) -> None:
+    cuda, host = cupydriver.open_cupy(), Host(0x3000, 64)
+    stream = cuda.stream(1)  # a device that is in use: no context is made on another one
+    made(cupy)
+    cupy.answers["deviceGetAttribute"] = 1
+    cuda.register(host, is_readonly=True)
+    cuda.unregister(host)
+    assert made(cupy) == [
+        ("deviceGetAttribute", 113, 1, 1),
+        ("hostRegister", 0x3000, 64, 1 | 8, 1),
+        ("hostUnregister", 0x3000, 1),
+    ]
+    cupy.answers["deviceGetAttribute"] = 0
+    with pytest.raises(CudaError, match="cudaErrorNotSupported") as caught:
+        cuda.register(host, is_readonly=True)
+    assert not caught.value.is_sticky
+    assert stream.device == 1
+
+
 def test_the_current_device_of_the_thread_stays_what_it_was(cupy: FakeCupy) -> None:
     cuda = cupydriver.open_cupy()
     cupy.statuses["malloc"] = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,10 @@ def test_sums_of_halves_and_float32_are_rounded_once(dtype: str, wide: tuple[boo
     device.sum([device.put(part) for part in halves], sums)
     total = dtypes.widen(halves[0]) + dtypes.widen(halves[1]) + dtypes.widen(halves[2])
     same(device.host(sums), total)
+    mixed = np.empty(100, F32)
+    CPU.sum(parts, mixed)
+    device.sum([device.put(part) for part in parts], sums)
+    same(device.host(sums), mixed)
     machine.finish()
 
 
@@ -231,6 +235,22 @@ def test_memory_is_used_again_and_its_next_user_waits_for_the_last(seed: int) ->
     machine.finish()
 
 
+@SEEDS
+def test_a_pool_that_is_full_has_spare_arrays_dropped_before_it_fails(seed: int) -> None:
+    machine = Machine(seed=seed)
+    device = machine.gpus.get(0, limit=8192)
+    spare = [device.put(values((1024,), F32)), device.put(values((1024,), F32))]
+    device.scale(spare[1], 2.0)  # its memory is given back when that is over
+    device.pool.spares = spare.clear
+    device.pool.advice = "fix: use less"
+    given = values((1500,), F32)
+    same(device.host(device.put(given)), given)
+    assert spare == []
+    with pytest.raises(CudaOutOfMemory, match=r"wanted 12288 bytes, free are 8192 of 8192; fix: use less$"):
+        device.empty((3072,), F32)
+    machine.finish()
+
+
 def test_a_pool_keeps_to_its_limit_and_gives_back_what_is_free() -> None:
     machine = Machine(1, memory=1 << 20)
     device = machine.gpus.get(0, limit=8192)
@@ -280,6 +300,139 @@ def test_sizes_of_blocks_are_few_and_waste_little() -> None:
         assert nbytes <= size <= max(512, nbytes * 9 // 8 + 512)
         assert size % 512 == 0
     assert len({gpumemory._rounded(nbytes) for nbytes in range(1 << 16, 1 << 17)}) <= 9
+
+
+# Buckets
+
+
+def bucket_of(lists: Sequence[Sequence[Array]]) -> Array:
+    return np.concatenate([CPU.total(parts).reshape(-1) for parts in lists])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int8", "int64"])
+@pytest.mark.parametrize("count", [1, 2, 8, 9])
+def test_a_gathered_list_has_the_bytes_of_the_cpus_sums(dtype: str, count: int) -> None:
+    machine, kind = Machine(seed=count), dtypes.parse(dtype)
+    device = machine.gpus.get(0)
+    shapes = [(33,), (), (0,), (3, 50), (2500,)]
+    given = [[values(shape, kind, 10 * place + part) for part in range(count)] for place, shape in enumerate(shapes)]
+    # Behind one element more: no address is a multiple of 16 bytes.
+    whole = [
+        [device.put(np.append(part.reshape(-1)[:1], part)) if part.size else device.put(part) for part in parts]
+        for parts in given
+    ]
+    lists = [
+        [array[1:].reshape(part.shape) if part.size else array for array, part in zip(arrays, parts, strict=True)]
+        for arrays, parts in zip(whole, given, strict=True)
+    ]
+    expected = bucket_of(given)
+    bucket = device.empty((expected.size + 1,), kind)[1:]
+    device.gather(lists, bucket)
+    same(device.host(bucket), expected)
+    outs = [device.empty(shape, kind) for shape in shapes]
+    device.scatter(bucket, outs)
+    for parts, out in zip(given, outs, strict=True):
+        same(device.host(out), CPU.total(parts))
+    assert machine.standin.calls["launch"] == 2
+    machine.finish()
+
+
+def test_halves_are_gathered_in_float32_and_rounded_once() -> None:
+    machine = Machine()
+    device = machine.gpus.get(0)
+    given = [[values((size,), np.dtype(np.float16), size + part) for part in range(3)] for size in (40, 5)]
+    bucket = device.empty((45,), F32)
+    device.gather([[device.put(part) for part in parts] for parts in given], bucket)
+    sums = [sum((dtypes.widen(part) for part in parts[1:]), dtypes.widen(parts[0])) for parts in given]
+    same(device.host(bucket), np.concatenate(sums))
+    machine.finish()
+
+
+@SEEDS
+def test_tensors_of_a_list_may_have_different_numbers_of_parts_from_everywhere(seed: int) -> None:
+    machine = Machine(seed=seed)
+    here, there = machine.gpus.get(0), machine.gpus.get(1)
+    sizes = [(1, 30), (2, 3000), (2, 4), (3, 700), (1, 0), (2, 1)]
+    given = [[values((size,), F32, 10 * size + part) for part in range(count)] for count, size in sizes]
+    kinds = [here.put, there.put, np.copy]
+    lists: list[list[Any]] = [
+        [kinds[(place + part) % 3](each) for part, each in enumerate(parts)] for place, parts in enumerate(given)
+    ]
+    expected = bucket_of(given)
+    bucket = here.empty((expected.size,), F32)
+    for _ in range(2):
+        here.gather(lists, bucket)
+        same(here.host(bucket), expected)
+        here.scale(bucket, 0.0)
+    machine.finish()
+
+
+def test_a_training_loop_uploads_its_tables_once() -> None:
+    machine = Machine()
+    device = machine.gpus.get(0)
+    given = [[values((size,), F32, size + part) for part in range(2)] for size in (30, 40)]
+    lists = [[device.put(part) for part in parts] for parts in given]
+    bucket, outs = device.empty((70,), F32), [device.empty((size,), F32) for size in (30, 40)]
+    device.gather(lists, bucket)
+    device.scatter(bucket, outs)
+    before = machine.standin.calls["copy"]
+    for _ in range(3):
+        device.gather(lists, bucket)
+        device.scatter(bucket, outs)
+    assert machine.standin.calls["copy"] == before
+    size = device.pool.size
+    del lists, bucket, outs
+    assert device.pool.trim() == size  # the tables, too
+    machine.finish()
+
+
+def test_tables_that_were_used_longest_ago_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "TABLE_ADDRESSES", 4)
+    machine = Machine()
+    device = machine.gpus.get(0)
+    arrays = [device.put(values((10,), F32, seed)) for seed in range(6)]
+    bucket = device.empty((20,), F32)
+    for first in range(5):
+        device.gather([[arrays[first]], [arrays[first + 1]]], bucket)
+        assert len(device._listed) <= 2
+    machine.finish()
+
+
+def test_a_list_that_does_not_fit_is_refused() -> None:
+    device = Machine().gpus.get(0)
+    ten, half = device.put(values((10,), F32)), device.put(values((10,), np.dtype(np.float16)))
+    bucket = device.empty((20,), F32)
+    calls: list[tuple[str, Callable[[], None]]] = [
+        ("tensors of 10 elements, and a bucket of 20", lambda: device.gather([[ten]], bucket)),
+        ("tensors of 10 elements, and a bucket of 20", lambda: device.gather([[np.ones(10, np.float32)]], bucket)),
+        ("tensors of 30 elements, and a bucket of 20", lambda: device.gather([[ten], [ten, ten], [ten]], bucket)),
+        ("different sizes", lambda: device.gather([[ten, ten[:5]], [ten, ten]], bucket)),
+        ("different sizes", lambda: device.gather([[ten, np.ones(5, np.float32)], [ten, ten]], bucket)),
+        ("different dtypes", lambda: device.gather([[ten], [half]], bucket)),
+        ("no parts", lambda: device.gather([[ten], []], bucket)),
+        ("tensors of 10 elements", lambda: device.scatter(bucket, [ten])),
+        ("tensors of this dtype on gpu:0", lambda: device.scatter(bucket, [ten, half])),
+    ]
+    for text, call in calls:
+        with pytest.raises(ValueError, match=text):
+            call()
+    device.gather([], device.empty((0,), F32))
+    device.gather([[np.ones(0, np.float32)]], device.empty((0,), F32))
+    device.scatter(device.empty((0,), F32), [])
+
+
+def test_large_copies_are_made_in_equal_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "PIECE_BYTES", 1000)
+    machine = Machine()
+    device, memory = machine.gpus.get(0), values((1200,), F32)
+    assert machine.gpus.locked.lock(memory)
+    given, array = memory.copy(), device.empty((900,), F32)
+    device.write_all([(array, memory[:900])])
+    assert machine.standin.calls["copy"] == 4
+    assert machine.standin.calls["synchronize"] <= 1
+    device.read_all([(array[:300], memory[900:])])
+    same(memory[900:], given[:300])
+    machine.finish()
 
 
 # Whoever calls

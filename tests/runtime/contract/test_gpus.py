@@ -14,6 +14,13 @@ FOUR = Found("nvml", "550", tuple(Gpu(number, f"GPU-{number}abc", "H100", 80 << 
 MIG = Found("smi", "550", (Gpu(0, "GPU-0", instances=("MIG-a", "MIG-b")), Gpu(1, "GPU-1"), Gpu(2, instances=())))
 
 
+def test_the_device_of_a_server_has_one_spelling() -> None:
+    spelled = {"auto": "auto", "cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "gpu:0": "gpu:0", "cuda:007": "gpu:7"}
+    assert {text: gpus.server_device(text) for text in spelled} == spelled
+    for wrong in ("", "GPU", "gpu:", "gpu0", "gpu:-1", "gpu:x", "cpu:0", "auto:1", "gpu:0/1", "gpu:0,1", " gpu"):
+        assert gpus.server_device(wrong) == ""
+
+
 @pytest.mark.parametrize(
     ("said", "inherited", "found", "seen"),
     [

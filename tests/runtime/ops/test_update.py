@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
+from gpukit import Machine, values
 
 from distrun_runtime.arrays.cpu import CpuDevice, Threads
-from distrun_runtime.ops import optimizers, update
+from distrun_runtime.arrays.dtypes import DType
+from distrun_runtime.errors import KVError
+from distrun_runtime.ops import fuse, optimizers, update
 
 FLOAT = np.dtype(np.float32)
 FLAT = [
@@ -34,3 +40,65 @@ def test_steps_in_chunks_by_any_number_of_threads_give_the_bits_of_steps_of_the_
     assert {each: np.asarray(value).tobytes() for each, value in state.items()} == {
         each: np.asarray(value).tobytes() for each, value in expected_state.items()
     }
+
+
+# On GPUs
+
+HALF = np.dtype(np.float16)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, HALF], ids=str)
+@pytest.mark.parametrize("name", FLAT)
+def test_steps_on_a_gpu_have_the_bytes_of_steps_in_host_memory(name: str, dtype: DType) -> None:
+    """One machine a rule and type: rules with a master, by one part and by two, and parts in the work type."""
+    machine = Machine(1)
+    device = machine.gpus.get(0)
+    params = {"multi_precision": True} if name != "test" else {}
+    rule, size = optimizers.RULES[name](params), 37
+    weight = values((size,), dtype)
+    mine = device.put(weight)
+    state = rule.new_state(weight)
+    there = update.new_state(rule, mine)
+    assert list(there) == list(state)
+    update.prepare(rule, [dtype], device)
+    programs = machine.standin.calls["load"]
+    for step, kinds in enumerate([(dtype,), (dtype, dtype), (FLOAT,), (FLOAT, dtype)]):
+        parts = [values((size,), kind, 10 * step + number) for number, kind in enumerate(kinds)]
+        knobs = optimizers.Knobs(lr_mult=1.0 + step)
+        update.step(rule, weight, parts, state, knobs, device=CpuDevice())
+        update.step(rule, mine, [device.put(part) for part in parts], there, knobs, device=device)
+        assert there["updates"] == state["updates"] == step + 1
+        assert device.host(mine).tobytes() == weight.tobytes()
+        for each, value in state.items():
+            if isinstance(value, np.ndarray):
+                assert device.host(there[each]).tobytes() == value.tobytes()
+    assert machine.standin.calls["load"] == programs, "something was compiled in a step"
+    machine.finish()
+
+
+def test_what_a_gpu_does_not_update_is_refused_and_not_counted() -> None:
+    machine = Machine(1)
+    device = machine.gpus.get(0)
+    weight = device.put(np.ones(4, np.float32))
+    rule = optimizers.make("sgd", {})
+    state = update.new_state(rule, weight)
+    with pytest.raises(KVError, match="expected part_0 with 4 elements on gpu:0, found an array of numpy's"):
+        update.update(rule, weight, np.ones(4, np.float32), state)
+    with pytest.raises(KVError, match="rows are updated in host memory, not on gpu:0"):
+        update.update(rule, weight, weight, state, rows=np.array([0]))
+    for name in ("lamb", "sgld"):
+        with pytest.raises(fuse.Untraceable, match="cannot fuse: rule %r" % name):
+            update.update(optimizers.make(name, {}), weight, weight, state)
+        assert not update.can_fuse(optimizers.make(name, {}))
+    assert state == {"updates": 0}
+    machine.finish()
+
+
+def test_kernels_of_a_rule_are_not_kept_longer_than_the_rule() -> None:
+    rule = optimizers.make("adam", {})
+    gone = weakref.ref(rule)
+    machine = Machine(1)
+    update.prepare(rule, [FLOAT], machine.gpus.get(0))
+    del rule
+    gc.collect()
+    assert gone() is None

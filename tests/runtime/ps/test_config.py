@@ -67,6 +67,17 @@ def test_modules_of_users_rules_are_the_servers_business() -> None:
     assert config.read("server", BASE).server_imports == ()
 
 
+def test_the_device_of_a_server_is_read_by_servers() -> None:
+    env = {**BASE, "DISTRUN_SERVER_DEVICE": "cuda:2", "DISTRUN_SERVER_GPU_MEMORY": "3", "DISTRUN_LOCAL_RANK": "1"}
+    read = config.read("server", env)
+    assert (read.server_device, read.server_gpu_bytes, read.local_rank) == ("gpu:2", 3 << 20, 1)
+    assert config.read("server", BASE).server_device == config.read("worker", env).server_device == "auto"
+    with pytest.raises(
+        ContractError, match=r"DISTRUN_SERVER_DEVICE='gpu-2' on host .*: expected auto, cpu, gpu or gpu"
+    ):
+        config.read("server", {**env, "DISTRUN_SERVER_DEVICE": "gpu-2"})
+
+
 @pytest.mark.parametrize("name", ["DMLC_NUM_SERVER", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"])
 def test_a_variable_that_is_missing_is_named(name: str) -> None:
     with pytest.raises(ContractError, match="%s is not set on host " % name):

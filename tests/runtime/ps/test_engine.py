@@ -208,3 +208,27 @@ def test_the_end_of_an_engine_does_not_begin_what_waits(
     monkeypatch.setattr(engines, "CLOSE_S", LIMIT_S)
     one.engine.close()
     assert Gate.updates == 1
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_contribution_that_cannot_be_added_fails_its_round_and_leaves_nothing_behind(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, is_alone: bool
+) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError("full")
+
+    one = bench()
+    applied = one.apply(1, is_much=False)
+    assert applied.last is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(one.engine._of(one.store).device, "elements", full)
+        failed = one.engine.do(work.Add(0, 1, applied.last))
+    assert failed is not None
+    assert isinstance(failed.error, MemoryError)
+    if not is_alone:
+        one.take(one.engine.do(work.Add(1, 1, applied.last)))
+    done = one.take(one.engine.do(work.Apply(one.store, 1, applied.shards)))
+    ((shard, (error, trace)),) = done.failed.items()
+    assert (shard, str(error)) == (1, "full")
+    assert "in full" in trace
+    assert one.engine._of(one.store).rounds == {}

@@ -13,7 +13,7 @@ from cluster import Cluster
 
 from distrun_runtime.store.sparse import RowSparse
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = pytest.mark.usefixtures("engine", "server_device")
 
 Job = Callable[..., Cluster]
 

@@ -14,7 +14,7 @@ from cluster import DEADLINE_S, Cluster, open_store
 from distrun_runtime.errors import KVError
 from distrun_runtime.protocol.message import Kind
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = pytest.mark.usefixtures("engine", "server_device")
 
 Job = Callable[..., Cluster]
 

@@ -18,7 +18,7 @@ from distrun_runtime.store.sparse import RowSparse
 
 # Placed as MXNet does, servers do all their work later in any case.
 pytestmark = [
-    pytest.mark.usefixtures("engine", "placement"),
+    pytest.mark.usefixtures("engine", "placement", "server_device"),
     pytest.mark.parametrize(
         ("engine", "placement"),
         [("at once", "size"), ("later", "size"), ("later", "mxnet")],

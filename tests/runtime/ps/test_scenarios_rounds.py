@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cluster import DEADLINE_S, Cluster
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = pytest.mark.usefixtures("engine", "server_device")
 
 Job = Callable[..., Cluster]
 

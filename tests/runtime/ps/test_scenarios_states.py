@@ -14,7 +14,7 @@ from distrun_runtime.arrays import dtypes
 from distrun_runtime.ops.optimizers import RULES
 from distrun_runtime.store.sparse import RowSparse
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = pytest.mark.usefixtures("engine", "server_device")
 
 Job = Callable[..., Cluster]
 

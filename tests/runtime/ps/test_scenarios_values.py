@@ -13,7 +13,7 @@ from cluster import Cluster, open_store
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.store.sparse import RowSparse
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = pytest.mark.usefixtures("engine", "server_device")
 
 Job = Callable[..., Cluster]
 

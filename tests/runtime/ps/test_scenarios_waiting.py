@@ -13,7 +13,7 @@ from rules_of_users import Choosy
 
 from distrun_runtime.errors import KVError, PeerLost, RuleError
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = pytest.mark.usefixtures("engine", "server_device")
 
 Job = Callable[..., Cluster]
 

@@ -11,19 +11,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from children import exit_code_of
+from cluster import Cluster, open_store
 from fakearrays import FakeCupyArrays, FakeJax, FakeTorch, Interface, Library, Memory, Tensor, filled, put
 from gpukit import Machine, gpus_of_process
 
 from distrun_runtime import kvstore
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.borrowing import Loan
+from distrun_runtime.arrays.cuda import CudaError
 from distrun_runtime.arrays.gpu import GpuArray
-from distrun_runtime.errors import KVError
+from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed
 from distrun_runtime.kvstore import KVStore, RowSparse
+from distrun_runtime.ps.session import Session
 from distrun_runtime.store import values
 from distrun_runtime.store.base import CallOptions, Selection, Value
 from distrun_runtime.store.local import LocalBackend
-from distrun_runtime.store.pending import Borrowed, CompletedCall, Pending
+from distrun_runtime.store.pending import BorrowedArrays, CompletedCall, Pending
 
 KINDS = ("torch", "cupy", "interface", "no stream")
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
@@ -67,7 +71,7 @@ class Copies(LocalBackend):
     """Keeps on the GPU what is pushed, late; what is pushed to several devices, of the last one."""
 
     def __init__(self, is_late: bool = False) -> None:
-        super().__init__("local")
+        super().__init__("device")  # whose reducer gives a single value as it is
         self.kept: dict[Any, GpuArray] = {}
         self.error: Exception | None = None
         self._is_late = is_late
@@ -177,15 +181,15 @@ def test_an_array_may_be_used_as_soon_as_it_is_given_back(
 
 
 def nothing_is_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Borrowed, "take", lambda self, arrays: None)
+    monkeypatch.setattr(BorrowedArrays, "take", lambda self, arrays: None)
 
 
 def nothing_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Borrowed, "give_back", lambda self: None)
+    monkeypatch.setattr(BorrowedArrays, "give_back", lambda self: None)
 
 
 def a_call_that_goes_on_gives_back_when_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Borrowed, "until", lambda self, pending: self.give_back() or pending)
+    monkeypatch.setattr(BorrowedArrays, "until", lambda self, pending: self.give_back() or pending)
 
 
 def outputs_are_strangers_to_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +249,24 @@ def test_a_pending_that_borrows_is_what_it_is_without(library: Make) -> None:
     assert (pending.what, pending.is_done, pending.skipped) == ("a call", False, {})
     pending.wait()
     assert repr(pending) == "<Pending a call: done>"
+
+
+def test_a_forked_child_is_refused_before_any_call_of_cuda(library: Make, machine: Machine) -> None:
+    its = library("torch")
+    kv, _ = store(is_late=True)
+    array = its.array()
+    kv.push("w", array)
+    pending = kv.pull("w", array, wait=False)
+    calls = [lambda: kv.push("w", array), lambda: kvstore.create("device").init("w", array), kv.close]
+
+    def child() -> None:
+        for call in calls:
+            with pytest.raises(StoreClosed):
+                call()
+        assert not machine.standin.mistakes
+
+    assert exit_code_of(child) == 0
+    pending.wait()
 
 
 # Values that go through the host
@@ -353,3 +375,108 @@ def test_streams_of_two_libraries_in_one_call_are_both_waited_for(library: Make)
     torch.fill(first.pointer, 1)
     cupy.fill(second.pointer, 2)
     assert mine(backend) == b"\7" * 24
+
+
+# Every store
+
+
+def trains(kv: KVStore, library: Library) -> None:
+    """Use a store as scripts do, and each array again as soon as it was given back."""
+    outs = [library.array() for _ in range(2)]
+    host = np.zeros((2, 3), np.float32)
+    kv.broadcast(["w", "v"], [library.array(), filled(1)], [[outs[0], host], outs[1]])
+    assert host.tobytes() == b"\7" * 24
+    for turn in range(2):
+        given = [library.array(), library.array()]
+        pending = kv.push(["w", "v"], [given, filled(2)], wait=turn == 0)
+        pending.wait()
+        for array in given:
+            library.fill(array.pointer, 9)
+        if library.kind == "no stream":
+            library.wait()
+        kv.pull(["w", "v"], [[outs[0], host], outs[1]], wait=turn == 1).wait()
+        assert host.tobytes() == (2 * filled(7)).tobytes()
+        for out, expected in zip(outs, (2 * filled(7), filled(2)), strict=True):
+            library.read(out.pointer)
+            assert library.found().tobytes() == expected.tobytes()
+        if library.kind == "no stream":
+            library.wait()
+        kv.pushpull("v", outs[1], wait=turn == 0).wait()
+        library.read(outs[1].pointer)
+        assert library.found().tobytes() == filled(2).tobytes()
+        library.fill(outs[0].pointer, 9)
+        library.wait()  # for what it frees now
+
+
+@pytest.mark.parametrize("name", ["local", "device", "dist_sync", "dist_device_sync"])
+@EACH_KIND
+def test_every_store_takes_arrays_on_gpus_and_fills_them(name: str, kind: str, library: Make) -> None:
+    its = library(kind)
+    if "dist" not in name:
+        with kvstore.create(name) as kv:
+            trains(kv, its)
+    else:
+        with Cluster(1, servers=1, over="inproc") as job:
+            job.run(lambda kv: trains(kv, its), name)
+
+
+@pytest.mark.parametrize("name", ["device", "dist_sync"])
+def test_without_a_guard_a_store_is_found_out(
+    name: str, library: Make, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing_is_given_back(monkeypatch)
+    its = library("torch")
+    with pytest.raises(AssertionError, match="nothing orders"):
+        if "dist" not in name:
+            with kvstore.create(name) as kv:
+                trains(kv, its)
+        else:
+            with Cluster(1, servers=1, over="inproc") as job:
+                job.run(lambda kv: trains(kv, its), name)
+    machine.standin.mistakes.clear()
+
+
+def test_values_of_several_libraries_and_the_host_are_summed(library: Make, machine: Machine) -> None:
+    makers = [library(kind) for kind in ("torch", "cupy", "interface", "jax")]
+    for name in ("local", "device"):
+        kv, out = kvstore.create(name), np.zeros((2, 3), np.float32)
+        kv.init("w", out)
+        given = []
+        for its in makers:
+            given.append(its.array())
+            its.wait()
+        kv.push("w", [filled(7), *given])
+        kv.pull("w", out)
+        assert out.tobytes() == (5 * filled(7)).tobytes()
+
+
+# A GPU that fails for good
+
+
+@pytest.mark.parametrize("call", ["copy", "wait"])
+def test_a_gpu_that_fails_for_good_leaves_the_store_failed_and_it_closes(
+    machine: Machine, library: Make, call: str
+) -> None:
+    """Every later call says the same. Who waits for this worker hears that it is gone: nobody hangs."""
+
+    def script(session: Session) -> str:
+        kv = open_store("dist_sync", session)
+        kv.init("w", np.zeros((2, 3), np.float32))
+        if kv.rank == 1:
+            with pytest.raises(RuntimeFault) as caught:
+                kv.pushpull("w", np.ones((2, 3), np.float32))
+            return str(caught.value)
+        given = library("torch").array()
+        machine.standin.fail(call)
+        out = np.ones((2, 3), np.float32)
+        for each in (lambda: kv.push("w", given), lambda: kv.push("w", out), lambda: kv.pull("w", out), kv.stats):
+            with pytest.raises(CudaError, match=f"{call} on gpu:0 failed: cudaErrorIllegalAddress"):
+                each()
+        kv.close()
+        session.end()
+        return "closed"
+
+    with Cluster(2, 1) as made:
+        closed, told = made.run_sessions(script)
+    assert closed == "closed"
+    assert "worker-0" in told

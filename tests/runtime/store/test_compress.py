@@ -4,7 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpukit import Machine
 
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.device import on_host
 from distrun_runtime.arrays.dtypes import BFLOAT16, narrow
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codec
@@ -298,3 +301,87 @@ def test_check_of_a_large_value_of_another_type_names_the_element() -> None:
     wrong[500_000] = np.nan
     with pytest.raises(KVError, match=r"key 'w': .*element 500000 is nan"):
         one.check(record(size=600_000, dtype=np.float64), wrong)
+
+
+# --- values on GPUs
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
+@pytest.mark.parametrize("kind", ["2bit", "fp16", "topk"])
+def test_a_message_of_values_on_the_host_and_on_gpus_has_the_payloads_of_the_host(kind: str, dtype: Any) -> None:
+    machine = Machine(2)
+    places = [None, machine.gpus.get(0), machine.gpus.get(1)]
+    records = [record("k%d" % number, size, dtype) for number, size in enumerate(SIZES)]
+    there, here = compressor(type=kind), compressor(type=kind)
+    portion = message_of(records, here.setting("k0"))
+    for turn in range(4):
+        given = gradients(turn, dtype)
+        chosen = [places[(turn // 2 + number // 2) % 3] for number in range(len(given))]
+        pushed = [each if place is None else place.put(each) for each, place in zip(given, chosen, strict=True)]
+        there.check_all((one, value, 0) for one, value in zip(records, pushed, strict=True))
+        expected = [bytes(each) for each in here.encode_all(portion, records, given)]
+        assert [bytes(each) for each in there.encode_all(portion, records, pushed)] == expected, turn
+    ours, theirs = there.residuals(), here.residuals()
+    assert ours.keys() == theirs.keys()
+    assert all(ours[key].tobytes() == theirs[key].tobytes() for key in theirs)
+    machine.finish()
+
+
+def test_a_residual_moves_along_between_the_host_and_gpus() -> None:
+    machine = Machine(2)
+    one, gpu, other = compressor(), machine.gpus.get(0), machine.gpus.get(1)
+    given, sums = values(0.3, -0.2), np.zeros(2, np.float32)
+    for push in (
+        lambda: given,
+        lambda: gpu.put(given),
+        lambda: other.put(given),
+        lambda: given,
+        lambda: gpu.put(given),
+    ):
+        pushed = push()
+        got = one.through(record(size=2), pushed)
+        assert type(got) is type(pushed)
+        sums += on_host(got)
+    np.testing.assert_allclose(sums + one.residuals()["w"], 5 * given, rtol=1e-6)
+    machine.finish()
+
+
+def test_residuals_of_several_gpus_are_saved_and_put_back_on_each() -> None:
+    machine = Machine(2)
+    gpus = [machine.gpus.get(0), machine.gpus.get(1)]
+    made, again, host = compressor(), compressor(), compressor()
+    for device, gpu in enumerate(gpus):
+        made.through(record(size=2), gpu.put(values(0.1, 0.2)), device)
+        host.through(record(size=2), values(0.1, 0.2), device)
+    again.restore(made.residuals())
+    for device, gpu in enumerate(gpus):
+        pushed = values(0.45, 0.3)
+        expected = host.through(record(size=2), pushed, device)
+        np.testing.assert_array_equal(gpu.host(again.through(record(size=2), gpu.put(pushed), device)), expected)
+    np.testing.assert_array_equal(again.residuals()["w"], host.residuals()["w"])
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float16), BFLOAT16, np.dtype(np.float64)])
+@pytest.mark.parametrize("kind", sorted(codec.CODECS))
+def test_through_on_a_gpu_gives_what_the_host_gets_in_the_keys_type(kind: str, dtype: Any) -> None:
+    gpu = Machine(1).gpus.get(0)
+    flat = narrow(values(0.75, -1.0, 0.5, -0.75).astype(dtypes.work_dtype(dtype)), dtype)
+    one, other = compressor(type=kind), compressor(type=kind)
+    for _ in range(2):
+        got = one.through(record(size=4, dtype=dtype), gpu.put(flat))
+        assert gpu.host(got).tobytes() == other.through(record(size=4, dtype=dtype), flat).tobytes()
+
+
+def test_check_of_values_on_gpus_names_the_key_and_changes_nothing() -> None:
+    machine = Machine(2)
+    gpu, other, made = machine.gpus.get(0), machine.gpus.get(1), compressor()
+    made.through(record("b", 2), gpu.put(values(0.25, 0.25)))
+    fine = [(record("a", 2), gpu.put(values(1, 2)), 0), (record("b", 2), other.put(values(1, 2)), 0)]
+    made.check_all(fine)
+    wrong = (record("c", 2), other.put(values(0, np.nan)), 1)
+    with pytest.raises(KVError, match="key 'c': compression '2bit': element 1 is nan"):
+        made.check_all([*fine, wrong, (record("d", 2), values(1, 2), 0)])
+    with pytest.raises(KVError, match="key 'd': compression '2bit': element 0 is inf"):
+        made.check_all([*fine, (record("d", 2), values(np.inf, 2), 0)])
+    assert made.residuals()["b"].tolist() == [0.25, 0.25]
+    Compressor().check_all([wrong])

@@ -15,6 +15,7 @@ from gpukit import Machine, values
 from gpustores import Store, host, put
 
 from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.device import is_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.ps.session import Session
 from distrun_runtime.store.base import CallOptions
@@ -161,6 +162,35 @@ def test_values_on_gpus_are_compressed_on_their_way_to_servers(machine: Machine)
     found = in_a_job(script, "dist_device_sync", "inproc")
     assert found[0] == found[1]
     assert set(np.frombuffer(found[0], F32)) == {np.float32(0.5)}
+
+
+@pytest.mark.parametrize("kind", ["2bit", "topk"])
+@pytest.mark.parametrize("places", [["gpu:0"], ["gpu:1", "gpu:0"]], ids="-".join)
+def test_compressed_pushes_from_gpus_have_the_results_of_the_host(
+    machine: Machine, kind: str, places: list[str]
+) -> None:
+    setting = Compression.of({"type": kind, "min_size": 400, **({"ratio": 0.1} if kind == "topk" else {})})
+
+    def script(backend: DistBackend, rank: int) -> list[bytes]:
+        backend.compress(setting, None)
+        store = Store(backend, {"there": np.zeros(300, F32), "here": np.zeros(100, F32), "small": np.zeros(9, F32)})
+        found = []
+        for turn in range(3):
+            given = [[values((n,), F32, 10 * turn + rank + n + p) for p in range(len(places))] for n in (300, 100, 9)]
+            if is_on_gpus:
+                given = [[put(machine, at, each) for at, each in zip(places, some, strict=True)] for some in given]
+                given[1][0] = host(given[1][0])
+            store.push(*given)
+            found.append(b"".join(each.tobytes() for each in store.pulled()))
+        assert is_host(backend._compressor._residuals["there", 0]) is not is_on_gpus
+        found += [each.tobytes() for each in backend._compressor.residuals().values()]
+        return found
+
+    is_on_gpus = False
+    expected = in_a_job(script, "dist_device_sync", "inproc")
+    is_on_gpus = True
+    assert in_a_job(script, "dist_device_sync", "inproc") == expected
+    assert len(expected[0]) == 5
 
 
 def test_a_gpus_outputs_of_a_skipped_round_stay_as_they_are(machine: Machine) -> None:

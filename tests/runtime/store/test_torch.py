@@ -95,6 +95,7 @@ if hasattr(torch, "quantize_per_tensor"):
 
 # What arrays.foreign asks of tensors on a GPU has these names; one in host memory is none.
 assert foreign.device_array(weight, None, None) is None
+assert not foreign.is_on_gpu(weight)
 assert torch.version.hip is None
 assert "device" in inspect.signature(torch.cuda.current_stream).parameters
 assert callable(torch.cuda.is_current_stream_capturing)
@@ -116,9 +117,11 @@ def test_tensors_are_values_and_outputs() -> None:
     assert done.stdout == "fits\n"
 
 
-def test_a_store_never_loads_torch_itself() -> None:
+def test_a_store_loads_neither_torch_itself_nor_what_gpus_need() -> None:
     code = (
         "import sys, numpy as np; from distrun_runtime import kvstore; kv = kvstore.create();"
-        " kv.init('w', np.ones(2)); kv.pushpull('w', np.ones(2)); assert 'torch' not in sys.modules"
+        " kv.init('w', np.ones(2)); kv.pushpull('w', [1.0 * np.ones(2)] * 2, out=np.ones(2));"
+        " kv.push('w', memoryview(np.ones(2)));"
+        " assert not {'torch', 'cupy', 'distrun_runtime.arrays.cuda', 'distrun_runtime.arrays.gpu'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -90,12 +90,16 @@ def updated(name: str, present: Mapping[str, Json], given: Mapping[str, object])
     return found.complete(merged)
 
 
-def carry_state(rule: Rule, weight: Array, old: State) -> State:
+def carry_state(rule: Rule, weight: Array, old: State, begun: State | None = None) -> State:
     """Return the state to go on with when `rule` replaces another one whose state for this weight was `old`.
 
     What both know by the same name goes on (a new learning rate keeps the momentum); the rest starts anew.
+
+    Arguments:
+        begun: the rule's state for a weight that was never updated, of weights that are not in the host's memory.
     """
-    return {name: old.get(name, value) for name, value in rule.new_state(weight).items()}
+    fresh = rule.new_state(weight) if begun is None else begun
+    return {name: old.get(name, value) for name, value in fresh.items()}
 
 
 def renew_master(weight: Array, state: State) -> None:

@@ -1,0 +1,250 @@
+"""Quantisers on GPUs: the functions of `ops.quantize`, by their names, for arrays in a GPU's memory.
+
+Elements and residuals are flat GpuArrays of float32 on one device. A payload is uint8: in the host's memory, where it
+may be read and overwritten when the call returns, or on that device, at a multiple of 4 bytes. A call does not wait for
+the GPU otherwise, but for what `scaled` and `top` have to know of the elements.
+
+The bytes are those of `ops.quantize`. Only the scale of `scaled` may differ from it, by the rounding of its last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Union
+
+import numpy as np
+
+from distrun_runtime.arrays import programs
+from distrun_runtime.arrays.cuda import Argument, Read, Update, Write
+from distrun_runtime.arrays.dtypes import Array, DType
+from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
+
+Payload = Union[Array, GpuArray]
+"""Flat, uint8."""
+
+F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
+
+_SUMS = 1 << 16
+"""So many threads add up magnitudes."""
+_DIGITS = ((20, 11), (10, 10), (0, 10))
+"""The bits of a magnitude, the highest first: how many are below those that one pass counts, and how many it counts."""
+_LOOKED_THROUGH = 1 << 20
+"""So many elements are copied to the host at once to find the one that is not finite."""
+
+
+def prepare(device: GpuDevice) -> None:
+    """Compile and load what the codecs need on a device: seconds, if nothing was compiled before."""
+    device.prepare([F32])
+    device.load(programs.codecs())
+
+
+def cast(array: GpuArray, dtype: DType) -> GpuArray:
+    """Return an array of a float type in another one, rounded to nearest even; itself if that is its dtype.
+
+    One of the two is float32.
+    """
+    if array.dtype == dtype:
+        return array
+    device = array.device
+    out = device.empty(array.shape, dtype)
+    if F64 in (array.dtype, dtype):
+        program, kernel = programs.codecs(), "double_narrow" if dtype == F32 else "double_widen"
+    else:
+        program, kernel = programs.sums(programs.kind_of(array.dtype), programs.kind_of(dtype)), programs.sum_of(1)
+    device.launch(program, kernel, [_read(array), _write(out)], array.size, reads=[array], writes=[out])
+    return out
+
+
+def are_finite(pairs: Iterable[tuple[GpuArray, GpuArray | None]]) -> bool:
+    """Tell whether all sums of values and residuals are finite; one wait for each device."""
+    flags: dict[GpuDevice, GpuArray] = {}
+    for values, residual in pairs:
+        device, given = values.device, [values] if residual is None else [values, residual]
+        kernel = "check_finite" + ("" if residual is None else "_keeping")
+        is_new = device not in flags
+        if is_new:
+            flags[device] = device.empty((1,), np.dtype(np.uint32))
+        wrong = [flags[device]]
+        arguments = [*map(_read, given), _update(wrong[0])]
+        zeroed = wrong if is_new else []
+        device.launch(programs.codecs(), kernel, arguments, values.size, reads=given, writes=wrong, zeroed=zeroed)
+    return not any(device.host(flag)[0] for device, flag in flags.items())
+
+
+def first_not_finite(values: GpuArray, residual: GpuArray | None) -> int:
+    """Return the place of the first sum of both that is not finite; -1: all are."""
+    if are_finite([(values, residual)]):
+        return -1
+    for begin in range(0, values.size, _LOOKED_THROUGH):
+        run = slice(begin, begin + _LOOKED_THROUGH)
+        total = values.device.host(values[run])
+        with np.errstate(over="ignore", invalid="ignore"):
+            if residual is not None:
+                total = total + residual.device.host(residual[run])
+        wrong = np.flatnonzero(~np.isfinite(total))
+        if len(wrong):
+            return begin + int(wrong[0])
+    raise AssertionError("a kernel found an element that is not finite, and there is none")
+
+
+def two_bit_encode(values: GpuArray, residual: GpuArray | None, threshold: float, out: Payload) -> None:
+    """Write 11 for elements of at least the threshold, 10 for those of at most its negative, else 00."""
+    _encode("two_bit_encode", values, residual, [np.float32(threshold)], out)
+
+
+def two_bit_decode(payload: Payload, threshold: float, out: GpuArray, adds: bool) -> None:
+    """Write or add the elements: +threshold, -threshold or 0."""
+    _decode("two_bit_decode", payload, [np.float32(threshold)], out, adds)
+
+
+def one_bit_encode(values: GpuArray, residual: GpuArray | None, threshold: float, out: Payload) -> None:
+    """Write 1 for elements above the threshold, else 0."""
+    _encode("one_bit_encode", values, residual, [np.float32(threshold), np.float32(1), np.uint32(0)], out)
+
+
+def one_bit_decode(payload: Payload, out: GpuArray, adds: bool) -> None:
+    """Write or add the elements: +1 or -1."""
+    _decode("one_bit_decode", payload, [np.float32(1)], out, adds)
+
+
+def half_encode(values: GpuArray, out: Payload) -> None:
+    """Write the elements as float16."""
+    _encode("half_encode", values, None, [], out)
+
+
+def half_decode(payload: Payload, out: GpuArray, adds: bool) -> None:
+    """Write or add the elements."""
+    _decode("half_decode", payload, [], out, adds)
+
+
+def scaled_encode(values: GpuArray, residual: GpuArray | None, out: Payload) -> None:
+    """Write the mean absolute value as float32, then 1 for elements of at least 0, else 0."""
+    scale, n = np.float32(0), values.size
+    if n:
+        device, given = values.device, [values] if residual is None else [values, residual]
+        sums = device.empty((min(n, _SUMS),), F64)
+        arguments = [*map(_read, given), _write(sums), np.int64(sums.size)]
+        kernel = "magnitudes" + ("" if residual is None else "_keeping")
+        device.launch(programs.codecs(), kernel, arguments, n, reads=given, writes=[sums])
+        scale = np.float32(device.host(sums).sum() / n)
+    head = np.frombuffer(scale.astype("<f4").tobytes(), np.uint8)
+    if isinstance(out, GpuArray):
+        out.device.write(out[:4], head)
+    else:
+        out[:4] = head
+    _encode("one_bit_encode", values, residual, [np.float32(0), scale, np.uint32(1)], out[4:])
+
+
+def scaled_decode(payload: Payload, out: GpuArray, adds: bool) -> None:
+    """Write or add the elements: +scale or -scale."""
+    head = payload.device.host(payload[:4]) if isinstance(payload, GpuArray) else payload[:4]
+    _decode("one_bit_decode", payload[4:], [np.frombuffer(head.tobytes(), "<f4")[0]], out, adds)
+
+
+def top_encode(values: GpuArray, residual: GpuArray | None, out: Payload) -> None:
+    """Write the places (uint32, ascending) and then the values of the elements of largest magnitude.
+
+    As many as `out` has room for. Of those of equal magnitude the first are written.
+    """
+    device, count, n = values.device, out.size // 8, values.size
+    if not count:
+        return
+    total = values
+    if residual is not None:
+        device.sum([residual, values], residual)
+        total = residual
+    bound, above, equal = _bound(total, count)
+    found = device.empty((-(-n // programs.TOP_PIECE),), np.dtype(np.uint32))
+    device.launch(programs.codecs(), "find_top", [_read(total), bound, _write(found)], n, reads=[total], writes=[found])
+    pieces = device.host(found)
+    ends = np.cumsum(pieces >> 16, dtype=np.int64), np.cumsum(pieces & 0xFFFF, dtype=np.int64)
+    assert (ends[0][-1], ends[1][-1]) == (above, equal), "elements were written while they were counted"
+    # Of those that equal the bound the first are taken: how many of them, up to the end of each piece.
+    taken = np.minimum(ends[1], count - above)
+    starts, quotas = np.concatenate([[0], (ends[0] + taken)[:-1]]), np.diff(taken, prepend=0)
+    shares = device.put(np.stack([starts, quotas], axis=1))
+    packed = _room(out, device)
+    source = _read(total) if residual is None else _update(total)
+    arguments = [source, bound, _read(shares), _write(packed[: 4 * count]), _write(packed[4 * count :])]
+    kernel, reads, writes = "take_top", [total, shares], [packed]
+    if residual is not None:
+        kernel, reads, writes = "take_top_keeping", [shares], [packed, total]
+    device.launch(programs.codecs(), kernel, arguments, n, reads=reads, writes=writes)
+    _bring(packed, out)
+
+
+def _bound(total: GpuArray, count: int) -> tuple[np.generic[Any], int, int]:
+    """Return the bits of the magnitude that is the last of the `count` largest; how many are above it, and equal it."""
+    device, prefix, above, equal = total.device, 0, 0, total.size
+    for shift, width in _DIGITS:
+        counts = device.empty((programs.BINS,), np.dtype(np.uint64))
+        arguments = [_read(total), *map(np.uint32, (prefix, shift, width)), _update(counts)]
+        device.launch(
+            programs.codecs(), "count_sizes", arguments, total.size, reads=[total], writes=[counts], zeroed=[counts]
+        )
+        # From the largest value of these bits on: how many have it, and how many have it or a larger one.
+        numbers = device.host(counts[: 1 << width]).astype(np.int64)[::-1]
+        as_large = np.cumsum(numbers)
+        assert as_large[-1] == equal, "elements were written while they were counted"
+        place = int(np.searchsorted(as_large, count - above))
+        above, equal = above + int(as_large[place] - numbers[place]), int(numbers[place])
+        prefix = prefix << width | ((1 << width) - 1 - place)
+    return np.uint32(prefix), above, equal
+
+
+def top_decode(payload: Payload, out: GpuArray, adds: bool) -> None:
+    """Write or add the elements: those named, all others 0."""
+    device, packed = out.device, _here(payload, out.device)
+    half = packed.size // 2
+    arguments = [_read(packed[:half]), _read(packed[half:]), _update(out)]
+    kernel, zeroed = "top_decode" + "_adding" * adds, [] if adds else [out]
+    device.launch(programs.codecs(), kernel, arguments, half // 4, reads=[packed], writes=[out], zeroed=zeroed)
+
+
+def _encode(
+    kernel: str, values: GpuArray, residual: GpuArray | None, scalars: list[np.generic[Any]], out: Payload
+) -> None:
+    if not out.size:
+        return
+    device, packed = values.device, _room(out, values.device)
+    arguments: list[Argument] = [_read(values), *scalars, _write(packed)]
+    writes = [packed]
+    if residual is not None:
+        kernel += "_keeping"
+        arguments.insert(1, _update(residual))
+        writes.append(residual)
+    device.launch(programs.codecs(), kernel, arguments, values.size, reads=[values], writes=writes)
+    _bring(packed, out)
+
+
+def _room(out: Payload, device: GpuDevice) -> GpuArray:
+    """Return where a kernel writes a payload."""
+    return out if isinstance(out, GpuArray) else device.empty(out.shape, out.dtype)
+
+
+def _bring(packed: GpuArray, out: Payload) -> None:
+    """Bring a payload from there to `out`."""
+    if not isinstance(out, GpuArray):
+        packed.device.read(packed, out)
+
+
+def _decode(kernel: str, payload: Payload, scalars: list[np.generic[Any]], out: GpuArray, adds: bool) -> None:
+    device, packed = out.device, _here(payload, out.device)
+    arguments = [_read(packed), *scalars, _update(out) if adds else _write(out)]
+    device.launch(programs.codecs(), kernel + "_adding" * adds, arguments, out.size, reads=[packed], writes=[out])
+
+
+def _here(payload: Payload, device: GpuDevice) -> GpuArray:
+    return payload if isinstance(payload, GpuArray) and payload.device is device else device.put(payload)
+
+
+def _read(array: GpuArray) -> Argument:
+    return Read(array.pointer, array.nbytes)
+
+
+def _write(array: GpuArray) -> Argument:
+    return Write(array.pointer, array.nbytes)
+
+
+def _update(array: GpuArray) -> Argument:
+    return Update(array.pointer, array.nbytes)

@@ -1,0 +1,257 @@
+"""Decides on which device of a server the arrays of each store are.
+
+    decide      the decision for one store, from what is known of it. No side effects.
+    Placement   a server's devices, and what it has decided
+
+| asked for | stores of kind `dist_device_*` | other stores |
+|---|---|---|
+| `cpu` | host | host |
+| `auto` | the GPU if one is there and they fit, else the host | host |
+| `gpu`, `gpu:N` | the GPU | the GPU |
+
+A store whose work a GPU does not do is in the host's memory in any case: one with row-sparse keys, with a rule or
+function of the user's, or with a rule that needs norms or depends on the place of each element. With `auto`, a store
+fits if its weights, its rule's state and the sums of two rounds take no more than half of the memory that was free when
+the first store came, less what the server's other stores there take. A store that has left the GPU stays away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from distrun_runtime.arrays import find
+from distrun_runtime.arrays.arena import BLOCK_BYTES, FIRST_BYTES
+from distrun_runtime.arrays.device import Device
+from distrun_runtime.arrays.dtypes import work_dtype
+from distrun_runtime.contract import gpus
+from distrun_runtime.errors import ContractError, KVError
+from distrun_runtime.ops.optimizers import Rule
+from distrun_runtime.protocol.message import DTYPES
+from distrun_runtime.ps.shards import Store
+
+if TYPE_CHECKING:
+    from distrun_runtime.arrays.gpu import GpuDevice
+
+ROUNDS = 2
+"""Rounds whose sums a store has to have room for."""
+ON_CPU = "--server-device cpu (by hand: DISTRUN_SERVER_DEVICE=cpu for every server)"
+"""How to have no GPU used."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is known of a store."""
+
+    on_devices: bool
+    """A worker has created it as a `dist_device_*` store."""
+    need: int
+    """Bytes that it takes on a GPU."""
+    obstacle: str = ""
+    """Why a GPU does not do its work, in words; empty: it does."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Where a store is."""
+
+    on_gpu: bool
+    why: str = ""
+    """In words; empty: it goes without saying."""
+    is_unexpected: bool = False
+    """The user asked for something else."""
+
+
+def decide(asked: str, store: Subject, room: int | None) -> Decision:
+    """Return where a store is, if a GPU is there.
+
+    Arguments:
+        asked: `auto`, `cpu`, `gpu` or `gpu:N`.
+        room: bytes that the store may take on the GPU; None: any.
+    """
+    if asked == gpus.CPU or (asked == gpus.AUTO and not store.on_devices):
+        return Decision(False)
+    if store.obstacle:
+        return Decision(False, store.obstacle, asked != gpus.AUTO)
+    if asked == gpus.AUTO and room is not None and store.need > room:
+        text = "weights, states and %d rounds need %s, and %s are left of the server's part of the GPU's memory"
+        return Decision(False, text % (ROUNDS, _mib(store.need), _mib(max(0, room))))
+    return Decision(True, "weights, states and %d rounds need %s" % (ROUNDS, _mib(store.need)))
+
+
+def need_of(store: Store, rule: Rule | None) -> int:
+    """Return how many bytes a store's weights, its rule's state and the sums of two rounds take on a device."""
+    total = 0
+    present = slice(0, store.count)
+    for code in np.unique(store.dtype[present]).tolist():
+        elements = int(store.length[present][store.dtype[present] == code].sum())
+        dtype = DTYPES[code]
+        sizes = [dtype.itemsize] + [work_dtype(dtype).itemsize] * ROUNDS
+        state = {} if rule is None else rule.new_state(np.zeros(1, dtype))
+        sizes += [each.itemsize for each in state.values() if isinstance(each, np.ndarray)]
+        total += sum(_arena_bytes(elements * size) for size in sizes)
+    return total
+
+
+def obstacle_of(store: Store, rule: Rule | None) -> str:
+    """Return why a GPU does not do a store's work, in words; empty: it does."""
+    sparse = np.flatnonzero(store.row_size[: store.count])
+    if len(sparse):
+        return "key %r is row-sparse" % (store.name(int(store.key[sparse[0]])),)
+    if rule is None:
+        return ""
+    from distrun_runtime.ops import fuse  # with the layer over CUDA
+
+    return fuse.why_not(rule)
+
+
+def _arena_bytes(nbytes: int) -> int:
+    """Return what an arena takes for values of so many bytes, at most: it grows by whole blocks."""
+    return max(FIRST_BYTES, nbytes + min(nbytes, BLOCK_BYTES))
+
+
+def _mib(nbytes: int) -> str:
+    return "%.1f MiB" % (nbytes / (1 << 20))
+
+
+class Placement:
+    """The devices of a server, and which store is on which.
+
+    Arguments:
+        host: the device in the host's memory.
+        asked: `auto`, `cpu`, `gpu` or `gpu:N`.
+        index: which of the GPUs `auto` and `gpu` mean, modulo their number.
+        limit: bytes that the server takes on a GPU at most; 0: half of what is free with `auto`, else all.
+
+    Threads: one at a time.
+    """
+
+    def __init__(
+        self,
+        host: Device,
+        asked: str = gpus.CPU,
+        *,
+        index: int = 0,
+        limit: int = 0,
+    ) -> None:
+        self.host = host
+        self.asked = asked
+        self._index = index
+        self._limit = limit
+        self.say: Callable[[str, str], None] = lambda level, text: None
+        """Writes a line to the server's log, given its level and text."""
+        self._gpu: GpuDevice | None = None
+        self._missing = ""
+        """Why there is no GPU, once one was looked for in vain."""
+        self._needs: dict[int, int] = {}
+        """Stores that are on the GPU, to the bytes that they were found to need."""
+        self._away: set[int] = set()
+        """Stores that are not to come to the GPU any more."""
+        self._spares: Callable[[], None] = lambda: None
+
+    def open(self) -> None:
+        """Look for the GPU that was asked for by name; with `auto` and `cpu` do nothing.
+
+        Raises:
+            ContractError: it is not there; says what is missing.
+        """
+        if self.asked in (gpus.AUTO, gpus.CPU):
+            return
+        try:
+            self._gpu = self._opened()
+        except KVError as err:
+            raise ContractError(
+                "--server-device %s (DISTRUN_SERVER_DEVICE): %s. To have no GPU used: %s" % (self.asked, err, ON_CPU)
+            ) from err
+
+    @property
+    def failed(self) -> KVError | None:
+        """The error after which this process cannot use its GPU any more; None: there was none."""
+        return None if self._gpu is None else self._gpu.failed
+
+    def spares(self, let_go: Callable[[], None]) -> None:
+        """Call `let_go` when memory of the GPU runs out: it drops arrays there that are not in use."""
+        self._spares = let_go
+
+    def place(self, store: Store, rule: Rule | None) -> Device:
+        """Return the device where a store's arrays belong, and say so if that is new.
+
+        Call it when keys are added and when the rule changes. A store that is on the GPU may have to leave it.
+        """
+        found: Device = self.host
+        if not store.is_relayed and self._is_candidate(store):
+            gpu = self._found(store.number)
+            if gpu is not None and self._goes(store, rule, gpu):
+                found = gpu
+        store.device = found.name
+        return found
+
+    def forget(self) -> None:
+        """The job's next script begins: there are no stores."""
+        self._needs.clear()
+        self._away.clear()
+        self.trim()
+
+    def trim(self) -> None:
+        """Give memory of the GPU back that no store uses: other processes may want it."""
+        if self._gpu is not None and self._gpu.failed is None:
+            self._gpu.pool.trim()
+
+    def _is_candidate(self, store: Store) -> bool:
+        if self.asked == gpus.CPU or store.number in self._away:
+            return False
+        return self.asked != gpus.AUTO or store.on_devices
+
+    def _goes(self, store: Store, rule: Rule | None, gpu: GpuDevice) -> bool:
+        number = store.number
+        before = self._needs.pop(number, None)
+        obstacle = obstacle_of(store, rule)
+        # A rule of the user's may not like weights that are not its own.
+        subject = Subject(store.on_devices, 0 if obstacle else need_of(store, rule), obstacle)
+        limit = gpu.pool.limit
+        decision = decide(self.asked, subject, None if limit is None else limit - sum(self._needs.values()))
+        if decision.on_gpu:
+            try:
+                # Compiled before the first round: it can take seconds.
+                gpu.prepare(DTYPES[code] for code in np.unique(store.dtype[: store.count]).tolist())
+            except KVError as err:
+                if gpu.failed is not None or self.asked != gpus.AUTO:
+                    raise
+                decision = Decision(False, str(err), is_unexpected=True)
+        if decision.on_gpu:
+            self._needs[number] = subject.need
+        else:
+            self._away.add(number)
+        if not decision.on_gpu or before is None:
+            self._say_where(number, gpu.name if decision.on_gpu else self.host.name, decision)
+        return decision.on_gpu
+
+    def _say_where(self, number: int, device: str, decision: Decision) -> None:
+        level = "WARNING" if decision.is_unexpected else "INFO"
+        self.say(level, "event=device store=%d device=%s reason=%s" % (number, device, decision.why))
+
+    def _found(self, number: int) -> GpuDevice | None:
+        """Return the GPU; None: there is none, which is said once."""
+        if self._gpu is None and not self._missing:
+            try:
+                self._gpu = self._opened()
+            except KVError as err:
+                self._missing = str(err)
+                self._say_where(number, self.host.name, Decision(False, self._missing))
+        return self._gpu
+
+    def _drop_spares(self) -> None:
+        self._spares()
+
+    def _opened(self) -> GpuDevice:
+        _, _, number = self.asked.partition(":")
+        seen = find.gpus()
+        gpu = seen.get(int(number) if number else self._index % seen.order.cuda.count())
+        free = gpu.free_bytes()
+        gpu.pool.limit = self._limit or (free // 2 if self.asked == gpus.AUTO else free)
+        gpu.pool.spares = self._drop_spares
+        gpu.pool.advice = "fix: launch with " + ON_CPU
+        return gpu

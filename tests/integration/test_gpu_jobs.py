@@ -1,0 +1,198 @@
+"""Real processes whose GPUs are stand-ins (`support/gpustandin`): jobs, failures of a GPU, forks, and how they end."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import cxx
+import pytest
+from distrun_cli import Distrun, wait_until
+
+FOLDER = Path(__file__).resolve().parents[1] / "support" / "gpustandin"
+RUNTIME = Path(__file__).resolve().parents[2] / "runtime"
+PYTHONPATH = f"PYTHONPATH={FOLDER}"
+LIMIT_S = 60
+ONE = ("-n", "1", "-s", "1")
+
+pytestmark = pytest.mark.skipif(cxx.compiler() is None, reason="there is no C++ compiler: apt-get install g++")
+
+TRAIN = """
+import os
+import sys
+
+import numpy as np
+from distrun_runtime import kvstore
+from distrun_runtime.errors import StoreClosed
+
+if sys.argv[1] == "gpu":
+    import cupy
+
+    put, empty, get = cupy.asarray, cupy.empty, cupy.ndarray.get
+else:
+    put, empty, get = np.array, np.empty, np.asarray
+shapes = {"a": (300,), "b": (20, 30)}
+keys = list(shapes)
+
+
+def made(number):
+    random = np.random.default_rng(number)
+    return [random.normal(size=shape).astype(np.float32) for shape in shapes.values()]
+
+
+kv = kvstore.create("dist_device_sync")
+kv.set_optimizer("adam", learning_rate=0.01)
+kv.init(keys, [put(value) for value in made(0)])
+for turn in range(3):
+    parts = [made(10 * turn + 2 * kv.rank + device) for device in range(2)]
+    kv.push(keys, [[put(part) for part in each] for each in zip(*parts)])
+outs = [empty(shape, np.float32) for shape in shapes.values()]
+kv.pull(keys, out=outs)
+with open("weights-%s-%d" % (sys.argv[1], kv.rank), "wb") as file:
+    for out in outs:
+        file.write(get(out).tobytes())
+devices = {each["device"] for each in kv.stats()}
+assert devices == {sys.argv[2]}, devices
+"""
+
+RULE = 'kv.set_optimizer("adam", learning_rate=0.01)\n'
+
+FORK = """
+child = os.fork()
+if child == 0:
+    try:
+        kv.pull(keys, out=outs)
+    except StoreClosed:
+        outs.clear()  # destructors, and the end of the process, call nothing
+        sys.exit(5)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+"""
+
+
+@pytest.fixture
+def distrun(tmp_path: Path) -> Iterator[Distrun]:
+    made = Distrun(tmp_path)
+    yield made
+    wait_until(lambda: not made.left(), LIMIT_S, "nothing is left; left: %s" % made.left())
+
+
+def launch(distrun: Distrun, device: str, values: str, *words: str, script: str = TRAIN) -> tuple[int, str]:
+    """Run a script as two workers with two servers, or as `words` say; return the exit code and stderr."""
+    (distrun.work / "train.py").write_text(script)
+    options = ("-n", "2", "-s", "2", "--server-device", device, "--env", PYTHONPATH, *words)
+    done = distrun.launch(*options, sys.executable, "train.py", values, device if ":" in device else "cpu:0")
+    return done.returncode, done.stderr.decode()
+
+
+def run(script: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of one process to its end."""
+    path = os.pathsep.join([str(FOLDER), str(RUNTIME)])
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": path, **env},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def test_a_job_on_gpus_has_the_bytes_of_one_without(distrun: Distrun) -> None:
+    code, said = launch(distrun, "gpu:0", "gpu", script=TRAIN + FORK)
+    assert code == 0, said
+    code, said = launch(distrun, "cpu", "cpu")
+    assert code == 0, said
+    weights = {path.read_bytes() for path in distrun.work.glob("weights-*")}
+    assert len(list(distrun.work.glob("weights-*"))) == 4
+    assert len(weights) == 1
+
+
+def test_a_server_whose_gpu_meets_an_illegal_address_ends_the_job_by_name(distrun: Distrun) -> None:
+    words = (*ONE, "--env-server", "STANDIN_FAULT=operation:3")
+    code, said = launch(distrun, "gpu:0", "cpu", *words, script=TRAIN.replace(RULE, ""))
+    assert code == 1, said
+    assert "cudaErrorIllegalAddress" in said
+    assert "this process cannot use the GPU any more" in said
+    assert "distrun: error: server-" in said.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_worker_whose_gpu_meets_an_illegal_address_ends_the_job_by_name(distrun: Distrun) -> None:
+    code, said = launch(distrun, "cpu", "gpu", "--env-worker", "STANDIN_FAULT=operation:9")
+    assert code == 1, said
+    last = said.splitlines()[-1]
+    assert last.startswith("distrun: error: worker-"), said
+    assert "cudaErrorIllegalAddress" in last
+
+
+@pytest.mark.slow
+def test_a_server_whose_gpu_hangs_ends_the_job_by_name_before_its_workers_give_up(distrun: Distrun) -> None:
+    words = (*ONE, "--op-timeout", "10", "--env-server", "STANDIN_FAULT=hang")
+    code, said = launch(distrun, "gpu:0", "cpu", *words, script=TRAIN.replace(RULE, ""))
+    assert code == 1, said
+    last = said.splitlines()[-1]
+    assert last.startswith("distrun: error: server-0"), said
+    assert re.search(r"gpu:0 has not finished its (kernels|copies in|copies out) after 5 s", said)
+
+
+@pytest.mark.slow
+def test_what_finds_no_place_on_a_servers_gpu_is_told_by_key_and_bytes(distrun: Distrun) -> None:
+    code, said = launch(distrun, "gpu:0", "cpu", *ONE, "--env-server", "STANDIN_MEMORY=1000")
+    assert code == 1, said
+    last = said.splitlines()[-1]
+    assert re.search(r"server-\d cannot take the values of keys? '[ab]'.*wanted \d+ bytes, free are 1000 of 1000", last)
+    assert "fix: launch with --server-device cpu" in last
+
+
+def test_without_cupy_a_job_with_gpu_servers_says_what_to_install(distrun: Distrun) -> None:
+    code, said = launch(distrun, "gpu:0", "cpu", *ONE, "--env", "PYTHONPATH=")
+    assert code == 2, said
+    assert "--server-device gpu:0 (DISTRUN_SERVER_DEVICE): a GPU needs cupy, which is not installed" in said
+    assert "fix: pip install 'distrun[cuda12]'" in said
+
+
+LOCAL = """
+import os
+import sys
+
+import cupy
+import numpy as np
+from distrun_runtime import kvstore
+from distrun_runtime.errors import StoreClosed
+
+kv = kvstore.create("device")
+kv.init("w", np.zeros(300, np.float32))
+kv.set_optimizer("sgd", learning_rate=0.5)
+for _ in range(2):
+    kv.push("w", [cupy.asarray(np.full(300, each, np.float32)) for each in (1, 2)])
+out = cupy.empty(300, np.float32)
+kv.pull("w", out=out)
+print(set(out.get().tolist()), flush=True)
+"""
+
+
+def test_one_process_sums_and_updates_on_its_gpu_and_its_forked_child_makes_no_call() -> None:
+    done = run(LOCAL + FORK.replace("keys, out=outs", "'w', out=out").replace("outs.clear()", "del out"))
+    assert (done.returncode, done.stdout) == (0, "{-3.0}\n"), done.stderr
+
+
+FAILS = """
+out = np.empty(300, np.float32)
+try:
+    kv.pull("w", out=out)
+except ValueError as err:
+    print(err)
+kv.push("w", out)
+"""
+
+
+def test_a_process_whose_gpu_has_failed_says_so_at_every_call_and_ends() -> None:
+    done = run(LOCAL.partition("out =")[0] + FAILS, STANDIN_FAULT="operation:3")
+    assert done.returncode == 1
+    for text in (done.stdout.splitlines()[-1], done.stderr.splitlines()[-1]):
+        assert "cudaErrorIllegalAddress" in text
+        assert "this process cannot use the GPU any more" in text

@@ -1,0 +1,299 @@
+"""Servers on a GPU: their work gives the bytes that it gives in host memory, and states go from one to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gpukit import Machine, gpus_of_process, values
+from history_server import Piece, data, raw
+
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays import find as devices
+from distrun_runtime.errors import KVError
+from distrun_runtime.ops import compression, fuse
+from distrun_runtime.ops import optimizers as rules
+from distrun_runtime.ops.partition import Shard
+from distrun_runtime.ops.reduce import PLAIN, How
+from distrun_runtime.protocol.message import DTYPES, Kind
+from distrun_runtime.ps import work
+from distrun_runtime.ps.engine import Engine
+from distrun_runtime.ps.placement import Placement
+from distrun_runtime.ps.shards import Store
+from distrun_runtime.ps.values import Values
+
+FUSABLE = [name for name, kind in sorted(rules.RULES.items()) if not fuse.why_not(kind({}))]
+SIZES = (5, 3, 20)
+"""Elements of the keys; the last one is of half precision."""
+CODES = (0, 0, DTYPES.index(dtypes.parse("bfloat16")))
+ON = ("cpu", "gpu:0")
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    with gpus_of_process(Machine(1)) as made:
+        yield made
+        made.finish()
+
+
+class Side:
+    """An engine whose values are on one kind of device, with a store of three keys."""
+
+    def __init__(self, asked: str, *, deterministic: bool = False) -> None:
+        host = devices.get("cpu:0")
+        placement = Placement(host, asked)
+        placement.open()
+        self.engine = Engine(host, placement=placement, much_bytes=1 << 40)
+        self.store = Store(1, workers=2)
+        self.store.is_deterministic = deterministic
+        self.shards = self.store.add(
+            [Shard(0, 0, size, key, code) for key, (size, code) in enumerate(zip(SIZES, CODES, strict=True))]
+        )
+        self.tickets = 0
+        self.do(work.Fill(self.batch(0)))
+
+    def do(self, what: work.Work) -> Any:
+        done = self.engine.do(what)
+        assert done is not None
+        if done.error is not None:
+            raise done.error
+        return done.value
+
+    def batch(self, seed: int, number: int = 1, how: How = PLAIN, body: Mapping[str, Any] | None = None) -> work.Batch:
+        """Return what a message brings to all keys, plain or encoded."""
+        pieces = []
+        for key, (size, code) in enumerate(zip(SIZES, CODES, strict=True)):
+            given = values((size,), DTYPES[code], 10 * seed + key)
+            payload = raw(given)
+            if how.codec:
+                payload = compression.numbered(how.codec).encode(dtypes.widen(given), None, dict(how.params))
+            pieces.append(Piece(key, 0, size, number, code, how.codec, payload))
+        message = data(Kind.PUSH, pieces, body=dict(body or {}))
+        return work.Batch(self.store, self.shards, message, message.entries, how)
+
+    def set_rule(self, name: str, **params: Any) -> None:
+        spec = rules.RuleSpec.of(name, params).to_json()
+        self.do(work.SetRule(1, spec, data(Kind.RULE)))
+
+    def pulled(self, codec: int = 0, **params: float) -> list[bytes]:
+        """Return what a pull of all keys carries."""
+        return self.delivered(self.lend(codec, **params))
+
+    def lend(self, codec: int = 0, **params: float) -> int:
+        self.tickets += 1
+        self.do(work.Lend(self.tickets, self.store, self.shards, np.arange(len(SIZES)), codec, params))
+        return self.tickets
+
+    def delivered(self, ticket: int) -> list[bytes]:
+        entries = data(
+            Kind.PULL, [Piece(k, 0, n, 0, c) for k, (n, c) in enumerate(zip(SIZES, CODES, strict=True))]
+        ).entries
+        reply = self.do(work.Deliver(ticket, "w0", data(Kind.PULL), entries))
+        assert not reply.message.is_error
+        frames = [bytes(frame) for frame in reply.message.payloads]
+        self.engine.sent(reply.lent, None)
+        return frames
+
+    @property
+    def values(self) -> Values:
+        return self.engine._values[1]
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        body = {"folder": str(folder), "part": "data-1", "file": "server-0.npz", "host": "d1"}
+        body["names"] = [[key, "k%d" % key] for key in range(len(SIZES))]  # type: ignore[assignment]
+        found: dict[str, Any] = self.do(work.Save(1, data(Kind.SAVE, body=body)))
+        return found
+
+    def load(self, folder: Path, saved: Mapping[str, Any], spec: rules.RuleSpec | None) -> None:
+        body: dict[str, Any] = {"folder": str(folder), "host": "d1", "action": "stage"}
+        body["manifest"] = {"data": "data-1", "files": {saved["file"]: saved["holds"]}}
+        body["numbers"] = [[key, key, "k%d" % key] for key in range(len(SIZES))]
+        body["spec"] = None if spec is None else spec.to_json()
+        self.do(work.Load(1, data(Kind.LOAD, body=body)))
+        self.do(work.Load(1, data(Kind.LOAD, body={**body, "action": "commit"})))
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return the rule's state of each key, as it is saved."""
+        found = [each.on_host() for each in self.values.saved()]
+        states = [each.state or {} for each in found]
+        rests = [{} if each.residual is None else {"residual": each.residual} for each in found]
+        return [
+            {name: x.tobytes() if isinstance(x, np.ndarray) else x for name, x in {**state, **rest}.items()}
+            for state, rest in zip(states, rests, strict=True)
+        ]
+
+
+def alike(history: Callable[[Side], Any], **options: Any) -> Any:
+    """Return what a history gives; on the GPU it gives the same bytes, and the same values and states are left."""
+    host, gpu = (Side(asked, **options) for asked in ON)
+    expected, found = history(host), history(gpu)
+    assert host.values.device.name == "cpu:0"
+    assert gpu.values.device.name == "gpu:0"
+    assert found == expected
+    assert gpu.pulled() == host.pulled()
+    assert gpu.state() == host.state()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("codec", "scale", "deterministic", "rule"),
+    [
+        *((0, 1.0, False, None), (0, 1.0, True, "adam"), (0, 0.25, False, "adam"), (0, 0.25, True, None)),
+        *((2, 1.0, False, "adam"), (2, 0.25, False, None), (2, 0.25, True, None), (3, 0.25, False, "adam")),
+    ],
+)
+def test_rounds_give_the_bytes_of_host_memory(
+    machine: Machine, codec: int, scale: float, deterministic: bool, rule: str | None
+) -> None:
+    """Contributions that are held, added to sums, the last of a round, plain beside encoded ones; and a skip."""
+    params = compression.numbered(codec).check({}) if codec else {}
+    how = How(codec, params, scale) if codec or scale != 1 else PLAIN
+
+    def history(side: Side) -> Any:
+        if rule is not None:
+            side.set_rule(rule, multi_precision=True)
+        for number in (1, 2, 3):
+            side.do(work.Add(1, number, side.batch(number, number)))
+            if number > 1:
+                body = {"codec": params} if codec else {}
+                side.do(work.Add(0, number, side.batch(20 + number, number, how, body)))
+        side.do(work.Apply(side.store, 1, side.shards, rank=0, last=side.batch(11, 1, how)))
+        found = side.pulled()
+        side.do(work.Apply(side.store, 2, side.shards))
+        side.do(work.Apply(side.store, 3, side.shards, skip=True))
+        return found, side.pulled()
+
+    first, second = alike(history, deterministic=deterministic)
+    assert first != second
+
+
+def test_asynchronous_steps_and_assigned_values_give_the_bytes_of_host_memory(machine: Machine) -> None:
+    def history(side: Side) -> Any:
+        side.set_rule("sgd", momentum=0.9, multi_precision=True)
+        found = []
+        for number, how in enumerate((PLAIN, How(0, {}, 0.5), How(2, compression.numbered(2).check({}), 1.0)), 1):
+            side.do(work.Step("w0", 0, side.batch(number, number, how)))
+            found.append(side.pulled())
+        side.do(work.Assign(side.batch(30)))
+        side.do(work.Step("w0", 0, side.batch(9, 4)))
+        return found
+
+    alike(history)
+
+
+def test_encoded_answers_and_what_they_leave_out_have_the_bytes_of_host_memory(machine: Machine) -> None:
+    def history(side: Side) -> Any:
+        found = []
+        for codec in (2, 3):
+            params = compression.numbered(codec).check({})
+            for number in (1, 2):
+                side.do(work.Apply(side.store, number, side.shards, rank=0, last=side.batch(number, number)))
+                found += [side.pulled(codec, **params), side.pulled(codec, **params)]
+        return found
+
+    alike(history)
+
+
+def test_a_reply_carries_the_values_that_were_lent_to_it(machine: Machine) -> None:
+    def history(side: Side) -> Any:
+        before = side.pulled()
+        tickets = [side.lend(), side.lend()]
+        for number in (1, 2):
+            side.do(work.Apply(side.store, number, side.shards, rank=0, last=side.batch(number, number)))
+        now = side.lend()
+        assert side.delivered(tickets[0]) == side.delivered(tickets[1]) == before
+        return before, side.delivered(now)
+
+    before, after = alike(history)
+    assert before != after
+
+
+@pytest.mark.parametrize("name", FUSABLE)
+def test_states_that_were_saved_on_one_device_go_on_on_the_other(machine: Machine, tmp_path: Path, name: str) -> None:
+    spec = rules.RuleSpec.of(name, {"multi_precision": True} if name != "test" else {})
+
+    def step(side: Side, number: int) -> None:
+        side.do(work.Apply(side.store, number, side.shards, rank=0, last=side.batch(number, number)))
+
+    sides = [Side(asked) for asked in ON]
+    saved = []
+    for side, folder in zip(sides, ("cpu", "gpu"), strict=True):
+        side.set_rule(name, **spec.params)
+        for number in (1, 2):
+            step(side, number)
+        side.pulled(2, **compression.numbered(2).check({}))  # leaves a residual
+        saved.append(side.save(tmp_path / folder))
+        step(side, 3)
+    files = [(tmp_path / folder / "data-1" / "server-0.npz").read_bytes() for folder in ("cpu", "gpu")]
+    assert len(files[0]) == len(files[1])
+    assert saved[0] == saved[1]
+    for asked, folder, there in (("gpu:0", "cpu", saved[0]), ("cpu", "gpu", saved[1])):
+        other = Side(asked)
+        other.set_rule(name, **spec.params)
+        other.load(tmp_path / folder, there, spec)
+        assert other.values.device.name == ("cpu:0" if asked == "cpu" else asked)
+        step(other, 3)
+        assert other.pulled() == sides[0].pulled() == sides[1].pulled()
+        assert other.state() == sides[0].state() == sides[1].state()
+
+
+def test_a_rule_takes_over_the_state_that_both_know(machine: Machine) -> None:
+    def history(side: Side) -> Any:
+        side.set_rule("sgd", momentum=0.9)
+        side.do(work.Apply(side.store, 1, side.shards, rank=0, last=side.batch(1)))
+        side.set_rule("nag", momentum=0.8, multi_precision=True)  # the momentum goes on, the master is new
+        side.do(work.Apply(side.store, 2, side.shards, rank=0, last=side.batch(2, 2)))
+        found = side.pulled()
+        side.do(work.SetRule(1, None, data(Kind.RULE)))
+        return found
+
+    alike(history)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_store_moves_between_devices_with_all_it_has(machine: Machine, deterministic: bool) -> None:
+    """Its state, an open round with sums and with a contribution that is held, what answers left out, and a reply."""
+
+    def history(side: Side) -> Any:
+        side.set_rule("adam", multi_precision=True)
+        side.do(work.Apply(side.store, 1, side.shards, rank=0, last=side.batch(1)))
+        side.pulled(2, **compression.numbered(2).check({}))
+        for rank, number in ((0, 2), (1, 2), (1, 3)):
+            side.do(work.Add(rank, number, side.batch(5 * number + rank, number)))
+        ticket, here = side.lend(), side.values.device
+        for device in (devices.get("cpu:0"), devices.get("gpu:0"), here):
+            side.values.move(device)
+        first = side.delivered(ticket)
+        side.do(work.Apply(side.store, 2, side.shards))
+        side.do(work.Apply(side.store, 3, side.shards, rank=0, last=side.batch(8, 3)))
+        return first, side.pulled(2, **compression.numbered(2).check({}))
+
+    alike(history, deterministic=deterministic)
+
+
+def test_what_a_gpu_does_not_hold_is_refused_by_name(machine: Machine) -> None:
+    side = Side("cpu")
+    side.set_rule("lamb")
+    gpu = devices.get("gpu:0")
+    with pytest.raises(KVError, match="store 1: weights on gpu:0 cannot be updated by rule 'lamb'"):
+        side.values.move(gpu)
+    assert side.values.device.name == "cpu:0"
+    other = Side("gpu:0")
+    with pytest.raises(KVError, match="store 1: weights on gpu:0 cannot be updated by rule 'sgld'"):
+        other.values.set_rule(rules.make("sgld", {}), rules.RuleSpec.of("sgld", {}))
+    rows = other.store.add([Shard(0, 0, 4, 3, row_size=2)])
+    with pytest.raises(KVError, match="store 1 has row-sparse keys: its values cannot be on gpu:0"):
+        other.values.place(rows, 0)
+
+
+def test_the_kernels_of_a_rule_are_compiled_before_its_first_round(machine: Machine) -> None:
+    side = Side("gpu:0")
+    side.set_rule("rmsprop", wd=0.1)
+    loaded = machine.standin.calls["load"]
+    for number in (1, 2):
+        side.do(work.Add(1, number, side.batch(number, number)))
+        side.do(work.Apply(side.store, number, side.shards, rank=0, last=side.batch(7, number)))
+    assert machine.standin.calls["load"] == loaded

@@ -1,0 +1,364 @@
+"""Where a server keeps the arrays of each store: decided from what is known, said, and what comes of failing GPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import Cluster, config, open_store
+from gpukit import Machine, gpus_of_process
+
+from distrun_runtime.arrays import find
+from distrun_runtime.arrays.cuda import CudaMissing
+from distrun_runtime.arrays.dtypes import work_dtype
+from distrun_runtime.errors import ContractError, KVError, PeerLost
+from distrun_runtime.ops.optimizers import RuleSpec, rule_of
+from distrun_runtime.ops.partition import Shard
+from distrun_runtime.protocol.message import DTYPE_CODES, DTYPES
+from distrun_runtime.ps.placement import Decision, Placement, Subject, decide, need_of, obstacle_of
+from distrun_runtime.ps.serve import placement_of
+from distrun_runtime.ps.shards import Store, relayed
+
+MIB = 1 << 20
+F32 = DTYPE_CODES[np.dtype(np.float32)]
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    made = Machine(2)
+    with gpus_of_process(made):
+        yield made
+    made.finish()
+
+
+def rule(name: str, **params: Any) -> Any:
+    return rule_of(RuleSpec(name, params), ())
+
+
+def store_of(*lengths: int, on_devices: bool = True, rows: int = 0, number: int = 1) -> Store:
+    store = Store(number, 2)
+    store.on_devices = on_devices
+    store.add([Shard(0, 0, length, key, F32, rows) for key, length in enumerate(lengths)])
+    store.names.update({key: "w%d" % key for key in range(len(lengths))})
+    return store
+
+
+class Said(list[tuple[str, str]]):
+    """What a placement writes to the server's log."""
+
+
+def placed(asked: str = "auto", **options: Any) -> tuple[Placement, Said]:
+    placement, said = Placement(find.get("cpu:0"), asked, **options), Said()
+    placement.say = lambda level, text: said.append((level, text))
+    return placement, said
+
+
+# The decision
+
+
+@pytest.mark.parametrize(
+    ("asked", "store", "room", "on_gpu", "is_unexpected"),
+    [
+        ("cpu", Subject(True, 1), 10, False, False),
+        ("auto", Subject(True, 10), 10, True, False),
+        ("auto", Subject(True, 11), 10, False, False),
+        ("auto", Subject(True, 11), None, True, False),
+        ("auto", Subject(False, 1), 10, False, False),
+        ("auto", Subject(True, 1, "key 'e' is row-sparse"), 10, False, False),
+        ("gpu", Subject(False, 11), 10, True, False),
+        ("gpu:1", Subject(True, 11), 10, True, False),
+        ("gpu:1", Subject(False, 1, "key 'e' is row-sparse"), 10, False, True),
+    ],
+)
+def test_a_store_is_where_it_was_asked_for_or_where_it_fits(
+    asked: str, store: Subject, room: int | None, on_gpu: bool, is_unexpected: bool
+) -> None:
+    found = decide(asked, store, room)
+    assert (found.on_gpu, found.is_unexpected) == (on_gpu, is_unexpected)
+    assert bool(found.why) == (on_gpu or store.obstacle != "" or (asked == "auto" and store.on_devices))
+
+
+def test_stores_that_need_no_gpu_are_in_the_hosts_memory_without_a_word() -> None:
+    assert decide("auto", Subject(False, 1), 10) == decide("cpu", Subject(True, 1), 10) == Decision(False)
+
+
+def test_weights_states_and_two_rounds_have_to_fit() -> None:
+    store = store_of(3 * MIB, MIB)
+    assert need_of(store, None) == 2 * 3 * 16 * MIB, "a weight and two sums, each with the room that arenas keep"
+    assert need_of(store, rule("sgd", learning_rate=1.0)) == need_of(store, None)
+    assert need_of(store, rule("adam", learning_rate=1.0)) == 2 * 5 * 16 * MIB
+    half = Store(1, 2)
+    code = DTYPE_CODES[np.dtype(np.float16)]
+    half.add([Shard(0, 0, 4 * MIB, 0, code, 0)])
+    assert work_dtype(DTYPES[code]) == np.float32
+    assert need_of(half, None) == 2 * (8 + 2 * 16) * MIB, "sums of 16-bit floats are float32"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("sgd", ""), ("adam", ""), ("lamb", "norms over the whole value"), ("lars", "norms over the whole value")],
+)
+def test_rules_that_a_gpu_does_not_do_are_named(name: str, says: str) -> None:
+    found = obstacle_of(store_of(10), rule(name, learning_rate=1.0))
+    assert says in found
+    assert bool(found) == bool(says)
+
+
+def test_row_sparse_keys_are_named() -> None:
+    assert obstacle_of(store_of(10, 20, rows=5), None) == "key 'w0' is row-sparse"
+
+
+# What comes of it
+
+
+def test_with_auto_stores_of_device_kinds_come_to_the_gpu_and_it_is_said_once(machine: Machine) -> None:
+    placement, said = placed(index=3)
+    assert placement.place(store_of(100, on_devices=False), None) is placement.host
+    assert machine.standin.calls["alloc"] == 0
+    assert said == []
+    store = store_of(100)
+    assert placement.place(store, None) is placement.place(store, None) is machine.gpus.get(1), "the fourth of two"
+    assert store.device == "gpu:1"
+    ((level, text),) = said
+    assert level == "INFO"
+    assert text.startswith("event=device store=1 device=gpu:1 reason=weights, states and 2 rounds need 3.0 MiB")
+    assert machine.gpus.get(1).pool.limit == machine.standin.memory_bytes // 2
+
+
+def test_without_a_gpu_stores_of_device_kinds_stay_and_why_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> int:
+        raise CudaMissing("a GPU needs cupy, which is not installed")
+
+    monkeypatch.setattr(find, "gpus", missing)
+    placement, said = placed()
+    for number in (1, 2):
+        assert placement.place(store_of(100, number=number), None) is placement.host
+    text = "event=device store=1 device=cpu:0 reason=a GPU needs cupy, which is not installed"
+    assert said == [("INFO", text)]
+
+
+def test_a_store_that_grows_beyond_the_limit_leaves_and_stays_away(machine: Machine) -> None:
+    placement, said = placed(limit=32 * MIB)
+    small = store_of(100)
+    assert placement.place(small, None).name == "gpu:0"
+    small.add([Shard(0, 0, 2 * MIB, 9, F32, 0)])
+    assert placement.place(small, None) is placement.host
+    assert small.device == "cpu:0"
+    assert said[-1][1].endswith("need 48.0 MiB, and 32.0 MiB are left of the server's part of the GPU's memory")
+    assert placement.place(small, None) is placement.host
+    assert len(said) == 2
+
+
+def test_what_other_stores_take_is_not_left(machine: Machine) -> None:
+    placement, said = placed(limit=32 * MIB)
+    assert placement.place(store_of(MIB, number=1), None).name == "gpu:0"
+    assert placement.place(store_of(MIB, number=2), None) is placement.host
+    assert "need 24.0 MiB, and 8.0 MiB are left" in said[-1][1]
+    placement.forget()
+    assert placement.place(store_of(MIB, number=2), None).name == "gpu:0", "the next script has the whole room"
+
+
+def test_a_rule_that_a_gpu_does_not_do_moves_the_store(machine: Machine) -> None:
+    for asked, level in (("auto", "INFO"), ("gpu:0", "WARNING")):
+        placement, said = placed(asked)
+        placement.open()
+        store = store_of(100)
+        assert placement.place(store, None).name == "gpu:0"
+        assert placement.place(store, rule("lamb", learning_rate=1.0)) is placement.host
+        assert said[-1] == (
+            level,
+            "event=device store=1 device=cpu:0 reason=rule 'lamb' needs norms over the whole value",
+        )
+
+
+def test_a_gpu_that_was_asked_for_by_name_takes_every_store_but_sums_of_relays(machine: Machine) -> None:
+    placement, _ = placed("gpu:1", limit=MIB)
+    placement.open()
+    assert placement.place(store_of(MIB, on_devices=False), None).name == "gpu:1"
+    assert placement.place(store_of(MIB, number=relayed(1)), None) is placement.host
+    spread = [placed("gpu", index=index)[0] for index in range(3)]
+    assert [each.place(store_of(10), None).name for each in spread] == ["gpu:0", "gpu:1", "gpu:0"]
+
+
+def test_a_gpu_that_is_not_there_is_an_error_with_what_to_type(machine: Machine) -> None:
+    placement, _ = placed("gpu:2")
+    with pytest.raises(ContractError, match=r"--server-device gpu:2 .*this process sees gpu:0 to gpu:1") as caught:
+        placement.open()
+    assert str(caught.value).endswith("DISTRUN_SERVER_DEVICE=cpu for every server)")
+
+
+def test_servers_without_values_look_for_no_gpu() -> None:
+    node = config("server", servers=1, relays=1, rank=1, server_device="gpu:0")
+    placement_of(node, find.get("cpu:0")).open()
+
+
+def test_a_server_without_its_gpu_ends_before_it_binds_anything() -> None:
+    # cupy cannot be imported there, whatever this environment has.
+    code = (
+        "import sys; sys.modules['cupy'] = None; from distrun_runtime.__main__ import main; sys.exit(main(['server']))"
+    )
+    job = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "9", "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"}
+    env = {**os.environ, **job, "DISTRUN_SERVER_DEVICE": "gpu:0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("distrun: error: --server-device gpu:0 (DISTRUN_SERVER_DEVICE): "), done.stderr
+    assert "distrun[cuda12]" in done.stderr
+    assert "--server-device cpu" in done.stderr
+    assert "event=bound" not in done.stderr
+
+
+# Jobs
+
+
+def rounds(kv: Any) -> str:
+    """Do two rounds without a rule; return the servers' devices."""
+    keys, values = ["w", "b"], [np.ones(5000, np.float32), np.zeros((3, 4), np.float16)]
+    kv.init(keys, values)
+    for step in (1, 2):
+        kv.push(keys, [np.full(each.shape, step + kv.rank, each.dtype) for each in values])
+        outs = [np.empty_like(each) for each in values]
+        kv.pull(keys, outs)
+        assert all((out == 2 * step + 1).all() for out in outs)
+    return ",".join(each["device"] for each in kv.stats())
+
+
+@pytest.mark.parametrize(
+    ("asked", "kinds", "found"),
+    [
+        ("auto", ("dist_device_sync", "dist_device_sync"), "gpu:0,gpu:0"),
+        ("auto", ("dist_sync", "dist_sync_device"), "gpu:0,gpu:0"),
+        ("auto", ("dist_sync", "dist_sync"), "cpu:0,cpu:0"),
+        ("gpu:1", ("dist_sync", "dist_sync"), "gpu:1,gpu:1"),
+        ("cpu", ("dist_device_sync", "dist_device_sync"), "cpu:0,cpu:0"),
+    ],
+)
+def test_one_worker_that_asks_for_a_device_store_is_enough(
+    machine: Machine, asked: str, kinds: tuple[str, str], found: str
+) -> None:
+    with Cluster(2, 2, server_device=asked) as made:
+        told = made.run_sessions(lambda session: rounds(open_store(kinds[session.rank], session)))
+    assert told == [found, found]
+    assert ("alloc" in machine.standin.calls) == ("gpu" in found)
+
+
+def test_a_store_that_leaves_the_gpu_goes_on_with_its_values_and_open_round(machine: Machine) -> None:
+    """One worker has pushed when a second key makes the store too large."""
+
+    def script(kv: Any) -> list[str]:
+        kv.init("w", np.full(1000, 5, np.float32))
+        out, where = np.empty(1000, np.float32), []
+        for step in (1, 2):
+            if kv.rank == 0:
+                kv.push("w", np.full(1000, step, np.float32))
+            where.append(kv.stats()[0]["device"])
+            kv.barrier()
+            if step == 2:
+                kv.init("large", np.ones(MIB, np.float32))
+            if kv.rank == 1:
+                kv.push("w", np.full(1000, 10, np.float32))
+            kv.pull("w", out)
+            assert (out == 10 + step).all()
+        large = np.empty(MIB, np.float32)
+        kv.pushpull("large", np.ones(MIB, np.float32), large)
+        assert (large == 2).all()
+        return [*where, kv.stats()[0]["device"]]
+
+    with Cluster(2, 1, server_gpu_bytes=16 * MIB) as made:
+        assert made.run(script, "dist_device_sync") == [["gpu:0", "gpu:0", "cpu:0"]] * 2
+    assert sum(machine.standin.used) < MIB, "it keeps none of its arrays there"
+
+
+@pytest.mark.parametrize("name", ["lars", "rules_of_users:Fussy"])
+def test_a_store_whose_rule_a_gpu_does_not_do_leaves_it_with_its_values(machine: Machine, name: str) -> None:
+    def script(kv: Any) -> tuple[str, str]:
+        kv.init("w", np.ones(1000, np.float32))
+        out = np.empty(1000, np.float32)
+        kv.pushpull("w", np.full(1000, 3, np.float32), out)
+        before = kv.stats()[0]["device"]
+        kv.barrier()
+        kv.set_optimizer(name, rescale_grad=0.5)
+        kv.pull("w", out)
+        assert (out == 6).all()
+        return before, kv.stats()[0]["device"]
+
+    with Cluster(2, 1, imports=("rules_of_users",)) as made:
+        assert made.run(script, "dist_device_sync") == [("gpu:0", "cpu:0")] * 2
+
+
+def test_values_that_find_no_place_fail_by_server_key_and_bytes(machine: Machine) -> None:
+    def script(kv: Any) -> None:
+        kv.init("w", np.ones(MIB, np.float32))
+
+    with Cluster(1, 1, server_device="gpu:0", server_gpu_bytes=MIB) as made, pytest.raises(KVError) as caught:
+        made.run(script)
+    text = str(caught.value)
+    assert "server-0 cannot take the values of key 'w'" in text
+    assert "wanted 1048576 bytes, free are 0 of 1048576" in text
+    assert "--server-device cpu" in text
+
+
+def test_a_sum_that_finds_no_place_fails_the_round_and_is_not_taken_for_one(machine: Machine) -> None:
+    """The first push was acknowledged long ago: the pull of the round says it, to both workers."""
+
+    def script(kv: Any) -> str:
+        kv.init("w", np.ones(MIB // 4, np.float32))
+        with pytest.raises(KVError) as caught:
+            kv.pushpull("w", np.full(MIB // 4, 1.0, np.float32))
+        return str(caught.value)
+
+    with Cluster(3, 1, server_device="gpu:0", server_gpu_bytes=2 * MIB) as made:
+        told = made.run(script)
+    assert len(set(told)) == 1
+    assert "the update failed on server-0 for key 'w': " in told[0]
+    assert "wanted " in told[0]
+    assert told[0].count("--server-device cpu") == 1
+
+
+def test_a_round_that_lacks_a_contribution_fails_and_the_next_one_is_good(machine: Machine) -> None:
+    """The contribution was acknowledged, and the sum of the others' must not be taken for that of all."""
+
+    def script(kv: Any) -> None:
+        value, out = np.ones(1000, np.float32), np.zeros(1000, np.float32)
+        kv.init("w", value)
+        kv.barrier()
+        if kv.rank == 0:
+            machine.standin.fail("copy", code=1)
+            kv.push("w", value)
+        kv.barrier()
+        if kv.rank > 0:
+            kv.push("w", value)
+        with pytest.raises(KVError, match="the update failed on server-0 for key 'w': copy on gpu:0 failed"):
+            kv.pull("w", out)
+        assert (out == 0).all()
+        kv.pushpull("w", value, out)
+        assert (out == 3).all()
+
+    with Cluster(3, 1, server_device="gpu:0") as made:
+        made.run(script)
+
+
+@pytest.mark.parametrize("call", ["launch", "synchronize"])
+def test_a_gpu_that_fails_for_good_ends_the_server_and_everybody_hears_why(machine: Machine, call: str) -> None:
+    def script(kv: Any) -> None:
+        kv.init("w", np.ones(1000, np.float32))
+        kv.barrier()
+        if kv.rank == 0:
+            machine.standin.fail(call)
+        kv.barrier()
+        for _ in range(3):
+            kv.pushpull("w", np.ones(1000, np.float32))
+
+    with Cluster(2, 1, server_device="gpu:0") as made, pytest.raises(PeerLost) as caught:
+        made.run(script)
+    assert made.codes["server-0"] == 1
+    assert caught.value.lost_peer == "server-0"
+    assert "server-0" in str(caught.value)
+    assert "cudaErrorIllegalAddress" in str(caught.value)
+    assert "cannot use the GPU any more" in str(caught.value)
