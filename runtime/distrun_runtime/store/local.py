@@ -17,7 +17,7 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.optimizers import RuleSpec
-from distrun_runtime.ops.update import can_fuse, new_state, update
+from distrun_runtime.ops.update import can_fuse, new_state, prepare, update
 from distrun_runtime.ps import profile
 from distrun_runtime.ps.stats import Counters
 from distrun_runtime.store.base import (
@@ -371,6 +371,10 @@ class Weights:
             return
         self._step(self.rule, record, cast(Array, value))
 
+    def _gpus(self) -> set[GpuDevice]:
+        """Return the GPUs that have a value."""
+        return {value.device for value in self.values.values() if not devices.is_host(value)}
+
     def _bring_to(self, gpu: GpuDevice, key: Key) -> None:
         """Let a value and its state be on a GPU, if they are in host memory."""
         value, state = self.values[key], self.states.get(key)
@@ -419,6 +423,10 @@ class Weights:
         """Put a rule that was `made` in place of what is there; what state both know goes on."""
         for key, state in list(self.states.items()):
             self.states[key] = self._carried(rule, key, state)
+        # No push waits for a compiler. What is still in host memory has its kernels compiled with its first update.
+        for gpu in self._gpus():
+            if can_fuse(rule):
+                prepare(rule, {value.dtype for value in self.values.values()}, gpu)
         self.spec, self.rule, self._updater = spec, rule, None
 
     def _carried(self, rule: rules.Rule, key: Key, state: rules.State) -> rules.State:
@@ -448,7 +456,7 @@ class Weights:
 
     def clear(self) -> None:
         """Forget everything, and give the GPUs' memory back."""
-        gpus = {value.device for value in self.values.values() if not devices.is_host(value)}
+        gpus = self._gpus()
         self.values.clear()
         self.set_updater(None)
         for gpu in gpus:

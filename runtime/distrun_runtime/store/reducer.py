@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from distrun_runtime.store.base import KeyRecord, Value
 from distrun_runtime.store.compress import Compressor
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
+
+if TYPE_CHECKING:  # Most processes use no GPU.
+    from distrun_runtime.arrays.gpu import GpuDevice
 
 __all__ = ["DeviceReducer", "Placement", "Reducer", "is_on_gpu", "place", "reducer_for"]
 
@@ -137,12 +140,19 @@ class DeviceReducer(Reducer):
         self.cpus, self.gpus = Placement(), Placement()
         """Where sums are made of values in host memory, and of those that have some on GPUs."""
         self._cpus: list[Device] = []
+        self._dtypes: set[DType] = set()
+        """Of all keys that are known."""
+        self._prepared: set[str] = set()
+        """Names of GPUs that have the kernels for these."""
         self._lock = threading.Lock()
 
     def know(self, records: Iterable[KeyRecord]) -> None:
         """Take note of keys, for their placement together with the next sum."""
         with self._lock:
             for record in records:
+                if record.dtype not in self._dtypes:
+                    self._dtypes.add(record.dtype)
+                    self._prepared.clear()
                 self.cpus.sizes[record.key] = self.gpus.sizes[record.key] = record.size
 
     def reduce(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> list[Value]:
@@ -199,18 +209,32 @@ class DeviceReducer(Reducer):
         return [self._sum(record, values) for record, values in items]
 
     def _total(self, record: KeyRecord, arrays: Sequence[DeviceArray]) -> DeviceArray:
-        gpus = list(dict.fromkeys(array.device for array in arrays if is_on_gpu(array)))
-        with self._lock:
-            if gpus:
-                device = self.gpus.device(record, gpus)
-            else:
-                while len(self._cpus) < len(arrays):
-                    self._cpus.append(find.get("cpu:%d" % len(self._cpus), self._threads))
-                device = self.cpus.device(record, self._cpus[: len(arrays)])
+        device = self._gpu(record, arrays) or self._cpu(record, len(arrays))
         try:
             return device.total(arrays)
         except KVError as err:
             raise KVError("key %r: %s" % (record.key, err)) from err
+
+    def _cpu(self, record: KeyRecord, count: int) -> Device:
+        with self._lock:
+            while len(self._cpus) < count:
+                self._cpus.append(find.get("cpu:%d" % len(self._cpus), self._threads))
+            chosen: Device = self.cpus.device(record, self._cpus[:count])
+            return chosen
+
+    def _gpu(self, record: KeyRecord, arrays: Sequence[DeviceArray]) -> GpuDevice | None:
+        """Return where a key is summed that has values on GPUs; None: it has none there."""
+        gpus = list(dict.fromkeys(array.device for array in arrays if is_on_gpu(array)))
+        if not gpus:
+            return None
+        with self._lock:
+            gpu: GpuDevice = self.gpus.device(record, gpus)
+            dtypes = {record.dtype, *self._dtypes} if gpu.name not in self._prepared else set()
+        if dtypes:
+            gpu.prepare(dtypes)  # All of them with the first sum: no later one waits for a compiler.
+            with self._lock:
+                self._prepared.add(gpu.name)
+        return gpu
 
 
 class Placement:

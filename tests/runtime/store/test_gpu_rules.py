@@ -17,7 +17,7 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import RowSparse
 from distrun_runtime.ops import fuse
 from distrun_runtime.ops.optimizers import RULES, change_of, make, spec_of
-from distrun_runtime.store.base import CallOptions
+from distrun_runtime.store.base import CallOptions, Selection
 from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.local import LocalBackend
 
@@ -226,6 +226,26 @@ def test_each_gpus_values_are_compressed_with_a_residual_of_their_own(machine: M
         with pytest.raises(KVError, match="key 'w'"):
             store.push([put(machine, kind, np.full(40, np.nan, F32))])
     assert found[0] == found[1] == np.full(40, 1.0, F32).tobytes()
+
+
+def test_no_push_but_the_first_and_none_after_a_rule_waits_for_a_compiler(machine: Machine) -> None:
+    names = ("float32", "float16", "float64")
+    store = Store(LocalBackend("device"), {name: np.ones(4, name) for name in names})
+    parts = [[put(machine, "gpu:0", np.ones(4, name)) for _ in range(2)] for name in names]
+    keys, calls = store.keys, machine.standin.calls
+    store.keys = Selection(keys.records[:1])
+    store.push(parts[0])
+    loads = calls["load"]
+    assert loads > 0
+    store.keys = keys
+    store.push(*parts)
+    assert calls["load"] == loads
+    store.backend.set_rule(spec_of("adam", {}), False)
+    assert calls["load"] > loads
+    loads = calls["load"]
+    store.push(*parts)
+    assert calls["load"] == loads
+    store.backend.close()
 
 
 # Failures
