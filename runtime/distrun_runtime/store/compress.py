@@ -148,8 +148,6 @@ class Compressor:
         self._default = Compression()
         self._settings: dict[Key, Compression] = {}
         self._residuals: dict[tuple[Key, int], DeviceArray] = {}
-        self._devices: list[Device] = []
-        """GPUs on which values will be."""
         self._of: dict[Key, tuple[KeyRecord, Compression | None]] = {}
         """What `of` has found with the present settings."""
         self._plans: WeakKeyDictionary[Portion, _EncodingPlan] = WeakKeyDictionary()
@@ -161,12 +159,10 @@ class Compressor:
     def set(self, setting: Compression, keys: Iterable[Key] | None = None) -> None:
         """Use a setting for these keys; for None, for all that have none of their own, initialised or not.
 
-        Compiles the codec's loops where numba is installed, and loads its kernels, so that no round waits for it.
+        Compiles the codec's loops where numba is installed, so that no round waits for it.
         """
         if setting.codec is not None:
             setting.codec.prepare()
-            for device in self._devices:
-                setting.codec.prepare(device)
         if keys is None:
             self._default = setting
         else:
@@ -177,14 +173,6 @@ class Compressor:
         for held in list(self._residuals):
             if self.setting(held[0]).type == "none":
                 del self._residuals[held]
-
-    def prepare(self, device: Device) -> None:
-        """Load the kernels of codecs for values on a GPU: those of present settings, and later each new one's."""
-        if device not in self._devices:
-            self._devices.append(device)
-            for setting in (self._default, *self._settings.values()):
-                if setting.codec is not None:
-                    setting.codec.prepare(device)
 
     @property
     def is_on(self) -> bool:

@@ -385,14 +385,3 @@ def test_check_of_values_on_gpus_names_the_key_and_changes_nothing() -> None:
         made.check_all([*fine, (record("d", 2), values(np.inf, 2), 0)])
     assert made.residuals()["b"].tolist() == [0.25, 0.25]
     Compressor().check_all([wrong])
-
-
-def test_kernels_are_loaded_when_a_gpu_is_told_and_a_setting_made() -> None:
-    machine = Machine(1)
-    gpu, made = machine.gpus.get(0), compressor()
-    for step in (lambda: made.prepare(gpu), lambda: made.set(Compression.of({"type": "topk", "min_size": 0}))):
-        step()
-        before = machine.standin.calls["load"]
-        assert before > 0
-        made.through(record(size=4), gpu.put(values(1, 2, 3, 4)))
-        assert machine.standin.calls["load"] == before
