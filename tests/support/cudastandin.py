@@ -26,6 +26,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -60,6 +61,7 @@ NAMES = {
     400: ("cudaErrorInvalidResourceHandle", "invalid resource handle"),
     700: ("cudaErrorIllegalAddress", "an illegal memory access was encountered"),
     704: ("cudaErrorPeerAccessAlreadyEnabled", "peer access is already enabled"),
+    801: ("cudaErrorNotSupported", "operation not supported"),
     712: ("cudaErrorHostMemoryAlreadyRegistered", "part or all of the requested memory range is already mapped"),
     719: ("cudaErrorLaunchFailure", "unspecified launch failure"),
 }
@@ -108,6 +110,7 @@ class Block:
     address: int
     data: np.ndarray[Any, Any]
     is_alive: bool = True
+    is_readonly: bool = False
     accesses: list[Access] = field(default_factory=list)
 
     @property
@@ -166,6 +169,7 @@ class StandIn:
     Arguments:
         devices: 0 to 8.
         memory: bytes of each.
+        locks_readonly: memory can be registered that is mapped without the right to write.
         peers: pairs of devices of which the first can access the second's memory; None: all.
         seed: draws the order in which independent work is done.
         compiled: makes a program's kernels callable; None: none can be loaded.
@@ -176,6 +180,7 @@ class StandIn:
         devices: int = 1,
         *,
         memory: int = 1 << 26,
+        locks_readonly: bool = True,
         peers: Iterable[tuple[int, int]] | None = None,
         seed: int = 0,
         compiled: Callable[[Program], Compiled] | None = None,
@@ -183,6 +188,7 @@ class StandIn:
         assert 0 <= devices <= 8
         self.devices = devices
         self.memory_bytes = memory
+        self.locks_readonly = locks_readonly
         pairs = ((one, other) for one in range(devices) for other in range(devices))
         self.peers = {pair for pair in (pairs if peers is None else peers) if pair[0] != pair[1]}
         self.enabled: set[tuple[int, int]] = set()
@@ -201,6 +207,8 @@ class StandIn:
         self._next = [(device + 1) << 40 for device in range(devices)]
         self._blocks: list[Block] = []
         self._registered: list[Block] = []
+        self._mappings: dict[int, str] = {}
+        """By address: what was mapped where memory was registered."""
         self._streams: dict[int, StreamState] = {}
         self._events: dict[int, EventState] = {}
         self._known: Clock = {}
@@ -227,6 +235,9 @@ class StandIn:
             for state in self._streams.values():
                 while self.dead is None and state.waiting:
                     self._complete(state.waiting[-1])
+        for block in self._registered:
+            if _mapping_of(block.address) != self._mappings[block.address]:
+                self.mistake("memory was unmapped while it was registered")
         if self.mistakes:
             raise self.mistakes[0]
 
@@ -291,7 +302,13 @@ class StandIn:
         for block in self._registered:
             if host.address < block.end and block.address < host.address + host.nbytes:
                 raise error(712)
-        self._registered.append(Block(-1, host.address, _host_bytes(host)))
+        mapping = _mapping_of(host.address)
+        if is_readonly and not self.locks_readonly:
+            raise error(801)
+        if not (is_readonly or mapping.startswith("rw")):  # as CUDA has it
+            raise error(1)
+        self._registered.append(Block(-1, host.address, _host_bytes(host), is_readonly=is_readonly))
+        self._mappings[host.address] = mapping
 
     @call
     def unregister(self, host: Host) -> None:
@@ -542,6 +559,8 @@ class StandIn:
             self._complete(operation)
             _merge(self._known, self._streams[stream.handle].clock)
             return
+        if locked.is_readonly:
+            raise self.mistake("a copy into memory that is registered as read-only")
         begin = into.address - locked.address
         # It is NaN until then, unless a copy that comes before still reads it.
         is_checked = self._is_idle(locked, begin, begin + nbytes, writes=False)
@@ -657,6 +676,16 @@ def _merge(clock: Clock, other: Clock) -> None:
     for key, time in other.items():
         if clock.get(key, 0) < time:
             clock[key] = time
+
+
+def _mapping_of(address: int) -> str:
+    """Return rights and file of what this process has mapped at an address: `rw-s 1f:02 4711`; empty: nothing."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, rights, _, device, inode = line.split()[:5]
+        begin, end = (int(each, 16) for each in place.split("-"))
+        if begin <= address < end:
+            return "%s %s %s" % (rights, device, inode)
+    return ""
 
 
 def _host_bytes(host: Host) -> np.ndarray[Any, Any]:

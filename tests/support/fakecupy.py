@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from distrun_runtime.arrays.segments import BLOCKS
+
 NAMES = {
     2: "cudaErrorMemoryAllocation: out of memory",
     35: "cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version",
@@ -153,6 +155,7 @@ class FakeModule:
 def install(monkeypatch: pytest.MonkeyPatch, devices: int = 2) -> FakeCupy:
     """Put the module where `import cupy` finds it."""
     cupy = FakeCupy(devices)
+    monkeypatch.setattr(BLOCKS, "_watcher", None)  # nor does one stay
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     for name in ("cupy_backends", "cupy_backends.cuda", "cupy_backends.cuda.api"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))

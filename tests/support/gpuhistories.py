@@ -13,7 +13,7 @@ from distrun_runtime.arrays.cuda import Host, Pointer, Stream
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 from distrun_runtime.arrays.segments import address_of
-from distrun_runtime.ops import compression
+from distrun_runtime.ops import compression, optimizers, update
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 
@@ -295,6 +295,27 @@ def written(device: GpuDevice, given: Array, left: Array, turn: int) -> tuple[Gp
     return device.put(given), remains
 
 
+def a_rule_steps_over_a_weight(machine: Machine) -> None:
+    device, rule = machine.gpus.get(0), optimizers.make("sgd", {"momentum": 0.9})
+    weight = values((300,), F32)
+    mine, state = device.put(weight), rule.new_state(weight)
+    there = update.new_state(rule, mine)
+    for turn in range(5):
+        given = [values((300,), F32, 10 * turn + seed) for seed in range(2)]
+        parts = [device.put(each) for each in given]
+        update.step(rule, mine, parts, there, optimizers.PLAIN)
+        update.step(rule, weight, given, state, optimizers.PLAIN, device=CpuDevice())
+        if turn < 2:  # who waits for one has waited for the other
+            check(device.host(there["momentum"]), np.asarray(state["momentum"]))
+        elif turn == 2:
+            check(device.host(mine), weight)
+        while parts:
+            parts.pop(-(turn % 2))
+        later = [device.put(each) for each in reversed(given)]  # where the parts were
+        for each, expected in zip(later, reversed(given), strict=True):
+            check(device.host(each), expected)
+
+
 HISTORIES: dict[str, Callable[[Machine], None]] = {
     each.__name__: each
     for each in (
@@ -310,6 +331,7 @@ HISTORIES: dict[str, Callable[[Machine], None]] = {
         lists_from_everywhere_are_gathered,
         many_arrays_are_copied_with_one_wait,
         values_are_compressed,
+        a_rule_steps_over_a_weight,
     )
 }
 EACH_HISTORY = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)

@@ -14,6 +14,7 @@ from distrun_runtime.arrays import cupydriver, dtypes, find
 from distrun_runtime.arrays.cuda import Cuda, Driver
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.arrays.gpu import Gpus
+from distrun_runtime.arrays.segments import BLOCKS, Blocks
 
 
 class Machine:
@@ -21,13 +22,21 @@ class Machine:
 
     Arguments:
         driver: what goes between the two: given the stand-in, it returns the driver to use.
+        blocks: shared memory that the devices page-lock.
         options: for the stand-in.
     """
 
-    def __init__(self, devices: int = 2, *, driver: Callable[[StandIn], Driver] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        devices: int = 2,
+        *,
+        driver: Callable[[StandIn], Driver] | None = None,
+        blocks: Blocks | None = None,
+        **options: Any,
+    ) -> None:
         self.standin = StandIn(devices, compiled=cxx.compiled, **options)
         self.cuda = Cuda(self.standin if driver is None else driver(self.standin))
-        self.gpus = Gpus(self.cuda, wait_s=60)
+        self.gpus = Gpus(self.cuda, wait_s=60, blocks=blocks)
 
     def finish(self) -> None:
         self.standin.finish()
@@ -42,6 +51,7 @@ def gpus_of_process(machine: Machine) -> Iterator[Machine]:
         yield machine
     finally:
         cupydriver._opened[:], find._gpus[:] = opened, gpus
+        BLOCKS.watch(None)
 
 
 def values(shape: tuple[int, ...], dtype: DType, seed: int = 0) -> Array:

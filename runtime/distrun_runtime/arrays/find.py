@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from distrun_runtime.arrays.cpu import CpuDevice, Threads
 from distrun_runtime.arrays.device import Device
-from distrun_runtime.arrays.segments import Pool
+from distrun_runtime.arrays.segments import BLOCKS, Pool
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError
 
@@ -73,5 +73,6 @@ def gpus() -> Gpus:
     with _lock:
         if not _gpus:
             wait_s = environ.read("DISTRUN_OP_TIMEOUT") * WAIT_OF_CALL
-            _gpus.append(Gpus(opened, wait_s=wait_s, has_peers=environ.read("MXNET_ENABLE_GPU_P2P")))
+            has_peers = environ.read("MXNET_ENABLE_GPU_P2P")
+            _gpus.append(Gpus(opened, wait_s=wait_s, has_peers=has_peers, blocks=BLOCKS))
     return _gpus[0]

@@ -31,7 +31,7 @@ from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
 from distrun_runtime.arrays.gpumemory import Memory, PageLocked, Pool, Staging
 from distrun_runtime.arrays.programs import Program
 from distrun_runtime.arrays.queues import Order
-from distrun_runtime.arrays.segments import address_of
+from distrun_runtime.arrays.segments import Blocks, address_of
 from distrun_runtime.errors import KVError
 
 __all__ = ["GpuArray", "GpuDevice", "Gpus"]
@@ -265,12 +265,10 @@ class GpuDevice:
         listed = self._list_of([outs], Write)
         _check_size(listed.size, bucket)
         kind = programs.kind_of(bucket.dtype)
-        arguments: list[Argument] = [Read(bucket.pointer, bucket.nbytes), listed.offsets, listed.table, listed.tensors]
-        self.launch(
-            *(programs.sums(kind, kind), "scatter", arguments, bucket.size),
-            reads=[bucket, listed.memory],
-            writes=outs,
-        )
+        source = Read(bucket.pointer, bucket.nbytes)
+        arguments: list[Argument] = [source, listed.offsets, listed.table, listed.tensors]
+        used = [bucket, listed.memory]
+        self.launch(programs.sums(kind, kind), "scatter", arguments, bucket.size, reads=used, writes=outs)
 
     def split(self, size: int, work: Callable[[slice], None]) -> None:
         """Call `work` with slice(0, size): a GPU shares the work by itself."""
@@ -507,11 +505,9 @@ class GpuDevice:
         arguments: list[Argument] = [listed.table, listed.offsets, Write(bucket.pointer, bucket.nbytes)]
         if number > programs.FEW:
             arguments.append(np.int64(number))
-        self.launch(
-            *(program, programs.gather_of(number), [*arguments, listed.tensors], bucket.size),
-            reads=[*itertools.chain(*columns), listed.memory],
-            writes=[bucket],
-        )
+        arguments.append(listed.tensors)
+        used = [*itertools.chain(*columns), listed.memory]
+        self.launch(program, programs.gather_of(number), arguments, bucket.size, reads=used, writes=[bucket])
 
     def _list_of(self, columns: Sequence[Sequence[GpuArray]], access: type[Read] | type[Write]) -> _Listed:
         """Return a list of tensors for a kernel: for each part a column of as many arrays as there are tensors."""
@@ -618,9 +614,11 @@ class Gpus:
     Arguments:
         wait_s: seconds that the host waits for a GPU at most.
         has_peers: copy directly between GPUs that allow it.
+        blocks: shared memory that is page-locked once a device is used; None: none is.
     """
 
-    def __init__(self, cuda: Cuda, *, wait_s: float, has_peers: bool = True) -> None:
+    def __init__(self, cuda: Cuda, *, wait_s: float, has_peers: bool = True, blocks: Blocks | None = None) -> None:
+        self._blocks = blocks
         self._has_peers = has_peers
         self.order = Order(cuda, wait_s=wait_s)
         self.locked = PageLocked(self.order)
@@ -652,4 +650,6 @@ class Gpus:
                 self._devices[name] = GpuDevice(
                     self.order, physical, name, self.locked, limit=limit, has_peers=self._has_peers
                 )
+                if self._blocks is not None and len(self._devices) == 1:
+                    self._blocks.watch(self.locked)
             return self._devices[name]

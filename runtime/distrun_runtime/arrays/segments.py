@@ -25,14 +25,27 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array, DType
+from distrun_runtime.errors import RuntimeFault
 
-__all__ = ["PAGE", "Pool", "Segment", "address_of", "has_fixed_size", "memory_left", "seal", "stitched"]
+__all__ = [
+    "BLOCKS",
+    "LINE",
+    "PAGE",
+    "Blocks",
+    "Pool",
+    "Segment",
+    "address_of",
+    "has_fixed_size",
+    "memory_left",
+    "seal",
+    "stitched",
+]
 
 PAGE = mmap.PAGESIZE
 FIRST_BYTES = 16 * 1024 * 1024
@@ -46,6 +59,63 @@ _NUMBERS = itertools.count(1)
 
 _SHRINK, _GROW, _FUTURE_WRITE, _ADD_SEALS, _GET_SEALS = 0x2, 0x4, 0x10, 1033, 1034
 """Of fcntl(2): Python names them from 3.13 on, or not at all."""
+
+
+class Watcher(Protocol):
+    """Who wants to know of blocks of shared memory, such as the GPUs of this process, which page-lock them."""
+
+    def lock(self, memory: Array, *, is_readonly: bool = False) -> bool:
+        """Take in a block."""
+
+    def unlock(self, memory: Array) -> None:
+        """A block is about to go. The watcher keeps the memory as long as it needs it."""
+
+
+class Blocks:
+    """The blocks of shared memory that this process has mapped, its own and those of others, and who watches them.
+
+    An error of a watcher ends nothing: the block is used as it is. A child that is forked tells nobody of its blocks.
+    Threads: any. It has no lock, which a forked child might find locked.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[mmap.mmap], bool]] = {}
+        """By id: the block, and whether it is read-only."""
+        self._watcher: tuple[int, Watcher] | None = None
+        """With its process."""
+
+    def add(self, memory: mmap.mmap, *, is_readonly: bool = False) -> None:
+        """A block was mapped."""
+        known, key = self._known, id(memory)
+        known[key] = weakref.ref(memory, lambda _: known.pop(key, None)), is_readonly
+        # Who watches from now on may hear of it twice.
+        self._tell(memory, is_readonly=is_readonly)
+
+    def drop(self, memory: mmap.mmap) -> None:
+        """A block is not needed any more: it is unmapped when nothing refers to it."""
+        self._known.pop(id(memory), None)
+        watcher = self._watcher
+        if watcher is not None and watcher[0] == os.getpid():
+            with contextlib.suppress(RuntimeFault):
+                watcher[1].unlock(np.frombuffer(memory, np.uint8))
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """Tell a watcher of all blocks, those of now and later ones; None: nobody any more."""
+        self._watcher = None if watcher is None else (os.getpid(), watcher)
+        for reference, is_readonly in list(self._known.values()):
+            memory = reference()
+            if memory is not None:
+                self._tell(memory, is_readonly=is_readonly)
+
+    def _tell(self, memory: mmap.mmap, *, is_readonly: bool) -> None:
+        watcher = self._watcher
+        if watcher is not None and watcher[0] == os.getpid():
+            with contextlib.suppress(RuntimeFault):
+                watcher[1].lock(np.frombuffer(memory, np.uint8), is_readonly=is_readonly)
+
+
+BLOCKS = Blocks()
+"""Those of this process."""
 
 
 @dataclass(eq=False)
@@ -149,6 +219,7 @@ class Pool:
                 continue
             if not self._is_inherited:
                 segment.memory.madvise(mmap.MADV_DONTFORK)
+            BLOCKS.add(segment.memory)
             self._segments.append(segment)
             self._places = sorted([*self._places, (segment.address, segment)], key=lambda place: place[0])
             self.why_not = ""

@@ -13,10 +13,10 @@ import numpy as np
 
 from distrun_runtime.arrays.arena import Arena, Run
 from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, copy, is_host, on_host
-from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
+from distrun_runtime.arrays.dtypes import Array, DType, is_float, work_dtype
 from distrun_runtime.errors import KVError
+from distrun_runtime.ops import compression, update
 from distrun_runtime.ops import optimizers as rules
-from distrun_runtime.ops import update
 from distrun_runtime.ops.optimizers import Knobs, NormRule, Prepared
 from distrun_runtime.ops.reduce import Contribution, Dense, Sum
 from distrun_runtime.protocol.message import DTYPES
@@ -183,8 +183,12 @@ class Values:
         if rule is not None and not update.can_fuse(rule):
             text = "store %d: weights on %s cannot be updated by rule %r"
             raise KVError(text % (self.store.number, device.name, rule.name))
+        given = [DTYPES[code] for code in codes]
+        if any(is_float(dtype) for dtype in given):
+            # Workers may compress what they send from any round on. One codec stands for all.
+            compression.named("2bit").prepare(device)
         if rule is not None:
-            update.prepare(rule, [DTYPES[code] for code in codes], device)
+            update.prepare(rule, given, device)
 
     def place(self, shards: Array, code: int) -> None:
         """Give new shards of one dtype their places, next to each other."""

@@ -40,7 +40,7 @@ import numpy as np
 
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.arrays.segments import PAGE, Pool, address_of, has_fixed_size, seal
+from distrun_runtime.arrays.segments import BLOCKS, PAGE, Pool, address_of, has_fixed_size, seal
 
 __all__ = ["NotShared", "Reference", "Segments"]
 
@@ -383,6 +383,7 @@ class Segments:
             if fd < 0 or not has_fixed_size(fd) or os.fstat(fd).st_size != size:
                 raise NotShared("what it sent is no segment")
             peer.mapped[number] = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+            BLOCKS.add(peer.mapped[number], is_readonly=True)
         except (OSError, ValueError) as err:
             raise NotShared("a segment cannot be mapped: %s" % err) from err
         finally:
@@ -399,6 +400,8 @@ class Segments:
             tried[0].close()
         peer = self._peers.pop(link, None)
         if peer is not None:
+            for memory in peer.mapped.values():
+                BLOCKS.drop(memory)
             peer.mapped.clear()
             self._leaving.append(peer)
 

@@ -289,11 +289,14 @@ def test_what_a_gpu_does_not_hold_is_refused_by_name(machine: Machine) -> None:
         other.values.place(rows, 0)
 
 
-def test_the_kernels_of_a_rule_are_compiled_before_its_first_round(machine: Machine) -> None:
+def test_the_kernels_of_rules_and_codecs_are_compiled_before_the_first_round(machine: Machine) -> None:
     side = Side("gpu:0")
     side.set_rule("rmsprop", wd=0.1)
     loaded = machine.standin.calls["load"]
     for number in (1, 2):
         side.do(work.Add(1, number, side.batch(number, number)))
         side.do(work.Apply(side.store, number, side.shards, rank=0, last=side.batch(7, number)))
+    how = How(2, compression.numbered(2).check({}), 0.5)
+    side.do(work.Apply(side.store, 3, side.shards, rank=0, last=side.batch(8, 3, how)))
+    assert len(side.pulled(2, **how.params)) == len(SIZES)
     assert machine.standin.calls["load"] == loaded
