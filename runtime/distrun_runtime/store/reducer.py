@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
 
@@ -26,13 +26,13 @@ from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError
 from distrun_runtime.store import kinds
-from distrun_runtime.store.base import KeyRecord, Value
+from distrun_runtime.store.base import KeyRecord, Value, named
 from distrun_runtime.store.compress import Compressor
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
 
 if TYPE_CHECKING:  # Most processes use no GPU.
-    from distrun_runtime.arrays.gpu import GpuDevice
+    from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 
 __all__ = ["DeviceReducer", "Placement", "Reducer", "is_on_gpu", "place", "reducer_for"]
 
@@ -186,8 +186,8 @@ class DeviceReducer(Reducer):
         for number, ((record, values), total) in enumerate(zip(items, sums, strict=True)):
             if not is_on_gpu(total) or self._sender.of(record) is None:
                 numbers.append(number)
-            elif len(values) == 1:  # the caller's, who gets it back before the sum is sent
-                total = total.device.put(total)
+            elif total is values[0]:  # the caller's, who gets it back before the sum is sent
+                total = cast(Any, total).device.put(total)
             result.append(total)
         for number, total in zip(numbers, self._on_host([sums[number] for number in numbers]), strict=True):
             result[number] = total
@@ -206,14 +206,34 @@ class DeviceReducer(Reducer):
             ]
 
     def _sums(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> list[Value]:
-        return [self._sum(record, values) for record, values in items]
+        """Return the sums. Those that one GPU makes of values of one dtype lie end to end, made by one kernel."""
+        result: list[Value] = []
+        together: dict[tuple[GpuDevice, DType], list[int]] = {}
+        for number, (record, values) in enumerate(items):
+            gpu = self._gpu(record, values) if self._is_gathered(record, values) else None
+            if gpu is not None:
+                together.setdefault((gpu, record.dtype), []).append(number)
+            result.append(self._sum(record, values) if gpu is None else values[0])
+        for (gpu, dtype), numbers in together.items():
+            its = [items[number] for number in numbers]
+            try:
+                bucket = gpu.empty((sum(record.size for record, _ in its),), dtype)
+                gpu.gather([cast("Sequence[Array]", values) for _, values in its], bucket)
+            except KVError as err:
+                raise KVError("%s: %s" % (named(record.key for record, _ in its), err)) from err
+            at = 0
+            for number, (record, _) in zip(numbers, its, strict=True):
+                result[number] = cast(Any, bucket[at : at + record.size].reshape(record.shape))
+                at += record.size
+        return result
+
+    def _is_gathered(self, record: KeyRecord, values: Sequence[Value]) -> bool:
+        """Whether a sum may share a kernel. A single value is copied so only if it is to be sent."""
+        is_made = len(values) > 1 or self.compressor is None
+        return is_made and bool(record.size) and not any(isinstance(value, RowSparse) for value in values)
 
     def _total(self, record: KeyRecord, arrays: Sequence[DeviceArray]) -> DeviceArray:
-        device = self._gpu(record, arrays) or self._cpu(record, len(arrays))
-        try:
-            return device.total(arrays)
-        except KVError as err:
-            raise KVError("key %r: %s" % (record.key, err)) from err
+        return (self._gpu(record, arrays) or self._cpu(record, len(arrays))).total(arrays)
 
     def _cpu(self, record: KeyRecord, count: int) -> Device:
         with self._lock:
@@ -222,7 +242,7 @@ class DeviceReducer(Reducer):
             chosen: Device = self.cpus.device(record, self._cpus[:count])
             return chosen
 
-    def _gpu(self, record: KeyRecord, arrays: Sequence[DeviceArray]) -> GpuDevice | None:
+    def _gpu(self, record: KeyRecord, arrays: Sequence[Value]) -> GpuDevice | None:
         """Return where a key is summed that has values on GPUs; None: it has none there."""
         gpus = list(dict.fromkeys(array.device for array in arrays if is_on_gpu(array)))
         if not gpus:
@@ -286,8 +306,18 @@ def place(sizes: Mapping[Key, int], devices: int, before: Mapping[Key, int] | No
 
 
 def _read(arrays: Sequence[DeviceArray], out: Array) -> None:
-    """Copy arrays of GPUs to host memory, one after the other."""
-    at = 0
+    """Copy arrays of GPUs to host memory, one after the other; what lies end to end on its GPU, at once."""
+    pairs: dict[GpuDevice, list[tuple[GpuArray, Array]]] = {}
+    runs: list[GpuArray] = []
     for array in arrays:
-        array.device.read(array.reshape(-1), out[at : at + array.size])
-        at += array.size
+        flat, last = array.reshape(-1), runs[-1] if runs else None
+        if last is not None and flat.memory is last.memory and flat.begin == last.begin + last.nbytes:
+            runs[-1] = type(last)(last.device, last.memory, last.begin, (last.size + flat.size,), last.dtype)
+        else:
+            runs.append(flat)
+    at = 0
+    for run in runs:
+        pairs.setdefault(run.device, []).append((run, out[at : at + run.size]))
+        at += run.size
+    for gpu, its in pairs.items():
+        gpu.read_all(its)

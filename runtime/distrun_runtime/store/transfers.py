@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -34,6 +34,9 @@ from distrun_runtime.store.link import StoreLink
 from distrun_runtime.store.outcome import Take
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
+
+if TYPE_CHECKING:  # Most processes use no GPU.
+    from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 
 __all__ = ["Taking", "Transfers"]
 
@@ -463,6 +466,8 @@ def _fill_devices(
             apart.append((whole, arrays))
             arrays = [whole]
         targets.append([array.reshape(-1) for array in arrays])
+    # All of a GPU's at once: it is waited for once.
+    pairs: dict[GpuDevice, list[tuple[GpuArray, Array]]] = {}
     for portion, reply in zip(route.portions, replies, strict=True):
         if not portion.is_plain:
             _decode(portion, reply, [arrays[0] if arrays else _NOTHING for arrays in targets])
@@ -470,7 +475,13 @@ def _fill_devices(
         _check_answer(portion, reply)
         for item, offset, elements in portion.pieces(reply.payloads):
             for target in targets[item]:
-                copy(elements, target[offset : offset + len(elements)])
+                run = target[offset : offset + len(elements)]
+                if is_host(run):
+                    copy(elements, run)
+                else:
+                    pairs.setdefault(run.device, []).append((run, elements))
+    for gpu, its in pairs.items():
+        gpu.write_all(its)
     for whole, arrays in apart:
         for out in arrays:
             copy(whole, out)

@@ -15,13 +15,15 @@ from gpukit import Machine, values
 from gpustores import Store, host, put
 
 from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.cpu import Threads
 from distrun_runtime.arrays.device import is_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.ps.session import Session
-from distrun_runtime.store.base import CallOptions
+from distrun_runtime.store.base import CallOptions, KeyRecord
 from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.dist import DistBackend
 from distrun_runtime.store.local import LocalBackend
+from distrun_runtime.store.reducer import DeviceReducer
 
 F32 = np.dtype(np.float32)
 PLACES = ["gpu:0", "gpu:1", "gpu:0/0", "gpu:0/1", "host"]
@@ -205,3 +207,28 @@ def test_a_gpus_outputs_of_a_skipped_round_stay_as_they_are(machine: Machine) ->
         return host(out).tobytes()
 
     assert in_a_job(script, "dist_device_sync", "inproc") == [np.full(100, 7, F32).tobytes()] * 2
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_list_from_one_gpu_is_summed_by_one_kernel_and_copied_to_the_stores_memory_at_once(
+    machine: Machine, count: int
+) -> None:
+    made: list[Array] = []
+
+    def memory(shape: tuple[int, ...], dtype: Any) -> Array:
+        made.append(np.empty(shape, dtype))
+        return made[-1]
+
+    reducer = DeviceReducer(Threads(), memory)
+    given = [[values(shape, F32, 10 * n + k) for k in range(count)] for n, shape in enumerate(SHAPES)]
+    records = [KeyRecord.of(n, n, each[0]) for n, each in enumerate(given)]
+    items = [(r, [put(machine, "gpu:0", each) for each in its]) for r, its in zip(records, given, strict=True)]
+    reducer.know(records)
+    reducer.reduce(items)
+    made.clear()
+    calls = machine.standin.calls
+    launches, copies = calls["launch"], calls["copy"]
+    sums = reducer.reduce(items)
+    assert (calls["launch"] - launches, calls["copy"] - copies, len(made)) == (1, 1, 1)
+    assert made[0].tobytes() == b"".join(expected(its).tobytes() for its in given)
+    assert all(np.shares_memory(total, made[0]) for total in sums)
