@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from distrun_runtime.arrays.arena import runs
-from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.arrays.device import Buffer, DeviceArray
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
@@ -19,6 +19,9 @@ from distrun_runtime.protocol.message import Flag, Message, Payload
 from distrun_runtime.ps import work
 from distrun_runtime.ps.replies import refusal
 from distrun_runtime.ps.values import Values
+
+if TYPE_CHECKING:  # most servers use no GPU
+    from distrun_runtime.arrays.gpu import GpuDevice
 
 _JOINED_FRAMES = 16
 _JOINED_BYTES = 64 * 1024
@@ -102,10 +105,13 @@ def frames_of(lent: Lent) -> list[Buffer]:
     values, shards, sides = lent.values, lent.shards, lent.sides
     cuts = (np.flatnonzero(sides[1:] != sides[:-1]) + 1).tolist()
     arena = values.arenas[int(values.store.dtype[shards[0]])]
-    found = [
-        values.device.frame(arena.view(run.begin, run.end, int(sides[run.first])))
+    views = [
+        arena.view(run.begin, run.end, int(sides[run.first]))
         for run in runs(values.at[shards], values.store.length[shards], cuts)
     ]
+    if not values.is_on_host:
+        return [_copied(values, views).data]
+    found = [values.device.frame(view) for view in views]
     size = sum(memoryview(each).nbytes for each in found)
     if len(found) > _JOINED_FRAMES and size < _JOINED_BYTES * len(found):
         return [b"".join(found)]
@@ -118,10 +124,33 @@ def _frames_in_order(lent: Sequence[Lent], count: int) -> list[Buffer]:
         lent_now = each.payloads
         if lent_now is None:
             sides = zip(each.shards.tolist(), each.sides.tolist(), strict=True)
-            lent_now = [each.values.device.frame(each.values.view(shard, side)) for shard, side in sides]
+            lent_now = _frames(each.values, [each.values.view(shard, side) for shard, side in sides])
         for at, payload in zip(each.at.tolist(), lent_now, strict=True):
             payloads[at] = payload
     return payloads
+
+
+def _frames(values: Values, arrays: Sequence[DeviceArray]) -> list[Buffer]:
+    """Return the bytes of each of some flat arrays, to be sent."""
+    if values.is_on_host:
+        return [values.device.frame(array) for array in arrays]
+    memory, at, frames = _copied(values, arrays), 0, list[Buffer]()
+    for array in arrays:
+        frames.append(memory[at : at + array.nbytes].data)
+        at += array.nbytes
+    return frames
+
+
+def _copied(values: Values, arrays: Sequence[DeviceArray]) -> Array:
+    """Return the bytes of flat arrays of a GPU, end to end, in memory that processes of this host read where it is."""
+    memory: Array = values.host.empty((sum(array.nbytes for array in arrays),), np.dtype(np.uint8), is_sent=True)
+    pairs, at = [], 0
+    for array in arrays:
+        pairs.append((array, memory[at : at + array.nbytes].view(array.dtype)))
+        at += array.nbytes
+    gpu: GpuDevice = arrays[0].device
+    gpu.read_all(pairs)
+    return memory
 
 
 def _is_one_dtype(entries: Array) -> bool:

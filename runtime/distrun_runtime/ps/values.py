@@ -106,6 +106,8 @@ class Values:
 
     def __init__(self, store: Store, device: Device) -> None:
         self.store = store
+        self.host = device
+        """Has the answers of a store that is on a GPU."""
         self.device = device
         self.arenas: dict[int, Arena] = {}
         """By code of dtype."""

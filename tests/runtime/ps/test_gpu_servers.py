@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from history_server import Piece, data, raw
 
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays import find as devices
+from distrun_runtime.arrays.segments import Pool, address_of
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression, fuse
 from distrun_runtime.ops import optimizers as rules
@@ -42,8 +44,8 @@ def machine() -> Iterator[Machine]:
 class Side:
     """An engine whose values are on one kind of device, with a store of three keys."""
 
-    def __init__(self, asked: str, *, deterministic: bool = False) -> None:
-        host = devices.get("cpu:0")
+    def __init__(self, asked: str, *, deterministic: bool = False, memory: Pool | None = None) -> None:
+        host = devices.get("cpu:0", memory=memory)
         placement = Placement(host, asked)
         placement.open()
         self.engine = Engine(host, placement=placement, much_bytes=1 << 40)
@@ -93,9 +95,9 @@ class Side:
         ).entries
         reply = self.do(work.Deliver(ticket, "w0", data(Kind.PULL), entries))
         assert not reply.message.is_error
-        frames = [bytes(frame) for frame in reply.message.payloads]
+        self.frames = reply.message.payloads
         self.engine.sent(reply.lent, None)
-        return frames
+        return [bytes(frame) for frame in self.frames]
 
     @property
     def values(self) -> Values:
@@ -300,3 +302,13 @@ def test_the_kernels_of_rules_and_codecs_are_compiled_before_the_first_round(mac
     side.do(work.Apply(side.store, 3, side.shards, rank=0, last=side.batch(8, 3, how)))
     assert len(side.pulled(2, **how.params)) == len(SIZES)
     assert machine.standin.calls["load"] == loaded
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd_create")
+@pytest.mark.parametrize("asked", ON)
+def test_answers_are_in_memory_that_workers_of_the_host_read_where_it_is(machine: Machine, asked: str) -> None:
+    pool = Pool()
+    side = Side(asked, memory=pool)
+    assert b"".join(side.pulled()) == b"".join(Side(asked).pulled())
+    frames = [np.frombuffer(frame, np.uint8) for frame in side.frames]
+    assert all(pool.find(address_of(frame), frame.nbytes) for frame in frames)
