@@ -267,6 +267,19 @@ class Portion:
         for item, offset, length in zip(self.items.tolist(), *columns, strict=True):
             yield item, offset, given.take(length)
 
+    def runs(self, payloads: Sequence[Buffer]) -> Iterator[tuple[Sequence[int], int, Array]]:
+        """Yield the elements in an answer, in as few runs as there can be.
+
+        Each with the places of the keys whose whole values it has, end to end, and 0; or with the place of one key, and
+        the offset in its value.
+        """
+        given = _Elements(payloads, self.dtype)
+        for part in self.parts:
+            if isinstance(part, _Small):
+                yield part.items, 0, given.take(part.size)
+            else:
+                yield [part.item], part.begin, given.take(part.end - part.begin)
+
     def scatter(self, payloads: Sequence[Buffer], outs: Sequence[Array]) -> None:
         """Write the elements of an answer into outputs, by place; those of `Route.runs` are C-contiguous."""
         given = _Elements(payloads, self.dtype)

@@ -468,20 +468,35 @@ def _fill_devices(
         targets.append([array.reshape(-1) for array in arrays])
     # All of a GPU's at once: it is waited for once.
     pairs: dict[GpuDevice, list[tuple[GpuArray, Array]]] = {}
+    buckets: list[tuple[GpuArray, list[GpuArray]]] = []
+    """Small values as they came, end to end, and where they are to be."""
     for portion, reply in zip(route.portions, replies, strict=True):
         if not portion.is_plain:
             _decode(portion, reply, [arrays[0] if arrays else _NOTHING for arrays in targets])
             continue
         _check_answer(portion, reply)
-        for item, offset, elements in portion.pieces(reply.payloads):
-            for target in targets[item]:
-                run = target[offset : offset + len(elements)]
-                if is_host(run):
-                    copy(elements, run)
+        for items, offset, elements in portion.runs(reply.payloads):
+            found: dict[GpuDevice, list[tuple[int, GpuArray, Array]]] = {}
+            at = 0
+            for item in items:
+                size = records[item].size if len(items) > 1 else len(elements)
+                for target in targets[item]:
+                    run, piece = target[offset : offset + size], elements[at : at + size]
+                    if is_host(run):
+                        copy(piece, run)
+                    else:
+                        found.setdefault(run.device, []).append((item, run, piece))
+                at += size
+            for gpu, its in found.items():
+                if len(items) > 1 and [item for item, _, _ in its] == list(items):
+                    buckets.append((gpu.empty(elements.shape, elements.dtype), [run for _, run, _ in its]))
+                    pairs.setdefault(gpu, []).append((buckets[-1][0], elements))
                 else:
-                    pairs.setdefault(run.device, []).append((run, elements))
-    for gpu, its in pairs.items():
-        gpu.write_all(its)
+                    pairs.setdefault(gpu, []).extend((run, piece) for _, run, piece in its)
+    for gpu, copies in pairs.items():
+        gpu.write_all(copies)
+    for bucket, runs in buckets:
+        bucket.device.scatter(bucket, runs)
     for whole, arrays in apart:
         for out in arrays:
             copy(whole, out)

@@ -232,3 +232,31 @@ def test_a_list_from_one_gpu_is_summed_by_one_kernel_and_copied_to_the_stores_me
     assert (calls["launch"] - launches, calls["copy"] - copies, len(made)) == (1, 1, 1)
     assert made[0].tobytes() == b"".join(expected(its).tobytes() for its in given)
     assert all(np.shares_memory(total, made[0]) for total in sums)
+
+
+def test_small_values_come_to_a_gpu_by_one_copy_a_server_and_are_scattered_there(machine: Machine) -> None:
+    shapes = [(5, 3), (7,), (), (0,), (70, 2), (11,)]
+
+    def script(backend: DistBackend, rank: int) -> tuple[int, list[bytes]]:
+        store = Store(backend, {n: values(shape, F32, n) for n, shape in enumerate(shapes)})
+        outs = [[put(machine, "gpu:0", np.zeros(shape, F32))] for shape in shapes]
+        twice = [*[[each[0], each[0]] for each in outs[:2]], *outs[2:]]
+        store.pull(outs)
+        machine.gpus.get(0).synchronize()
+        copies = machine.standin.calls["copy"]
+        store.pull(outs)
+        copies = machine.standin.calls["copy"] - copies
+        store.pull(twice)  # more outputs than values: each by itself
+        return copies, [host(out).tobytes() for (out,) in outs]
+
+    def work(session: Session) -> Any:
+        backend = DistBackend("dist_device_sync", session)
+        try:
+            return script(backend, backend.rank)
+        finally:
+            backend.close()
+
+    with Cluster(1, 2, over="inproc") as job:
+        ((copies, found),) = job.run_sessions(work)
+    assert copies == 2
+    assert found == [values(shape, F32, n).tobytes() for n, shape in enumerate(shapes)]
