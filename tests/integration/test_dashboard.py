@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import struct
 import subprocess
-import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,8 +27,7 @@ class Watcher(Session):
     """A terminal of 100x30 with a command of ours."""
 
     def __init__(self, distrun: Distrun, *words: str) -> None:
-        super().__init__(distrun.argv(*words), {**distrun.env, "TERM": "xterm"}, distrun.work)
-        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+        super().__init__(distrun.argv(*words), {**distrun.env, "TERM": "xterm"}, distrun.work, size=(100, 30))
 
 
 @pytest.fixture

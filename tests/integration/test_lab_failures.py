@@ -494,10 +494,12 @@ def test_an_agent_that_is_killed_leaves_nothing(which: str, lab: Site) -> None:
 
 
 def freeze(lab: Site, host: str, *, agent: int = 0, guard: int = 0) -> None:
-    """Send signals to the agent and the guard of a host, the guard first."""
+    """Send signals to the agent and the guard of a host."""
     found = agents(lab, host)
     assert len(found) == 2, [str(process) for process in lab.strangers()]
-    for process, number in zip(found, (guard, agent), strict=True):
+    # Who is to be stopped comes first: it would end by itself when the other one dies.
+    pairs = sorted(zip((guard, agent), found, strict=True), key=lambda pair: pair[0] != signal.SIGSTOP)
+    for number, process in pairs:
         if number:
             os.kill(process.pid, number)
 

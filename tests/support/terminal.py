@@ -7,6 +7,7 @@ import fcntl
 import os
 import pty
 import select
+import struct
 import subprocess
 import termios
 import time
@@ -49,9 +50,24 @@ class Terminal:
 class Session:
     """A terminal with a process in a session of its own, as a shell's foreground job."""
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, leads: bool = True) -> None:
-        """`leads`: the process is the session's first; otherwise what it starts makes the session (`setsid --ctty`)."""
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: Path,
+        leads: bool = True,
+        *,
+        size: tuple[int, int] | None = None,
+    ) -> None:
+        """Start it.
+
+        Arguments:
+            leads: the process is the session's first; otherwise what it starts makes the session (`setsid --ctty`).
+            size: columns and rows; None: the terminal does not say.
+        """
         self._ours, its = pty.openpty()
+        if size is not None:
+            self.resize(*size)
         self.shown = ""
         # A read may end within a character; and Ctrl-Z drops what the terminal has not taken yet.
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
@@ -71,6 +87,9 @@ class Session:
         while self.shown.count(text) < times:
             assert time.monotonic() < until, self.shown
             self._read(0.1)
+
+    def resize(self, columns: int, rows: int) -> None:
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())

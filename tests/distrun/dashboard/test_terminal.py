@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
 import signal
-import struct
 import sys
 import termios
 from collections.abc import Callable, Iterator
@@ -25,9 +23,6 @@ LIMIT_S = 20.0
 
 class Screen(Session):
     """A session whose terminal is looked at."""
-
-    def resize(self, columns: int, rows: int) -> None:
-        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     @property
     def has_echo(self) -> bool:
@@ -61,8 +56,7 @@ def start(tmp_path: Path, record: Path) -> Iterator[Start]:
 
     def begin(*words: str, command: list[str] | None = None) -> Screen:
         env = {**os.environ, "TERM": "xterm", "PS1": "READY> ", "HISTFILE": ""}
-        screen = Screen(command or argv(record, *words), env, tmp_path)
-        screen.resize(100, 30)
+        screen = Screen(command or argv(record, *words), env, tmp_path, size=(100, 30))
         started.append(screen)
         return screen
 
