@@ -625,8 +625,10 @@ def explanation(records: Sequence[Record], more: Mapping[str, str], place: str) 
     """Return why Grid Engine ended a place (empty: the job); None: it did not."""
     is_array = more.get("kind") == ARRAY
     mine = [each for each in records if not place or (each.task if is_array else each.host) == place] or records
-    # A limit is recorded at one host; the agents of the others were told to stop.
-    for each in [each for each in records if each.failed in _LIMITS] + list(mine):
+    # A limit is recorded at one host; the agents of the others were told to stop. A script that could not be run is
+    # why what was started beside it has died of a signal.
+    ended_last = sorted(mine, key=lambda each: each.failed in (0, _AFTER))
+    for each in [each for each in records if each.failed in _LIMITS] + ended_last:
         if each.failed in _LIMITS:
             return _limit(each)
         if each.failed in _MOVED:

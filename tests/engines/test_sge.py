@@ -139,9 +139,10 @@ def test_a_host_that_is_powered_off_is_lost(lab: SgeSite) -> None:
 
 def test_an_error_state_is_told_and_the_job_deleted(lab: SgeSite) -> None:
     done = lab.launch(*SHORT, "-n", "1", "--engine-arg=-wd", "--engine-arg=/nonexistent", "hostname")
-    assert done.code != 0
-    assert "Eqw" in done.err
-    assert "can't chdir to /nonexistent" in done.err
+    assert done.code not in (0, 143), done.err
+    # Grid Engine keeps the job in this state, or ends it if it was just starting something beside the script.
+    is_kept = "Eqw" in done.err and "can't chdir to /nonexistent" in done.err
+    assert is_kept or "h1 could not run the script: changing into working directory" in done.err, done.err
     lab.nothing_stays()
 
 

@@ -272,6 +272,19 @@ def test_a_host_that_stopped_at_the_time_limit_was_not_cancelled() -> None:
     assert early.code == 143
 
 
+def test_a_script_that_could_not_be_run_is_the_cause_of_what_was_ended_beside_it() -> None:
+    """What was started beside it is the command that brings the secret."""
+    beside = sge.Record("h1", "", 100, "assumedly after job", 0, 0.0, "0.000B", "-pe mpi 1")
+    script = beside._replace(failed=28, failure="changing into working directory")
+    for records in ([beside, script], [script, beside]):
+        found = sge.explanation(records, {"kind": "parallel"}, "h1")
+        assert found is not None
+        assert (found.code, found.text) == (
+            6,
+            "Grid Engine: h1 could not run the script: changing into working directory",
+        )
+
+
 def test_without_accounting_nothing_is_explained() -> None:
     assert sge.parse_accounting("error: job id 99999 not found\n") == []
     assert sge.explanation([], {}, "h2") is None
