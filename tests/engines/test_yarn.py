@@ -45,7 +45,7 @@ def test_a_job_waits_in_a_full_queue_and_is_found_there_when_its_record_is_lost(
     [app] = site.applications()
     _, spec = site.cluster.call("GET", "/app/v1/services/%s?user.name=root" % app["name"])
     assert [row["dest_file"] for row in spec["components"][0]["configuration"]["files"]] == ["distrun-secret"]
-    assert site.files("/user/root/.distrun") == []
+    wait_until(lambda: site.files("/user/root/.distrun") == [], LIMIT_S, "the secret is gone from HDFS")
 
     second = site.begin_launch("-n", "2", "-s", "0", "--queue", "small", WAITS)
     site.heard(second, "queued, ACCEPTED: Application is Activated, waiting for resources to be assigned for AM")
