@@ -354,11 +354,11 @@ def test_the_newest_results_of_each_gpu_are_shown(kept: Any, tmp_path: Path) -> 
 
 def test_a_verdict_says_what_was_reached_missed_and_not_measured(kept: Any) -> None:
     good, bad, shown = a_row(kept, 0.9), a_row(kept, 0.8), a_row(kept, 0.1, goal=None)
-    assert kept.verdict(part_of(kept, good, shown)) == "reached"
-    assert kept.verdict(part_of(kept, good, bad)) == "1 of 2 missed"
-    assert kept.verdict(part_of(kept, good, state="out of time")) == "reached; then out of time"
-    assert kept.verdict(part_of(kept, state="failed")) == "not measured: failed"
-    assert kept.verdict(part_of(kept, shown)) == kept.verdict(None) == "not measured"
+    assert kept.goal_state(part_of(kept, good, shown)) == "reached"
+    assert kept.goal_state(part_of(kept, good, bad)) == "1 of 2 missed"
+    assert kept.goal_state(part_of(kept, good, state="out of time")) == "reached; then out of time"
+    assert kept.goal_state(part_of(kept, state="failed")) == "not measured: failed"
+    assert kept.goal_state(part_of(kept, shown)) == kept.goal_state(None) == "not measured"
 
 
 def test_the_page_has_goals_without_results_and_rows_with_them(kept: Any) -> None:
