@@ -289,7 +289,9 @@ def test_sums_and_rules_beside_torch() -> None:
     assert sum("foreach" in work for work in rules) == 6
 
 
-CUPY = fakecupy.SAME_ARGUMENTS + """
+CUPY = (
+    fakecupy.SAME_ARGUMENTS
+    + """
 for name, value in json.loads(sys.argv[2]).items():
     assert getattr(runtime, name) == value, name
 for name in ("asarray", "full", "zeros", "ones"):
@@ -297,6 +299,7 @@ for name in ("asarray", "full", "zeros", "ones"):
 assert hasattr(cupy.ndarray, "fill")
 assert callable(cupy.cuda.Stream.synchronize)
 """
+)
 
 
 @pytest.mark.peers

@@ -15,7 +15,9 @@ pytestmark = pytest.mark.peers
 
 ROOT = Path(__file__).resolve().parents[3]
 
-SCRIPT = fakecupy.SAME_ARGUMENTS + """
+SCRIPT = (
+    fakecupy.SAME_ARGUMENTS
+    + """
 import inspect
 
 import cupyx.scipy.sparse
@@ -59,6 +61,7 @@ try:
 except CudaMissing as err:
     assert "finds no GPU here" in str(err), err
 """
+)
 
 
 def test_cupy_has_the_functions_that_are_used_with_these_arguments() -> None:
