@@ -968,7 +968,7 @@ def run_all(names: Sequence[str], path: Path, results: Results, seconds: float, 
         results.parts[name] = part
         results.write(path)
         are_done = are_done and part.state == DONE
-        say("section %s: %s; goal %s" % (name, part.state, gpu_results.verdict(part)))
+        say("section %s: %s; goal %s" % (name, part.state, gpu_results.goal_state(part)))
     return are_done
 
 

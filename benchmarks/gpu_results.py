@@ -231,7 +231,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 # Tables
 
 
-def verdict(part: Part | None) -> str:
+def goal_state(part: Part | None) -> str:
     """Return in words whether a section's goal is reached."""
     if part is None:
         return NOT_MEASURED
@@ -248,7 +248,7 @@ def overview(found: Sequence[Results]) -> str:
     names = [str(each.facts["gpu"]) for each in found] or ["a GPU"]
     rows = ["| work | goal | %s |" % " | ".join(names), "|---" * (2 + len(names)) + "|"]
     for name, goal in GOALS.items():
-        cells = [verdict(each.parts.get(name)) for each in found] or [NOT_MEASURED]
+        cells = [goal_state(each.parts.get(name)) for each in found] or [NOT_MEASURED]
         rows.append("| %s | %s | %s |" % (goal.work, goal.text, " | ".join(cells)))
     return "\n".join(rows)
 
@@ -300,7 +300,7 @@ def page(found: Sequence[Results], about: str) -> str:
             part = each.parts.get(name)
             if part is None:
                 continue
-            text.append("**%s**: %s." % (goal.work, verdict(part)))
+            text.append("**%s**: %s." % (goal.work, goal_state(part)))
             if part.rows:
                 text.append(table(part.rows))
     return "\n\n".join(text)

@@ -52,7 +52,7 @@ from distrun_runtime.store.base import (
 from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.kinds import TYPES, KVStoreBase
 from distrun_runtime.store.pending import BackgroundCall, BorrowedArrays, CompletedCall, Pending
-from distrun_runtime.store.reducer import is_on_gpu
+from distrun_runtime.store.reducer import is_gpu_array
 from distrun_runtime.store.sparse import Lookup, RowSparse
 from distrun_runtime.store.values import Key
 
@@ -862,7 +862,7 @@ def _listed(key: Keys, given: object) -> Sequence[Any]:
 
 def _on_gpus(given: Iterable[Sequence[Value]]) -> list[GpuArray]:
     """Return the arrays that are in GPU memory."""
-    return [each for arrays in given for each in arrays if is_on_gpu(each)]
+    return [each for arrays in given for each in arrays if is_gpu_array(each)]
 
 
 def _awaited(pending: Pending, wait: bool) -> Pending:

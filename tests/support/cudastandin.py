@@ -68,7 +68,7 @@ NAMES = {
 NAN = 0xFF
 """Bytes of this value are NaN in every float type."""
 ALIGNMENT = 256
-PATIENCE = 20
+ASKS_BEFORE_DONE = 20
 """So often an event is not yet completed when it is asked."""
 
 Clock = dict[int, int]
@@ -441,7 +441,7 @@ class StandIn:
         if state.operation is None:
             return True
         state.asked += 1
-        if not state.operation.is_done and state.asked > PATIENCE + self._random.randrange(3):
+        if not state.operation.is_done and state.asked > ASKS_BEFORE_DONE + self._random.randrange(3):
             self._complete(state.operation)
         if state.operation.is_done:
             _merge(self._known, state.clock)

@@ -50,6 +50,23 @@ SIGNATURES = {
 }
 """Of `cupy.cuda.runtime`, version 14. A test compares them with cupy's own where it is installed."""
 
+SAME_ARGUMENTS = """
+import json
+import re
+import sys
+
+import cupy
+
+runtime = cupy.cuda.runtime
+for name, arguments in json.loads(sys.argv[1]).items():
+    first = str(getattr(runtime, name).__doc__).splitlines()[0]
+    found = re.fullmatch(r"%s\\((.*)\\)(?: -> .*)?" % name, first)
+    assert found is not None, first
+    names = [each.split("=")[0].split()[-1] for each in found.group(1).split(",") if each]
+    assert names == arguments, first
+"""
+"""A program for the interpreter that has cupy: compares the signatures of its first argument, as JSON, with cupy's."""
+
 
 class CUDARuntimeError(RuntimeError):
     def __init__(self, status: int) -> None:

@@ -138,7 +138,7 @@ def the_same_memory_is_written_by_every_stream(machine: Machine) -> None:
     check(other.host(target), far)
 
 
-class Foreign:
+class CudaArray:
     """A flat float32 array of another library, in some memory, which works on a stream."""
 
     def __init__(self, pointer: Pointer, stream: Stream) -> None:
@@ -157,11 +157,11 @@ def arrays_are_borrowed(machine: Machine) -> None:
     mine = device.zeros((150,), F32)
     for half, stream in halves:
         cuda.fill(half, 7, 600, stream)
-    given = borrowing.value(Foreign(*halves[1]))
+    given = borrowing.value(CudaArray(*halves[1]))
     loan = borrowing.borrow([given])
     device.write(mine, given)
     # Into the memory of the value, and more of it, which another stream has filled.
-    target = borrowing.output(Foreign(whole, halves[0][1]))
+    target = borrowing.output(CudaArray(whole, halves[0][1]))
     loan.add([target])
     device.write(target, out)
     loan.end()

@@ -21,11 +21,6 @@ def put(machine: Machine, place: str, array: Any) -> Any:
     return machine.gpus.get(int(number), int(part) if part else None).put(array)
 
 
-def host(array: Any) -> Array:
-    found: Array = array if isinstance(array, np.ndarray) else array.device.host(array)
-    return found
-
-
 class Store:
     """A store's backend, called as `KVStore` calls it."""
 

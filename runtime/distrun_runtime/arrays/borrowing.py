@@ -33,7 +33,7 @@ __all__ = ["Borrowed", "Borrowing", "Keeper", "Loan"]
 
 
 @dataclass(eq=False)
-class _Kept:
+class _KeptOwner:
     """What has to be known of borrowed memory when nothing of ours refers to it any more."""
 
     owner: object
@@ -48,13 +48,13 @@ class Keeper:
         """Numbers of what nothing of ours refers to any more."""
         self._order = order
         self._numbers = itertools.count()
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, _KeptOwner] = {}
         # A forked child has a copy: what it would free may call CUDA. In this process it is emptied by `collect`.
         never_freed(self._kept)
         self._marked: list[tuple[list[Mark], list[int]]] = []
         """Marks behind our work on memory that was dropped."""
 
-    def keep(self, kept: _Kept) -> int:
+    def keep(self, kept: _KeptOwner) -> int:
         """Keep an owner at least until the number that is returned is `dropped`."""
         number = next(self._numbers)
         self._kept[number] = kept
@@ -102,7 +102,7 @@ class Borrowed(Memory):
         """Handle of the stream that the program works on; None: it is not told."""
         self.is_awaited = view.stream is None and not view.is_immutable
         """Nothing but the host can tell the program that the memory is free again."""
-        self._kept = _Kept(view.owner, self.uses)
+        self._kept = _KeptOwner(view.owner, self.uses)
         self._number = keeper.keep(self._kept)
 
     def __del__(self) -> None:

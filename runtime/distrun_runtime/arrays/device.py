@@ -1,4 +1,4 @@
-"""Device: a place with memory of its own where arrays are kept and added up. What stores and reduction need of one."""
+"""The interface of a device: host memory or a GPU, which keeps arrays and adds them up for stores and servers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array, DType
 
-__all__ = ["Buffer", "Device", "DeviceArray", "copy", "is_host", "on_host"]
+__all__ = ["Buffer", "Device", "DeviceArray", "copy", "is_gpu", "is_host", "on_host"]
 
 Buffer = Union[bytes, bytearray, memoryview]
 """Bytes in the host's memory."""
@@ -105,3 +105,8 @@ class Device(Protocol):
 
     def read(self, array: DeviceArray, out: Array) -> None:
         """Copy an array that is here into a numpy array of the same shape and dtype, of any strides."""
+
+
+def is_gpu(device: Device) -> bool:
+    """Tell whether a device is a GPU; otherwise its arrays are numpy's."""
+    return device.name.startswith("gpu")

@@ -120,7 +120,7 @@ class _Portion:
 
 @dataclass(frozen=True)
 class _Listed:
-    """A list of tensors as kernels take it. What is in it follows from addresses and sizes, whoever has the memory."""
+    """A list of tensors as kernels take it. Its content follows from addresses and sizes."""
 
     memory: GpuArray
     """The addresses, then the offsets."""

@@ -68,7 +68,7 @@ class Pool:
         self.dropped: deque[_Block] = deque()
         """Blocks that nothing refers to any more, not yet among the free ones."""
         self.before_trim: list[Callable[[], None]] = []
-        """Called first of all by `trim`: whoever keeps memory only to save work drops it."""
+        """Called first by `trim`: each drops memory that is kept only to save work."""
         self._order = order
         self._device = device
         self._free: dict[int, list[_Block]] = {}

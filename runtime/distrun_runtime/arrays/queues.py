@@ -11,12 +11,12 @@ An operation says which memory it reads and which it writes (`Order.using`). If 
 not fit, the queue waits for that other queue, by an event, before the operation. What a queue or the host knows to be
 over is counted, so nothing waits for the same work twice, or for work that the other side had waited for already.
 
-Memory that is used again, by whoever, keeps its Uses: so its next user waits for the last one.
+Memory that is used again keeps its Uses, so its next user waits for the last one.
 
-Every wait of the host has a deadline. CUDA's have none, so a thread of our own sleeps in CUDA's wait, and whoever
-waits, waits for that thread. There is one for each queue that was waited for: marks of one queue are passed in their
+Every wait of the host has a deadline. CUDA's have none, so a thread of our own sleeps in CUDA's wait, and other
+threads wait for that thread. There is one for each queue that was waited for: marks of one queue are passed in their
 order, and a copy that is over is not found late because a long kernel of another queue is waited for as well.
-Other calls of CUDA may wait inside the driver, too, such as `alloc`: nobody can set them a limit.
+Other calls of CUDA may wait inside the driver, too, such as `alloc`: they have no limit.
 """
 
 from __future__ import annotations

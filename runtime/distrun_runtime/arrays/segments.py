@@ -100,7 +100,7 @@ class Blocks:
                 watcher[1].unlock(np.frombuffer(memory, np.uint8))
 
     def watch(self, watcher: Watcher | None) -> None:
-        """Tell a watcher of all blocks, those of now and later ones; None: nobody any more."""
+        """Tell a watcher of all blocks, those of now and later ones; None: no watcher."""
         self._watcher = None if watcher is None else (os.getpid(), watcher)
         for reference, is_readonly in list(self._known.values()):
             memory = reference()

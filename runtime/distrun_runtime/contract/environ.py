@@ -180,7 +180,7 @@ TABLE: Tuple[Variable, ...] = (
     _row("DMLC_WORKER_ID", "dmlc", BOTH, "A worker's rank.", type=INT, low=0),
     _row("DMLC_SERVER_ID", "dmlc", BOTH, "A server's rank.", type=INT, low=0),
     _row("DMLC_RANK", "dmlc", BOTH, "The process's rank in its role.", type=INT, low=0),
-    _row("DMLC_JOB_CLUSTER", "dmlc", GIVEN, "The backend that started the job: local in this version."),
+    _row("DMLC_JOB_CLUSTER", "dmlc", GIVEN, "The backend that started the job, as `--launcher` names it."),
     _row(
         "DMLC_INTERFACE",
         "dmlc",
@@ -306,7 +306,7 @@ TABLE: Tuple[Variable, ...] = (
         "MXNET_ENABLE_GPU_P2P",
         "tuning",
         READ,
-        "GPU peer-to-peer copies in `device` stores. Checked; no effect in this version.",
+        "Whether arrays are copied directly between GPUs that allow it; 0: by way of the host.",
         type=BOOL,
         default=True,
     ),

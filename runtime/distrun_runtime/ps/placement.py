@@ -43,7 +43,7 @@ ON_CPU = "--server-device cpu (by hand: DISTRUN_SERVER_DEVICE=cpu for every serv
 
 
 @dataclass(frozen=True)
-class Subject:
+class StoreNeeds:
     """What is known of a store."""
 
     on_devices: bool
@@ -55,7 +55,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Decision:
+class DeviceChoice:
     """Where a store is."""
 
     on_gpu: bool
@@ -65,7 +65,7 @@ class Decision:
     """The user asked for something else."""
 
 
-def decide(asked: str, store: Subject, room: int | None) -> Decision:
+def decide(asked: str, store: StoreNeeds, room: int | None) -> DeviceChoice:
     """Return where a store is, if a GPU is there.
 
     Arguments:
@@ -73,13 +73,13 @@ def decide(asked: str, store: Subject, room: int | None) -> Decision:
         room: bytes that the store may take on the GPU; None: any.
     """
     if asked == gpus.CPU or (asked == gpus.AUTO and not store.on_devices):
-        return Decision(False)
+        return DeviceChoice(False)
     if store.obstacle:
-        return Decision(False, store.obstacle, asked != gpus.AUTO)
+        return DeviceChoice(False, store.obstacle, asked != gpus.AUTO)
     if asked == gpus.AUTO and room is not None and store.need > room:
         text = "weights, states and %d rounds need %s, and %s are left of the server's part of the GPU's memory"
-        return Decision(False, text % (ROUNDS, _mib(store.need), _mib(max(0, room))))
-    return Decision(True, "weights, states and %d rounds need %s" % (ROUNDS, _mib(store.need)))
+        return DeviceChoice(False, text % (ROUNDS, _mib(store.need), _mib(max(0, room))))
+    return DeviceChoice(True, "weights, states and %d rounds need %s" % (ROUNDS, _mib(store.need)))
 
 
 def need_of(store: Store, rule: Rule | None) -> int:
@@ -210,28 +210,28 @@ class Placement:
         before = self._needs.pop(number, None)
         obstacle = obstacle_of(store, rule)
         # A rule of the user's may not like weights that are not its own.
-        subject = Subject(store.on_devices, 0 if obstacle else need_of(store, rule), obstacle)
+        needs = StoreNeeds(store.on_devices, 0 if obstacle else need_of(store, rule), obstacle)
         limit = gpu.pool.limit
-        decision = decide(self.asked, subject, None if limit is None else limit - sum(self._needs.values()))
-        if decision.on_gpu:
+        choice = decide(self.asked, needs, None if limit is None else limit - sum(self._needs.values()))
+        if choice.on_gpu:
             try:
                 # Compiled before the first round: it can take seconds.
                 gpu.prepare(DTYPES[code] for code in np.unique(store.dtype[: store.count]).tolist())
             except KVError as err:
                 if gpu.failed is not None or self.asked != gpus.AUTO:
                     raise
-                decision = Decision(False, str(err), is_unexpected=True)
-        if decision.on_gpu:
-            self._needs[number] = subject.need
+                choice = DeviceChoice(False, str(err), is_unexpected=True)
+        if choice.on_gpu:
+            self._needs[number] = needs.need
         else:
             self._away.add(number)
-        if not decision.on_gpu or before is None:
-            self._say_where(number, gpu.name if decision.on_gpu else self.host.name, decision)
-        return decision.on_gpu
+        if not choice.on_gpu or before is None:
+            self._say_where(number, gpu.name if choice.on_gpu else self.host.name, choice)
+        return choice.on_gpu
 
-    def _say_where(self, number: int, device: str, decision: Decision) -> None:
-        level = "WARNING" if decision.is_unexpected else "INFO"
-        self.say(level, "event=device store=%d device=%s reason=%s" % (number, device, decision.why))
+    def _say_where(self, number: int, device: str, choice: DeviceChoice) -> None:
+        level = "WARNING" if choice.is_unexpected else "INFO"
+        self.say(level, "event=device store=%d device=%s reason=%s" % (number, device, choice.why))
 
     def _found(self, number: int) -> GpuDevice | None:
         """Return the GPU; None: there is none, which is said once."""
@@ -240,7 +240,7 @@ class Placement:
                 self._gpu = self._opened()
             except KVError as err:
                 self._missing = str(err)
-                self._say_where(number, self.host.name, Decision(False, self._missing))
+                self._say_where(number, self.host.name, DeviceChoice(False, self._missing))
         return self._gpu
 
     def _drop_spares(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from distrun_runtime.arrays.arena import Arena, Run
-from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, copy, is_host, on_host
+from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, copy, is_gpu, is_host, on_host
 from distrun_runtime.arrays.dtypes import Array, DType, is_float, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression, update
@@ -148,7 +148,7 @@ class Values:
     @property
     def is_on_host(self) -> bool:
         """Whether the arrays are numpy's."""
-        return not self.device.name.startswith("gpu")
+        return not is_gpu(self.device)
 
     def move(self, device: Device) -> None:
         """Have all arrays on another device: values, sums of open rounds, states, and what answers left out.
@@ -178,7 +178,7 @@ class Values:
 
         Kernels are compiled here, so that no round waits for them.
         """
-        if not device.name.startswith("gpu"):
+        if not is_gpu(device):
             return
         if self.store.row_size[shards].any():
             raise KVError("store %d has row-sparse keys: its values cannot be on %s" % (self.store.number, device.name))
@@ -517,6 +517,6 @@ def _moved(device: Device, given: Contribution) -> Contribution:
 
 def _copied(device: Device, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a state; on a GPU it has arrays, and `updates`."""
-    if device.name.startswith("gpu"):
+    if is_gpu(device):
         return {name: value if name == "updates" else device.put(value) for name, value in state.items()}
     return {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in state.items()}

@@ -124,7 +124,7 @@ class _EncodingPlan:
     setting: Compression
     version: int
     """Of the residuals."""
-    places: list[Device | None]
+    gpus: list[Device | None]
     """The GPU of each value of the call, None for those in the host's memory; empty: all are there."""
     runs: list[_Run]
     cuts: list[tuple[int, int]]
@@ -250,10 +250,10 @@ class Compressor:
             records, values: of each key of the call, by place; values of any shape.
             staging: memory that the receiver reads where it is; None: it does not.
         """
-        places = _places(values)
+        gpus = _gpus_of(values)
         plan = self._plans.get(portion)
-        if plan is None or plan.version != self._residuals_version or plan.places != places:
-            plan = self._plans[portion] = self._plan(portion, records, values, places)
+        if plan is None or plan.version != self._residuals_version or plan.gpus != gpus:
+            plan = self._plans[portion] = self._plan(portion, records, values, gpus)
         elif portion.carried_by is not None and not portion.carried_by.is_done:
             plan.room = np.empty_like(plan.room)
         shared = None if staging is None else staging.empty(plan.room.shape, plan.room.dtype)
@@ -280,7 +280,7 @@ class Compressor:
         portion: Portion,
         records: Sequence[KeyRecord],
         values: Sequence[DeviceArray],
-        places: list[Device | None],
+        gpus: list[Device | None],
     ) -> _EncodingPlan:
         shards = list(portion.shards())
         setting = self.of(records[shards[0][0]])
@@ -296,7 +296,7 @@ class Compressor:
         def is_small(item: int, shard: Shard) -> bool:
             """Whether the shard is a whole value that may be encoded together with others."""
             record = records[item]
-            if (places and places[item] is not None) or record.dtype != np.float32 or not found.joins:
+            if (gpus and gpus[item] is not None) or record.dtype != np.float32 or not found.joins:
                 return False
             is_whole = shard.length == record.size and record.size * record.dtype.itemsize < DIRECT_BYTES
             return is_whole and not shard.length % found.joins
@@ -329,7 +329,7 @@ class Compressor:
         close()
         gathered = max((run.elements.stop for run in runs if len(run.items) > 1), default=0)
         room, gathered_room = np.empty(at, np.uint8), np.empty(gathered, np.float32)
-        return _EncodingPlan(setting, self._residuals_version, places, runs, cuts, room, gathered_room)
+        return _EncodingPlan(setting, self._residuals_version, gpus, runs, cuts, room, gathered_room)
 
     def through(
         self, record: KeyRecord, flat: DeviceArray, device: int = 0, *, is_checked: bool = False
@@ -444,7 +444,7 @@ class _Packed:
             device.read(self._rooms[device][begin:end], self._room[begin:end])
 
 
-def _places(values: Sequence[DeviceArray]) -> list[Device | None]:
+def _gpus_of(values: Sequence[DeviceArray]) -> list[Device | None]:
     """Return the GPU of each value, None for those in the host's memory; nothing: all are there."""
     if set(map(type, values)) <= {np.ndarray}:
         return []

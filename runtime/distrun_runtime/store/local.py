@@ -34,7 +34,7 @@ from distrun_runtime.store.base import (
 )
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.pending import CompletedCall, Pending
-from distrun_runtime.store.reducer import DeviceReducer, is_on_gpu, reducer_for
+from distrun_runtime.store.reducer import DeviceReducer, is_gpu_array, reducer_for
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
 
@@ -314,7 +314,7 @@ class Weights:
         gpu = self._gpu_for(record, value)
         if gpu is None:
             self._bring_back(record.key)
-            self._update_on_host(record, devices.on_host(value) if is_on_gpu(value) else value, scale)
+            self._update_on_host(record, devices.on_host(value) if is_gpu_array(value) else value, scale)
             return
         try:
             self._update_on_gpu(gpu, record, cast(Any, value), scale)
@@ -352,7 +352,7 @@ class Weights:
 
     def _gpu_for(self, record: KeyRecord, value: Value) -> GpuDevice | None:
         """Return the GPU on which a value is to be updated; None: it is updated in host memory."""
-        if not is_on_gpu(value) or record.is_sparse or not record.size or self.has_updater:
+        if not is_gpu_array(value) or record.is_sparse or not record.size or self.has_updater:
             return None
         if self.rule is not None and not can_fuse(self.rule):
             return None

@@ -34,7 +34,7 @@ from distrun_runtime.store.values import Key
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 
-__all__ = ["DeviceReducer", "Placement", "Reducer", "is_on_gpu", "place", "reducer_for"]
+__all__ = ["DeviceReducer", "Reducer", "SumDevices", "is_gpu_array", "place", "reducer_for"]
 
 Memory = Callable[["tuple[int, ...]", DType], Array]
 """Makes an array in host memory, of undefined content."""
@@ -53,7 +53,7 @@ def reducer_for(type_name: str, memory: Memory = np.empty, sender: Compressor | 
     return DeviceReducer(threads, memory, sender, is_shared=kinds.is_dist(type_name))
 
 
-def is_on_gpu(value: object) -> TypeGuard[DeviceArray]:
+def is_gpu_array(value: object) -> TypeGuard[DeviceArray]:
     """Tell whether a value is a `gpu.GpuArray`."""
     return not is_host(value) and not isinstance(value, RowSparse)
 
@@ -103,7 +103,7 @@ class Reducer:
         result = list(values)
         by_dtype: dict[DType, list[int]] = {}
         for number, value in enumerate(values):
-            if is_on_gpu(value):
+            if is_gpu_array(value):
                 by_dtype.setdefault(value.dtype, []).append(number)
         for dtype, numbers in by_dtype.items():
             given: list[DeviceArray] = [values[number] for number in numbers]
@@ -137,7 +137,7 @@ class DeviceReducer(Reducer):
         super().__init__(threads, memory)
         self._sender = sender
         self.compressor = None if is_shared else Compressor()
-        self.cpus, self.gpus = Placement(), Placement()
+        self.cpus, self.gpus = SumDevices(), SumDevices()
         """Where sums are made of values in host memory, and of those that have some on GPUs."""
         self._cpus: list[Device] = []
         self._dtypes: set[DType] = set()
@@ -184,7 +184,7 @@ class DeviceReducer(Reducer):
         numbers: list[int] = []
         """Of sums that are brought to host memory together."""
         for number, ((record, values), total) in enumerate(zip(items, sums, strict=True)):
-            if not is_on_gpu(total) or self._sender.of(record) is None:
+            if not is_gpu_array(total) or self._sender.of(record) is None:
                 numbers.append(number)
             elif total is values[0]:  # the caller's, who gets it back before the sum is sent
                 total = cast(Any, total).device.put(total)
@@ -244,7 +244,7 @@ class DeviceReducer(Reducer):
 
     def _gpu(self, record: KeyRecord, arrays: Sequence[Value]) -> GpuDevice | None:
         """Return where a key is summed that has values on GPUs; None: it has none there."""
-        gpus = list(dict.fromkeys(array.device for array in arrays if is_on_gpu(array)))
+        gpus = list(dict.fromkeys(array.device for array in arrays if is_gpu_array(array)))
         if not gpus:
             return None
         with self._lock:
@@ -257,7 +257,7 @@ class DeviceReducer(Reducer):
         return gpu
 
 
-class Placement:
+class SumDevices:
     """Which device each key's sum is made on, of the devices that had values so far. Threads: one at a time."""
 
     def __init__(self) -> None:

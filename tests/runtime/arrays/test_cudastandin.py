@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cudastandin import PATIENCE, Mistake, StandIn
+from cudastandin import ASKS_BEFORE_DONE, Mistake, StandIn
 
 from distrun_runtime.arrays.cuda import Cuda, CudaError, Host, Pointer, Read, Table, Update, Write
 from distrun_runtime.arrays.programs import Access, Kernel, Parameter, Program
@@ -123,7 +123,7 @@ def test_a_query_says_no_and_at_last_yes() -> None:
     bench.cuda.fill(bench.a, 7, BYTES, bench.one)
     assert bench.cuda.query(bench.event)  # never recorded
     bench.cuda.record(bench.event, bench.one)
-    answers = [bench.cuda.query(bench.event) for _ in range(PATIENCE + 4)]
+    answers = [bench.cuda.query(bench.event) for _ in range(ASKS_BEFORE_DONE + 4)]
     assert answers[0] is False
     assert answers[-1] is True
     bench.cuda.free(bench.a)

@@ -20,7 +20,7 @@ from distrun_runtime.errors import ContractError, KVError, PeerLost
 from distrun_runtime.ops.optimizers import RuleSpec, rule_of
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import DTYPE_CODES, DTYPES
-from distrun_runtime.ps.placement import Decision, Placement, Subject, decide, need_of, obstacle_of
+from distrun_runtime.ps.placement import DeviceChoice, Placement, StoreNeeds, decide, need_of, obstacle_of
 from distrun_runtime.ps.serve import placement_of
 from distrun_runtime.ps.shards import Store, relayed
 
@@ -64,19 +64,19 @@ def placed(asked: str = "auto", **options: Any) -> tuple[Placement, Said]:
 @pytest.mark.parametrize(
     ("asked", "store", "room", "on_gpu", "is_unexpected"),
     [
-        ("cpu", Subject(True, 1), 10, False, False),
-        ("auto", Subject(True, 10), 10, True, False),
-        ("auto", Subject(True, 11), 10, False, False),
-        ("auto", Subject(True, 11), None, True, False),
-        ("auto", Subject(False, 1), 10, False, False),
-        ("auto", Subject(True, 1, "key 'e' is row-sparse"), 10, False, False),
-        ("gpu", Subject(False, 11), 10, True, False),
-        ("gpu:1", Subject(True, 11), 10, True, False),
-        ("gpu:1", Subject(False, 1, "key 'e' is row-sparse"), 10, False, True),
+        ("cpu", StoreNeeds(True, 1), 10, False, False),
+        ("auto", StoreNeeds(True, 10), 10, True, False),
+        ("auto", StoreNeeds(True, 11), 10, False, False),
+        ("auto", StoreNeeds(True, 11), None, True, False),
+        ("auto", StoreNeeds(False, 1), 10, False, False),
+        ("auto", StoreNeeds(True, 1, "key 'e' is row-sparse"), 10, False, False),
+        ("gpu", StoreNeeds(False, 11), 10, True, False),
+        ("gpu:1", StoreNeeds(True, 11), 10, True, False),
+        ("gpu:1", StoreNeeds(False, 1, "key 'e' is row-sparse"), 10, False, True),
     ],
 )
 def test_a_store_is_where_it_was_asked_for_or_where_it_fits(
-    asked: str, store: Subject, room: int | None, on_gpu: bool, is_unexpected: bool
+    asked: str, store: StoreNeeds, room: int | None, on_gpu: bool, is_unexpected: bool
 ) -> None:
     found = decide(asked, store, room)
     assert (found.on_gpu, found.is_unexpected) == (on_gpu, is_unexpected)
@@ -84,7 +84,7 @@ def test_a_store_is_where_it_was_asked_for_or_where_it_fits(
 
 
 def test_stores_that_need_no_gpu_are_in_the_hosts_memory_without_a_word() -> None:
-    assert decide("auto", Subject(False, 1), 10) == decide("cpu", Subject(True, 1), 10) == Decision(False)
+    assert decide("auto", StoreNeeds(False, 1), 10) == decide("cpu", StoreNeeds(True, 1), 10) == DeviceChoice(False)
 
 
 def test_weights_states_and_two_rounds_have_to_fit() -> None:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from cluster import Cluster
 from gpukit import Machine, values
-from gpustores import Store, host, put
+from gpustores import Store, put
 
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.cpu import Threads
-from distrun_runtime.arrays.device import is_host
+from distrun_runtime.arrays.device import is_host, on_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.ps.session import Session
 from distrun_runtime.store.base import CallOptions, KeyRecord
@@ -78,7 +78,7 @@ def test_outputs_on_every_device_get_the_value(machine: Machine, kind: str) -> N
         across = np.zeros((4, 6), F32)
         store.pull([[*outs[0], across.T], outs[1]])
         for its, value in zip(outs, store.pulled(), strict=True):
-            assert [host(out).tobytes() for out in its] == [value.tobytes()] * len(its)
+            assert [on_host(out).tobytes() for out in its] == [value.tobytes()] * len(its)
         assert across.T.tobytes() == store.pulled()[0].tobytes()
         store.push(*[[put(machine, "gpu:0", values(r.shape, F32, 5 + turn))] for r in store.keys.records])
     store.backend.close()
@@ -124,7 +124,7 @@ def test_workers_with_values_on_gpus_have_the_results_of_workers_without(
             if not wait:
                 pushed.wait()
                 pulled.wait()
-            found.append([host(out).tobytes() for its in outs for out in its])
+            found.append([on_host(out).tobytes() for its in outs for out in its])
         return found
 
     first, second = in_a_job(script, kind, over)
@@ -144,8 +144,8 @@ def test_a_pushpull_may_write_the_values_that_it_pushes(machine: Machine) -> Non
         for _ in range(2):
             sums = backend.reducer.reduce([(store.keys.records[0], gradients)])
             backend.pushpull(store.keys, sums, [gradients], CallOptions(lent=True)).wait()
-        assert host(gradients[0]).tobytes() == host(gradients[1]).tobytes()
-        return host(gradients[0]).tobytes()
+        assert on_host(gradients[0]).tobytes() == on_host(gradients[1]).tobytes()
+        return on_host(gradients[0]).tobytes()
 
     first = [expected([values((3000,), F32, 10 * rank + n) for n in range(2)]) for rank in range(2)]
     twice = expected([expected(first)] * 2)
@@ -159,7 +159,7 @@ def test_values_on_gpus_are_compressed_on_their_way_to_servers(machine: Machine)
         store.push([put(machine, "gpu:0", np.full(100, 0.7, F32))])
         out = put(machine, "gpu:1", np.zeros(100, F32))
         store.pull([[out]])
-        return host(out).tobytes()
+        return on_host(out).tobytes()
 
     found = in_a_job(script, "dist_device_sync", "inproc")
     assert found[0] == found[1]
@@ -181,7 +181,7 @@ def test_compressed_pushes_from_gpus_have_the_results_of_the_host(
             given = [[values((n,), F32, 10 * turn + rank + n + p) for p in range(len(places))] for n in (300, 100, 9)]
             if is_on_gpus:
                 given = [[put(machine, at, each) for at, each in zip(places, some, strict=True)] for some in given]
-                given[1][0] = host(given[1][0])
+                given[1][0] = on_host(given[1][0])
             store.push(*given)
             found.append(b"".join(each.tobytes() for each in store.pulled()))
         assert is_host(backend._compressor._residuals["there", 0]) is not is_on_gpus
@@ -204,7 +204,7 @@ def test_a_gpus_outputs_of_a_skipped_round_stay_as_they_are(machine: Machine) ->
         else:
             sums = backend.reducer.reduce([(store.keys.records[0], [put(machine, "gpu:0", np.ones(100, F32))])])
             backend.pushpull(store.keys, sums, [[out]], CallOptions(lent=True)).wait()
-        return host(out).tobytes()
+        return on_host(out).tobytes()
 
     assert in_a_job(script, "dist_device_sync", "inproc") == [np.full(100, 7, F32).tobytes()] * 2
 
@@ -247,7 +247,7 @@ def test_small_values_come_to_a_gpu_by_one_copy_a_server_and_are_scattered_there
         store.pull(outs)
         copies = machine.standin.calls["copy"] - copies
         store.pull(twice)  # more outputs than values: each by itself
-        return copies, [host(out).tobytes() for (out,) in outs]
+        return copies, [on_host(out).tobytes() for (out,) in outs]
 
     def work(session: Session) -> Any:
         backend = DistBackend("dist_device_sync", session)
