@@ -62,6 +62,7 @@ NAMES = {
     700: ("cudaErrorIllegalAddress", "an illegal memory access was encountered"),
     704: ("cudaErrorPeerAccessAlreadyEnabled", "peer access is already enabled"),
     801: ("cudaErrorNotSupported", "operation not supported"),
+    711: ("cudaErrorTooManyPeers", "peer mapping resources exhausted"),
     712: ("cudaErrorHostMemoryAlreadyRegistered", "part or all of the requested memory range is already mapped"),
     719: ("cudaErrorLaunchFailure", "unspecified launch failure"),
 }

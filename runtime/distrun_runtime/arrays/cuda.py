@@ -67,8 +67,9 @@ INSTALL = "pip install 'distrun[cuda12]' (a driver for CUDA 12) or 'distrun[cuda
 """How to get what a GPU needs."""
 
 OUT_OF_MEMORY, NOT_READY, PEER_ALREADY_ENABLED = 2, 600, 704
-STICKY = frozenset({4, 214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
-"""Codes after which the process cannot use the device any more: illegal address, launch failure, ECC and their kin.
+STICKY = frozenset({4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
+"""Codes after which the process cannot use the device any more: illegal address, launch failure, ECC, a contained
+fault of the hardware (226), and their kin.
 
 Source: CUDA Runtime API, cudaError: "the process must be terminated and relaunched".
 """

@@ -408,12 +408,20 @@ class GpuDevice:
         other = source.device.physical
         queue = self._work if source.device is self else self._inward
         if other not in self._peers:
-            if self._has_peers and self._cuda.can_access_peer(self.physical, other):
-                self._cuda.enable_peer(self.physical, other)
+            self._enable_peer(other)
             self._peers.add(other)
         with self._order.using(queue, reads=[source.memory.uses], writes=[into.memory.uses]):
             copy = self._cuda.copy if other == self.physical else self._cuda.copy_peer
             copy(into.pointer, source.pointer, into.nbytes, queue.stream)
+
+    def _enable_peer(self, other: int) -> None:
+        """Have copies from another GPU made directly, if that can be; else the driver makes them by way of the host."""
+        if self._has_peers and self._cuda.can_access_peer(self.physical, other):
+            try:
+                self._cuda.enable_peer(self.physical, other)
+            except CudaError as err:  # a GPU has only so many peers
+                if err.is_sticky:
+                    raise
 
     # Sums
 
@@ -641,7 +649,7 @@ class Gpus:
         with self._lock:
             if name not in self._devices:
                 count = self.order.cuda.count()
-                if physical >= count:
+                if not 0 <= physical < count:
                     seen = ("none", "only gpu:0")[count] if count < 2 else "gpu:0 to gpu:%d" % (count - 1)
                     raise KVError(
                         "no device gpu:%d: this process sees %s (CUDA_VISIBLE_DEVICES may hide others)"

@@ -288,15 +288,15 @@ class _Operation:
             locked.__exit__(None, None, None)
             raise
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
+        # Also if a call has failed: those before it have given work.
         queue = self._queue
-        if kind is None:
-            queue.count += 1
-            for uses in self._reads:
-                uses.readers[queue] = queue.count
-            for uses in self._writes:
-                uses.writer = (queue, queue.count)
-                uses.readers.clear()
+        queue.count += 1
+        for uses in self._reads:
+            uses.readers[queue] = queue.count
+        for uses in self._writes:
+            uses.writer = (queue, queue.count)
+            uses.readers.clear()
         self._order.locked().__exit__(None, None, None)
 
 

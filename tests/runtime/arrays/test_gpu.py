@@ -12,9 +12,9 @@ import pytest
 from gpuhistories import arrays_come_and_go, memory_is_given_back, values_come_from_other_devices
 from gpukit import Machine, values
 
-from distrun_runtime.arrays import dtypes, gpu, gpumemory
+from distrun_runtime.arrays import dtypes, gpu, gpumemory, programs
 from distrun_runtime.arrays.cpu import CpuDevice
-from distrun_runtime.arrays.cuda import CudaError, CudaOutOfMemory
+from distrun_runtime.arrays.cuda import CudaError, CudaOutOfMemory, Read, Write
 from distrun_runtime.arrays.device import Device
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
@@ -122,6 +122,34 @@ def test_devices_that_are_no_peers_copy_all_the_same() -> None:
     given = values((100,), F32)
     same(here.host(here.put(there.put(given))), given)
     assert not machine.standin.enabled
+
+
+def test_a_peer_too_many_is_copied_from_all_the_same() -> None:
+    machine = Machine()
+    here, there = machine.gpus.get(0), machine.gpus.get(1)
+    machine.standin.fail("enable_peer", code=711)
+    given = values((100,), F32)
+    theirs = there.put(given)
+    for _ in range(2):
+        same(here.host(here.put(theirs)), given)
+    assert not machine.standin.enabled
+    machine.finish()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_memory_of_a_launch_that_failed_after_it_was_filled_with_zeros_is_used_again(seed: int) -> None:
+    machine = Machine(1, seed=seed)
+    device, given = machine.gpus.get(0), values((100,), F32)
+    device.prepare([F32])
+    out = device.empty((100,), F32)
+    machine.standin.fail("launch", code=1)
+    arguments: list[Any] = [Read(out.pointer, out.nbytes), np.float32(2), Write(out.pointer, out.nbytes)]
+    with pytest.raises(CudaError):
+        device.launch(programs.sums("f32", "f32"), "scale", arguments, 100, writes=[out], zeroed=[out])
+    del out
+    gc.collect()  # the error's frames refer to it
+    same(device.host(device.put(given)), given)
+    machine.finish()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int8", "int32", "uint64"])
