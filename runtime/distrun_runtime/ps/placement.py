@@ -17,8 +17,8 @@ the first store came, less what the server's other stores there take. A store th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,9 +26,10 @@ import numpy as np
 from distrun_runtime.arrays import find
 from distrun_runtime.arrays.arena import BLOCK_BYTES, FIRST_BYTES
 from distrun_runtime.arrays.device import Device
-from distrun_runtime.arrays.dtypes import work_dtype
+from distrun_runtime.arrays.dtypes import DType, is_float, work_dtype
 from distrun_runtime.contract import gpus
 from distrun_runtime.errors import ContractError, KVError
+from distrun_runtime.ops import compression, update
 from distrun_runtime.ops.optimizers import Rule
 from distrun_runtime.protocol.message import DTYPES
 from distrun_runtime.ps.shards import Store
@@ -62,7 +63,7 @@ class Decision:
     why: str = ""
     """In words; empty: it goes without saying."""
     is_unexpected: bool = False
-    """The user asked for something else."""
+    """The user asked for something else, or the store was elsewhere before."""
 
 
 def decide(asked: str, store: Subject, room: int | None) -> Decision:
@@ -117,6 +118,16 @@ def _mib(nbytes: int) -> str:
     return "%.1f MiB" % (nbytes / (1 << 20))
 
 
+def _prepare(gpu: GpuDevice, dtypes: Sequence[DType], rule: Rule | None) -> None:
+    """Compile and load all kernels that values of these dtypes and a rule need, so that no round waits for them."""
+    gpu.prepare(dtypes)
+    if any(is_float(dtype) for dtype in dtypes):
+        # Workers may compress what they send from any round on. One codec stands for all.
+        compression.named("2bit").prepare(gpu)
+    if rule is not None:
+        update.prepare(rule, dtypes, gpu)
+
+
 class Placement:
     """The devices of a server, and which store is on which.
 
@@ -144,6 +155,8 @@ class Placement:
         self.say: Callable[[str, str], None] = lambda level, text: None
         """Writes a line to the server's log, given its level and text."""
         self._gpu: GpuDevice | None = None
+        self._failed: KVError | None = None
+        """What ended the search for a GPU, and every use of it by this process."""
         self._missing = ""
         """Why there is no GPU, once one was looked for in vain."""
         self._needs: dict[int, int] = {}
@@ -170,7 +183,7 @@ class Placement:
     @property
     def failed(self) -> KVError | None:
         """The error after which this process cannot use its GPU any more; None: there was none."""
-        return None if self._gpu is None else self._gpu.failed
+        return self._failed if self._gpu is None else self._gpu.failed
 
     def spares(self, let_go: Callable[[], None]) -> None:
         """Call `let_go` when memory of the GPU runs out: it drops arrays there that are not in use."""
@@ -179,14 +192,18 @@ class Placement:
     def place(self, store: Store, rule: Rule | None) -> Device:
         """Return the device where a store's arrays belong, and say so if that is new.
 
-        Call it when keys are added and when the rule changes. A store that is on the GPU may have to leave it.
+        Call it when keys are added and when the rule changes. A store that is on the GPU may have to leave it. A GPU
+        has then compiled all that it needs for this store.
+
+        Raises:
+            KVError: the GPU that was asked for by name cannot do the work, or a GPU has failed for good. What was
+                decided before holds.
         """
         found: Device = self.host
         if not store.is_relayed and self._is_candidate(store):
             gpu = self._found(store.number)
             if gpu is not None and self._goes(store, rule, gpu):
                 found = gpu
-        store.device = found.name
         return found
 
     def forget(self) -> None:
@@ -207,16 +224,17 @@ class Placement:
 
     def _goes(self, store: Store, rule: Rule | None, gpu: GpuDevice) -> bool:
         number = store.number
-        before = self._needs.pop(number, None)
+        before = self._needs.get(number)
         obstacle = obstacle_of(store, rule)
         # A rule of the user's may not like weights that are not its own.
         subject = Subject(store.on_devices, 0 if obstacle else need_of(store, rule), obstacle)
         limit = gpu.pool.limit
-        decision = decide(self.asked, subject, None if limit is None else limit - sum(self._needs.values()))
+        decision = decide(
+            self.asked, subject, None if limit is None else limit - sum(self._needs.values()) + (before or 0)
+        )
         if decision.on_gpu:
             try:
-                # Compiled before the first round: it can take seconds.
-                gpu.prepare(DTYPES[code] for code in np.unique(store.dtype[: store.count]).tolist())
+                _prepare(gpu, [DTYPES[code] for code in np.unique(store.dtype[: store.count]).tolist()], rule)
             except KVError as err:
                 if gpu.failed is not None or self.asked != gpus.AUTO:
                     raise
@@ -224,7 +242,10 @@ class Placement:
         if decision.on_gpu:
             self._needs[number] = subject.need
         else:
+            self._needs.pop(number, None)
             self._away.add(number)
+            # Who looks for a reason why rounds take longer than before is to find it.
+            decision = replace(decision, is_unexpected=decision.is_unexpected or before is not None)
         if not decision.on_gpu or before is None:
             self._say_where(number, gpu.name if decision.on_gpu else self.host.name, decision)
         return decision.on_gpu
@@ -234,11 +255,18 @@ class Placement:
         self.say(level, "event=device store=%d device=%s reason=%s" % (number, device, decision.why))
 
     def _found(self, number: int) -> GpuDevice | None:
-        """Return the GPU; None: there is none, which is said once."""
+        """Return the GPU; None: there is none, which is said once.
+
+        Raises:
+            KVError: a GPU has failed for good, and `failed` says so from now on.
+        """
         if self._gpu is None and not self._missing:
             try:
                 self._gpu = self._opened()
             except KVError as err:
+                if getattr(err, "is_sticky", False):
+                    self._failed = err
+                    raise
                 self._missing = str(err)
                 self._say_where(number, self.host.name, Decision(False, self._missing))
         return self._gpu
