@@ -54,6 +54,8 @@ class Device(Protocol):
 
     name: str
     """`cpu:0`, `gpu:0`."""
+    is_gpu: bool
+    """Whether arrays are `gpu.GpuArray`s; else they are numpy's."""
 
     def empty(self, shape: Sequence[int], dtype: DType, *, is_sent: bool = False) -> DeviceArray:
         """Return a new array here, of undefined content.

@@ -238,7 +238,7 @@ class Codec(ABC):
                 compiled where numba is installed.
             waits: for the loops; otherwise a thread compiles them.
         """
-        if device is not None and device.name.startswith("gpu"):
+        if device is not None and device.is_gpu:
             _on_gpus().prepare(device)
         else:
             (kernels.prepare if waits else kernels.prepare_soon)(self.loops)

@@ -66,7 +66,7 @@ def read(
     Raises:
         KVError: it is no such payload.
     """
-    if device is not None and device.name.startswith("gpu"):
+    if device is not None and device.is_gpu:
         return _read_on(device, payload, length, dtype, how)
     if how is PLAIN and dtype.itemsize > 2 and length:
         return Dense(np.frombuffer(payload, dtype), False)  # what follows, for the most frequent case

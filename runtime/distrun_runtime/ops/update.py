@@ -63,7 +63,7 @@ def prepare(rule: Rule, dtypes: Iterable[DType], device: Device) -> None:
 
     On GPUs, kernels for a sum and for one that is made with the step are compiled and loaded; the rule can be fused.
     """
-    if device.name.startswith("gpu"):
+    if device.is_gpu:
         for dtype in dtypes:
             cast("GpuDevice", device).load(_program(rule, dtype))
 

@@ -149,7 +149,7 @@ class Values:
     @property
     def is_on_host(self) -> bool:
         """Whether the arrays are numpy's."""
-        return not self.device.name.startswith("gpu")
+        return not self.device.is_gpu
 
     def move(self, device: Device) -> None:
         """Have all arrays on another device: values, sums of open rounds, states, and what answers left out.
@@ -177,7 +177,7 @@ class Values:
 
     def _refuse(self, device: Device, rule: rules.Rule | None, shards: Array) -> None:
         """Refuse what a GPU does not do for these shards."""
-        if not device.name.startswith("gpu"):
+        if not device.is_gpu:
             return
         if self.store.row_size[shards].any():
             raise KVError("store %d has row-sparse keys: its values cannot be on %s" % (self.store.number, device.name))
@@ -510,6 +510,6 @@ def _moved(device: Device, given: Contribution) -> Contribution:
 
 def _copied(device: Device, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a state; on a GPU it has arrays, and `updates`."""
-    if device.name.startswith("gpu"):
+    if device.is_gpu:
         return {name: value if name == "updates" else device.put(value) for name, value in state.items()}
     return {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in state.items()}
