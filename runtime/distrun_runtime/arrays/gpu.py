@@ -45,8 +45,8 @@ PIECE_BYTES = 4 * 1024 * 1024
 ALIGNED = 16
 """Elements: runs of so many begin and end with 16 bytes, whatever the dtype."""
 ADVICE = (
-    "fix: create a 'local' store, whose sums and weights are in the host's memory; or push and pull fewer keys at once; or"
-    " end what else takes this GPU's memory ('nvidia-smi' lists it)"
+    "fix: create a 'local' store, whose sums and weights are in the host's memory; or push and pull fewer keys at once;"
+    " or end what else takes this GPU's memory ('nvidia-smi' lists it)"
 )
 """What to do if memory runs out, for workers; servers have their own."""
 TABLE_ADDRESSES = 1 << 16
