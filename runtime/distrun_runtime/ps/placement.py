@@ -110,7 +110,10 @@ def obstacle_of(store: Store, rule: Rule | None) -> str:
 
 
 def _arena_bytes(nbytes: int) -> int:
-    """Return what an arena takes for values of so many bytes, at most: it grows by whole blocks."""
+    """Return about what an arena takes for values of so many bytes: it grows by whole blocks.
+
+    It can be more: the rest of a block stays empty where the next values do not fit, and the pool rounds sizes up.
+    """
     return max(FIRST_BYTES, nbytes + min(nbytes, BLOCK_BYTES))
 
 
