@@ -171,10 +171,9 @@ def top_encode(values: GpuArray, residual: GpuArray | None, out: Payload) -> Non
     packed = _room(out, device)
     source = _read(total) if residual is None else _update(total)
     arguments = [source, bound, _read(shares), _write(packed[: 4 * count]), _write(packed[4 * count :])]
-    kernel, reads, writes = "take_top", [total, shares], [packed]
-    if residual is not None:
-        kernel, reads, writes = "take_top_keeping", [shares], [packed, total]
-    device.launch(programs.codecs(), kernel, arguments, n, reads=reads, writes=writes)
+    kernel = "take_top" + ("" if residual is None else "_keeping")
+    # The kernel that keeps writes the total, too, which is ours: all that reads it is given to the same queue.
+    device.launch(programs.codecs(), kernel, arguments, n, reads=[total, shares], writes=[packed])
     _bring(packed, out)
     if residual is not None:
         device.write(residual, total)
