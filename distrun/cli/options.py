@@ -182,7 +182,7 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
         default="",
         metavar="auto|cpu|gpu[:N]",
         help="Where the bundled servers keep values. gpu: on the host's GPUs in turn; gpu:N: on the N-th that they see."
-        " [default: auto, a GPU for dist_device_* stores that fit]",
+        " auto: a GPU for dist_device_* stores that fit. [default: auto; with --gpus-per-worker, cpu]",
     ),
     click.option(
         "--activate",

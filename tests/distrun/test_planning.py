@@ -291,7 +291,7 @@ def test_servers_that_are_to_use_gpus_see_all_of_their_host() -> None:
     assert {name for name, value in told.items() if value} == {"server-0"}
 
 
-def test_a_gpu_that_no_host_shows_its_servers_is_refused_when_the_job_is_planned() -> None:
+def test_a_gpu_that_one_of_the_hosts_does_not_show_its_servers_is_refused_when_the_job_is_planned() -> None:
     hosts = parse("d1 gpus=4\nd2 gpus=1,3", "hosts")
     with pytest.raises(UsageError) as caught:
         make(2, 2, hosts, server_device="gpu:2")

@@ -148,8 +148,12 @@ def test_what_finds_no_place_on_a_servers_gpu_is_told_by_key_and_bytes(distrun: 
     assert "fix: launch with --server-device cpu" in last
 
 
-def test_without_cupy_a_job_with_gpu_servers_says_what_to_install(distrun: Distrun) -> None:
-    code, said = launch(distrun, "gpu:0", "cpu", *ONE, "--env", "PYTHONPATH=")
+def test_without_cupy_a_job_with_gpu_servers_says_what_to_install(distrun: Distrun, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    missing.mkdir()
+    # Whatever this environment has: the tasks' interpreters find no cupy.
+    (missing / "sitecustomize.py").write_text("import sys; sys.modules['cupy'] = None\n")
+    code, said = launch(distrun, "gpu:0", "cpu", *ONE, "--env", f"PYTHONPATH={missing}")
     assert code == 2, said
     assert "--server-device gpu:0 (DISTRUN_SERVER_DEVICE): a GPU needs cupy, which is not installed" in said
     assert "fix: pip install 'distrun[cuda12]'" in said

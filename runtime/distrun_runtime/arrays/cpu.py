@@ -55,6 +55,8 @@ class Threads:
 class CpuDevice:
     """One set of buffers in host memory; its arrays are numpy's."""
 
+    is_gpu = False
+
     def __init__(self, index: int = 0, threads: Threads | None = None, memory: Pool | None = None) -> None:
         self.name = "cpu:%d" % index
         self._threads = threads or Threads()

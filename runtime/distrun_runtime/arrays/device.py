@@ -9,7 +9,7 @@ import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array, DType
 
-__all__ = ["Buffer", "Device", "DeviceArray", "copy", "is_gpu", "is_host", "on_host"]
+__all__ = ["Buffer", "Device", "DeviceArray", "copy", "is_host", "on_host"]
 
 Buffer = Union[bytes, bytearray, memoryview]
 """Bytes in the host's memory."""
@@ -54,6 +54,8 @@ class Device(Protocol):
 
     name: str
     """`cpu:0`, `gpu:0`."""
+    is_gpu: bool
+    """Whether arrays are `gpu.GpuArray`s; else they are numpy's."""
 
     def empty(self, shape: Sequence[int], dtype: DType, *, is_sent: bool = False) -> DeviceArray:
         """Return a new array here, of undefined content.
@@ -105,8 +107,3 @@ class Device(Protocol):
 
     def read(self, array: DeviceArray, out: Array) -> None:
         """Copy an array that is here into a numpy array of the same shape and dtype, of any strides."""
-
-
-def is_gpu(device: Device) -> bool:
-    """Tell whether a device is a GPU; otherwise its arrays are numpy's."""
-    return device.name.startswith("gpu")

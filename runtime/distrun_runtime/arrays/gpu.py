@@ -44,6 +44,11 @@ PIECE_BYTES = 4 * 1024 * 1024
 """Larger arrays are copied from and to page-locked memory in equal pieces of at most so many bytes."""
 ALIGNED = 16
 """Elements: runs of so many begin and end with 16 bytes, whatever the dtype."""
+ADVICE = (
+    "fix: create a 'local' store, whose sums and weights are in the host's memory; or push and pull fewer keys at once;"
+    " or end what else takes this GPU's memory ('nvidia-smi' lists it)"
+)
+"""What to do if memory runs out, for workers; servers have their own."""
 TABLE_ADDRESSES = 1 << 16
 """Addresses that are kept in tables on a device; those that were used longest ago are dropped."""
 
@@ -141,6 +146,8 @@ class GpuDevice:
         has_peers: copy directly from other GPUs where they allow it.
     """
 
+    is_gpu = True
+
     def __init__(
         self,
         order: Order,
@@ -154,6 +161,7 @@ class GpuDevice:
         self.name = name
         self.physical = physical
         self.pool = Pool(order, physical, limit)
+        self.pool.advice = ADVICE
         self.locked = locked
         self._order = order
         self._cuda = order.cuda

@@ -4,6 +4,10 @@ Elements and residuals are flat GpuArrays of float32 on one device. A payload is
 may be read and overwritten when the call returns, or on that device, at a multiple of 4 bytes. A call does not wait for
 the GPU otherwise, but for what `scaled` and `top` have to know of the elements.
 
+If an encoder fails before its last kernel was launched, the residual is as it was; `top_encode` writes it only when the
+payload is there. If the others fail after that kernel, as they bring the payload to the host's memory, the residual has
+what that payload left out, and what it carried is lost: nothing counts twice.
+
 The bytes are those of `ops.quantize`. Only the scale of `scaled` may differ from it, by the rounding of its last bit.
 """
 
@@ -151,8 +155,9 @@ def top_encode(values: GpuArray, residual: GpuArray | None, out: Payload) -> Non
         return
     total = values
     if residual is not None:
-        device.sum([residual, values], residual)
-        total = residual
+        # Not in the residual: what follows may fail, and a repeat would count the values twice.
+        total = device.empty(values.shape, F32)
+        device.sum([residual, values], total)
     bound, above, equal = _bound(total, count)
     found = device.empty((-(-n // programs.TOP_PIECE),), np.dtype(np.uint32))
     device.launch(programs.codecs(), "find_top", [_read(total), bound, _write(found)], n, reads=[total], writes=[found])
@@ -166,11 +171,12 @@ def top_encode(values: GpuArray, residual: GpuArray | None, out: Payload) -> Non
     packed = _room(out, device)
     source = _read(total) if residual is None else _update(total)
     arguments = [source, bound, _read(shares), _write(packed[: 4 * count]), _write(packed[4 * count :])]
-    kernel, reads, writes = "take_top", [total, shares], [packed]
-    if residual is not None:
-        kernel, reads, writes = "take_top_keeping", [shares], [packed, total]
-    device.launch(programs.codecs(), kernel, arguments, n, reads=reads, writes=writes)
+    kernel = "take_top" + ("" if residual is None else "_keeping")
+    # The kernel that keeps writes the total, too, which is ours: all that reads it is given to the same queue.
+    device.launch(programs.codecs(), kernel, arguments, n, reads=[total, shares], writes=[packed])
     _bring(packed, out)
+    if residual is not None:
+        device.write(residual, total)
 
 
 def _bound(total: GpuArray, count: int) -> tuple[np.generic[Any], int, int]:

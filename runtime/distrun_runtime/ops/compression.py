@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Dict
 import numpy as np
 
 from distrun_runtime.arrays import kernels
-from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_gpu, is_host
+from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_host
 from distrun_runtime.arrays.dtypes import Array, DType, narrow, widen, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import quantize
@@ -238,7 +238,7 @@ class Codec(ABC):
                 compiled where numba is installed.
             waits: for the loops; otherwise a thread compiles them.
         """
-        if device is not None and is_gpu(device):
+        if device is not None and device.is_gpu:
             _on_gpus().prepare(device)
         else:
             (kernels.prepare if waits else kernels.prepare_soon)(self.loops)

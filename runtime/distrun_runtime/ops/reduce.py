@@ -12,7 +12,7 @@ from typing import NamedTuple, Union
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_gpu, is_host
+from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_host
 from distrun_runtime.arrays.dtypes import Array, DType, widen, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
@@ -66,7 +66,7 @@ def read(
     Raises:
         KVError: it is no such payload.
     """
-    if device is not None and is_gpu(device):
+    if device is not None and device.is_gpu:
         return _read_on(device, payload, length, dtype, how)
     if how is PLAIN and dtype.itemsize > 2 and length:
         return Dense(np.frombuffer(payload, dtype), False)  # what follows, for the most frequent case

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from distrun_runtime.arrays import find
-from distrun_runtime.arrays.device import Device, DeviceArray, is_gpu, is_host
+from distrun_runtime.arrays.device import Device, DeviceArray, is_host
 from distrun_runtime.arrays.dtypes import Array, DType, name_of, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops.optimizers import PLAIN, RULES, Knobs, NormRule, Rule, State
@@ -63,7 +63,7 @@ def prepare(rule: Rule, dtypes: Iterable[DType], device: Device) -> None:
 
     On GPUs, kernels for a sum and for one that is made with the step are compiled and loaded; the rule can be fused.
     """
-    if is_gpu(device):
+    if device.is_gpu:
         for dtype in dtypes:
             cast("GpuDevice", device).load(_program(rule, dtype))
 

@@ -15,7 +15,7 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops import rows as rowcodec
 from distrun_runtime.ops.reduce import How
-from distrun_runtime.protocol.message import Flag, Message, Payload
+from distrun_runtime.protocol.message import DTYPES, Flag, Message, Payload
 from distrun_runtime.ps import work
 from distrun_runtime.ps.replies import refusal
 from distrun_runtime.ps.values import Values
@@ -42,6 +42,17 @@ class Lent:
     """For each shard what was made of it; None: the values themselves go out."""
     error: str = ""
 
+    @property
+    def copied_bytes(self) -> int:
+        """How many bytes are copied from a GPU to be sent."""
+        if self.payloads is not None or self.values.is_on_host:
+            return 0
+        table = self.values.store
+        return sum(
+            int(table.length[self.shards[table.dtype[self.shards] == code]].sum()) * DTYPES[code].itemsize
+            for code in np.unique(table.dtype[self.shards]).tolist()
+        )
+
     def give_back(self) -> None:
         """The values may be written again; once."""
         if self.payloads is None:
@@ -55,7 +66,11 @@ def lend(values: Values, what: work.Lend) -> Lent:
         values.lent[lent.sides, what.shards] += 1
         return lent
     lent.payloads = []
-    encoder = None if what.rows else _Encoder(values, How(what.codec, what.params))
+    try:
+        encoder = None if what.rows else _Encoder(values, How(what.codec, what.params))
+    except KVError as err:  # its kernels are not compiled, or find no place
+        lent.error = str(err)
+        return lent
     for number, shard in enumerate(what.shards.tolist()):
         try:
             if encoder is None:

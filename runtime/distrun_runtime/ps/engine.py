@@ -131,6 +131,9 @@ class Engine:
     def do(self, what: work.Work) -> role.Done | None:
         """Do one piece of work; what it raises is in the result. None: it is done later, and `result` has it then."""
         size = work.size_of(what)
+        if not self._open and isinstance(what, (work.Deliver, work.Forward)):
+            # With work that is open this waits its turn in any case, and what is lent is the thread's.
+            size = sum(each.copied_bytes for each in self._lent.get(what.ticket, ()))
         if not self._open and (size < self._much_bytes or isinstance(what, work.ALONE)):
             return self._do(what)
         self._open += 1
@@ -365,6 +368,11 @@ class Engine:
         """Whatever is wrong with the pull is said in the reply, and nothing raised."""
         lent = self._lent.pop(what.ticket, [])
         try:
+            found, wanted = sum(len(each.at) for each in lent), len(what.entries)
+            if found != wanted:
+                raise KVError(
+                    "%d of %d values could not be made ready; this server's log says why" % (wanted - found, wanted)
+                )
             message = answers.reply_of(what, lent)
             if stages.ASKED in what.message.body:
                 held = self._worked.since(what.since, time.monotonic())

@@ -1,6 +1,6 @@
 """Decides on which device of a server the arrays of each store are.
 
-    decide      the decision for one store, from what is known of it. No side effects.
+    decide      the choice for one store, from what is known of it. No side effects.
     Placement   a server's devices, and what it has decided
 
 | asked for | stores of kind `dist_device_*` | other stores |
@@ -17,8 +17,8 @@ the first store came, less what the server's other stores there take. A store th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,9 +26,10 @@ import numpy as np
 from distrun_runtime.arrays import find
 from distrun_runtime.arrays.arena import BLOCK_BYTES, FIRST_BYTES
 from distrun_runtime.arrays.device import Device
-from distrun_runtime.arrays.dtypes import work_dtype
+from distrun_runtime.arrays.dtypes import DType, is_float, work_dtype
 from distrun_runtime.contract import gpus
 from distrun_runtime.errors import ContractError, KVError
+from distrun_runtime.ops import compression, update
 from distrun_runtime.ops.optimizers import Rule
 from distrun_runtime.protocol.message import DTYPES
 from distrun_runtime.ps.shards import Store
@@ -62,7 +63,7 @@ class DeviceChoice:
     why: str = ""
     """In words; empty: it goes without saying."""
     is_unexpected: bool = False
-    """The user asked for something else."""
+    """The user asked for something else, or the store was elsewhere before."""
 
 
 def decide(asked: str, store: StoreNeeds, room: int | None) -> DeviceChoice:
@@ -109,12 +110,25 @@ def obstacle_of(store: Store, rule: Rule | None) -> str:
 
 
 def _arena_bytes(nbytes: int) -> int:
-    """Return what an arena takes for values of so many bytes, at most: it grows by whole blocks."""
+    """Return about what an arena takes for values of so many bytes: it grows by whole blocks.
+
+    It can be more: the rest of a block stays empty where the next values do not fit, and the pool rounds sizes up.
+    """
     return max(FIRST_BYTES, nbytes + min(nbytes, BLOCK_BYTES))
 
 
 def _mib(nbytes: int) -> str:
     return "%.1f MiB" % (nbytes / (1 << 20))
+
+
+def _prepare(gpu: GpuDevice, dtypes: Sequence[DType], rule: Rule | None) -> None:
+    """Compile and load all kernels that values of these dtypes and a rule need, so that no round waits for them."""
+    gpu.prepare(dtypes)
+    if any(is_float(dtype) for dtype in dtypes):
+        # Workers may compress what they send from any round on. One codec stands for all.
+        compression.named("2bit").prepare(gpu)
+    if rule is not None:
+        update.prepare(rule, dtypes, gpu)
 
 
 class Placement:
@@ -144,6 +158,8 @@ class Placement:
         self.say: Callable[[str, str], None] = lambda level, text: None
         """Writes a line to the server's log, given its level and text."""
         self._gpu: GpuDevice | None = None
+        self._failed: KVError | None = None
+        """What ended the search for a GPU, and every use of it by this process."""
         self._missing = ""
         """Why there is no GPU, once one was looked for in vain."""
         self._needs: dict[int, int] = {}
@@ -170,7 +186,7 @@ class Placement:
     @property
     def failed(self) -> KVError | None:
         """The error after which this process cannot use its GPU any more; None: there was none."""
-        return None if self._gpu is None else self._gpu.failed
+        return self._failed if self._gpu is None else self._gpu.failed
 
     def spares(self, let_go: Callable[[], None]) -> None:
         """Call `let_go` when memory of the GPU runs out: it drops arrays there that are not in use."""
@@ -179,14 +195,18 @@ class Placement:
     def place(self, store: Store, rule: Rule | None) -> Device:
         """Return the device where a store's arrays belong, and say so if that is new.
 
-        Call it when keys are added and when the rule changes. A store that is on the GPU may have to leave it.
+        Call it when keys are added and when the rule changes. A store that is on the GPU may have to leave it. A GPU
+        has then compiled all that it needs for this store.
+
+        Raises:
+            KVError: the GPU that was asked for by name cannot do the work, or a GPU has failed for good. What was
+                decided before holds.
         """
         found: Device = self.host
         if not store.is_relayed and self._is_candidate(store):
             gpu = self._found(store.number)
             if gpu is not None and self._goes(store, rule, gpu):
                 found = gpu
-        store.device = found.name
         return found
 
     def forget(self) -> None:
@@ -207,16 +227,15 @@ class Placement:
 
     def _goes(self, store: Store, rule: Rule | None, gpu: GpuDevice) -> bool:
         number = store.number
-        before = self._needs.pop(number, None)
+        before = self._needs.get(number)
         obstacle = obstacle_of(store, rule)
         # A rule of the user's may not like weights that are not its own.
         needs = StoreNeeds(store.on_devices, 0 if obstacle else need_of(store, rule), obstacle)
         limit = gpu.pool.limit
-        choice = decide(self.asked, needs, None if limit is None else limit - sum(self._needs.values()))
+        choice = decide(self.asked, needs, None if limit is None else limit - sum(self._needs.values()) + (before or 0))
         if choice.on_gpu:
             try:
-                # Compiled before the first round: it can take seconds.
-                gpu.prepare(DTYPES[code] for code in np.unique(store.dtype[: store.count]).tolist())
+                _prepare(gpu, [DTYPES[code] for code in np.unique(store.dtype[: store.count]).tolist()], rule)
             except KVError as err:
                 if gpu.failed is not None or self.asked != gpus.AUTO:
                     raise
@@ -224,7 +243,10 @@ class Placement:
         if choice.on_gpu:
             self._needs[number] = needs.need
         else:
+            self._needs.pop(number, None)
             self._away.add(number)
+            # Who looks for a reason why rounds take longer than before is to find it.
+            choice = replace(choice, is_unexpected=choice.is_unexpected or before is not None)
         if not choice.on_gpu or before is None:
             self._say_where(number, gpu.name if choice.on_gpu else self.host.name, choice)
         return choice.on_gpu
@@ -234,11 +256,18 @@ class Placement:
         self.say(level, "event=device store=%d device=%s reason=%s" % (number, device, choice.why))
 
     def _found(self, number: int) -> GpuDevice | None:
-        """Return the GPU; None: there is none, which is said once."""
+        """Return the GPU; None: there is none, which is said once.
+
+        Raises:
+            KVError: a GPU has failed for good, and `failed` says so from now on.
+        """
         if self._gpu is None and not self._missing:
             try:
                 self._gpu = self._opened()
             except KVError as err:
+                if getattr(err, "is_sticky", False):
+                    self._failed = err
+                    raise
                 self._missing = str(err)
                 self._say_where(number, self.host.name, DeviceChoice(False, self._missing))
         return self._gpu

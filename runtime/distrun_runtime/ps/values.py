@@ -5,18 +5,18 @@ Values of one dtype lie in an arena, in the order in which keys were initialised
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from distrun_runtime.arrays.arena import Arena, Run
-from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, copy, is_gpu, is_host, on_host
-from distrun_runtime.arrays.dtypes import Array, DType, is_float, work_dtype
+from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, copy, is_host, on_host
+from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
 from distrun_runtime.errors import KVError
-from distrun_runtime.ops import compression, update
 from distrun_runtime.ops import optimizers as rules
+from distrun_runtime.ops import update
 from distrun_runtime.ops.optimizers import Knobs, NormRule, Prepared
 from distrun_runtime.ops.reduce import Contribution, Dense, Sum
 from distrun_runtime.protocol.message import DTYPES
@@ -109,6 +109,7 @@ class Values:
         self.host = device
         """Has the answers of a store that is on a GPU."""
         self.device = device
+        store.device = device.name
         self.arenas: dict[int, Arena] = {}
         """By code of dtype."""
         self.at = np.zeros(0, np.int64)
@@ -148,7 +149,7 @@ class Values:
     @property
     def is_on_host(self) -> bool:
         """Whether the arrays are numpy's."""
-        return not is_gpu(self.device)
+        return not self.device.is_gpu
 
     def move(self, device: Device) -> None:
         """Have all arrays on another device: values, sums of open rounds, states, and what answers left out.
@@ -158,7 +159,7 @@ class Values:
         Raises:
             KVError: the store has what only the host's memory can hold: rows, or a rule that cannot be fused.
         """
-        self._settle(device, self.rule, self.arenas, np.arange(self.store.count))
+        self._refuse(device, self.rule, np.arange(self.store.count))
         flat = [arena for states in self.flat_state.values() for arena in states.values()]
         self.spare_sums.clear()
         for arena in [*self.arenas.values(), *flat, *(a for of in self.rounds.values() for a in of.arenas.values())]:
@@ -172,29 +173,21 @@ class Values:
                 of.by_rank[shard] = [(rank, _moved(device, each)) for rank, each in given_by_rank]
         self.residual = {shard: _on(device, rest) for shard, rest in self.residual.items()}
         self.device = device
+        self.store.device = device.name
 
-    def _settle(self, device: Device, rule: rules.Rule | None, codes: Iterable[int], shards: Array) -> None:
-        """Refuse what a GPU does not do for these shards, and have ready what it needs to update such dtypes.
-
-        Kernels are compiled here, so that no round waits for them.
-        """
-        if not is_gpu(device):
+    def _refuse(self, device: Device, rule: rules.Rule | None, shards: Array) -> None:
+        """Refuse what a GPU does not do for these shards."""
+        if not device.is_gpu:
             return
         if self.store.row_size[shards].any():
             raise KVError("store %d has row-sparse keys: its values cannot be on %s" % (self.store.number, device.name))
         if rule is not None and not update.can_fuse(rule):
             text = "store %d: weights on %s cannot be updated by rule %r"
             raise KVError(text % (self.store.number, device.name, rule.name))
-        given = [DTYPES[code] for code in codes]
-        if any(is_float(dtype) for dtype in given):
-            # Workers may compress what they send from any round on. One codec stands for all.
-            compression.named("2bit").prepare(device)
-        if rule is not None:
-            update.prepare(rule, given, device)
 
     def place(self, shards: Array, code: int) -> None:
         """Give new shards of one dtype their places, next to each other."""
-        self._settle(self.device, self.rule, [code], shards)
+        self._refuse(self.device, self.rule, shards)
         most = self.store.count
         if most > len(self.at):
             room = len(self.store.key)
@@ -466,7 +459,7 @@ class Values:
     def set_rule(self, rule: rules.Rule | None, spec: rules.RuleSpec | None) -> None:
         """Install a rule; what state both rules know goes on. A user's rule may raise: then nothing has changed."""
         shards = range(self.store.count)
-        self._settle(self.device, rule, self.arenas, np.arange(self.store.count))
+        self._refuse(self.device, rule, np.arange(self.store.count))
         if rule is None:
             carried: dict[int, Any] = {}
         elif self.rule is not None and self._keeps_state(rule):
@@ -517,6 +510,6 @@ def _moved(device: Device, given: Contribution) -> Contribution:
 
 def _copied(device: Device, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a state; on a GPU it has arrays, and `updates`."""
-    if is_gpu(device):
+    if device.is_gpu:
         return {name: value if name == "updates" else device.put(value) for name, value in state.items()}
     return {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in state.items()}

@@ -270,6 +270,7 @@ def test_a_pool_that_is_full_has_spare_arrays_dropped_before_it_fails(seed: int)
     spare = [device.put(values((1024,), F32)), device.put(values((1024,), F32))]
     device.scale(spare[1], 2.0)  # its memory is given back when that is over
     device.pool.spares = spare.clear
+    assert "fix: create a 'local' store" in device.pool.advice, "a worker's, if nobody says something else"
     device.pool.advice = "fix: use less"
     given = values((1500,), F32)
     same(device.host(device.put(given)), given)

@@ -176,6 +176,37 @@ def test_topk_of_several_pieces_takes_as_many_of_each_as_belong_to_the_largest(d
             assert device.host(there).tobytes() == left.tobytes()
 
 
+@pytest.mark.parametrize("call", ["launch", "copy", "memory"])
+def test_topk_that_fails_leaves_the_residual_and_is_repeated_with_the_same_bytes(call: str) -> None:
+    machine = Machine(1)
+    device, codec, n = machine.gpus.get(0), compression.named("topk"), 700
+    params, pushed, left = codec.check({"ratio": 0.5}), floats(n, 1), floats(n, 2)
+    pushed, left = np.clip(pushed, -1e20, 1e20), np.clip(left, -1e20, 1e20)
+    given, there, rest = device.put(pushed), device.put(left), left.copy()
+    expected, failures = bytes(codec.encode(pushed, rest, params)), 0
+    limit = device.pool.size
+    while True:
+        if call == "memory":
+            device.pool.trim()
+            device.pool.limit = limit + 512 * failures
+        else:
+            machine.standin.fail(call, failures + 1, code=1)
+        out = np.empty(len(expected), np.uint8)
+        try:
+            codec.write(given, there, params, out)
+        except KVError:
+            failures += 1
+        else:
+            break
+        machine.standin.faults.clear()
+        device.pool.limit = None
+        assert device.host(there).tobytes() == left.tobytes(), failures
+    machine.standin.faults.clear()
+    assert failures > 3
+    assert out.tobytes() == expected
+    assert device.host(there).tobytes() == rest.tobytes()
+
+
 def test_places_of_a_message_are_checked_before_anything_is_written(device: GpuDevice) -> None:
     codec = compression.named("topk")
     out = device.zeros((4,), np.dtype(np.float32))

@@ -14,6 +14,8 @@ from history_server import Piece, data, raw
 
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays import find as devices
+from distrun_runtime.arrays.cuda import ProgramError
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.segments import Pool, address_of
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression, fuse
@@ -44,11 +46,13 @@ def machine() -> Iterator[Machine]:
 class Side:
     """An engine whose values are on one kind of device, with a store of three keys."""
 
-    def __init__(self, asked: str, *, deterministic: bool = False, memory: Pool | None = None) -> None:
+    def __init__(
+        self, asked: str, *, deterministic: bool = False, memory: Pool | None = None, much_bytes: int = 1 << 40
+    ) -> None:
         host = devices.get("cpu:0", memory=memory)
         placement = Placement(host, asked)
         placement.open()
-        self.engine = Engine(host, placement=placement, much_bytes=1 << 40)
+        self.engine = Engine(host, placement=placement, much_bytes=much_bytes)
         self.store = Store(1, workers=2)
         self.store.is_deterministic = deterministic
         self.shards = self.store.add(
@@ -58,7 +62,7 @@ class Side:
         self.do(work.Fill(self.batch(0)))
 
     def do(self, what: work.Work) -> Any:
-        done = self.engine.do(what)
+        done = self.engine.do(what) or self.engine.result(waits=True)
         assert done is not None
         if done.error is not None:
             raise done.error
@@ -89,15 +93,28 @@ class Side:
         self.do(work.Lend(self.tickets, self.store, self.shards, np.arange(len(SIZES)), codec, params))
         return self.tickets
 
+    def entries(self) -> Array:
+        pieces = [Piece(k, 0, n, 0, c) for k, (n, c) in enumerate(zip(SIZES, CODES, strict=True))]
+        return data(Kind.PULL, pieces).entries
+
     def delivered(self, ticket: int) -> list[bytes]:
-        entries = data(
-            Kind.PULL, [Piece(k, 0, n, 0, c) for k, (n, c) in enumerate(zip(SIZES, CODES, strict=True))]
-        ).entries
-        reply = self.do(work.Deliver(ticket, "w0", data(Kind.PULL), entries))
+        reply = self.do(work.Deliver(ticket, "w0", data(Kind.PULL), self.entries()))
         assert not reply.message.is_error
         self.frames = reply.message.payloads
         self.engine.sent(reply.lent, None)
         return [bytes(frame) for frame in self.frames]
+
+    def lend_floats(self) -> int:
+        """Lend the keys of float32: what a message has in one frame."""
+        self.tickets += 1
+        self.do(work.Lend(self.tickets, self.store, self.shards[:2], np.arange(2)))
+        return self.tickets
+
+    def refused(self, ticket: int) -> str:
+        """Return why an answer is a refusal."""
+        reply = self.do(work.Deliver(ticket, "w0", data(Kind.PULL), self.entries()))
+        assert reply.message.is_error
+        return str(reply.message.body)
 
     @property
     def values(self) -> Values:
@@ -312,3 +329,35 @@ def test_answers_are_in_memory_that_workers_of_the_host_read_where_it_is(machine
     assert b"".join(side.pulled()) == b"".join(Side(asked).pulled())
     frames = [np.frombuffer(frame, np.uint8) for frame in side.frames]
     assert all(pool.find(address_of(frame), frame.nbytes) for frame in frames)
+
+
+@pytest.mark.parametrize("asked", ON)
+def test_much_that_is_copied_from_a_gpu_for_an_answer_is_copied_later(machine: Machine, asked: str) -> None:
+    side = Side(asked, much_bytes=4 * 8 + 2 * 20)
+    expected = Side("cpu").pulled()
+    replies = [
+        work.Deliver(side.lend(), "w0", data(Kind.PULL), side.entries()),
+        work.Forward(side.lend_floats(), side.store, "w0", data(Kind.PULL)),
+    ]
+    for what, much, frames in zip(replies, (True, False), (expected, [b"".join(expected[:2])]), strict=True):
+        done = side.engine.do(what)
+        assert (done is None) == (much and asked != "cpu")
+        done = done or side.engine.result(waits=True)
+        assert done is not None
+        assert b"".join(done.value.message.payloads) == b"".join(frames)
+    side.engine.close()
+
+
+def test_a_pull_whose_codec_has_no_kernels_says_so(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ProgramError("kernels do not compile")
+
+    side = Side("gpu:0")
+    monkeypatch.setattr(compression.OneBit, "prepare", fails)
+    text = side.refused(side.lend(2, **compression.numbered(2).check({})))
+    assert "kernels do not compile" in text
+
+
+def test_a_pull_to_which_nothing_was_lent_is_refused(machine: Machine) -> None:
+    text = Side("gpu:0").refused(77)
+    assert "3 of 3 values could not be made ready" in text
