@@ -210,12 +210,17 @@ class Loan:
         self._memories += given
         self._share()
 
-    def end(self) -> None:
-        """Let the program's later work wait for our uses so far; again: no effect.
+    def end(self, *, keeps: bool = False) -> None:
+        """Let the program's later work wait for our uses so far; again, unless it `keeps` the arrays: no effect.
 
         It is work on the streams that were current at `borrow`, and on those that are current now, in this thread.
+
+        Arguments:
+            keeps: there may be more uses, after which it is called again.
         """
-        memories, self._memories = self._memories, []
+        memories = self._memories
+        if not keeps:
+            self._memories = []
         if not memories:
             return
         # First of all: a library that is asked for its stream may have something against it.

@@ -7,6 +7,7 @@ one kernel (`fuse`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Dict, Tuple, cast
@@ -191,7 +192,7 @@ def _program(rule: Rule, dtype: DType) -> Program:
     from distrun_runtime.ops.fuse import together
 
     work = work_dtype(dtype)
-    parts = dict.fromkeys([(dtype,), (work,), (dtype, dtype), (work, dtype)])
+    parts = dict.fromkeys([(dtype,), (work,), *itertools.product((dtype, work), repeat=2)])
     return together("%s_%s" % (rule.name, name_of(dtype)), [_fused(rule, dtype, each) for each in parts])
 
 

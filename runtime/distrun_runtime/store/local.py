@@ -420,23 +420,29 @@ class Weights:
         self.install(spec, self.made(spec))
 
     def install(self, spec: RuleSpec, rule: rules.Rule) -> None:
-        """Put a rule that was `made` in place of what is there; what state both know goes on."""
-        for key, state in list(self.states.items()):
-            self.states[key] = self._carried(rule, key, state)
+        """Put a rule that was `made` in place of what is there; what state both know goes on.
+
+        Raises:
+            KVError: a GPU has failed; nothing was changed.
+        """
         # No push waits for a compiler. What is still in host memory has its kernels compiled with its first update.
         for gpu in self._gpus():
             if can_fuse(rule):
                 prepare(rule, {value.dtype for value in self.values.values()}, gpu)
+        carried = {key: self._carried(rule, key, state) for key, state in self.states.items()}
+        self.values.update((key, value) for key, (value, _) in carried.items())
+        self.states.update((key, state) for key, (_, state) in carried.items())
         self.spec, self.rule, self._updater = spec, rule, None
 
-    def _carried(self, rule: rules.Rule, key: Key, state: rules.State) -> rules.State:
-        if not devices.is_host(self.values[key]):
-            begun = rule.new_state(np.zeros(1, self.values[key].dtype))
+    def _carried(self, rule: rules.Rule, key: Key, state: rules.State) -> tuple[DeviceArray, rules.State]:
+        """Return a value, and the state that a rule in place of the present one goes on with; changes nothing."""
+        value = self.values[key]
+        if not devices.is_host(value):
+            begun = rule.new_state(np.zeros(1, value.dtype))
             if begun.keys() <= state.keys():  # Nothing starts anew, so it stays where it is.
-                return {name: state[name] for name in begun}
-            self._bring_back(key)
-            state = self.states[key]
-        return rules.carry_state(rule, self.values[key].reshape(-1), state)
+                return value, {name: state[name] for name in begun}
+            value, state = devices.on_host(value), _state_on_host(state)
+        return value, rules.carry_state(rule, value.reshape(-1), state)
 
     def made(self, spec: RuleSpec) -> rules.Rule:
         """Return the rule of a spec, which takes all values that are here, and install nothing.

@@ -176,10 +176,14 @@ class BorrowedArrays:
         elif arrays:
             self._loan = find.gpus().borrowing.borrow(arrays)
 
-    def give_back(self) -> None:
-        """Let what the program does with them from now on wait for what the store has done."""
+    def give_back(self, *, keeps: bool = False) -> None:
+        """Let what the program does with them from now on wait for what the store has done.
+
+        Arguments:
+            keeps: the store may do more with them: they are to be given back again.
+        """
         if self._loan is not None:
-            self._loan.end()
+            self._loan.end(keeps=keeps)
 
     def until(self, pending: Pending) -> Pending:
         """Return a call that gives them back when it is waited for."""
@@ -215,9 +219,12 @@ class _BorrowingCall(Pending):
         """Return when the call is done, and the program's streams wait for what is still to be done by the GPU."""
         try:
             self._call.wait(timeout_s)
-        finally:
+        except BaseException:
+            # It may be waited for again, and then fill the outputs.
             if self._call.is_done:
-                self._borrowed.give_back()
+                self._borrowed.give_back(keeps=True)
+            raise
+        self._borrowed.give_back()
 
     def left_waiting(self) -> None:
         """Tell the call."""

@@ -318,6 +318,10 @@ def test_the_kernels_of_rules_and_codecs_are_compiled_before_the_first_round(mac
     how = How(2, compression.numbered(2).check({}), 0.5)
     side.do(work.Apply(side.store, 3, side.shards, rank=0, last=side.batch(8, 3, how)))
     assert len(side.pulled(2, **how.params)) == len(SIZES)
+    scaled = How(0, {}, 0.5)
+    for number, (first, last) in enumerate([(scaled, PLAIN), (PLAIN, scaled), (scaled, scaled)], 4):
+        side.do(work.Add(1, number, side.batch(number, number, first)))
+        side.do(work.Apply(side.store, number, side.shards, rank=0, last=side.batch(7, number, last)))
     assert machine.standin.calls["load"] == loaded
 
 

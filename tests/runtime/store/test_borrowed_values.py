@@ -185,7 +185,7 @@ def nothing_is_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BorrowedArrays, "give_back", lambda self: None)
+    monkeypatch.setattr(BorrowedArrays, "give_back", lambda self, keeps=False: None)
 
 
 def a_call_that_goes_on_gives_back_when_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +239,30 @@ def test_a_call_that_fails_gives_the_arrays_back(library: Make) -> None:
     with pytest.raises(KVError, match="no"):
         kv.push("w", array)
     torch.fill(array.pointer, 9)  # would be found to be unordered
+
+
+@EACH_KIND
+def test_outputs_of_a_pull_that_is_waited_for_twice_are_given_back_when_they_are_filled(
+    kind: str, library: Make
+) -> None:
+    its = library(kind)
+
+    def script(kv: KVStore) -> None:
+        kv.init("w", filled(5))
+        out, host = its.array(), np.zeros((2, 3), np.float32)
+        if kind == "no stream":
+            its.wait()
+        pending = kv.pull("w", out, wait=False)
+        kv.pull("w", host)
+        assert pending.is_done
+        with pytest.raises(KVError, match="timeout_s"):
+            pending.wait("soon")  # type: ignore[arg-type]
+        pending.wait()
+        its.read(out.pointer)
+        assert its.found().tobytes() == host.tobytes() == filled(5).tobytes()
+
+    with Cluster(1, servers=1, over="inproc") as job:
+        job.run(script, "dist_sync")
 
 
 def test_a_pending_that_borrows_is_what_it_is_without(library: Make) -> None:

@@ -170,6 +170,25 @@ def test_a_rule_in_place_of_another_takes_over_what_both_know(machine: Machine) 
         pair.check()
 
 
+@pytest.mark.parametrize(("name", "call"), [("adam", "load"), ("adam", "copy"), ("lamb", "copy")])
+def test_a_rule_that_cannot_be_put_in_place_of_another_changes_nothing(machine: Machine, name: str, call: str) -> None:
+    pair = Pair(machine)
+    pair.both(lambda backend: backend.set_rule(spec_of("sgd", {"momentum": 0.9}), False))
+    pair.push("gpu:0")
+    for nth in (1, 2, 3, 4) if call == "copy" else (1,):
+        machine.standin.fail(call, nth=nth, code=1)
+        with pytest.raises(KVError, match="%s on gpu:0 failed" % call):
+            pair.device.backend.set_rule(spec_of(name, {}), True)
+        assert pair.weights.spec.name == "sgd"
+        assert pair.where == {"gpu:0"}
+        pair.check()
+    pair.push("gpu:0")
+    pair.check()
+    pair.both(lambda backend: backend.set_rule(spec_of(name, {}), True))
+    pair.push("gpu:0")
+    pair.check()
+
+
 def test_row_sparse_keys_stay_in_host_memory_beside_dense_ones_on_a_gpu(machine: Machine) -> None:
     store = Store(LocalBackend("device"), {"t": RowSparse.empty((4, 2), "float32"), "w": np.zeros(3, F32)})
     store.backend.set_rule(spec_of("sgd", {"learning_rate": 1.0}), False)
