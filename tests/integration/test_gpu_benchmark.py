@@ -10,6 +10,7 @@ import os
 import site
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import drycard
+import numpy as np
 import pytest
 from gpukit import Machine, gpus_of_process
 from peers import python_of
@@ -206,6 +208,78 @@ def test_after_its_deadline_a_section_keeps_what_it_has(gpu: ModuleType, card: A
     assert len(gpu.compare(card, plan, ways)["ours"]) == 3
 
 
+def test_a_run_in_which_the_gpu_waited_is_repeated_behind_more_work_and_then_marked(
+    gpu: ModuleType, kept: Any, card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = type(card.cupy.cuda.runtime)
+    plugs, codes = [0], iter([0, 0, 600])
+    monkeypatch.setattr(runtime, "_memsetAsync", lambda *_: plugs.append(plugs.pop() + 1), raising=False)
+
+    def query(*_: int) -> int:
+        plugs.append(0)
+        return next(codes)
+
+    monkeypatch.setattr(runtime, "_eventQuery", query)
+    way = gpu.Contestant(lambda _: None, card.stream)
+    times = card.times(way, 0, 2, 0.0)
+    assert (plugs, times.is_ahead) == ([1, 2, 4, 0], True)
+    monkeypatch.setattr(runtime, "_eventQuery", lambda *_: 0)
+    late = card.times(way, 0, 2, 0.0)
+    assert not late.is_ahead
+    found = gpu.row("sum", gpu.LIMIT, [times, times], [times, late])
+    assert (found.waits, found.ours_s, len(found.their_runs_s)) == (1, [times.event] * 2, 2)
+    assert " \\* | " in kept.table([found])
+    assert "\\*" not in kept.table([replace(found, waits=0)])
+
+
+def test_the_work_before_what_is_timed_is_timed_warm(
+    gpu: ModuleType, card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter([5.0, 0.005, 0.01])
+    monkeypatch.setattr(gpu.Card, "_timed", lambda self, stream, work: (work(), (next(seconds), True))[1])
+    assert gpu.Card(card.device, card.cupy, None)._plug_s == 0.001
+
+
+def test_of_large_arrays_three_parts_are_compared(gpu: ModuleType, card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "CHUNK", 10)
+    found, runs = card.random(101), []
+
+    def reference(run: slice) -> Any:
+        runs.append(run)
+        return card.device.host(found[run]).astype(np.float64)
+
+    assert gpu.distance(found, reference) == 0
+    assert runs == [slice(0, 10), slice(45, 55), slice(91, 101)]
+    gpu.distance(found[:30], reference)
+    assert runs[3:] == [slice(0, 30)]
+
+
+def test_runs_of_jobs_that_have_ended_stay_when_the_time_is_over(
+    gpu: ModuleType, card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, plans = [0.0], []
+
+    def job(plan: Any, store: str, k: int, device: str) -> float:
+        plans.append((k, plan.deadline))
+        now[0] += 10 * k
+        if now[0] > plan.deadline:
+            raise ChildProcessError("the job failed")
+        return k * 0.1
+
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(gpu, "job", job)
+    plan = replace(gpu.SMALL, job_runs=3, deadline=130.0)
+    one, four = gpu.jobs(card, plan)
+    # Two runs of k = 1 in 52 s, a third would not end; one of k = 4 ends after 120 s, a second would not.
+    assert [len(one.ratios), len(four.ratios)] == [2, 1]
+    assert plans == [(1, 52.0)] * 4 + [(4, 130.0)] * 2
+    now[0], plan = 0.0, replace(plan, deadline=15.0)
+    with pytest.raises(gpu.OutOfTime):
+        list(gpu.jobs(card, plan))
+    now[0], plan = 0.0, replace(plan, deadline=25.0)
+    assert len(gpu.rounds_of_jobs(plan, {"dist_sync": ""}, 1)["dist_sync"]) == 2
+
+
 def test_facts_say_on_what_it_was_measured(gpu: ModuleType, card: Any) -> None:
     facts = gpu.facts(card, "abc")
     assert (facts["gpu"], facts["commit"], facts["cupy"], facts["cuda"]) == ("Stand-in", "abc", "14.2.0", "13.1")
@@ -247,6 +321,11 @@ def test_the_driver_is_what_nvidia_smi_says(gpu: ModuleType, monkeypatch: pytest
     program.write_text("#!/bin/sh\necho 580.159.04\necho 580.159.04\n")
     program.chmod(0o755)
     assert gpu.driver() == "580.159.04"
+    program.write_text("#!/bin/sh\necho 1980 MHz, 2619 MHz, 1980 MHz, 120.50 W, 700.00 W, 35, 5, 16, Enabled\n")
+    found = gpu.condition()
+    assert (found["clocks.sm"], found["power.draw"], found["ecc.mode.current"]) == ("1980 MHz", "120.50 W", "Enabled")
+    program.write_text("#!/bin/sh\necho 'Failed to initialize NVML'\nexit 15\n")
+    assert gpu.condition() == {}
 
 
 PROGRAM = """
@@ -283,7 +362,7 @@ def test_sums_and_rules_beside_torch() -> None:
     peers, rules = found["peers"][2], found["rules"][2]
     assert set(peers.values()) == {None, 0.97, 1.6, 2.0, 1.0}
     assert {work.partition(",")[0]: goal for work, goal in rules.items() if "fused" in work} == {
-        **{"sgd": 1.0, "adam": 1.0, "torch_adamw": 1.0}
+        **{"sgd": 1.0, "adam": 1.0, "adamw": 1.0, "torch_adamw": 1.0}
     }
     assert sum("foreach" in work for work in rules) == 6
 
@@ -340,10 +419,35 @@ def test_results_are_what_was_written(kept: Any, tmp_path: Path) -> None:
 
 def test_parts_of_the_same_commit_stay_in_the_file(kept: Any, tmp_path: Path) -> None:
     path = tmp_path / "found.json"
-    kept.Results(FACTS, {name: part_of(kept, name=name) for name in ("sums", "copies")}).write(path)
-    assert set(kept.Results.begun(path, FACTS, ["sums"]).parts) == {"copies"}
-    assert kept.Results.begun(path, {**FACTS, "commit": "def"}, ["sums"]).parts == {}
-    assert kept.Results.begun(tmp_path / "none.json", FACTS, ["sums"]).parts == {}
+    facts = {**FACTS, "commit": "0a" * 20}
+    parts = {name: part_of(kept, name=name) for name in ("sums", "copies")}
+    kept.Results(facts, parts).write(path)
+    assert set(kept.Results.begun(path, facts, ["sums"]).parts) == {"copies"}
+    assert kept.Results.begun(path, {**facts, "commit": "def"}, ["sums"]).parts == {}
+    assert kept.Results.begun(path, {**facts, "small": True}, ["sums"]).parts == {}
+    assert kept.Results.begun(tmp_path / "none.json", facts, ["sums"]).parts == {}
+    # Of which files these are, nobody knows.
+    for commit in ("unknown", "0a" * 20 + "+changes"):
+        facts = {**FACTS, "commit": commit}
+        kept.Results(facts, parts).write(path)
+        assert kept.Results.begun(path, facts, ["sums"]).parts == {}
+        assert set(kept.Results.begun(path, facts, ["sums"], is_same_run=True).parts) == {"copies"}
+
+
+def test_results_of_small_arrays_have_a_name_of_their_own(kept: Any, tmp_path: Path) -> None:
+    path = kept.path_of({**FACTS, "small": True}, tmp_path)
+    assert path.name == "try-nvidia-h100-80gb-hbm3-2026-11-25.json"
+    path.write_text("")
+    assert kept.newest(tmp_path) == []
+
+
+def test_results_have_no_paths_of_the_machine(kept: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/a/place")
+    monkeypatch.setenv("HOME", "/users/who")
+    text = "%s/tests/conftest.py /a/place/distrun-gpu-check-x1/venv /users/who/.cache" % ROOT
+    kept.Results(FACTS, {"smoke": kept.Part("smoke", text=text)}).write(tmp_path / "found.json")
+    found = kept.Results.read(tmp_path / "found.json").parts["smoke"].text
+    assert found == "CHECKOUT/tests/conftest.py TEMPORARY/venv HOME/.cache"
 
 
 def test_the_newest_results_of_each_gpu_are_shown(kept: Any, tmp_path: Path) -> None:
@@ -356,7 +460,8 @@ def test_a_verdict_says_what_was_reached_missed_and_not_measured(kept: Any) -> N
     good, bad, shown = a_row(kept, 0.9), a_row(kept, 0.8), a_row(kept, 0.1, goal=None)
     assert kept.verdict(part_of(kept, good, shown)) == "reached"
     assert kept.verdict(part_of(kept, good, bad)) == "1 of 2 missed"
-    assert kept.verdict(part_of(kept, good, state="out of time")) == "reached; then out of time"
+    assert kept.verdict(part_of(kept, good, state="out of time")) == "not all measured (1 reached): out of time"
+    assert kept.verdict(part_of(kept, good, bad, state="failed")) == "not all measured (1 reached, 1 missed): failed"
     assert kept.verdict(part_of(kept, state="failed")) == "not measured: failed"
     assert kept.verdict(part_of(kept, shown)) == kept.verdict(None) == "not measured"
 
@@ -397,6 +502,13 @@ def test_a_process_beyond_its_limit_is_ended_with_its_children(kept: Any, monkey
     code, text = kept.run_limited(["sh", "-c", "echo begun; sleep 1000 & sleep 1000"], 0.3)
     assert (code, text) == (None, "begun\n")
     assert kept.run_limited(["sh", "-c", "echo over; exit 3"], 60) == (3, "over\n")
+    # One that is not told by the end of its output, and does not end when it is told to.
+    script = "(trap '' TERM; exec >/dev/null 2>&1; exec sleep 1000) & echo $!; exec sleep 1000"
+    monkeypatch.setattr(kept, "GRACE_S", 0.3)
+    code, text = kept.run_limited(["sh", "-c", script], 0.3)
+    assert code is None
+    state = Path("/proc", text.strip(), "stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_a_section_without_a_gpu_fails_by_name_and_the_next_is_run(
