@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -590,8 +591,9 @@ def test_without_a_gpu_the_check_says_what_is_missing_and_ends_with_code_2() -> 
 def test_without_cupy_the_benchmark_says_what_to_install_and_ends_with_code_2(check: ModuleType) -> None:
     if importlib.util.find_spec("cupy") is not None:
         pytest.skip("cupy is installed")
-    text = check.facts(sys.executable, dict(os.environ), "abc", 60.0)
-    assert "a GPU needs cupy, which is not installed" in text
+    with pytest.raises(check.NoFacts, match="a GPU needs cupy, which is not installed") as raised:
+        check.facts(sys.executable, dict(os.environ), "abc", 60.0)
+    assert raised.value.code == 2
 
 
 @pytest.fixture
@@ -641,7 +643,33 @@ def test_a_missing_sanitizer_is_told_and_is_no_failure(
     monkeypatch.setattr(check, "sanitizer", lambda: str(program))
     run.run("sanitizer")
     found = run.results.parts["sanitizer"]
-    assert (found.state, found.text) == ("failed", "memcheck: memcheck\n3 passed\n\nracecheck: racecheck\n")
+    assert (found.state, found.text) == (
+        "failed",
+        "memcheck: done, memcheck\n3 passed\n\nracecheck: failed, racecheck\n",
+    )
+
+
+def test_races_are_looked_for_also_if_the_time_for_memory_was_over(
+    check: ModuleType, checked: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, asked = checked(""), []
+
+    def tests(name: str, before: Any, more: Any, limit_s: float, **env: str) -> Any:
+        asked.append((before[2], env))
+        return check.Part(name, "out of time" if before[2] == "memcheck" else "done", text="3 passed")
+
+    monkeypatch.setattr(check, "sanitizer", lambda: "compute-sanitizer")
+    monkeypatch.setattr(run, "_tests", tests)
+    run.run("sanitizer")
+    small = {"DISTRUN_TEST_SMALL_ARRAYS": "1"}
+    assert asked == [("memcheck", small), ("racecheck", small)]
+    assert run.results.parts["sanitizer"].state == "out of time"
+
+
+def test_warnings_of_other_versions_are_no_errors_of_the_tests(checked: Callable[[str], Any]) -> None:
+    run = checked('echo "$@"; echo 3 passed')
+    run.run("correctness")
+    assert " -W default " in run.results.parts["correctness"].text
 
 
 def test_smoke_is_what_the_small_section_says(checked: Callable[[str], Any], kept: Any) -> None:
@@ -655,11 +683,14 @@ def test_smoke_is_what_the_small_section_says(checked: Callable[[str], Any], kep
 
 
 def test_missed_goals_have_an_exit_code_of_their_own(
-    checked: Callable[[str], Any], kept: Any, capfd: pytest.CaptureFixture[str]
+    check: ModuleType, checked: Callable[[str], Any], kept: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = checked('shift\necho "$@" >&2')
     run.run("benchmarks", is_small=True)
-    assert "--results %s --commit abc --minutes " % run._path in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "--results %s --commit abc --same-run --minutes " % run._path in said
+    minutes = float(said.partition("--minutes ")[2].split()[0])
+    assert minutes * 60 + check.INNER_S + check.LAST_S < 1000  # it ends before it would be ended
     assert run.code(["benchmarks"]) == 1  # nothing was measured
     run.results.parts = {name: part_of(kept, a_row(kept, 0.95), name=name) for name in kept.GOALS}
     assert run.code(["benchmarks"]) == 0
@@ -681,14 +712,35 @@ def test_an_environment_of_this_checkout_is_made_and_what_is_missing_is_told(
     place, *packages = done.stdout.splitlines()
     assert Path(place).is_relative_to(ROOT)
     assert set(site.getsitepackages()) <= set(packages)  # where cupy looks for CUDA's libraries
-    # All is there already: pip finds nothing to look for in an empty folder of wheels.
-    (tmp_path / "wheels").mkdir()
-    check.interpreter(tmp_path / "again", tmp_path / "wheels")
+
+
+def test_the_wheels_that_are_there_are_installed_and_what_still_lacks_is_told(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "missing", lambda required: ["some-thing", "pyzmq"])
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    check.interpreter(tmp_path / "none", wheels)
+    assert "not installed: some-thing, pyzmq;" in capsys.readouterr().err
+    with zipfile.ZipFile(wheels / "some_thing-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("some_thing.py", "")
+        folder = "some_thing-1.0.dist-info/"
+        wheel.writestr(
+            folder + "METADATA", "Metadata-Version: 2.1\nName: some-thing\nVersion: 1.0\nRequires-Dist: absent"
+        )
+        wheel.writestr(folder + "WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(folder + "RECORD", "")
+    (wheels / "broken-1.0-py3-none-any.whl").write_text("")
+    python = check.interpreter(tmp_path / "venv", wheels)
+    said = capsys.readouterr().err
+    assert "broken-1.0-py3-none-any.whl could not be installed" in said
+    assert "not installed: pyzmq;" in said
+    subprocess.run([python, "-c", "import some_thing"], check=True, cwd=tmp_path)
 
 
 def test_what_is_needed_is_what_the_project_says(check: ModuleType) -> None:
     required = check.requirements((ROOT / "pyproject.toml").read_text("utf-8"))
-    assert {"numpy", "pyzmq", "click", "pytest", "pytest-timeout", "hypothesis"} <= set(map(check.name_of, required))
+    assert {"numpy", "pyzmq", "click", "pytest", "pytest-timeout", "hypothesis"} == set(map(check.name_of, required))
     assert check.missing(["numpy>=1", "no-such-package>=2"]) == ["no-such-package"]
 
 
@@ -698,12 +750,21 @@ def test_a_home_that_cannot_be_written_is_replaced(
     monkeypatch.setenv("HOME", str(tmp_path / "gone"))
     assert check.environment(tmp_path)["HOME"] == str(tmp_path)
     monkeypatch.setenv("HOME", str(ROOT))
-    assert check.environment(tmp_path)["HOME"] == str(ROOT)
+    env = check.environment(tmp_path)
+    assert env["HOME"] == str(ROOT)
+    assert env["PYTHONDONTWRITEBYTECODE"] == "1"
+    for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "CUPY_CACHE_DIR"):
+        assert Path(env[name]).parent == tmp_path
 
 
 def test_the_check_runs_what_it_is_asked_for_and_writes_it(
-    check: ModuleType, kept: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    check: ModuleType,
+    kept: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    facts = check.facts
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho '3 passed in 1s'\n")
     python.chmod(0o755)
@@ -714,8 +775,11 @@ def test_the_check_runs_what_it_is_asked_for_and_writes_it(
     assert check.main() == 0
     results = kept.Results.read(kept.path_of(FACTS, tmp_path))
     assert (results.facts["commit"], set(results.parts)) == ("x", {"correctness"})
-    monkeypatch.setattr(check, "facts", lambda *_: "cupy finds no GPU here")
-    assert check.main() == 2
+    for code in (1, 2):
+        python.write_text("#!/bin/sh\necho something is wrong; exit %d\n" % code)
+        monkeypatch.setattr(check, "facts", facts)
+        assert check.main() == code
+        assert ("no GPU can be used here" in capsys.readouterr().err) == (code == 2)
 
 
 def test_facts_are_the_last_line_of_what_the_benchmark_prints(check: ModuleType, tmp_path: Path) -> None:
