@@ -9,8 +9,8 @@ checked that results are right.
 
 Each section is a process of its own with a time limit: one that fails or hangs leaves the others. Ours and what it is
 compared with take turns, and a ratio is that of two times of one run. Times are of two kinds: between two events on the
-GPU, behind other work, so that no call waits for its program; and of the wall clock, of one call and the wait for its
-end. Inputs rotate over more than four times what the L2 cache holds.
+GPU, behind other work, so that the GPU does not wait for the program; and of the wall clock, of one call and the wait
+for its end. Inputs rotate over more than four times what the L2 cache holds.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ import shapes
 from gpu_results import CUT, DONE, FAILED, GOALS, Part, Results, Row
 from round import reports_of, slowest
 
+from distrun_runtime import kvstore
 from distrun_runtime.arrays import find, programs
 from distrun_runtime.arrays.cuda import Argument, Read, Update, Write
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
@@ -65,10 +66,19 @@ NO_GPU = 2
 """Exit code: there is no GPU, or no cupy."""
 L2_TURNS, MOST_SETS = 4, 64
 PLUG_BYTES = 1 << 28
-PLUGS = 100
+PLUGS = 1000
 """At most so many of them are put before what is timed."""
+TRIES = 4
+"""A run in which the GPU waited for the program is repeated, so that there are at most so many."""
+FIRST_JOBS = 0.4
+"""Jobs of k = 1 have at most this part of the time."""
 WALL_GOAL_S = 0.0003
 """Of the sum of ResNet-50's tensors at k = 2."""
+CONDITION = (
+    *("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu"),
+    *("pcie.link.gen.current", "pcie.link.width.current", "ecc.mode.current"),
+)
+"""What nvidia-smi is asked before and after."""
 SCALARS = {"quantum": np.float32(0.5), "threshold": np.float32(0), "step": np.float32(0.5), "inclusive": np.uint32(1)}
 
 
@@ -149,6 +159,8 @@ class Times:
 
     wall: float
     event: float | None = None
+    is_ahead: bool = True
+    """Whether the program had given all calls to the GPU before it began with the first."""
 
 
 class Shared:
@@ -182,8 +194,9 @@ class Card:
         self.l2 = int(self._runtime.getDeviceProperties(device.physical)["l2CacheSize"])
         self.stream = int(device._work.stream.handle)
         self._plug = self._runtime.malloc(PLUG_BYTES)
-        self._plug_s = 1e-5
-        self._plug_s = max(1e-5, self._timed(self.stream, lambda: self._fill_plug(self.stream)))
+        self._fill_plugs(self.stream, WARM_UP)
+        filling = [self._timed(self.stream, lambda: self._fill_plugs(self.stream, 5))[0] / 5 for _ in range(3)]
+        self._plug_s = max(1e-5, min(filling))
         random = np.random.default_rng(0).normal(0, 1, RANDOM).astype(F32)
         self._random = {F32: device.put(random), F16: device.put(random.astype(F16))}
 
@@ -260,25 +273,30 @@ class Card:
             host_s: how long the program takes to give the calls to the GPU, which works on other things meanwhile.
         """
         self.synchronize()
-        event = None
+        event, is_ahead = None, True
         turns = itertools.count(first)
         if contestant.stream is not None:
-            for _ in range(min(PLUGS, 1 + int(1.5 * host_s / self._plug_s))):
-                self._fill_plug(contestant.stream)
 
             def all_calls() -> None:
                 for _ in range(calls):
                     contestant.way(next(turns))
 
-            event = self._timed(contestant.stream, all_calls) / calls
-            self.synchronize()
+            plugs = 1 + int(1.5 * host_s / self._plug_s)
+            for _ in range(TRIES):
+                self._fill_plugs(contestant.stream, min(PLUGS, plugs))
+                seconds, is_ahead = self._timed(contestant.stream, all_calls)
+                self.synchronize()
+                if is_ahead:
+                    break
+                plugs *= 2
+            event = seconds / calls
         wall = []
         for _ in range(calls):
             begin = time.perf_counter()
             contestant.way(next(turns))
             self.synchronize()
             wall.append(time.perf_counter() - begin)
-        return Times(statistics.median(wall), event)
+        return Times(statistics.median(wall), event, is_ahead)
 
     def warmed_up(self, contestant: Contestant, calls: int) -> float:
         """Let a contestant do its work until all is compiled; return the program's seconds for so many calls."""
@@ -291,19 +309,22 @@ class Card:
         self.synchronize()
         return host_s * calls
 
-    def _timed(self, stream: int, work: Callable[[], object]) -> float:
+    def _timed(self, stream: int, work: Callable[[], object]) -> tuple[float, bool]:
+        """Return the seconds that some work takes on a stream, and whether all was given before the first began."""
         begin, end = self._runtime.eventCreate(), self._runtime.eventCreate()
         self._runtime.eventRecord(begin, stream)
         work()
+        is_ahead = self._runtime.eventQuery(begin) != 0
         self._runtime.eventRecord(end, stream)
         self._runtime.eventSynchronize(end)
         seconds = float(self._runtime.eventElapsedTime(begin, end)) / 1e3
         for each in (begin, end):
             self._runtime.eventDestroy(each)
-        return max(seconds, 1e-9)
+        return max(seconds, 1e-9), is_ahead
 
-    def _fill_plug(self, stream: int) -> None:
-        self._runtime.memsetAsync(self._plug, 0, PLUG_BYTES, stream)
+    def _fill_plugs(self, stream: int, count: int) -> None:
+        for _ in range(count):
+            self._runtime.memsetAsync(self._plug, 0, PLUG_BYTES, stream)
 
 
 def compare(card: Card, plan: Plan, contestants: Mapping[str, Contestant]) -> dict[str, list[Times]]:
@@ -344,6 +365,10 @@ def row(work: str, against: str, ours: Sequence[Times], theirs: Sequence[Times],
         theirs_s=statistics.median(other),
         ratios=[their / my for my, their in zip(mine, other, strict=True)],
         event_s=statistics.median(mine) if has_events else None,
+        ours_s=mine,
+        their_runs_s=other,
+        theirs_wall_s=statistics.median(each.wall for each in theirs),
+        waits=sum(not (my.is_ahead and their.is_ahead) for my, their in zip(ours, theirs, strict=True)),
         **more,
     )
 
@@ -367,14 +392,17 @@ LIMIT = "a copy of the same bytes"
 
 
 def distance(found: GpuArray, reference: Callable[[slice], Any], runs: Sequence[slice] | None = None) -> float:
-    """Return how far a flat array is from its reference, relative to that; in chunks.
+    """Return how far a flat array is from its reference, relative to that. Of a large one three chunks are compared.
 
     Arguments:
         reference: returns elements as float64.
-        runs: which are compared; None: all.
+        runs: which are compared, instead.
     """
+    if runs is None:
+        size, middle = found.size, (found.size - CHUNK) // 2
+        runs = [slice(at, at + CHUNK) for at in (0, middle, size - CHUNK)] if size > 3 * CHUNK else [slice(0, size)]
     squares, whole = 0.0, 0.0
-    for run in runs or [slice(at, min(at + CHUNK, found.size)) for at in range(0, found.size, CHUNK)]:
+    for run in runs:
         expected = reference(run)
         with np.errstate(invalid="ignore"):
             difference = found.device.host(found[run]).astype(np.float64) - expected
@@ -446,7 +474,8 @@ def model(card: Card, plan: Plan) -> Iterator[Row]:
     total = sum(sizes)
     for k in plan.counts:
         moved = (k + 1) * 4 * total
-        sets = [model_set(card, plan, k, number) for number in range(sets_needed(moved, card.l2))]
+        # For what the way back reads and writes, which is less.
+        sets = [model_set(card, plan, k, number) for number in range(sets_needed(2 * 4 * total, card.l2))]
 
         def gather(turn: int, sets: Any = sets) -> None:
             device.gather(*sets[turn % len(sets)])
@@ -525,8 +554,9 @@ def added_up(arrays: Sequence[Any]) -> Any:
 
 def lists_beside_torch(card: Card, plan: Plan) -> Row:
     """Return two lists of a model's tensors, added by one kernel and by torch's."""
-    moved = 3 * 4 * sum(math.prod(shape) for shape in plan.shapes())
-    sets = [model_set(card, plan, 2, number) for number in range(sets_needed(moved, card.l2))]
+    total = sum(math.prod(shape) for shape in plan.shapes())
+    # torch's sums are in the first list.
+    sets = [model_set(card, plan, 2, number) for number in range(sets_needed(2 * 4 * total, card.l2))]
     theirs = [[[card.of_torch(arrays[part]) for arrays in lists] for part in range(2)] for lists, _ in sets]
 
     def add(turn: int) -> None:
@@ -538,7 +568,7 @@ def lists_beside_torch(card: Card, plan: Plan) -> Row:
     ways = {"ours": Contestant(gather, card.stream), "theirs": Contestant(add, card.torch_stream)}
     times = compare(card, plan, ways)
     work = "sum of k = 2 lists of the %d tensors of %s" % (len(sets[0][0]), plan.model)
-    return row(work, "torch._foreach_add_", times["ours"], times["theirs"], goal=1.0, moved_bytes=moved)
+    return row(work, "torch._foreach_add_", times["ours"], times["theirs"], goal=1.0, moved_bytes=3 * 4 * total)
 
 
 def codecs(card: Card, plan: Plan) -> Iterator[Row]:
@@ -608,7 +638,7 @@ MOMENTUM = {"momentum": 0.9}
 RULES = (
     Beside("sgd", MOMENTUM, "SGD", {"lr": 0.01, **MOMENTUM, "fused": True}),
     Beside("adam", {}, "Adam", {"fused": True}),
-    Beside("torch_adamw", {}, "AdamW", {"fused": True}),
+    *(Beside(rule, {}, "AdamW", {"fused": True}) for rule in ("adamw", "torch_adamw")),
     Beside("nag", MOMENTUM, "SGD", {"lr": 0.01, **MOMENTUM, "nesterov": True, "foreach": True}),
     *(
         Beside(rule, {}, name, {"foreach": True})
@@ -617,7 +647,7 @@ RULES = (
             *(("adagrad", "Adagrad"), ("adadelta", "Adadelta")),
         )
     ),
-    *(Beside(rule, {}) for rule in ("adamw", "signum", "dcasgd", "ftrl", "ftml")),
+    *(Beside(rule, {}) for rule in ("signum", "dcasgd", "ftrl", "ftml")),
 )
 
 
@@ -747,8 +777,6 @@ def bus_rates(card: Card, plan: Plan) -> tuple[float, float]:
 
 def stores(card: Card, plan: Plan) -> Iterator[Row]:
     """Rounds of stores in one process, from arrays on the GPU and back, with sgd."""
-    from distrun_runtime import kvstore  # needs pyzmq; the other sections do without
-
     for k in (1, 4):
         ways = {}
         opened = []
@@ -761,9 +789,8 @@ def stores(card: Card, plan: Plan) -> Iterator[Row]:
         finally:
             for store in opened:
                 store.close()
-        moved = 4 * sum(math.prod(shape) for shape in plan.shapes())
         work = "push and pull of k = %d lists of the %d tensors of %s" % (k, len(plan.shapes()), plan.model)
-        yield row("`device`: " + work, "`local`", times["device"], times["local"], goal=10.0, moved_bytes=2 * k * moved)
+        yield row("`device`: " + work, "`local`", times["device"], times["local"], goal=10.0)
 
 
 def round_of(card: Card, plan: Plan, store: Any, k: int) -> Callable[[int], object]:
@@ -785,16 +812,42 @@ def round_of(card: Card, plan: Plan, store: Any, k: int) -> Callable[[int], obje
 
 def jobs(card: Card, plan: Plan) -> Iterator[Row]:
     """Rounds of whole jobs: servers and processes on GPUs beside those that add on the host."""
-    for k, goal in ((1, 1.0), (4, 1.5)):
-        found: dict[str, list[Times]] = {"dist_device_sync": [], "dist_sync": []}
-        in_time(plan)
-        for run in range(plan.job_runs):
-            if run and time.monotonic() > plan.deadline:
-                break
-            for store, device in (("dist_device_sync", plan.server_device), ("dist_sync", "")):
-                found[store].append(Times(job(plan, store, k, device)))
+    for k, goal, share in ((1, 1.0, FIRST_JOBS), (4, 1.5, 1.0)):
+        own = replace(plan, deadline=time.monotonic() + share * (plan.deadline - time.monotonic()))
+        found = rounds_of_jobs(own, {"dist_device_sync": plan.server_device, "dist_sync": ""}, k)
         work = "`dist_device_sync`: a round of %s, k = %d, 2 workers and 2 servers" % (plan.model, k)
         yield row(work, "`dist_sync`", found["dist_device_sync"], found["dist_sync"], goal=goal)
+
+
+def rounds_of_jobs(plan: Plan, stores: Mapping[str, str], k: int) -> dict[str, list[Times]]:
+    """Let jobs take turns; return each one's times of a round, of the runs that all have ended.
+
+    No run is begun that cannot end in time, if it takes as long as the longest before it.
+
+    Arguments:
+        stores: the device of the servers, by the store.
+
+    Raises:
+        OutOfTime: there was no time for a first run.
+    """
+    found: dict[str, list[Times]] = {store: [] for store in stores}
+    longest = 0.0
+    for _ in range(plan.job_runs):
+        begin = time.monotonic()
+        if begin + longest > plan.deadline:
+            break
+        try:
+            run = {store: Times(job(plan, store, k, device)) for store, device in stores.items()}
+        except ChildProcessError:
+            if time.monotonic() < plan.deadline:
+                raise
+            break  # it was ended
+        for store, each in run.items():
+            found[store].append(each)
+        longest = max(longest, time.monotonic() - begin)
+    if not all(found.values()):
+        raise OutOfTime
+    return found
 
 
 def round_beside_bus(card: Card, plan: Plan) -> Iterator[Row]:
@@ -802,11 +855,7 @@ def round_beside_bus(card: Card, plan: Plan) -> Iterator[Row]:
     out, into = bus_rates(card, plan)
     workers, nbytes = 2, 4 * sum(math.prod(shape) for shape in plan.shapes())
     least = seconds_over_bus(workers, nbytes, out, into)
-    times = []
-    for run in range(plan.job_runs):
-        if run and time.monotonic() > plan.deadline:
-            break
-        times.append(Times(job(plan, "dist_device_sync", 1, plan.server_device)))
+    times = rounds_of_jobs(plan, {"dist_device_sync": plan.server_device}, 1)["dist_device_sync"]
     work = "`dist_device_sync`: a round of %s, 2 workers and 2 servers on one GPU" % plan.model
     against = "its bytes over the bus (%.1f GB/s out, %.1f in)" % (out / 1e9, into / 1e9)
     moved = (3 * workers + 1) * nbytes
@@ -830,7 +879,7 @@ def job(plan: Plan, store: str, k: int, server_device: str) -> float:
     Raises:
         ChildProcessError: it failed, or gave wrong results.
     """
-    left = 600 if math.isinf(plan.deadline) else max(20, math.ceil(plan.deadline - time.monotonic()))
+    left = 600 if math.isinf(plan.deadline) else max(1, math.ceil(plan.deadline - time.monotonic()))
     command = [sys.executable, "-m", "distrun", "launch", "-q", "--no-prefix", "--launcher", "local", "-n", "2"]
     command += ["-s", "2", "--timeout", str(left), *(["--server-device", server_device] if server_device else [])]
     command += [sys.executable, str(ROOT / "benchmarks" / "peers" / "gpu_round.py")]
@@ -937,6 +986,7 @@ def facts(card: Card, commit: str) -> dict[str, Any]:
         "memory": total,
         "free": free,
         "machine": report.machine(),
+        "before": condition(),
     }
 
 
@@ -950,12 +1000,26 @@ def version_of(package: str) -> str:
 
 def driver() -> str:
     """Return the version of the driver, as nvidia-smi says it; empty: it does not."""
+    return (asked(["driver_version"]) or [""])[0]
+
+
+def condition() -> dict[str, str]:
+    """Return the GPU's clocks, power, bus and memory's checks as nvidia-smi says them; nothing: it does not."""
+    return dict(zip(CONDITION, asked(CONDITION), strict=False))
+
+
+def asked(fields: Sequence[str]) -> list[str]:
+    """Return what nvidia-smi says of the first GPU, field by field; nothing: it does not."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return ""
-    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.split()
-    return found[0] if found else ""
+        return []
+    command = [program, "--query-gpu=" + ",".join(fields), "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    found = done.stdout.splitlines()
+    return [each.strip() for each in found[0].split(",")] if found and done.returncode == 0 else []
 
 
 def run_all(names: Sequence[str], path: Path, results: Results, seconds: float, *, is_small: bool) -> bool:
@@ -969,6 +1033,8 @@ def run_all(names: Sequence[str], path: Path, results: Results, seconds: float, 
         results.write(path)
         are_done = are_done and part.state == DONE
         say("section %s: %s; goal %s" % (name, part.state, gpu_results.goal_state(part)))
+    results.facts["after"] = condition()
+    results.write(path)
     return are_done
 
 
@@ -1010,10 +1076,11 @@ ABOUT = """\
 Measured by `benchmarks/gpu.py`, which `scripts/gpu-check` runs ([how](gpu.md#check-a-machine)), on machines with one
 GPU; continuous integration has none. Every ratio is theirs divided by ours: against a limit, which part of it is
 reached; against a peer, how many times as fast we are. It is the median of the runs' ratios with their range, and ours
-and theirs take turns in each run. *GPU* is the time between two events on the GPU, with other work before them, so that
-no call waits for its program; *wall* is one call and the wait for its end. Where there is a time by events, GB/s and
-ratio are of it. *A copy of the same bytes*: one copy within the GPU's memory that reads and writes as many bytes in
-all. Inputs rotate over more than four times what the L2 cache holds. Sums are compared with float64.
+and theirs take turns in each run. *GPU* is the time between two events on the GPU, behind other work, so that it does
+not wait for the program (with \\*, it may have waited in some run); *wall* is one call and the wait for its end. Where
+there is a time by events, GB/s and ratio are of it. *A copy of the same bytes*: one copy within the GPU's memory that
+reads and writes as many bytes in all. Inputs rotate over more than four times what the L2 cache holds. Sums are
+compared with float64, of large arrays the first, middle and last elements.
 
 Rounds of jobs are of 2 workers and 2 servers in four processes, from cupy's arrays to cupy's arrays. Processes that
 share a GPU work on it by turns, each for a slice of time, not at once: several GPUs would do better, and the ratios of
@@ -1036,11 +1103,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sections", nargs="+", choices=list(GOALS), default=list(GOALS), help="default: all")
     parser.add_argument("--minutes", type=float, default=7.0, help="for all sections together (default 7)")
-    parser.add_argument("--small", action="store_true", help="small arrays: a try, of which nothing follows")
+    parser.add_argument("--small", action="store_true", help="small arrays: a try (try-NAME-DATE.json), not for tables")
     parser.add_argument("--results", type=Path, help="the file; other parts of the same commit stay in it")
     parser.add_argument("--commit", default="", help="the commit of these files, where there is no .git")
     parser.add_argument("--facts", action="store_true", help="only print what GPU and software there is, as JSON")
     parser.add_argument("--tables", nargs="*", type=Path, metavar="FILE", help="only write docs/benchmarks.md")
+    parser.add_argument("--same-run", action="store_true", help=argparse.SUPPRESS)  # other parts are of this run
     parser.add_argument("--section", choices=list(GOALS), help=argparse.SUPPRESS)
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=60.0, help=argparse.SUPPRESS)
@@ -1053,6 +1121,7 @@ def main() -> None:
         return
     try:
         found = facts(open_card(), options.commit or gpu_results.commit_here())
+        found.update({"small": True} if options.small else {})
     except KVError as err:
         say(str(err))
         sys.exit(NO_GPU)
@@ -1061,7 +1130,7 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the section's processes are ended
     path = options.results or gpu_results.path_of(found)
-    results = Results.begun(path, found, options.sections)
+    results = Results.begun(path, found, options.sections, is_same_run=options.same_run)
     are_done = run_all(options.sections, path, results, options.minutes * 60, is_small=options.small)
     say("results: %s" % path)
     sys.exit(0 if are_done else 1)

@@ -15,6 +15,8 @@ import re
 import signal
 import statistics
 import subprocess
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,6 +82,13 @@ class Row:
     """Read and written, in the memory or over the bus that limits it."""
     error: float | None = None
     """Relative distance of the result from a float64 reference."""
+    ours_s: list[float] = field(default_factory=list)
+    """The times of the ratios, run by run; `their_runs_s` has the other's."""
+    their_runs_s: list[float] = field(default_factory=list)
+    theirs_wall_s: float | None = None
+    """Of one call of theirs and the wait for its end."""
+    waits: int = 0
+    """Runs in which the GPU may have waited for the program, ours or theirs: by events, they took too long."""
 
     @property
     def ratio(self) -> float:
@@ -135,28 +144,41 @@ class Results:
         return cls(found["facts"], {each["name"]: Part.of(each) for each in found["parts"]})
 
     @classmethod
-    def begun(cls, path: Path, facts: dict[str, Any], parts: Sequence[str]) -> Results:
-        """Return results to which these parts will be added: those of the file, if it is of the same commit and GPU."""
+    def begun(cls, path: Path, facts: dict[str, Any], parts: Sequence[str], *, is_same_run: bool = False) -> Results:
+        """Return results to which these parts will be added: those of the file, if it is of the same commit and GPU.
+
+        Arguments:
+            is_same_run: the file is of this run. Others count only if their commit says which files were measured.
+        """
         kept: dict[str, Part] = {}
         if path.exists():
             found = cls.read(path)
-            if all(found.facts.get(name) == facts.get(name) for name in ("gpu", "commit")):
+            is_known = is_same_run or re.fullmatch(r"[0-9a-f]{40}", str(facts.get("commit")))
+            if is_known and all(found.facts.get(name) == facts.get(name) for name in ("gpu", "commit", "small")):
                 kept = {name: part for name, part in found.parts.items() if name not in parts}
         return cls(facts, kept)
 
     def write(self, path: Path) -> None:
         """Write the file whole, in place of what was there."""
-        text = {"format": FORMAT, "facts": self.facts, "parts": [each.as_json() for each in self.parts.values()]}
+        parts = [dataclasses.replace(each, text=without_places(each.text)).as_json() for each in self.parts.values()]
+        text = {"format": FORMAT, "facts": self.facts, "parts": parts}
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_name(path.name + ".new")
         fresh.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
         os.replace(fresh, path)
 
 
+def without_places(text: str) -> str:
+    """Return a text without the machine's paths: of this checkout, of temporary files and of the home folder."""
+    text = re.sub(re.escape(tempfile.gettempdir()) + r"/[\w.-]+", "TEMPORARY", text.replace(str(ROOT), "CHECKOUT"))
+    home = os.path.expanduser("~")  # "/" or "~" where there is none
+    return text.replace(home, "HOME") if len(home) > 1 else text
+
+
 def path_of(facts: Mapping[str, Any], folder: Path = FOLDER) -> Path:
-    """Return where results are kept: `gpu-NAME-DATE.json`."""
+    """Return where results are kept: `gpu-NAME-DATE.json`; `try-NAME-DATE.json`, if arrays are small."""
     name = re.sub(r"[^a-z0-9]+", "-", str(facts["gpu"]).lower()).strip("-")
-    return folder / ("gpu-%s-%s.json" % (name, facts["date"]))
+    return folder / ("%s-%s-%s.json" % ("try" if facts.get("small") else "gpu", name, facts["date"]))
 
 
 def newest(folder: Path = FOLDER) -> list[Path]:
@@ -209,13 +231,29 @@ def run_limited(command: Sequence[str], limit_s: float, **options: Any) -> tuple
 
 
 def _ended(process: subprocess.Popen[str]) -> str:
-    """End a process and those that it started; return what they had printed."""
+    """End a process and those that it started, which may hold a GPU's memory; return what they had printed."""
+    output = ""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
+        deadline = time.monotonic() + GRACE_S
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.communicate(timeout=GRACE_S)[0]
-    return ""
+            output = output or process.communicate(timeout=GRACE_S)[0]
+        while _works(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if not _works(process.pid):
+            break
+    return output
+
+
+def _works(group: int) -> bool:
+    """Tell whether a process of a group is there that has not ended."""
+    for each in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its_group = each.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -239,8 +277,11 @@ def goal_state(part: Part | None) -> str:
     missed = [row for row in wanted if not row.is_reached]
     if not wanted:
         return NOT_MEASURED + ("" if part.state == DONE else ": " + part.state)
-    words = "%d of %d missed" % (len(missed), len(wanted)) if missed else "reached"
-    return words + ("" if part.state == DONE else "; then " + part.state)
+    if part.state == DONE:
+        return "%d of %d missed" % (len(missed), len(wanted)) if missed else "reached"
+    counts = [(len(wanted) - len(missed), "reached"), (len(missed), "missed")]
+    words = ", ".join("%d %s" % each for each in counts if each[0])
+    return "not all measured (%s): %s" % (words, part.state)
 
 
 def overview(found: Sequence[Results]) -> str:
@@ -261,7 +302,7 @@ def table(rows: Sequence[Row]) -> str:
         state = {True: "reached", False: "missed", None: ""}[row.is_reached]
         cells = [
             row.work,
-            "" if row.event_s is None else milliseconds(row.event_s),
+            "" if row.event_s is None else milliseconds(row.event_s) + (" \\*" if row.waits else ""),
             milliseconds(row.wall_s),
             "%.0f" % (row.moved_bytes / taken / 1e9) if row.moved_bytes else "",
             row.against,

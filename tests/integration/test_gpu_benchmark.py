@@ -10,7 +10,9 @@ import os
 import site
 import subprocess
 import sys
+import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -20,6 +22,7 @@ from typing import Any
 
 import drycard
 import fakecupy
+import numpy as np
 import pytest
 from gpukit import Machine, gpus_of_process
 from peers import python_of
@@ -207,6 +210,78 @@ def test_after_its_deadline_a_section_keeps_what_it_has(gpu: ModuleType, card: A
     assert len(gpu.compare(card, plan, ways)["ours"]) == 3
 
 
+def test_a_run_in_which_the_gpu_waited_is_repeated_behind_more_work_and_then_marked(
+    gpu: ModuleType, kept: Any, card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = type(card.cupy.cuda.runtime)
+    plugs, codes = [0], iter([0, 0, 600])
+    monkeypatch.setattr(runtime, "_memsetAsync", lambda *_: plugs.append(plugs.pop() + 1), raising=False)
+
+    def query(*_: int) -> int:
+        plugs.append(0)
+        return next(codes)
+
+    monkeypatch.setattr(runtime, "_eventQuery", query)
+    way = gpu.Contestant(lambda _: None, card.stream)
+    times = card.times(way, 0, 2, 0.0)
+    assert (plugs, times.is_ahead) == ([1, 2, 4, 0], True)
+    monkeypatch.setattr(runtime, "_eventQuery", lambda *_: 0)
+    late = card.times(way, 0, 2, 0.0)
+    assert not late.is_ahead
+    found = gpu.row("sum", gpu.LIMIT, [times, times], [times, late])
+    assert (found.waits, found.ours_s, len(found.their_runs_s)) == (1, [times.event] * 2, 2)
+    assert " \\* | " in kept.table([found])
+    assert "\\*" not in kept.table([replace(found, waits=0)])
+
+
+def test_the_work_before_what_is_timed_is_timed_warm(
+    gpu: ModuleType, card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter([5.0, 0.005, 0.01])
+    monkeypatch.setattr(gpu.Card, "_timed", lambda self, stream, work: (work(), (next(seconds), True))[1])
+    assert gpu.Card(card.device, card.cupy, None)._plug_s == 0.001
+
+
+def test_of_large_arrays_three_parts_are_compared(gpu: ModuleType, card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "CHUNK", 10)
+    found, runs = card.random(101), []
+
+    def reference(run: slice) -> Any:
+        runs.append(run)
+        return card.device.host(found[run]).astype(np.float64)
+
+    assert gpu.distance(found, reference) == 0
+    assert runs == [slice(0, 10), slice(45, 55), slice(91, 101)]
+    gpu.distance(found[:30], reference)
+    assert runs[3:] == [slice(0, 30)]
+
+
+def test_runs_of_jobs_that_have_ended_stay_when_the_time_is_over(
+    gpu: ModuleType, card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, plans = [0.0], []
+
+    def job(plan: Any, store: str, k: int, device: str) -> float:
+        plans.append((k, plan.deadline))
+        now[0] += 10 * k
+        if now[0] > plan.deadline:
+            raise ChildProcessError("the job failed")
+        return k * 0.1
+
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(gpu, "job", job)
+    plan = replace(gpu.SMALL, job_runs=3, deadline=130.0)
+    one, four = gpu.jobs(card, plan)
+    # Two runs of k = 1 in 52 s, a third would not end; one of k = 4 ends after 120 s, a second would not.
+    assert [len(one.ratios), len(four.ratios)] == [2, 1]
+    assert plans == [(1, 52.0)] * 4 + [(4, 130.0)] * 2
+    now[0], plan = 0.0, replace(plan, deadline=15.0)
+    with pytest.raises(gpu.OutOfTime):
+        list(gpu.jobs(card, plan))
+    now[0], plan = 0.0, replace(plan, deadline=25.0)
+    assert len(gpu.rounds_of_jobs(plan, {"dist_sync": ""}, 1)["dist_sync"]) == 2
+
+
 def test_facts_say_on_what_it_was_measured(gpu: ModuleType, card: Any) -> None:
     facts = gpu.facts(card, "abc")
     assert (facts["gpu"], facts["commit"], facts["cupy"], facts["cuda"]) == ("Stand-in", "abc", "14.2.0", "13.1")
@@ -248,6 +323,11 @@ def test_the_driver_is_what_nvidia_smi_says(gpu: ModuleType, monkeypatch: pytest
     program.write_text("#!/bin/sh\necho 580.159.04\necho 580.159.04\n")
     program.chmod(0o755)
     assert gpu.driver() == "580.159.04"
+    program.write_text("#!/bin/sh\necho 1980 MHz, 2619 MHz, 1980 MHz, 120.50 W, 700.00 W, 35, 5, 16, Enabled\n")
+    found = gpu.condition()
+    assert (found["clocks.sm"], found["power.draw"], found["ecc.mode.current"]) == ("1980 MHz", "120.50 W", "Enabled")
+    program.write_text("#!/bin/sh\necho 'Failed to initialize NVML'\nexit 15\n")
+    assert gpu.condition() == {}
 
 
 PROGRAM = """
@@ -284,7 +364,7 @@ def test_sums_and_rules_beside_torch() -> None:
     peers, rules = found["peers"][2], found["rules"][2]
     assert set(peers.values()) == {None, 0.97, 1.6, 2.0, 1.0}
     assert {work.partition(",")[0]: goal for work, goal in rules.items() if "fused" in work} == {
-        **{"sgd": 1.0, "adam": 1.0, "torch_adamw": 1.0}
+        **{"sgd": 1.0, "adam": 1.0, "adamw": 1.0, "torch_adamw": 1.0}
     }
     assert sum("foreach" in work for work in rules) == 6
 
@@ -334,10 +414,35 @@ def test_results_are_what_was_written(kept: Any, tmp_path: Path) -> None:
 
 def test_parts_of_the_same_commit_stay_in_the_file(kept: Any, tmp_path: Path) -> None:
     path = tmp_path / "found.json"
-    kept.Results(FACTS, {name: part_of(kept, name=name) for name in ("sums", "copies")}).write(path)
-    assert set(kept.Results.begun(path, FACTS, ["sums"]).parts) == {"copies"}
-    assert kept.Results.begun(path, {**FACTS, "commit": "def"}, ["sums"]).parts == {}
-    assert kept.Results.begun(tmp_path / "none.json", FACTS, ["sums"]).parts == {}
+    facts = {**FACTS, "commit": "0a" * 20}
+    parts = {name: part_of(kept, name=name) for name in ("sums", "copies")}
+    kept.Results(facts, parts).write(path)
+    assert set(kept.Results.begun(path, facts, ["sums"]).parts) == {"copies"}
+    assert kept.Results.begun(path, {**facts, "commit": "def"}, ["sums"]).parts == {}
+    assert kept.Results.begun(path, {**facts, "small": True}, ["sums"]).parts == {}
+    assert kept.Results.begun(tmp_path / "none.json", facts, ["sums"]).parts == {}
+    # Of which files these are, nobody knows.
+    for commit in ("unknown", "0a" * 20 + "+changes"):
+        facts = {**FACTS, "commit": commit}
+        kept.Results(facts, parts).write(path)
+        assert kept.Results.begun(path, facts, ["sums"]).parts == {}
+        assert set(kept.Results.begun(path, facts, ["sums"], is_same_run=True).parts) == {"copies"}
+
+
+def test_results_of_small_arrays_have_a_name_of_their_own(kept: Any, tmp_path: Path) -> None:
+    path = kept.path_of({**FACTS, "small": True}, tmp_path)
+    assert path.name == "try-nvidia-h100-80gb-hbm3-2026-11-25.json"
+    path.write_text("")
+    assert kept.newest(tmp_path) == []
+
+
+def test_results_have_no_paths_of_the_machine(kept: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/a/place")
+    monkeypatch.setenv("HOME", "/users/who")
+    text = "%s/tests/conftest.py /a/place/distrun-gpu-check-x1/venv /users/who/.cache" % ROOT
+    kept.Results(FACTS, {"smoke": kept.Part("smoke", text=text)}).write(tmp_path / "found.json")
+    found = kept.Results.read(tmp_path / "found.json").parts["smoke"].text
+    assert found == "CHECKOUT/tests/conftest.py TEMPORARY/venv HOME/.cache"
 
 
 def test_the_newest_results_of_each_gpu_are_shown(kept: Any, tmp_path: Path) -> None:
@@ -350,7 +455,8 @@ def test_a_verdict_says_what_was_reached_missed_and_not_measured(kept: Any) -> N
     good, bad, shown = a_row(kept, 0.9), a_row(kept, 0.8), a_row(kept, 0.1, goal=None)
     assert kept.goal_state(part_of(kept, good, shown)) == "reached"
     assert kept.goal_state(part_of(kept, good, bad)) == "1 of 2 missed"
-    assert kept.goal_state(part_of(kept, good, state="out of time")) == "reached; then out of time"
+    assert kept.goal_state(part_of(kept, good, state="out of time")) == "not all measured (1 reached): out of time"
+    assert kept.goal_state(part_of(kept, good, bad, state="failed")) == "not all measured (1 reached, 1 missed): failed"
     assert kept.goal_state(part_of(kept, state="failed")) == "not measured: failed"
     assert kept.goal_state(part_of(kept, shown)) == kept.goal_state(None) == "not measured"
 
@@ -391,6 +497,13 @@ def test_a_process_beyond_its_limit_is_ended_with_its_children(kept: Any, monkey
     code, text = kept.run_limited(["sh", "-c", "echo begun; sleep 1000 & sleep 1000"], 0.3)
     assert (code, text) == (None, "begun\n")
     assert kept.run_limited(["sh", "-c", "echo over; exit 3"], 60) == (3, "over\n")
+    # One that is not told by the end of its output, and does not end when it is told to.
+    script = "(trap '' TERM; exec >/dev/null 2>&1; exec sleep 1000) & echo $!; exec sleep 1000"
+    monkeypatch.setattr(kept, "GRACE_S", 0.3)
+    code, text = kept.run_limited(["sh", "-c", script], 0.3)
+    assert code is None
+    state = Path("/proc", text.strip(), "stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_a_section_without_a_gpu_fails_by_name_and_the_next_is_run(
@@ -472,8 +585,9 @@ def test_without_a_gpu_the_check_says_what_is_missing_and_ends_with_code_2() -> 
 def test_without_cupy_the_benchmark_says_what_to_install_and_ends_with_code_2(check: ModuleType) -> None:
     if importlib.util.find_spec("cupy") is not None:
         pytest.skip("cupy is installed")
-    text = check.facts(sys.executable, dict(os.environ), "abc", 60.0)
-    assert "a GPU needs cupy, which is not installed" in text
+    with pytest.raises(check.NoFacts, match="a GPU needs cupy, which is not installed") as raised:
+        check.facts(sys.executable, dict(os.environ), "abc", 60.0)
+    assert raised.value.code == 2
 
 
 @pytest.fixture
@@ -523,7 +637,33 @@ def test_a_missing_sanitizer_is_told_and_is_no_failure(
     monkeypatch.setattr(check, "sanitizer", lambda: str(program))
     run.run("sanitizer")
     found = run.results.parts["sanitizer"]
-    assert (found.state, found.text) == ("failed", "memcheck: memcheck\n3 passed\n\nracecheck: racecheck\n")
+    assert (found.state, found.text) == (
+        "failed",
+        "memcheck: done, memcheck\n3 passed\n\nracecheck: failed, racecheck\n",
+    )
+
+
+def test_races_are_looked_for_also_if_the_time_for_memory_was_over(
+    check: ModuleType, checked: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, asked = checked(""), []
+
+    def tests(name: str, before: Any, more: Any, limit_s: float, **env: str) -> Any:
+        asked.append((before[2], env))
+        return check.Part(name, "out of time" if before[2] == "memcheck" else "done", text="3 passed")
+
+    monkeypatch.setattr(check, "sanitizer", lambda: "compute-sanitizer")
+    monkeypatch.setattr(run, "_tests", tests)
+    run.run("sanitizer")
+    small = {"DISTRUN_TEST_SMALL_ARRAYS": "1"}
+    assert asked == [("memcheck", small), ("racecheck", small)]
+    assert run.results.parts["sanitizer"].state == "out of time"
+
+
+def test_warnings_of_other_versions_are_no_errors_of_the_tests(checked: Callable[[str], Any]) -> None:
+    run = checked('echo "$@"; echo 3 passed')
+    run.run("correctness")
+    assert " -W default " in run.results.parts["correctness"].text
 
 
 def test_smoke_is_what_the_small_section_says(checked: Callable[[str], Any], kept: Any) -> None:
@@ -537,11 +677,14 @@ def test_smoke_is_what_the_small_section_says(checked: Callable[[str], Any], kep
 
 
 def test_missed_goals_have_an_exit_code_of_their_own(
-    checked: Callable[[str], Any], kept: Any, capfd: pytest.CaptureFixture[str]
+    check: ModuleType, checked: Callable[[str], Any], kept: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = checked('shift\necho "$@" >&2')
     run.run("benchmarks", is_small=True)
-    assert "--results %s --commit abc --minutes " % run._path in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "--results %s --commit abc --same-run --minutes " % run._path in said
+    minutes = float(said.partition("--minutes ")[2].split()[0])
+    assert minutes * 60 + check.INNER_S + check.LAST_S < 1000  # it ends before it would be ended
     assert run.code(["benchmarks"]) == 1  # nothing was measured
     run.results.parts = {name: part_of(kept, a_row(kept, 0.95), name=name) for name in kept.GOALS}
     assert run.code(["benchmarks"]) == 0
@@ -563,14 +706,35 @@ def test_an_environment_of_this_checkout_is_made_and_what_is_missing_is_told(
     place, *packages = done.stdout.splitlines()
     assert Path(place).is_relative_to(ROOT)
     assert set(site.getsitepackages()) <= set(packages)  # where cupy looks for CUDA's libraries
-    # All is there already: pip finds nothing to look for in an empty folder of wheels.
-    (tmp_path / "wheels").mkdir()
-    check.interpreter(tmp_path / "again", tmp_path / "wheels")
+
+
+def test_the_wheels_that_are_there_are_installed_and_what_still_lacks_is_told(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "missing", lambda required: ["some-thing", "pyzmq"])
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    check.interpreter(tmp_path / "none", wheels)
+    assert "not installed: some-thing, pyzmq;" in capsys.readouterr().err
+    with zipfile.ZipFile(wheels / "some_thing-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("some_thing.py", "")
+        folder = "some_thing-1.0.dist-info/"
+        wheel.writestr(
+            folder + "METADATA", "Metadata-Version: 2.1\nName: some-thing\nVersion: 1.0\nRequires-Dist: absent"
+        )
+        wheel.writestr(folder + "WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(folder + "RECORD", "")
+    (wheels / "broken-1.0-py3-none-any.whl").write_text("")
+    python = check.interpreter(tmp_path / "venv", wheels)
+    said = capsys.readouterr().err
+    assert "broken-1.0-py3-none-any.whl could not be installed" in said
+    assert "not installed: pyzmq;" in said
+    subprocess.run([python, "-c", "import some_thing"], check=True, cwd=tmp_path)
 
 
 def test_what_is_needed_is_what_the_project_says(check: ModuleType) -> None:
     required = check.requirements((ROOT / "pyproject.toml").read_text("utf-8"))
-    assert {"numpy", "pyzmq", "click", "pytest", "pytest-timeout", "hypothesis"} <= set(map(check.name_of, required))
+    assert {"numpy", "pyzmq", "click", "pytest", "pytest-timeout", "hypothesis"} == set(map(check.name_of, required))
     assert check.missing(["numpy>=1", "no-such-package>=2"]) == ["no-such-package"]
 
 
@@ -580,12 +744,21 @@ def test_a_home_that_cannot_be_written_is_replaced(
     monkeypatch.setenv("HOME", str(tmp_path / "gone"))
     assert check.environment(tmp_path)["HOME"] == str(tmp_path)
     monkeypatch.setenv("HOME", str(ROOT))
-    assert check.environment(tmp_path)["HOME"] == str(ROOT)
+    env = check.environment(tmp_path)
+    assert env["HOME"] == str(ROOT)
+    assert env["PYTHONDONTWRITEBYTECODE"] == "1"
+    for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "CUPY_CACHE_DIR"):
+        assert Path(env[name]).parent == tmp_path
 
 
 def test_the_check_runs_what_it_is_asked_for_and_writes_it(
-    check: ModuleType, kept: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    check: ModuleType,
+    kept: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    facts = check.facts
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho '3 passed in 1s'\n")
     python.chmod(0o755)
@@ -596,8 +769,11 @@ def test_the_check_runs_what_it_is_asked_for_and_writes_it(
     assert check.main() == 0
     results = kept.Results.read(kept.path_of(FACTS, tmp_path))
     assert (results.facts["commit"], set(results.parts)) == ("x", {"correctness"})
-    monkeypatch.setattr(check, "facts", lambda *_: "cupy finds no GPU here")
-    assert check.main() == 2
+    for code in (1, 2):
+        python.write_text("#!/bin/sh\necho something is wrong; exit %d\n" % code)
+        monkeypatch.setattr(check, "facts", facts)
+        assert check.main() == code
+        assert ("no GPU can be used here" in capsys.readouterr().err) == (code == 2)
 
 
 def test_facts_are_the_last_line_of_what_the_benchmark_prints(check: ModuleType, tmp_path: Path) -> None:

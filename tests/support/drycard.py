@@ -21,7 +21,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 SIGNATURES = {
     **{name: fakecupy.SIGNATURES[name] for name in ("malloc", "memsetAsync", "memcpyAsync", "getDeviceProperties")},
-    **{name: fakecupy.SIGNATURES[name] for name in ("eventRecord", "eventSynchronize", "eventDestroy")},
+    **{name: fakecupy.SIGNATURES[name] for name in ("eventRecord", "eventSynchronize", "eventQuery", "eventDestroy")},
     "eventCreate": (),
     "eventElapsedTime": ("start", "end"),
     "deviceSynchronize": (),
@@ -62,6 +62,9 @@ class Runtime:
     def _eventRecord(self, event: int, stream: int) -> None:
         self._deviceSynchronize()
         self._events[event] = time.perf_counter()
+
+    def _eventQuery(self, event: int) -> int:
+        return 600  # cudaErrorNotReady
 
     def _eventElapsedTime(self, start: int, end: int) -> float:
         return (self._events[end] - self._events[start]) * 1e3

@@ -5,6 +5,7 @@ On a real GPU there are two devices: two GPUs, or two devices on the only one. `
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,9 @@ from distrun_runtime.ops import compression, fuse, optimizers, update
 
 F32 = np.dtype(np.float32)
 FUSED = [name for name, rule in optimizers.RULES.items() if not fuse.why_not(rule({}))]
+IS_SMALL = bool(os.environ.get("DISTRUN_TEST_SMALL_ARRAYS"))
+"""`scripts/gpu-check` says it where a sanitizer checks each thread, which takes long."""
+TURNS = 2 if IS_SMALL else 20
 STEPS = 3
 
 
@@ -34,8 +38,8 @@ def gpus(kind_of_gpu: str) -> Gpus:
 
 @pytest.fixture
 def length(kind_of_gpu: str) -> int:
-    """Elements of an array: odd, and on a real GPU more than a launch has threads."""
-    return (1 << 20) + 3 if kind_of_gpu == "gpu" else 301
+    """Elements of an array: odd, and on a real GPU more than a launch has threads, or more than a block has."""
+    return 301 if kind_of_gpu != "gpu" else 4099 if IS_SMALL else (1 << 20) + 3
 
 
 @pytest.fixture
@@ -52,7 +56,7 @@ def machine(gpus: Gpus) -> Any:
 @ON_REAL  # `test_gpu_histories` has them on the stand-in
 @EACH_HISTORY
 def test_every_history_is_right(machine: Machine, history: Callable[[Machine], None]) -> None:
-    for _ in range(20):
+    for _ in range(TURNS):
         history(machine)
 
 

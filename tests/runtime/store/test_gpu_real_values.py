@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from cluster import Cluster
 from gpukit import values
+from realgpus import ON_BOTH
 
 from distrun_runtime import kvstore
 from distrun_runtime.arrays import find
@@ -19,6 +21,8 @@ from distrun_runtime.kvstore import KVStore
 
 F32 = np.dtype(np.float32)
 STEPS = 3
+ASKED = {"cpu:0": "cpu", "gpu:0": "gpu:0"}
+"""What servers are told, by the device on which they are to keep values."""
 
 
 class Interface:
@@ -91,6 +95,7 @@ def test_a_store_of_a_job_takes_and_fills_arrays_on_the_gpu(kind_of_gpu: str, li
     given = [[values(shape, F32, 10 * rank + key) for key, shape in enumerate(shapes)] for rank in range(2)]
     lock = threading.Lock()
     found: dict[int, list[Array]] = {}
+    device = "gpu:0" if store == "dist_device_sync" else "cpu:0"
 
     def script(kv: KVStore) -> None:
         keys = list(range(len(shapes)))
@@ -101,8 +106,9 @@ def test_a_store_of_a_job_takes_and_fills_arrays_on_the_gpu(kind_of_gpu: str, li
             kv.pushpull(keys, mine, out=outs)
         with lock:
             found[kv.rank] = [host(out) for each in outs for out in each]
+        assert devices_of(kv) == {device}
 
-    with Cluster() as cluster:
+    with Cluster(server_device=ASKED[device]) as cluster:
         cluster.run(script, store)
     for key in range(len(shapes)):
         doubled = [CpuDevice().total([given[rank][key]] * 2) for rank in range(2)]
@@ -110,3 +116,46 @@ def test_a_store_of_a_job_takes_and_fills_arrays_on_the_gpu(kind_of_gpu: str, li
         for rank in range(2):
             for out in found[rank][2 * key : 2 * key + 2]:
                 assert out.tobytes() in expected
+
+
+def devices_of(kv: KVStore) -> set[str]:
+    """Return where the servers that have keys keep them."""
+    return {each["device"] for each in kv.stats() if each["keys"]}
+
+
+@ON_BOTH
+@pytest.mark.parametrize(("before", "after"), [("gpu:0", "cpu:0"), ("cpu:0", "gpu:0")])
+def test_states_that_were_saved_on_one_device_go_on_on_the_other(
+    kind_of_gpu: str, before: str, after: str, tmp_path: Path
+) -> None:
+    shapes = [(3,), (7, 5), (1100,)]
+    keys, given = list(range(len(shapes))), [values(shape, F32, key) for key, shape in enumerate(shapes)]
+
+    def rounds(kv: KVStore, out: list[Array]) -> None:
+        for _ in range(2):
+            kv.pushpull(keys, given, out=out)
+
+    def begun(kv: KVStore) -> list[Array]:
+        kv.set_optimizer("adam", learning_rate=0.1)
+        kv.init(keys, [values(shape, F32, 10 + key) for key, shape in enumerate(shapes)])
+        return [np.empty(shape, np.float32) for shape in shapes]
+
+    def saves(kv: KVStore) -> list[bytes]:
+        out = begun(kv)
+        rounds(kv, out)
+        assert devices_of(kv) == {before}
+        kv.save_states(tmp_path / "states")
+        rounds(kv, out)
+        return [each.tobytes() for each in out]
+
+    def loads(kv: KVStore) -> list[bytes]:
+        out = begun(kv)
+        kv.load_states(tmp_path / "states")
+        assert devices_of(kv) == {after}
+        rounds(kv, out)
+        return [each.tobytes() for each in out]
+
+    with Cluster(1, 2, server_device=ASKED[before]) as cluster:
+        expected = cluster.run(saves)
+    with Cluster(1, 2, server_device=ASKED[after]) as cluster:
+        assert cluster.run(loads) == expected
