@@ -312,7 +312,7 @@ class KVStore(KVStoreBase):
         number, factor = _numbers(priority, scale)
         with BorrowedArrays() as borrowed:
             keys, given, own = self._given(key, value, factor, borrowed)
-            call = CallOptions(number, lent=own or not wait, scale=factor, waits=wait)
+            call = CallOptions(number, lent=own or not wait, own=own, scale=factor, waits=wait)
             if not keys.records:
                 return CompletedCall("push of no keys")
             pending = borrowed.until(self._backend.push(keys, given, call))

@@ -36,7 +36,8 @@ class Store:
         items = list(zip(self.keys.records, given, strict=True))
         sums = self.backend.reducer.reduce(items)
         own = all(total is not value for total, (_, each) in zip(sums, items, strict=True) for value in each)
-        pending = self.backend.push(self.keys, sums, CallOptions(lent=own or not wait, scale=scale, waits=wait))
+        call = CallOptions(lent=own or not wait, own=own, scale=scale, waits=wait)
+        pending = self.backend.push(self.keys, sums, call)
         if pending.is_done and wait:
             pending.wait()
         return pending

@@ -119,6 +119,8 @@ class CallOptions:
     lent: bool = False
     """The values stay as they are until the Pending is done, so that they may be sent from where they are. Else they
     may be overwritten when the call returns, and are copied before."""
+    own: bool = False
+    """The values are lent, and the store's own: nobody will write them, so nothing has to be released."""
     scale: float = 1.0
     """What a contribution is multiplied by where it is summed, after it was compressed."""
     waits: bool = True

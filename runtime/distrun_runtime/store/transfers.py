@@ -128,7 +128,8 @@ class Transfers:
             pairs = zip(keys.records, values, strict=True)
             values = [value if _has_rows(record) else _dense(value) for record, value in pairs]
         arrays = cast("Sequence[Array]", values)
-        if lent:
+        # What the script may write when the call has returned is not read in place: it would have to wait for that.
+        if call.own or (lent and not call.waits):
             in_place = self._in_place(route, arrays)
         with self._link.stage(stages.COPY_OUT):
             for portion in route.portions:
@@ -141,9 +142,8 @@ class Transfers:
                         (portion, self._compressor.encode_all(portion, keys.records, arrays, staging), Payload.FRAME)
                     )
         request = self._contribute(what, route, loaded, body, priority)
-        # Of a push that waits only the store's own sums are lent: nobody writes them, so nothing has to be released.
-        lent_by_caller = frozenset() if call.waits else in_place
-        return request, lambda: self._release(what, route, lent_by_caller)
+        to_release = frozenset() if call.own else in_place
+        return request, lambda: self._release(what, route, to_release)
 
     def _in_place(self, route: Route, values: Sequence[Array]) -> frozenset[int]:
         """Return the places of values that servers can read where they are."""
