@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from distrun_runtime.arrays import find
-from distrun_runtime.arrays.device import Device, DeviceArray, is_host
+from distrun_runtime.arrays.device import Device, DeviceArray, is_host, on_host
 from distrun_runtime.arrays.dtypes import Array, DType, name_of, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops.optimizers import PLAIN, RULES, Knobs, NormRule, Rule, State
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.programs import Program
     from distrun_runtime.ops.fuse import Fused
 
-__all__ = ["can_fuse", "is_flat", "new_state", "prepare", "step", "update"]
+__all__ = ["can_fuse", "is_flat", "new_state", "prepare", "state_on", "state_on_host", "step", "update"]
 
 CHUNK = 1 << 16
 """Elements of a chunk: what a step costs beside its arithmetic is spread over many elements, and weight, gradient,
@@ -99,6 +99,16 @@ def new_state(rule: Rule, weight: DeviceArray, place: Callable[[str, DType], Dev
             device.clear(array)
         state[each.name] = array
     return state
+
+
+def state_on(state: Mapping[str, Any], device: Device) -> State:
+    """Return a copy of the state of a rule that can be fused, with its arrays on a device."""
+    return {name: value if name == "updates" else device.put(value) for name, value in state.items()}
+
+
+def state_on_host(state: Mapping[str, Any]) -> State:
+    """Return such a state in host memory; what is there is not copied."""
+    return {name: value if name == "updates" else on_host(value) for name, value in state.items()}
 
 
 def update(

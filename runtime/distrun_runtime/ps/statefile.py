@@ -34,6 +34,7 @@ from distrun_runtime.arrays.device import DeviceArray, is_host, on_host
 from distrun_runtime.arrays.dtypes import BFLOAT16, Array, name_of
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
+from distrun_runtime.ops import update
 from distrun_runtime.ops.optimizers import Key, RuleSpec
 
 MANIFEST = "manifest.json"
@@ -331,7 +332,7 @@ class Saved:
         """Return it with all arrays in the host's memory."""
         if is_host(self.weight):
             return self
-        state = self.state and {name: x if name == "updates" else on_host(x) for name, x in self.state.items()}
+        state = self.state and update.state_on_host(self.state)
         residual = None if self.residual is None else on_host(self.residual)
         return Saved(self.key, self.offset, on_host(self.weight), state, residual)
 

@@ -511,5 +511,5 @@ def _moved(device: Device, given: Contribution) -> Contribution:
 def _copied(device: Device, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a state; on a GPU it has arrays, and `updates`."""
     if device.is_gpu:
-        return {name: value if name == "updates" else device.put(value) for name, value in state.items()}
+        return update.state_on(state, device)
     return {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in state.items()}

@@ -17,7 +17,7 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.optimizers import RuleSpec
-from distrun_runtime.ops.update import can_fuse, new_state, prepare, update
+from distrun_runtime.ops.update import can_fuse, new_state, prepare, state_on, state_on_host, update
 from distrun_runtime.ps import profile
 from distrun_runtime.ps.stats import Counters
 from distrun_runtime.store.base import (
@@ -291,7 +291,7 @@ class Weights:
     def state_on_host(self, key: Key) -> rules.State | None:
         """Return a value's state in host memory, likewise; None: it has none."""
         state = self.states.get(key)
-        return state if state is None or devices.is_host(self.values[key]) else _state_on_host(state)
+        return state if state is None or devices.is_host(self.values[key]) else state_on_host(state)
 
     def add(self, key: Key, value: Value) -> None:
         """Keep a copy of a first value."""
@@ -379,7 +379,7 @@ class Weights:
         """Let a value and its state be on a GPU, if they are in host memory."""
         value, state = self.values[key], self.states.get(key)
         if devices.is_host(value):
-            moved = gpu.put(value), None if state is None else _state_on_gpu(state, gpu)
+            moved = gpu.put(value), None if state is None else state_on(state, gpu)
             self.values[key] = moved[0]
             if moved[1] is not None:
                 self.states[key] = moved[1]
@@ -441,7 +441,7 @@ class Weights:
             begun = rule.new_state(np.zeros(1, value.dtype))
             if begun.keys() <= state.keys():  # Nothing starts anew, so it stays where it is.
                 return value, {name: state[name] for name in begun}
-            value, state = devices.on_host(value), _state_on_host(state)
+            value, state = devices.on_host(value), state_on_host(state)
         return value, rules.carry_state(rule, value.reshape(-1), state)
 
     def made(self, spec: RuleSpec) -> rules.Rule:
@@ -468,19 +468,6 @@ class Weights:
         for gpu in gpus:
             with suppress(KVError):  # One that has failed gives nothing back before the process ends.
                 gpu.pool.trim()
-
-
-def _state_on_gpu(state: rules.State, gpu: GpuDevice) -> rules.State:
-    moved: dict[str, Any] = {
-        name: gpu.put(part) if isinstance(part, np.ndarray) else part for name, part in state.items()
-    }
-    return moved
-
-
-def _state_on_host(state: rules.State) -> rules.State:
-    from distrun_runtime.arrays.gpu import GpuArray
-
-    return {name: devices.on_host(part) if isinstance(part, GpuArray) else part for name, part in state.items()}
 
 
 def _call(updater: Updater, key: Key, value: Value, stored: Array) -> None:

@@ -180,15 +180,12 @@ class DeviceReducer(Reducer):
         sums = self._sums(items)
         if self._sender is None or not self._sender.is_on:
             return self._on_host(sums)
-        result: list[Value] = []
-        numbers: list[int] = []
-        """Of sums that are brought to host memory together."""
-        for number, ((record, values), total) in enumerate(zip(items, sums, strict=True)):
-            if not is_gpu_array(total) or self._sender.of(record) is None:
-                numbers.append(number)
-            elif total is values[0]:  # the caller's, who gets it back before the sum is sent
-                total = cast(Any, total).device.put(total)
-            result.append(total)
+        result = list(sums)
+        numbers = [
+            number
+            for number, ((record, _), total) in enumerate(zip(items, sums, strict=True))
+            if not is_gpu_array(total) or self._sender.of(record) is None
+        ]
         for number, total in zip(numbers, self._on_host([sums[number] for number in numbers]), strict=True):
             result[number] = total
         return result
