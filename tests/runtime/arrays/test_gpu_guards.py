@@ -163,10 +163,9 @@ def sites() -> list[tuple[str, str, int]]:
         *(("_sum", "writes", 0), ("_share", "writes", 0), ("_share", "writes", 1)),
         *(("_step_on_gpu", kind, place) for kind in KINDS for place in (0, 1)),
         *((function, kind, 0) for function in ("cast", "_encode", "_decode", "top_decode") for kind in KINDS),
-        *((function, kind, 0) for function in ("are_finite", "scaled_encode", "_bound") for kind in KINDS),
+        *((function, kind, 0) for function in ("are_finite", "scaled_encode", "_search") for kind in KINDS),
         *(("are_finite", "reads", 1), ("scaled_encode", "reads", 1), ("_encode", "writes", 1)),
-        *(("top_encode", "reads", place) for place in (0, 1)),
-        ("top_encode", "writes", 0),
+        ("_search", "reads", 1),
     ]
 
 
