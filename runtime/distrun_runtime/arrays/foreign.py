@@ -130,7 +130,9 @@ def current_stream(library: str, device: int) -> int | None:
     """
     module = sys.modules.get(library)
     if library == "torch" and module is not None:
-        if module.cuda.is_current_stream_capturing():
+        with module.cuda.device(device):  # torch asks about the current one
+            is_capturing = module.cuda.is_current_stream_capturing()
+        if is_capturing:
             raise KVError(_CAPTURING % "torch")
         return _handle(module.cuda.current_stream(device).cuda_stream)
     if library == "cupy" and module is not None:
@@ -292,9 +294,15 @@ def _of_interface(value: Any, cuda: Cuda) -> DeviceView:
     own = getattr(getattr(value, "dtype", None), "name", None)
     dtype = _dtype(value, own if own == "bfloat16" and found["typestr"][1:] in {"V2", "u2"} else found["typestr"])
     strides = found.get("strides")
+    device = cuda.device_of(int(address)) if address and math.prod(shape) else 0
+    if device < 0:
+        raise KVError(
+            f"{named(value)} has __cuda_array_interface__, which is for memory of a GPU, but CUDA knows no memory at"
+            f" its address {address:#x}; fix: give what is in host memory as an array of numpy"
+        )
     return _checked(
         value,
-        device=cuda.device_of(int(address)) if math.prod(shape) else 0,
+        device=device,
         address=int(address or 0),
         shape=shape,
         strides=tuple(strides) if strides is not None else dlpack.compact_strides(shape, dtype.itemsize),

@@ -189,7 +189,8 @@ def _bound(total: GpuArray, count: int) -> np.uint32:
         place = int(np.searchsorted(as_large, count - above))
         above += int(as_large[place] - numbers[place])
         prefix = prefix << width | ((1 << width) - 1 - place)
-    return np.uint32(prefix)
+    bound: np.uint32 = np.uint32(prefix)
+    return bound
 
 
 def _search(
