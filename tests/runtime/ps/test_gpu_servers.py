@@ -12,9 +12,9 @@ import pytest
 from gpukit import Machine, gpus_of_process, values
 from history_server import Piece, data, raw
 
-from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays import arena, dtypes
 from distrun_runtime.arrays import find as devices
-from distrun_runtime.arrays.cuda import ProgramError
+from distrun_runtime.arrays.cuda import CudaError, CudaOutOfMemory, ProgramError
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.segments import Pool, address_of
 from distrun_runtime.errors import KVError
@@ -293,6 +293,59 @@ def test_a_store_moves_between_devices_with_all_it_has(machine: Machine, determi
     alike(history, deterministic=deterministic)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_move_that_fails_at_any_step_leaves_the_store_where_it_was(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    """The GPU's memory ends at each array in turn, then each copy fails: no array is elsewhere, or lost."""
+    monkeypatch.setattr(arena, "FIRST_BYTES", 1024)
+    gpu, host = devices.get("gpu:0"), devices.get("cpu:0")
+    pool = machine.gpus.get(0).pool
+
+    def history(side: Side, *, moves: bool) -> Any:
+        def fails(device: Any) -> CudaError | None:
+            here = [each.array for each in side.values._places()]
+            try:
+                side.values.move(device)
+            except CudaError as err:
+                assert [id(each.array) for each in side.values._places()] == [id(array) for array in here]
+                assert side.values.device is not device
+                return err
+            return None
+
+        side.set_rule("adam", multi_precision=True)
+        side.do(work.Apply(side.store, 1, side.shards, rank=0, last=side.batch(1)))
+        side.pulled(2, **compression.numbered(2).check({}))
+        for rank, number in ((0, 2), (1, 2), (1, 3)):
+            side.do(work.Add(rank, number, side.batch(5 * number + rank, number)))
+        steps = 0
+        if moves:
+            pool.trim()
+            pool.limit, before = 0, pool.size
+            while err := fails(gpu):
+                assert isinstance(err, CudaOutOfMemory)
+                pool.trim()
+                assert pool.size == before == 0
+                pool.limit += err.wanted - err.free
+                steps += 1
+            for device, call in ((host, "copy"), (gpu, "copy")):
+                for nth in range(1, 100):
+                    machine.standin.fail(call, nth, code=1)
+                    if fails(device) is None:
+                        break
+                    steps += 1
+                machine.standin.faults.clear()
+            side.values.move(host)
+            pool.limit = None
+        assert steps == 0 or steps > 20
+        side.do(work.Apply(side.store, 2, side.shards))
+        side.do(work.Apply(side.store, 3, side.shards, rank=0, last=side.batch(8, 3)))
+        return side.pulled(2, **compression.numbered(2).check({})), side.pulled(), side.state()
+
+    expected, found = (history(Side("cpu", deterministic=deterministic), moves=moves) for moves in (False, True))
+    assert found == expected
+
+
 def test_what_a_gpu_does_not_hold_is_refused_by_name(machine: Machine) -> None:
     side = Side("cpu")
     side.set_rule("lamb")
@@ -303,9 +356,10 @@ def test_what_a_gpu_does_not_hold_is_refused_by_name(machine: Machine) -> None:
     other = Side("gpu:0")
     with pytest.raises(KVError, match="store 1: weights on gpu:0 cannot be updated by rule 'sgld'"):
         other.values.set_rule(rules.make("sgld", {}), rules.RuleSpec.of("sgld", {}))
-    rows = other.store.add([Shard(0, 0, 4, 3, row_size=2)])
+    rows = Side("cpu")
+    rows.store.add([Shard(0, 0, 4, 3, row_size=2)])
     with pytest.raises(KVError, match="store 1 has row-sparse keys: its values cannot be on gpu:0"):
-        other.values.place(rows, 0)
+        rows.values.move(gpu)
 
 
 def test_the_kernels_of_rules_and_codecs_are_compiled_before_the_first_round(machine: Machine) -> None:
