@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import cluster
 import numpy as np
 import pytest
 from gpukit import Machine, gpus_of_process, values
-from history_server import Piece, data, raw
+from history_server import History, Piece, data, raw, reason, said
+from history_server import values as values_of
 
 from distrun_runtime.arrays import arena, dtypes
 from distrun_runtime.arrays import find as devices
@@ -419,3 +421,56 @@ def test_a_pull_whose_codec_has_no_kernels_says_so(machine: Machine, monkeypatch
 def test_a_pull_to_which_nothing_was_lent_is_refused(machine: Machine) -> None:
     text = Side("gpu:0").refused(77)
     assert "3 of 3 values could not be made ready" in text
+
+
+# Initialising keys
+
+
+@pytest.fixture
+def server(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[History]:
+    """A server on a GPU whose engine's thread does all work."""
+    monkeypatch.setattr(cluster, "MUCH_BYTES", 0)
+    monkeypatch.setattr(arena, "FIRST_BYTES", 4096)
+    with History(settings={"server_device": "gpu:0"}) as made:
+        yield made
+
+
+def keys_of(server: History) -> Any:
+    [told] = server.ask(0, Kind.STATS)
+    return told.body["keys"], told.body["pieces"]
+
+
+LARGE = [1.0] * 2048
+"""More than the rest of the first block of an arena."""
+
+
+@pytest.mark.parametrize("has_rule", [False, True])
+def test_an_init_that_failed_leaves_nothing_behind(machine: Machine, server: History, has_rule: bool) -> None:
+    if has_rule:
+        server.rule("adam")
+    there = machine.standin.memory_bytes
+    machine.standin.memory_bytes = sum(machine.standin.used) + 4096
+    for _ in range(2):
+        text = reason(server.init({"f": LARGE, "g": [5, 5]}))
+        assert text.startswith("server-0 cannot take the values of key 'f', 'g': alloc on gpu:0 failed"), text
+        assert keys_of(server) == (2, 2)
+        assert "no such piece" in reason(server.pull(0, 0, "g"))
+    server.push(0, 1, {"a": [1, 2]})
+    machine.standin.memory_bytes = there
+    assert said(server.init({"g": [7, 8, 9], "f": LARGE})) == ["w0 INIT"]
+    assert keys_of(server) == (4, 4)
+    server.push(1, 1, {"a": [1, 2]})
+    found = values_of(server.pull(0, 0, "f", "g"))
+    assert found == {"f": LARGE, "g": [7, 8, 9]}
+    assert has_rule or values_of(server.pull(0, 1)) == {"a": [2, 4]}
+
+
+def test_inits_that_come_while_one_fails_are_done_in_their_order(machine: Machine, server: History) -> None:
+    for nth in (1, 2, 3):
+        machine.standin.fail("alloc", nth, code=2)
+    given = [("w0", "f", LARGE), ("w1", "g", [1, 2]), ("w0", "h", [3, 4])]
+    told = server.hear_all([(link, server.initial({name: value})) for link, name, value in given])
+    assert said(told) == ["w0 INIT!", "w1 INIT", "w0 INIT"]
+    assert keys_of(server) == (4, 4)
+    assert values_of(server.pull(0, 0, "g", "h")) == {"g": [1, 2], "h": [3, 4]}
+    assert said(server.init({"f": [1, 1]})) == ["w0 INIT"]
