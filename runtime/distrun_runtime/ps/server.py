@@ -519,7 +519,7 @@ class Server:
     def _filled(self, what: work.Fill | work.Assign, event: role.Done) -> list[role.Action]:
         message, store = what.batch.message, what.batch.store
         if event.error is None:
-            told = role.Send(what.link, answer(message))
+            told: role.Action = role.Send(what.link, answer(message))
         else:
             names = [repr(store.name(key)) for key in np.unique(store.key[what.batch.shards]).tolist()]
             text = "%s cannot take the values of key %s: %s" % (self.me.name, listed(names, 3), words_of(event.error))
