@@ -685,6 +685,8 @@ class Gpus:
         self.borrowing = Borrowing(self.order, self.get)
         """Arrays of other libraries on these devices."""
         self._devices: dict[str, GpuDevice] = {}
+        self._is_watching = False
+        """Whether the blocks are, or are about to be, page-locked."""
         self._lock = threading.Lock()
 
     def get(self, physical: int, part: int | None = None, *, limit: int | None = None) -> GpuDevice:
@@ -710,6 +712,8 @@ class Gpus:
                 self._devices[name] = GpuDevice(
                     self.order, physical, name, self.locked, limit=limit, has_peers=self._has_peers
                 )
-                if self._blocks is not None and len(self._devices) == 1:
-                    self._blocks.watch(self.locked)
-            return self._devices[name]
+            is_first, self._is_watching = not self._is_watching, True
+            device = self._devices[name]
+        if is_first and self._blocks is not None:
+            self._blocks.watch(self.locked)  # Page-locks what is there, which takes long.
+        return device
