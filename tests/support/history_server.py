@@ -306,9 +306,16 @@ class History:
 
     def hear(self, link: str, message: Message) -> list[Sent]:
         """Let a message arrive; without a request number it gets the next one."""
-        self._requests += 1
-        message = replace(message, store=message.store or 1, request=message.request or self._requests)
-        return self.step(Arrived(link, self._frames(message)))
+        return self.hear_all([(link, message)])
+
+    def hear_all(self, messages: Iterable[tuple[str, Message]]) -> list[Sent]:
+        """Let messages arrive at once, each on its link."""
+        events = []
+        for link, message in messages:
+            self._requests += 1
+            whole = replace(message, store=message.store or 1, request=message.request or self._requests)
+            events.append(Arrived(link, self._frames(whole)))
+        return self.step(*events)
 
     @property
     def last_request(self) -> int:
@@ -349,13 +356,14 @@ class History:
 
     def init(self, given: Values, rank: int = 0, *, dtype: Any = np.float32, **body: Any) -> list[Sent]:
         """Let a worker initialise keys. The body says what is not given otherwise: type and names."""
+        return self.hear("w%d" % rank, self.initial(given, dtype=dtype, **body))
+
+    def initial(self, given: Values, *, dtype: Any = np.float32, **body: Any) -> Message:
+        """Return the message by which a worker initialises keys."""
         names = [[number_of(name), name.partition("+")[0]] for name in given]
         self._types.update({number_of(name): np.dtype(dtype) for name in given})
         self._lengths.update({name: np.size(value) for name, value in given.items()})
-        return self.hear(
-            "w%d" % rank,
-            data(Kind.INIT, self._pieces(given, 0), body={"type": self.type_name, "names": names, **body}),
-        )
+        return data(Kind.INIT, self._pieces(given, 0), body={"type": self.type_name, "names": names, **body})
 
     def assign(self, given: Values, rank: int = 0) -> list[Sent]:
         """Let a worker replace values."""
