@@ -21,6 +21,7 @@ from scripted_transport import Stepped
 
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression
 from distrun_runtime.ops import rows as rowcodec
 from distrun_runtime.ops.optimizers import RuleSpec
@@ -28,6 +29,7 @@ from distrun_runtime.protocol import message as protocol
 from distrun_runtime.protocol.handshake import Acceptor, NodeIdentity, Opener
 from distrun_runtime.protocol.message import DTYPE_CODES, DTYPES, Entry, Kind, Message, Payload
 from distrun_runtime.ps import role
+from distrun_runtime.ps.engine import Engine
 from distrun_runtime.ps.server import Server
 from distrun_runtime.transport.base import Arrived, Down, Event, Rejected, Up
 
@@ -482,6 +484,13 @@ class History:
     def lost(self, who: str, why: str) -> list[Sent]:
         """Let the scheduler say that a node is lost."""
         return self.scheduler(Kind.LOST, who=who, reason=why)
+
+    def breaks(self, why: str) -> list[Sent]:
+        """Let the server's device fail for good."""
+        engine = self._loop._engine
+        assert isinstance(engine, Engine)
+        engine._placement._failed = KVError(why)
+        return self.step()
 
     # Inside
 

@@ -231,12 +231,7 @@ class Server:
                 *(action for store in self._stores.values() for action in self._pulls.all_advanced(store)),
             ]
         if message.kind is Kind.LOST:
-            reason = str(message.body["reason"])
-            told = role.Publish({"lost_peer": message.body["who"], "message": reason})
-            if not self._nodes:
-                return [told, role.Finish(1, reason)]  # registration failed; the reason says who was missing
-            self._rounds.stop()
-            return [told, *self._pulls.drop_all(reason, str(message.body["who"]))]
+            return self._lost(message)
         if message.kind is Kind.STOP and message.body.get("stay"):
             return [role.Work(work.Clear(message), reports=True)]
         if message.kind is Kind.STOP:
@@ -245,6 +240,14 @@ class Server:
             early = [role.Publish({"lost_peer": who, "message": reason})] if who else []
             return [*early, role.Finish(int(message.body.get("code", 0)), reason)]
         return []
+
+    def _lost(self, message: Message) -> list[role.Action]:
+        who, reason = str(message.body["who"]), str(message.body["reason"])
+        told = role.Publish({"lost_peer": who, "message": reason})
+        if not self._nodes:
+            return [told, role.Finish(1, reason)]  # registration failed; the reason says who was missing
+        self._rounds.stop()
+        return [told, *self._pulls.drop_all(reason, who)]
 
     def _cleared(self, what: work.Clear) -> list[role.Action]:
         """The engine has forgotten the script that is over; so do we."""
@@ -264,13 +267,23 @@ class Server:
         return [role.Send(role.SCHEDULER_LINK, Message(Kind.BYE))]
 
     def _fail(self, reason: str) -> list[role.Action]:
-        """This process cannot go on: tell the scheduler why, and so all nodes; then end."""
+        """This process cannot go on: tell the scheduler why, and so all nodes; then end.
+
+        Who has a connection to this server is told on that one, too: else its end may be seen before the scheduler's
+        word of the reason comes.
+        """
         self._failing = reason
         told = [role.Publish({"failed": "%s: %s" % (self.me.name, reason)})]
         if not self._is_registered or self._is_stopping:
             return [*told, role.Finish(1, reason)]
         self._farewell.set(self._now + BYE_S)
-        return [*told, role.Send(role.SCHEDULER_LINK, Message(Kind.ABORT, body={"reason": reason}))]
+        body = {"who": self.me.name, "host": self.me.host, "reason": "%s failed: %s" % (self.me, reason)}
+        lost = Message(Kind.LOST, body=body)
+        return [
+            *told,
+            *(role.Send(link, lost) for link in (*self._ranks, *sorted(self._servers))),
+            role.Send(role.SCHEDULER_LINK, Message(Kind.ABORT, body={"reason": reason})),
+        ]
 
     def _while_failing(self, event: role.Event) -> list[role.Action]:
         """The scheduler has heard of it, or is gone itself: end. Nothing else is done any more."""
@@ -283,7 +296,8 @@ class Server:
     def _from_peer(self, link: str, message: Message) -> list[role.Action]:
         self._counters.received(sum(memoryview(payload).nbytes for payload in message.payloads))
         if self._rounds.peers.is_ours(link):
-            return self._relay.heard(message)
+            is_end = message.kind is Kind.LOST and message.body.get("who") == link
+            return self._lost(message) if is_end else self._relay.heard(message)
         if message.is_reply:
             return []
         if link in self._servers and message.kind is Kind.NORMS:
