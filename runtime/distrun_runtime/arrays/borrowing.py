@@ -206,7 +206,7 @@ class Loan:
         self._borrowing.keeper.collect()
         given = [array.memory for array in arrays if isinstance(array.memory, Borrowed)]
         for queue, memories in self._by_stream(given).items():
-            self._order.lend(queue, [memory.uses for memory in memories])
+            self._order.note_program_use(queue, [memory.uses for memory in memories])
         self._memories += given
         self._share()
 
