@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -185,7 +185,7 @@ class TorchStream:
 
 
 class FakeTorch(ModuleType):
-    """The module. `streams` has the current stream's handle by device; `is_capturing` is of the current one."""
+    """The module. `streams` has the current stream's handle by device, `capturing` the devices whose one captures."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -194,10 +194,20 @@ class FakeTorch(ModuleType):
         self.bfloat16 = "torch.bfloat16"
         self.version = SimpleNamespace(hip=None)
         self.streams: dict[int, int] = {}
-        self.is_capturing = False
+        self.capturing: set[int] = set()
+        self.device = 0
+        """The current one."""
         self.cuda = SimpleNamespace(
-            current_stream=self._current_stream, is_current_stream_capturing=lambda: self.is_capturing
+            current_stream=self._current_stream,
+            device=self._device,
+            is_current_stream_capturing=lambda: self.device in self.capturing,
         )
+
+    @contextlib.contextmanager
+    def _device(self, number: int) -> Iterator[None]:
+        before, self.device = self.device, number
+        yield
+        self.device = before
 
     def _current_stream(self, device: int | None = None) -> TorchStream:
         assert device is not None
@@ -250,7 +260,7 @@ class FakeCupyArrays(ModuleType):
         super().__init__("cupy")
         self.ndarray = CupyArray
         self.streams: dict[int, int] = {}
-        self.is_capturing = False
+        self.capturing: set[int] = set()
         self.cuda = SimpleNamespace(runtime=SimpleNamespace(is_hip=False), get_current_stream=self._get_current_stream)
 
     def ascontiguousarray(self, array: CupyArray) -> CupyArray:
@@ -259,7 +269,7 @@ class FakeCupyArrays(ModuleType):
 
     def _get_current_stream(self, device_id: int = -1) -> Any:
         assert device_id >= 0
-        return SimpleNamespace(ptr=self.streams.get(device_id, 0), is_capturing=lambda: self.is_capturing)
+        return SimpleNamespace(ptr=self.streams.get(device_id, 0), is_capturing=lambda: device_id in self.capturing)
 
 
 # DLPack and jax

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from distrun_runtime.arrays import foreign
 from distrun_runtime.arrays.cuda import Pointer, Stream, never_freed
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.arrays.foreign import DeviceView
+from distrun_runtime.arrays.foreign import DeviceView, Streams
 from distrun_runtime.arrays.gpumemory import Memory
 from distrun_runtime.arrays.queues import Mark, Order, Queue, Uses
 
@@ -125,12 +125,16 @@ class Borrowing:
         self.keeper = Keeper(order)
         self.order = order
         self._device = device
+        self._devices: dict[int, GpuDevice] = {}
         self._callers: dict[tuple[int, int, int], Queue] = {}
         """The program's streams, by device, handle and, of a thread's own, thread."""
         self._arrivals: dict[int, Queue] = {}
 
-    def value(self, value: object) -> GpuArray:
+    def value(self, value: object, streams: Streams | None = None) -> GpuArray:
         """Return an array in GPU memory, to be read.
+
+        Arguments:
+            streams: those of this call, if it has several arrays.
 
         Raises:
             KVError: it cannot be read; says what to do.
@@ -141,20 +145,23 @@ class Borrowing:
             asked.append(self.arrivals(device))
             return asked[-1].stream
 
-        array = self._array(foreign.device_array(value, self.order.cuda, ours))
+        array = self._array(foreign.device_array(value, self.order.cuda, ours, streams))
         # By DLPack the library has let that stream wait for its own work: so it counts as the work of that stream.
         for queue in asked:
             with self.order.using(queue, writes=[array.memory.uses]):
                 pass
         return array
 
-    def output(self, value: object) -> GpuArray:
+    def output(self, value: object, streams: Streams | None = None) -> GpuArray:
         """Return an array in GPU memory, to be written.
+
+        Arguments:
+            streams: as for `value`.
 
         Raises:
             KVError: it cannot be written; says what to do.
         """
-        return self._array(foreign.device_output(value, self.order.cuda))
+        return self._array(foreign.device_output(value, self.order.cuda, streams))
 
     def borrow(self, arrays: Iterable[GpuArray]) -> Loan:
         """Begin to use arrays that `value` and `output` have made in this thread, for one call."""
@@ -189,7 +196,10 @@ class Borrowing:
 
     def _array(self, view: DeviceView | None) -> GpuArray:
         assert view is not None  # the caller has asked `foreign.is_on_gpu`
-        return self._device(view.device).within(Borrowed(view, self.keeper), view.shape, view.dtype)
+        device = self._devices.get(view.device)
+        if device is None:
+            device = self._devices[view.device] = self._device(view.device)
+        return device.within(Borrowed(view, self.keeper), view.shape, view.dtype)
 
 
 class Loan:
@@ -240,12 +250,11 @@ class Loan:
                 self._order.follow(queue, [place for memory in memories for place in memory.uses.before_writing()])
 
     def _by_stream(self, memories: Iterable[Borrowed]) -> dict[Queue, list[Borrowed]]:
-        found: dict[Queue, list[Borrowed]] = {}
+        by_handle: dict[tuple[int, int], list[Borrowed]] = {}
         for memory in memories:
             if memory.stream is not None:
-                queue = self._borrowing.caller(memory.pointer.device, memory.stream)
-                found.setdefault(queue, []).append(memory)
-        return found
+                by_handle.setdefault((memory.pointer.device, memory.stream), []).append(memory)
+        return {self._borrowing.caller(*place): its for place, its in by_handle.items()}
 
     def _by_current_stream(self, memories: Iterable[Borrowed]) -> dict[Queue, list[Borrowed]]:
         found: dict[Queue, list[Borrowed]] = {}

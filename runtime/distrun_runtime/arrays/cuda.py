@@ -473,7 +473,7 @@ class Cuda:
                 raise
 
     def device_of(self, address: int) -> int:
-        """Return the device that has the memory at an address, whoever allocated it."""
+        """Return the device that has the memory at an address, whoever allocated it; a negative number: none has."""
         return self._made("device_of", None, self._driver.device_of, address)
 
     def _made(self, name: str, device: int | None, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -8,7 +8,7 @@
 
 No library is ever imported here: a value of one can only come from a module that is loaded. The caller's stream is that
 of the library in the calling thread, now: call `device_array` and `device_output` from the thread that has the array,
-at each use, and keep no view for later calls.
+at each use, and keep no view, and no `Streams`, for later calls.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ __all__ = [
     "LEGACY",
     "PER_THREAD",
     "DeviceView",
+    "Streams",
     "current_stream",
     "device_array",
     "device_output",
@@ -43,7 +44,8 @@ __all__ = [
 LEGACY, PER_THREAD = 1, 2
 """cudaStreamLegacy, cudaStreamPerThread: the default streams by handle. Libraries write the first one as 0, too."""
 
-_BY_NAME = {name: dtypes.parse(name) for name in dtypes.NAMES}
+_BY_NAME: dict[object, DType] = {name: dtypes.parse(name) for name in dtypes.NAMES}
+"""By name; and by torch's and cupy's dtypes that were met."""
 _GPUS = (dlpack.CUDA, dlpack.CUDA_MANAGED)
 
 _CUDA_ONLY = "distrun uses GPUs by CUDA"
@@ -57,7 +59,7 @@ _CAPTURING = (
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class DeviceView:
     """An array of another library in the memory of a GPU, as it is now."""
 
@@ -109,9 +111,10 @@ def is_on_gpu(value: Any) -> bool:
     """
     if isinstance(value, np.ndarray):
         return False
-    torch, cupy, jax = (sys.modules.get(name) for name in ("torch", "cupy", "jax"))
+    torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return value.device.type == "cuda" and _tensor_refusal(value, torch, is_output=False) is None
+    cupy, jax = sys.modules.get("cupy"), sys.modules.get("jax")
     if cupy is not None and isinstance(value, cupy.ndarray):
         return not cupy.cuda.runtime.is_hip
     if not (jax is not None and isinstance(value, jax.Array)) and _has_interface(value):
@@ -130,7 +133,9 @@ def current_stream(library: str, device: int) -> int | None:
     """
     module = sys.modules.get(library)
     if library == "torch" and module is not None:
-        if module.cuda.is_current_stream_capturing():
+        with module.cuda.device(device):  # torch asks about the current one
+            is_capturing = module.cuda.is_current_stream_capturing()
+        if is_capturing:
             raise KVError(_CAPTURING % "torch")
         return _handle(module.cuda.current_stream(device).cuda_stream)
     if library == "cupy" and module is not None:
@@ -141,7 +146,23 @@ def current_stream(library: str, device: int) -> int | None:
     return None
 
 
-def device_array(value: object, cuda: Cuda, ours: Callable[[int], Stream]) -> DeviceView | None:
+class Streams:
+    """The current streams of one call, in its thread: each library is asked once for a device."""
+
+    def __init__(self) -> None:
+        self._handles: dict[tuple[str, int], int | None] = {}
+
+    def of(self, library: str, device: int) -> int | None:
+        """Return what `current_stream` returns; errors as there."""
+        place = library, device
+        if place not in self._handles:
+            self._handles[place] = current_stream(library, device)
+        return self._handles[place]
+
+
+def device_array(
+    value: object, cuda: Cuda, ours: Callable[[int], Stream], streams: Streams | None = None
+) -> DeviceView | None:
     """Return a value in GPU memory as a contiguous view to read; None if it is in the host's memory, or no array.
 
     Elements of torch's and cupy's arrays that are not contiguous are copied, by the library on the caller's stream.
@@ -149,33 +170,39 @@ def device_array(value: object, cuda: Cuda, ours: Callable[[int], Stream]) -> De
     Arguments:
         cuda: asked for the device of an address, if the value does not tell.
         ours: gives the stream of ours that will read, by device: some libraries let it wait themselves.
+        streams: those of this call, if it has several arrays.
 
     Raises:
         KVError: it is in memory of another kind of device, or cannot be read there; says what to do.
         StoreClosed: it is on a GPU, and this process was forked from the one that opened CUDA.
     """
-    view = _device_view(value, cuda, ours)
+    view = _device_view(value, cuda, ours, streams or Streams())
     if view is not None and not view.is_contiguous:
         raise KVError(_not_contiguous(value, view, "a contiguous copy"))
     return view
 
 
-def device_output(value: object, cuda: Cuda) -> DeviceView | None:
+def device_output(value: object, cuda: Cuda, streams: Streams | None = None) -> DeviceView | None:
     """Return a value in GPU memory as a contiguous view to write; None if it is in the host's memory, or no array.
+
+    Arguments:
+        cuda, streams: as for `device_array`.
 
     Raises:
         KVError: it cannot be written there, or is no array in CUDA memory; says what to do.
         StoreClosed: as `device_array`.
     """
-    view = _device_view(value, cuda, None)
-    if view is not None and view.is_readonly:
+    view = _device_view(value, cuda, None, streams or Streams())
+    if view is None:
+        return None
+    if view.is_readonly:
         raise KVError(f"{named(value)} is read-only; fix: give an array that can be written, such as a copy")
-    if view is not None and any(not step and length > 1 for step, length in zip(view.strides, view.shape, strict=True)):
-        raise KVError(
-            f"elements of {named(value)} share memory (shape {view.shape}, strides {view.strides}), as in a broadcast"
-            " or expanded array; fix: give an array without repeats"
-        )
-    if view is not None and not view.is_contiguous:
+    if not view.is_contiguous:
+        if any(not step and length > 1 for step, length in zip(view.strides, view.shape, strict=True)):
+            raise KVError(
+                f"elements of {named(value)} share memory (shape {view.shape}, strides {view.strides}), as in a"
+                " broadcast or expanded array; fix: give an array without repeats"
+            )
         raise KVError(_not_contiguous(value, view, "a contiguous array, and copy it to where it belongs"))
     return view
 
@@ -207,13 +234,14 @@ def refusal(value: object, is_output: bool = False) -> str | None:
 # By library
 
 
-def _device_view(value: Any, cuda: Cuda, ours: Callable[[int], Stream] | None) -> DeviceView | None:
-    torch, cupy, jax = (sys.modules.get(name) for name in ("torch", "cupy", "jax"))
+def _device_view(value: Any, cuda: Cuda, ours: Callable[[int], Stream] | None, streams: Streams) -> DeviceView | None:
+    torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        return _of_torch(value, torch, cuda, is_output=ours is None)
+        return _of_torch(value, torch, cuda, streams, is_output=ours is None)
+    cupy, jax = sys.modules.get("cupy"), sys.modules.get("jax")
     if cupy is not None and isinstance(value, cupy.ndarray):
         cuda.check()
-        return _of_cupy(value, cupy, is_output=ours is None)
+        return _of_cupy(value, cupy, streams, is_output=ours is None)
     if jax is not None and isinstance(value, jax.Array):
         if ours is None:
             raise KVError(str(refusal(value, is_output=True)))
@@ -226,49 +254,58 @@ def _device_view(value: Any, cuda: Cuda, ours: Callable[[int], Stream] | None) -
     return None
 
 
-def _of_torch(tensor: Any, torch: Any, cuda: Cuda, is_output: bool) -> DeviceView | None:
-    if tensor.device.type == "cpu":
+def _of_torch(tensor: Any, torch: Any, cuda: Cuda, streams: Streams, is_output: bool) -> DeviceView | None:
+    place = tensor.device
+    if place.type == "cpu":
         return None
     why = _tensor_refusal(tensor, torch, is_output)
     if why is not None:
         raise KVError(why)
     cuda.check()
-    stream = current_stream("torch", tensor.device.index)
+    device = place.index
+    stream = streams.of("torch", device)
     # A parameter without its gradient's history. What is lazily negated or not contiguous is copied on torch's stream.
     plain = tensor.detach()
     if plain.is_neg():
         plain = plain.resolve_neg()
     if not is_output and not plain.is_contiguous():
         plain = plain.contiguous()
-    device = plain.device.index
-    dtype = _dtype(tensor, str(plain.dtype).rpartition(".")[2])
+    dtype = _BY_NAME.get(plain.dtype)
+    if dtype is None:
+        dtype = _BY_NAME[plain.dtype] = _dtype(tensor, str(plain.dtype).rpartition(".")[2])
+    size = dtype.itemsize
     return _checked(
         tensor,
+        library="torch",
         device=device,
         address=plain.data_ptr(),
         shape=tuple(plain.shape),
-        strides=tuple(step * dtype.itemsize for step in plain.stride()),
+        strides=tuple([step * size for step in plain.stride()]),
         dtype=dtype,
         stream=stream,
         owner=plain,
     )
 
 
-def _of_cupy(array: Any, cupy: Any, is_output: bool) -> DeviceView:
+def _of_cupy(array: Any, cupy: Any, streams: Streams, is_output: bool) -> DeviceView:
     if cupy.cuda.runtime.is_hip:
         raise KVError(f"found {named(array)} in memory of ROCm; {_CUDA_ONLY}; fix: {_to_host(array)}")
     device = int(array.device.id)
-    stream = current_stream("cupy", device)
+    stream = streams.of("cupy", device)
     if not is_output and not array.flags.c_contiguous:
         with array.device:
             array = cupy.ascontiguousarray(array)
+    dtype = _BY_NAME.get(array.dtype)
+    if dtype is None:
+        dtype = _BY_NAME[array.dtype] = _dtype(array, array.dtype)
     return _checked(
         array,
+        library="cupy",
         device=device,
         address=int(array.data.ptr),
         shape=tuple(array.shape),
         strides=tuple(array.strides),
-        dtype=_dtype(array, array.dtype),
+        dtype=dtype,
         stream=stream,
         owner=array,
     )
@@ -292,9 +329,15 @@ def _of_interface(value: Any, cuda: Cuda) -> DeviceView:
     own = getattr(getattr(value, "dtype", None), "name", None)
     dtype = _dtype(value, own if own == "bfloat16" and found["typestr"][1:] in {"V2", "u2"} else found["typestr"])
     strides = found.get("strides")
+    device = cuda.device_of(int(address)) if address and math.prod(shape) else 0
+    if device < 0:
+        raise KVError(
+            f"{named(value)} has __cuda_array_interface__, which is for memory of a GPU, but CUDA knows no memory at"
+            f" its address {address:#x}; fix: give what is in host memory as an array of numpy"
+        )
     return _checked(
         value,
-        device=cuda.device_of(int(address)) if math.prod(shape) else 0,
+        device=device,
         address=int(address or 0),
         shape=shape,
         strides=tuple(strides) if strides is not None else dlpack.compact_strides(shape, dtype.itemsize),
@@ -352,12 +395,14 @@ def _checked(
     dtype: DType,
     stream: int | None,
     owner: object,
+    library: str | None = None,
     is_readonly: bool = False,
     is_immutable: bool = False,
 ) -> DeviceView:
     if not address and 0 not in shape:
         raise KVError(f"{named(value)} has no memory of its own; fix: give an array with values")
-    return DeviceView(_library(value), device, address, shape, strides, dtype, is_readonly, stream, is_immutable, owner)
+    library = library or _library(value)
+    return DeviceView(library, device, address, shape, strides, dtype, is_readonly, stream, is_immutable, owner)
 
 
 def _handle(pointer: int) -> int:
@@ -366,7 +411,7 @@ def _handle(pointer: int) -> int:
 
 def _dtype(value: object, given: Any) -> DType:
     """Return a dtype of `dtypes.NAMES` for a name, a numpy dtype or a type string."""
-    if type(given) is str and given in _BY_NAME:  # torch's
+    if type(given) is str and given in _BY_NAME:
         return _BY_NAME[given]
     if given == "bfloat16" or getattr(given, "name", None) == "bfloat16":
         return dtypes.BFLOAT16
@@ -394,7 +439,7 @@ def _not_contiguous(value: object, view: DeviceView, what: str) -> str:
 
 
 def _tensor_refusal(tensor: Any, torch: Any, is_output: bool) -> str | None:
-    kind, place = tensor.device.type, str(tensor.device)
+    kind = tensor.device.type
     if kind == "meta":
         return f"found {named(tensor)} on the meta device, which has no values; fix: give a tensor with values"
     if tensor.is_quantized:
@@ -408,10 +453,9 @@ def _tensor_refusal(tensor: Any, torch: Any, is_output: bool) -> str | None:
         )
     if kind == "cpu":
         return None
-    if kind == "cuda":
-        if torch.version.hip is None:
-            return None
-        place = f"ROCm ({place})"
+    if kind == "cuda" and torch.version.hip is None:
+        return None
+    place = f"ROCm ({tensor.device})" if kind == "cuda" else str(tensor.device)
     if is_output:
         return (
             f"found {named(tensor)} on {place}; {_CUDA_ONLY}; fix: give a tensor in host memory, and copy it with"

@@ -49,8 +49,8 @@ ADVICE = (
     " or end what else takes this GPU's memory ('nvidia-smi' lists it)"
 )
 """What to do if memory runs out, for workers; servers have their own."""
-TABLE_ADDRESSES = 1 << 16
-"""Addresses that are kept in tables on a device; those that were used longest ago are dropped."""
+LISTS, LISTED_ADDRESSES = 1 << 10, 1 << 16
+"""How many lists of tensors, and addresses in them, are kept on a device; those used longest ago are dropped."""
 
 
 class GpuArray:
@@ -114,7 +114,7 @@ AnyArray = Union[Array, GpuArray]
 
 
 @dataclass
-class _Portion:
+class _Batch:
     """What is copied from elsewhere at once, to be added up."""
 
     tensors: list[list[AnyArray]]
@@ -131,10 +131,49 @@ class _Listed:
     """The addresses, then the offsets."""
     table: Table
     offsets: Read
+    wide: Read | None
+    """Of arrays of two dtypes: for each a byte, 1 where it is float32."""
     tensors: np.int64
     """Those that have elements."""
     size: int
     """Elements of all tensors."""
+
+
+class _Lists:
+    """The lists of a device that were used last, by all that makes them. Threads: any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[object, _Listed] = OrderedDict()
+        self._addresses = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, key: object) -> _Listed | None:
+        """Return the list of a key; None: it is not kept."""
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+            return found
+
+    def keep(self, key: object, made: _Listed) -> None:
+        """Keep a list, in place of others if there are too many."""
+        with self._lock:
+            before = self._kept.pop(key, None)  # another thread may have made it, too
+            if before is not None:
+                self._addresses -= len(before.table.entries)
+            self._kept[key] = made
+            self._addresses += len(made.table.entries)
+            while len(self._kept) > 1 and (len(self._kept) > LISTS or self._addresses > LISTED_ADDRESSES):
+                self._addresses -= len(self._kept.popitem(last=False)[1].table.entries)
+
+    def forget(self) -> None:
+        """Let go of all."""
+        with self._lock:
+            self._kept.clear()
+            self._addresses = 0
 
 
 class GpuDevice:
@@ -167,10 +206,8 @@ class GpuDevice:
         self._peers: set[int] = {physical}
         """GPUs for which direct copies have been settled."""
         self._staging = Staging(order)
-        self._listed: OrderedDict[object, _Listed] = OrderedDict()
-        """By all that makes them: addresses, sizes, dtype, and whether they are read or written."""
-        self._listing = threading.Lock()
-        self.pool.before_trim.append(self._forget_lists)
+        self._lists = _Lists()
+        self.pool.before_trim.append(self._lists.forget)
         self._work, self._inward, self._outward = (
             order.queue(physical, what) for what in ("kernels", "copies in", "copies out")
         )
@@ -447,15 +484,15 @@ class GpuDevice:
 
         At most `RING_TURNS` runs are on their way at a time, so each is used before the next one is asked for.
         """
-        portions = list(self._portions(lists, RING_BYTES // RING_TURNS))
-        room_bytes = max((portion.nbytes for portion in portions), default=0)
-        rooms = [self.empty((room_bytes,), np.dtype(np.uint8)) for _ in portions[:RING_TURNS]]
+        batches = list(self._batches(lists, RING_BYTES // RING_TURNS))
+        room_bytes = max((batch.nbytes for batch in batches), default=0)
+        rooms = [self.empty((room_bytes,), np.dtype(np.uint8)) for _ in batches[:RING_TURNS]]
         done = 0
-        for turn, portion in enumerate(portions):
+        for turn, batch in enumerate(batches):
             memory, used = rooms[turn % RING_TURNS].memory, 0
             from_host: list[tuple[GpuArray, Array]] = []
             brought: list[list[GpuArray]] = []
-            for parts in portion.tensors:
+            for parts in batch.tensors:
                 brought.append([])
                 for part in parts:
                     if not isinstance(part, GpuArray) or part.device is not self:
@@ -472,32 +509,32 @@ class GpuDevice:
             yield brought, slice(done, done + size)
             done += size
 
-    def _portions(self, lists: Sequence[Sequence[AnyArray]], limit: int) -> Iterator[_Portion]:
+    def _batches(self, lists: Sequence[Sequence[AnyArray]], limit: int) -> Iterator[_Batch]:
         """Yield runs of the tensors' elements, of whose parts those that are not here take at most `limit` bytes."""
-        portion = _Portion([], 0)
+        batch = _Batch([], 0)
         for parts in lists:
             flats = [part.reshape(-1) for part in parts]
             widths = [part.dtype.itemsize for part in parts if not self._is_here(part)]
             begin, end = 0, flats[0].size
             while begin < end:
                 nbytes = sum(_padded(width * (end - begin)) for width in widths)
-                if portion.nbytes + nbytes <= limit:
-                    portion.tensors.append([flat[begin:end] for flat in flats])
-                    portion.nbytes += nbytes
+                if batch.nbytes + nbytes <= limit:
+                    batch.tensors.append([flat[begin:end] for flat in flats])
+                    batch.nbytes += nbytes
                     break
-                if portion.tensors:
-                    yield portion
-                    portion = _Portion([], 0)
+                if batch.tensors:
+                    yield batch
+                    batch = _Batch([], 0)
                     continue
                 # Larger than the room: a part of it, whose end is aligned as its beginning is.
                 size = max(1, limit // sum(widths) - ALIGNED)
                 size -= size % ALIGNED if size > ALIGNED else 0
-                yield _Portion(
+                yield _Batch(
                     [[flat[begin : begin + size] for flat in flats]], sum(_padded(width * size) for width in widths)
                 )
                 begin += size
-        if portion.tensors:
-            yield portion
+        if batch.tensors:
+            yield batch
 
     def _gather(self, lists: Sequence[Sequence[GpuArray]], bucket: GpuArray) -> None:
         """Write the sums of tensors whose parts are all here into a bucket."""
@@ -523,75 +560,82 @@ class GpuDevice:
         used = [*itertools.chain(*columns), listed.memory]
         self.launch(program, programs.gather_of(number), arguments, bucket.size, reads=used, writes=[bucket])
 
-    def _list_of(self, columns: Sequence[Sequence[GpuArray]], access: type[Read] | type[Write]) -> _Listed:
-        """Return a list of tensors for a kernel: for each part a column of as many arrays as there are tensors."""
+    def _list_of(
+        self, columns: Sequence[Sequence[GpuArray]], access: type[Read] | type[Write], *, is_mixed: bool = False
+    ) -> _Listed:
+        """Return a list of tensors for a kernel.
+
+        Arguments:
+            columns: for each part as many arrays as there are tensors.
+            is_mixed: some are of a 16-bit float type, and the others float32.
+        """
         arrays = list(itertools.chain(*columns))
         key = (
             access,
+            is_mixed,
             len(columns),
-            frozenset([array.dtype for array in arrays]),
+            tuple([array.dtype for array in arrays]),
             tuple([array.address for array in arrays]),
             tuple([array.size for array in arrays]),
         )
-        with self._listing:
-            found = self._listed.get(key)
-            if found is not None:
-                self._listed.move_to_end(key)
-                return found
-        made = self._new_list(columns, access)
-        with self._listing:
-            self._listed[key] = made
-            kept = sum(len(each.table.entries) for each in self._listed.values())
-            while kept > TABLE_ADDRESSES and len(self._listed) > 1:
-                kept -= len(self._listed.popitem(last=False)[1].table.entries)
-        return made
+        found = self._lists.find(key)
+        if found is None:
+            found = self._new_list(columns, access, is_mixed)
+            self._lists.keep(key, found)
+        return found
 
-    def _new_list(self, columns: Sequence[Sequence[GpuArray]], access: type[Read] | type[Write]) -> _Listed:
+    def _new_list(
+        self, columns: Sequence[Sequence[GpuArray]], access: type[Read] | type[Write], is_mixed: bool
+    ) -> _Listed:
         sizes = [array.size for array in columns[0]]
         if any([array.size for array in column] != sizes for column in columns):
             raise ValueError(UNEQUAL)
-        if len({array.dtype for column in columns for array in column}) > 1:
+        if not is_mixed and len({array.dtype for column in columns for array in column}) > 1:
             raise ValueError("the tensors of a list have different dtypes")
         # Kernels need none without elements.
         arrays = [array for column in columns for array in column if array.size]
         offsets = [0, *itertools.accumulate(size for size in sizes if size)]
         addresses = [array.address for array in arrays]
-        memory = self.put(np.array([*addresses, *offsets], np.uint64))
-        first, second = memory[: len(addresses)], memory[len(addresses) :]
+        flags = bytes([array.dtype.itemsize == 4 for array in arrays]) if is_mixed else b""
+        head = np.array([*addresses, *offsets], np.uint64)
+        memory = self.put(np.frombuffer(head.tobytes() + flags, np.uint8))
+        pointers = [
+            memory.pointer.at(begin, size)
+            for begin, size in (
+                (0, 8 * len(addresses)),
+                (8 * len(addresses), 8 * len(offsets)),
+                (head.nbytes, len(flags)),
+            )
+        ]
         return _Listed(
             memory,
-            Table(first.pointer, tuple(access(array.pointer, array.nbytes) for array in arrays)),
-            Read(second.pointer, second.nbytes),
+            Table(pointers[0], tuple(access(array.pointer, array.nbytes) for array in arrays)),
+            Read(pointers[1], pointers[1].nbytes),
+            Read(pointers[2], len(flags)) if is_mixed else None,
             np.int64(len(offsets) - 1),
             offsets[-1],
         )
 
-    def _forget_lists(self) -> None:
-        with self._listing:
-            self._listed.clear()
-
     def _sum(self, parts: Sequence[GpuArray], out: GpuArray) -> None:
         """Write the sum of flat arrays that are all here."""
         kinds, kind = [programs.kind_of(part.dtype) for part in parts], programs.kind_of(out.dtype)
-        given = tuple(Read(part.pointer, part.nbytes) for part in parts)
         into, number = Write(out.pointer, out.nbytes), np.int64(len(parts))
         used = list(parts)
         arguments: list[Argument]
-        if len(set(kinds)) == 1 and len(parts) <= programs.FEW:
+        is_mixed = len(set(kinds)) > 1
+        if not is_mixed and len(parts) <= programs.FEW:
             program, name = programs.sums(kinds[0], kind), programs.sum_of(len(parts))
-            arguments = [*given, into]
+            arguments = [*(Read(part.pointer, part.nbytes) for part in parts), into]
         else:
-            table = self.put(np.array([each.pointer.address for each in given], np.uint64))
-            used.append(table)
-            if len(set(kinds)) == 1:
+            listed = self._list_of([[part] for part in parts], Read, is_mixed=is_mixed)
+            used.append(listed.memory)
+            if listed.wide is None:
                 program, name = programs.sums(kinds[0], kind), programs.sum_of(len(parts))
-                arguments = [Table(table.pointer, given), into, number]
+                arguments = [listed.table, into, number]
             else:
                 half = next(each for each in kinds if each in ("f16", "bf16"))
-                wide = self.put(np.array([each != half for each in kinds], np.uint8))
-                used.append(wide)
                 program, name = programs.sums(half, kind), "sum_mixed"
-                arguments = [Table(table.pointer, given), Read(wide.pointer, wide.nbytes), into, number]
+                arguments = [listed.table, listed.wide, into, number]
         self.launch(program, name, arguments, out.size, reads=used, writes=[out])
 
     def _program(self, program: Program) -> Loaded:

@@ -13,7 +13,7 @@ The bytes are those of `ops.quantize`. Only the scale of `scaled` may differ fro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Union
 
 import numpy as np
@@ -153,49 +153,58 @@ def top_encode(values: GpuArray, residual: GpuArray | None, out: Payload) -> Non
     device, count, n = values.device, out.size // 8, values.size
     if not count:
         return
-    total = values
-    if residual is not None:
-        # Not in the residual: what follows may fail, and a repeat would count the values twice.
-        total = device.empty(values.shape, F32)
-        device.sum([residual, values], total)
-    bound, above, equal = _bound(total, count)
+    # In memory that nobody else has: the program may write the values meanwhile, and what is taken has to be what was
+    # counted. Nor in the residual: what follows may fail, and a repeat would count the values twice.
+    total = device.empty(values.shape, F32)
+    device.sum([values] if residual is None else [residual, values], total)
+    bound = _bound(total, count)
     found = device.empty((-(-n // programs.TOP_PIECE),), np.dtype(np.uint32))
-    device.launch(programs.codecs(), "find_top", [_read(total), bound, _write(found)], n, reads=[total], writes=[found])
+    _search("find_top", total, [_read(total), bound, _write(found)], writes=[found])
     pieces = device.host(found)
-    ends = np.cumsum(pieces >> 16, dtype=np.int64), np.cumsum(pieces & 0xFFFF, dtype=np.int64)
-    assert (ends[0][-1], ends[1][-1]) == (above, equal), "elements were written while they were counted"
+    above, equal = np.cumsum(pieces >> 16, dtype=np.int64), np.cumsum(pieces & 0xFFFF, dtype=np.int64)
     # Of those that equal the bound the first are taken: how many of them, up to the end of each piece.
-    taken = np.minimum(ends[1], count - above)
-    starts, quotas = np.concatenate([[0], (ends[0] + taken)[:-1]]), np.diff(taken, prepend=0)
+    taken = np.minimum(equal, count - above[-1])
+    starts, quotas = np.concatenate([[0], (above + taken)[:-1]]), np.diff(taken, prepend=0)
     shares = device.put(np.stack([starts, quotas], axis=1))
     packed = _room(out, device)
-    source = _read(total) if residual is None else _update(total)
-    arguments = [source, bound, _read(shares), _write(packed[: 4 * count]), _write(packed[4 * count :])]
-    kernel = "take_top" + ("" if residual is None else "_keeping")
-    # The kernel that keeps writes the total, too, which is ours: all that reads it is given to the same queue.
-    device.launch(programs.codecs(), kernel, arguments, n, reads=[total, shares], writes=[packed])
+    arguments = [_update(total), bound, _read(shares), _write(packed[: 4 * count]), _write(packed[4 * count :])]
+    # The kernel writes the total, too: all that uses it is given to the same queue.
+    _search("take_top", total, arguments, reads=[shares], writes=[packed])
     _bring(packed, out)
     if residual is not None:
         device.write(residual, total)
 
 
-def _bound(total: GpuArray, count: int) -> tuple[np.generic[Any], int, int]:
-    """Return the bits of the magnitude that is the last of the `count` largest; how many are above it, and equal it."""
-    device, prefix, above, equal = total.device, 0, 0, total.size
+def _bound(total: GpuArray, count: int) -> np.uint32:
+    """Return the bits of the magnitude that is the last of the `count` largest."""
+    prefix, above = 0, 0
     for shift, width in _DIGITS:
-        counts = device.empty((programs.BINS,), np.dtype(np.uint64))
+        counts = total.device.empty((programs.BINS,), np.dtype(np.uint64))
         arguments = [_read(total), *map(np.uint32, (prefix, shift, width)), _update(counts)]
-        device.launch(
-            programs.codecs(), "count_sizes", arguments, total.size, reads=[total], writes=[counts], zeroed=[counts]
-        )
+        _search("count_sizes", total, arguments, writes=[counts], zeroed=[counts])
         # From the largest value of these bits on: how many have it, and how many have it or a larger one.
-        numbers = device.host(counts[: 1 << width]).astype(np.int64)[::-1]
+        numbers = total.device.host(counts[: 1 << width]).astype(np.int64)[::-1]
         as_large = np.cumsum(numbers)
-        assert as_large[-1] == equal, "elements were written while they were counted"
+        assert as_large[-1] >= count - above, "kernels have counted too few elements"
         place = int(np.searchsorted(as_large, count - above))
-        above, equal = above + int(as_large[place] - numbers[place]), int(numbers[place])
+        above += int(as_large[place] - numbers[place])
         prefix = prefix << width | ((1 << width) - 1 - place)
-    return np.uint32(prefix), above, equal
+    bound: np.uint32 = np.uint32(prefix)
+    return bound
+
+
+def _search(
+    kernel: str,
+    total: GpuArray,
+    arguments: list[Argument],
+    *,
+    reads: Sequence[GpuArray] = (),
+    writes: Sequence[GpuArray],
+    zeroed: Sequence[GpuArray] = (),
+) -> None:
+    """Launch a kernel over all elements of `total`."""
+    reads = [total, *reads]
+    total.device.launch(programs.codecs(), kernel, arguments, total.size, reads=reads, writes=writes, zeroed=zeroed)
 
 
 def top_decode(payload: Payload, out: GpuArray, adds: bool) -> None:

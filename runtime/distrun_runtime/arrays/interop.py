@@ -6,7 +6,7 @@ None of these libraries is ever imported here: a value of one can only come from
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,40 +15,50 @@ from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 
-__all__ = ["gpu_array", "host_array", "is_tensor", "memory_of", "own_bfloat16", "tensor_memory", "tensor_output"]
+if TYPE_CHECKING:  # Most processes use no GPU.
+    from distrun_runtime.arrays.borrowing import Borrowing
+
+__all__ = ["GpuArrays", "host_array", "is_tensor", "memory_of", "own_bfloat16", "tensor_memory", "tensor_output"]
 
 
-def gpu_array(value: object, what: str, *, is_output: bool = False) -> DeviceArray | None:
-    """Return an array in GPU memory as a `gpu.GpuArray` in the same memory; None if it is elsewhere.
+class GpuArrays:
+    """The arrays in GPU memory that one call of a store is given, in one thread. It looks up once what they share."""
 
-    None, too, if it is only to be read and there is no cupy or driver in this process: see `host_array`. It is to be
-    borrowed (`Gpus.borrowing`) before anything is done with it.
+    def __init__(self) -> None:
+        self._borrowing: Borrowing | None = None
+        self._streams = foreign.Streams()
 
-    Arguments:
-        what: as for `host_array`.
-        is_output: it is to be written.
+    def of(self, value: object, what: str, *, is_output: bool = False) -> DeviceArray | None:
+        """Return an array in GPU memory as a `gpu.GpuArray` in the same memory; None if it is elsewhere.
 
-    Raises:
-        KVError: the array cannot be used, or there is no cupy or driver and it is to be written; says what to do.
-    """
-    if not foreign.is_on_gpu(value):
-        return None
-    why = foreign.refusal(value, is_output=True) if is_output else None
-    if why is not None:
-        raise KVError(f"{what}: {why}")
-    from distrun_runtime.arrays.cuda import CudaError, CudaMissing  # most processes use no GPU
+        None, too, if it is only to be read and there is no cupy or driver in this process: see `host_array`. It is to
+        be borrowed (`Gpus.borrowing`) before anything is done with it.
 
-    try:
-        borrowing = find.gpus().borrowing
-        return borrowing.output(value) if is_output else borrowing.value(value)
-    except CudaMissing as err:
-        if not is_output:  # its library may copy it to the host
+        Arguments:
+            what: as for `host_array`.
+            is_output: it is to be written.
+
+        Raises:
+            KVError: the array cannot be used, or there is no cupy or driver and it is to be written; says what to do.
+        """
+        if not foreign.is_on_gpu(value):
             return None
-        raise KVError(f"{what}: {_missing(value, err)}") from err
-    except CudaError as err:
-        raise err.about(what)
-    except KVError as err:
-        raise KVError(f"{what}: {err}") from err
+        try:
+            if self._borrowing is None:
+                self._borrowing = find.gpus().borrowing
+            take = self._borrowing.output if is_output else self._borrowing.value
+            return take(value, self._streams)
+        except KVError as err:
+            from distrun_runtime.arrays.cuda import CudaError, CudaMissing  # most processes use no GPU
+
+            if isinstance(err, CudaError):
+                raise err.about(what)
+            if not isinstance(err, CudaMissing):
+                raise KVError(f"{what}: {err}") from err
+            if not is_output:  # its library may copy it to the host
+                return None
+            why = foreign.refusal(value, is_output=True) or _missing(value, err)
+            raise KVError(f"{what}: {why}") from err
 
 
 def _missing(value: object, error: Exception) -> str:
@@ -67,7 +77,7 @@ def host_array(value: object, what: str) -> Array:
         KVError: numpy cannot see it: without values, of a layout of its own, ..., or it is on a GPU and cannot be
             copied; says what was found and what to do.
     """
-    on_gpu = gpu_array(value, what)
+    on_gpu = GpuArrays().of(value, what)
     if on_gpu is not None:
         return find.gpus().borrowing.host(on_gpu)
     try:

@@ -419,8 +419,7 @@ HELPER void find_all_top(const f32 *values, u32 bound, u32 *found, i64 n)
 }
 
 /* Write places and values of the elements whose size is above `bound`, and of the first of those that equal it, in their
- * order. Of piece p: to the places from shares[2 p] on, of those that equal it shares[2 p + 1]. KEEPS: they are 0 then. */
-template <bool KEEPS>
+ * order, and leave 0 there. Of piece p: to the places from shares[2 p] on, of those that equal it shares[2 p + 1]. */
 HELPER void take_all_top(f32 *values, u32 bound, const i64 *shares, u32 *places, f32 *taken, i64 n)
 {
     SHARED u32 sums[2][STRETCHES];
@@ -450,8 +449,7 @@ HELPER void take_all_top(f32 *values, u32 bound, const i64 *shares, u32 *places,
                     places[at] = (u32)i;
                     taken[at] = x;
                     ++at;
-                    if (KEEPS)
-                        values[i] = 0;
+                    values[i] = 0;
                 }
             }
         }

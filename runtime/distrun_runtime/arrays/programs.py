@@ -235,7 +235,7 @@ def codecs() -> Program:
         top_decode(places, values, out), top_decode_adding(...)                  `n`: how many places
         count_sizes(values, prefix, shift, width, counts)
         find_top(values, bound, found)
-        take_top(values, bound, shares, places, taken), take_top_keeping(residual, ...)
+        take_top(values, bound, shares, places, taken)
         double_narrow(doubles, out), double_widen(values, doubles)
         check_finite(values, wrong), check_finite_keeping(values, residual, wrong)
         magnitudes(values, sums, number), magnitudes_keeping(values, residual, sums, number)
@@ -248,7 +248,7 @@ def codecs() -> Program:
     `BINS` of them, how many sizes have each value there. `find_top` writes for each piece of `TOP_PIECE` elements how
     many sizes are above the bound, times 65536, plus how many equal it. `take_top` writes places and values of those
     above, and of some that equal it, in their order: of piece p from place shares[2 p] on, and of those that equal the
-    bound the first shares[2 p + 1]. `_keeping` leaves 0 there.
+    bound the first shares[2 p + 1]. It leaves 0 there. The values are those that `find_top` has counted.
     """
     values, number = Parameter("values", "f32", Access.READ), Parameter("number", "i64", Access.SCALAR)
     kept, kept_only_read = Parameter("residual", "f32", Access.UPDATE), Parameter("residual", "f32", Access.READ)
@@ -308,12 +308,11 @@ def codecs() -> Program:
         "count_all_sizes(values, prefix, shift, width, counts, n);",
     )
     add("find_top", [values, bound, Parameter("found", "u32", Access.WRITE)], "find_all_top(values, bound, found, n);")
-    for keeps, suffix, source in (("false", "", values), ("true", "_keeping", kept)):
-        add(
-            "take_top" + suffix,
-            [source, bound, shares, places, taken],
-            "take_all_top<%s>((f32 *)%s, bound, shares, places, taken, n);" % (keeps, source.name),
-        )
+    add(
+        "take_top",
+        [Parameter("values", "f32", Access.UPDATE), bound, shares, places, taken],
+        "take_all_top(values, bound, shares, places, taken, n);",
+    )
     doubles, doubles_out = Parameter("doubles", "f64", Access.READ), Parameter("doubles", "f64", Access.WRITE)
     add("double_narrow", [doubles, written], "EACH (i, n)\n        out[i] = (f32)doubles[i];")
     add("double_widen", [values, doubles_out], "EACH (i, n)\n        doubles[i] = values[i];")

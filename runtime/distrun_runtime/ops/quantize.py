@@ -164,7 +164,8 @@ def top_encode(values: Array, residual: Array | None, out: Array) -> None:
     if count == len(total):
         places = np.arange(count)
     else:
-        sizes = np.abs(total)
+        # By their bits magnitudes have the same order; NaN, which a program may write meanwhile, comes last there.
+        sizes = np.abs(total).view(np.uint32)
         least = np.partition(sizes, len(total) - count)[len(total) - count]
         above = np.flatnonzero(sizes > least)
         equal = np.flatnonzero(sizes == least)[: count - len(above)]

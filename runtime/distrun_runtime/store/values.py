@@ -98,8 +98,9 @@ def contributions(key: object, value: object, *, on_host: bool = False) -> list[
     Raises:
         KVError: a key or value of another kind; as many values as keys were expected.
     """
+    gpus = interop.GpuArrays()
     return [
-        (name, [value_of(name, item, on_host=on_host) for item in items])
+        (name, [value_of(name, item, on_host=on_host, gpus=gpus) for item in items])
         for name, items in grouped(key, value, "value")
     ]
 
@@ -128,7 +129,8 @@ def outputs(key: object, out: object) -> list[tuple[Key, list[DeviceArray]]]:
         KVError: a key of another kind, another number of outputs than keys, an output that cannot be written, or
             outputs that share memory.
     """
-    found = [(name, [output_of(name, item) for item in items]) for name, items in grouped(key, out, "output")]
+    gpus = interop.GpuArrays()
+    found = [(name, [output_of(name, item, gpus) for item in items]) for name, items in grouped(key, out, "output")]
     apart([(name, None, array) for name, arrays in found for array in arrays])
     return found
 
@@ -310,8 +312,11 @@ def list_hint(found: Sequence[Value], dtype: str = "") -> str:
     return text % ("[%s]" % shown + (", np.%s" % dtype if dtype and dtype != "bfloat16" else ""))
 
 
-def value_of(key: Key, value: object, *, on_host: bool = False) -> Value:
+def value_of(key: Key, value: object, *, on_host: bool = False, gpus: interop.GpuArrays | None = None) -> Value:
     """Return one value: a RowSparse, which is in host memory, if it is sparse, else an array.
+
+    Arguments:
+        on_host, gpus: as for `array_of`.
 
     Raises:
         KVError: as `array_of`.
@@ -321,23 +326,24 @@ def value_of(key: Key, value: object, *, on_host: bool = False) -> Value:
     except (TypeError, ValueError, RuntimeError) as err:
         raise KVError("key %r: %s" % (key, err)) from err
     if sparse is None:
-        return array_of(key, value, on_host=on_host)
+        return array_of(key, value, on_host=on_host, gpus=gpus)
     checked = array_of(key, sparse.values)
     return sparse if checked is sparse.values else RowSparse(checked, sparse.rows, sparse.shape)
 
 
-def array_of(key: Key, value: object, *, on_host: bool = False) -> DeviceArray:
+def array_of(key: Key, value: object, *, on_host: bool = False, gpus: interop.GpuArrays | None = None) -> DeviceArray:
     """Return one value as an array of native byte order; the same memory where that is possible.
 
     Arguments:
         on_host: copy it to the host's memory, if it is in that of a GPU.
+        gpus: that of the call, if it has several arrays.
 
     Raises:
         KVError: neither numpy nor CUDA can see it, or its dtype is none of `dtypes.NAMES`.
     """
     whose = "key %r" % (key,)
     refuse_mask(value, whose)
-    on_gpu = None if on_host else interop.gpu_array(value, whose)
+    on_gpu = None if on_host else (gpus or interop.GpuArrays()).of(value, whose)
     return _stored(key, value, interop.host_array(value, whose)) if on_gpu is None else on_gpu
 
 
@@ -351,13 +357,16 @@ def _stored(key: Key, value: object, array: Array) -> Array:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def output_of(key: Key, out: object) -> DeviceArray:
+def output_of(key: Key, out: object, gpus: interop.GpuArrays | None = None) -> DeviceArray:
     """Return one output as an array that shares its memory: a numpy array as it is, a torch tensor's, one on a GPU.
+
+    Arguments:
+        gpus: as for `array_of`.
 
     Raises:
         KVError: it is none of these, read-only, or of foreign byte order; on a GPU and not contiguous; of jax.
     """
-    on_gpu = interop.gpu_array(out, "key %r: the output" % (key,), is_output=True)
+    on_gpu = (gpus or interop.GpuArrays()).of(out, "key %r: the output" % (key,), is_output=True)
     if on_gpu is not None:
         return on_gpu
     if interop.is_tensor(out):

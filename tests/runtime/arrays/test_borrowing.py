@@ -314,7 +314,7 @@ def test_an_array_is_given_back_although_the_current_stream_captures_a_graph_mea
     _, library, store = world(kind)
     array = library.array()
     end = store.begin_pull(array)
-    library.modules[kind].is_capturing = True
+    library.modules[kind].capturing.add(0)
     with pytest.raises(KVError, match=f"{kind}'s current stream is capturing a CUDA graph"):
         end()
     library.read(array.pointer)

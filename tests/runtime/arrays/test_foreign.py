@@ -242,8 +242,10 @@ def test_streams_of_the_interface_are_those_of_its_version(cuda: Cuda) -> None:
 
 def test_no_stream_that_captures_a_graph_is_used(libraries: Any) -> None:
     for module, make in zip(libraries[:2], (Tensor, CupyArray), strict=True):
+        module.capturing.add(0)  # the current device, which is not the array's
         assert current_stream(module.__name__, 1) == LEGACY
-        module.is_capturing = True
+        assert seen(make(MEMORY)).stream == LEGACY
+        module.capturing = {1}
         with pytest.raises(KVError, match="is capturing a CUDA graph"):
             current_stream(module.__name__, 1)
         refused(make(MEMORY), f"{module.__name__}'s current stream is capturing a CUDA graph")
@@ -330,6 +332,18 @@ def test_arrays_on_no_single_device_or_with_a_mask_are_refused(cuda: Cuda) -> No
             raise BufferError("deleted")
 
     refused(Failing(MEMORY), "cannot be read by DLPack (deleted); fix: bring it to host memory")
+
+
+@pytest.mark.usefixtures("libraries")
+def test_host_memory_that_claims_to_be_cudas_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, cuda: Cuda) -> None:
+    monkeypatch.setattr(cuda, "device_of", lambda address: -2)
+    value = Interface(Memory(address=0x7000))
+    for use in (lambda: seen(value, cuda), lambda: device_output(value, cuda)):
+        with pytest.raises(
+            KVError, match=r"a fakearrays Interface has __cuda_array_interface__.* CUDA knows no memory .*0x7000"
+        ):
+            use()
+    refused(Interface(Memory(address=0)), "a fakearrays Interface has no memory of its own")
 
 
 @pytest.mark.usefixtures("libraries")

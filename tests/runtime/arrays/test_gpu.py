@@ -417,15 +417,40 @@ def test_a_training_loop_uploads_its_tables_once() -> None:
     machine.finish()
 
 
-def test_tables_that_were_used_longest_ago_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "TABLE_ADDRESSES", 4)
+def test_sums_of_many_or_mixed_parts_upload_their_tables_once() -> None:
+    machine = Machine()
+    device = machine.gpus.get(0)
+    many = [values((20,), F32, seed) for seed in range(9)]
+    for given in (many, [values((20,), np.dtype(np.float16) if seed % 2 else F32, seed) for seed in range(3)]):
+        expected, parts = np.empty(20, given[-2].dtype), [device.put(each) for each in given]
+        CpuDevice().sum(given, expected)
+        out = device.empty((20,), expected.dtype)
+        device.sum(parts, out)
+        before = machine.standin.calls["copy"]
+        for _ in range(2):
+            device.sum(parts, out)
+        assert machine.standin.calls["copy"] == before
+        same(device.host(out), expected)
+    device.sum(parts * 3, out)
+    with pytest.raises(ValueError, match="different dtypes"):
+        device.gather([parts * 3], out)  # whose table would be the same
+    machine.finish()
+
+
+@pytest.mark.parametrize("limit", ["LISTS", "LISTED_ADDRESSES"])
+def test_tables_that_were_used_longest_ago_are_dropped(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, limit, {"LISTS": 2, "LISTED_ADDRESSES": 4}[limit])
     machine = Machine()
     device = machine.gpus.get(0)
     arrays = [device.put(values((10,), F32, seed)) for seed in range(6)]
     bucket = device.empty((20,), F32)
     for first in range(5):
         device.gather([[arrays[first]], [arrays[first + 1]]], bucket)
-        assert len(device._listed) <= 2
+        assert len(device._lists) == min(2, first + 1)
+    before = machine.standin.calls["copy"]
+    for first in (4, 3, 4):
+        device.gather([[arrays[first]], [arrays[first + 1]]], bucket)
+    assert machine.standin.calls["copy"] == before
     machine.finish()
 
 

@@ -159,14 +159,13 @@ def sites() -> list[tuple[str, str, int]]:
         *(("_bring_from_gpu", "reads", 0), ("_bring_from_gpu", "writes", 0)),
         *(("_gather", "reads", 0), ("_gather", "reads", -2), ("_gather", "reads", -1), ("_gather", "writes", 0)),
         *(("scatter", "reads", 0), ("scatter", "reads", 1), ("scatter", "writes", 0), ("scatter", "writes", -1)),
-        *(("_sum", "reads", place) for place in (0, 1, 2, -1, -2)),
+        *(("_sum", "reads", place) for place in (0, 1, 2, -1)),
         *(("_sum", "writes", 0), ("_share", "writes", 0), ("_share", "writes", 1)),
         *(("_step_on_gpu", kind, place) for kind in KINDS for place in (0, 1)),
         *((function, kind, 0) for function in ("cast", "_encode", "_decode", "top_decode") for kind in KINDS),
-        *((function, kind, 0) for function in ("are_finite", "scaled_encode", "_bound") for kind in KINDS),
+        *((function, kind, 0) for function in ("are_finite", "scaled_encode", "_search") for kind in KINDS),
         *(("are_finite", "reads", 1), ("scaled_encode", "reads", 1), ("_encode", "writes", 1)),
-        *(("top_encode", "reads", place) for place in (0, 1)),
-        ("top_encode", "writes", 0),
+        ("_search", "reads", 1),
     ]
 
 

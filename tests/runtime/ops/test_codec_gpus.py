@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cudastandin import StandIn
 from gpukit import Machine, values
 from hardfloats import floats
 
 from distrun_runtime.arrays import programs
+from distrun_runtime.arrays.cuda import Driver, Loaded, Pointer
 from distrun_runtime.arrays.dtypes import BFLOAT16, Array
 from distrun_runtime.arrays.gpu import GpuDevice
 from distrun_runtime.errors import KVError
@@ -205,6 +207,62 @@ def test_topk_that_fails_leaves_the_residual_and_is_repeated_with_the_same_bytes
     assert failures > 3
     assert out.tobytes() == expected
     assert device.host(there).tobytes() == rest.tobytes()
+
+
+class Writing:
+    """A driver; before it launches a kernel of a name, the program writes into the memory of an array."""
+
+    def __init__(self, standin: StandIn, kernel: str) -> None:
+        self._standin = standin
+        self._kernel = kernel
+        self.place: Pointer | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._standin, name)
+
+    def launch(self, loaded: Loaded, kernel: str, *rest: Any) -> None:
+        if kernel == self._kernel and self.place is not None:
+            block, begin = self._standin._found(self.place, self.place.nbytes)
+            block.data[begin : begin + self.place.nbytes].view(np.float32)[...] = 9
+        self._standin.launch(loaded, kernel, *rest)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("kernel", ["find_top", "take_top"])
+def test_topk_of_an_array_that_is_written_meanwhile_sends_what_was_counted(kernel: str, keeps: bool) -> None:
+    drivers: list[Writing] = []
+
+    def writing(standin: StandIn) -> Driver:
+        drivers.append(Writing(standin, kernel))
+        driver: Any = drivers[0]
+        return driver
+
+    machine, codec, n = Machine(1, driver=writing), compression.named("topk"), 300
+    device, params, pushed = machine.gpus.get(0), codec.check({"ratio": 0.1}), np.arange(n, dtype=np.float32)
+    left = np.ones(n, np.float32) if keeps else None
+    given, there = device.put(pushed), None if left is None else device.put(left)
+    drivers[0].place = given.pointer
+    payload = bytes(codec.encode(given, there, params, is_checked=True))
+    assert (device.host(given) == 9).all()
+    assert payload == bytes(codec.encode(pushed, left, params))
+    if left is not None:
+        assert device.host(there).tobytes() == left.tobytes()
+    machine.finish()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_topk_sends_what_became_nan_after_it_was_checked(device: GpuDevice, keeps: bool) -> None:
+    codec, n = compression.named("topk"), 100
+    params, pushed = codec.check({"ratio": 0.1}), np.arange(n, dtype=np.float32)
+    pushed[:11] = np.nan
+    left = np.ones(n, np.float32) if keeps else None
+    there = None if left is None else device.put(left)
+    payload = bytes(codec.encode(pushed, left, params, is_checked=True))
+    assert bytes(codec.encode(device.put(pushed), there, params, is_checked=True)) == payload
+    assert np.isnan(np.frombuffer(payload, np.float32)[10:]).all()
+    assert np.frombuffer(payload, np.uint32)[:10].tolist() == list(range(10))
+    if left is not None:
+        assert device.host(there).tobytes() == left.tobytes()
 
 
 def test_places_of_a_message_are_checked_before_anything_is_written(device: GpuDevice) -> None:

@@ -6,6 +6,7 @@ The libraries and the GPU are stood in for: it does its work as late as events a
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -358,6 +359,26 @@ def test_shape_dtype_and_strides_are_checked_as_of_arrays_in_host_memory(library
     kv.init("i", np.zeros(2, np.int32))
     with pytest.raises(KVError, match="key 'i': int32 values are pushed with scale 1"):
         kv.push("i", lent(machine, (2,), "int32"), scale=0.5)
+
+
+def test_a_call_asks_a_library_once_for_its_stream_and_the_next_call_asks_again(
+    library: Make, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library("torch")
+    torch, asked = sys.modules["torch"].cuda, []
+    current_stream = torch.current_stream
+
+    def counted(device: int) -> Any:
+        asked.append(device)
+        return current_stream(device)
+
+    monkeypatch.setattr(torch, "current_stream", counted)
+    tensors = [lent(machine, (2, 3)) for _ in range(5)]
+    for calls, use in enumerate((values.contributions, values.outputs, values.outputs)):
+        sys.modules["torch"].streams[0] = 40 + calls
+        found = use(list("abcde"), tensors)
+        assert {array.memory.stream for _, (array,) in found} == {40 + calls}
+        assert asked == [0] * (calls + 1)
 
 
 def test_outputs_that_share_memory_on_a_gpu_are_refused(library: Make, machine: Machine) -> None:

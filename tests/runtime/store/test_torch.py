@@ -99,6 +99,7 @@ assert not foreign.is_on_gpu(weight)
 assert torch.version.hip is None
 assert "device" in inspect.signature(torch.cuda.current_stream).parameters
 assert callable(torch.cuda.is_current_stream_capturing)
+assert callable(torch.cuda.device.__enter__)
 assert (weight.layout is torch.strided, weight.is_quantized, weight.is_conj()) == (True, False, False)
 assert (weight.stride(), tuple(weight.shape), weight.data_ptr() != 0) == ((3, 1), (2, 3), True)
 try:
