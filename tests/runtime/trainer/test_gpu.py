@@ -15,8 +15,9 @@ from gpukit import Machine, gpus_of_process
 from gputensors import GpuTensor, Torch
 
 from distrun_runtime.arrays import find
+from distrun_runtime.arrays.borrowing import Borrowing
 from distrun_runtime.arrays.cuda import CudaMissing
-from distrun_runtime.arrays.dtypes import BFLOAT16, Array, narrow
+from distrun_runtime.arrays.dtypes import BFLOAT16, Array, narrow, work_dtype
 from distrun_runtime.kvstore import KVStore, KVStoreBase
 from distrun_runtime.trainer import Parameter, Trainer, overlap
 
@@ -41,7 +42,8 @@ def torch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Torch:
 
 def values(seed: int, dtype: Any) -> list[Array]:
     random = np.random.default_rng(seed)
-    return [narrow(random.normal(size=shape).astype(np.float32), np.dtype(dtype)) for shape in SHAPES]
+    work = work_dtype(np.dtype(dtype))
+    return [narrow(random.normal(size=shape).astype(work), np.dtype(dtype)) for shape in SHAPES]
 
 
 class Model:
@@ -84,7 +86,7 @@ def train(model: Model, kv: KVStore | str | None, rank: int = 0, rule: str = "ad
     return model.weights()
 
 
-DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16], ids=["float32", "float16", "bfloat16"])
+DTYPES = pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BFLOAT16], ids=str)
 
 
 @DTYPES
@@ -116,6 +118,28 @@ def test_workers_with_gpus_have_the_weights_of_workers_without(
         return first
 
     assert weights(torch) == weights(None)
+
+
+@pytest.mark.parametrize("type_name", ["device", "dist_device_sync", "dist_sync"])
+def test_gradients_that_are_compressed_are_checked_on_their_gpu(
+    torch: Torch, type_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def weights(where: Torch | None) -> list[bytes]:
+        def script(kv: KVStore | str) -> list[bytes]:
+            return train(Model(where), kv, compression_params={"type": "2bit", "threshold": 0.5})
+
+        if type_name == "device":
+            return script(type_name)
+        with Cluster(1, over="inproc") as job:
+            found: list[bytes] = job.run(script, type_name)[0]
+        return found
+
+    def refuse(*_: object) -> Array:
+        raise AssertionError("a gradient was copied to the host")
+
+    expected = weights(None)
+    monkeypatch.setattr(Borrowing, "host", refuse)
+    assert weights(torch) == expected
 
 
 def test_a_gradient_that_is_changed_after_the_sum_counts_as_it_is_then(torch: Torch) -> None:
