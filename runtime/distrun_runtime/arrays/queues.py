@@ -119,10 +119,13 @@ class Order:
         """
         return Queue(self.cuda.stream(device), self.cuda.event(device), what=what)
 
-    def note_program_use(self, queue: Queue, uses: Iterable[Uses]) -> None:
+    def note_program_use(self, queue: Queue, uses: Iterable[Uses], *, reads: bool = False) -> None:
         """Let the last use of some memory be all that the program has given a stream of its own so far.
 
         Call it in the program's thread, if the stream is the per-thread default one.
+
+        Arguments:
+            reads: the memory was lent before, and the program has only read it since.
         """
         with self.locked():
             # The handle may be that of another stream by now, which has not waited for anything.
@@ -130,7 +133,10 @@ class Order:
             queue.count += 1
             self._record(queue)
             for each in uses:
-                each.writer = (queue, queue.count)
+                if reads:
+                    each.readers[queue] = queue.count
+                else:
+                    each.writer = (queue, queue.count)
 
     def using(
         self, queue: Queue, reads: Sequence[Uses] = (), writes: Sequence[Uses] = (), *, blocks: bool = False

@@ -113,7 +113,11 @@ def _metrics(node: Scheduler | Server, loop: Loop) -> NodeMetrics:
     if isinstance(node, Scheduler):
         return NodeMetrics("scheduler", Sender(), node.counters)
     server = node
-    return NodeMetrics("server", Sender(), lambda: {**server.counters(), "queue": loop.queued}, lags=server.lags)
+
+    def counters() -> dict[str, float]:
+        return {**server.counters(), "queue": loop.queued}
+
+    return NodeMetrics("server", Sender(), counters, lags=server.lags, devices=server.devices)
 
 
 def connected(config: Config, pools: Sequence[Pool]) -> Transport:
