@@ -694,6 +694,7 @@ class Gpus:
         name = "gpu:%d" % physical if part is None else "gpu:%d/%d" % (physical, part)
         self.order.cuda.check()
         with self._lock:
+            is_first = not self._devices
             if name not in self._devices:
                 count = self.order.cuda.count()
                 if not 0 <= physical < count:
@@ -703,6 +704,7 @@ class Gpus:
                         % (physical, seen)
                     )
                 self._devices[name] = GpuDevice(self.order, physical, name, self.locked, has_peers=self._has_peers)
-                if self._blocks is not None and len(self._devices) == 1:
-                    self._blocks.watch(self.locked)
-            return self._devices[name]
+            device = self._devices[name]
+        if is_first and self._blocks is not None:
+            self._blocks.watch(self.locked)  # Page-locks what is there, which takes long.
+        return device

@@ -324,9 +324,11 @@ class PageLocked:
         """Ascending."""
         self._ending: set[_Locked] = set()
         """They are not among the places any more, and still registered."""
+        self.why_not = ""
+        """Why the last memory that is not page-locked is not."""
 
     def lock(self, memory: Array, *, is_readonly: bool = False) -> bool:
-        """Page-lock whole memory; False: the system does not allow it (`ulimit -l`), and copies go by staging.
+        """Page-lock whole memory; False: that is not allowed, see `why_not`, and copies go by staging.
 
         Arguments:
             is_readonly: it is mapped so that it cannot be written, neither by this process nor by a GPU.
@@ -341,6 +343,7 @@ class PageLocked:
             except CudaError as err:
                 if err.is_sticky:
                     raise
+                self.why_not = str(err)
                 return False
             with self._lock:
                 self._places = sorted([*self._places, made], key=lambda place: place.begin)
@@ -356,8 +359,7 @@ class PageLocked:
             for place in found:
                 place.is_ending = True
             idle = [place for place in found if not place.copies]
-        for place in idle:
-            self._end(place)
+        self._end(idle)
 
     def covers(self, memory: Array) -> bool:
         """Tell whether all of some contiguous memory is page-locked, by one `lock`."""
@@ -375,17 +377,25 @@ class PageLocked:
                 place.copies += 1
             return place
 
-    def release(self, place: _Locked) -> None:
-        """A copy is over."""
+    def release(self, places: Sequence[_Locked]) -> None:
+        """Copies are over, for which the places were taken."""
         with self._lock:
-            place.copies -= 1
-            if place.copies or not place.is_ending:
-                return
-        self._end(place)
+            for place in places:
+                place.copies -= 1
+            over = [place for place in dict.fromkeys(places) if place.is_ending and not place.copies]
+        self._end(over)
 
-    def _end(self, place: _Locked) -> None:
-        self._order.cuda.unregister(place.host)  # if it fails, the memory is kept
-        self._ending.discard(place)
+    def _end(self, places: Sequence[_Locked]) -> None:
+        """Unregister all of them; raise the first error. The memory of one that cannot be unregistered is kept."""
+        errors: list[CudaError] = []
+        for place in places:
+            try:
+                self._order.cuda.unregister(place.host)
+                self._ending.discard(place)
+            except CudaError as err:
+                errors.append(err)
+        if errors:
+            raise errors[0]
 
     def _place_of(self, memory: Array) -> _Locked | None:
         address = address_of(memory)
@@ -424,5 +434,4 @@ class Copies:
             return
         # After an error, too: the copies before it are under way.
         self._order.finish(self._order.mark(self._queue))
-        for place in self._taken:
-            self._locked.release(place)
+        self._locked.release(self._taken)
