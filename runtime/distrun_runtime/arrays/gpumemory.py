@@ -104,8 +104,7 @@ class GpuPool:
             return freed
 
     def _found_in_room(self, size: int) -> _Block:
-        """Make room, and return a block that is free or new then."""
-        self._order.cuda.check()
+        """Make room, and return a block that is free or new then. `_found` has checked that calls can be made."""
         with self._trimming:
             # Whoever made room while this thread waited for it has made it for this one, too.
             found = self._found(size)

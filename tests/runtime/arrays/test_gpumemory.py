@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -195,6 +196,7 @@ def test_a_forked_child_does_not_wait_for_room_that_its_parent_makes(it: Bench) 
     taken = it.held_up("free", lambda: it.device.empty((1024,), F32), before=True)
 
     def child() -> None:
+        signal.alarm(20)  # a child that waits ends by it
         for call in (it.device.pool.trim, lambda: it.device.empty((1024,), F32)):
             with pytest.raises(StoreClosed):
                 call()
