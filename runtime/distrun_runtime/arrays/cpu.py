@@ -70,6 +70,13 @@ class CpuDevice:
         found = self._memory.empty(shape, dtype) if is_sent and self._memory is not None else None
         return np.empty(tuple(shape), dtype) if found is None else found
 
+    def reserve(self, nbytes: int, count: int) -> None:
+        """Have memory for so many arrays more of so many bytes that are often sent, as far as there is any."""
+        if self._memory is not None:
+            for _ in range(count):
+                if not self._memory.reserve(nbytes):
+                    break
+
     def put(self, array: Array) -> Array:
         """Return a C-contiguous copy."""
         return np.array(array, order="C", copy=True)

@@ -29,6 +29,7 @@ from distrun_runtime.ps.metrics import NodeMetrics
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.publish import publish
 from distrun_runtime.ps.request import Request, Waits, when_done
+from distrun_runtime.ps.routing import DIRECT_BYTES, ROUNDS_AT_ONCE
 from distrun_runtime.ps.serve import bind, connected
 from distrun_runtime.ps.stages import Stages
 from distrun_runtime.ps.trace import Trace
@@ -121,6 +122,19 @@ class Session:
         """Return a new array of undefined content; in memory that servers on this host can read where it is."""
         found = self._memory.arrays.empty(shape, dtype) if self.config.paths != "none" else None
         return np.empty(shape, dtype) if found is None else found
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Have shared memory for values of GPUs of so many bytes, page-locked before a round needs it.
+
+        It is for `ROUNDS_AT_ONCE` rounds, and for small values what is sent joined. Servers of this host map it at
+        once. Where memory is short, it comes with the rounds, as they need it.
+        """
+        if self.config.paths == "none":
+            return
+        for _ in range(ROUNDS_AT_ONCE):
+            self._memory.arrays.reserve(sum(sizes))
+            self._memory.staging.reserve(sum(size for size in sizes if size < DIRECT_BYTES))
+        self._transport.wake()  # It tells the servers.
 
     def is_shared(self, array: Array) -> bool:
         """Whether a C-contiguous array has its memory from `empty`."""

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from distrun_runtime.arrays import find
 from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.errors import RuntimeFault
@@ -134,10 +135,19 @@ class DistBackend(StoreBackend):
         with self._lock:
             for record, shards in placed:
                 self._transfers.add(record.key, shards)
+        self._make_room([record for record, _ in placed])
         if self.rank == 0:
             values = [(record, shards, value) for (record, shards), (_, value) in zip(placed, items, strict=True)]
             declaring.fill(self._link, what, number, values, {**self._facts, **self._link.told})
         return [record for record, _ in placed]
+
+    def _make_room(self, records: Sequence[KeyRecord]) -> None:
+        """Have page-locked memory for what is pushed of new keys, if the program's values are on GPUs."""
+        if not kinds.on_devices(self.type) or not find.in_use():
+            return
+        # What is compressed is not copied to it as it is.
+        plain = [record for record in records if not record.is_sparse and self._compressor.of(record) is None]
+        self._node.reserve([record.size * record.dtype.itemsize for record in plain])
 
     def assign(self, items: list[tuple[KeyRecord, Array]], call_number: int) -> None:
         what = "assign to %s" % named(record.key for record, _ in items)
