@@ -433,7 +433,7 @@ def test_with_auto_values_for_which_a_gpu_has_no_memory_stay_and_go_on(machine: 
     engine._values[1] = values
     values.weight(0)[:] = 3
     values.store.on_devices = True
-    assert placement._found(1) is not None
+    assert placement._found(values.store) is not None
     machine.standin.memory_bytes = 2 * MIB
     engine._settle(values, None)
     assert values.device is placement.host
