@@ -67,6 +67,11 @@ class Reducer:
         self._memory = memory
         self._host = find.get("cpu:0", threads)
 
+    @property
+    def seen(self) -> list[GpuDevice]:
+        """The GPUs that values were on so far, and those that the program used at an `init`, if sums are made there."""
+        return []
+
     def prepare(self, records: Iterable[KeyRecord]) -> None:
         """Have ready what values of these keys need on GPUs that the program uses: no push waits for a compiler.
 
@@ -89,7 +94,8 @@ class Reducer:
         new.
 
         Raises:
-            KVError: a value cannot be compressed, or a GPU has failed. Nothing was changed.
+            KVError: a value cannot be compressed, and nothing was changed; or a GPU has failed, and no weight was
+                changed (of residuals see `DeviceReducer`).
         """
         values = iter(self._on_host([value for _, each in items for value in each]))
         return [self._sum(record, [next(values) for _ in each]) for record, each in items]
@@ -161,8 +167,14 @@ class DeviceReducer(Reducer):
         self._dtypes: dict[DType, Key] = {}
         """Of all keys that are known; the first one of each."""
         self._ready: dict[GpuDevice, set[DType]] = {}
-        """The GPUs of the values so far, and those that the program used at an init; what each has kernels for."""
+        """The GPUs that are `seen`, and what each has kernels for."""
         self._lock = threading.Lock()
+
+    @property
+    def seen(self) -> list[GpuDevice]:
+        """The GPUs that values were on so far, and those that the program used at an `init`."""
+        with self._lock:
+            return list(self._ready)
 
     def prepare(self, records: Iterable[KeyRecord]) -> None:
         """Have ready what values of these keys need on GPUs that the program uses."""
@@ -178,20 +190,19 @@ class DeviceReducer(Reducer):
 
     def trim(self) -> None:
         """Give memory of GPUs back that nothing uses, as the store is closed."""
-        with self._lock:
-            gpus = list(self._ready)
-        for gpu in gpus:
+        for gpu in self.seen:
             with suppress(KVError):  # One that has failed gives nothing back before the process ends.
                 gpu.pool.trim()
 
     def reduce(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> list[Value]:
         """Return the sum of each key's values.
 
-        If a GPU runs out of memory while contributions are compressed, what the payloads of those before carried is
-        lost: their residuals have what these left out.
+        All values are checked before a residual changes. If a GPU fails after that, such as for lack of memory, the
+        residuals of contributions that were compressed before have what their payloads left out, and what these
+        carried is lost.
         """
-        self._prepare_for(items)
         if self.compressor is None:
+            self._prepare_for(items)
             return self._for_servers(items)
         self.check(items)  # All of them, before any residual changes.
         return self._sums([(record, self._compressed(record, values)) for record, values in items])
