@@ -19,7 +19,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from distrun_runtime.arrays import find
 from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.errors import RuntimeFault
@@ -143,7 +142,7 @@ class DistBackend(StoreBackend):
 
     def _make_room(self, records: Sequence[KeyRecord]) -> None:
         """Have page-locked memory for what is pushed of new keys, if the program's values are on GPUs."""
-        if not kinds.on_devices(self.type) or not find.in_use():
+        if not self.reducer.seen:
             return
         # What is compressed is not copied to it as it is.
         plain = [record for record in records if not record.is_sparse and self._compressor.of(record) is None]
