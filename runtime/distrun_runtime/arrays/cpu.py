@@ -70,11 +70,15 @@ class CpuDevice:
         found = self._memory.empty(shape, dtype) if is_sent and self._memory is not None else None
         return np.empty(tuple(shape), dtype) if found is None else found
 
-    def reserve(self, nbytes: int, count: int) -> None:
-        """Have memory for so many arrays more of so many bytes that are often sent, as far as there is any."""
+    def reserve(self, nbytes: int, pieces: int, times: int) -> None:
+        """Have memory, as far as there is any, for so many times so many bytes more of arrays that are often sent.
+
+        Arguments:
+            pieces: of how many arrays these are the bytes.
+        """
         if self._memory is not None:
-            for _ in range(count):
-                if not self._memory.reserve(nbytes):
+            for _ in range(times):
+                if not self._memory.reserve(nbytes, pieces):
                     break
 
     def put(self, array: Array) -> Array:

@@ -239,16 +239,19 @@ class Pool:
         """Bytes of all segments."""
         return sum(segment.size for segment in self._segments)
 
-    def reserve(self, nbytes: int) -> bool:
+    def reserve(self, nbytes: int, pieces: int = 1) -> bool:
         """Make segments, so that arrays of so many bytes more can be made without a new one; tell if they are there.
 
         It adds up: there is room for what all calls asked for, beside the arrays that are in use during this one. An
         array of the bytes of one call fits.
+
+        Arguments:
+            pieces: of how many arrays these are the bytes; each of them begins with a page.
         """
         if not nbytes or os.getpid() != self._pid:
             return False
         with self._reserving:
-            sizes, size = list(self._reserved), -(-nbytes // PAGE) * PAGE
+            sizes, size = list(self._reserved), (-(-nbytes // PAGE) + pieces - 1) * PAGE
             # Small ones share a run, so that a call for each of many keys takes no longer than one for all.
             if sizes and sizes[-1] + size <= FIRST_BYTES:
                 sizes[-1] += size

@@ -25,7 +25,6 @@ import numpy as np
 from distrun_runtime.arrays.cpu import CpuDevice
 from distrun_runtime.arrays.device import Device, on_host
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.arrays.segments import PAGE
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import rows as rowcodec
@@ -305,7 +304,7 @@ class Engine:
             raise
         if values.device.is_gpu and isinstance(self._device, CpuDevice):
             # Each worker's answers are copied there: page-locked before a round needs it.
-            self._device.reserve(_answered_bytes(batch), ROUNDS_AT_ONCE * values.store.workers)
+            self._device.reserve(*_answered(batch), ROUNDS_AT_ONCE * values.store.workers)
 
     def _reserve(self, what: work.Reserve) -> None:
         self._place(self._of(what.store), what.shards)
@@ -489,14 +488,13 @@ class Engine:
             values.restore()
 
 
-def _answered_bytes(batch: work.Batch) -> int:
-    """Return how many bytes in host memory answers with all shards of a batch take, in all pieces that there may be."""
-    table = batch.store
-    total = 0
+def _answered(batch: work.Batch) -> tuple[int, int]:
+    """Return how many bytes all shards of a batch have, and in how many pieces an answer may have them."""
+    table, nbytes, pieces = batch.store, 0, 0
     for code in np.unique(table.dtype[batch.shards]).tolist():
         size = int(table.length[batch.shards[table.dtype[batch.shards] == code]].sum()) * DTYPES[code].itemsize
-        total += size + PAGE * (1 + size // MESSAGE_BYTES)
-    return total
+        nbytes, pieces = nbytes + size, pieces + 1 + size // MESSAGE_BYTES
+    return nbytes, pieces
 
 
 def _about(what: work.Work) -> dict[str, object]:

@@ -21,7 +21,7 @@ from distrun_runtime.arrays.segments import BLOCKS, Pool, address_of
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.metrics import Sender
 from distrun_runtime.errors import RuntimeFault, StoreClosed
-from distrun_runtime.protocol.message import Message
+from distrun_runtime.protocol.message import DTYPES, Message
 from distrun_runtime.ps import crash
 from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.loop import Loop
@@ -29,7 +29,7 @@ from distrun_runtime.ps.metrics import NodeMetrics
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.publish import publish
 from distrun_runtime.ps.request import Request, Waits, when_done
-from distrun_runtime.ps.routing import DIRECT_BYTES, ROUNDS_AT_ONCE
+from distrun_runtime.ps.routing import DIRECT_BYTES, MESSAGE_BYTES, ROUNDS_AT_ONCE
 from distrun_runtime.ps.serve import bind, connected
 from distrun_runtime.ps.stages import Stages
 from distrun_runtime.ps.trace import Trace
@@ -123,17 +123,22 @@ class Session:
         found = self._memory.arrays.empty(shape, dtype) if self.config.paths != "none" else None
         return np.empty(shape, dtype) if found is None else found
 
-    def reserve(self, sizes: Sequence[int]) -> None:
-        """Have shared memory for values of GPUs of so many bytes, page-locked before a round needs it.
+    def reserve(self, sizes: Sequence[int], encoded: int = 0) -> None:
+        """Have shared memory for values that GPUs push, page-locked before a round needs it.
 
-        It is for `ROUNDS_AT_ONCE` rounds, and for small values what is sent joined. Servers of this host map it at
-        once. Where memory is short, it comes with the rounds, as they need it.
+        It is enough for `ROUNDS_AT_ONCE` rounds. Servers of this host map it at once. Where memory is short, it comes
+        with the rounds, as they need it.
+
+        Arguments:
+            sizes: bytes of each value that is pushed as it is.
+            encoded: bytes of all others together, as they are sent.
         """
         if self.config.paths == "none":
             return
+        staged = sum(size for size in sizes if size < DIRECT_BYTES) + encoded  # Small values are joined there.
         for _ in range(ROUNDS_AT_ONCE):
-            self._memory.arrays.reserve(sum(sizes))
-            self._memory.staging.reserve(sum(size for size in sizes if size < DIRECT_BYTES))
+            self._memory.arrays.reserve(sum(sizes), min(len(sizes), len(DTYPES)))  # Those of a dtype lie end to end.
+            self._memory.staging.reserve(staged, self.num_servers + staged // MESSAGE_BYTES)
         self._transport.wake()  # It tells the servers.
 
     def is_shared(self, array: Array) -> bool:

@@ -144,9 +144,17 @@ class DistBackend(StoreBackend):
         """Have page-locked memory for what is pushed of new keys, if the program's values are on GPUs."""
         if not self.reducer.seen:
             return
-        # What is compressed is not copied to it as it is.
-        plain = [record for record in records if not record.is_sparse and self._compressor.of(record) is None]
-        self._node.reserve([record.size * record.dtype.itemsize for record in plain])
+        plain: list[int] = []
+        encoded = 0
+        for record in records:
+            setting = self._compressor.of(record)
+            if setting is not None and setting.codec is not None:
+                # Its shards are encoded one by one, so that each may take a little more than its part.
+                shards = self._transfers.shards[record.key]
+                encoded += sum(setting.codec.size(shard.length, dict(setting.params)) for shard in shards)
+            elif not record.is_sparse:
+                plain.append(record.size * record.dtype.itemsize)
+        self._node.reserve(plain, encoded)
 
     def assign(self, items: list[tuple[KeyRecord, Array]], call_number: int) -> None:
         what = "assign to %s" % named(record.key for record, _ in items)

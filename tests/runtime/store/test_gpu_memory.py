@@ -14,6 +14,7 @@ from gpustores import Store, put
 from distrun_runtime.arrays import segments
 from distrun_runtime.arrays.segments import BLOCKS, PAGE, Pool
 from distrun_runtime.ps.session import Session
+from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.dist import DistBackend
 
 F32 = np.dtype(np.float32)
@@ -28,10 +29,18 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_together", "count", "wait"), [(True, 1, True), (True, 2, False), (False, 2, True), (False, 1, False)]
+    ("is_together", "count", "wait", "codec"),
+    [
+        (True, 1, True, ""),
+        (True, 2, False, ""),
+        (False, 2, True, ""),
+        (False, 1, False, ""),
+        (True, 2, True, "2bit"),
+        (False, 1, True, "fp16"),
+    ],
 )
 def test_no_round_of_workers_and_servers_with_gpus_makes_or_page_locks_a_block(
-    monkeypatch: pytest.MonkeyPatch, is_together: bool, count: int, wait: bool
+    monkeypatch: pytest.MonkeyPatch, is_together: bool, count: int, wait: bool, codec: str
 ) -> None:
     made: list[int] = []
     grown = Pool._grown
@@ -42,6 +51,8 @@ def test_no_round_of_workers_and_servers_with_gpus_makes_or_page_locks_a_block(
 
     def script(session: Session) -> list[int]:
         backend = DistBackend("dist_device_sync", session)
+        if codec:
+            backend.compress(Compression.of({"type": codec, "min_size": 1000}), None)
         initial = {number: np.zeros(shape, F32) for number, shape in enumerate(SHAPES)}
         groups = [initial] if is_together else [{number: value} for number, value in initial.items()]
         stores = [Store(backend, group) for group in groups]
@@ -76,7 +87,7 @@ def test_no_round_of_workers_and_servers_with_gpus_makes_or_page_locks_a_block(
 
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_device_sync"])
 def test_a_job_that_uses_no_gpu_reserves_no_memory(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    def never(self: Pool, nbytes: int) -> bool:
+    def never(self: Pool, nbytes: int, pieces: int) -> bool:
         raise AssertionError("nobody has a GPU")
 
     def script(session: Session) -> None:
@@ -100,7 +111,7 @@ def test_where_nothing_can_be_reserved_rounds_take_memory_by_need(monkeypatch: p
         backend.close()
         return found.tobytes()
 
-    monkeypatch.setattr(Pool, "reserve", lambda self, nbytes: False)
+    monkeypatch.setattr(Pool, "reserve", lambda self, nbytes, pieces: False)
     with gpus_of_process(Machine(1, blocks=BLOCKS)) as machine:
         machine.gpus.get(0)
         with Cluster(1, 1, over="segments") as job:
