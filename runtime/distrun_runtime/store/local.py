@@ -382,9 +382,10 @@ class Weights:
         Raises:
             KVError: a kernel does not compile, or the GPU has failed.
         """
+        # First: a rule that another thread installs meanwhile is compiled for it, too.
+        self._kernels = {**self._kernels, gpu: {*self._kernels.get(gpu, ()), dtype}}
         if self.rule is not None:
             self._compile(self.rule, gpu, {dtype})
-        self._kernels.setdefault(gpu, set()).add(dtype)
 
     def _compile(self, rule: rules.Rule, gpu: GpuDevice, its: Iterable[DType]) -> None:
         if not can_fuse(rule):
