@@ -91,8 +91,11 @@ DTYPES = pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, B
 
 @DTYPES
 @UPDATES
-def test_a_device_store_gives_gpus_the_weights_of_the_host(torch: Torch, update_on_kvstore: bool, dtype: Any) -> None:
-    found = [train(Model(where, dtype), "device", update_on_kvstore=update_on_kvstore) for where in (None, torch)]
+@pytest.mark.parametrize("kind", ["device", "local"])
+def test_a_store_gives_gpus_the_weights_of_the_host(
+    torch: Torch, kind: str, update_on_kvstore: bool, dtype: Any
+) -> None:
+    found = [train(Model(where, dtype), kind, update_on_kvstore=update_on_kvstore) for where in (None, torch)]
     assert found[0] == found[1]
 
 
@@ -184,6 +187,19 @@ def test_weights_and_gradients_with_gaps_or_in_another_order_are_written_by_way_
         assert turned.grad.get().reshape(-1).tolist() == [0, 2, 4, 6, 8, 10]
 
 
+@pytest.mark.parametrize("kind", ["device", None])
+def test_no_step_of_the_trainers_waits_for_a_compiler(machine: Machine, torch: Torch, kind: str | None) -> None:
+    model = Model(torch, np.float16)
+    trainer = Trainer(model.params, "adam", kvstore=kind, update_on_kvstore=kind and False)
+    loaded = machine.standin.calls["load"]
+    assert loaded
+    for step in range(2):
+        model.backward(step)
+        trainer.step(2)
+        trainer.set_learning_rate(0.5)
+    assert machine.standin.calls["load"] == loaded
+
+
 # --- overlap
 
 
@@ -193,17 +209,32 @@ def in_thread(work: Callable[[], None]) -> None:
         threads.submit(work).result()
 
 
+ROWS, TURNED = (2, 1), (1, 2)
+"""Strides."""
+
+
 def overlapping(
-    torch: Torch, places: list[list[int]], backward: Callable[[list[list[GpuTensor]]], None], **options: Any
+    torch: Torch,
+    places: list[list[int]],
+    backward: Callable[[list[list[GpuTensor]]], None],
+    strides: tuple[int, int] = ROWS,
+    **options: Any,
 ) -> list[list[float]]:
-    """Return the weights after a step of parameters on some devices, which are sent one by one."""
+    """Return the weights after a step of parameters (2, 2) on some devices, which are sent one by one."""
+
+    def made(device: int) -> GpuTensor:
+        result = GpuTensor(torch, (2, 2), np.dtype(np.float32), device, strides=strides)
+        result.set(np.zeros(4))
+        return result
 
     def script(kv: KVStore) -> list[list[float]]:
-        tensors = [[torch.tensor(np.zeros(4, np.float32), device) for device in each] for each in places]
+        tensors = [[made(device) for device in each] for each in places]
         trainer = Trainer(tensors, "sgd", {"learning_rate": 1.0}, kv, overlap=True, **options)
         backward(tensors)
         trainer.step()
-        return [tensor.get().tolist() for each in tensors for tensor in each]
+        for _ in range(100):  # the stand-in's events are not done when they are asked first
+            find.gpus().borrowing.keeper.collect()
+        return [tensor.get().reshape(-1).tolist() for each in tensors for tensor in each]
 
     with Cluster(1, over="inproc") as job:
         found: list[list[float]] = job.run(script, "dist_device_sync")[0]
@@ -211,13 +242,16 @@ def overlapping(
 
 
 @UPDATES
+@pytest.mark.parametrize("strides", [ROWS, TURNED])
 def test_gradients_that_threads_wrote_on_streams_of_their_own_are_sent_as_they_became(
-    torch: Torch, monkeypatch: pytest.MonkeyPatch, update_on_kvstore: bool
+    torch: Torch, monkeypatch: pytest.MonkeyPatch, update_on_kvstore: bool, strides: tuple[int, int]
 ) -> None:
     monkeypatch.setattr(overlap, "GROUP_BYTES", 32)
 
     def backward(tensors: list[list[GpuTensor]]) -> None:
         streams = [torch.new_stream(device) for device in range(2)]
+        for device, stream in enumerate(streams):
+            stream.wait_stream(torch.cuda.current_stream(device))
 
         def on_device(device: int) -> None:
             with torch.stream(streams[device]):
@@ -230,7 +264,7 @@ def test_gradients_that_threads_wrote_on_streams_of_their_own_are_sent_as_they_b
         for device, stream in enumerate(streams):
             torch.cuda.current_stream(device).wait_stream(stream)
 
-    found = overlapping(torch, [[0, 1]] * 3, backward, update_on_kvstore=update_on_kvstore)
+    found = overlapping(torch, [[0, 1]] * 3, backward, strides, update_on_kvstore=update_on_kvstore)
     assert found == [[-1.5] * 4] * 6
 
 
@@ -251,7 +285,7 @@ def test_what_reads_weights_and_gradients_between_backward_and_step_sees_them_as
     # `step` sends those of the first device only.
     found = overlapping(torch, [[0], [1], [1]], backward, update_on_kvstore=update_on_kvstore)
     assert found == [[-2] * 4] * 3
-    assert [tensor.get().tolist() for tensor in kept] == [[0] * 4, [2] * 4] * 3
+    assert [tensor.get().reshape(-1).tolist() for tensor in kept] == [[0] * 4, [2] * 4] * 3
 
 
 # --- what is made on the host
