@@ -216,7 +216,7 @@ class Loan:
         self._borrowing.keeper.collect()
         given = [array.memory for array in arrays if isinstance(array.memory, Borrowed)]
         for queue, memories in self._by_stream(given).items():
-            self._order.lend(queue, [memory.uses for memory in memories])
+            self._order.note_program_use(queue, [memory.uses for memory in memories])
         self._memories += given
         self._share()
 
@@ -227,7 +227,7 @@ class Loan:
         """
         for streams in (self._by_stream(self._memories), self._by_current_stream(self._memories)):
             for queue, memories in streams.items():
-                self._order.lend(queue, [memory.uses for memory in memories], reads=True)
+                self._order.note_program_use(queue, [memory.uses for memory in memories], reads=True)
 
     def end(self, *, keeps: bool = False) -> None:
         """Let the program's later work wait for our uses so far; again, unless it `keeps` the arrays: no effect.

@@ -195,7 +195,7 @@ def test_an_array_may_be_used_or_dropped_as_soon_as_the_call_returns(
 
 
 def no_wait_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Order, "lend", lambda *_: None)
+    monkeypatch.setattr(Order, "note_program_use", lambda *_: None)
 
 
 def no_wait_after(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +323,7 @@ def test_a_new_stream_with_the_handle_of_an_old_one_is_not_taken_to_have_waited(
         cuda.fill(pointer, 1, 8, one.stream)
     order.follow(theirs, mine.before_reading())
     theirs.stream = cuda.stream(0)  # the program has ended its stream, and this one has got the handle
-    order.lend(theirs, [lent])
+    order.note_program_use(theirs, [lent])
     with order.using(other, reads=[lent], writes=[mine]):
         cuda.fill(pointer, 2, 8, other.stream)
 
