@@ -1,18 +1,20 @@
-"""The trainer with tensors on GPUs of the stand-in: they go to the store as they are, with the bytes of the host."""
+"""The trainer with tensors on GPUs: they go to the store as they are, with the bytes of the host."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from cluster import Cluster
-from fakearrays import put
+from fakearrays import Device, Tensor, put
 from gpukit import Machine, gpus_of_process
 from gputensors import GpuTensor, Torch
+from realgpus import ON_REAL
 
 from distrun_runtime.arrays import find
 from distrun_runtime.arrays.borrowing import Borrowing
@@ -323,6 +325,50 @@ def test_another_rate_keeps_the_state_on_the_gpu_and_weights_of_the_users_renew_
     assert found[0] == found[1]
 
 
+class SparseGradient(GpuTensor):
+    """A sparse tensor: rows 1 and 3 of a table."""
+
+    def __init__(self, torch: Torch, rows: Array) -> None:
+        super().__init__(torch, (4, 2), np.dtype(np.float32), 0)
+        self.layout, self._rows = "torch.sparse_coo", rows
+
+    def detach(self) -> SparseGradient:
+        return self
+
+    def cpu(self) -> Any:
+        return SimpleNamespace(
+            is_sparse=True,
+            device=Device("cpu"),
+            shape=self.shape,
+            detach=self.cpu,
+            sparse_dim=lambda: 1,
+            _indices=lambda: [Tensor(array=np.array([1, 3]))],
+            _values=lambda: Tensor(array=self._rows),
+        )
+
+
+@pytest.mark.parametrize("kind", ["local", None])
+def test_sparse_gradients_go_through_the_host_before_and_after_others(torch: Torch, kind: str | None) -> None:
+    weight = torch.tensor(np.zeros((4, 2), np.float32))
+    options = {"learning_rate": 1.0, "momentum": 0.5}
+    trainer = Trainer([weight], "sgd", options, kind, update_on_kvstore=kind and True)
+    dense = np.ones((4, 2), np.float32)
+    expected, momentum = np.zeros((4, 2), np.float32), np.zeros((4, 2), np.float32)
+    for step in range(4):
+        given = dense
+        if step % 2:
+            weight.grad = SparseGradient(torch, 2 * dense[:2])
+            given = np.array([[0, 0], [2, 2], [0, 0], [2, 2]], np.float32)
+        else:
+            weight.grad = None
+            weight.backward(dense)
+        trainer.step(1)
+        rows = slice(None) if step % 2 == 0 or kind else [1, 3]
+        momentum[rows] = np.float32(0.5) * momentum[rows] + given[rows]
+        expected[rows] -= momentum[rows]
+    assert weight.get().tolist() == expected.tolist()
+
+
 def test_row_sparse_gradients_go_through_the_host(torch: Torch) -> None:
     weight = torch.tensor(np.ones((4, 2), np.float32))
     one = Parameter(weight, name="table", grad_stype="row_sparse")
@@ -398,3 +444,62 @@ def test_states_saved_on_a_gpu_go_on_on_the_host_and_the_other_way(
                     trainer.save_states(path)
         found.append(model.weights())
     assert found[0] == found[1]
+
+
+# --- on a real GPU
+
+
+@ON_REAL
+@UPDATES
+@pytest.mark.parametrize("kind", ["device", "local", None])
+def test_real_tensors_have_the_weights_of_the_host(kind_of_gpu: str, kind: str | None, update_on_kvstore: bool) -> None:
+    torch = pytest.importorskip("torch")
+    found = []
+    for device in ("cpu", "cuda:0"):
+
+        def tensors(seed: int, device: str = device) -> list[list[Any]]:
+            """Two of each, and two that are not contiguous."""
+            plain = [torch.tensor(np.asarray(value), device=device) for value in values(seed, np.float32)]
+            image = torch.tensor(values(seed, np.float32)[0].reshape(1, 5, 3, 1), device=device)
+            plain.append(image.expand(2, 5, 3, 4).clone(memory_format=torch.channels_last))
+            return [[one, one.clone()] for one in plain]
+
+        params = [[one.requires_grad_() for one in both] for both in tensors(0)]
+        options = {"learning_rate": 0.1, "wd": 0.01}
+        with Trainer(params, "adam", options, kind, update_on_kvstore=kind and update_on_kvstore) as trainer:
+            for step in range(STEPS):
+                for both, grads in zip(params, tensors(step + 1), strict=True):
+                    for tensor, grad in zip(both, grads, strict=True):
+                        tensor.grad = grad
+                trainer.step()
+        found.append([one.detach().cpu().contiguous().numpy().tobytes() for both in params for one in both])
+    assert found[0] == found[1]
+
+
+@ON_REAL
+@UPDATES
+def test_real_gradients_are_sent_from_backwards_threads(
+    kind_of_gpu: str, monkeypatch: pytest.MonkeyPatch, update_on_kvstore: bool
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(overlap, "GROUP_BYTES", 4000)
+
+    def script(kv: KVStore) -> None:
+        params = [torch.zeros(1000, device="cuda:0", requires_grad=True) for _ in range(4)]
+        options = {"learning_rate": 1.0}
+        trainer = Trainer(params, "sgd", options, kv, update_on_kvstore=update_on_kvstore, overlap=True)
+        for step in range(STEPS):
+            trainer.zero_grad()
+            stream, usual = torch.cuda.Stream(), torch.cuda.current_stream()
+            stream.wait_stream(usual)
+            with torch.cuda.stream(stream):
+                sum((one * (number + 1)).sum() for number, one in enumerate(params)).backward()
+            usual.wait_stream(stream)
+            before = [one.detach().clone() for one in params]
+            trainer.step()
+            for number, (one, kept) in enumerate(zip(params, before, strict=True)):
+                assert set(kept.tolist()) == {-float(step * (number + 1))}
+                assert set(one.tolist()) == {-float((step + 1) * (number + 1))}
+
+    with Cluster(1, over="inproc") as job:
+        job.run(script, "dist_device_sync")
