@@ -530,6 +530,8 @@ class TensorReplica:
     def remember(self) -> None:
         """Take the weight as it is now for the one that the trainer knows; `weight_written` does so too."""
         self._seen = self._mark()
+        if self._host is not None and self._is_near(self._tensor):
+            self._host = None  # only some calls need one
 
     def gradient(self) -> Gradient | None:
         """Return `.grad`: as an array of the same memory, as a near tensor, as RowSparse; from elsewhere, a copy."""

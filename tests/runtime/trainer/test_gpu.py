@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -291,6 +292,24 @@ def test_what_reads_weights_and_gradients_between_backward_and_step_sees_them_as
 
 
 # --- what is made on the host
+
+
+def test_no_copy_of_a_gpus_weight_is_kept_on_the_host(torch: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[weakref.ref[Tensor]] = []
+    cpu = GpuTensor.cpu
+
+    def noted(self: GpuTensor) -> Tensor:
+        found = cpu(self)
+        copies.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(GpuTensor, "cpu", noted)
+    model = Model(torch)
+    with Trainer(model.params, "lamb", kvstore="device", update_on_kvstore=False) as trainer:
+        model.backward(0)
+        trainer.step()
+        assert copies
+        assert not any(copy() for copy in copies)
 
 
 @pytest.mark.parametrize("rule", ["lamb", "rules_of_users:Sign"])
