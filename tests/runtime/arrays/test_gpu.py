@@ -325,10 +325,10 @@ def test_out_of_memory_is_tried_again_without_the_free_blocks() -> None:
 
 def test_sizes_of_blocks_are_few_and_waste_little() -> None:
     for nbytes in [0, 1, 511, 512, 513, 4096, 5000, 1 << 20, (1 << 20) + 1, 10**9]:
-        size = gpumemory._rounded(nbytes)
+        size = gpumemory.rounded(nbytes)
         assert nbytes <= size <= max(512, nbytes * 9 // 8 + 512)
         assert size % 512 == 0
-    assert len({gpumemory._rounded(nbytes) for nbytes in range(1 << 16, 1 << 17)}) <= 9
+    assert len({gpumemory.rounded(nbytes) for nbytes in range(1 << 16, 1 << 17)}) <= 9
 
 
 # Buckets
