@@ -175,6 +175,27 @@ def arrays_are_borrowed(machine: Machine) -> None:
     check(found, out)
 
 
+def a_borrowed_output_is_read_until_it_is_written(machine: Machine) -> None:
+    device, borrowing = machine.gpus.get(0), machine.gpus.borrowing
+    cuda, number, out = borrowing.order.cuda, device.physical, values((150,), F32)
+    stream, (whole, before, after) = cuda.stream(number), [cuda.alloc(number, 600) for _ in range(3)]
+    cuda.fill(whole, 7, 600, stream)
+    target = borrowing.output(CudaArray(whole, stream))
+    loan = borrowing.borrow([target])
+    mine = device.put(target)
+    cuda.copy(before, whole, 600, stream)
+    loan.note_reads()
+    device.write(target, out)
+    loan.end()
+    cuda.copy(after, whole, 600, stream)
+    sevens = np.full(600, 7, np.uint8).view(F32)
+    check(device.host(mine), sevens)
+    for copied, expected in ((before, sevens), (after, out)):
+        found = np.empty(150, F32)
+        cuda.copy(Host(address_of(found), 600), copied, 600, stream)
+        check(found, expected)
+
+
 def lists_are_gathered_and_scattered(machine: Machine) -> None:
     """Rounds of a training loop."""
     device = machine.gpus.get(0)
@@ -359,6 +380,7 @@ HISTORIES: dict[str, Callable[[Machine], None]] = {
         memory_is_given_back,
         the_same_memory_is_written_by_every_stream,
         arrays_are_borrowed,
+        a_borrowed_output_is_read_until_it_is_written,
         lists_are_gathered_and_scattered,
         lists_from_everywhere_are_gathered,
         many_arrays_are_copied_with_one_wait,

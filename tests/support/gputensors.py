@@ -52,7 +52,7 @@ class Torch(FakeTorch):
         """Copies from and to the host so far, by torch."""
         self._usual = [GpuStream(self, machine.cuda.stream(device)) for device in range(machine.cuda.count())]
         self._here = threading.local()
-        self.cuda = SimpleNamespace(current_stream=self._current, is_current_stream_capturing=lambda: False)
+        self.cuda.current_stream = self._current
         self.autograd = SimpleNamespace(graph=SimpleNamespace(increment_version=_increment))
 
     def _current(self, device: int | None = None) -> GpuStream:
@@ -184,6 +184,13 @@ class GpuTensor(Tensor):
     def contiguous(self) -> GpuTensor:
         assert self.memory is not None
         return self.torch.tensor(self._in_shape(), self.memory.device)
+
+    def clone(self) -> GpuTensor:
+        """Return a copy, which the current stream makes when it comes to it."""
+        assert self.memory is not None
+        result = GpuTensor(self.torch, self.shape, self.kind, self.memory.device, strides=self.memory.strides)
+        self.torch.cuda_calls.copy(result.pointer, self.pointer, self.pointer.nbytes, self._stream)
+        return result
 
     def new_zeros(self, shape: tuple[int, ...]) -> GpuTensor:
         assert self.memory is not None

@@ -28,7 +28,7 @@ from distrun_runtime.arrays.borrowing import Borrowing
 from distrun_runtime.arrays.cuda import Argument, Cuda, CudaError, Host, Loaded, Pointer, Read, Table, Use, Write
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
-from distrun_runtime.arrays.gpumemory import Memory, PageLocked, Pool, Staging
+from distrun_runtime.arrays.gpumemory import GpuPool, Memory, PageLocked, Staging
 from distrun_runtime.arrays.programs import Program
 from distrun_runtime.arrays.queues import Order
 from distrun_runtime.arrays.segments import Blocks, address_of
@@ -181,7 +181,6 @@ class GpuDevice:
 
     Arguments:
         physical: the number by which CUDA knows the GPU.
-        limit: bytes of memory that its arrays take at most; None: what is there.
         has_peers: copy directly from other GPUs where they allow it.
     """
 
@@ -194,12 +193,11 @@ class GpuDevice:
         name: str,
         locked: PageLocked,
         *,
-        limit: int | None = None,
         has_peers: bool = True,
     ) -> None:
         self.name = name
         self.physical = physical
-        self.pool = Pool(order, physical, limit)
+        self.pool = GpuPool(order, physical)
         self.pool.advice = ADVICE
         self.locked = locked
         self._order = order
@@ -721,11 +719,8 @@ class Gpus:
         self._devices: dict[str, GpuDevice] = {}
         self._lock = threading.Lock()
 
-    def get(self, physical: int, part: int | None = None, *, limit: int | None = None) -> GpuDevice:
+    def get(self, physical: int, part: int | None = None) -> GpuDevice:
         """Return `gpu:N`, or `gpu:N/M` for a part.
-
-        Arguments:
-            limit: for the memory of a device that is made by this call.
 
         Raises:
             KVError: CUDA sees no such GPU.
@@ -733,6 +728,7 @@ class Gpus:
         name = "gpu:%d" % physical if part is None else "gpu:%d/%d" % (physical, part)
         self.order.cuda.check()
         with self._lock:
+            is_first = not self._devices
             if name not in self._devices:
                 count = self.order.cuda.count()
                 if not 0 <= physical < count:
@@ -741,9 +737,8 @@ class Gpus:
                         "no device gpu:%d: this process sees %s (CUDA_VISIBLE_DEVICES may hide others)"
                         % (physical, seen)
                     )
-                self._devices[name] = GpuDevice(
-                    self.order, physical, name, self.locked, limit=limit, has_peers=self._has_peers
-                )
-                if self._blocks is not None and len(self._devices) == 1:
-                    self._blocks.watch(self.locked)
-            return self._devices[name]
+                self._devices[name] = GpuDevice(self.order, physical, name, self.locked, has_peers=self._has_peers)
+            device = self._devices[name]
+        if is_first and self._blocks is not None:
+            self._blocks.watch(self.locked)  # Page-locks what is there, which takes long.
+        return device

@@ -1,4 +1,4 @@
-/* Sums of arrays and codecs: what the kernels of `arrays.programs` call. The prelude comes before.
+/* Sums of arrays and codecs: what the kernels of `arrays.programs` call. The prelude comes before, and BINS and TOP_PIECE.
  *
  * Elements lie at multiples of their size; bytes of payloads anywhere. Where the addresses allow it 16 bytes are read or
  * written at once.
@@ -341,7 +341,6 @@ HELPER u32 size_of(f32 x) { return bits_of(x) & 0x7fffffffu; }
 
 /* Add to `counts` how many sizes have each value of `width` bits, which come above the lowest `shift` bits; of those whose
  * bits above these are `prefix`. */
-enum { BINS = 2048 };
 template <int N>
 HELPER void count_sizes_at(const f32 *values, u32 prefix, u32 shift, u32 width, u32 *bins, i64 i)
 {
@@ -375,7 +374,7 @@ HELPER void count_all_sizes(const f32 *values, u32 prefix, u32 shift, u32 width,
 
 /* A piece is the elements that a block looks at together, and a stretch those that a thread looks at: their order stays.
  * Two numbers in one word: how many sizes are above `bound`, times 65536, and how many equal it. */
-enum { STRETCH = 16, STRETCHES = 256, TOP_PIECE = STRETCH * STRETCHES };
+enum { STRETCH = 16, STRETCHES = TOP_PIECE / STRETCH };
 HELPER u32 compared(f32 x, u32 bound) { return size_of(x) > bound ? 1u << 16 : size_of(x) == bound; }
 HELPER u32 found_in(const f32 *values, u32 bound, i64 first, i64 end)
 {

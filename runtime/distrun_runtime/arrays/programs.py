@@ -208,7 +208,7 @@ def sums(parts: str, out: str) -> Program:
             ),
             (Kernel("scale", (array, factor, into)), "    scale_all(array, %s, out, n);" % given_factor),
         ]
-    return program("sums_%s_%s" % (parts, out), functions, helpers=_text("kernels.c"))
+    return program("sums_%s_%s" % (parts, out), functions, helpers=_kernels())
 
 
 # Codecs
@@ -216,7 +216,7 @@ def sums(parts: str, out: str) -> Program:
 BINS = 2048
 """How many counts `count_sizes` adds to."""
 TOP_PIECE = 4096
-"""Elements in a piece of `find_top` and `take_top`."""
+"""Elements in a piece of `find_top` and `take_top`: at most 65535, and a multiple of 16."""
 
 
 @lru_cache(maxsize=1)
@@ -316,7 +316,13 @@ def codecs() -> Program:
     doubles, doubles_out = Parameter("doubles", "f64", Access.READ), Parameter("doubles", "f64", Access.WRITE)
     add("double_narrow", [doubles, written], "EACH (i, n)\n        out[i] = (f32)doubles[i];")
     add("double_widen", [values, doubles_out], "EACH (i, n)\n        doubles[i] = values[i];")
-    return program("codecs", functions, helpers=_text("kernels.c"))
+    return program("codecs", functions, helpers=_kernels())
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> str:
+    """Return what the kernels of sums and codecs call."""
+    return "enum { BINS = %d, TOP_PIECE = %d };\n%s" % (BINS, TOP_PIECE, _text("kernels.c"))
 
 
 def _text(file: str) -> str:

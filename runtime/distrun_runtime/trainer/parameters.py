@@ -255,6 +255,11 @@ class Parameter:
 
         return end
 
+    def follow(self) -> None:
+        """Let what this thread does next on GPUs come after the gradients that `watch` has told of."""
+        for replica in self.replicas:
+            replica.follow()
+
     def used(self) -> None:
         """Note that a step has used the gradients."""
         for replica in self.replicas:
@@ -360,6 +365,9 @@ class ArrayReplica:
 
         return end
 
+    def follow(self) -> None:
+        """Do nothing: an array is there when it was given."""
+
     @property
     def is_fresh(self) -> bool:
         """Whether a gradient is there that no step has used. A buffer that was there from the start always is."""
@@ -374,7 +382,7 @@ class ArrayReplica:
         """Return the weight: the array itself."""
         return self._data
 
-    def weight_buffer(self, *, is_host: bool = False) -> Buffer:
+    def weight_buffer(self, *, on_host: bool = False) -> Buffer:
         """Return an array of the weight's shape and dtype to write a new weight into, for `weight_written`."""
         return self._data
 
@@ -388,7 +396,7 @@ class ArrayReplica:
         """Return the gradient as it is."""
         return self._grad
 
-    def grad_buffer(self, *, is_host: bool = False) -> Buffer:
+    def grad_buffer(self, *, on_host: bool = False) -> Buffer:
         """Return an array for a dense gradient of all devices or workers; it is the gradient from now on."""
         if not (isinstance(self._grad, np.ndarray) and self._grad.flags.writeable):
             self._grad = np.zeros(self._data.shape, self._data.dtype)
@@ -418,6 +426,8 @@ class TensorReplica:
         self._host: Any = None
         """The tensor of the host that was given to be written last, in place of a weight elsewhere."""
         self._host_grad: Any = None
+        self._stream: Any = None
+        """The stream on which backward has written the gradient, as far as `watch` has told."""
         self._has_gpus: bool | None = None
         """Whether stores can use GPUs; None: it was never asked, as the tensor never was on one."""
         self._seen: object = None
@@ -449,8 +459,23 @@ class TensorReplica:
         register = getattr(self._tensor, "register_post_accumulate_grad_hook", None)
         if register is None:
             raise KVError("overlap=True needs torch 2.1 or newer: older ones do not tell when a gradient is there")
-        end: Callable[[], None] = register(lambda tensor: told()).remove
+
+        def came(tensor: Any) -> None:
+            if self._is_near(tensor):
+                # Backward has a thread for each device, in which its streams are the current ones.
+                self._stream = sys.modules["torch"].cuda.current_stream(tensor.device.index)
+            told()
+
+        end: Callable[[], None] = register(came).remove
         return end
+
+    def follow(self) -> None:
+        """Let the stream that is current in this thread wait for the gradient that `watch` has told of."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            current = sys.modules["torch"].cuda.current_stream(self._tensor.device.index)
+            if current != stream:
+                current.wait_stream(stream)
 
     @property
     def is_fresh(self) -> bool:
@@ -468,13 +493,13 @@ class TensorReplica:
         self._host = self._tensor.detach().cpu()
         return array_of(self._host)
 
-    def weight_buffer(self, *, is_host: bool = False) -> Buffer:
+    def weight_buffer(self, *, on_host: bool = False) -> Buffer:
         """Return memory to write a new weight into: the tensor's own where that can be.
 
         Arguments:
-            is_host: it is to be an array.
+            on_host: it is to be an array.
         """
-        if not is_host and self._is_near(self._tensor):
+        if not on_host and self._is_near(self._tensor):
             return _compact(self._tensor.detach())
         if self._on_host() or self._host is None:
             return self.weight()
@@ -508,16 +533,16 @@ class TensorReplica:
             return grad.detach()
         return on_host(grad)
 
-    def grad_buffer(self, *, is_host: bool = False) -> Buffer:
+    def grad_buffer(self, *, on_host: bool = False) -> Buffer:
         """Return memory for a dense gradient of all devices or workers; `grad_written` makes it `.grad`.
 
         Arguments:
-            is_host: as for `weight_buffer`.
+            on_host: as for `weight_buffer`.
         """
         if self._tensor.grad is None or self._tensor.grad.is_sparse:
             self._tensor.grad = self._tensor.detach().new_zeros(self._tensor.shape)
         found = self._tensor.grad.detach()
-        if not is_host and self._is_near(found):
+        if not on_host and self._is_near(found):
             return _compact(found)
         if self._on_host():
             return array_of(found)
@@ -594,7 +619,7 @@ def replica_of(data: object, grad: object = None) -> Replica:
 
 def write_weight(replica: Replica, array: Array) -> None:
     """Write an array of the weight's shape and dtype into a replica."""
-    buffer = replica.weight_buffer(is_host=True)
+    buffer = replica.weight_buffer(on_host=True)
     if buffer is not array:
         np.copyto(buffer, array)
     replica.weight_written(buffer)

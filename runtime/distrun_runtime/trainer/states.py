@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distrun_runtime.arrays import dtypes, find
+from distrun_runtime.arrays import dtypes, find, foreign
 from distrun_runtime.arrays.device import DeviceArray, copy, is_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
@@ -152,13 +152,15 @@ class LocalRule:
 
     def _make_on_gpus(self, steps: Sequence[_Step]) -> None:
         """Make steps whose gradients, and so their weights, are on GPUs."""
-        borrowing = find.gpus().borrowing
+        borrowing, streams = find.gpus().borrowing, foreign.Streams()
         written = [(replica, replica.weight_buffer()) for step in steps for replica in self._written(step)]
         with BorrowedArrays() as borrowed:
             outs: Iterator[DeviceArray] = iter(
-                [borrowing.output(buffer) if is_near(buffer) else buffer for _, buffer in written]
+                [borrowing.output(buffer, streams) if is_near(buffer) else buffer for _, buffer in written]
             )
-            given = [(step, borrowing.value(step.grad), [next(outs) for _ in self._written(step)]) for step in steps]
+            given = [
+                (step, borrowing.value(step.grad, streams), [next(outs) for _ in self._written(step)]) for step in steps
+            ]
             borrowed.take([each for _, grad, weights in given for each in (grad, *weights) if not is_host(each)])
             for step, grad, (weight, *others) in given:
                 try:

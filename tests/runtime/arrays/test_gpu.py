@@ -266,7 +266,8 @@ def test_memory_is_used_again_and_its_next_user_waits_for_the_last(seed: int) ->
 @SEEDS
 def test_a_pool_that_is_full_has_spare_arrays_dropped_before_it_fails(seed: int) -> None:
     machine = Machine(seed=seed)
-    device = machine.gpus.get(0, limit=8192)
+    device = machine.gpus.get(0)
+    device.pool.limit = 8192
     spare = [device.put(values((1024,), F32)), device.put(values((1024,), F32))]
     device.scale(spare[1], 2.0)  # its memory is given back when that is over
     device.pool.spares = spare.clear
@@ -282,7 +283,8 @@ def test_a_pool_that_is_full_has_spare_arrays_dropped_before_it_fails(seed: int)
 
 def test_a_pool_keeps_to_its_limit_and_gives_back_what_is_free() -> None:
     machine = Machine(1, memory=1 << 20)
-    device = machine.gpus.get(0, limit=8192)
+    device = machine.gpus.get(0)
+    device.pool.limit = 8192
     kept = device.empty((1024,), F32)
     other = device.empty((512,), F32)
     del other

@@ -286,7 +286,8 @@ def test_no_push_but_the_first_and_none_after_a_rule_waits_for_a_compiler(machin
 
 
 def test_too_little_memory_fails_by_key_and_the_store_goes_on(machine: Machine) -> None:
-    gpu = machine.gpus.get(0, limit=64 * 1024)
+    gpu = machine.gpus.get(0)
+    gpu.pool.limit = 64 * 1024
     store = Store(LocalBackend("device"), {"small": np.zeros(100, F32), "large": np.zeros(7000, F32)})
     store.backend.set_rule(spec_of("adam", {}), False)
     given = [[gpu.put(np.ones(100, F32))], [gpu.put(np.ones(7000, F32))]]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from gpukit import Machine, gpus_of_process
 from gputensors import GpuTensor, Torch
 
 from distrun_runtime.arrays import find
+from distrun_runtime.arrays.borrowing import Borrowing
 from distrun_runtime.arrays.cuda import CudaMissing
-from distrun_runtime.arrays.dtypes import BFLOAT16, Array, narrow
+from distrun_runtime.arrays.dtypes import BFLOAT16, Array, narrow, work_dtype
 from distrun_runtime.kvstore import KVStore, KVStoreBase
-from distrun_runtime.trainer import Parameter, Trainer
+from distrun_runtime.trainer import Parameter, Trainer, overlap
 
 SHAPES = ((5, 3), (7,), (), (0, 4))
 STEPS = 3
@@ -40,7 +42,8 @@ def torch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Torch:
 
 def values(seed: int, dtype: Any) -> list[Array]:
     random = np.random.default_rng(seed)
-    return [narrow(random.normal(size=shape).astype(np.float32), np.dtype(dtype)) for shape in SHAPES]
+    work = work_dtype(np.dtype(dtype))
+    return [narrow(random.normal(size=shape).astype(work), np.dtype(dtype)) for shape in SHAPES]
 
 
 class Model:
@@ -83,7 +86,7 @@ def train(model: Model, kv: KVStore | str | None, rank: int = 0, rule: str = "ad
     return model.weights()
 
 
-DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16], ids=["float32", "float16", "bfloat16"])
+DTYPES = pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BFLOAT16], ids=str)
 
 
 @DTYPES
@@ -115,6 +118,28 @@ def test_workers_with_gpus_have_the_weights_of_workers_without(
         return first
 
     assert weights(torch) == weights(None)
+
+
+@pytest.mark.parametrize("type_name", ["device", "dist_device_sync", "dist_sync"])
+def test_gradients_that_are_compressed_are_checked_on_their_gpu(
+    torch: Torch, type_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def weights(where: Torch | None) -> list[bytes]:
+        def script(kv: KVStore | str) -> list[bytes]:
+            return train(Model(where), kv, compression_params={"type": "2bit", "threshold": 0.5})
+
+        if type_name == "device":
+            return script(type_name)
+        with Cluster(1, over="inproc") as job:
+            found: list[bytes] = job.run(script, type_name)[0]
+        return found
+
+    def refuse(*_: object) -> Array:
+        raise AssertionError("a gradient was copied to the host")
+
+    expected = weights(None)
+    monkeypatch.setattr(Borrowing, "host", refuse)
+    assert weights(torch) == expected
 
 
 def test_a_gradient_that_is_changed_after_the_sum_counts_as_it_is_then(torch: Torch) -> None:
@@ -157,6 +182,76 @@ def test_weights_and_gradients_with_gaps_or_in_another_order_are_written_by_way_
     if not update_on_kvstore:
         assert turned.grad is not None
         assert turned.grad.get().reshape(-1).tolist() == [0, 2, 4, 6, 8, 10]
+
+
+# --- overlap
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    """Do work in a thread of its own, as torch has one for the backward of each device."""
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(work).result()
+
+
+def overlapping(
+    torch: Torch, places: list[list[int]], backward: Callable[[list[list[GpuTensor]]], None], **options: Any
+) -> list[list[float]]:
+    """Return the weights after a step of parameters on some devices, which are sent one by one."""
+
+    def script(kv: KVStore) -> list[list[float]]:
+        tensors = [[torch.tensor(np.zeros(4, np.float32), device) for device in each] for each in places]
+        trainer = Trainer(tensors, "sgd", {"learning_rate": 1.0}, kv, overlap=True, **options)
+        backward(tensors)
+        trainer.step()
+        return [tensor.get().tolist() for each in tensors for tensor in each]
+
+    with Cluster(1, over="inproc") as job:
+        found: list[list[float]] = job.run(script, "dist_device_sync")[0]
+    return found
+
+
+@UPDATES
+def test_gradients_that_threads_wrote_on_streams_of_their_own_are_sent_as_they_became(
+    torch: Torch, monkeypatch: pytest.MonkeyPatch, update_on_kvstore: bool
+) -> None:
+    monkeypatch.setattr(overlap, "GROUP_BYTES", 32)
+
+    def backward(tensors: list[list[GpuTensor]]) -> None:
+        streams = [torch.new_stream(device) for device in range(2)]
+
+        def on_device(device: int) -> None:
+            with torch.stream(streams[device]):
+                for each in reversed(tensors):
+                    each[device].backward(np.full(4, device + 1))
+
+        for device in range(2):
+            in_thread(lambda device=device: on_device(device))
+        # The end of torch's backward.
+        for device, stream in enumerate(streams):
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+    found = overlapping(torch, [[0, 1]] * 3, backward, update_on_kvstore=update_on_kvstore)
+    assert found == [[-1.5] * 4] * 6
+
+
+@UPDATES
+def test_what_reads_weights_and_gradients_between_backward_and_step_sees_them_as_they_were(
+    torch: Torch, monkeypatch: pytest.MonkeyPatch, update_on_kvstore: bool
+) -> None:
+    monkeypatch.setattr(overlap, "GROUP_BYTES", 16)
+    kept: list[GpuTensor] = []
+
+    def backward(tensors: list[list[GpuTensor]]) -> None:
+        for (tensor,) in reversed(tensors):
+            tensor.backward(np.full(4, 2))
+        for (tensor,) in tensors:
+            assert tensor.grad is not None
+            kept.extend([tensor.clone(), tensor.grad.clone()])
+
+    # `step` sends those of the first device only.
+    found = overlapping(torch, [[0], [1], [1]], backward, update_on_kvstore=update_on_kvstore)
+    assert found == [[-2] * 4] * 3
+    assert [tensor.get().tolist() for tensor in kept] == [[0] * 4, [2] * 4] * 3
 
 
 # --- what is made on the host
