@@ -339,6 +339,36 @@ def a_rule_steps_over_a_weight(machine: Machine) -> None:
             check(device.host(each), expected)
 
 
+def a_rule_steps_over_a_list(machine: Machine) -> None:
+    """Weights that take the same step, of memory of their own each."""
+    device, rule = machine.gpus.get(0), optimizers.make("sgd", {"momentum": 0.9})
+    weights = [values((size,), F32, size) for size in (100, 7, 300)]
+    states = [rule.new_state(weight) for weight in weights]
+    mine = [device.put(weight) for weight in weights]
+    there = [update.new_state(rule, weight) for weight in mine]
+    ends, orders = (0, -1), (1, -1)
+    for turn in range(6):
+        order = orders[turn % 2]
+        given = [values(weight.shape, F32, 10 * turn + number) for number, weight in enumerate(weights)]
+        parts = [device.put(each) for each in given]
+        for on, *lists in ((device, mine, parts, there), (CpuDevice(), weights, given, states)):
+            items = [update.Item(w, [p], s, optimizers.PLAIN) for w, p, s in zip(*lists, strict=True)]
+            update.step_all(rule, items, device=on)
+        del items
+        if turn == 5:
+            device.pool.trim()  # the table goes
+        last = ends[turn % 2]
+        if turn < 2:  # who waits for one has waited for the others
+            check(device.host(there[last]["momentum"]), np.asarray(states[last]["momentum"]))
+        elif turn < 4:
+            check(device.host(mine[last]), weights[last])
+        while parts:
+            parts.pop(-(turn % 2))
+        later = [device.put(each) for each in given[::order]]  # where the parts were
+        for each, expected in zip(later, given[::order], strict=True):
+            check(device.host(each), expected)
+
+
 HISTORIES: dict[str, Callable[[Machine], None]] = {
     each.__name__: each
     for each in (
@@ -356,6 +386,7 @@ HISTORIES: dict[str, Callable[[Machine], None]] = {
         many_arrays_are_copied_with_one_wait,
         values_are_compressed,
         a_rule_steps_over_a_weight,
+        a_rule_steps_over_a_list,
     )
 }
 EACH_HISTORY = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)

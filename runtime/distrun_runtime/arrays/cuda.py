@@ -58,6 +58,7 @@ __all__ = [
     "Stream",
     "Table",
     "Update",
+    "Use",
     "Write",
     "forked_from",
     "never_freed",
@@ -130,6 +131,10 @@ class Update:
 
     pointer: Pointer
     nbytes: int
+
+
+Use = Union[type[Read], type[Write], type[Update]]
+"""What a kernel does with memory."""
 
 
 @dataclass(frozen=True)

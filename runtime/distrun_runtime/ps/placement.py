@@ -106,7 +106,7 @@ def need_of(values: Values, rule: Rule | None) -> int:
             int(lengths.sum()), max(int(lengths.max(initial=0)), SHARED_MESSAGE_BYTES // arena.dtype.itemsize)
         )
         total += 2 * rounded(brought * work)
-        if values.has_residuals and is_float(arena.dtype):
+        if (values.has_residuals or values.residual) and is_float(arena.dtype):
             total += sum(rounded(length * 4) for length in lengths.tolist())
     return total
 

@@ -167,11 +167,13 @@ class Compressor:
         Raises:
             KVError: a kernel does not compile, or the GPU has failed.
         """
-        if dtypes.is_float(dtype) and gpu not in self._gpus:
-            for setting in (self._default, *self._settings.values()):
-                if setting.codec is not None:
-                    setting.codec.prepare(gpu)
-            self._gpus.append(gpu)
+        if not dtypes.is_float(dtype):
+            return
+        # First: a setting that another thread makes meanwhile is prepared there, too.
+        self._gpus = list(dict.fromkeys([*self._gpus, gpu]))
+        for found in {setting.codec for setting in (self._default, *self._settings.values())}:
+            if found is not None:
+                found.prepare(gpu)
 
     def set(self, setting: Compression, keys: Iterable[Key] | None = None) -> None:
         """Use a setting for these keys; for None, for all that have none of their own, initialised or not.

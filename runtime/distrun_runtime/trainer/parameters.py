@@ -329,6 +329,8 @@ class ArrayReplica:
     """Whether it has a gradient at all."""
     is_written = False
     """Whether the user wrote the weight; an array of numpy cannot tell."""
+    gpu: int | None = None
+    """The number of the GPU whose memory stores use as it is."""
 
     def __init__(self, data: Array, grad: object = None) -> None:
         self.source: object = data
@@ -434,6 +436,11 @@ class TensorReplica:
         """The tensor's mark when the trainer knew its value last."""
 
     @property
+    def gpu(self) -> int | None:
+        """The number of the GPU whose memory stores use as it is; None: there is none."""
+        return self._tensor.device.index if self._is_near(self._tensor) else None
+
+    @property
     def trains(self) -> bool:
         """Whether it has a gradient at all: `requires_grad`."""
         return bool(self._tensor.requires_grad)
@@ -508,7 +515,7 @@ class TensorReplica:
     def weight_written(self, buffer: Buffer) -> None:
         """Bring what was written into `weight()` or `weight_buffer()` to where the tensor is."""
         if is_near(buffer) and buffer.data_ptr() != self._tensor.data_ptr():
-            self._tensor.detach().copy_(buffer)
+            _copy_back(buffer, self._tensor)
         elif not is_near(buffer) and not self._on_host():
             self._tensor.detach().copy_(self._host)
         elif hasattr(self._tensor, "_version"):
@@ -523,6 +530,8 @@ class TensorReplica:
     def remember(self) -> None:
         """Take the weight as it is now for the one that the trainer knows; `weight_written` does so too."""
         self._seen = self._mark()
+        if self._host is not None and self._is_near(self._tensor):
+            self._host = None  # only some calls need one
 
     def gradient(self) -> Gradient | None:
         """Return `.grad`: as an array of the same memory, as a near tensor, as RowSparse; from elsewhere, a copy."""
@@ -554,7 +563,7 @@ class TensorReplica:
         grad = self._tensor.grad
         if is_near(buffer):
             if buffer.data_ptr() != grad.data_ptr():
-                grad.detach().copy_(buffer)
+                _copy_back(buffer, grad)
         elif not self._on_host():
             grad.detach().copy_(self._host_grad)
 
@@ -658,6 +667,13 @@ def gradient_of(value: object) -> Gradient:
 def _compact(tensor: Any) -> Any:
     """Return a tensor's own memory, if its elements lie row by row as a store writes them; else a copy of it."""
     return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _copy_back(buffer: Any, tensor: Any) -> None:
+    """Copy what `_compact` made, in this thread or another, to the tensor, on the stream that is current here."""
+    # Its memory is of the stream that was current there: torch must not use it again before this copy.
+    buffer.record_stream(sys.modules["torch"].cuda.current_stream(buffer.device.index))
+    tensor.detach().copy_(buffer)
 
 
 def _has_gpus() -> bool:

@@ -20,6 +20,7 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import RowSparse
 from distrun_runtime.ops import fuse
 from distrun_runtime.ops.optimizers import RULES, change_of, make, spec_of
+from distrun_runtime.store import local
 from distrun_runtime.store.base import CallOptions, KeyRecord
 from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.local import LocalBackend
@@ -117,6 +118,20 @@ def test_rules_have_the_same_bytes_on_gpus(machine: Machine, name: str) -> None:
     pair.both(lambda backend: backend.change_rule(change_of({"rescale_grad": 0.25})))
     pair.push("gpu:0")
     assert pair.where == {"gpu:0"}
+    pair.check()
+
+
+def test_a_push_of_many_keys_launches_a_rule_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(machine)
+    pair.both(lambda backend: backend.set_rule(spec_of("adam", {}), False))
+    pair.push("gpu:0", "gpu:0")
+    launched = []
+    for copied_bytes, scale in ((1 << 20, 1.0), (1, 0.5)):
+        monkeypatch.setattr(local, "COPIED_BYTES", copied_bytes)
+        before = machine.standin.calls["launch"]
+        pair.push("gpu:0", "gpu:0", scale=scale)
+        launched.append(machine.standin.calls["launch"] - before)
+    assert launched == [2, 5], "sum and rule; with little room for scaled sums, two scales and two steps"
     pair.check()
 
 
@@ -311,7 +326,12 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
 
 
 def of_each_dtype(machine: Machine, place: str, value: float = 1) -> list[list[Any]]:
-    return [[put(machine, place, np.full(4, value, name)) for _ in range(2)] for name in NAMES]
+    return [[put(machine, place, np.full(4, value, name)) for _ in range(2)] for name in (*NAMES, *NAMES)]
+
+
+def keys_of_each_dtype() -> dict[Any, Any]:
+    """Return two keys of each, which can be updated by one kernel."""
+    return {(name + end): np.zeros(4, name) for end in ("", " too") for name in NAMES}
 
 
 @pytest.mark.parametrize("order", ["init rule codec", "rule init codec", "codec rule init", "init", "init codec"])
@@ -321,7 +341,7 @@ def test_after_init_no_push_waits_for_a_compiler(torch: FakeTorch, monkeypatch: 
         loads, store = Loads(machine, monkeypatch), Store(backend, {})
         for step in order.split():
             if step == "init":
-                store = Store(backend, {name: np.ones(4, name) for name in NAMES})
+                store = Store(backend, keys_of_each_dtype())
             else:
                 STEPS[step](store)
         ready = loads.check()
@@ -388,7 +408,7 @@ def test_a_kernel_that_does_not_compile_is_told_by_key_and_nothing_is_initialise
 @pytest.mark.parametrize("step", STEPS)
 def test_a_rule_or_codec_that_does_not_compile_leaves_the_store_as_it_was(torch: FakeTorch, step: str) -> None:
     with gpus_of_process(Machine(2)) as machine:
-        store = Store(LocalBackend("device"), {name: np.zeros(4, name) for name in NAMES})
+        store = Store(LocalBackend("device"), keys_of_each_dtype())
         machine.standin.fail("load", code=1)
         with pytest.raises(KVError, match="load on gpu:1 failed"):
             STEPS[step](store)
