@@ -81,6 +81,11 @@ class CpuDevice:
                 if not self._memory.reserve(nbytes, pieces):
                     break
 
+    def unreserve(self) -> None:
+        """What was reserved is room for other arrays."""
+        if self._memory is not None:
+            self._memory.unreserve()
+
     def put(self, array: Array) -> Array:
         """Return a C-contiguous copy."""
         return np.array(array, order="C", copy=True)

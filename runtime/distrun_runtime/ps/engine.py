@@ -349,6 +349,8 @@ class Engine:
         self._lent.clear()
         self._staged.clear()
         self._placement.forget()
+        if isinstance(self._device, CpuDevice):
+            self._device.unreserve()
 
     def _check(self, what: work.Check) -> None:
         batch = what.batch

@@ -123,13 +123,14 @@ class Session:
         found = self._memory.arrays.empty(shape, dtype) if self.config.paths != "none" else None
         return np.empty(shape, dtype) if found is None else found
 
-    def reserve(self, sizes: Sequence[int], encoded: int = 0) -> None:
-        """Have shared memory for values that GPUs push, page-locked before a round needs it.
+    def reserve(self, store: int, sizes: Sequence[int], encoded: int = 0) -> None:
+        """Have shared memory for values that GPUs push to a store, page-locked before a round needs it.
 
         It is enough for `ROUNDS_AT_ONCE` rounds. Servers of this host map it at once. Where memory is short, it comes
         with the rounds, as they need it.
 
         Arguments:
+            store: its number.
             sizes: bytes of each value that is pushed as it is.
             encoded: bytes of all others together, as they are sent.
         """
@@ -137,9 +138,15 @@ class Session:
             return
         staged = sum(size for size in sizes if size < DIRECT_BYTES) + encoded  # Small values are joined there.
         for _ in range(ROUNDS_AT_ONCE):
-            self._memory.arrays.reserve(sum(sizes), min(len(sizes), len(DTYPES)))  # Those of a dtype lie end to end.
-            self._memory.staging.reserve(staged, self.num_servers + staged // MESSAGE_BYTES)
+            # Those of a dtype lie end to end.
+            self._memory.arrays.reserve(sum(sizes), min(len(sizes), len(DTYPES)), store=store)
+            self._memory.staging.reserve(staged, self.num_servers + staged // MESSAGE_BYTES, store=store)
         self._transport.wake()  # It tells the servers.
+
+    def unreserve(self, store: int) -> None:
+        """A store is closed: its memory is room for the next one."""
+        for pool in self._memory:
+            pool.unreserve(store)
 
     def is_shared(self, array: Array) -> bool:
         """Whether a C-contiguous array has its memory from `empty`."""

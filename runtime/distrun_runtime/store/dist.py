@@ -154,7 +154,7 @@ class DistBackend(StoreBackend):
                 encoded += sum(setting.codec.size(shard.length, dict(setting.params)) for shard in shards)
             elif not record.is_sparse:
                 plain.append(record.size * record.dtype.itemsize)
-        self._node.reserve(plain, encoded)
+        self._node.reserve(self._link.store, plain, encoded)
 
     def assign(self, items: list[tuple[KeyRecord, Array]], call_number: int) -> None:
         what = "assign to %s" % named(record.key for record, _ in items)
@@ -455,6 +455,7 @@ class DistBackend(StoreBackend):
         finally:
             # Nothing is left to flush, and what the store holds may go.
             self._node.not_before_end(self._flush_at_end)
+            self._node.unreserve(self._link.store)
             self.reducer.trim()
 
     def give_up(self, error: BaseException) -> None:
