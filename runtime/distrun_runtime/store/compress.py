@@ -395,6 +395,11 @@ class Compressor:
             result[key] = rows[0].copy() if len(rows) == 1 else np.stack(rows)
         return result
 
+    def clear(self) -> None:
+        """Forget all residuals: nothing will be compressed any more."""
+        self.restore({})
+        self._plans.clear()
+
     def restore(self, residuals: Mapping[Key, Array]) -> None:
         """Put in place what `residuals` returned; all others are forgotten."""
         self._residuals = {

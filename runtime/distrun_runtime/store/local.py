@@ -248,6 +248,9 @@ class LocalBackend(StoreBackend):
     def close(self) -> None:
         with self._lock:
             self._weights.clear()
+        compressor = self._compressor()
+        if compressor is not None:
+            compressor.clear()
         self.reducer.trim()
 
     def abort(self, error: BaseException) -> None:

@@ -325,13 +325,22 @@ def test_nothing_of_a_push_is_sent_before_its_gpu_has_compiled_all(machine: Mach
     assert found == [0, 0, 0.5, 0.5]  # no residual was left by what failed
 
 
-def test_a_closed_distributed_store_gives_the_memory_of_its_gpus_back(machine: Machine) -> None:
-    def script(backend: DistBackend, rank: int) -> bool:
-        store = Store(backend, {"w": np.zeros(100, F32)})
-        store.push([put(machine, place, np.ones(100, F32)) for place in ("gpu:0", "gpu:1")])
-        return machine.gpus.get(0).pool.size > 0
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_a_closed_store_gives_the_memory_of_its_gpus_back(machine: Machine, is_compressed: bool) -> None:
+    used: list[tuple[Store, int]] = []
 
-    assert in_a_job(script, "dist_device_sync", "inproc", 1) == [True]
+    def script(backend: Any, rank: int) -> None:
+        store = Store(backend, {"w": np.zeros(100, F32)})
+        if is_compressed:
+            backend.compress(Compression.of({"type": "2bit", "min_size": 0}), None)
+        store.push([put(machine, place, np.ones(100, F32)) for place in ("gpu:0", "gpu:1")])
+        used.append((store, machine.gpus.get(0).pool.size))  # programs keep stores that are closed
+
+    backend = LocalBackend("device")
+    script(backend, 0)
+    backend.close()
+    in_a_job(script, "dist_device_sync", "inproc", 1)
+    assert all(size > 0 for _, size in used)
     assert [machine.gpus.get(number).pool.size for number in range(2)] == [0, 0]
 
 
