@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from children import exit_code_of
 from cudastandin import Mistake, StandIn, outside_of_locks
 from gpukit import Machine, values
 
@@ -221,6 +223,27 @@ def test_a_forked_child_locks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getpid", lambda: 1)
     array_of(Pool())
     assert machine.standin.calls["register"] == 0
+
+
+def test_a_child_that_is_forked_while_a_block_is_page_locked_makes_no_call_and_waits_for_nobody() -> None:
+    machine, driver = at_register()
+    machine.gpus.get(0)
+    pool, codes = Pool(), list[int]()
+
+    def use() -> None:
+        signal.alarm(20)
+        before = dict(machine.standin.calls)
+        assert pool.empty((3,), F32) is None
+        assert not pool.reserve(PAGE)
+        pool.unreserve()
+        pool.close()
+        assert machine.standin.calls == before
+
+    driver.what = lambda: codes.append(exit_code_of(use))
+    array = array_of(pool)
+    assert codes == [0]
+    assert machine.gpus.locked.covers(array)
+    machine.finish()
 
 
 def test_a_process_that_uses_no_gpu_loads_nothing_for_its_blocks() -> None:
