@@ -77,9 +77,7 @@ class CpuDevice:
             pieces: of how many arrays these are the bytes.
         """
         if self._memory is not None:
-            for _ in range(times):
-                if not self._memory.reserve(nbytes, pieces):
-                    break
+            self._memory.reserve(nbytes, pieces, times)
 
     def unreserve(self) -> None:
         """What was reserved is room for other arrays."""

@@ -197,8 +197,9 @@ class Pool:
         """Arrays that nothing refers to any more. Whichever thread drops one appends it; no lock can be taken then."""
         self._is_closed = False
         self._reserving = threading.Lock()
-        self._reserved: dict[int, list[int]] = {}
-        """By store: sizes of the arrays that there is room for, of all stores at the same time."""
+        self._reserved: dict[int, tuple[list[int], int]] = {}
+        """By store: sizes of the arrays that there is room for, of all stores at the same time, and how many bytes of
+        the last one of `FIRST_BYTES` nobody has asked for yet."""
         self.ahead: tuple[Segment, ...] = ()
         """Segments that peers are to map before they are used: those that were there after the last `reserve`."""
 
@@ -239,11 +240,11 @@ class Pool:
         """Bytes of all segments."""
         return sum(segment.size for segment in self._segments)
 
-    def reserve(self, nbytes: int, pieces: int = 1, *, store: int = 0) -> bool:
+    def reserve(self, nbytes: int, pieces: int = 1, times: int = 1, *, store: int = 0) -> bool:
         """Make segments, so that arrays of so many bytes more can be made without a new one; tell if they are there.
 
         It adds up until `unreserve`: there is room for what all calls asked for, beside the arrays that are in use
-        during this one. An array of the bytes of one call fits.
+        during this one. An array of `nbytes` fits, so many times.
 
         Arguments:
             pieces: of how many arrays these are the bytes; each of them begins with a page.
@@ -251,20 +252,28 @@ class Pool:
         """
         if not nbytes or os.getpid() != self._pid:
             return False
+        size = (-(-nbytes // PAGE) + pieces - 1) * PAGE
         with self._reserving:
-            sizes, size = list(self._reserved.get(store, ())), (-(-nbytes // PAGE) + pieces - 1) * PAGE
-            # Small ones share a run, so that a call for each of many keys takes no longer than one for all.
-            if sizes and sizes[-1] + size <= FIRST_BYTES:
-                sizes[-1] += size
-            else:
-                sizes.append(size)
-            wanted = {**self._reserved, store: sizes}
-            held = [self.empty((each,), np.dtype(np.uint8)) for its in wanted.values() for each in its]
-            is_there = all(each is not None for each in held)
-            if is_there:
-                self._reserved = wanted
-            self.ahead = tuple(self._segments)
-        return is_there
+            sizes, left = self._reserved.get(store, ([], 0))
+            sizes = list(sizes)
+            for _ in range(times):
+                if size > left and size < FIRST_BYTES:
+                    # Small ones share a run, so that a call for each of many keys mostly finds room.
+                    sizes.append(FIRST_BYTES)
+                    left = FIRST_BYTES
+                if size > left:
+                    sizes.append(size)
+                else:
+                    left -= size
+            wanted = {**self._reserved, store: (sizes, left)}
+            if len(sizes) > len(self._reserved.get(store, ([], 0))[0]):
+                held = [self.empty((each,), np.dtype(np.uint8)) for its, _ in wanted.values() for each in its]
+                is_there = all(each is not None for each in held)
+                self.ahead = tuple(self._segments)
+                if not is_there:
+                    return False
+            self._reserved = wanted
+        return True
 
     def unreserve(self, store: int | None = None) -> None:
         """What was reserved for a store, or with None for all, is room for the next one: its memory stays."""

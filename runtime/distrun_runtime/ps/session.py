@@ -137,10 +137,9 @@ class Session:
         if self.config.paths == "none":
             return
         staged = sum(size for size in sizes if size < DIRECT_BYTES) + encoded  # Small values are joined there.
-        for _ in range(ROUNDS_AT_ONCE):
-            # Those of a dtype lie end to end.
-            self._memory.arrays.reserve(sum(sizes), min(len(sizes), len(DTYPES)), store=store)
-            self._memory.staging.reserve(staged, self.num_servers + staged // MESSAGE_BYTES, store=store)
+        # Those of a dtype lie end to end.
+        self._memory.arrays.reserve(sum(sizes), min(len(sizes), len(DTYPES)), ROUNDS_AT_ONCE, store=store)
+        self._memory.staging.reserve(staged, self.num_servers + staged // MESSAGE_BYTES, ROUNDS_AT_ONCE, store=store)
         self._transport.wake()  # It tells the servers.
 
     def unreserve(self, store: int) -> None:

@@ -108,7 +108,7 @@ def test_the_memory_of_a_closed_store_is_that_of_the_next() -> None:
 
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_device_sync"])
 def test_a_job_that_uses_no_gpu_reserves_no_memory(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    def never(self: Pool, nbytes: int, pieces: int, store: int) -> bool:
+    def never(self: Pool, *args: int, **options: int) -> bool:
         raise AssertionError("nobody has a GPU")
 
     def script(session: Session) -> None:
@@ -132,7 +132,7 @@ def test_where_nothing_can_be_reserved_rounds_take_memory_by_need(monkeypatch: p
         backend.close()
         return found.tobytes()
 
-    monkeypatch.setattr(Pool, "reserve", lambda self, nbytes, pieces, store=0: False)
+    monkeypatch.setattr(Pool, "reserve", lambda self, *args, **options: False)
     with gpus_of_process(Machine(1, blocks=BLOCKS)) as machine:
         machine.gpus.get(0)
         with Cluster(1, 1, over="segments") as job:
