@@ -70,6 +70,22 @@ class CpuDevice:
         found = self._memory.empty(shape, dtype) if is_sent and self._memory is not None else None
         return np.empty(tuple(shape), dtype) if found is None else found
 
+    def reserve(self, nbytes: int, pieces: int, times: int) -> None:
+        """Have memory, as far as there is any, for so many times so many bytes more of arrays that are often sent.
+
+        Arguments:
+            pieces: of how many arrays these are the bytes.
+        """
+        if self._memory is not None:
+            for _ in range(times):
+                if not self._memory.reserve(nbytes, pieces):
+                    break
+
+    def unreserve(self) -> None:
+        """What was reserved is room for other arrays."""
+        if self._memory is not None:
+            self._memory.unreserve()
+
     def put(self, array: Array) -> Array:
         """Return a C-contiguous copy."""
         return np.array(array, order="C", copy=True)

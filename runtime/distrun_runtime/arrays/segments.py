@@ -197,8 +197,8 @@ class Pool:
         """Arrays that nothing refers to any more. Whichever thread drops one appends it; no lock can be taken then."""
         self._is_closed = False
         self._reserving = threading.Lock()
-        self._reserved: list[int] = []
-        """Sizes of the arrays that all memory reserved so far has room for, at the same time."""
+        self._reserved: dict[int, list[int]] = {}
+        """By store: sizes of the arrays that there is room for, of all stores at the same time."""
         self.ahead: tuple[Segment, ...] = ()
         """Segments that peers are to map before they are used: those that were there after the last `reserve`."""
 
@@ -239,27 +239,38 @@ class Pool:
         """Bytes of all segments."""
         return sum(segment.size for segment in self._segments)
 
-    def reserve(self, nbytes: int) -> bool:
+    def reserve(self, nbytes: int, pieces: int = 1, *, store: int = 0) -> bool:
         """Make segments, so that arrays of so many bytes more can be made without a new one; tell if they are there.
 
-        It adds up: there is room for what all calls asked for, beside the arrays that are in use during this one. An
-        array of the bytes of one call fits.
+        It adds up until `unreserve`: there is room for what all calls asked for, beside the arrays that are in use
+        during this one. An array of the bytes of one call fits.
+
+        Arguments:
+            pieces: of how many arrays these are the bytes; each of them begins with a page.
+            store: whose arrays these are; a number.
         """
         if not nbytes or os.getpid() != self._pid:
             return False
         with self._reserving:
-            sizes, size = list(self._reserved), -(-nbytes // PAGE) * PAGE
+            sizes, size = list(self._reserved.get(store, ())), (-(-nbytes // PAGE) + pieces - 1) * PAGE
             # Small ones share a run, so that a call for each of many keys takes no longer than one for all.
             if sizes and sizes[-1] + size <= FIRST_BYTES:
                 sizes[-1] += size
             else:
                 sizes.append(size)
-            held = [self.empty((each,), np.dtype(np.uint8)) for each in sizes]
+            wanted = {**self._reserved, store: sizes}
+            held = [self.empty((each,), np.dtype(np.uint8)) for its in wanted.values() for each in its]
             is_there = all(each is not None for each in held)
             if is_there:
-                self._reserved = sizes
+                self._reserved = wanted
             self.ahead = tuple(self._segments)
         return is_there
+
+    def unreserve(self, store: int | None = None) -> None:
+        """What was reserved for a store, or with None for all, is room for the next one: its memory stays."""
+        if os.getpid() == self._pid:
+            with self._reserving:
+                self._reserved = {} if store is None else {n: its for n, its in self._reserved.items() if n != store}
 
     def close(self) -> None:
         """Make no arrays any more, and have nothing page-locked. Those that are in use stay valid."""

@@ -20,6 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from distrun_runtime.arrays.cpu import CpuDevice
 from distrun_runtime.arrays.device import Device, on_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
@@ -31,6 +34,7 @@ from distrun_runtime.ps import answers, checks, role, stages, statefile, sums, u
 from distrun_runtime.ps.placement import Placement
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.replies import failed
+from distrun_runtime.ps.routing import MESSAGE_BYTES, ROUNDS_AT_ONCE
 from distrun_runtime.ps.shards import Store, relayed
 from distrun_runtime.ps.stats import Counters
 from distrun_runtime.ps.values import Values
@@ -298,6 +302,9 @@ class Engine:
         except BaseException:
             values.take_back(before, batch.shards)
             raise
+        if values.device.is_gpu and isinstance(self._device, CpuDevice):
+            # Each worker's answers are copied there: page-locked before a round needs it.
+            self._device.reserve(*_answered(batch), ROUNDS_AT_ONCE * values.store.workers)
 
     def _reserve(self, what: work.Reserve) -> None:
         self._place(self._of(what.store), what.shards)
@@ -342,6 +349,8 @@ class Engine:
         self._lent.clear()
         self._staged.clear()
         self._placement.forget()
+        if isinstance(self._device, CpuDevice):
+            self._device.unreserve()
 
     def _check(self, what: work.Check) -> None:
         batch = what.batch
@@ -479,6 +488,15 @@ class Engine:
             raise KVError("the rule was changed while states were being loaded; nothing was loaded, load them again")
         elif values is not None:
             values.restore()
+
+
+def _answered(batch: work.Batch) -> tuple[int, int]:
+    """Return how many bytes all shards of a batch have, and in how many pieces an answer may have them."""
+    table, nbytes, pieces = batch.store, 0, 0
+    for code in np.unique(table.dtype[batch.shards]).tolist():
+        size = int(table.length[batch.shards[table.dtype[batch.shards] == code]].sum()) * DTYPES[code].itemsize
+        nbytes, pieces = nbytes + size, pieces + 1 + size // MESSAGE_BYTES
+    return nbytes, pieces
 
 
 def _about(what: work.Work) -> dict[str, object]:

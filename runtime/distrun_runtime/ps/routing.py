@@ -56,6 +56,9 @@ GATHERED_BYTES = 1024 * 1024
 """So many bytes of small calls are sent without waiting for more."""
 DIRECT_BYTES = 64 * 1024
 """Values from this size on, if they are lent, are sent from their own memory; others are copied together."""
+ROUNDS_AT_ONCE = 2
+"""Rounds whose values are in memory that is shared, at both sides: of the last one it may not be known yet that they
+were read."""
 BUCKETS = 64
 """How many lists of entries a server remembers of one worker."""
 BUCKET_ENTRIES = 8

@@ -21,7 +21,7 @@ from distrun_runtime.arrays.segments import BLOCKS, Pool, address_of
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.metrics import Sender
 from distrun_runtime.errors import RuntimeFault, StoreClosed
-from distrun_runtime.protocol.message import Message
+from distrun_runtime.protocol.message import DTYPES, Message
 from distrun_runtime.ps import crash
 from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.loop import Loop
@@ -29,6 +29,7 @@ from distrun_runtime.ps.metrics import NodeMetrics
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.publish import publish
 from distrun_runtime.ps.request import Request, Waits, when_done
+from distrun_runtime.ps.routing import DIRECT_BYTES, MESSAGE_BYTES, ROUNDS_AT_ONCE
 from distrun_runtime.ps.serve import bind, connected
 from distrun_runtime.ps.stages import Stages
 from distrun_runtime.ps.trace import Trace
@@ -121,6 +122,31 @@ class Session:
         """Return a new array of undefined content; in memory that servers on this host can read where it is."""
         found = self._memory.arrays.empty(shape, dtype) if self.config.paths != "none" else None
         return np.empty(shape, dtype) if found is None else found
+
+    def reserve(self, store: int, sizes: Sequence[int], encoded: int = 0) -> None:
+        """Have shared memory for values that GPUs push to a store, page-locked before a round needs it.
+
+        It is enough for `ROUNDS_AT_ONCE` rounds. Servers of this host map it at once. Where memory is short, it comes
+        with the rounds, as they need it.
+
+        Arguments:
+            store: its number.
+            sizes: bytes of each value that is pushed as it is.
+            encoded: bytes of all others together, as they are sent.
+        """
+        if self.config.paths == "none":
+            return
+        staged = sum(size for size in sizes if size < DIRECT_BYTES) + encoded  # Small values are joined there.
+        for _ in range(ROUNDS_AT_ONCE):
+            # Those of a dtype lie end to end.
+            self._memory.arrays.reserve(sum(sizes), min(len(sizes), len(DTYPES)), store=store)
+            self._memory.staging.reserve(staged, self.num_servers + staged // MESSAGE_BYTES, store=store)
+        self._transport.wake()  # It tells the servers.
+
+    def unreserve(self, store: int) -> None:
+        """A store is closed: its memory is room for the next one."""
+        for pool in self._memory:
+            pool.unreserve(store)
 
     def is_shared(self, array: Array) -> bool:
         """Whether a C-contiguous array has its memory from `empty`."""

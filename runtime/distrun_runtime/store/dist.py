@@ -134,10 +134,27 @@ class DistBackend(StoreBackend):
         with self._lock:
             for record, shards in placed:
                 self._transfers.add(record.key, shards)
+        self._make_room([record for record, _ in placed])
         if self.rank == 0:
             values = [(record, shards, value) for (record, shards), (_, value) in zip(placed, items, strict=True)]
             declaring.fill(self._link, what, number, values, {**self._facts, **self._link.told})
         return [record for record, _ in placed]
+
+    def _make_room(self, records: Sequence[KeyRecord]) -> None:
+        """Have page-locked memory for what is pushed of new keys, if the program's values are on GPUs."""
+        if not self.reducer.seen:
+            return
+        plain: list[int] = []
+        encoded = 0
+        for record in records:
+            setting = self._compressor.of(record)
+            if setting is not None and setting.codec is not None:
+                # Its shards are encoded one by one, so that each may take a little more than its part.
+                shards = self._transfers.shards[record.key]
+                encoded += sum(setting.codec.size(shard.length, dict(setting.params)) for shard in shards)
+            elif not record.is_sparse:
+                plain.append(record.size * record.dtype.itemsize)
+        self._node.reserve(self._link.store, plain, encoded)
 
     def assign(self, items: list[tuple[KeyRecord, Array]], call_number: int) -> None:
         what = "assign to %s" % named(record.key for record, _ in items)
@@ -439,6 +456,7 @@ class DistBackend(StoreBackend):
             # Nothing is left to flush, and what the store holds may go.
             self._node.not_before_end(self._flush_at_end)
             self._compressor.clear()
+            self._node.unreserve(self._link.store)
             self.reducer.trim()
 
     def give_up(self, error: BaseException) -> None:

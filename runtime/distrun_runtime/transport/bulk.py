@@ -60,6 +60,8 @@ class Kind(IntEnum):
     """The acceptor: which of those it has found right. JSON."""
     CARRIED = 4
     """A message, some of whose frames are elsewhere: the table, then its frames, these empty."""
+    SEGMENTS = 5
+    """Segments whose descriptors were sent, to be mapped now: later messages will name them. JSON."""
 
 
 @dataclass(eq=False)
@@ -166,6 +168,8 @@ class BulkTransport:
     def poll(self, timeout_s: float) -> list[Event]:
         """Wait for events and return them."""
         self._segments.look()
+        for link, numbers in self._segments.announce().items():
+            self._say(link, Kind.SEGMENTS, {"segments": {"numbers": numbers}})
         events = self._released() if self._in_use else []
         events += self._take_events()
         for event in self._inner.poll(0.0 if events else timeout_s):
@@ -237,6 +241,9 @@ class BulkTransport:
             _, version, kind, count, slot, generation = _HEAD.unpack_from(frames[0])
             if version != VERSION:
                 raise WireError("data path version %d; this program speaks version %d" % (version, VERSION))
+            if kind == Kind.SEGMENTS:
+                self._segments.map(link, [int(each) for each in json.loads(bytes(frames[1]))["segments"]["numbers"]])
+                return
             if kind != Kind.CARRIED:
                 self._control(link, frames)
                 return

@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import itertools
 import mmap
 import os
 import secrets
@@ -40,7 +41,7 @@ import numpy as np
 
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.arrays.segments import BLOCKS, PAGE, Pool, address_of, has_fixed_size, seal
+from distrun_runtime.arrays.segments import BLOCKS, PAGE, Pool, Segment, address_of, has_fixed_size, seal
 
 __all__ = ["NotShared", "Reference", "Segments"]
 
@@ -190,6 +191,9 @@ class Segments:
         self._tried: dict[str, tuple[socket.socket, _Board]] = {}
         """Links on which we took an offer."""
         self._peers: dict[str, _Peer] = {}
+        self._ahead: list[tuple[Segment, ...]] = []
+        """What of the pools was announced; to all peers, if no new one has come since."""
+        self._has_new_peer = False
         self._leaving: deque[_Peer] = deque()
         """Peers whose link has ended, and which may still read our memory."""
 
@@ -248,7 +252,7 @@ class Segments:
         except (NotShared, OSError) as err:
             one.close()
             raise NotShared(str(err)) from err
-        self._peers[link] = _Peer(one, out, into)
+        self._add(link, _Peer(one, out, into))
 
     def ready(self, link: str, reason: str) -> None:
         """The acceptor has looked at what we sent.
@@ -267,7 +271,11 @@ class Segments:
         except (NotShared, OSError) as err:
             one.close()
             raise NotShared(str(err)) from err
-        self._peers[link] = _Peer(one, out, into)
+        self._add(link, _Peer(one, out, into))
+
+    def _add(self, link: str, peer: _Peer) -> None:
+        self._peers[link] = peer
+        self._has_new_peer = True
 
     def is_open(self, link: str) -> bool:
         """Whether memory is shared with the other side of a link. Threads: any."""
@@ -330,13 +338,24 @@ class Segments:
         else:
             return None
         segment, offset = found
-        if segment.number not in peer.told:
-            try:
-                _tell(peer.socket, "%d %d" % (segment.number, segment.size), segment.fd)
-            except OSError:
-                return None  # The socket is full of descriptors that nobody has read, or its other end is closed.
-            peer.told.add(segment.number)
-        return Reference(segment.number, offset, size)
+        return Reference(segment.number, offset, size) if _has(peer, segment) else None
+
+    def announce(self) -> dict[str, list[int]]:
+        """Send the descriptors of segments that peers are to map before a message names them.
+
+        Returns:
+            By link: the numbers of the segments that it is to be told of.
+        """
+        ahead = [pool.ahead for pool in self._pools]
+        if ahead == self._ahead and not self._has_new_peer:
+            return {}
+        self._ahead, self._has_new_peer = ahead, False
+        told: dict[str, list[int]] = {}
+        for link, peer in self._peers.items():
+            for segment in itertools.chain(*ahead):
+                if segment.number not in peer.told and _has(peer, segment):
+                    told.setdefault(link, []).append(segment.number)
+        return told
 
     def lease(self, link: str, frames: Sequence[Buffer]) -> SharedLease | None:
         """Return what is over when the other side is done with the frames of a message; None: too many are in use."""
@@ -360,8 +379,7 @@ class Segments:
         for number, offset, length in references:
             owner = owners.get(number)
             if owner is None:
-                while number not in peer.mapped:
-                    self._map_next(peer)
+                self._map(peer, number)
                 # One for all frames of the message in this segment: each of them keeps it.
                 owner = owners[number] = np.frombuffer(peer.mapped[number], np.uint8)
             if offset + length > len(owner):
@@ -371,6 +389,22 @@ class Segments:
         for owner in owners.values():
             weakref.finalize(owner, done.one_less).atexit = False
         return found
+
+    def map(self, link: str, numbers: Sequence[int]) -> None:
+        """Map segments of a peer before it names them.
+
+        Raises:
+            NotShared: there are no such segments; the peer is at fault.
+        """
+        peer = self._peers.get(link)
+        if peer is None:
+            raise NotShared("no memory is shared with it")
+        for number in numbers:
+            self._map(peer, number)
+
+    def _map(self, peer: _Peer, number: int) -> None:
+        while number not in peer.mapped:
+            self._map_next(peer)
 
     def _map_next(self, peer: _Peer) -> None:
         """Map the next segment whose descriptor was sent; that was before it was named."""
@@ -457,6 +491,17 @@ def _new_board(nonce: bytes) -> _Board:
         return _Board.made(nonce)
     except (OSError, AttributeError) as err:
         raise NotShared("this system has no shared memory of the kind: %s" % err) from err
+
+
+def _has(peer: _Peer, segment: Segment) -> bool:
+    """Whether a peer has a segment's descriptor, once it was sent if it has not."""
+    if segment.number not in peer.told:
+        try:
+            _tell(peer.socket, "%d %d" % (segment.number, segment.size), segment.fd)
+        except OSError:
+            return False  # The socket is full of descriptors that nobody has read, or its other end is closed.
+        peer.told.add(segment.number)
+    return True
 
 
 def _tell(one: socket.socket, text: str, fd: int) -> None:

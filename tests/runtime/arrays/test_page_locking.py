@@ -311,6 +311,24 @@ def test_a_block_that_goes_while_it_is_page_locked_is_unregistered(is_pool: bool
     machine.finish()
 
 
+def test_a_block_that_is_made_while_its_pool_is_closed_does_not_stay_page_locked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine, pool = Machine(blocks=BLOCKS), Pool()
+    machine.gpus.get(0)
+    add = BLOCKS.add
+
+    def late(memory: mmap.mmap) -> None:
+        pool.close()  # by another thread, before this one has told of the block
+        add(memory)
+
+    monkeypatch.setattr(BLOCKS, "add", late)
+    array = array_of(pool)
+    assert not machine.gpus.locked.covers(array)
+    assert (machine.standin.calls["register"], machine.standin.calls["unregister"]) == (1, 1)
+    machine.finish()
+
+
 def test_a_closed_pool_is_page_locked_no_more_and_its_arrays_go_by_staging() -> None:
     machine = Machine(blocks=BLOCKS)
     pool, device = Pool(), machine.gpus.get(0)

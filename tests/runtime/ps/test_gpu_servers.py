@@ -494,3 +494,29 @@ def test_inits_that_come_while_one_fails_are_done_in_their_order(machine: Machin
     assert keys_of(server) == (4, 4)
     assert values_of(server.pull(0, 0, "g", "h")) == {"g": [1, 2], "h": [3, 4]}
     assert said(server.init({"f": [1, 1]})) == ["w0 INIT"]
+
+
+def test_a_server_makes_memory_for_its_answers_with_its_first_values_and_keeps_it_for_the_next_script(
+    machine: Machine,
+) -> None:
+    pool, none = Pool(), Pool()
+    side = Side("gpu:0", memory=pool)
+    Side("cpu", memory=none)
+    assert pool.ahead
+    assert not none.ahead
+    before = pool.size
+    kept = []
+    for _ in range(2 * side.store.workers):
+        side.pulled()
+        kept.append(side.frames)
+    assert pool.size == before
+    assert all(pool.find(address_of(frame), memoryview(frame).nbytes) for frames in kept for frame in frames)
+    del kept, side.frames
+    reserved = dict(pool._reserved)
+    side.do(work.Clear(data(Kind.BYE)))
+    side.store = Store(1, workers=2)
+    side.shards = side.store.add(
+        [Shard(0, 0, size, key, code) for key, (size, code) in enumerate(zip(SIZES, CODES, strict=True))]
+    )
+    side.do(work.Fill(side.batch(0)))
+    assert (pool.size, pool._reserved) == (before, reserved)

@@ -208,6 +208,48 @@ def test_more_messages_than_there_are_slots_travel_as_bytes(
     assert len(one.wires[1].sent[-1][-1]) == 0
 
 
+def mapped_by(one: Pair, way: str) -> dict[int, Any]:
+    """Return the segments of the opener that the acceptor has mapped (`out`), or the other way round."""
+    side, link = (one.acceptor, one.link) if way == "out" else (one.opener, "server-0")
+    return side._segments._peers[link].mapped
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_segments_that_were_reserved_are_mapped_before_a_message_names_them(
+    pair: Callable[..., Pair], way: str, is_early: bool
+) -> None:
+    one = pair()
+    pool = one.pools[1 if way == "out" else 0]
+    if is_early:
+        assert pool.reserve(1 << 20)
+    one.agree()
+    if not is_early:
+        one.array(pool=1 if way == "out" else 0)  # by need: it is not announced
+        assert not mapped_by(one, way)
+        assert pool.reserve(1 << 25)
+    deadline = time.monotonic() + DEADLINE_S
+    while not mapped_by(one, way):
+        assert time.monotonic() < deadline
+        one.opener.poll(0.01)
+        one.acceptor.poll(0.01)
+    mapped = dict(mapped_by(one, way))
+    assert set(mapped) == {segment.number for segment in pool.ahead}
+    if way == "out":
+        array = one.array(1 << 18, value=2.0)
+        arrived = one.pass_on(b"", bytes_of(array))[1]
+        assert (np.frombuffer(arrived.frames[1], np.float32) == 2.0).all()
+        assert mapped_by(one, way) == mapped
+
+
+def test_a_peer_that_announces_segments_which_it_did_not_send_is_disconnected(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    one.agree()
+    one.opener._say("server-0", bulk.Kind.SEGMENTS, {"segments": {"numbers": [1 << 20]}})
+    [down] = [event for event in until(one.acceptor, has(Down), one.opener) if isinstance(event, Down)]
+    assert "the descriptor of a segment did not come" in down.reason
+
+
 def test_a_process_that_cannot_share_says_why_and_goes_on_with_messages(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
