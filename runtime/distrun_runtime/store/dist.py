@@ -455,8 +455,8 @@ class DistBackend(StoreBackend):
         finally:
             # Nothing is left to flush, and what the store holds may go.
             self._node.not_before_end(self._flush_at_end)
-            self._node.unreserve(self._link.store)
             self._compressor.clear()
+            self._node.unreserve(self._link.store)
             self.reducer.trim()
 
     def give_up(self, error: BaseException) -> None:
