@@ -233,6 +233,14 @@ def test_a_frozen_host_accepts_and_is_silent(fault: str, heal: str, lab: Site, p
     peer.sees_in_time("echo")
 
 
+def test_a_stopped_host_has_stopped_whoever_entered_it_and_can_be_killed(lab: Site, peer: Peer) -> None:
+    (entered,) = (process.parent for process in lab["h2"].processes() if ECHO.encode() in process.command)
+    lab["h2"].sigstop()
+    assert Path("/proc/%d/stat" % entered).read_text().split(") ")[1][0] == "T"
+    lab["h2"].kill()
+    assert lab["h2"].processes() == []
+
+
 def test_a_killed_host_is_heard_of_and_boots_empty(lab: Site, peer: Peer) -> None:
     lab["h2"].exec("touch", "/tmp/before")
     lab["h2"].kill()

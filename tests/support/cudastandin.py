@@ -154,6 +154,7 @@ def call(method: T) -> T:
                 if code in STICKY:
                     self.dead = error(code)
                 raise error(code)
+            self._name = name
             result = method(self, *args)
             if name != "query":  # who asks often does not find more done
                 self._advance()
@@ -193,6 +194,8 @@ class StandIn:
         pairs = ((one, other) for one in range(devices) for other in range(devices))
         self.peers = {pair for pair in (pairs if peers is None else peers) if pair[0] != pair[1]}
         self.enabled: set[tuple[int, int]] = set()
+        self.contexts: dict[int, str] = {}
+        """Devices that have a context, which takes memory of a GPU, and the call that made it."""
         self.calls: Counter[str] = Counter()
         self.mistakes: list[Mistake] = []
         self.faults: dict[tuple[str, int], int] = {}
@@ -202,6 +205,8 @@ class StandIn:
         self._random = random.Random(seed)
         self._eagerness = 0.0 if seed == 0 else self._random.choice([0.1, 0.5, 1.0])
         self._compiled = compiled
+        self._name = ""
+        """The call that is being made."""
         self._bad_operation = 0
         self._ran = 0
         self._handles = 0
@@ -274,12 +279,12 @@ class StandIn:
 
     @call
     def memory(self, device: int) -> tuple[int, int]:
-        self._device(device)
+        self._in_context(device)
         return self.memory_bytes - self.used[device], self.memory_bytes
 
     @call
     def alloc(self, device: int, nbytes: int) -> int:
-        self._device(device)
+        self._in_context(device)
         if nbytes <= 0:
             raise self.mistake("alloc of %d bytes" % nbytes)
         if self.used[device] + nbytes > self.memory_bytes:
@@ -322,7 +327,7 @@ class StandIn:
 
     @call
     def make_stream(self, device: int, priority: int) -> int:
-        self._device(device)
+        self._in_context(device)
         self._handles += 1
         self._streams[self._handles] = StreamState(device)
         return self._handles
@@ -333,7 +338,7 @@ class StandIn:
 
     @call
     def make_event(self, device: int) -> int:
-        self._device(device)
+        self._in_context(device)
         self._handles += 1
         self._events[self._handles] = EventState(device)
         return self._handles
@@ -370,7 +375,7 @@ class StandIn:
 
     @call
     def load(self, program: Program, device: int) -> Mapping[str, object]:
-        self._device(device)
+        self._in_context(device)
         if self._compiled is None:
             raise self.mistake("this stand-in has no compiler for %s" % program.name)
         made = self._compiled(program)
@@ -465,6 +470,8 @@ class StandIn:
     def enable_peer(self, device: int, other: int) -> None:
         if (device, other) not in self.peers:
             raise error(217)
+        self._in_context(device)
+        self._in_context(other)
         if (device, other) in self.enabled:
             raise error(704)
         self.enabled.add((device, other))
@@ -481,6 +488,10 @@ class StandIn:
     def _device(self, device: int) -> None:
         if not 0 <= device < self.devices:
             raise self.mistake("there is no device %d of %d" % (device, self.devices))
+
+    def _in_context(self, device: int) -> None:
+        self._device(device)
+        self.contexts.setdefault(device, self._name)
 
     def _found(self, pointer: Pointer, nbytes: int) -> tuple[Block, int]:
         for block in self._blocks:

@@ -1,4 +1,8 @@
-"""A module that looks like the part of cupy that distrun calls: it notes each call, and with which current device."""
+"""A module that looks like the part of cupy that distrun calls: it notes each call, and with which current device.
+
+It has contexts as CUDA 12 has them: a device gets its context when a thread chooses it, or with the first call that
+needs one, in a thread that has none: on the device that the thread chose last, gpu:0 if it never chose one.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,6 @@ NAMES = {
 
 SIGNATURES = {
     "getDeviceCount": (),
-    "getDevice": (),
     "setDevice": ("device",),
     "deviceGetAttribute": ("attrib", "device"),
     "getDeviceProperties": ("device",),
@@ -50,6 +53,14 @@ SIGNATURES = {
 }
 """Of `cupy.cuda.runtime`, version 14. A test compares them with cupy's own where it is installed."""
 
+DRIVER_SIGNATURES = {"ctxGetCurrent": (), "ctxSetCurrent": ("ctx",)}
+"""Of `cupy.cuda.driver`."""
+
+WITHOUT_CONTEXT = ("getDeviceCount", "deviceGetAttribute", "getDeviceProperties", "deviceCanAccessPeer")
+"""Calls that need none."""
+CONTEXT = 0x7000
+"""Device 0's; the others follow."""
+
 SAME_ARGUMENTS = """
 import json
 import re
@@ -59,7 +70,8 @@ import cupy
 
 runtime = cupy.cuda.runtime
 for name, arguments in json.loads(sys.argv[1]).items():
-    first = str(getattr(runtime, name).__doc__).splitlines()[0]
+    module = cupy.cuda.driver if name.startswith("ctx") else runtime
+    first = str(getattr(module, name).__doc__).splitlines()[0]
     found = re.fullmatch(r"%s\\((.*)\\)(?: -> .*)?" % name, first)
     assert found is not None, first
     names = [each.split("=")[0].split()[-1] for each in found.group(1).split(",") if each]
@@ -76,7 +88,11 @@ class CUDARuntimeError(RuntimeError):
 
 class CUDADriverError(RuntimeError):
     def __init__(self, status: int) -> None:
-        super().__init__("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+        super().__init__(
+            "CUDA_ERROR_NOT_INITIALIZED: initialization error"
+            if status == 3
+            else "CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered"
+        )
         self.status = status
 
 
@@ -100,11 +116,17 @@ class FakeCupy(ModuleType):
         self.statuses: dict[str, int] = {}
         """Calls that fail, and with which code."""
         self.launches: list[tuple[object, ...]] = []
-        self._current = threading.local()
+        self.contexts: dict[int, str] = {}
+        """Devices that have a context, and the call that made it."""
+        self._here = threading.local()
+        """Of a thread: `device`, that it chose, and `context`."""
         runtime = SimpleNamespace(**{name: self._call(name) for name in SIGNATURES}, CUDARuntimeError=CUDARuntimeError)
         compiler = SimpleNamespace(CompileException=CompileException, compile_using_nvrtc=self._compile)
         self.cuda = SimpleNamespace(
             runtime=runtime,
+            driver=SimpleNamespace(
+                ctxGetCurrent=self._get_context, ctxSetCurrent=self._set_context, CUDADriverError=CUDADriverError
+            ),
             compiler=compiler,
             function=SimpleNamespace(Module=self._module),
             nvrtc=SimpleNamespace(getVersion=lambda: (12, 9)),
@@ -118,23 +140,44 @@ class FakeCupy(ModuleType):
 
     @property
     def current(self) -> int:
-        return int(getattr(self._current, "device", 0))
+        """The device of this thread."""
+        return self.context - CONTEXT if self.context else int(getattr(self._here, "device", 0))
+
+    @property
+    def context(self) -> int:
+        """That of this thread; 0: it has none."""
+        return int(getattr(self._here, "context", 0))
 
     def _call(self, name: str) -> Callable[..., Any]:
         def called(*args: object) -> Any:
             assert len(args) == len(SIGNATURES[name]), name
+            if name == "setDevice":
+                assert isinstance(args[0], int)
+                self._here.device, self._here.context = args[0], self._context_of(args[0], name)
+                return 0
+            if name not in WITHOUT_CONTEXT and not self.context:
+                self._here.context = self._context_of(self.current, name)
             self.calls.append((name, args, self.current))
             if name in self.statuses:
                 if name == "eventQuery":
                     return self.statuses[name]
                 raise CUDARuntimeError(self.statuses[name])
-            if name == "getDevice":
-                return self.current
-            if name == "setDevice":
-                self._current.device = args[0]
             return self.answers.get(name, 0)
 
         return called
+
+    def _context_of(self, device: int, call: str) -> int:
+        self.contexts.setdefault(device, call)
+        return CONTEXT + device
+
+    def _get_context(self) -> int:
+        if not self.contexts:
+            raise CUDADriverError(3)  # nothing has initialized CUDA yet
+        return self.context
+
+    def _set_context(self, context: int) -> None:
+        assert context == 0 or context - CONTEXT in self.contexts
+        self._here.context = context
 
     def _compile(
         self, source: str, options: tuple[str, ...], arch: None, *, cache_in_memory: bool
@@ -174,9 +217,4 @@ def install(monkeypatch: pytest.MonkeyPatch, devices: int = 2) -> FakeCupy:
     cupy = FakeCupy(devices)
     monkeypatch.setattr(BLOCKS, "_watcher", None)  # nor does one stay
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    for name in ("cupy_backends", "cupy_backends.cuda", "cupy_backends.cuda.api"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    driver = ModuleType("cupy_backends.cuda.api.driver")
-    driver.CUDADriverError = CUDADriverError  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, driver.__name__, driver)
     return cupy

@@ -21,6 +21,7 @@ from scripted_transport import Stepped
 
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression
 from distrun_runtime.ops import rows as rowcodec
 from distrun_runtime.ops.optimizers import RuleSpec
@@ -28,6 +29,7 @@ from distrun_runtime.protocol import message as protocol
 from distrun_runtime.protocol.handshake import Acceptor, NodeIdentity, Opener
 from distrun_runtime.protocol.message import DTYPE_CODES, DTYPES, Entry, Kind, Message, Payload
 from distrun_runtime.ps import role
+from distrun_runtime.ps.engine import Engine
 from distrun_runtime.ps.server import Server
 from distrun_runtime.transport.base import Arrived, Down, Event, Rejected, Up
 
@@ -304,9 +306,16 @@ class History:
 
     def hear(self, link: str, message: Message) -> list[Sent]:
         """Let a message arrive; without a request number it gets the next one."""
-        self._requests += 1
-        message = replace(message, store=message.store or 1, request=message.request or self._requests)
-        return self.step(Arrived(link, self._frames(message)))
+        return self.hear_all([(link, message)])
+
+    def hear_all(self, messages: Iterable[tuple[str, Message]]) -> list[Sent]:
+        """Let messages arrive at once, each on its link."""
+        events = []
+        for link, message in messages:
+            self._requests += 1
+            whole = replace(message, store=message.store or 1, request=message.request or self._requests)
+            events.append(Arrived(link, self._frames(whole)))
+        return self.step(*events)
 
     @property
     def last_request(self) -> int:
@@ -347,13 +356,14 @@ class History:
 
     def init(self, given: Values, rank: int = 0, *, dtype: Any = np.float32, **body: Any) -> list[Sent]:
         """Let a worker initialise keys. The body says what is not given otherwise: type and names."""
+        return self.hear("w%d" % rank, self.initial(given, dtype=dtype, **body))
+
+    def initial(self, given: Values, *, dtype: Any = np.float32, **body: Any) -> Message:
+        """Return the message by which a worker initialises keys."""
         names = [[number_of(name), name.partition("+")[0]] for name in given]
         self._types.update({number_of(name): np.dtype(dtype) for name in given})
         self._lengths.update({name: np.size(value) for name, value in given.items()})
-        return self.hear(
-            "w%d" % rank,
-            data(Kind.INIT, self._pieces(given, 0), body={"type": self.type_name, "names": names, **body}),
-        )
+        return data(Kind.INIT, self._pieces(given, 0), body={"type": self.type_name, "names": names, **body})
 
     def assign(self, given: Values, rank: int = 0) -> list[Sent]:
         """Let a worker replace values."""
@@ -468,6 +478,13 @@ class History:
     def lost(self, who: str, why: str) -> list[Sent]:
         """Let the scheduler say that a node is lost."""
         return self.scheduler(Kind.LOST, who=who, reason=why)
+
+    def breaks(self, why: str) -> list[Sent]:
+        """Let the server's device fail for good."""
+        engine = self._loop._engine
+        assert isinstance(engine, Engine)
+        engine._placement._failed = KVError(why)
+        return self.step()
 
     # Inside
 

@@ -8,12 +8,13 @@ another. Memory is taken from the machine when it is first written.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Device, DeviceArray, copy
+from distrun_runtime.arrays.device import Device, DeviceArray, Place
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.arrays.segments import PAGE
 
@@ -75,12 +76,31 @@ class Arena:
         self._used = used
         return self._bases[-1] + offsets
 
-    def move(self, device: Device) -> None:
-        """Have the blocks on another device."""
+    def extent(self) -> tuple[int, int]:
+        """Return what `take_back` takes."""
+        return len(self._bases), self._used
+
+    def take_back(self, extent: tuple[int, int]) -> None:
+        """Take back what was reserved since `extent` was returned; blocks made for it alone are dropped."""
+        count, self._used = extent
+        del self._bases[count:], self._sizes[count:]
+        for blocks in self._sides:
+            for number in [number for number in blocks if number >= count]:
+                del blocks[number]
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Elements of each block, whether it was used yet or not."""
+        return self._sizes
+
+    def places(self) -> Iterator[Place]:
+        """Yield where the blocks that were used are referred to; `device.move` takes them elsewhere."""
         for blocks in self._sides:
             for number, block in blocks.items():
-                blocks[number] = device.empty(block.shape, self.dtype, is_sent=self._is_sent)
-                copy(block, blocks[number])
+                yield Place(block, partial(blocks.__setitem__, number), self._is_sent)
+
+    def make_on(self, device: Device) -> None:
+        """Make further blocks on another device."""
         self._device = device
 
     def view(self, begin: int, end: int, side: int = 0) -> DeviceArray:

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -60,7 +61,6 @@ class _Runtime(Protocol):
     """What is used of `cupy.cuda.runtime`, of cupy 14."""
 
     def getDeviceCount(self) -> int: ...
-    def getDevice(self) -> int: ...
     def setDevice(self, device: int) -> None: ...
     def deviceGetAttribute(self, attrib: int, device: int) -> int: ...
     def getDeviceProperties(self, device: int) -> Mapping[str, Any]: ...
@@ -85,6 +85,13 @@ class _Runtime(Protocol):
     def pointerGetAttributes(self, ptr: int) -> _PointerAttributes: ...
 
 
+class _Contexts(Protocol):
+    """What is used of `cupy.cuda.driver`, of cupy 14."""
+
+    def ctxGetCurrent(self) -> int: ...
+    def ctxSetCurrent(self, ctx: int) -> None: ...
+
+
 class _PointerAttributes(Protocol):
     """What is used of `cupy.cuda.runtime.PointerAttributes`."""
 
@@ -107,36 +114,66 @@ class _Handle:
 
 
 class CupyDriver:
-    """CUDA's calls by cupy's thin layer, `cupy.cuda.runtime`; no arrays, pools or streams of cupy are used."""
+    """CUDA's calls by cupy's thin layer, `cupy.cuda.runtime`; no arrays, pools or streams of cupy are used.
+
+    A call that needs a device is made in that device's context. The thread's own is put back after it, also if it had
+    none: a thread that never chose a device stays so. (To choose gpu:0 for it would make a context there, about 500 MiB
+    of a GPU that this process may not use.)
+
+    Source: CUDA Runtime API, "Interactions with the CUDA Driver API": calls use the context that is current, the
+    runtime's is the primary one of each device, and `cudaSetDevice` makes it.
+    """
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
         self._runtime = cast(_Runtime, cupy.cuda.runtime)
-        self._failures: tuple[type[Exception], ...] = (cupy.cuda.runtime.CUDARuntimeError, _driver_error(cupy))
+        self._driver = cast(_Contexts, cupy.cuda.driver)
+        self._failures: tuple[type[Exception], ...] = (
+            cupy.cuda.runtime.CUDARuntimeError,
+            cupy.cuda.driver.CUDADriverError,
+        )
+        self._contexts: dict[int, int] = {}
+        """The context of each device that was used."""
         self._processors: dict[int, int] = {}
-        self._used = 0
-        """A device that this process uses. What names no device would make a context on gpu:0, which takes memory."""
         self._folder = cubins.find_folder()
 
     @contextlib.contextmanager
     def _told(self, device: int | None = None) -> Iterator[_Runtime]:
         """Translate cupy's errors; make a device the current one of this thread meanwhile."""
-        runtime = self._runtime
         try:
             if device is None:
-                yield runtime
+                yield self._runtime
                 return
-            before = runtime.getDevice()
-            if before == device:
-                yield runtime
+            context = self._contexts.get(device)
+            if context is None:
+                context = self._contexts[device] = self._context_of(device)
+            before = self._driver.ctxGetCurrent()
+            if before == context:
+                yield self._runtime
                 return
-            runtime.setDevice(device)
+            self._driver.ctxSetCurrent(context)
             try:
-                yield runtime
+                yield self._runtime
             finally:
-                runtime.setDevice(before)
+                self._driver.ctxSetCurrent(before)
         except self._failures as err:
             raise _driver_error_of(err) from err
+
+    def _context_of(self, device: int) -> int:
+        """Return a device's context, made if there was none."""
+
+        def chosen() -> int:
+            self._runtime.setDevice(device)
+            return self._driver.ctxGetCurrent()
+
+        # In a thread of its own: the choice stays with the thread that makes it.
+        with ThreadPoolExecutor(1, "distrun-context") as thread:
+            return thread.submit(chosen).result()
+
+    @property
+    def _used(self) -> int | None:
+        """A device that has a context, for calls that need any; None: not known."""
+        return next(iter(self._contexts), None)
 
     def count(self) -> int:
         with self._told() as runtime:
@@ -170,7 +207,7 @@ class CupyDriver:
     def register(self, host: Host, is_readonly: bool) -> None:
         device = self._used
         with self._told(device) as runtime:
-            if is_readonly and not runtime.deviceGetAttribute(_REGISTERS_READ_ONLY, device):
+            if is_readonly and not runtime.deviceGetAttribute(_REGISTERS_READ_ONLY, device or 0):
                 raise DriverError(NOT_SUPPORTED, "cudaErrorNotSupported", "read-only memory cannot be registered")
             runtime.hostRegister(host.address, host.nbytes, _PORTABLE | (_READ_ONLY if is_readonly else 0))
 
@@ -179,7 +216,6 @@ class CupyDriver:
             runtime.hostUnregister(host.address)
 
     def make_stream(self, device: int, priority: int) -> int:
-        self._used = device
         with self._told(device) as runtime:
             return runtime.streamCreateWithPriority(_NON_BLOCKING, priority)
 
@@ -267,7 +303,7 @@ class CupyDriver:
             runtime.eventSynchronize(event.handle)
 
     def can_access_peer(self, device: int, other: int) -> bool:
-        with self._told() as runtime:
+        with self._told(device) as runtime:
             return bool(runtime.deviceCanAccessPeer(device, other))
 
     def enable_peer(self, device: int, other: int) -> None:
@@ -275,14 +311,8 @@ class CupyDriver:
             runtime.deviceEnablePeerAccess(other)
 
     def device_of(self, address: int) -> int:
-        with self._told() as runtime:
+        with self._told(self._used) as runtime:
             return runtime.pointerGetAttributes(address).device
-
-
-def _driver_error(cupy: Any) -> type[Exception]:
-    """Return what cupy raises where it calls CUDA's lower interface: when it loads and launches."""
-    found: type[Exception] = importlib.import_module("cupy_backends.cuda.api.driver").CUDADriverError
-    return found
 
 
 def _driver_error_of(error: Exception) -> DriverError:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeGuard, Union
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeGuard, Union
 
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array, DType
 
-__all__ = ["Buffer", "Device", "DeviceArray", "copy", "is_host", "on_host"]
+__all__ = ["Buffer", "Device", "DeviceArray", "Place", "copy", "is_host", "move", "on_host"]
 
 Buffer = Union[bytes, bytearray, memoryview]
 """Bytes in the host's memory."""
@@ -107,3 +107,32 @@ class Device(Protocol):
 
     def read(self, array: DeviceArray, out: Array) -> None:
         """Copy an array that is here into a numpy array of the same shape and dtype, of any strides."""
+
+
+class Place(NamedTuple):
+    """Where an array is referred to."""
+
+    array: DeviceArray
+    put: Callable[[DeviceArray], None]
+    """Refers to another array in its place. Never fails."""
+    is_sent: bool = False
+    """As for `Device.empty`."""
+
+
+def move(places: Iterable[Place], device: Device) -> None:
+    """Have arrays on another device: all of them, or none if a call fails.
+
+    Raises:
+        KVError: a call of a GPU failed, as when its memory is full. Nothing has changed.
+    """
+    every, made = list(places), list[DeviceArray]()
+    try:
+        for each in every:
+            made.append(device.empty(each.array.shape, each.array.dtype, is_sent=each.is_sent))
+        for each, new in zip(every, made, strict=True):
+            copy(each.array, new)
+    except BaseException:
+        made.clear()  # whoever keeps the error does not keep their memory
+        raise
+    for each, new in zip(every, made, strict=True):
+        each.put(new)

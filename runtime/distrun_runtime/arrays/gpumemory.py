@@ -81,7 +81,7 @@ class Pool:
             CudaOutOfMemory: neither the limit nor the GPU allows it, after spare arrays were dropped and all free
                 blocks given back.
         """
-        size = _rounded(nbytes)
+        size = rounded(nbytes)
         found = self._found(size, is_last=False)
         if found is None:
             self.trim()
@@ -152,8 +152,9 @@ class Pool:
         return CudaOutOfMemory("alloc", self._device, "limit", text, size, limit - self.size, limit)
 
 
-def _rounded(nbytes: int) -> int:
-    """Return the size of a block: one of eight between a power of two and the next, so that blocks fit again."""
+def rounded(nbytes: int) -> int:
+    """Return the size of the block that `take` makes: one of eight between a power of two and the next, so that blocks
+    fit again."""
     step = max(SMALL, 1 << max(0, max(1, nbytes).bit_length() - 4))
     return -(-max(1, nbytes) // step) * step
 

@@ -59,6 +59,11 @@ class Lent:
             self.values.lent[self.sides, self.shards] -= 1
 
 
+def leaves_rest(codec: int) -> bool:
+    """Tell whether answers in a codec leave something out, which a residual takes."""
+    return codec != codecs.NONE and codecs.numbered(codec).has_residual
+
+
 def lend(values: Values, what: work.Lend) -> Lent:
     """Keep the present values of shards for a pull: they are not written until they are given back."""
     lent = Lent(values, what.shards, what.at, values.side[what.shards], what.codec)

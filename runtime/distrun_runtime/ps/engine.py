@@ -267,24 +267,46 @@ class Engine:
 
     def _settle(self, values: Values, rule: rules.Rule | None) -> None:
         """Have a store's arrays where they belong, with this rule."""
-        device = self._placement.place(values.store, rule)
-        if device is not values.device:
+        device = self._placement.place(values, rule)
+        if device is values.device:
+            return
+        try:
             values.move(device)
-            self._placement.trim()
+        except KVError as err:
+            if not device.is_gpu or not self._placement.give_up(values, err):
+                raise
+        self._placement.trim()
 
     def _drop_spares(self) -> None:
         for values in self._values.values():
             values.spare_sums.clear()
 
     def _fill(self, what: work.Fill) -> None:
-        self._reserve(work.Reserve(what.batch.store, what.batch.shards))
-        self._write(self._of(what.batch.store), what.batch)
+        batch = what.batch
+        values = self._of(batch.store)
+        before = values.extent()
+        try:
+            self._place(values, batch.shards)
+            try:
+                self._write(values, batch)
+            except KVError as err:
+                if not values.device.is_gpu or not self._placement.give_up(values, err):
+                    raise
+                values.move(self._device)
+                self._placement.trim()
+                self._write(values, batch)
+        except BaseException:
+            values.take_back(before, batch.shards)
+            raise
 
     def _reserve(self, what: work.Reserve) -> None:
-        values = self._of(what.store)
+        self._place(self._of(what.store), what.shards)
+
+    def _place(self, values: Values, shards: Array) -> None:
+        """Give new shards places, and have the store where it belongs with them."""
+        for code, at in values.codes(shards):
+            values.place(shards if at is None else shards[at], code)
         self._settle(values, values.rule)
-        for code, at in values.codes(what.shards):
-            values.place(what.shards if at is None else what.shards[at], code)
 
     def _write(self, values: Values, batch: work.Batch) -> None:
         for code, given in sums.given_by(values, batch):
@@ -362,7 +384,11 @@ class Engine:
     # Answers
 
     def _lend(self, what: work.Lend) -> None:
-        self._lent.setdefault(what.ticket, []).append(answers.lend(self._of(what.store), what))
+        values = self._of(what.store)
+        if not values.has_residuals and not what.rows and answers.leaves_rest(what.codec):
+            values.has_residuals = True
+            self._settle(values, values.rule)
+        self._lent.setdefault(what.ticket, []).append(answers.lend(values, what))
 
     def _deliver(self, what: work.Deliver) -> Reply:
         """Whatever is wrong with the pull is said in the reply, and nothing raised."""

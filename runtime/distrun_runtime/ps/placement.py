@@ -11,8 +11,9 @@
 
 A store whose work a GPU does not do is in the host's memory in any case: one with row-sparse keys, with a rule or
 function of the user's, or with a rule that needs norms or depends on the place of each element. With `auto`, a store
-fits if its weights, its rule's state and the sums of two rounds take no more than half of the memory that was free when
-the first store came, less what the server's other stores there take. A store that has left the GPU stays away.
+fits if its weights, its rule's state, the sums of two rounds and what a message brings take no more than half of the
+memory that was free when the first store came, less what the server's other stores there take. If that memory is not
+there when values come, the store leaves the GPU. A store that has left the GPU stays away.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from distrun_runtime.arrays import find
-from distrun_runtime.arrays.arena import BLOCK_BYTES, FIRST_BYTES
 from distrun_runtime.arrays.device import Device
 from distrun_runtime.arrays.dtypes import DType, is_float, work_dtype
 from distrun_runtime.contract import gpus
 from distrun_runtime.errors import ContractError, KVError
 from distrun_runtime.ops import compression, update
 from distrun_runtime.ops.optimizers import Rule
-from distrun_runtime.protocol.message import DTYPES
+from distrun_runtime.ps.routing import SHARED_MESSAGE_BYTES
 from distrun_runtime.ps.shards import Store
+from distrun_runtime.ps.values import Values
 
 if TYPE_CHECKING:
     from distrun_runtime.arrays.gpu import GpuDevice
@@ -83,17 +84,30 @@ def decide(asked: str, store: StoreNeeds, room: int | None) -> DeviceChoice:
     return DeviceChoice(True, "weights, states and %d rounds need %s" % (ROUNDS, _mib(store.need)))
 
 
-def need_of(store: Store, rule: Rule | None) -> int:
-    """Return how many bytes a store's weights, its rule's state and the sums of two rounds take on a device."""
-    total = 0
-    present = slice(0, store.count)
-    for code in np.unique(store.dtype[present]).tolist():
-        elements = int(store.length[present][store.dtype[present] == code].sum())
-        dtype = DTYPES[code]
-        sizes = [dtype.itemsize] + [work_dtype(dtype).itemsize] * ROUNDS
-        state = {} if rule is None else rule.new_state(np.zeros(1, dtype))
+def need_of(values: Values, rule: Rule | None) -> int:
+    """Return how many bytes a store takes on a GPU at most: of its pool, and in the blocks that it makes there.
+
+    These are its weights, the rule's state, what two rounds keep (a sum; in a deterministic store each worker's
+    contribution), what one message brings, plain and scaled, and what encoded answers leave out.
+    """
+    from distrun_runtime.arrays.gpumemory import rounded  # with the layer over CUDA
+
+    store, total = values.store, 0
+    for code, arena in values.arenas.items():
+        shards = np.flatnonzero(store.dtype[: store.count] == code)
+        lengths, work = store.length[shards], work_dtype(arena.dtype).itemsize
+        state = {} if rule is None else rule.new_state(np.zeros(1, arena.dtype))
+        sizes = [*([arena.dtype.itemsize] * arena.sides), *([] if store.is_deterministic else [work] * ROUNDS)]
         sizes += [each.itemsize for each in state.values() if isinstance(each, np.ndarray)]
-        total += sum(_arena_bytes(elements * size) for size in sizes)
+        total += sum(rounded(count * size) for size in sizes for count in arena.sizes)
+        if store.is_deterministic:
+            total += ROUNDS * store.workers * sum(rounded(length * work) for length in lengths.tolist())
+        brought = min(
+            int(lengths.sum()), max(int(lengths.max(initial=0)), SHARED_MESSAGE_BYTES // arena.dtype.itemsize)
+        )
+        total += 2 * rounded(brought * work)
+        if values.has_residuals and is_float(arena.dtype):
+            total += sum(rounded(length * 4) for length in lengths.tolist())
     return total
 
 
@@ -107,14 +121,6 @@ def obstacle_of(store: Store, rule: Rule | None) -> str:
     from distrun_runtime.ops import fuse  # with the layer over CUDA
 
     return fuse.why_not(rule)
-
-
-def _arena_bytes(nbytes: int) -> int:
-    """Return about what an arena takes for values of so many bytes: it grows by whole blocks.
-
-    It can be more: the rest of a block stays empty where the next values do not fit, and the pool rounds sizes up.
-    """
-    return max(FIRST_BYTES, nbytes + min(nbytes, BLOCK_BYTES))
 
 
 def _mib(nbytes: int) -> str:
@@ -192,22 +198,31 @@ class Placement:
         """Call `let_go` when memory of the GPU runs out: it drops arrays there that are not in use."""
         self._spares = let_go
 
-    def place(self, store: Store, rule: Rule | None) -> Device:
+    def place(self, values: Values, rule: Rule | None) -> Device:
         """Return the device where a store's arrays belong, and say so if that is new.
 
-        Call it when keys are added and when the rule changes. A store that is on the GPU may have to leave it. A GPU
-        has then compiled all that it needs for this store.
+        Call it when keys were given their places, when the rule changes, and when residuals come. A store that is on
+        the GPU may have to leave it. A GPU has then compiled all that it needs for this store.
 
         Raises:
             KVError: the GPU that was asked for by name cannot do the work, or a GPU has failed for good. What was
                 decided before holds.
         """
         found: Device = self.host
+        store = values.store
         if not store.is_relayed and self._is_candidate(store):
             gpu = self._found(store.number)
-            if gpu is not None and self._goes(store, rule, gpu):
+            if gpu is not None and self._goes(values, rule, gpu):
                 found = gpu
         return found
+
+    def give_up(self, values: Values, err: KVError) -> bool:
+        """A call of the GPU failed while a store's arrays were to be made there: with `auto`, the store is in the
+        host's memory from now on. Return whether it is."""
+        if self.asked != gpus.AUTO or self.failed is not None or not err.is_of_device:
+            return False
+        self._leave(values.store, DeviceChoice(False, str(err), is_unexpected=True))
+        return True
 
     def forget(self) -> None:
         """The job's next script begins: there are no stores."""
@@ -225,31 +240,34 @@ class Placement:
             return False
         return self.asked != gpus.AUTO or store.on_devices
 
-    def _goes(self, store: Store, rule: Rule | None, gpu: GpuDevice) -> bool:
-        number = store.number
+    def _goes(self, values: Values, rule: Rule | None, gpu: GpuDevice) -> bool:
+        store, number = values.store, values.store.number
         before = self._needs.get(number)
         obstacle = obstacle_of(store, rule)
         # A rule of the user's may not like weights that are not its own.
-        needs = StoreNeeds(store.on_devices, 0 if obstacle else need_of(store, rule), obstacle)
+        needs = StoreNeeds(store.on_devices, 0 if obstacle else need_of(values, rule), obstacle)
         limit = gpu.pool.limit
         choice = decide(self.asked, needs, None if limit is None else limit - sum(self._needs.values()) + (before or 0))
         if choice.on_gpu:
             try:
-                _prepare(gpu, [DTYPES[code] for code in np.unique(store.dtype[: store.count]).tolist()], rule)
+                _prepare(gpu, [arena.dtype for arena in values.arenas.values()], rule)
             except KVError as err:
                 if gpu.failed is not None or self.asked != gpus.AUTO:
                     raise
                 choice = DeviceChoice(False, str(err), is_unexpected=True)
-        if choice.on_gpu:
-            self._needs[number] = needs.need
-        else:
-            self._needs.pop(number, None)
-            self._away.add(number)
+        if not choice.on_gpu:
             # Who looks for a reason why rounds take longer than before is to find it.
-            choice = replace(choice, is_unexpected=choice.is_unexpected or before is not None)
-        if not choice.on_gpu or before is None:
-            self._say_where(number, gpu.name if choice.on_gpu else self.host.name, choice)
-        return choice.on_gpu
+            self._leave(store, replace(choice, is_unexpected=choice.is_unexpected or before is not None))
+            return False
+        self._needs[number] = needs.need
+        if before is None:
+            self._say_where(number, gpu.name, choice)
+        return True
+
+    def _leave(self, store: Store, choice: DeviceChoice) -> None:
+        self._needs.pop(store.number, None)
+        self._away.add(store.number)
+        self._say_where(store.number, self.host.name, choice)
 
     def _say_where(self, number: int, device: str, choice: DeviceChoice) -> None:
         level = "WARNING" if choice.is_unexpected else "INFO"

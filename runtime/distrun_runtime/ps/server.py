@@ -86,6 +86,9 @@ class Server:
         """Links that other servers opened."""
         self._buckets: dict[tuple[int, int, int], _Bucket] = {}
         """By rank, store and bucket."""
+        self._inits: dict[int, deque[tuple[str, Message]]] = {}
+        """Stores that are given keys, to the links and messages of who gives them further ones or other values: if the
+        values find no place, the keys are taken back, which have to be the last ones."""
         self._lags: dict[int, Lags] = {}
         """By the number of the store; those of stores for which this server stands in are negative."""
         self._now = 0.0
@@ -221,12 +224,7 @@ class Server:
                 *(action for store in self._stores.values() for action in self._pulls.all_advanced(store)),
             ]
         if message.kind is Kind.LOST:
-            reason = str(message.body["reason"])
-            told = role.Publish({"lost_peer": message.body["who"], "message": reason})
-            if not self._nodes:
-                return [told, role.Finish(1, reason)]  # registration failed; the reason says who was missing
-            self._rounds.stop()
-            return [told, *self._pulls.drop_all(reason, str(message.body["who"]))]
+            return self._lost(message)
         if message.kind is Kind.STOP and message.body.get("stay"):
             return [role.Work(work.Clear(message), reports=True)]
         if message.kind is Kind.STOP:
@@ -236,12 +234,20 @@ class Server:
             return [*early, role.Finish(int(message.body.get("code", 0)), reason)]
         return []
 
+    def _lost(self, message: Message) -> list[role.Action]:
+        who, reason = str(message.body["who"]), str(message.body["reason"])
+        told = role.Publish({"lost_peer": who, "message": reason})
+        if not self._nodes:
+            return [told, role.Finish(1, reason)]  # registration failed; the reason says who was missing
+        self._rounds.stop()
+        return [told, *self._pulls.drop_all(reason, who)]
+
     def _cleared(self, what: work.Clear) -> list[role.Action]:
         """The engine has forgotten the script that is over; so do we."""
         forgotten = self._pulls.clear()
         self._rounds.clear()
         self._relay.clear()
-        self._nodes, self._stores, self._buckets, self._lags = set(), {}, {}, {}
+        self._nodes, self._stores, self._buckets, self._lags, self._inits = set(), {}, {}, {}, {}
         self._control.forget()
         return [*forgotten, role.Send(role.SCHEDULER_LINK, answer(what.message))]
 
@@ -254,13 +260,23 @@ class Server:
         return [role.Send(role.SCHEDULER_LINK, Message(Kind.BYE))]
 
     def _fail(self, reason: str) -> list[role.Action]:
-        """This process cannot go on: tell the scheduler why, and so all nodes; then end."""
+        """This process cannot go on: tell the scheduler why, and so all nodes; then end.
+
+        Who has a connection to this server is told on that one, too: else its end may be seen before the scheduler's
+        word of the reason comes.
+        """
         self._failing = reason
         told = [role.Publish({"failed": "%s: %s" % (self.me.name, reason)})]
         if not self._is_registered or self._is_stopping:
             return [*told, role.Finish(1, reason)]
         self._farewell.set(self._now + BYE_S)
-        return [*told, role.Send(role.SCHEDULER_LINK, Message(Kind.ABORT, body={"reason": reason}))]
+        body = {"who": self.me.name, "host": self.me.host, "reason": "%s failed: %s" % (self.me, reason)}
+        lost = Message(Kind.LOST, body=body)
+        return [
+            *told,
+            *(role.Send(link, lost) for link in (*self._ranks, *sorted(self._servers))),
+            role.Send(role.SCHEDULER_LINK, Message(Kind.ABORT, body={"reason": reason})),
+        ]
 
     def _while_failing(self, event: role.Event) -> list[role.Action]:
         """The scheduler has heard of it, or is gone itself: end. Nothing else is done any more."""
@@ -273,7 +289,8 @@ class Server:
     def _from_peer(self, link: str, message: Message) -> list[role.Action]:
         self._counters.received(sum(memoryview(payload).nbytes for payload in message.payloads))
         if self._rounds.peers.is_ours(link):
-            return self._relay.heard(message)
+            is_end = message.kind is Kind.LOST and message.body.get("who") == link
+            return self._lost(message) if is_end else self._relay.heard(message)
         if message.is_reply:
             return []
         if link in self._servers and message.kind is Kind.NORMS:
@@ -438,6 +455,9 @@ class Server:
         return self._pulls.take(link, (rank,), batch, self._now, rank)
 
     def _init(self, link: str, message: Message) -> list[role.Action]:
+        if message.store in self._inits:
+            self._inits[message.store].append((link, message))
+            return []
         store = self._store(message.store)
         store.names.update({int(number): name for number, name in message.body.get("names", [])})
         shards = store.find(message.entries)
@@ -448,6 +468,7 @@ class Server:
             store.fresh[shards] = True
             batch = work.Batch(store, shards, message, message.entries)
             return [role.Work(work.Assign(batch, link), reports=True)]
+        self._inits[store.number] = deque()
         if store.has_rule:
             return [role.Work(work.TryFill(link, message), reports=True)]
         return self._fill(link, store, message)
@@ -474,7 +495,7 @@ class Server:
     def _done(self, event: role.Done) -> list[role.Action]:
         what = event.work
         if isinstance(what, (work.Fill, work.Assign)) and what.link:
-            return [self._filled(what, event)]
+            return self._filled(what, event)
         if isinstance(what, (work.Reserve, work.Forward, work.Add, work.Lend, work.Assign)):
             return self._relay.worked(event)
         if isinstance(what, work.Apply) and what.store.is_relayed:
@@ -502,21 +523,36 @@ class Server:
             return self._accept(what.link, what.rank, what.batch)
         if isinstance(what, work.TryFill):
             if event.error is not None:
-                return [role.Send(what.link, failed(what.message, event))]
+                return [role.Send(what.link, failed(what.message, event)), *self._inited(what.message.store)]
             return self._fill(what.link, self._store(what.message.store), what.message)
         if isinstance(what, work.Step):
             return self._rounds.stepped(what, event)
         assert isinstance(what, work.FinishUpdate)
         return self._rounds.finished(what, event)
 
-    def _filled(self, what: work.Fill | work.Assign, event: role.Done) -> role.Action:
-        message = what.batch.message
+    def _filled(self, what: work.Fill | work.Assign, event: role.Done) -> list[role.Action]:
+        message, store = what.batch.message, what.batch.store
         if event.error is None:
-            return role.Send(what.link, answer(message))
-        store = what.batch.store
-        names = [repr(store.name(key)) for key in np.unique(store.key[what.batch.shards]).tolist()]
-        text = "%s cannot take the values of key %s: %s" % (self.me.name, listed(names, 3), words_of(event.error))
-        return self._refuse(what.link, message, text)
+            told: role.Action = role.Send(what.link, answer(message))
+        else:
+            names = [repr(store.name(key)) for key in np.unique(store.key[what.batch.shards]).tolist()]
+            text = "%s cannot take the values of key %s: %s" % (self.me.name, listed(names, 3), words_of(event.error))
+            told = self._refuse(what.link, message, text)
+        if isinstance(what, work.Assign):
+            return [told]
+        if event.error is not None:
+            store.take_back(what.batch.shards)
+        return [told, *self._inited(store.number)]
+
+    def _inited(self, number: int) -> list[role.Action]:
+        """A store has its new keys, or not: go on with what waited for that."""
+        actions: list[role.Action] = []
+        waiting = self._inits.pop(number, deque())
+        while waiting and number not in self._inits:
+            actions += self._init(*waiting.popleft())
+        if waiting:
+            self._inits[number].extend(waiting)
+        return actions
 
     # Members
 

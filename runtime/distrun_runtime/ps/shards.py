@@ -86,7 +86,7 @@ class Store:
         """Workers that left this store for good (kv.leave)."""
         self.count = 0
         """Number of shards."""
-        self._workers = workers
+        self.workers = workers
         self._room = 0
         integers = np.zeros(0, np.int64)
         self.key = self.offset = self.length = self.row_size = integers
@@ -156,6 +156,24 @@ class Store:
             self._first[shard.key] = known[0]
         return np.arange(begin, end)
 
+    def take_back(self, shards: Array) -> None:
+        """Take back the shards that were added last: nothing came for them."""
+        first = self.count - len(shards)
+        for shard in range(first, self.count):
+            key = int(self.key[shard])
+            known = self.by_key[key]
+            known.remove(shard)
+            self._at.pop((key, int(self.offset[shard])), None)
+            if known:
+                self._first[key] = known[0]
+            else:
+                del self.by_key[key]
+                self._first[key] = -1
+        for name in self._FLAT:
+            getattr(self, name)[first : self.count] = 0
+        self.last[:, first : self.count] = self.seen[:, first : self.count] = 0
+        self.count = first
+
     def _make_room(self, count: int) -> None:
         if count <= self._room:
             return
@@ -210,11 +228,11 @@ class Store:
         if not excused:
             last: Array = self.last[:, shards]
             reached: Array = last.min(axis=0)
-            if self._workers >= MANY:
+            if self.workers >= MANY:
                 # The last of them: where workers contribute in the order of their ranks, it stays the slowest.
-                self.slow[shards] = self._workers - 1 - last[::-1].argmin(axis=0)
+                self.slow[shards] = self.workers - 1 - last[::-1].argmin(axis=0)
             return reached
-        members = [rank for rank in range(self._workers) if rank not in excused]
+        members = [rank for rank in range(self.workers) if rank not in excused]
         # A round without any contribution is none, whoever is excused.
         most: Array = self.last[:, shards].max(axis=0)
         return most if not members else np.minimum(self.last[np.ix_(np.array(members), shards)].min(axis=0), most)
@@ -225,7 +243,7 @@ class Store:
         It looks at one worker for each shard, which is enough for most contributions of a round, where `reach` looks at
         all: of thousands that is what a contribution costs.
         """
-        if self._workers < MANY or self.early or self.joined or self.left:
+        if self.workers < MANY or self.early or self.joined or self.left:
             return False
         return bool((self.last[self.slow[shards], shards] <= self.ordered[shards]).all())
 
@@ -238,7 +256,7 @@ class Store:
     def missing(self, shard: int) -> list[int]:
         """Return the ranks that the shard's next round waits for."""
         number, excused = int(self.ordered[shard]) + 1, self.excused()
-        ranks = (rank for rank in range(self._workers) if rank not in excused)
+        ranks = (rank for rank in range(self.workers) if rank not in excused)
         return [rank for rank in ranks if not self.contributed(shard, rank, number)]
 
     def is_open(self, shard: int) -> bool:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from distrun_runtime.arrays.arena import Arena, Run
-from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, copy, is_host, on_host
+from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, Place, copy, is_host, move, on_host
 from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
@@ -25,6 +26,9 @@ from distrun_runtime.ps.shards import Store
 
 ALIGNED_BYTES = 64 * 1024
 """Shards of at least so many bytes begin with a page of memory."""
+
+Extent = Mapping[int, tuple[int, int]]
+"""How far arenas are used, by code of dtype."""
 
 
 @dataclass(eq=False)
@@ -139,6 +143,8 @@ class Values:
         """Shard to (rank, round) to an update that waits for norms."""
         self.residual: dict[int, DeviceArray] = {}
         """Shard to what encoded answers left out so far, float32."""
+        self.has_residuals = False
+        """Encoded answers were asked for that leave something out."""
         self.encoded: dict[int, dict[tuple[Any, ...], Buffer]] = {}
         """Shard to its value as encoded answers carry it, by codec and parameters: made once a round."""
         self.staged: list[statefile.Staged | None] = []
@@ -157,23 +163,41 @@ class Values:
         Replies that were made before keep what they carry.
 
         Raises:
-            KVError: the store has what only the host's memory can hold: rows, or a rule that cannot be fused.
+            KVError: the store has what only the host's memory can hold: rows, or a rule that cannot be fused. Or memory
+                runs out, or another call of a GPU fails: then all arrays are where they were.
         """
         self._refuse(device, self.rule, np.arange(self.store.count))
-        flat = [arena for states in self.flat_state.values() for arena in states.values()]
         self.spare_sums.clear()
-        for arena in [*self.arenas.values(), *flat, *(a for of in self.rounds.values() for a in of.arenas.values())]:
-            arena.move(device)
-        for of in self.rounds.values():
-            for given in of.held.values():
-                given.parts = [_on(device, part) for part in given.parts]
-            for total in of.by_shard.values():
-                total.dense = None if total.dense is None else cast(Dense, _moved(device, total.dense))
-            for shard, given_by_rank in of.by_rank.items():
-                of.by_rank[shard] = [(rank, _moved(device, each)) for rank, each in given_by_rank]
-        self.residual = {shard: _on(device, rest) for shard, rest in self.residual.items()}
+        move(self._places(), device)
+        for arena in self._arenas():
+            arena.make_on(device)
         self.device = device
         self.store.device = device.name
+
+    def _arenas(self) -> Iterator[Arena]:
+        """Yield the arenas in use: of values, states, and sums of open rounds."""
+        yield from self.arenas.values()
+        for states in self.flat_state.values():
+            yield from states.values()
+        for of in self.rounds.values():
+            yield from of.arenas.values()
+
+    def _places(self) -> Iterator[Place]:
+        """Yield where arrays of the device are referred to."""
+        for arena in self._arenas():
+            yield from arena.places()
+        for of in self.rounds.values():
+            for given in of.held.values():
+                yield from (Place(part, partial(given.parts.__setitem__, at)) for at, part in enumerate(given.parts))
+            for total in of.by_shard.values():
+                if total.dense is not None:
+                    yield Place(total.dense.values, partial(_set_total, total))
+            for known in of.by_rank.values():
+                for at, (rank, each) in enumerate(known):
+                    if isinstance(each, Dense):  # rows are only in the host's memory
+                        yield Place(each.values, partial(_set_contribution, known, at, rank))
+        for shard, rest in self.residual.items():
+            yield Place(rest, partial(self.residual.__setitem__, shard))
 
     def _refuse(self, device: Device, rule: rules.Rule | None, shards: Array) -> None:
         """Refuse what a GPU does not do for these shards."""
@@ -186,8 +210,7 @@ class Values:
             raise KVError(text % (self.store.number, device.name, rule.name))
 
     def place(self, shards: Array, code: int) -> None:
-        """Give new shards of one dtype their places, next to each other."""
-        self._refuse(self.device, self.rule, shards)
+        """Give new shards of one dtype their places, next to each other; memory is taken when they are written."""
         most = self.store.count
         if most > len(self.at):
             room = len(self.store.key)
@@ -209,6 +232,17 @@ class Values:
         # What may be one of several pieces of a value.
         is_large = (self.store.offset[shards] > 0) | (lengths * arena.dtype.itemsize >= ALIGNED_BYTES)
         self.at[shards] = arena.reserve(lengths, is_large)
+
+    def extent(self) -> Extent:
+        """Return what `take_back` takes."""
+        return {code: arena.extent() for code, arena in self.arenas.items()}
+
+    def take_back(self, extent: Extent, shards: Array) -> None:
+        """Take back the places of the shards that came last, and were given them since `extent` was returned."""
+        for code, arena in self.arenas.items():
+            arena.take_back(extent.get(code, (0, 0)))
+        known = shards[shards < len(self.at)]
+        self.at[known], self.side[known] = 0, 0
 
     def codes(self, shards: Array) -> list[tuple[int, Array | None]]:
         """Return each code of dtype among shards, and which of them have it; None: all."""
@@ -496,16 +530,12 @@ class Values:
         return True
 
 
-def _on(device: Device, array: DeviceArray) -> DeviceArray:
-    """Return a copy of an array on a device."""
-    made = device.empty(array.shape, array.dtype)
-    copy(array, made)
-    return made
+def _set_total(total: Sum, values: DeviceArray) -> None:
+    total.dense = Dense(values, is_own=True)
 
 
-def _moved(device: Device, given: Contribution) -> Contribution:
-    """Return a contribution on a device; rows are only in the host's memory."""
-    return Dense(_on(device, given.values), is_own=True) if isinstance(given, Dense) else given
+def _set_contribution(known: list[tuple[int, Contribution]], at: int, rank: int, values: DeviceArray) -> None:
+    known[at] = rank, Dense(values, is_own=True)
 
 
 def _copied(device: Device, state: Mapping[str, Any]) -> dict[str, Any]:

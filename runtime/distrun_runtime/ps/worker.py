@@ -204,7 +204,8 @@ class Worker:
         is_order = link == role.SCHEDULER_LINK and not message.is_reply
         if message.kind is Kind.ROSTER and is_order:
             return self._roster(message, now)
-        if message.kind is Kind.LOST and is_order:
+        is_end = link in self._outboxes and message.body.get("who") == link
+        if message.kind is Kind.LOST and (is_order or is_end):
             return self._lose(str(message.body["who"]), str(message.body["reason"]))
         if message.kind in (Kind.BYE, Kind.ABORT) and message.is_reply and self._goodbye is not None:
             return self._gone()

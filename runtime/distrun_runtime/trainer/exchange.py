@@ -30,7 +30,7 @@ from distrun_runtime.kvstore import KVStore, KVStoreBase, Pending, RowSparse
 from distrun_runtime.ps.shards import Notes
 from distrun_runtime.store import kinds
 from distrun_runtime.trainer.model import Buffers
-from distrun_runtime.trainer.parameters import Gradient, Parameter, memory_of
+from distrun_runtime.trainer.parameters import Buffer, Gradient, Parameter, is_near, memory_of, on_host
 
 __all__ = ["Gradients", "Notes", "Reduced", "Sent", "StoreExchange", "Sum", "ThirdPartyExchange", "Workers"]
 
@@ -365,7 +365,7 @@ class StoreExchange:
             for target in targets:
                 memory = memory_of(target)
                 other = sent.owners.get(memory, owners.setdefault(memory, index))
-                if other != index and target.size:
+                if other != index and parameter.size:
                     raise KVError(
                         "parameters %r and %r have the same array for their gradients, and their sums are written into"
                         " it: give each an array of its own" % (self._params[other].name, parameter.name)
@@ -448,7 +448,7 @@ class ThirdPartyExchange:
     def start(self) -> None:
         """Give all parameters and buffers rank 0's values, on all workers."""
         for index, parameter in enumerate(self._params):
-            buffers = [replica.weight_buffer() for replica in parameter.replicas]
+            buffers = [replica.weight_buffer(is_host=True) for replica in parameter.replicas]
             self._store.broadcast(index, parameter.replicas[0].weight(), out=buffers, priority=-index)
             for replica, buffer in zip(parameter.replicas, buffers, strict=True):
                 replica.weight_written(buffer)
@@ -515,7 +515,8 @@ class ThirdPartyExchange:
                 grads = [np.zeros(parameter.shape, parameter.dtype)]
             if any(isinstance(grad, RowSparse) for grad in grads):
                 raise self._refusal("take the row-sparse gradient of parameter %r" % parameter.name)
-            targets = [replica.grad_buffer() for replica in parameter.replicas]
+            grads = [on_host(grad) if is_near(grad) else grad for grad in grads]
+            targets = [replica.grad_buffer(is_host=True) for replica in parameter.replicas]
             self._store.pushpull(index, grads, out=targets, priority=-index)
             for replica, target in zip(parameter.replicas, targets, strict=True):
                 replica.grad_written(target)
@@ -536,7 +537,7 @@ class _Item:
 
     index: int
     grads: Sequence[Gradient] | None
-    outs: Sequence[Array]
+    outs: Sequence[Buffer]
 
 
 def _grouped(items: Sequence[_Item]) -> list[list[_Item]]:

@@ -2,8 +2,11 @@
 
 A `Parameter` has a replica for each device, which knows where the weight and the gradient of that device are.
 `ArrayReplica` and `TensorReplica` have the same methods: a trainer does not see what is behind them. torch is not
-needed for it: what has `detach` and `numpy` is a tensor. On the host its memory is used as it is; a tensor of a GPU
-goes through a buffer on the host.
+needed for it: what has `detach` and `numpy` is a tensor.
+
+    memory of the host                          used as it is, as an array
+    of a GPU that CUDA knows, cupy is there     used as it is, as a tensor: a store reads and writes it there (`near`)
+    of another device, or without cupy          goes through a buffer on the host
 """
 
 from __future__ import annotations
@@ -12,11 +15,11 @@ import math
 import sys
 from collections.abc import Callable
 from numbers import Real
-from typing import Any, Protocol, Union
+from typing import Any, Protocol, TypeGuard, Union
 
 import numpy as np
 
-from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays import dtypes, find, foreign
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.sparse import RowSparse, refuse_mask
@@ -28,12 +31,18 @@ __all__ = [
     "Parameter",
     "Replica",
     "TensorReplica",
+    "is_near",
     "is_tensor",
     "memory_of",
+    "on_host",
     "write_weight",
 ]
 
-Gradient = Union[Array, RowSparse]
+Near = Any
+"""A torch tensor in the memory of a GPU, without its gradient's history: stores take it as it is."""
+Gradient = Union[Array, RowSparse, Near]
+Buffer = Union[Array, Near]
+"""What a store writes into."""
 
 STAMP = "_distrun_version"
 """Attribute of a torch gradient: its `_version` when a step had used it; a later backward raises `_version`."""
@@ -252,12 +261,13 @@ class Parameter:
             replica.used()
 
     def _fitting(self, grad: Gradient) -> Gradient:
-        if tuple(grad.shape) != self.shape or grad.dtype != self.dtype:
+        shape, dtype = tuple(grad.shape), _dtype_name(grad)
+        if shape != self.shape or dtype != dtypes.name_of(self.dtype):
             raise KVError(
                 "parameter %r has shape %s and dtype %s, its gradient %s and %s"
-                % (self.name, self.shape, dtypes.name_of(self.dtype), grad.shape, dtypes.name_of(grad.dtype))
+                % (self.name, self.shape, dtypes.name_of(self.dtype), shape, dtype)
             )
-        return grad if isinstance(grad, np.ndarray) or self._shape else grad.to_dense()
+        return grad.to_dense() if isinstance(grad, RowSparse) and not self._shape else grad
 
     def _check_replicas(self) -> None:
         """Note shape and dtype; all devices must agree, and gradients that are there."""
@@ -364,11 +374,11 @@ class ArrayReplica:
         """Return the weight: the array itself."""
         return self._data
 
-    def weight_buffer(self) -> Array:
+    def weight_buffer(self, *, is_host: bool = False) -> Buffer:
         """Return an array of the weight's shape and dtype to write a new weight into, for `weight_written`."""
         return self._data
 
-    def weight_written(self, array: Array) -> None:
+    def weight_written(self, buffer: Buffer) -> None:
         """Take what was written into `weight()` or `weight_buffer()`."""
 
     def remember(self) -> None:
@@ -378,13 +388,13 @@ class ArrayReplica:
         """Return the gradient as it is."""
         return self._grad
 
-    def grad_buffer(self) -> Array:
+    def grad_buffer(self, *, is_host: bool = False) -> Buffer:
         """Return an array for a dense gradient of all devices or workers; it is the gradient from now on."""
         if not (isinstance(self._grad, np.ndarray) and self._grad.flags.writeable):
             self._grad = np.zeros(self._data.shape, self._data.dtype)
         return self._grad
 
-    def grad_written(self, array: Array) -> None:
+    def grad_written(self, buffer: Buffer) -> None:
         """Take what was written into `grad_buffer()`."""
 
     def used(self) -> None:
@@ -406,6 +416,10 @@ class TensorReplica:
         self.source: object = tensor
         self._tensor = tensor
         self._host: Any = None
+        """The tensor of the host that was given to be written last, in place of a weight elsewhere."""
+        self._host_grad: Any = None
+        self._has_gpus: bool | None = None
+        """Whether stores can use GPUs; None: it was never asked, as the tensor never was on one."""
         self._seen: object = None
         """The tensor's mark when the trainer knew its value last."""
 
@@ -454,17 +468,23 @@ class TensorReplica:
         self._host = self._tensor.detach().cpu()
         return array_of(self._host)
 
-    def weight_buffer(self) -> Array:
-        """Return memory to write a new weight into: the tensor's own where it is on the host."""
-        if self._on_host():
+    def weight_buffer(self, *, is_host: bool = False) -> Buffer:
+        """Return memory to write a new weight into: the tensor's own where that can be.
+
+        Arguments:
+            is_host: it is to be an array.
+        """
+        if not is_host and self._is_near(self._tensor):
+            return _compact(self._tensor.detach())
+        if self._on_host() or self._host is None:
             return self.weight()
-        if self._host is None:
-            self._host = self._tensor.detach().cpu()
         return array_of(self._host)
 
-    def weight_written(self, array: Array) -> None:
-        """Bring what was written to the tensor's device."""
-        if not self._on_host():
+    def weight_written(self, buffer: Buffer) -> None:
+        """Bring what was written into `weight()` or `weight_buffer()` to where the tensor is."""
+        if is_near(buffer) and buffer.data_ptr() != self._tensor.data_ptr():
+            self._tensor.detach().copy_(buffer)
+        elif not is_near(buffer) and not self._on_host():
             self._tensor.detach().copy_(self._host)
         elif hasattr(self._tensor, "_version"):
             _tell_torch(self._tensor)
@@ -480,27 +500,38 @@ class TensorReplica:
         self._seen = self._mark()
 
     def gradient(self) -> Gradient | None:
-        """Return `.grad` as an array of the same memory, or as RowSparse; from a GPU, a copy."""
+        """Return `.grad`: as an array of the same memory, as a near tensor, as RowSparse; from elsewhere, a copy."""
         grad = self._tensor.grad
         if grad is None:
             return None
-        found = grad.detach().cpu()
-        return RowSparse.from_torch(found) if found.is_sparse else array_of(found)
+        if self._is_near(grad):
+            return grad.detach()
+        return on_host(grad)
 
-    def grad_buffer(self) -> Array:
-        """Return an array for a dense gradient of all devices or workers; `grad_written` makes it `.grad`."""
+    def grad_buffer(self, *, is_host: bool = False) -> Buffer:
+        """Return memory for a dense gradient of all devices or workers; `grad_written` makes it `.grad`.
+
+        Arguments:
+            is_host: as for `weight_buffer`.
+        """
         if self._tensor.grad is None or self._tensor.grad.is_sparse:
             self._tensor.grad = self._tensor.detach().new_zeros(self._tensor.shape)
         found = self._tensor.grad.detach()
+        if not is_host and self._is_near(found):
+            return _compact(found)
         if self._on_host():
             return array_of(found)
         self._host_grad = found.cpu()
         return array_of(self._host_grad)
 
-    def grad_written(self, array: Array) -> None:
-        """Bring what was written into `grad_buffer()` to the tensor's device."""
-        if not self._on_host():
-            self._tensor.grad.detach().copy_(self._host_grad)
+    def grad_written(self, buffer: Buffer) -> None:
+        """Bring what was written into `grad_buffer()` to where the gradient is."""
+        grad = self._tensor.grad
+        if is_near(buffer):
+            if buffer.data_ptr() != grad.data_ptr():
+                grad.detach().copy_(buffer)
+        elif not self._on_host():
+            grad.detach().copy_(self._host_grad)
 
     def used(self) -> None:
         """Note that a step has used the gradient."""
@@ -516,6 +547,13 @@ class TensorReplica:
         # `.data = other` changes the memory, and in some versions of torch nothing else.
         address = getattr(self._tensor, "data_ptr", None)
         return getattr(self._tensor, "_version", 0), address() if address is not None else 0
+
+    def _is_near(self, tensor: Any) -> bool:
+        if not foreign.is_on_gpu(tensor):
+            return False
+        if self._has_gpus is None:
+            self._has_gpus = _has_gpus()
+        return self._has_gpus
 
     def _on_host(self) -> bool:
         device = self._tensor.device
@@ -556,10 +594,21 @@ def replica_of(data: object, grad: object = None) -> Replica:
 
 def write_weight(replica: Replica, array: Array) -> None:
     """Write an array of the weight's shape and dtype into a replica."""
-    buffer = replica.weight_buffer()
+    buffer = replica.weight_buffer(is_host=True)
     if buffer is not array:
         np.copyto(buffer, array)
     replica.weight_written(buffer)
+
+
+def is_near(value: object) -> TypeGuard[Near]:
+    """Tell whether a gradient or a buffer is a tensor in the memory of a GPU."""
+    return not isinstance(value, (np.ndarray, RowSparse))
+
+
+def on_host(tensor: Any) -> Array | RowSparse:
+    """Return a tensor as an array of the same memory, or as RowSparse; from a GPU, a copy."""
+    found = tensor.detach().cpu()
+    return RowSparse.from_torch(found) if found.is_sparse else array_of(found)
 
 
 def memory_of(source: Any) -> tuple[str, int]:
@@ -579,6 +628,28 @@ def gradient_of(value: object) -> Gradient:
     refuse_mask(value, "a gradient")
     sparse = RowSparse.of(value)
     return np.asarray(value) if sparse is None else sparse
+
+
+def _compact(tensor: Any) -> Any:
+    """Return a tensor's own memory, if its elements lie row by row as a store writes them; else a copy of it."""
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _has_gpus() -> bool:
+    """Tell whether stores of this process can use GPUs. Asked only if there is a tensor on one."""
+    from distrun_runtime.arrays.cuda import CudaMissing  # most processes use no GPU
+
+    try:
+        find.gpus()
+    except CudaMissing:
+        return False
+    return True
+
+
+def _dtype_name(grad: Gradient) -> str:
+    if not is_near(grad):
+        return dtypes.name_of(grad.dtype)
+    return str(grad.dtype).rpartition(".")[2]
 
 
 def _tell_torch(tensor: Any) -> None:

@@ -16,38 +16,64 @@ import json
 import os
 import uuid
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays import dtypes, find
+from distrun_runtime.arrays.device import DeviceArray, copy, is_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import RowSparse
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.optimizers import Rule, RuleSpec, State
-from distrun_runtime.ops.update import update
+from distrun_runtime.ops.update import can_fuse, new_state, state_on, state_on_host, update
+from distrun_runtime.store.pending import BorrowedArrays
 from distrun_runtime.trainer.model import Buffers
-from distrun_runtime.trainer.parameters import Gradient, Parameter, Replica, write_weight
+from distrun_runtime.trainer.parameters import Gradient, Parameter, Replica, is_near, on_host, write_weight
+
+if TYPE_CHECKING:  # Most processes use no GPU.
+    from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 
 __all__ = ["LocalRule", "bits_of", "check_rule", "digest", "load", "rule_of_folder", "save"]
 
 FORMAT = 1
 
+Place = tuple[int, int]
+"""A parameter's index, and a device."""
+
 SavedRule = tuple[RuleSpec, int]
 """A rule, and the steps that were made."""
 
 
+@dataclass(frozen=True)
+class _Step:
+    """One update of a weight."""
+
+    place: Place
+    grad: Gradient
+    scale: float
+    """What the gradient is multiplied by."""
+    others: Sequence[Replica] = ()
+    """Other devices that get a copy of the weight."""
+
+
 class LocalRule:
-    """A rule that a trainer runs itself, with its states by parameter and device."""
+    """A rule that a trainer runs itself, with its states by parameter and device.
+
+    Where the weight and its gradient are in the memory of a GPU, so is the state, and a kernel makes the step there.
+    Steps of rules that need more than the elements, and of the user's own, are made in host memory. The results are the
+    same.
+    """
 
     def __init__(self, spec: RuleSpec, params: list[Parameter]) -> None:
         self.spec = spec
         self._params = params
-        self.states: dict[tuple[int, int], State] = {}
-        """By parameter's index and device. All devices share the first one's where gradients are summed over them."""
+        self.states: dict[Place, State] = {}
+        """All devices share the first one's where gradients are summed over them. `saved_state` has one on the host."""
         self._rule = self._made(spec)
 
     def change(self, spec: RuleSpec) -> None:
@@ -57,57 +83,137 @@ class LocalRule:
             KVError: they are not right.
         """
         rule = self._made(spec)
-        for (index, device), state in self.states.items():
-            weight = self._params[index].replicas[device].weight()
-            self.states[index, device] = rules.carry_state(rule, weight, state)
+        self.states.update([(place, self._carried(rule, place, state)) for place, state in self.states.items()])
         self.spec, self._rule = spec, rule
 
-    def update(self, index: int, grad: Gradient, scale: float) -> None:
-        """Update a parameter by one gradient, on the first device; the others get a copy."""
-        first, *others = self._params[index].replicas
-        weight = self._step(index, 0, first, grad, scale)
-        for replica in others:
-            write_weight(replica, weight)
+    def update(self, sums: Iterable[tuple[int, Gradient, float]]) -> None:
+        """Update parameters by one gradient each, times a number, on the first device; the others get a copy."""
+        self._make([_Step((index, 0), grad, scale, self._params[index].replicas[1:]) for index, grad, scale in sums])
 
-    def update_each_device(self, index: int, scale: float) -> None:
-        """Update each device of a parameter by its own gradient, where that is fresh."""
-        for device, replica in enumerate(self._params[index].replicas):
-            grad = replica.gradient() if replica.is_fresh else None
-            if grad is not None:
-                self._step(index, device, replica, grad, scale)
+    def update_each_device(self, indices: Iterable[int], scale: float) -> None:
+        """Update each device of parameters by its own gradient, where that is fresh."""
+        steps = []
+        for index in indices:
+            for device, replica in enumerate(self._params[index].replicas):
+                grad = replica.gradient() if replica.is_fresh else None
+                if grad is not None:
+                    steps.append(_Step((index, device), grad, scale))
+        self._make(steps)
 
     def renew_masters(self, index: int) -> None:
         """Note that a weight was written by other means: its float32 master, if there is one, follows."""
         for device, replica in enumerate(self._params[index].replicas):
-            rules.renew_master(replica.weight(), self.states.get((index, device), {}))
+            if "master" in self.states.get((index, device), {}):
+                state = self.states[index, device] = self.saved_state((index, device))
+                rules.renew_master(replica.weight(), state)
+
+    def saved_state(self, place: Place) -> State:
+        """Return a state with its arrays in host memory; empty if there is none."""
+        state = self.states.get(place, {})
+        return state_on_host(state) if _is_on_gpu(state) else state
 
     def digest(self) -> str:
         """Return a digest of all weights and states, to compare workers by."""
         arrays = [one.replicas[0].weight() for one in self._params]
         counters: dict[str, object] = {}
-        for place, state in sorted(self.states.items()):
-            for name, part in sorted(state.items()):
+        for place in sorted(self.states):
+            for name, part in sorted(self.saved_state(place).items()):
                 if isinstance(part, np.ndarray):
                     arrays.append(part)
                 counters["%d.%d.%s" % (*place, name)] = None if isinstance(part, np.ndarray) else str(part)
         return digest(arrays) + json.dumps(counters, sort_keys=True)
 
-    def _step(self, index: int, device: int, replica: Replica, grad: Gradient, scale: float) -> Array:
+    def _make(self, steps: Iterable[_Step]) -> None:
+        on_gpus = []
+        for step in steps:
+            if is_near(step.grad) and can_fuse(self._rule):
+                on_gpus.append(step)
+            else:
+                self._make_on_host(step)
+        if on_gpus:
+            self._make_on_gpus(on_gpus)
+
+    def _make_on_host(self, step: _Step) -> None:
+        replica = self._replica(step.place)
         weight = replica.weight()
-        if (index, device) not in self.states:
-            self.states[index, device] = self._rule.new_state(weight)
-        state, knobs = self.states[index, device], self.spec.knobs(index)
+        if step.place not in self.states:
+            self.states[step.place] = self._rule.new_state(weight)
+        state = self.states[step.place] = self.saved_state(step.place)
+        knobs = self.spec.knobs(step.place[0])
+        grad = on_host(step.grad) if is_near(step.grad) else step.grad
         if isinstance(grad, RowSparse):
             some = grad.canonical()
-            update(self._rule, weight, _scaled(some.values, scale), state, knobs, rows=some.rows)
+            update(self._rule, weight, _scaled(some.values, step.scale), state, knobs, rows=some.rows)
         else:
-            update(self._rule, weight, _scaled(grad, scale), state, knobs)
+            update(self._rule, weight, _scaled(grad, step.scale), state, knobs)
         replica.weight_written(weight)
-        return weight
+        for other in step.others:
+            write_weight(other, weight)
+
+    def _make_on_gpus(self, steps: Sequence[_Step]) -> None:
+        """Make steps whose gradients, and so their weights, are on GPUs."""
+        borrowing = find.gpus().borrowing
+        written = [(replica, replica.weight_buffer()) for step in steps for replica in self._written(step)]
+        with BorrowedArrays() as borrowed:
+            outs: Iterator[DeviceArray] = iter(
+                [borrowing.output(buffer) if is_near(buffer) else buffer for _, buffer in written]
+            )
+            given = [(step, borrowing.value(step.grad), [next(outs) for _ in self._written(step)]) for step in steps]
+            borrowed.take([each for _, grad, weights in given for each in (grad, *weights) if not is_host(each)])
+            for step, grad, (weight, *others) in given:
+                try:
+                    self._make_on_gpu(step, grad, weight)
+                    for other in others:
+                        copy(weight, other)
+                except KVError as err:
+                    raise KVError("parameter %r: %s" % (self._params[step.place[0]].name, err)) from err
+            borrowed.give_back()
+        for replica, buffer in written:
+            replica.weight_written(buffer)
+
+    def _make_on_gpu(self, step: _Step, grad: GpuArray, weight: GpuArray) -> None:
+        gpu, state = weight.device, self.states.get(step.place)
+        if state is None:
+            state = new_state(self._rule, weight)
+        elif not _is_on(gpu, state):
+            state = state_on(state, gpu)
+        self.states[step.place] = state
+        if step.scale != 1.0:
+            # As on the host: 16-bit floats are not rounded in between.
+            wide = gpu.empty(grad.shape, dtypes.work_dtype(grad.dtype))
+            gpu.sum([grad.reshape(-1)], wide.reshape(-1))
+            gpu.scale(wide, step.scale)
+            grad = wide
+        update(self._rule, weight, grad, state, self.spec.knobs(step.place[0]))
+
+    def _carried(self, rule: Rule, place: Place, state: State) -> State:
+        """Return the state that a rule in place of the present one goes on with."""
+        parameter = self._params[place[0]]
+        if _is_on_gpu(state):
+            begun = rule.new_state(np.zeros(1, parameter.dtype))
+            if begun.keys() <= state.keys():  # Nothing starts anew, so it stays where it is.
+                return {name: state[name] for name in begun}
+        return rules.carry_state(rule, self._replica(place).weight(), self.saved_state(place))
+
+    def _written(self, step: _Step) -> list[Replica]:
+        return [self._replica(step.place), *step.others]
+
+    def _replica(self, place: Place) -> Replica:
+        return self._params[place[0]].replicas[place[1]]
 
     def _made(self, spec: RuleSpec) -> Rule:
         # A rule of the user's own runs in the user's own process here: any module may be imported.
         return rules.rule_of(spec, None)
+
+
+def _is_on_gpu(state: State) -> bool:
+    """Tell whether a state has arrays on a GPU."""
+    return any(hasattr(part, "memory") for part in state.values())
+
+
+def _is_on(gpu: GpuDevice, state: Mapping[str, Any]) -> bool:
+    """Tell whether the arrays of the state of a rule that can be fused are on a GPU."""
+    return all(name == "updates" or (not is_host(part) and part.device is gpu) for name, part in state.items())
 
 
 def check_rule(spec: RuleSpec, params: list[Parameter]) -> None:
@@ -166,7 +272,7 @@ def save(path: str, rule: LocalRule, params: list[Parameter], buffers: Buffers, 
     for index, parameter in enumerate(params):
         counters = []
         for device, replica in enumerate(parameter.replicas):
-            state = rule.states.get((index, device), {})
+            state = rule.saved_state((index, device))
             if device and not state:
                 continue  # it shares the first device's
             arrays["%d.%d.weight" % (index, device)] = replica.weight()

@@ -385,13 +385,15 @@ class OwnUpdates:
     def _update(self, sums: Iterable[Sum], scale: float) -> None:
         """Update the parameters by sums of gradients, alike on all devices."""
         self._divided = scale
+        found = []
         for index, total, left in sums:
             grad: Gradient | None = total
             if not isinstance(total, RowSparse):
                 # As it is now: it may have been changed, or exchanged, since it was summed.
                 grad = self._params[index].replicas[0].gradient()
             if grad is not None:
-                self._rule.update(index, grad, scale * left)
+                found.append((index, grad, scale * left))
+        self._rule.update(found)
 
     def _update_each_device(self, gradients: Sequence[Gradients], scale: float) -> None:
         """Update each device by its own gradient; there is no store."""
@@ -400,8 +402,7 @@ class OwnUpdates:
         if wrong:
             raise KVError(wrong)
         self._accept(suspects)
-        for index, _ in gradients:
-            self._rule.update_each_device(index, scale)
+        self._rule.update_each_device([index for index, _ in gradients], scale)
 
     def _end_step(self, gradients: Sequence[Gradients]) -> None:
         self.drop(gradients)

@@ -217,23 +217,38 @@ class Host:
             seen |= new
 
     def sigstop(self) -> None:
-        """Stop all its processes by signal."""
+        """Stop all its processes by signal; who entered from outside has stopped, too, when this returns."""
         self.signal(signal.SIGSTOP)
+        # nsenter(1) stops itself some time after its child. One that did so after `sigcont` would stay stopped.
+        wait_until(lambda: set(self._entries().values()) <= {"T"}, BOOT_S, "who entered %s has stopped" % self.name)
 
     def sigcont(self) -> None:
         """Let them go on."""
         self.signal(signal.SIGCONT)
-        # Whoever entered from outside has an `nsenter` there, which stopped itself with its child.
+        self._wake_entries()
+
+    def _entries(self) -> dict[int, str]:
+        """Return the state of each `nsenter` by which somebody entered from outside, by its pid."""
         inside = self.processes()
+        found = {}
         for parent in {process.parent for process in inside} - {process.pid for process in inside}:
             with contextlib.suppress(OSError):
-                if Path("/proc/%d/comm" % parent).read_text() == "nsenter\n":
-                    os.kill(parent, signal.SIGCONT)
+                name, _, rest = Path("/proc/%d/stat" % parent).read_text().partition("(")[2].rpartition(") ")
+                if name == "nsenter":
+                    found[parent] = rest[0]
+        return found
+
+    def _wake_entries(self) -> None:
+        """Let those go on that stopped themselves when their child was stopped."""
+        for pid in self._entries():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """End all its processes at once; its kernel still answers, so peers hear of it."""
         self.touched = True
         self.lab.groups.thaw(self.name)
+        self._wake_entries()  # A stopped one would not collect its child, without which the first process cannot end.
         os.kill(self.pid, signal.SIGKILL)
         wait_until(lambda: not self.processes(), BOOT_S, "%s is off" % self.name)
 

@@ -11,16 +11,18 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import fakecupy
 import numpy as np
 import pytest
 from children import exit_code_of
-from fakecupy import FakeCupy
+from fakecupy import CONTEXT, FakeCupy
 
 from distrun_runtime.arrays import cubins, cupydriver
 from distrun_runtime.arrays.cuda import (
+    Cuda,
     CudaError,
     CudaMissing,
     CudaOutOfMemory,
@@ -133,8 +135,8 @@ def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCupy:
 
 
 def made(cupy: FakeCupy) -> list[tuple[object, ...]]:
-    """Return the calls since the last time, without those for the current device: name, arguments, current device."""
-    calls = [(name, *args, device) for name, args, device in cupy.calls if name not in ("getDevice", "setDevice")]
+    """Return the calls since the last time: name, arguments, current device."""
+    calls = [(name, *args, device) for name, args, device in cupy.calls]
     cupy.calls.clear()
     return calls
 
@@ -166,8 +168,8 @@ def test_every_call_has_cupys_arguments_and_the_right_current_device(cupy: FakeC
         ("memGetInfo", 1),
         ("malloc", 64, 1),
         ("free", 0x1000, 1),
-        ("hostRegister", 0x3000, 64, 1, 0),
-        ("hostUnregister", 0x3000, 0),
+        ("hostRegister", 0x3000, 64, 1, 1),
+        ("hostUnregister", 0x3000, 1),
         ("streamCreateWithPriority", 1, -1, 1),
         ("streamDestroy", 5, 1),
         ("eventCreateWithFlags", 3, 1),
@@ -180,7 +182,7 @@ def test_every_call_has_cupys_arguments_and_the_right_current_device(cupy: FakeC
         ("streamWaitEvent", 77, 88, 0, 1),
         ("eventQuery", 88, 1),
         ("eventSynchronize", 88, 1),
-        ("deviceCanAccessPeer", 1, 0, 0),
+        ("deviceCanAccessPeer", 1, 0, 1),
         ("deviceEnablePeerAccess", 0, 1),
     ]
     assert cupy.current == 0
@@ -222,6 +224,65 @@ def test_the_current_device_of_the_thread_stays_what_it_was(cupy: FakeCupy) -> N
     thread.start()
     thread.join()
     assert seen == [0]
+
+
+def every_call(cuda: Cuda, device: int) -> None:
+    place, host = cuda.alloc(device, 64), Host(0x3000, 64)
+    stream, event = cuda.stream(device), cuda.event(device)
+    cuda.register(host, is_readonly=True)
+    cuda.copy(place, host, 64, stream)
+    cuda.copy_peer(place, place, 64, stream)
+    cuda.fill(place, 0, 64, stream)
+    cuda.launch(cuda.load(PROGRAM, device), "other", [], 1, stream)
+    cuda.record(event, stream)
+    cuda.wait(stream, event)
+    cuda.query(event)
+    cuda.synchronize(event)
+    cuda.can_access_peer(device, 0)
+    cuda.device_of(place.address)
+    cuda.memory(device)
+    cuda.properties(0)
+    cuda.unregister(host)
+    cuda.free(place)
+
+
+def test_a_process_that_uses_one_gpu_makes_a_context_on_no_other(cupy: FakeCupy) -> None:
+    cuda = cupydriver.open_cupy()
+    cupy.answers.update(deviceGetAttribute=1, pointerGetAttributes=SimpleNamespace(device=1))
+    found: list[tuple[int, int]] = []
+
+    def fresh() -> None:
+        every_call(cuda, 1)
+        cuda.device_of(0x1000)
+        found.append((cupy.current, cupy.context))
+
+    for _ in range(2):
+        thread = threading.Thread(target=fresh)
+        thread.start()
+        thread.join()
+    fresh()
+    assert cupy.contexts == {1: "setDevice"}
+    assert found == [(0, 0)] * 3, "these threads have not chosen a device"
+
+
+def test_a_thread_keeps_the_context_that_it_has_of_another_library(cupy: FakeCupy) -> None:
+    cuda = cupydriver.open_cupy()
+    cuda.memory(0)
+    own = CONTEXT + 1
+    cupy.contexts[1] = "ctxCreate"
+    cupy.cuda.driver.ctxSetCurrent(own)
+    cupy.statuses["malloc"] = 2
+    with pytest.raises(CudaOutOfMemory):
+        cuda.alloc(0, 64)
+    assert cupy.context == own
+
+
+def test_memory_of_a_library_is_looked_up_in_the_context_of_its_thread(cupy: FakeCupy) -> None:
+    cuda = cupydriver.open_cupy()
+    cupy.answers["pointerGetAttributes"] = SimpleNamespace(device=1)
+    cupy.cuda.runtime.setDevice(1)
+    assert cuda.device_of(0x1000) == 1  # before this process has used a GPU by distrun
+    assert cupy.contexts == {1: "setDevice"}
 
 
 def test_cupys_errors_come_with_code_and_name(cupy: FakeCupy) -> None:

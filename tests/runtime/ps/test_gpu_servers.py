@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import cluster
 import numpy as np
 import pytest
 from gpukit import Machine, gpus_of_process, values
-from history_server import Piece, data, raw
+from history_server import History, Piece, data, raw, reason, said
+from history_server import values as values_of
 
-from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays import arena, dtypes
 from distrun_runtime.arrays import find as devices
-from distrun_runtime.arrays.cuda import ProgramError
+from distrun_runtime.arrays.cuda import CudaError, CudaOutOfMemory, ProgramError
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.segments import Pool, address_of
 from distrun_runtime.errors import KVError
@@ -293,6 +295,59 @@ def test_a_store_moves_between_devices_with_all_it_has(machine: Machine, determi
     alike(history, deterministic=deterministic)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_move_that_fails_at_any_step_leaves_the_store_where_it_was(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    """The GPU's memory ends at each array in turn, then each copy fails: no array is elsewhere, or lost."""
+    monkeypatch.setattr(arena, "FIRST_BYTES", 1024)
+    gpu, host = devices.get("gpu:0"), devices.get("cpu:0")
+    pool = machine.gpus.get(0).pool
+
+    def history(side: Side, *, moves: bool) -> Any:
+        def fails(device: Any) -> CudaError | None:
+            here = [each.array for each in side.values._places()]
+            try:
+                side.values.move(device)
+            except CudaError as err:
+                assert [id(each.array) for each in side.values._places()] == [id(array) for array in here]
+                assert side.values.device is not device
+                return err
+            return None
+
+        side.set_rule("adam", multi_precision=True)
+        side.do(work.Apply(side.store, 1, side.shards, rank=0, last=side.batch(1)))
+        side.pulled(2, **compression.numbered(2).check({}))
+        for rank, number in ((0, 2), (1, 2), (1, 3)):
+            side.do(work.Add(rank, number, side.batch(5 * number + rank, number)))
+        steps = 0
+        if moves:
+            pool.trim()
+            pool.limit, before = 0, pool.size
+            while err := fails(gpu):
+                assert isinstance(err, CudaOutOfMemory)
+                pool.trim()
+                assert pool.size == before == 0
+                pool.limit += err.wanted - err.free
+                steps += 1
+            for device, call in ((host, "copy"), (gpu, "copy")):
+                for nth in range(1, 100):
+                    machine.standin.fail(call, nth, code=1)
+                    if fails(device) is None:
+                        break
+                    steps += 1
+                machine.standin.faults.clear()
+            side.values.move(host)
+            pool.limit = None
+        assert steps == 0 or steps > 20
+        side.do(work.Apply(side.store, 2, side.shards))
+        side.do(work.Apply(side.store, 3, side.shards, rank=0, last=side.batch(8, 3)))
+        return side.pulled(2, **compression.numbered(2).check({})), side.pulled(), side.state()
+
+    expected, found = (history(Side("cpu", deterministic=deterministic), moves=moves) for moves in (False, True))
+    assert found == expected
+
+
 def test_what_a_gpu_does_not_hold_is_refused_by_name(machine: Machine) -> None:
     side = Side("cpu")
     side.set_rule("lamb")
@@ -303,9 +358,10 @@ def test_what_a_gpu_does_not_hold_is_refused_by_name(machine: Machine) -> None:
     other = Side("gpu:0")
     with pytest.raises(KVError, match="store 1: weights on gpu:0 cannot be updated by rule 'sgld'"):
         other.values.set_rule(rules.make("sgld", {}), rules.RuleSpec.of("sgld", {}))
-    rows = other.store.add([Shard(0, 0, 4, 3, row_size=2)])
+    rows = Side("cpu")
+    rows.store.add([Shard(0, 0, 4, 3, row_size=2)])
     with pytest.raises(KVError, match="store 1 has row-sparse keys: its values cannot be on gpu:0"):
-        other.values.place(rows, 0)
+        rows.values.move(gpu)
 
 
 def test_the_kernels_of_rules_and_codecs_are_compiled_before_the_first_round(machine: Machine) -> None:
@@ -365,3 +421,56 @@ def test_a_pull_whose_codec_has_no_kernels_says_so(machine: Machine, monkeypatch
 def test_a_pull_to_which_nothing_was_lent_is_refused(machine: Machine) -> None:
     text = Side("gpu:0").refused(77)
     assert "3 of 3 values could not be made ready" in text
+
+
+# Initialising keys
+
+
+@pytest.fixture
+def server(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[History]:
+    """A server on a GPU whose engine's thread does all work."""
+    monkeypatch.setattr(cluster, "MUCH_BYTES", 0)
+    monkeypatch.setattr(arena, "FIRST_BYTES", 4096)
+    with History(settings={"server_device": "gpu:0"}) as made:
+        yield made
+
+
+def keys_of(server: History) -> Any:
+    [told] = server.ask(0, Kind.STATS)
+    return told.body["keys"], told.body["pieces"]
+
+
+LARGE = [1.0] * 2048
+"""More than the rest of the first block of an arena."""
+
+
+@pytest.mark.parametrize("has_rule", [False, True])
+def test_an_init_that_failed_leaves_nothing_behind(machine: Machine, server: History, has_rule: bool) -> None:
+    if has_rule:
+        server.rule("adam")
+    there = machine.standin.memory_bytes
+    machine.standin.memory_bytes = sum(machine.standin.used) + 4096
+    for _ in range(2):
+        text = reason(server.init({"f": LARGE, "g": [5, 5]}))
+        assert text.startswith("server-0 cannot take the values of key 'f', 'g': alloc on gpu:0 failed"), text
+        assert keys_of(server) == (2, 2)
+        assert "no such piece" in reason(server.pull(0, 0, "g"))
+    server.push(0, 1, {"a": [1, 2]})
+    machine.standin.memory_bytes = there
+    assert said(server.init({"g": [7, 8, 9], "f": LARGE})) == ["w0 INIT"]
+    assert keys_of(server) == (4, 4)
+    server.push(1, 1, {"a": [1, 2]})
+    found = values_of(server.pull(0, 0, "f", "g"))
+    assert found == {"f": LARGE, "g": [7, 8, 9]}
+    assert has_rule or values_of(server.pull(0, 1)) == {"a": [2, 4]}
+
+
+def test_inits_that_come_while_one_fails_are_done_in_their_order(machine: Machine, server: History) -> None:
+    for nth in (1, 2, 3):
+        machine.standin.fail("alloc", nth, code=2)
+    given = [("w0", "f", LARGE), ("w1", "g", [1, 2]), ("w0", "h", [3, 4])]
+    told = server.hear_all([(link, server.initial({name: value})) for link, name, value in given])
+    assert said(told) == ["w0 INIT!", "w1 INIT", "w0 INIT"]
+    assert keys_of(server) == (4, 4)
+    assert values_of(server.pull(0, 0, "g", "h")) == {"g": [1, 2], "h": [3, 4]}
+    assert said(server.init({"f": [1, 1]})) == ["w0 INIT"]

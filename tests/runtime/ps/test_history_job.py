@@ -156,3 +156,21 @@ def test_a_second_signal_ends_a_server_at_once_and_the_first_if_it_has_not_regis
     server.signal(15)
     assert server.finish is not None
     assert (server.finish.code, server.finish.reason) == (0, "signal 15")
+
+
+def test_a_server_whose_device_failed_says_why_on_every_connection_before_it_ends(serving: Serving) -> None:
+    server = serving(servers=2)
+    sent = server.breaks("gpu:0 is broken")
+    assert [(each.link, each.kind) for each in sent] == [
+        ("w0", Kind.LOST),
+        ("w1", Kind.LOST),
+        ("s1", Kind.LOST),
+        (SCHEDULER, Kind.ABORT),
+    ]
+    assert {each.body["who"] for each in sent[:3]} == {"server-0"}
+    assert all("server-0@" in each.body["reason"] for each in sent[:3])
+    assert all(each.body["reason"].endswith("failed: gpu:0 is broken") for each in sent[:3])
+    assert server.finish is None
+    server.hear(SCHEDULER, data(Kind.ABORT, flags=Flag.REPLY))
+    assert server.finish is not None
+    assert (server.finish.code, server.finish.reason) == (1, "gpu:0 is broken")

@@ -414,6 +414,15 @@ def test_a_lost_connection_to_a_server_fails_what_waits_for_it_and_is_opened_aga
     assert told.body["round"] == 2
 
 
+def test_the_reason_that_a_server_gives_for_its_end_is_told_to_who_waits_for_it(serving: Serving) -> None:
+    server = norms_server(serving)
+    push_round(server, 1, THREE)
+    server.pull(0, 1)
+    sent = server.hear("server-1", data(Kind.LOST, body={"who": "server-1", "reason": "server-1 failed: its GPU"}))
+    assert reason(sent) == "server-1 failed: its GPU"
+    assert server.cut("server-1") == []
+
+
 def test_after_a_loss_nothing_waits_for_norms(serving: Serving) -> None:
     server = norms_server(serving)
     push_round(server, 1, THREE)

@@ -13,18 +13,19 @@ import pytest
 from cluster import Cluster, config, open_store
 from gpukit import Machine, gpus_of_process
 
-from distrun_runtime.arrays import find
+from distrun_runtime.arrays import arena, find
 from distrun_runtime.arrays.cuda import CudaMissing, ProgramError
-from distrun_runtime.arrays.dtypes import work_dtype
 from distrun_runtime.arrays.gpu import GpuDevice
 from distrun_runtime.errors import ContractError, KVError, PeerLost
 from distrun_runtime.ops import compression, update
 from distrun_runtime.ops.optimizers import RuleSpec, rule_of
 from distrun_runtime.ops.partition import Shard
-from distrun_runtime.protocol.message import DTYPE_CODES, DTYPES
+from distrun_runtime.protocol.message import DTYPE_CODES
+from distrun_runtime.ps.engine import Engine
 from distrun_runtime.ps.placement import DeviceChoice, Placement, StoreNeeds, decide, need_of, obstacle_of
 from distrun_runtime.ps.serve import placement_of
 from distrun_runtime.ps.shards import Store, relayed
+from distrun_runtime.ps.values import Values
 
 MIB = 1 << 20
 F32 = DTYPE_CODES[np.dtype(np.float32)]
@@ -42,12 +43,24 @@ def rule(name: str, **params: Any) -> Any:
     return rule_of(RuleSpec(name, params), ())
 
 
-def store_of(*lengths: int, on_devices: bool = True, rows: int = 0, number: int = 1) -> Store:
+def values_of(
+    *lengths: int, on_devices: bool = True, rows: int = 0, number: int = 1, code: int = F32, deterministic: bool = False
+) -> Values:
+    """Return a store of one key for each length, given their places at once."""
     store = Store(number, 2)
     store.on_devices = on_devices
-    store.add([Shard(0, 0, length, key, F32, rows) for key, length in enumerate(lengths)])
-    store.names.update({key: "w%d" % key for key in range(len(lengths))})
-    return store
+    store.is_deterministic = deterministic
+    made = Values(store, find.get("cpu:0"))
+    add(made, *lengths, code=code, rows=rows)
+    return made
+
+
+def add(values: Values, *lengths: int, code: int = F32, rows: int = 0) -> None:
+    """Give further keys their places."""
+    first = values.store.count
+    shards = values.store.add([Shard(0, 0, length, key, code, rows) for key, length in enumerate(lengths, first)])
+    values.store.names.update({key: "w%d" % key for key in range(first, values.store.count)})
+    values.place(shards, code)
 
 
 class Said(list[tuple[str, str]]):
@@ -89,16 +102,62 @@ def test_stores_that_need_no_gpu_are_in_the_hosts_memory_without_a_word() -> Non
     assert decide("auto", StoreNeeds(False, 1), 10) == decide("cpu", StoreNeeds(True, 1), 10) == DeviceChoice(False)
 
 
-def test_weights_states_and_two_rounds_have_to_fit() -> None:
-    store = store_of(3 * MIB, MIB)
-    assert need_of(store, None) == 2 * 3 * 16 * MIB, "a weight and two sums, each with the room that arenas keep"
-    assert need_of(store, rule("sgd", learning_rate=1.0)) == need_of(store, None)
-    assert need_of(store, rule("adam", learning_rate=1.0)) == 2 * 5 * 16 * MIB
-    half = Store(1, 2)
-    code = DTYPE_CODES[np.dtype(np.float16)]
-    half.add([Shard(0, 0, 4 * MIB, 0, code, 0)])
-    assert work_dtype(DTYPES[code]) == np.float32
-    assert need_of(half, None) == 2 * (8 + 2 * 16) * MIB, "sums of 16-bit floats are float32"
+def test_weights_states_two_rounds_and_what_a_message_brings_have_to_fit() -> None:
+    values = values_of(3 * MIB, MIB)
+    assert need_of(values, None) == (3 + 2) * 16 * MIB, "a weight and two sums; and a contribution, plain and scaled"
+    assert need_of(values, rule("sgd", learning_rate=1.0)) == need_of(values, None)
+    assert need_of(values, rule("adam", learning_rate=1.0)) == (5 + 2) * 16 * MIB
+    half = values_of(4 * MIB, code=DTYPE_CODES[np.dtype(np.float16)])
+    assert need_of(half, None) == (8 + 2 * 16 + 2 * 16) * MIB, "sums of 16-bit floats are float32"
+    many = values_of(*[MIB] * 64)
+    assert need_of(many, None) == (3 * 256 + 2 * 16) * MIB, "no message has more than 16 MiB"
+    each = values_of(MIB, MIB, deterministic=True)
+    assert need_of(each, None) == (8 + 2 * 2 * 8 + 2 * 8) * MIB, "what each of two workers gives is kept"
+    values.has_residuals = True
+    assert need_of(values, None) == (3 + 2 + 1) * 16 * MIB, "what encoded answers leave out is float32"
+
+
+def test_places_that_were_taken_back_are_given_again() -> None:
+    values = values_of(3 * MIB)
+    alone, before = need_of(values, None), values.extent()
+    add(values, 20 * MIB, 5)
+    assert need_of(values, None) > alone
+    values.take_back(before, np.array([1, 2]))
+    values.store.take_back(np.array([1, 2]))
+    assert need_of(values, None) == alone
+    other = values_of(3 * MIB)
+    for each in (values, other):
+        add(each, 9, 20 * MIB)
+    assert values.at[:3].tolist() == other.at[:3].tolist()
+    assert values.store.by_key == other.store.by_key
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_list_of_sizes_makes_arenas_take_more_than_was_estimated(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Keys of random sizes and dtypes, given their places in random groups, with all that two rounds can keep."""
+    monkeypatch.setattr(arena, "FIRST_BYTES", 4096)
+    monkeypatch.setattr(arena, "BLOCK_BYTES", 64 * 1024)
+    random = np.random.default_rng(seed)
+    gpu = machine.gpus.get(0)
+    values = values_of()
+    adam = rule("adam", learning_rate=1.0, multi_precision=True)
+    values.set_rule(adam, RuleSpec("adam", {"multi_precision": True}))
+    values.move(gpu)
+    for _ in range(int(random.integers(1, 12))):
+        code = DTYPE_CODES[np.dtype([np.float32, np.float16, np.float64][random.integers(3)])]
+        add(values, *random.integers(1, 2 ** random.integers(1, 16), random.integers(1, 4)).tolist(), code=code)
+    for shard in range(values.store.count):
+        begin, end = values.span(shard)
+        values.set_state(shard, update.new_state(adam, values.weight(shard)))
+        for number in (1, 2):
+            values.sums(values.round_of(number), int(values.store.dtype[shard])).view(begin, end)
+        values.residual_of(shard)
+    values.has_residuals = True
+    gpu.pool.trim()
+    brought = need_of(values, adam) - gpu.pool.size
+    assert 0 <= brought <= 2 * 3 * 16 * MIB, "not more either, but for what a message of each dtype brings"
 
 
 @pytest.mark.parametrize(
@@ -106,13 +165,13 @@ def test_weights_states_and_two_rounds_have_to_fit() -> None:
     [("sgd", ""), ("adam", ""), ("lamb", "norms over the whole value"), ("lars", "norms over the whole value")],
 )
 def test_rules_that_a_gpu_does_not_do_are_named(name: str, says: str) -> None:
-    found = obstacle_of(store_of(10), rule(name, learning_rate=1.0))
+    found = obstacle_of(values_of(10).store, rule(name, learning_rate=1.0))
     assert says in found
     assert bool(found) == bool(says)
 
 
 def test_row_sparse_keys_are_named() -> None:
-    assert obstacle_of(store_of(10, 20, rows=5), None) == "key 'w0' is row-sparse"
+    assert obstacle_of(values_of(10, 20, rows=5).store, None) == "key 'w0' is row-sparse"
 
 
 # What comes of it
@@ -120,10 +179,10 @@ def test_row_sparse_keys_are_named() -> None:
 
 def test_with_auto_stores_of_device_kinds_come_to_the_gpu_and_it_is_said_once(machine: Machine) -> None:
     placement, said = placed(index=3)
-    assert placement.place(store_of(100, on_devices=False), None) is placement.host
+    assert placement.place(values_of(100, on_devices=False), None) is placement.host
     assert machine.standin.calls["alloc"] == 0
     assert said == []
-    store = store_of(100)
+    store = values_of(100)
     assert placement.place(store, None) is placement.place(store, None) is machine.gpus.get(1), "the fourth of two"
     ((level, text),) = said
     assert level == "INFO"
@@ -138,36 +197,36 @@ def test_without_a_gpu_stores_of_device_kinds_stay_and_why_is_said_once(monkeypa
     monkeypatch.setattr(find, "gpus", missing)
     placement, said = placed()
     for number in (1, 2):
-        assert placement.place(store_of(100, number=number), None) is placement.host
+        assert placement.place(values_of(100, number=number), None) is placement.host
     text = "event=device store=1 device=cpu:0 reason=a GPU needs cupy, which is not installed"
     assert said == [("INFO", text)]
 
 
 def test_a_store_that_grows_beyond_the_limit_leaves_and_stays_away(machine: Machine) -> None:
     placement, said = placed(limit=32 * MIB)
-    small = store_of(100)
+    small = values_of(100)
     assert placement.place(small, None).name == "gpu:0"
-    small.add([Shard(0, 0, 2 * MIB, 9, F32, 0)])
+    add(small, 2 * MIB)
     assert placement.place(small, None) is placement.host
-    assert said[-1][1].endswith("need 48.0 MiB, and 32.0 MiB are left of the server's part of the GPU's memory")
+    assert said[-1][1].endswith("need 45.0 MiB, and 32.0 MiB are left of the server's part of the GPU's memory")
     assert placement.place(small, None) is placement.host
     assert [level for level, _ in said] == ["INFO", "WARNING"], "that it has left is seen where INFO is not"
 
 
 def test_what_other_stores_take_is_not_left(machine: Machine) -> None:
     placement, said = placed(limit=32 * MIB)
-    assert placement.place(store_of(MIB, number=1), None).name == "gpu:0"
-    assert placement.place(store_of(MIB, number=2), None) is placement.host
-    assert "need 24.0 MiB, and 8.0 MiB are left" in said[-1][1]
+    assert placement.place(values_of(MIB, number=1), None).name == "gpu:0"
+    assert placement.place(values_of(MIB, number=2), None) is placement.host
+    assert "need 20.0 MiB, and 12.0 MiB are left" in said[-1][1]
     placement.forget()
-    assert placement.place(store_of(MIB, number=2), None).name == "gpu:0", "the next script has the whole room"
+    assert placement.place(values_of(MIB, number=2), None).name == "gpu:0", "the next script has the whole room"
 
 
 def test_a_rule_that_a_gpu_does_not_do_moves_the_store(machine: Machine) -> None:
     for asked, level in (("auto", "WARNING"), ("gpu:0", "WARNING")):
         placement, said = placed(asked)
         placement.open()
-        store = store_of(100)
+        store = values_of(100)
         assert placement.place(store, None).name == "gpu:0"
         assert placement.place(store, rule("lamb", learning_rate=1.0)) is placement.host
         assert said[-1] == (
@@ -186,7 +245,7 @@ def test_with_auto_kernels_that_do_not_compile_leave_the_store_in_host_memory(
     owner: Any = {"sums": GpuDevice, "codecs": compression.TwoBit, "rule": update}[which]
     monkeypatch.setattr(owner, "prepare", fails)
     placement, said = placed()
-    store = store_of(100)
+    store = values_of(100)
     if which == "rule":
         assert placement.place(store, None).name == "gpu:0"
     assert placement.place(store, rule("adam", learning_rate=1.0)) is placement.host
@@ -194,7 +253,7 @@ def test_with_auto_kernels_that_do_not_compile_leave_the_store_in_host_memory(
     asked, _ = placed("gpu:0")
     asked.open()
     with pytest.raises(KVError, match="no compiler for"):
-        asked.place(store_of(100), rule("adam", learning_rate=1.0))
+        asked.place(values_of(100), rule("adam", learning_rate=1.0))
 
 
 def test_with_auto_a_gpu_that_fails_for_good_while_it_is_looked_for_is_no_missing_gpu(machine: Machine) -> None:
@@ -202,7 +261,7 @@ def test_with_auto_a_gpu_that_fails_for_good_while_it_is_looked_for_is_no_missin
     machine.standin.fail("memory")
     assert placement.failed is None
     with pytest.raises(KVError, match="cannot use the GPU any more"):
-        placement.place(store_of(100), None)
+        placement.place(values_of(100), None)
     assert "cannot use the GPU any more" in str(placement.failed)
     assert said == []
 
@@ -210,10 +269,10 @@ def test_with_auto_a_gpu_that_fails_for_good_while_it_is_looked_for_is_no_missin
 def test_a_gpu_that_was_asked_for_by_name_takes_every_store_but_sums_of_relays(machine: Machine) -> None:
     placement, _ = placed("gpu:1", limit=MIB)
     placement.open()
-    assert placement.place(store_of(MIB, on_devices=False), None).name == "gpu:1"
-    assert placement.place(store_of(MIB, number=relayed(1)), None) is placement.host
+    assert placement.place(values_of(MIB, on_devices=False), None).name == "gpu:1"
+    assert placement.place(values_of(MIB, number=relayed(1)), None) is placement.host
     spread = [placed("gpu", index=index)[0] for index in range(3)]
-    assert [each.place(store_of(10), None).name for each in spread] == ["gpu:0", "gpu:1", "gpu:0"]
+    assert [each.place(values_of(10), None).name for each in spread] == ["gpu:0", "gpu:1", "gpu:0"]
 
 
 def test_a_gpu_that_is_not_there_is_an_error_with_what_to_type(machine: Machine) -> None:
@@ -306,6 +365,25 @@ def test_a_store_that_leaves_the_gpu_goes_on_with_its_values_and_open_round(mach
     assert sum(machine.standin.used) < MIB, "it keeps none of its arrays there"
 
 
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_store_leaves_the_gpu_if_what_encoded_answers_leave_out_does_not_fit(machine: Machine, fits: bool) -> None:
+    """What the answer of the second round leaves out comes with the third one, wherever that is made."""
+
+    def script(kv: Any) -> tuple[list[float], str]:
+        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5, "two_way": True, "min_size": 0})
+        kv.init("w", np.zeros(MIB // 8, np.float32))
+        out = np.empty(MIB // 8, np.float32)
+        for _ in range(3):
+            kv.pushpull("w", np.full(MIB // 8, 0.3, np.float32), out)
+        assert (out == out[0]).all()
+        return [float(out[0])], kv.stats()[0]["device"]
+
+    need = need_of(values_of(MIB // 8), None)
+    with Cluster(2, 1, server_gpu_bytes=need + fits * MIB // 2) as made:
+        told = made.run(script, "dist_device_sync")
+    assert told == [([0.5], "gpu:0" if fits else "cpu:0")] * 2
+
+
 @pytest.mark.parametrize("name", ["lars", "rules_of_users:Fussy"])
 def test_a_store_whose_rule_a_gpu_does_not_do_leaves_it_with_its_values(machine: Machine, name: str) -> None:
     def script(kv: Any) -> tuple[str, str]:
@@ -321,6 +399,58 @@ def test_a_store_whose_rule_a_gpu_does_not_do_leaves_it_with_its_values(machine:
 
     with Cluster(2, 1, imports=("rules_of_users",)) as made:
         assert made.run(script, "dist_device_sync") == [("gpu:0", "cpu:0")] * 2
+
+
+def test_with_auto_a_store_whose_values_find_no_place_goes_on_in_host_memory_and_says_so(machine: Machine) -> None:
+    """Another process has taken the memory since the server looked."""
+
+    def script(kv: Any) -> list[str]:
+        kv.init("w", np.full(1000, 5, np.float32))
+        kv.pushpull("w", np.ones(1000, np.float32))
+        where = [kv.stats()[0]["device"]]
+        kv.barrier()
+        machine.standin.memory_bytes = sum(machine.standin.used)
+        kv.init("large", np.full(MIB, 7, np.float32))
+        out, large = np.empty(1000, np.float32), np.empty(MIB, np.float32)
+        kv.pull(["w", "large"], [out, large])
+        assert (out == 2).all()
+        assert (large == 7).all()
+        kv.pushpull(["w", "large"], [out, large])
+        assert (large == 14).all()
+        return [*where, kv.stats()[0]["device"]]
+
+    with Cluster(2, 1) as made:
+        assert made.run(script, "dist_device_sync") == [["gpu:0", "cpu:0"]] * 2
+    assert sum(machine.standin.used) < MIB
+
+
+def test_with_auto_values_for_which_a_gpu_has_no_memory_stay_and_go_on(machine: Machine) -> None:
+    """They come from host memory, when the first worker says that it has a device store."""
+    placement, said = placed()
+    engine = Engine(placement.host, placement=placement)
+    values = values_of(MIB, on_devices=False)
+    values.device = placement.host
+    engine._values[1] = values
+    values.weight(0)[:] = 3
+    values.store.on_devices = True
+    assert placement._found(1) is not None
+    machine.standin.memory_bytes = 2 * MIB
+    engine._settle(values, None)
+    assert values.device is placement.host
+    assert (values.weight(0) == 3).all()
+    level, text = said[-1]
+    assert level == "WARNING"
+    assert text.startswith("event=device store=1 device=cpu:0 reason=alloc on gpu:0 failed: ")
+    engine._settle(values, None)
+    assert len(said) == 2, "that it came, and that it stays away"
+    named, _ = placed("gpu:0")
+    named.open()
+    other = Engine(named.host, placement=named)
+    values = values_of(MIB)
+    values.weight(0)[:] = 3
+    with pytest.raises(KVError, match="wanted 4194304 bytes"):
+        other._settle(values, None)
+    assert (values.weight(0) == 3).all()
 
 
 def test_values_that_find_no_place_fail_by_server_key_and_bytes(machine: Machine) -> None:

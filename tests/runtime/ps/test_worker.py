@@ -291,6 +291,24 @@ def test_a_node_that_a_server_says_is_lost_counts_as_lost() -> None:
     assert rig.worker.dead == {"worker-1"}
 
 
+def test_a_server_that_says_why_it_ends_is_lost_for_that_reason() -> None:
+    rig = Rig()
+    request, _ = rig.ask(("server-1", PULL))
+    rig.hear("server-0", Message(Kind.LOST, body={"who": "server-0", "reason": "server-0@d0 failed: its GPU"}))
+    rig.broken("server-0")
+    rig.hear("scheduler", Message(Kind.LOST, body={"who": "server-0", "reason": "another"}))
+    error = error_of(request)
+    assert isinstance(error, PeerLost)
+    assert (str(error), error.lost_peer) == ("pull of key 'w': server-0@d0 failed: its GPU", "server-0")
+
+
+def test_a_server_speaks_only_of_its_own_end() -> None:
+    rig = Rig()
+    request, _ = rig.ask(("server-1", PULL))
+    assert rig.hear("server-0", Message(Kind.LOST, body={"who": "server-1", "reason": "x"})) == []
+    assert not request.is_done
+
+
 def test_a_wait_that_is_too_short_names_who_has_not_answered() -> None:
     """Whom the servers wait for is only said after a while."""
     rig = Rig()

@@ -6,6 +6,7 @@ The GPUs are those of the stand-in, which fails the test if a copy or kernel is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -260,3 +261,14 @@ def test_small_values_come_to_a_gpu_by_one_copy_a_server_and_are_scattered_there
         ((copies, found),) = job.run_sessions(work)
     assert copies == 2
     assert found == [values(shape, F32, n).tobytes() for n, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("kind", ["local", "device"])
+def test_a_store_whose_values_are_on_one_gpu_makes_a_context_on_no_other(machine: Machine, kind: str) -> None:
+    store = Store(LocalBackend(kind), {"a": values((40,), F32)})
+    store.push([put(machine, "gpu:1", values((40,), F32, part)) for part in range(2)])
+    out = put(machine, "gpu:1", values((40,), F32))
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(store.pull, [[out]]).result()
+    assert machine.standin.contexts == {1: "make_stream"}
+    store.backend.close()
