@@ -148,13 +148,18 @@ def _store(view: JobView, columns: int) -> str:
             units.count(number(server, "waiting")),
             "" if not stale else f"{stale:.0f}",
             "" if last is None else f"worker-{last} {lags[last]:.2f} s",
+            read.text(server.get("device")),
         )
         rows.append(row)
-    headings = ("SERVER", "KEYS", "BYTES", "PUSH", "PULL", "IN", "OUT", "QUEUE", "WAIT", "STALE", "LAST")
+    headings = ("SERVER", "KEYS", "BYTES", "PUSH", "PULL", "IN", "OUT", "QUEUE", "WAIT", "STALE", "LAST", "DEVICE")
     kept = tables.filled(headings, rows, headings[2:])
     shown = (
         render(tables.table(*kept, columns, ("STALE", "OUT", "IN", "WAIT", "BYTES", "QUEUE"), False)) if rows else ""
     )
+    for name, each in servers.items():
+        server = read.members(each)
+        device, why = read.text(server.get("device")), read.text(server.get("device_why"))
+        shown += _cut(f"{name}: values on {device}, because {why}", columns) + "\n" if why else ""
     scheduler = read.members(store.get("scheduler"))
     waiting = number(scheduler, "barrier_waiting")
     if waiting:

@@ -145,6 +145,7 @@ class Server:
     staleness_max: float | None
     staleness_mean: float | None
     lags: Mapping[str, float]
+    device: str = ""
 
 
 @dataclass(frozen=True)
@@ -502,6 +503,7 @@ def _store(told: Mapping[str, object]) -> Store:
             staleness_max=read.finite(each.get("staleness_max")),
             staleness_mean=read.finite(each.get("staleness_mean")),
             lags=read.numbers(each.get("lags")),
+            device=read.text(each.get("device")),
         )
         for name, each in ((name, read.members(value)) for name, value in read.members(told.get("servers")).items())
     ]

@@ -92,13 +92,13 @@ def store(model: Model, columns: int, glyphs: Glyphs, room: int) -> list[Line]:
     if found.round_s is not None:
         more.append(f"rounds/s {_rate(found.round_s)}")
     table: list[tuple[str, ...]] = [
-        ("SERVER", "KEYS", "SIZE", "PUSH/S", "PULL/S", "IN", "OUT", "QUEUE", "WAITING", "STALE", "LAST RANK")
+        ("SERVER", "KEYS", "SIZE", "PUSH/S", "PULL/S", "IN", "OUT", "QUEUE", "WAITING", "STALE", "LAST RANK", "DEVICE")
     ]
     table += [_server_cells(server) for server in found.servers]
     styles = [text.BOLD, *([text.PLAIN] * len(found.servers))]
     if room - len(lines) < 2:
         return lines  # a heading alone says nothing
-    lines += _aligned(table, styles, columns, glyphs, left=(0, 10), dispensable=(6, 5, 1, 9, 8, 2))
+    lines += _aligned(table, styles, columns, glyphs, left=(0, 10, 11), dispensable=(6, 5, 1, 11, 9, 8, 2))
     if more:
         lines.append((("  ".join(more), text.DIM),))
     return lines
@@ -118,6 +118,7 @@ def _server_cells(server: Server) -> tuple[str, ...]:
         "" if server.waiting is None else str(server.waiting),
         _rate(server.staleness_max),
         "" if last is None or last[1] <= 0 else f"{_rank(last[0])} +{last[1]:.2f}s",
+        server.device,
     )
 
 

@@ -462,7 +462,11 @@ class KVStore(KVStoreBase):
         """
         self._ready()
         if self._backend.compresses:
-            self._backend.check(self._fitting(values.contributions(key, value, on_host=True)))
+            with BorrowedArrays() as borrowed:
+                items = self._fitting(values.contributions(key, value))
+                self._borrow(borrowed, (each for _, each in items))
+                self._backend.check(items)
+                borrowed.give_back()
 
     def companion(self) -> KVStore:
         """Return another store of the same workers, with rounds and without a rule. All call it. For trainers."""

@@ -165,8 +165,9 @@ class Cluster:
     def session(self, rank: int = -1, **changes: Any) -> Session:
         """Return a worker's session, not opened yet."""
         node = self._config("worker", **{"rank": rank, "root_port": self.root_port, **changes})
-        pool = self._pool_of(node)
-        return Session(node, self._transport(node), Memory(pool, pool))
+        pool, transport = self._pool_of(node), self._transport(node)
+        del self._pools["worker-%d" % rank]  # It is closed with the session; the next one of this rank has its own.
+        return Session(node, transport, Memory(pool, pool))
 
     def run(
         self, script: Callable[[KVStore], Any], type_name: str = "dist_sync", staleness: int | None = None

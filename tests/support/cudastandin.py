@@ -8,6 +8,8 @@ It is the driver below `distrun_runtime.arrays.cuda.Cuda`. What it does that a G
 * Every operation has a vector clock. Two operations on overlapping bytes, one of which writes, that no stream or event
   puts into an order are a mistake. So is memory that is freed, or unregistered, before the host knows that its last
   use is over, and host memory that the program overwrites before a copy from it is done.
+* A call that may wait for a GPU, or takes long, is a mistake while its thread holds the lock of an `Order`: all other
+  threads that give work would wait with it.
 * Memory is only found at the address and on the device that it has: anything else is a mistake.
 * Each call can be made to fail.
 
@@ -18,13 +20,14 @@ What the host knows is one clock for all threads: that they hand arrays to each 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,6 +51,7 @@ from distrun_runtime.arrays.cuda import (
     Write,
 )
 from distrun_runtime.arrays.programs import Program
+from distrun_runtime.arrays.queues import OrderLock
 
 Compiled = Callable[[str, Sequence[Any], int], None]
 """Runs a kernel by name on addresses of host memory and numbers, for so many elements."""
@@ -72,8 +76,47 @@ ALIGNMENT = 256
 ASKS_BEFORE_DONE = 20
 """So often an event is not yet completed when it is asked."""
 
+BLOCKING = {"alloc", "free", "register", "unregister", "load", "synchronize", "enable_peer"}
+"""Calls that may wait for a GPU, or take long; so may copies from and to memory of the host that is not page-locked."""
+
 Clock = dict[int, int]
 """For each stream, how many of its operations are known to be over."""
+
+
+class _Holds(threading.local):
+    """How many locks of an `Order` a thread holds."""
+
+    count = 0
+
+
+_holds = _Holds()
+
+
+def _count_locks() -> None:
+    enter, leave = OrderLock.__enter__, OrderLock.__exit__
+
+    def entered(lock: OrderLock) -> None:
+        enter(lock)
+        _holds.count += 1
+
+    def left(lock: OrderLock, *error: object) -> None:
+        _holds.count -= 1
+        leave(lock, *error)
+
+    OrderLock.__enter__, OrderLock.__exit__ = entered, left  # type: ignore[method-assign]
+
+
+_count_locks()
+
+
+@contextlib.contextmanager
+def outside_of_locks() -> Iterator[None]:
+    """Calls in the block are of another library, whatever distrun's lock the thread holds."""
+    count, _holds.count = _holds.count, 0
+    try:
+        yield
+    finally:
+        _holds.count = count
 
 
 class Mistake(AssertionError):
@@ -145,6 +188,8 @@ def call(method: T) -> T:
     def entered(self: StandIn, *args: Any) -> Any:
         if os.getpid() != self.pid:
             raise self.mistake("a forked child calls CUDA: %s" % name)
+        if name in BLOCKING:
+            self.check_free(name)
         with self.lock:
             self.calls[name] += 1
             if self.dead is not None:
@@ -234,6 +279,11 @@ class StandIn:
         found = Mistake(text)
         self.mistakes.append(found)
         return found
+
+    def check_free(self, what: str) -> None:
+        """What this thread does now may take long: it holds no lock that others need to give work."""
+        if _holds.count:
+            raise self.mistake("%s while the thread holds the lock of an Order" % what)
 
     def finish(self) -> None:
         """Do what is left to do; raise the first mistake that was found."""
@@ -326,7 +376,7 @@ class StandIn:
         raise self.mistake("unregister of %s, which is not registered" % (host,))
 
     @call
-    def make_stream(self, device: int, priority: int) -> int:
+    def make_stream(self, device: int) -> int:
         self._in_context(device)
         self._handles += 1
         self._streams[self._handles] = StreamState(device)
@@ -547,6 +597,7 @@ class StandIn:
         before = _host_bytes(source)[:nbytes].copy()
         locked = self._locked(source, nbytes)
         if locked is None:  # the driver takes a copy before the call returns
+            self.check_free("copy in from memory that is not page-locked")
             self._enqueue("copy in", stream, functools.partial(np.copyto, view, before), accesses)
             return
         memory = _host_bytes(source)[:nbytes]
@@ -567,6 +618,7 @@ class StandIn:
         locked = self._locked(into, nbytes)
         memory = _host_bytes(into)[:nbytes]
         if locked is None:  # the call returns when the copy is done
+            self.check_free("copy out to memory that is not page-locked")
             operation = self._enqueue("copy out", stream, functools.partial(np.copyto, memory, view), accesses)
             self._complete(operation)
             _merge(self._known, self._streams[stream.handle].clock)

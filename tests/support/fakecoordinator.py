@@ -81,6 +81,8 @@ METRICS: dict[str, Any] = {
                 "staleness_max": 0,
                 "staleness_mean": 0.0,
                 "lags": {"0": 0.0, "1": 0.31},
+                "device": "gpu:0, cpu:0",
+                "device_why": "key 'e' is row-sparse",
             }
         },
         "scheduler": {"members": 3, "barriers": 4, "barrier_waiting": 2},

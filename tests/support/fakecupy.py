@@ -36,7 +36,7 @@ SIGNATURES = {
     "free": ("ptr",),
     "hostRegister": ("ptr", "size", "flags"),
     "hostUnregister": ("ptr",),
-    "streamCreateWithPriority": ("flags", "priority"),
+    "streamCreateWithFlags": ("flags",),
     "streamDestroy": ("stream",),
     "eventCreateWithFlags": ("flags",),
     "eventDestroy": ("event",),

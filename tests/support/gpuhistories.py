@@ -175,6 +175,27 @@ def arrays_are_borrowed(machine: Machine) -> None:
     check(found, out)
 
 
+def a_borrowed_output_is_read_until_it_is_written(machine: Machine) -> None:
+    device, borrowing = machine.gpus.get(0), machine.gpus.borrowing
+    cuda, number, out = borrowing.order.cuda, device.physical, values((150,), F32)
+    stream, (whole, before, after) = cuda.stream(number), [cuda.alloc(number, 600) for _ in range(3)]
+    cuda.fill(whole, 7, 600, stream)
+    target = borrowing.output(CudaArray(whole, stream))
+    loan = borrowing.borrow([target])
+    mine = device.put(target)
+    cuda.copy(before, whole, 600, stream)
+    loan.note_reads()
+    device.write(target, out)
+    loan.end()
+    cuda.copy(after, whole, 600, stream)
+    sevens = np.full(600, 7, np.uint8).view(F32)
+    check(device.host(mine), sevens)
+    for copied, expected in ((before, sevens), (after, out)):
+        found = np.empty(150, F32)
+        cuda.copy(Host(address_of(found), 600), copied, 600, stream)
+        check(found, expected)
+
+
 def lists_are_gathered_and_scattered(machine: Machine) -> None:
     """Rounds of a training loop."""
     device = machine.gpus.get(0)
@@ -318,6 +339,36 @@ def a_rule_steps_over_a_weight(machine: Machine) -> None:
             check(device.host(each), expected)
 
 
+def a_rule_steps_over_a_list(machine: Machine) -> None:
+    """Weights that take the same step, of memory of their own each."""
+    device, rule = machine.gpus.get(0), optimizers.make("sgd", {"momentum": 0.9})
+    weights = [values((size,), F32, size) for size in (100, 7, 300)]
+    states = [rule.new_state(weight) for weight in weights]
+    mine = [device.put(weight) for weight in weights]
+    there = [update.new_state(rule, weight) for weight in mine]
+    ends, orders = (0, -1), (1, -1)
+    for turn in range(6):
+        order = orders[turn % 2]
+        given = [values(weight.shape, F32, 10 * turn + number) for number, weight in enumerate(weights)]
+        parts = [device.put(each) for each in given]
+        for on, *lists in ((device, mine, parts, there), (CpuDevice(), weights, given, states)):
+            items = [update.Item(w, [p], s, optimizers.PLAIN) for w, p, s in zip(*lists, strict=True)]
+            update.step_all(rule, items, device=on)
+        del items
+        if turn == 5:
+            device.pool.trim()  # the table goes
+        last = ends[turn % 2]
+        if turn < 2:  # who waits for one has waited for the others
+            check(device.host(there[last]["momentum"]), np.asarray(states[last]["momentum"]))
+        elif turn < 4:
+            check(device.host(mine[last]), weights[last])
+        while parts:
+            parts.pop(-(turn % 2))
+        later = [device.put(each) for each in given[::order]]  # where the parts were
+        for each, expected in zip(later, given[::order], strict=True):
+            check(device.host(each), expected)
+
+
 HISTORIES: dict[str, Callable[[Machine], None]] = {
     each.__name__: each
     for each in (
@@ -329,11 +380,13 @@ HISTORIES: dict[str, Callable[[Machine], None]] = {
         memory_is_given_back,
         the_same_memory_is_written_by_every_stream,
         arrays_are_borrowed,
+        a_borrowed_output_is_read_until_it_is_written,
         lists_are_gathered_and_scattered,
         lists_from_everywhere_are_gathered,
         many_arrays_are_copied_with_one_wait,
         values_are_compressed,
         a_rule_steps_over_a_weight,
+        a_rule_steps_over_a_list,
     )
 }
 EACH_HISTORY = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)

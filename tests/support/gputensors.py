@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from cudastandin import Mistake
 from fakearrays import FakeTorch, Memory, Tensor
 from gpukit import Machine
 
@@ -52,7 +53,7 @@ class Torch(FakeTorch):
         """Copies from and to the host so far, by torch."""
         self._usual = [GpuStream(self, machine.cuda.stream(device)) for device in range(machine.cuda.count())]
         self._here = threading.local()
-        self.cuda = SimpleNamespace(current_stream=self._current, is_current_stream_capturing=lambda: False)
+        self.cuda.current_stream = self._current
         self.autograd = SimpleNamespace(graph=SimpleNamespace(increment_version=_increment))
 
     def _current(self, device: int | None = None) -> GpuStream:
@@ -114,8 +115,10 @@ class GpuTensor(Tensor):
         super().__init__(
             Memory(shape, dtypes.name_of(self.kind), device, self.pointer.address, strides), requires_grad=of is None
         )
+        self._streams: set[GpuStream] = {torch.cuda.current_stream(device)} if of is None else of._streams
+        """That were told to work on the memory."""
         if of is None:
-            weakref.finalize(self, _free, torch, self.pointer).atexit = False
+            weakref.finalize(self, _free, torch, self.pointer, self._streams).atexit = False
 
     @property
     def _version(self) -> int:
@@ -170,20 +173,32 @@ class GpuTensor(Tensor):
             found = np.lib.stride_tricks.as_strided(found.reshape(-1), self.shape, self.memory.byte_steps)
         return Tensor(array=found)
 
+    def record_stream(self, stream: GpuStream) -> None:
+        self._streams.add(stream)
+
     def copy_(self, other: Tensor) -> None:
         assert self.memory is not None
         if isinstance(other, GpuTensor):
-            elements = other._in_shape()
-        else:
-            self.torch.moves += 1
-            elements = other.numpy()
+            self._take(other)
+            return
+        self.torch.moves += 1
+        elements = other.numpy()
         there = np.empty(self.size, self.kind)
         np.copyto(np.lib.stride_tricks.as_strided(there, self.shape, self.memory.byte_steps), elements)
         self.set(there)
 
     def contiguous(self) -> GpuTensor:
         assert self.memory is not None
-        return self.torch.tensor(self._in_shape(), self.memory.device)
+        result = GpuTensor(self.torch, self.shape, self.kind, self.memory.device)
+        result._take(self)
+        return result
+
+    def clone(self) -> GpuTensor:
+        """Return a copy, which the current stream makes when it comes to it."""
+        assert self.memory is not None
+        result = GpuTensor(self.torch, self.shape, self.kind, self.memory.device, strides=self.memory.strides)
+        self.torch.cuda_calls.copy(result.pointer, self.pointer, self.pointer.nbytes, self._stream)
+        return result
 
     def new_zeros(self, shape: tuple[int, ...]) -> GpuTensor:
         assert self.memory is not None
@@ -197,9 +212,17 @@ class GpuTensor(Tensor):
     def size(self) -> int:
         return int(np.prod(self.shape, dtype=int))
 
-    def _in_shape(self) -> Array:
+    def _take(self, other: GpuTensor) -> None:
+        """Copy the elements of a tensor of the same device and shape, on the current stream."""
+        for index in np.ndindex(*self.shape):
+            into, source = (one._element(index) for one in (self, other))
+            self.torch.cuda_calls.copy(into, source, self.kind.itemsize, self._stream)
+        _increment(self)
+
+    def _element(self, index: tuple[int, ...]) -> Pointer:
         assert self.memory is not None
-        return np.lib.stride_tricks.as_strided(self.get().reshape(-1), self.shape, self.memory.byte_steps)
+        offset = sum(place * step for place, step in zip(index, self.memory.byte_steps, strict=True))
+        return self.pointer.at(offset, self.kind.itemsize)
 
     @property
     def _stream(self) -> Stream:
@@ -217,8 +240,9 @@ def _finish(torch: Torch, stream: Stream) -> None:
     torch.cuda_calls.synchronize(event)
 
 
-def _free(torch: Torch, pointer: Pointer) -> None:
-    """End memory that the current stream is done with: torch uses it again for later work of that stream."""
-    with contextlib.suppress(CudaError):
-        _finish(torch, torch.cuda.current_stream(pointer.device).stream)
+def _free(torch: Torch, pointer: Pointer, streams: set[GpuStream]) -> None:
+    """End memory that its streams are done with: torch uses it again for later work of the one that it was made on."""
+    with contextlib.suppress(CudaError, Mistake):  # `finish` raises a mistake
+        for each in streams:
+            _finish(torch, each.stream)
         torch.cuda_calls.free(pointer)

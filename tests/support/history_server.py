@@ -266,6 +266,12 @@ class History:
         assert isinstance(server, Server)
         return server.counters()
 
+    def devices(self) -> Mapping[str, str]:
+        """Return where its values are, as the server tells its agent."""
+        server = self._loop._role
+        assert isinstance(server, Server)
+        return server.devices()
+
     def close(self) -> None:
         """End the loop."""
         self._loop.tell(15)

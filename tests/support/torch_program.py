@@ -96,6 +96,13 @@ def steps_are_those_of_torchs_sgd() -> None:
         agree(net, reference())
 
 
+def what_is_called_on_gpus_has_these_names() -> None:
+    assert callable(torch.cuda.Stream.wait_stream)
+    assert callable(torch.cuda.Stream.__eq__)
+    assert callable(torch.Tensor.record_stream)
+    assert str(torch.ones(1).dtype) == "torch.float32"
+
+
 def weights_are_written_in_place_without_a_copy() -> None:
     for kind in (None, "local"):
         net = network()

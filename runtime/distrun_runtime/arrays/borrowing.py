@@ -216,9 +216,18 @@ class Loan:
         self._borrowing.keeper.collect()
         given = [array.memory for array in arrays if isinstance(array.memory, Borrowed)]
         for queue, memories in self._by_stream(given).items():
-            self._order.lend(queue, [memory.uses for memory in memories])
+            self._order.note_program_use(queue, [memory.uses for memory in memories])
         self._memories += given
         self._share()
+
+    def note_reads(self) -> None:
+        """Let our later writes wait for all that the program has queued by now: it may have read the arrays.
+
+        It is work on the streams that were current at `borrow`, and on those that are current now, in this thread.
+        """
+        for streams in (self._by_stream(self._memories), self._by_current_stream(self._memories)):
+            for queue, memories in streams.items():
+                self._order.note_program_use(queue, [memory.uses for memory in memories], reads=True)
 
     def end(self, *, keeps: bool = False) -> None:
         """Let the program's later work wait for our uses so far; again, unless it `keeps` the arrays: no effect.

@@ -58,6 +58,7 @@ __all__ = [
     "Stream",
     "Table",
     "Update",
+    "Use",
     "Write",
     "forked_from",
     "never_freed",
@@ -130,6 +131,10 @@ class Update:
 
     pointer: Pointer
     nbytes: int
+
+
+Use = Union[type[Read], type[Write], type[Update]]
+"""What a kernel does with memory."""
 
 
 @dataclass(frozen=True)
@@ -300,7 +305,7 @@ class Driver(Protocol):
     def free(self, pointer: Pointer) -> None: ...
     def register(self, host: Host, is_readonly: bool) -> None: ...
     def unregister(self, host: Host) -> None: ...
-    def make_stream(self, device: int, priority: int) -> int: ...
+    def make_stream(self, device: int) -> int: ...
     def end_stream(self, device: int, handle: int) -> None: ...
     def make_event(self, device: int) -> int: ...
     def end_event(self, device: int, handle: int) -> None: ...
@@ -402,9 +407,9 @@ class Cuda:
         """Undo `register`. No copy that uses the memory may be under way."""
         self._made("unregister", None, self._driver.unregister, host)
 
-    def stream(self, device: int, priority: int = 0) -> Stream:
-        """Return a new non-blocking stream; of several, work of the one with the lower number comes first."""
-        handle = self._made("stream", device, self._driver.make_stream, device, priority)
+    def stream(self, device: int) -> Stream:
+        """Return a new non-blocking stream."""
+        handle = self._made("stream", device, self._driver.make_stream, device)
         stream = Stream(device, handle)
         weakref.finalize(stream, self._dropped, self._driver.end_stream, device, handle).atexit = False
         return stream

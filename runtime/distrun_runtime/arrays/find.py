@@ -45,18 +45,17 @@ def get(name: str, threads: Threads | None = None, memory: Pool | None = None) -
     return gpu(int(found.group(3) or 0), None if found.group(4) is None else int(found.group(4)))
 
 
-def gpu(number: int, part: int | None = None, *, limit: int | None = None) -> GpuDevice:
+def gpu(number: int, part: int | None = None) -> GpuDevice:
     """Return a GPU.
 
     Arguments:
         part: for tests, a device that is only a part of it.
-        limit: bytes that arrays on it may take; holds if this process asks for it for the first time.
 
     Raises:
         KVError: cupy, a driver or this GPU is missing.
         StoreClosed: the process was forked from one that uses GPUs.
     """
-    return gpus().get(number, part, limit=limit)
+    return gpus().get(number, part)
 
 
 def gpus() -> Gpus:

@@ -25,10 +25,10 @@ import numpy as np
 
 from distrun_runtime.arrays import programs
 from distrun_runtime.arrays.borrowing import Borrowing
-from distrun_runtime.arrays.cuda import Argument, Cuda, CudaError, Host, Loaded, Pointer, Read, Table, Write
+from distrun_runtime.arrays.cuda import Argument, Cuda, CudaError, Host, Loaded, Pointer, Read, Table, Use, Write
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
-from distrun_runtime.arrays.gpumemory import Memory, PageLocked, Pool, Staging
+from distrun_runtime.arrays.gpumemory import GpuPool, Memory, PageLocked, Staging
 from distrun_runtime.arrays.programs import Program
 from distrun_runtime.arrays.queues import Order
 from distrun_runtime.arrays.segments import Blocks, address_of
@@ -181,7 +181,6 @@ class GpuDevice:
 
     Arguments:
         physical: the number by which CUDA knows the GPU.
-        limit: bytes of memory that its arrays take at most; None: what is there.
         has_peers: copy directly from other GPUs where they allow it.
     """
 
@@ -194,12 +193,11 @@ class GpuDevice:
         name: str,
         locked: PageLocked,
         *,
-        limit: int | None = None,
         has_peers: bool = True,
     ) -> None:
         self.name = name
         self.physical = physical
-        self.pool = Pool(order, physical, limit)
+        self.pool = GpuPool(order, physical)
         self.pool.advice = ADVICE
         self.locked = locked
         self._order = order
@@ -307,7 +305,7 @@ class GpuDevice:
         """
         if not all(self._is_here(out) and out.dtype == bucket.dtype for out in outs):
             raise ValueError("a bucket of %s goes to tensors of this dtype on %s" % (bucket.dtype, self.name))
-        listed = self._list_of([outs], Write)
+        listed = self._list_of([outs], [Write])
         _check_size(listed.size, bucket)
         kind = programs.kind_of(bucket.dtype)
         source = Read(bucket.pointer, bucket.nbytes)
@@ -416,6 +414,32 @@ class GpuDevice:
             for each in zeroed:
                 self._cuda.fill(each.pointer, 0, each.nbytes, self._work.stream)
             self._cuda.launch(loaded, kernel, arguments, elements, self._work.stream)
+
+    def launch_list(
+        self,
+        program: Program,
+        kernel: str,
+        columns: Sequence[tuple[Use, Sequence[GpuArray]]],
+        scalars: Sequence[np.generic],
+    ) -> None:
+        """Launch a kernel over a list of tensors that are here; as with `gather`, the list stays on the device.
+
+        The kernel's parameters are a table of addresses, offsets as of `gather`, scalars, and the number of tensors.
+
+        Arguments:
+            columns: what the kernel does with each array of a tensor, and this array of every tensor: flat, all of a
+                tensor of one size, all of a column of one dtype.
+
+        Raises:
+            ValueError: sizes or dtypes do not fit.
+        """
+        uses, arrays = [use for use, _ in columns], [column for _, column in columns]
+        listed = self._list_of(arrays, uses, are_alike=False)
+        reads = [array for use, column in columns if use is Read for array in column]
+        writes = [array for use, column in columns if use is not Read for array in column]
+        arguments: list[Argument] = [listed.table, listed.offsets, *scalars, listed.tensors]
+        if listed.size:
+            self.launch(program, kernel, arguments, listed.size, reads=[*reads, listed.memory], writes=writes)
 
     def load(self, program: Program) -> None:
         """Compile and load a program: seconds, if it was not compiled before."""
@@ -550,7 +574,7 @@ class GpuDevice:
             return
         number = max(numbers, default=1)
         columns = list(zip(*lists, strict=True)) or [()]
-        listed = self._list_of(columns, Read)
+        listed = self._list_of(columns, [Read] * len(columns))
         _check_size(listed.size, bucket)
         if not listed.size:
             return
@@ -563,39 +587,47 @@ class GpuDevice:
         self.launch(program, programs.gather_of(number), arguments, bucket.size, reads=used, writes=[bucket])
 
     def _list_of(
-        self, columns: Sequence[Sequence[GpuArray]], access: type[Read] | type[Write], *, is_mixed: bool = False
+        self,
+        columns: Sequence[Sequence[GpuArray]],
+        uses: Sequence[Use],
+        *,
+        is_mixed: bool = False,
+        are_alike: bool = True,
     ) -> _Listed:
         """Return a list of tensors for a kernel.
 
         Arguments:
             columns: for each part as many arrays as there are tensors.
+            uses: what the kernel does with the arrays of each column.
             is_mixed: some are of a 16-bit float type, and the others float32.
+            are_alike: all columns have one dtype, if they are not mixed.
         """
         arrays = list(itertools.chain(*columns))
         key = (
-            access,
+            *uses,
             is_mixed,
-            len(columns),
             tuple([array.dtype for array in arrays]),
             tuple([array.address for array in arrays]),
             tuple([array.size for array in arrays]),
         )
         found = self._lists.find(key)
         if found is None:
-            found = self._new_list(columns, access, is_mixed)
+            found = self._new_list(columns, uses, is_mixed, are_alike)
             self._lists.keep(key, found)
         return found
 
     def _new_list(
-        self, columns: Sequence[Sequence[GpuArray]], access: type[Read] | type[Write], is_mixed: bool
+        self, columns: Sequence[Sequence[GpuArray]], uses: Sequence[Use], is_mixed: bool, are_alike: bool
     ) -> _Listed:
         sizes = [array.size for array in columns[0]]
         if any([array.size for array in column] != sizes for column in columns):
             raise ValueError(UNEQUAL)
-        if not is_mixed and len({array.dtype for column in columns for array in column}) > 1:
+        together = [itertools.chain(*columns)] if are_alike else columns
+        if not is_mixed and any(len({array.dtype for array in each}) > 1 for each in together):
             raise ValueError("the tensors of a list have different dtypes")
         # Kernels need none without elements.
-        arrays = [array for column in columns for array in column if array.size]
+        entries = [(use, array) for use, column in zip(uses, columns, strict=True) for array in column if array.size]
+        arrays = [array for _, array in entries]
         offsets = [0, *itertools.accumulate(size for size in sizes if size)]
         addresses = [array.address for array in arrays]
         flags = bytes([array.dtype.itemsize == 4 for array in arrays]) if is_mixed else b""
@@ -611,7 +643,7 @@ class GpuDevice:
         ]
         return _Listed(
             memory,
-            Table(pointers[0], tuple(access(array.pointer, array.nbytes) for array in arrays)),
+            Table(pointers[0], tuple(use(array.pointer, array.nbytes) for use, array in entries)),
             Read(pointers[1], pointers[1].nbytes),
             Read(pointers[2], len(flags)) if is_mixed else None,
             np.int64(len(offsets) - 1),
@@ -629,7 +661,7 @@ class GpuDevice:
             program, name = programs.sums(kinds[0], kind), programs.sum_of(len(parts))
             arguments = [*(Read(part.pointer, part.nbytes) for part in parts), into]
         else:
-            listed = self._list_of([[part] for part in parts], Read, is_mixed=is_mixed)
+            listed = self._list_of([[part] for part in parts], [Read] * len(parts), is_mixed=is_mixed)
             used.append(listed.memory)
             if listed.wide is None:
                 program, name = programs.sums(kinds[0], kind), programs.sum_of(len(parts))
@@ -687,11 +719,8 @@ class Gpus:
         self._devices: dict[str, GpuDevice] = {}
         self._lock = threading.Lock()
 
-    def get(self, physical: int, part: int | None = None, *, limit: int | None = None) -> GpuDevice:
+    def get(self, physical: int, part: int | None = None) -> GpuDevice:
         """Return `gpu:N`, or `gpu:N/M` for a part.
-
-        Arguments:
-            limit: for the memory of a device that is made by this call.
 
         Raises:
             KVError: CUDA sees no such GPU.
@@ -699,6 +728,7 @@ class Gpus:
         name = "gpu:%d" % physical if part is None else "gpu:%d/%d" % (physical, part)
         self.order.cuda.check()
         with self._lock:
+            is_first = not self._devices
             if name not in self._devices:
                 count = self.order.cuda.count()
                 if not 0 <= physical < count:
@@ -707,9 +737,8 @@ class Gpus:
                         "no device gpu:%d: this process sees %s (CUDA_VISIBLE_DEVICES may hide others)"
                         % (physical, seen)
                     )
-                self._devices[name] = GpuDevice(
-                    self.order, physical, name, self.locked, limit=limit, has_peers=self._has_peers
-                )
-                if self._blocks is not None and len(self._devices) == 1:
-                    self._blocks.watch(self.locked)
-            return self._devices[name]
+                self._devices[name] = GpuDevice(self.order, physical, name, self.locked, has_peers=self._has_peers)
+            device = self._devices[name]
+        if is_first and self._blocks is not None:
+            self._blocks.watch(self.locked)  # Page-locks what is there, which takes long.
+        return device

@@ -1,7 +1,7 @@
 """Memory of GPUs and page-locked memory of the host.
 
     Memory     a block of a GPU; it goes back to its pool when nothing refers to it
-    Pool       blocks of one GPU, used again, up to a limit
+    GpuPool    blocks of one GPU, used again, up to a limit
     Staging    page-locked memory by which arrays of the host come and go
     PageLocked which other memory of the host is page-locked, such as shared segments
 
@@ -26,7 +26,7 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.queues import Mark, Order, Queue, Uses
 from distrun_runtime.arrays.segments import LINE, address_of
 
-__all__ = ["Copies", "Memory", "PageLocked", "Pool", "Staging"]
+__all__ = ["Copies", "GpuPool", "Memory", "PageLocked", "Staging", "rounded"]
 
 SMALL = 512
 """Blocks are multiples of it."""
@@ -43,28 +43,25 @@ class _Block:
 class Memory:
     """A block of a GPU's memory, for who refers to it."""
 
-    def __init__(self, pool: Pool, block: _Block) -> None:
+    def __init__(self, pool: GpuPool, block: _Block) -> None:
         self.pointer = block.pointer
         self.uses = block.uses
         # No lock can be taken, and no call made, by whichever thread drops the last reference.
         weakref.finalize(self, pool.dropped.append, block).atexit = False
 
 
-class Pool:
-    """Blocks of one GPU. Threads: any.
+class GpuPool:
+    """Blocks of one GPU. Threads: any."""
 
-    Arguments:
-        limit: bytes that the pool takes at most, free blocks included; None: what is there.
-    """
-
-    def __init__(self, order: Order, device: int, limit: int | None = None) -> None:
-        self.limit = limit
+    def __init__(self, order: Order, device: int) -> None:
+        self.limit: int | None = None
+        """Bytes that the pool takes at most, free blocks included; None: what is there."""
         self.spares: Callable[[], None] = lambda: None
         """Drops arrays that are not in use; called before `take` fails."""
         self.advice = ""
         """What an error of `take` says to do."""
         self.size = 0
-        """Bytes of all blocks."""
+        """Bytes of all blocks, those included that are being allocated."""
         self.dropped: deque[_Block] = deque()
         """Blocks that nothing refers to any more, not yet among the free ones."""
         self.before_trim: list[Callable[[], None]] = []
@@ -73,6 +70,8 @@ class Pool:
         self._device = device
         self._free: dict[int, list[_Block]] = {}
         """By size."""
+        self._trimming = threading.RLock()
+        """While room is made: one thread at a time, which may drop arrays that have others make room."""
 
     def take(self, nbytes: int) -> Memory:
         """Return a block of at least so many bytes, of undefined content.
@@ -82,43 +81,47 @@ class Pool:
                 blocks given back.
         """
         size = rounded(nbytes)
-        found = self._found(size, is_last=False)
-        if found is None:
-            self.trim()
-            found = self._found(size, is_last=False)
-        if found is None:
+        found = self._found(size)
+        return Memory(self, self._found_in_room(size) if found is None else found)
+
+    def trim(self) -> int:
+        """Give all free blocks back to CUDA, when their last use is over; return how many bytes that were."""
+        self._order.cuda.check()  # in a forked child the lock may be held
+        with self._trimming:
+            for drop in self.before_trim:
+                drop()
+            freed = 0
+            while (block := self._any_free()) is not None:
+                try:
+                    self._order.finish_uses(block.uses, writes=True)
+                    self._order.cuda.free(block.pointer)
+                except BaseException:
+                    self.dropped.append(block)
+                    raise
+                freed += block.pointer.nbytes
+                with self._order.locked():
+                    self.size -= block.pointer.nbytes
+            return freed
+
+    def _found_in_room(self, size: int) -> _Block:
+        """Make room, and return a block that is free or new then. `_found` has checked that calls can be made."""
+        with self._trimming:
+            # Whoever made room while this thread waited for it has made it for this one, too.
+            found = self._found(size)
+            while found is None and self.trim():
+                found = self._found(size)
+            if found is not None:
+                return found
             self.spares()
             self.trim()
             try:
                 found = self._found(size, is_last=True)
             except CudaOutOfMemory as err:
                 raise err.advising(self.advice) if self.advice else err
-        assert found is not None
-        return Memory(self, found)
+            assert found is not None
+            return found
 
-    def trim(self) -> int:
-        """Give all free blocks back to CUDA, when their last use is over; return how many bytes that were."""
-        for drop in self.before_trim:
-            drop()
-        freed = 0
-        while True:
-            with self._order.locked():
-                self._collect()
-                free = next((free for free in self._free.values() if free), None)
-                if free is None:
-                    return freed
-                block = free.pop()
-            try:
-                self._order.finish_uses(block.uses, writes=True)
-                self._order.cuda.free(block.pointer)
-            except BaseException:
-                self.dropped.append(block)
-                raise
-            freed += block.pointer.nbytes
-            with self._order.locked():
-                self.size -= block.pointer.nbytes
-
-    def _found(self, size: int, *, is_last: bool) -> _Block | None:
+    def _found(self, size: int, *, is_last: bool = False) -> _Block | None:
         """Return a free block or a new one; None: there is none, but may be after `trim`."""
         with self._order.locked():
             self._collect()
@@ -133,14 +136,23 @@ class Pool:
                 if is_last:
                     raise self._beyond(size, self.limit)
                 return None
-            try:
-                pointer = self._order.cuda.alloc(self._device, size)
-            except CudaOutOfMemory:
-                if is_last:
-                    raise
-                return None
             self.size += size
-            return _Block(pointer)
+        # Not under the lock: it can take as long as the GPU works.
+        try:
+            return _Block(self._order.cuda.alloc(self._device, size))
+        except BaseException as err:
+            with self._order.locked():
+                self.size -= size
+            if isinstance(err, CudaOutOfMemory) and not is_last:
+                return None
+            raise
+
+    def _any_free(self) -> _Block | None:
+        """Return a free block, which is not among them any more; None: there is none."""
+        with self._order.locked():
+            self._collect()
+            free = next((free for free in self._free.values() if free), None)
+            return free.pop() if free else None
 
     def _collect(self) -> None:
         while self.dropped:
@@ -202,7 +214,7 @@ class Staging:
                     source, into, begin = pairs[index]
                     size = run.stop - run.start
                     slot.bytes[place : place + size] = source[run]
-                    with self._order.using(queue, reads=[slot.uses], writes=[into.uses]):
+                    with self._order.using(queue, reads=[slot.uses], writes=[into.uses], blocks=not self.is_locked):
                         target = into.pointer.at(begin + run.start, size)
                         self._order.cuda.copy(target, slot.host.at(place, size), size, queue.stream)
                 slot.mark = self._order.mark(queue)
@@ -219,7 +231,7 @@ class Staging:
                 for index, run, place in portion:
                     source, begin, _ = pairs[index]
                     size = run.stop - run.start
-                    with self._order.using(queue, reads=[source.uses], writes=[slot.uses]):
+                    with self._order.using(queue, reads=[source.uses], writes=[slot.uses], blocks=not self.is_locked):
                         origin = source.pointer.at(begin + run.start, size)
                         self._order.cuda.copy(slot.host.at(place, size), origin, size, queue.stream)
                 slot.mark = self._order.mark(queue)
@@ -312,9 +324,11 @@ class PageLocked:
         """Ascending."""
         self._ending: set[_Locked] = set()
         """They are not among the places any more, and still registered."""
+        self.why_not = ""
+        """Why the last memory that is not page-locked is not."""
 
     def lock(self, memory: Array, *, is_readonly: bool = False) -> bool:
-        """Page-lock whole memory; False: the system does not allow it (`ulimit -l`), and copies go by staging.
+        """Page-lock whole memory; False: that is not allowed, see `why_not`, and copies go by staging.
 
         Arguments:
             is_readonly: it is mapped so that it cannot be written, neither by this process nor by a GPU.
@@ -329,6 +343,7 @@ class PageLocked:
             except CudaError as err:
                 if err.is_sticky:
                     raise
+                self.why_not = str(err)
                 return False
             with self._lock:
                 self._places = sorted([*self._places, made], key=lambda place: place.begin)
@@ -344,8 +359,7 @@ class PageLocked:
             for place in found:
                 place.is_ending = True
             idle = [place for place in found if not place.copies]
-        for place in idle:
-            self._end(place)
+        self._end(idle)
 
     def covers(self, memory: Array) -> bool:
         """Tell whether all of some contiguous memory is page-locked, by one `lock`."""
@@ -363,17 +377,25 @@ class PageLocked:
                 place.copies += 1
             return place
 
-    def release(self, place: _Locked) -> None:
-        """A copy is over."""
+    def release(self, places: Sequence[_Locked]) -> None:
+        """Copies are over, for which the places were taken."""
         with self._lock:
-            place.copies -= 1
-            if place.copies or not place.is_ending:
-                return
-        self._end(place)
+            for place in places:
+                place.copies -= 1
+            over = [place for place in dict.fromkeys(places) if place.is_ending and not place.copies]
+        self._end(over)
 
-    def _end(self, place: _Locked) -> None:
-        self._order.cuda.unregister(place.host)  # if it fails, the memory is kept
-        self._ending.discard(place)
+    def _end(self, places: Sequence[_Locked]) -> None:
+        """Unregister all of them; raise the first error. The memory of one that cannot be unregistered is kept."""
+        errors: list[CudaError] = []
+        for place in places:
+            try:
+                self._order.cuda.unregister(place.host)
+                self._ending.discard(place)
+            except CudaError as err:
+                errors.append(err)
+        if errors:
+            raise errors[0]
 
     def _place_of(self, memory: Array) -> _Locked | None:
         address = address_of(memory)
@@ -412,5 +434,4 @@ class Copies:
             return
         # After an error, too: the copies before it are under way.
         self._order.finish(self._order.mark(self._queue))
-        for place in self._taken:
-            self._locked.release(place)
+        self._locked.release(self._taken)

@@ -125,19 +125,7 @@ template <typename P, typename T> HELPER void sum_all(const Mixed<P> &parts, T *
         sum_at<1>(parts, out, i);
 }
 
-/* Lists of tensors, which lie end to end in one bucket: tensor t from element offsets[t] to before offsets[t + 1]. */
-HELPER i64 tensor_of(const i64 *offsets, i64 tensors, i64 i)
-{
-    i64 low = 0, high = tensors; /* offsets[low] <= i < offsets[high] */
-    while (high - low > 1) {
-        const i64 middle = low + (high - low) / 2;
-        if (offsets[middle] <= i)
-            low = middle;
-        else
-            high = middle;
-    }
-    return low;
-}
+/* Lists of tensors (`tensor_of`), which lie end to end in one bucket. */
 template <typename P, int K> HELPER Few<P, K> parts_of(const Few<P, K> *, const u64 *table, i64, i64 stride, i64 begin)
 {
     Few<P, K> result;

@@ -204,3 +204,18 @@ template <typename T, int N> HELPER void store(T *into, const Run<T, N> &run)
         *(Run<T, N> *)into = run;
 }
 HELPER bool is_aligned(const void *address) { return ((u64)address & 15) == 0; }
+
+/* Lists of tensors: tensor t has the elements from offsets[t] to before offsets[t + 1] of the list. tensor_of: that of
+ * element i. */
+HELPER i64 tensor_of(const i64 *offsets, i64 tensors, i64 i)
+{
+    i64 low = 0, high = tensors; /* offsets[low] <= i < offsets[high] */
+    while (high - low > 1) {
+        const i64 middle = low + (high - low) / 2;
+        if (offsets[middle] <= i)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}

@@ -4,8 +4,8 @@
     Uses    who wrote some memory last, and who has read it since
     Order   makes streams and the host wait for each other
 
-A stream of the program's own, in which it fills an array that it gives us, is a queue as well (`Order.lend`): what the
-program has given it is not known, so all of that counts as one operation each time.
+A stream of the program's own, in which it fills an array that it gives us, is a queue as well: what the program has
+given it is not known, so all of that counts as one operation each time (`Order.note_program_use`).
 
 An operation says which memory it reads and which it writes (`Order.using`). If another queue used it in a way that does
 not fit, the queue waits for that other queue, by an event, before the operation. What a queue or the host knows to be
@@ -91,7 +91,7 @@ class Mark:
 class Order:
     """Orders the work of all queues of a process. Threads: any.
 
-    No thread waits for a GPU while it holds the lock, so others can give work meanwhile.
+    No thread waits for a GPU, allocates or frees while it holds the lock, so others can give work meanwhile.
 
     Arguments:
         wait_s: seconds that the host waits for a GPU at most. After that the GPU counts as lost, as after a sticky
@@ -101,7 +101,7 @@ class Order:
     def __init__(self, cuda: Cuda, *, wait_s: float) -> None:
         self.cuda = cuda
         self.wait_s = wait_s
-        self._locked = _Locked(cuda)
+        self._locked = OrderLock(cuda)
         self._known: dict[Queue, int] = {}
         """What the host knows to be over."""
         self._events: dict[int, list[Event]] = {}
@@ -111,18 +111,21 @@ class Order:
         """Let no other thread give work meanwhile. In a forked child: raise StoreClosed; the lock may be held there."""
         return self._locked
 
-    def queue(self, device: int, what: str = "work", priority: int = 0) -> Queue:
+    def queue(self, device: int, what: str = "work") -> Queue:
         """Return a new queue of a device.
 
         Arguments:
             what: its operations, for errors: `copies out`.
         """
-        return Queue(self.cuda.stream(device, priority), self.cuda.event(device), what=what)
+        return Queue(self.cuda.stream(device), self.cuda.event(device), what=what)
 
-    def lend(self, queue: Queue, uses: Iterable[Uses]) -> None:
+    def note_program_use(self, queue: Queue, uses: Iterable[Uses], *, reads: bool = False) -> None:
         """Let the last use of some memory be all that the program has given a stream of its own so far.
 
         Call it in the program's thread, if the stream is the per-thread default one.
+
+        Arguments:
+            reads: the memory was lent before, and the program has only read it since.
         """
         with self.locked():
             # The handle may be that of another stream by now, which has not waited for anything.
@@ -130,13 +133,21 @@ class Order:
             queue.count += 1
             self._record(queue)
             for each in uses:
-                each.writer = (queue, queue.count)
+                if reads:
+                    each.readers[queue] = queue.count
+                else:
+                    each.writer = (queue, queue.count)
 
     def using(
-        self, queue: Queue, reads: Sequence[Uses] = (), writes: Sequence[Uses] = ()
+        self, queue: Queue, reads: Sequence[Uses] = (), writes: Sequence[Uses] = (), *, blocks: bool = False
     ) -> AbstractContextManager[None]:
-        """Give a queue one operation, in the block, that reads and writes some memory."""
-        return _Operation(self, queue, reads, writes)
+        """Give a queue one operation, in the block, that reads and writes some memory.
+
+        Arguments:
+            blocks: the call that gives it may return only when it is over: other threads give work meanwhile. None of
+                it may use memory that this one writes, or write what this one reads.
+        """
+        return _Operation(self, queue, reads, writes, blocks)
 
     def mark(self, queue: Queue) -> Mark:
         """Return a mark behind all that a queue was given so far."""
@@ -251,7 +262,7 @@ def _sleep(cuda: Cuda, asked: SimpleQueue[tuple[Event, Future[None]] | None]) ->
         del found  # nothing is kept until the next one comes
 
 
-class _Locked:
+class OrderLock:
     """The lock of an Order."""
 
     def __init__(self, cuda: Cuda) -> None:
@@ -269,13 +280,14 @@ class _Locked:
 class _Operation:
     """One operation of a queue, while it is given."""
 
-    __slots__ = ("_order", "_queue", "_reads", "_writes")
+    __slots__ = ("_blocks", "_order", "_queue", "_reads", "_writes")
 
-    def __init__(self, order: Order, queue: Queue, reads: Sequence[Uses], writes: Sequence[Uses]) -> None:
+    def __init__(self, order: Order, queue: Queue, reads: Sequence[Uses], writes: Sequence[Uses], blocks: bool) -> None:
         self._order = order
         self._queue = queue
         self._reads = reads
         self._writes = writes
+        self._blocks = blocks
 
     def __enter__(self) -> None:
         locked = self._order.locked()
@@ -287,8 +299,13 @@ class _Operation:
         except BaseException:
             locked.__exit__(None, None, None)
             raise
+        if self._blocks:
+            locked.__exit__(None, None, None)
 
     def __exit__(self, *_: object) -> None:
+        if self._blocks:
+            self._order.locked().__enter__()
+        # Counted when it has been given, not before: a mark that counts it comes behind it.
         # Also if a call has failed: those before it have given work.
         queue = self._queue
         queue.count += 1

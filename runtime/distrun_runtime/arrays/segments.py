@@ -22,7 +22,7 @@ import threading
 import weakref
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -64,8 +64,11 @@ _SHRINK, _GROW, _FUTURE_WRITE, _ADD_SEALS, _GET_SEALS = 0x2, 0x4, 0x10, 1033, 10
 class Watcher(Protocol):
     """Who wants to know of blocks of shared memory, such as the GPUs of this process, which page-lock them."""
 
+    why_not: str
+    """Why the last block was not taken in."""
+
     def lock(self, memory: Array, *, is_readonly: bool = False) -> bool:
-        """Take in a block."""
+        """Take in a block; False: it was not, see `why_not`."""
 
     def unlock(self, memory: Array) -> None:
         """A block is about to go. The watcher keeps the memory as long as it needs it."""
@@ -83,6 +86,12 @@ class Blocks:
         """By id: the block, and whether it is read-only."""
         self._watcher: tuple[int, Watcher] | None = None
         """With its process."""
+        self._say: Callable[[str], None] = lambda text: None
+        self._has_said = False
+
+    def log_to(self, say: Callable[[str], None]) -> None:
+        """Call `say` once, when a block cannot be page-locked; it gets the reason and what to do."""
+        self._say, self._has_said = say, False
 
     def add(self, memory: mmap.mmap, *, is_readonly: bool = False) -> None:
         """A block was mapped."""
@@ -108,10 +117,22 @@ class Blocks:
                 self._tell(memory, is_readonly=is_readonly)
 
     def _tell(self, memory: mmap.mmap, *, is_readonly: bool) -> None:
-        watcher = self._watcher
-        if watcher is not None and watcher[0] == os.getpid():
-            with contextlib.suppress(RuntimeFault):
-                watcher[1].lock(np.frombuffer(memory, np.uint8), is_readonly=is_readonly)
+        pid, watcher = self._watcher or (0, None)
+        if watcher is None or pid != os.getpid():
+            return
+        block: Array = np.frombuffer(memory, np.uint8)
+        with contextlib.suppress(RuntimeFault):
+            if not watcher.lock(block, is_readonly=is_readonly):
+                self._refused(watcher, len(block))
+            # Another thread may have dropped it while it was locked, and has then found nothing to unlock.
+            elif id(memory) not in self._known:
+                watcher.unlock(block)
+
+    def _refused(self, watcher: Watcher, nbytes: int) -> None:
+        if not self._has_said:
+            self._has_said = True
+            text = "%d bytes of shared memory are not page-locked, so copies between them and GPUs take longer: %s"
+            self._say((text + "; fix: raise the limit `ulimit -l`") % (nbytes, watcher.why_not))
 
 
 BLOCKS = Blocks()
@@ -157,6 +178,9 @@ class Pool:
     Arguments:
         is_inherited: children that are forked see the memory, too (they must not write it).
 
+    A new block is told to `BLOCKS` when other threads can use it already: to page-lock it takes long. What they copy
+    meanwhile goes as from any other memory.
+
     Threads: any.
     """
 
@@ -171,6 +195,12 @@ class Pool:
         """Address of each segment, ascending."""
         self._unused: deque[tuple[Segment, int, int]] = deque()
         """Arrays that nothing refers to any more. Whichever thread drops one appends it; no lock can be taken then."""
+        self._is_closed = False
+        self._reserving = threading.Lock()
+        self._reserved: list[int] = []
+        """Sizes of the arrays that all memory reserved so far has room for, at the same time."""
+        self.ahead: tuple[Segment, ...] = ()
+        """Segments that peers are to map before they are used: those that were there after the last `reserve`."""
 
     def empty(self, shape: Sequence[int], dtype: DType) -> Array | None:
         """Return a new array of undefined content; None: there is no shared memory for it, see `why_not`."""
@@ -179,7 +209,14 @@ class Pool:
         if os.getpid() != self._pid or not hasattr(os, "memfd_create"):
             return None
         with self._lock:
-            place = self._take(size)
+            place = self._found(size)
+            made = self._grown(size) if place is None else None
+            if made is not None:
+                place = made, made.take(size)
+        if made is not None:
+            BLOCKS.add(made.memory)
+            if self._is_closed:  # by another thread, which may not have found it there
+                BLOCKS.drop(made.memory)
         if place is None:
             return None
         segment, begin = place
@@ -202,7 +239,42 @@ class Pool:
         """Bytes of all segments."""
         return sum(segment.size for segment in self._segments)
 
-    def _take(self, size: int) -> tuple[Segment, int] | None:
+    def reserve(self, nbytes: int) -> bool:
+        """Make segments, so that arrays of so many bytes more can be made without a new one; tell if they are there.
+
+        It adds up: there is room for what all calls asked for, beside the arrays that are in use during this one. An
+        array of the bytes of one call fits.
+        """
+        if not nbytes or os.getpid() != self._pid:
+            return False
+        with self._reserving:
+            sizes, size = list(self._reserved), -(-nbytes // PAGE) * PAGE
+            # Small ones share a run, so that a call for each of many keys takes no longer than one for all.
+            if sizes and sizes[-1] + size <= FIRST_BYTES:
+                sizes[-1] += size
+            else:
+                sizes.append(size)
+            held = [self.empty((each,), np.dtype(np.uint8)) for each in sizes]
+            is_there = all(each is not None for each in held)
+            if is_there:
+                self._reserved = sizes
+            self.ahead = tuple(self._segments)
+        return is_there
+
+    def close(self) -> None:
+        """Make no arrays any more, and have nothing page-locked. Those that are in use stay valid."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._is_closed = True
+            self.why_not = "it is not shared any more"
+            segments, self._segments, self._places, self.ahead = self._segments, [], [], ()
+            self._unused = deque()  # the arrays that are in use keep the old one, and with it their segments
+        for segment in segments:
+            BLOCKS.drop(segment.memory)
+
+    def _found(self, size: int) -> tuple[Segment, int] | None:
+        """Return where an array fits that is in use from now on; None: nowhere. Call with the lock held."""
         while self._unused:
             segment, begin, end = self._unused.popleft()
             segment.give_back(begin, end)
@@ -210,6 +282,12 @@ class Pool:
             begin = segment.take(size)
             if begin >= 0:
                 return segment, begin
+        return None
+
+    def _grown(self, size: int) -> Segment | None:
+        """Return a new segment in which an array fits; None: there is no memory. Call with the lock held."""
+        if self._is_closed:
+            return None
         wanted = max(size, min(max(FIRST_BYTES, self.size), SEGMENT_BYTES))
         for each in (wanted, size):
             try:
@@ -219,11 +297,10 @@ class Pool:
                 continue
             if not self._is_inherited:
                 segment.memory.madvise(mmap.MADV_DONTFORK)
-            BLOCKS.add(segment.memory)
             self._segments.append(segment)
             self._places = sorted([*self._places, (segment.address, segment)], key=lambda place: place[0])
             self.why_not = ""
-            return segment, segment.take(size)
+            return segment
         return None
 
 

@@ -36,6 +36,8 @@ GPUS = 64
 LAGS = 64
 """Ranks whose lags are kept of one server."""
 SHOWN_LAGS = 16
+WHY_LENGTH = 300
+"""Characters of the reason why a server's arrays are where they are."""
 
 _HOST = ("cores", "load", "mem_used", "mem_total", "disk_free", "disk_total", "processes")
 _COUNTED = ("bytes_in", "bytes_out", "rounds", "pushes", "pulls", "updates", "barriers")
@@ -106,7 +108,7 @@ class Wait(NamedTuple):
 class StoreNumbers:
     """What a server or scheduler has counted."""
 
-    __slots__ = ("gauges", "lags", "rates", "time", "totals")
+    __slots__ = ("device", "device_why", "gauges", "lags", "rates", "time", "totals")
 
     def __init__(self) -> None:
         self.time: Optional[float] = None
@@ -114,6 +116,8 @@ class StoreNumbers:
         self.totals: Numbers = {}
         self.rates: Numbers = {}
         self.gauges: Numbers = {}
+        self.device = self.device_why = ""
+        """Where a server's arrays are, such as `gpu:0`, and why not on a GPU."""
         self.lags: Dict[str, Tuple[float, float, float, float]] = {}
         """By rank: last lag, rounds of the last 20 in which it came last, median lag, median round; seconds."""
 
@@ -130,6 +134,7 @@ class StoreNumbers:
         self.rates = {name: rate(self.totals.get(name), each, passed_s) for name, each in totals.items()}
         self.gauges = {name: number(values[name]) for name in _GAUGES if name in values}
         self.totals, self.time = totals, time
+        self.device, self.device_why = text(value.get("device")), text(value.get("device_why"), WHY_LENGTH)
         lags = _mapping(value.get("lags") if "lags" in value else values.get("lags"))
         self.lags = {}
         for rank, each in list(lags.items())[:LAGS]:
@@ -478,6 +483,7 @@ class JobMetrics:
                 ):
                     shown[name] = plain(store.rates.get(counted))
                 shown.update(rounds=plain(store.totals.get("rounds")), lags=store.shown_lags())
+                shown.update(device=store.device, device_why=store.device_why)
                 servers[task.name] = shown
         if not servers and scheduler is None:
             return None

@@ -7,7 +7,7 @@ state, and rounds the weight once. The results are the same bits, except for the
 
 Kernels are cached by structure: another learning rate or number of updates is another argument of the same kernel. Only
 a decision in the rule, such as `if rates.wd`, gives another structure. The ones to expect are in `Fused.program`, to be
-compiled before the first step.
+compiled before the first step. Each comes twice: for one weight, and for a list of weights that take the same step.
 
 Only built-in rules are fused. Rules and updaters of users run on a CPU, because nothing proves that a recorded run of
 them says everything. Of the built-in rules these are not fused:
@@ -19,20 +19,20 @@ them says everything. Of the built-in rules these are not fused:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Dict, List, Tuple, cast
 
 import numpy as np
 
-from distrun_runtime.arrays.cuda import Argument, Pointer, Read, Update, Write
+from distrun_runtime.arrays.cuda import Argument, Pointer, Read, Update, Use, Write
 from distrun_runtime.arrays.dtypes import Array, DType, name_of, work_dtype
 from distrun_runtime.arrays.programs import Access, Kernel, Parameter, Program, program
 from distrun_runtime.ops.optimizers import RULES, NormRule, Rates, Rule, State
 from distrun_runtime.ops.symbols import KINDS, Node, Symbol, Trace, Untraceable, apply, kind_of
 
-__all__ = ["PART", "STATE", "WEIGHT", "Fused", "StateArray", "Step", "Untraceable", "together", "why_not"]
+__all__ = ["PART", "STATE", "USES", "WEIGHT", "Fused", "StateArray", "Step", "Untraceable", "together", "why_not"]
 
 Outputs = Tuple[Tuple[str, int], ...]
 """Arrays that get a new value, by the parameter's name, and the node of that value."""
@@ -41,15 +41,19 @@ WEIGHT, PART, STATE = "weight", "part_%d", "state_%s"
 """Names of a kernel's arrays: of the weight, of a part of the gradient by its number, of a state array by its name."""
 
 
+TABLE = Parameter("table", "u8", Access.TABLE)
+"""Of a list of weights: the addresses of the first array of each weight, then of the second ones, and so on."""
+OFFSETS, TENSORS = Parameter("offsets", "i64", Access.READ), Parameter("tensors", "i64", Access.SCALAR)
+"""Weight t has the elements from offsets[t] to before offsets[t + 1] of the list; and how many weights there are."""
+
+_PIECE_BYTES = 8192
+"""Of the finest array of a list, that a block goes over before it takes others: it divides by all runs of 16 bytes."""
 _RECENT = 64
 """Steps that are remembered; keys may differ in their multipliers and numbers of updates."""
 
 
-_USES: Dict[Access, Callable[[Pointer, int], Argument]] = {
-    Access.READ: Read,
-    Access.WRITE: Write,
-    Access.UPDATE: Update,
-}
+USES: Dict[Access, Use] = {Access.READ: Read, Access.WRITE: Write, Access.UPDATE: Update}
+"""What a step does with an array, by how the kernel's parameter says it."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,10 @@ class Step:
     kernel: Kernel
     """Its arrays are named `WEIGHT`, `PART % number` and `STATE % name`; those that the step does not need are missing.
     Its scalars follow them."""
+    listed: Kernel
+    """The same for a list of weights: `GpuDevice.launch_list` takes it."""
     scalars: tuple[np.generic, ...]
-    """In the order of the kernel's parameters, each of its parameter's type."""
+    """In the order of the kernels' parameters, each of its parameter's type."""
 
     def arguments(self, arrays: Mapping[str, Pointer], elements: int) -> list[Argument]:
         """Return what to launch the kernel with.
@@ -82,7 +88,7 @@ class Step:
         """
         result: List[Argument] = []
         for each in self.kernel.parameters:
-            use = _USES.get(each.access)
+            use = USES.get(each.access)
             if use is not None:
                 result.append(use(arrays[each.name], elements * KINDS[each.kind].itemsize))
         return [*result, *self.scalars]
@@ -92,6 +98,8 @@ class Step:
 class _Code:
     kernel: Kernel
     body: str
+    listed: Kernel
+    listed_body: str
     places: tuple[int, ...]
     """Which of the recorded scalars are the kernel's arguments."""
 
@@ -175,7 +183,7 @@ class Fused:
             found = self._programs[name] = _program(name, (code,))
         if len(self._recent) >= _RECENT:
             self._recent.clear()
-        result = self._recent[numbers] = Step(found, code.kernel, scalars)
+        result = self._recent[numbers] = Step(found, code.kernel, code.listed, scalars)
         return result
 
     # --- recording
@@ -300,12 +308,18 @@ _OF_INTEGERS = {  # unsigned: there they wrap around
 _HELPERS = """\
 HELPER bool is_negative(f32 x) { return bits_of(x) >> 31 != 0; }
 HELPER bool is_negative(f64 x) { return bits_of(x) >> 63 != 0; }
+/* Elements before the first one at a multiple of 16 bytes, at most n. */
+template <typename T> HELPER i64 before_aligned(const T *array, i64 n)
+{
+    return least((i64)(-(u64)array & 15) / (i64)sizeof(T), n);
+}
 """
 
 
 @lru_cache(maxsize=1024)
 def _program(name: str, codes: tuple[_Code, ...]) -> Program:
-    return program(name, [(code.kernel, code.body) for code in codes], helpers=_HELPERS)
+    functions = [pair for code in codes for pair in ((code.kernel, code.body), (code.listed, code.listed_body))]
+    return program(name, functions, helpers=_HELPERS)
 
 
 @lru_cache(maxsize=1024)
@@ -338,10 +352,12 @@ def _written(rule: str, kind: str, loads: tuple[str, ...], nodes: tuple[Node, ..
         lines.append(f"const {result} v{number} = {text};")
     for name, number in outputs:
         lines.append(f"{name} = narrow<{kind}>(v{number});" if name == WEIGHT else f"{name} = v{number};")
-    body = _loops(arrays, lines)
+    one = _one(arrays, lines)
+    body, listed_body = (_indented([*one, *loops]) for loops in (_loops(arrays), _loops_of_list(arrays)))
     text = "\n".join([*(each.declaration() for each in (*arrays, *scalars)), body])
     kernel = f"{rule}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    return _Code(Kernel(kernel, (*arrays, *scalars)), body, tuple(places))
+    listed = Kernel(f"{kernel}_list", (TABLE, OFFSETS, *scalars, TENSORS))
+    return _Code(Kernel(kernel, (*arrays, *scalars)), body, listed, listed_body, tuple(places))
 
 
 def _needed(nodes: tuple[Node, ...], outputs: Outputs) -> set[int]:
@@ -368,25 +384,64 @@ def _arrays(
     return tuple(result)
 
 
-def _loops(arrays: tuple[Parameter, ...], lines: Sequence[str]) -> str:
-    """Return loops over the elements that do `lines` for each: by 16 bytes where all addresses allow it."""
-    count = max(1, 16 // min(KINDS[each.kind].itemsize for each in arrays))
-    names = [each.name for each in arrays]
+def _one(arrays: tuple[Parameter, ...], lines: Sequence[str]) -> list[str]:
+    """Return a function of one element of each array that does `lines`."""
     taken = ", ".join(
         f"const {each.kind} {each.name}" if each.access is Access.READ else f"{each.kind} &{each.name}"
         for each in arrays
     )
-    runs = [f"run_{name}" for name in names]
-    text = [f"const auto one = [=]({taken}) {{", *(f"    {line}" for line in lines), "};", "i64 done = 0;"]
-    text += [f"if ({' && '.join(f'is_aligned({name})' for name in names)}) {{", f"    done = n / {count} * {count};"]
-    text += [f"    EACH (j, n / {count}) {{"]
+    return [f"const auto one = [=]({taken}) {{", *(f"    {line}" for line in lines), "};"]
+
+
+def _width(arrays: tuple[Parameter, ...]) -> int:
+    """Return how many elements are read and written at once: those of which the smallest make up 16 bytes."""
+    return max(1, 16 // min(KINDS[each.kind].itemsize for each in arrays))
+
+
+def _wide(arrays: tuple[Parameter, ...], place: str) -> list[str]:
+    """Return what does as many elements at once from `place` on."""
+    count, runs = _width(arrays), [f"run_{each.name}" for each in arrays]
+    text = []
     for each, run in zip(arrays, runs, strict=True):
-        start = "" if each.access is Access.WRITE else f" = load<{count}>({each.name} + {count} * j)"
-        text.append(f"        Run<{each.kind}, {count}> {run}{start};")
-    text += [f"        for (int k = 0; k < {count}; ++k)"]
-    text += [f"            one({', '.join(f'{run}.at[k]' for run in runs)});"]
+        start = "" if each.access is Access.WRITE else f" = load<{count}>({each.name} + {place})"
+        text.append(f"    Run<{each.kind}, {count}> {run}{start};")
+    text += [f"    for (int k = 0; k < {count}; ++k)", f"        one({', '.join(f'{run}.at[k]' for run in runs)});"]
     for each, run in zip(arrays, runs, strict=True):
         if each.access is not Access.READ:
-            text.append(f"        store({each.name} + {count} * j, {run});")
-    text += ["    }", "}", f"EACH (i, n - done)\n    one({', '.join(f'{name}[done + i]' for name in names)});"]
-    return "\n".join(f"    {line}" for line in "\n".join(text).split("\n"))
+            text.append(f"    store({each.name} + {place}, {run});")
+    return text
+
+
+def _loops(arrays: tuple[Parameter, ...]) -> list[str]:
+    """Return loops over the elements of one weight: by 16 bytes where all addresses allow it."""
+    count, names = _width(arrays), [each.name for each in arrays]
+    text = ["i64 done = 0;", f"if ({' && '.join(f'is_aligned({name})' for name in names)}) {{"]
+    text += [f"    done = n / {count} * {count};", f"    EACH (j, n / {count}) {{"]
+    text += [f"    {line}" for line in _wide(arrays, f"{count} * j")]
+    return [*text, "    }", "}", "EACH (i, n - done)", f"    one({', '.join(f'{name}[done + i]' for name in names)});"]
+
+
+def _loops_of_list(arrays: tuple[Parameter, ...]) -> list[str]:
+    """Return loops over the elements of a list of weights, which blocks share: by 16 bytes where a weight allows it."""
+    count, names = _width(arrays), [each.name for each in arrays]
+    finest = min(arrays, key=lambda each: KINDS[each.kind].itemsize)
+    text = [f"PIECES (begin, end, n, {_PIECE_BYTES // KINDS[finest.kind].itemsize}) {{", "    i64 at = begin;"]
+    text += ["    for (i64 t = tensor_of(offsets, tensors, begin); at < end; ++t) {"]
+    inner = ["const i64 first = at - offsets[t], size = least(offsets[t + 1], end) - at;"]
+    for number, each in enumerate(arrays):
+        kind = f"const {each.kind}" if each.access is Access.READ else each.kind
+        inner.append(f"{kind} *const {each.name} = ({kind} *)table[{number} * tensors + t] + first;")
+    inner += [f"const i64 head = before_aligned({finest.name}, size);"]
+    fits = " && ".join(f"is_aligned({name} + head)" for name in names)
+    inner += [
+        f"const i64 whole = {fits} ? (size - head) / {count} * {count} : 0;",
+        f"INSIDE (j, 0, whole / {count}) {{",
+    ]
+    inner += [*_wide(arrays, f"head + {count} * j"), "}", "INSIDE (i, 0, size - whole) {"]
+    inner += ["    const i64 place = i < head ? i : i + whole;"]
+    inner += [f"    one({', '.join(f'{name}[place]' for name in names)});", "}", "at += size;"]
+    return [*text, *(f"        {line}" for line in inner), "    }", "}"]
+
+
+def _indented(lines: Sequence[str]) -> str:
+    return "\n".join(f"    {line}" for line in lines)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Dict, Tuple, cast
+from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Tuple, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,9 +24,20 @@ from distrun_runtime.ops.optimizers import PLAIN, RULES, Knobs, NormRule, Rule, 
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuDevice
     from distrun_runtime.arrays.programs import Program
-    from distrun_runtime.ops.fuse import Fused
+    from distrun_runtime.ops.fuse import Fused, Step
 
-__all__ = ["can_fuse", "is_flat", "new_state", "prepare", "state_on", "state_on_host", "step", "update"]
+__all__ = [
+    "Item",
+    "can_fuse",
+    "is_flat",
+    "new_state",
+    "prepare",
+    "state_on",
+    "state_on_host",
+    "step",
+    "step_all",
+    "update",
+]
 
 CHUNK = 1 << 16
 """Elements of a chunk: what a step costs beside its arithmetic is spread over many elements, and weight, gradient,
@@ -127,7 +138,7 @@ def update(
     if not is_host(weight):
         if rows is not None:
             raise KVError("rule %r: rows are updated in host memory, not on %s" % (rule.name, weight.device.name))
-        _step_on_gpu(rule, weight, [gradient], state, knobs)
+        _steps_on_gpu(rule, [Item(weight, [gradient], state, knobs)])
         return
     arrays = [value for value in state.values() if isinstance(value, np.ndarray)]
     is_long = weight.size > CHUNK and rows is None and gradient.shape == weight.shape
@@ -160,7 +171,7 @@ def step(
         Untraceable: the weight is on a GPU, and the rule cannot be fused.
     """
     if not is_host(weight):
-        _step_on_gpu(rule, weight, parts, state, knobs)
+        _steps_on_gpu(rule, [Item(weight, parts, state, knobs)])
         return
     _keep_memory()
     arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
@@ -176,6 +187,28 @@ def step(
         step_over(slice(0, len(weight)))
     else:
         device.split(len(weight), step_over)
+
+
+class Item(NamedTuple):
+    """One weight's step: what `step` takes."""
+
+    weight: DeviceArray
+    parts: Sequence[DeviceArray]
+    state: State
+    knobs: Knobs
+
+
+def step_all(rule: Rule, items: Sequence[Item], *, device: Device | None = None) -> None:
+    """Make the steps of several weights, all in host memory or all on GPUs, none of which overlap: as `step` does.
+
+    On a GPU, weights that take the same step share a kernel: those of one dtype, and of one learning rate, weight decay
+    and number of updates. If that raises, some weights may be updated; the `updates` of their states say which.
+    """
+    if items and not is_host(items[0].weight):
+        _steps_on_gpu(rule, items)
+        return
+    for each in items:
+        step(rule, *each, device=device)
 
 
 # On GPUs
@@ -206,14 +239,25 @@ def _program(rule: Rule, dtype: DType) -> Program:
     return together("%s_%s" % (rule.name, name_of(dtype)), [_fused(rule, dtype, each) for each in parts])
 
 
-def _step_on_gpu(rule: Rule, weight: DeviceArray, parts: Sequence[DeviceArray], state: State, knobs: Knobs) -> None:
-    """Make one step by one kernel; arrays of any shape, all on the weight's device."""
-    from distrun_runtime.arrays.programs import Access
+class _Ready(NamedTuple):
+    """A step on a GPU that is checked and can be launched."""
+
+    item: Item
+    arrays: Dict[str, Any]
+    """By their names in the kernel."""
+    step: Step
+    updates: int
+    """Those of the state, with this one."""
+
+
+def _ready(rule: Rule, item: Item) -> _Ready:
+    """Return what to launch for a step; arrays of any shape, all on the weight's device."""
     from distrun_runtime.ops.fuse import PART, STATE, WEIGHT
 
+    weight, state = item.weight, item.state
     device: GpuDevice = weight.device
     arrays: Dict[str, Any] = {WEIGHT: weight}
-    arrays.update((PART % number, part) for number, part in enumerate(parts))
+    arrays.update((PART % number, part) for number, part in enumerate(item.parts))
     arrays.update((STATE % name, value) for name, value in state.items() if name != "updates")
     for name, array in arrays.items():
         if is_host(array) or array.device is not device or array.size != weight.size:
@@ -221,18 +265,43 @@ def _step_on_gpu(rule: Rule, weight: DeviceArray, parts: Sequence[DeviceArray], 
             text = "rule %r: expected %s with %d elements on %s, found %s"
             raise KVError(text % (rule.name, name, weight.size, device.name, found))
     counted: State = {"updates": state.get("updates", 0)}
-    made = _fused(rule, weight.dtype, tuple(part.dtype for part in parts)).step(rule.rates(counted, knobs))
-    if weight.size:
-        used = [(arrays[each.name], each.access) for each in made.kernel.parameters if each.access is not Access.SCALAR]
+    fused = _fused(rule, weight.dtype, tuple(part.dtype for part in item.parts))
+    made = fused.step(rule.rates(counted, item.knobs))
+    return _Ready(item, arrays, made, cast(int, counted["updates"]))
+
+
+def _steps_on_gpu(rule: Rule, items: Sequence[Item]) -> None:
+    """Make steps of different weights. Those of one structure with equal numbers are made by one kernel."""
+    alike: Dict[Tuple[object, ...], List[_Ready]] = {}
+    for each in [_ready(rule, item) for item in items]:
+        numbers = tuple(scalar.tobytes() for scalar in each.step.scalars)
+        alike.setdefault((each.item.weight.device, each.step.kernel.name, *numbers), []).append(each)
+    for same in alike.values():
+        _launch(same)
+        for each in same:
+            each.item.state["updates"] = each.updates
+
+
+def _launch(same: Sequence[_Ready]) -> None:
+    from distrun_runtime.arrays.programs import Access
+    from distrun_runtime.ops.fuse import USES
+
+    made, weight = same[0].step, same[0].item.weight
+    device: GpuDevice = weight.device
+    used = [each for each in made.kernel.parameters if each.access is not Access.SCALAR]
+    if len(same) > 1:
+        columns = [(USES[each.access], [one.arrays[each.name] for one in same]) for each in used]
+        device.launch_list(made.program, made.listed.name, columns, made.scalars)
+    elif weight.size:
+        arrays = same[0].arrays
         device.launch(
             made.program,
             made.kernel.name,
             made.arguments({name: array.pointer for name, array in arrays.items()}, weight.size),
             weight.size,
-            reads=[array for array, access in used if access is Access.READ],
-            writes=[array for array, access in used if access is not Access.READ],
+            reads=[arrays[each.name] for each in used if each.access is Access.READ],
+            writes=[arrays[each.name] for each in used if each.access is not Access.READ],
         )
-    state["updates"] = counted["updates"]
 
 
 def _chunks(

@@ -28,6 +28,8 @@ NAMELESS_S = 3.0
 """If no server has said by then whom the script waits for, the servers without an answer are named."""
 AGAIN_S = 5.0
 """How often a wait is told again: datagrams may be lost."""
+TEXT = 300
+"""Characters of a text that goes with counters."""
 NAMES = 16
 """So many of those that are waited for are named."""
 
@@ -128,6 +130,7 @@ class NodeMetrics:
         role: `server`, `scheduler` or `worker`.
         counters: returns what the node has counted, by the names that docs/protocol.md lists.
         lags: returns `Lags.to_json`.
+        devices: returns where a server's arrays are (`device`), and why not on a GPU (`device_why`).
         waits: what the script waits for.
     """
 
@@ -138,6 +141,7 @@ class NodeMetrics:
         counters: Callable[[], Mapping[str, float]],
         *,
         lags: Callable[[], Mapping[str, Any]] = dict,
+        devices: Callable[[], Mapping[str, str]] = dict,
         waits: Waits | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -145,6 +149,7 @@ class NodeMetrics:
         self._sender = sender
         self._counters = counters
         self._lags = lags
+        self._devices = devices
         self._waits = waits
         self._wall = wall
         self._next_at = 0.0
@@ -171,7 +176,7 @@ class NodeMetrics:
         if now >= self._next_at:
             self._next_at = now + INTERVAL_S
             lags = self._lags()
-            more = {"lags": lags} if lags else {}
+            more = {**({"lags": lags} if lags else {}), **{name: text[:TEXT] for name, text in self._devices().items()}}
             self._sender.send(metrics.COUNTERS, role=self._role, values=self._counters(), **more)
             stacks.tell(now)
 

@@ -106,7 +106,7 @@ def need_of(values: Values, rule: Rule | None) -> int:
             int(lengths.sum()), max(int(lengths.max(initial=0)), SHARED_MESSAGE_BYTES // arena.dtype.itemsize)
         )
         total += 2 * rounded(brought * work)
-        if values.has_residuals and is_float(arena.dtype):
+        if (values.has_residuals or values.residual) and is_float(arena.dtype):
             total += sum(rounded(length * 4) for length in lengths.tolist())
     return total
 
@@ -211,7 +211,7 @@ class Placement:
         found: Device = self.host
         store = values.store
         if not store.is_relayed and self._is_candidate(store):
-            gpu = self._found(store.number)
+            gpu = self._found(store)
             if gpu is not None and self._goes(values, rule, gpu):
                 found = gpu
         return found
@@ -267,13 +267,14 @@ class Placement:
     def _leave(self, store: Store, choice: DeviceChoice) -> None:
         self._needs.pop(store.number, None)
         self._away.add(store.number)
+        store.why_host = choice.why
         self._say_where(store.number, self.host.name, choice)
 
     def _say_where(self, number: int, device: str, choice: DeviceChoice) -> None:
         level = "WARNING" if choice.is_unexpected else "INFO"
         self.say(level, "event=device store=%d device=%s reason=%s" % (number, device, choice.why))
 
-    def _found(self, number: int) -> GpuDevice | None:
+    def _found(self, store: Store) -> GpuDevice | None:
         """Return the GPU; None: there is none, which is said once.
 
         Raises:
@@ -287,7 +288,9 @@ class Placement:
                     self._failed = err
                     raise
                 self._missing = str(err)
-                self._say_where(number, self.host.name, DeviceChoice(False, self._missing))
+                self._say_where(store.number, self.host.name, DeviceChoice(False, self._missing))
+        if self._gpu is None:
+            store.why_host = self._missing
         return self._gpu
 
     def _drop_spares(self) -> None:

@@ -13,7 +13,7 @@ from distrun_runtime import stacks
 from distrun_runtime.arrays import find as devices
 from distrun_runtime.arrays.cpu import Threads
 from distrun_runtime.arrays.device import Device
-from distrun_runtime.arrays.segments import Pool
+from distrun_runtime.arrays.segments import BLOCKS, Pool
 from distrun_runtime.contract import address, environ, gpus
 from distrun_runtime.contract.metrics import Sender
 from distrun_runtime.contract.process import allow_open_files
@@ -79,6 +79,7 @@ def serve(role: str) -> int:
         trace.log("WARNING", text)
     trace.log("INFO", "event=bound endpoint=%s host=%s" % (endpoint, config.host))
     placement.say = trace.log
+    BLOCKS.log_to(lambda text: trace.log("INFO", text))
     engine = None
     if role == "server":
         engine = Engine(device, counters, recorder, config.server_imports, placement=placement)
@@ -97,6 +98,7 @@ def serve(role: str) -> int:
         for number, handler in before.items():
             with suppress(TypeError):  # None: a handler that Python did not install
                 signal.signal(number, handler)
+        memory.close()
     trace.log("ERROR" if finish.code else "INFO", "event=finished reason=%s" % (finish.reason or "done"))
     return finish.code
 
@@ -113,7 +115,11 @@ def _metrics(node: Scheduler | Server, loop: Loop) -> NodeMetrics:
     if isinstance(node, Scheduler):
         return NodeMetrics("scheduler", Sender(), node.counters)
     server = node
-    return NodeMetrics("server", Sender(), lambda: {**server.counters(), "queue": loop.queued}, lags=server.lags)
+
+    def counters() -> dict[str, float]:
+        return {**server.counters(), "queue": loop.queued}
+
+    return NodeMetrics("server", Sender(), counters, lags=server.lags, devices=server.devices)
 
 
 def connected(config: Config, pools: Sequence[Pool]) -> Transport:

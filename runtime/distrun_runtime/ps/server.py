@@ -165,6 +165,13 @@ class Server:
         latest = max(self._lags.values(), key=lambda lags: lags.over_at, default=None)
         return {} if latest is None else latest.to_json()
 
+    def devices(self) -> Mapping[str, str]:
+        """Return where the stores' arrays are, and why not on a GPU, as the agent is told (`metrics`)."""
+        stores = [store for store in self._stores.values() if store.count]
+        names = dict.fromkeys(store.device for store in stores)
+        why = dict.fromkeys(store.why_host for store in stores if store.why_host)
+        return {"device": ", ".join(names), **({"device_why": "; ".join(why)} if why else {})} if names else {}
+
     # The job
 
     def _welcomed(self, event: role.Welcomed) -> list[role.Action]:

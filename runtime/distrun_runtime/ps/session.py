@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array, DType
-from distrun_runtime.arrays.segments import Pool, address_of
+from distrun_runtime.arrays.segments import BLOCKS, Pool, address_of
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.metrics import Sender
 from distrun_runtime.errors import RuntimeFault, StoreClosed
@@ -40,7 +40,7 @@ GOODBYE_S = BYE_S + 1.0
 
 
 class Memory(NamedTuple):
-    """What other processes on this host may read of this one."""
+    """What other processes on this host may read of this one. The session that has it closes it at its end."""
 
     staging: Pool
     """Values on their way, copied there by the store. Children that are forked do not see it."""
@@ -69,6 +69,7 @@ class Session:
         self._ready = Request("registration", waits=self._waits)
         self.worker = Worker(config, bind(self._transport, config), self._ready)
         self._trace = Trace(config.verbose, lambda: self.worker.me)
+        BLOCKS.log_to(lambda text: self._trace.log("INFO", text))
         self._loop = Loop(self._transport, self.worker, config.token, self._trace, publish=publish)
         if environ.text("DISTRUN_METRICS_SOCKET"):
             told = NodeMetrics("worker", Sender(), lambda: {"store_calls": self._calls}, waits=self._waits)
@@ -233,6 +234,8 @@ class Session:
         reason = "" if error is None else "%s: %s" % (type(error).__name__, error)
         self._loop.ask(Goodbye(goodbye, reason[:2000]))
         self._thread.join(GOODBYE_S)
+        for pool in self._memory:
+            pool.close()
         said = self.stages.text(self.worker.me.name)
         if said:
             print("distrun: %s" % said, file=sys.stderr)

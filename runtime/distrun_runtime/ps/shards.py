@@ -70,6 +70,8 @@ class Store:
         """A worker has created it as a `dist_device_*` store."""
         self.device = "cpu:0"
         """Where its arrays are, by name."""
+        self.why_host = ""
+        """Why they are not on a GPU, if they could have been there, in words."""
         self.is_deterministic = False
         """Sums are made in the order of ranks."""
         self.has_rule = False

@@ -131,6 +131,7 @@ def _update(
                 _update_alone(values, shard, total, turn, result)
                 at += length
         return
+    steps: list[tuple[Array, update.Item]] = []
     for here, piece, addends, side in values.cut(shards, found, parts):
         target = arena.view(piece.begin, piece.end, side)
         if values.rule is None:
@@ -141,7 +142,11 @@ def _update(
         if side != present:
             values.device.sum([arena.view(piece.begin, piece.end, present)], target)
             values.side[here] = side
-        _step_run(values, code, here, piece, weight=target, parts=addends)
+        steps += _steps_of(values, code, here, piece, weight=target, parts=addends)
+        if values.is_on_host:  # while they are in the processor's cache
+            _step_all(values, steps)
+            steps = []
+    _step_all(values, steps)
 
 
 def _total(values: Values, parts: Sequence[DeviceArray]) -> Dense:
@@ -152,10 +157,10 @@ def _total(values: Values, parts: Sequence[DeviceArray]) -> Dense:
     return Dense(out, is_own=True)
 
 
-def _step_run(
+def _steps_of(
     values: Values, code: int, shards: Array, run: Run, *, weight: DeviceArray, parts: Sequence[DeviceArray]
-) -> None:
-    """Step the rule over neighbouring shards: together where they have as many updates and the same multipliers."""
+) -> Iterator[tuple[Array, update.Item]]:
+    """Yield the rule's steps over neighbouring shards: one where they have as many updates and the same multipliers."""
     assert values.rule is not None
     first, at = 0, 0
     lengths = values.store.length[shards].tolist()
@@ -170,9 +175,20 @@ def _step_run(
         state.update((name, arena.view(begin, end)) for name, arena in arenas.items())
         knobs = values.knobs_of(int(here[0]))
         given = [part[piece] for part in parts]
-        update.step(values.rule, weight[piece], given, state, knobs, device=values.device)
-        values.steps[here] = cast(int, state["updates"])
+        yield here, update.Item(weight[piece], given, state, knobs)
         first, at = last, at + size
+
+
+def _step_all(values: Values, steps: Sequence[tuple[Array, update.Item]]) -> None:
+    """Make the rule's steps of some shards."""
+    if not steps:
+        return
+    assert values.rule is not None
+    try:
+        update.step_all(values.rule, [item for _, item in steps], device=values.device)
+    finally:
+        for shards, item in steps:
+            values.steps[shards] = cast(int, item.state["updates"])
 
 
 def _alike(values: Values, shards: Array) -> Iterator[int]:
@@ -218,7 +234,7 @@ def _step_alone(values: Values, shard: int, given: Contribution, turn: tuple[int
         dense = spread(given, int(values.store.length[shard]))
         weight = values.own(shard)
         code = int(values.store.dtype[shard])
-        _step_run(values, code, np.array([shard]), run, weight=weight, parts=[dense.values])
+        _step_all(values, list(_steps_of(values, code, np.array([shard]), run, weight=weight, parts=[dense.values])))
         return None
     if shard not in values.state:
         values.state[shard] = cast(dict[str, Any], rule.new_state(values.weight(shard)))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Tuple, cast
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.optimizers import RuleSpec
-from distrun_runtime.ops.update import can_fuse, new_state, prepare, state_on, state_on_host, update
+from distrun_runtime.ops.update import Item, can_fuse, new_state, prepare, state_on, state_on_host, step_all, update
 from distrun_runtime.ps import profile
 from distrun_runtime.ps.stats import Counters
 from distrun_runtime.store.base import (
@@ -147,8 +148,7 @@ class LocalBackend(StoreBackend):
                 self._counters.sent(value.nbytes)
 
     def _update(self, keys: Selection, values: Sequence[Value], scale: float) -> None:
-        for record, value in zip(keys.records, values, strict=True):
-            self._weights.update(record, value, scale)
+        for record, value in self._weights.update(zip(keys.records, values, strict=True), scale):
             self._counters.received(value.values.nbytes if isinstance(value, RowSparse) else value.nbytes)
             self._counters.updates += 1
             self._pushes[record.key] = self._pushes.get(record.key, 0) + 1
@@ -258,6 +258,12 @@ class LocalBackend(StoreBackend):
         raise KVError("a %r store has no other workers" % self.type)
 
 
+Sum = Tuple[KeyRecord, Value]
+"""What a push brings of a key."""
+COPIED_BYTES = 64 * 1024 * 1024
+"""Of sums that are scaled, or copied from another GPU, before their keys are updated."""
+
+
 class Weights:
     """Values by key, and one way to update them: the sum itself, a rule, or a function of the user's.
 
@@ -305,21 +311,22 @@ class Weights:
         if devices.is_host(self.values[key]):
             rules.renew_master(self.values[key].reshape(-1), self.states.get(key, {}))
 
-    def update(self, record: KeyRecord, value: Value, scale: float = 1.0) -> None:
-        """Take in the sum of a push, times `scale`; it is only read.
+    def update(self, sums: Iterable[Sum], scale: float = 1.0) -> Iterator[Sum]:
+        """Take in the sums of a push, times `scale`; they are only read. Yield each when that is done.
+
+        Those that a rule takes in on GPUs are taken in together, if they follow each other.
 
         Raises:
-            KVError: a GPU has failed; names the key.
+            KVError: a GPU has failed; names the key. Those that were yielded are taken in.
         """
-        gpu = self._gpu_for(record, value)
-        if gpu is None:
-            self._bring_back(record.key)
-            self._update_on_host(record, devices.on_host(value) if is_gpu_array(value) else value, scale)
-            return
-        try:
-            self._update_on_gpu(gpu, record, cast(Any, value), scale)
-        except KVError as err:
-            raise KVError("key %r: %s" % (record.key, err)) from err
+        for is_on_gpu, some in itertools.groupby(sums, lambda each: self._gpu_for(*each) is not None):
+            if is_on_gpu:
+                yield from self._update_on_gpus(list(some), scale)
+                continue
+            for record, value in some:
+                self._bring_back(record.key)
+                self._update_on_host(record, devices.on_host(value) if is_gpu_array(value) else value, scale)
+                yield record, value
 
     def _update_on_host(self, record: KeyRecord, value: Value, scale: float) -> None:
         if scale != 1:
@@ -360,16 +367,49 @@ class Weights:
         gpu: GpuDevice = value.device if devices.is_host(stored) else stored.device
         return gpu
 
-    def _update_on_gpu(self, gpu: GpuDevice, record: KeyRecord, value: GpuArray, scale: float) -> None:
-        self._bring_to(gpu, record.key)
-        if value.device is not gpu or scale != 1:
-            value = gpu.put(value)
-        if scale != 1:
-            gpu.scale(value, scale)
-        if self.rule is None:
-            gpu.write(self.values[record.key], value)
-            return
-        self._step(self.rule, record, cast(Array, value))
+    def _update_on_gpus(self, sums: Sequence[Sum], scale: float) -> Iterator[Sum]:
+        ready: list[Sum] = []
+        items: list[Item] = []
+        copied = 0
+        for record, value in sums:
+            gpu, given = self._gpu_for(record, value), cast(Any, value)
+            assert gpu is not None
+            try:
+                self._bring_to(gpu, record.key)
+                if given.device is not gpu or scale != 1:
+                    given = gpu.put(given)
+                    copied += given.nbytes
+                if scale != 1:
+                    gpu.scale(given, scale)
+                if self.rule is None:
+                    gpu.write(self.values[record.key], given)
+                else:
+                    items.append(self._item(self.rule, record, given))
+            except KVError as err:
+                yield from self._stepped(ready, items)
+                raise KVError("key %r: %s" % (record.key, err)) from err
+            ready.append((record, value))
+            if copied >= COPIED_BYTES:
+                yield from self._stepped(ready, items)
+                ready, items, copied = [], [], 0
+        yield from self._stepped(ready, items)
+
+    def _item(self, rule: rules.Rule, record: KeyRecord, value: GpuArray) -> Item:
+        """Return the step of a key on a GPU."""
+        assert self.spec is not None
+        flat = self.values[record.key].reshape(-1)
+        if record.key not in self.states:
+            self.states[record.key] = new_state(rule, flat)
+        return Item(flat, [value.reshape(-1)], self.states[record.key], self.spec.knobs(record.key))
+
+    def _stepped(self, ready: Sequence[Sum], items: Sequence[Item]) -> Sequence[Sum]:
+        """Return sums when the steps that they are for are made."""
+        if self.rule is not None:
+            try:
+                step_all(self.rule, items)
+            except KVError as err:
+                raise KVError("%s: %s" % (named(record.key for record, _ in ready), err)) from err
+        return ready
 
     def _gpus(self) -> set[GpuDevice]:
         """Return the GPUs that have a value."""

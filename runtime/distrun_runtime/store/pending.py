@@ -73,6 +73,12 @@ class Pending(ABC):
             RuntimeFault: what went wrong with the call. Having been raised here, it is not raised by a later call.
         """
 
+    def note_reads(self) -> None:  # noqa: B027  # most calls have nothing to note
+        """Note that what the program has queued on GPUs by now may read the outputs. Not for users.
+
+        For those who lend outputs that others go on reading, until they wait.
+        """
+
     def left_waiting(self) -> None:  # noqa: B027  # most calls have nothing to note
         """Note that the call which made it has stopped waiting, before it was done. Not for users."""
 
@@ -176,6 +182,11 @@ class BorrowedArrays:
         elif arrays:
             self._loan = find.gpus().borrowing.borrow(arrays)
 
+    def note_reads(self) -> None:
+        """Let what the store does with them from now on wait for what the program has queued by now."""
+        if self._loan is not None:
+            self._loan.note_reads()
+
     def give_back(self, *, keeps: bool = False) -> None:
         """Let what the program does with them from now on wait for what the store has done.
 
@@ -225,6 +236,10 @@ class _BorrowingCall(Pending):
                 self._borrowed.give_back(keeps=True)
             raise
         self._borrowed.give_back()
+
+    def note_reads(self) -> None:
+        """Let what is still to be done come after what the program has queued by now."""
+        self._borrowed.note_reads()
 
     def left_waiting(self) -> None:
         """Tell the call."""

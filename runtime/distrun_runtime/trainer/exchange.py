@@ -290,6 +290,7 @@ class StoreExchange:
         sent = sent or Sent()
         items = self._prepare(sent, gradients, scale)
         with self._naming():
+            _note_reads(sent.calls)
             self._send(sent, items, scale, waits=True)
             skipped = _wait_for_all(sent.calls)
         for item in [] if skipped else sent.items:
@@ -321,6 +322,7 @@ class StoreExchange:
         counted = own.copy()
         items = self._prepare(sent, gradients, scale)
         with self._naming():
+            _note_reads(sent.calls)
             if self._counter is not None:
                 sent.calls.append(self._store.pushpull(self._counter, own, out=counted, wait=False))
             self._send(sent, items, scale, waits=True)
@@ -448,7 +450,7 @@ class ThirdPartyExchange:
     def start(self) -> None:
         """Give all parameters and buffers rank 0's values, on all workers."""
         for index, parameter in enumerate(self._params):
-            buffers = [replica.weight_buffer(is_host=True) for replica in parameter.replicas]
+            buffers = [replica.weight_buffer(on_host=True) for replica in parameter.replicas]
             self._store.broadcast(index, parameter.replicas[0].weight(), out=buffers, priority=-index)
             for replica, buffer in zip(parameter.replicas, buffers, strict=True):
                 replica.weight_written(buffer)
@@ -516,7 +518,7 @@ class ThirdPartyExchange:
             if any(isinstance(grad, RowSparse) for grad in grads):
                 raise self._refusal("take the row-sparse gradient of parameter %r" % parameter.name)
             grads = [on_host(grad) if is_near(grad) else grad for grad in grads]
-            targets = [replica.grad_buffer(is_host=True) for replica in parameter.replicas]
+            targets = [replica.grad_buffer(on_host=True) for replica in parameter.replicas]
             self._store.pushpull(index, grads, out=targets, priority=-index)
             for replica, target in zip(parameter.replicas, targets, strict=True):
                 replica.grad_written(target)
@@ -556,6 +558,12 @@ def _grouped(items: Sequence[_Item]) -> list[list[_Item]]:
 def _flat(values: Sequence[Any]) -> Sequence[Any]:
     """Return what each parameter has on its devices; if each is on one only, that itself: the store is faster then."""
     return [each[0] for each in values] if all(each is not None and len(each) == 1 for each in values) else values
+
+
+def _note_reads(calls: Sequence[Pending]) -> None:
+    """Note that the program may have read weights and gradients since these calls, which write them, were made."""
+    for call in calls:
+        call.note_reads()
 
 
 def _wait_for_all(calls: Sequence[Pending]) -> Notes:

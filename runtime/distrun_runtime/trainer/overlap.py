@@ -1,8 +1,9 @@
 """Overlap: a trainer's gradients are sent while backward still computes others.
 
 Parameters are sent in groups, the last ones first, as backward comes to them. A group is sent when all of its gradients
-are there, by the thread that backward has brought the last one of; its answers are taken in by `Trainer.step`, so that
-no weight changes before. The group that comes last, of the first parameters, is left to `step`, which follows.
+are there, by the thread that backward has brought the last one of; on GPUs it waits for the streams of the others
+(`Parameter.follow`). Its answers are taken in by `Trainer.step`, so that no weight changes before. The group that comes
+last, of the first parameters, is left to `step`, which follows.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ class Overlap:
             if self._may_send is None:
                 self._may_send = self._begins()
             if self._may_send:
+                for each in group:
+                    self._params[each].follow()
                 self._send(self._sent, [(each, self._params[each].gradients()) for each in group])
 
     def _devices(self, index: int) -> int:

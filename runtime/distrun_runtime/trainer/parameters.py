@@ -255,6 +255,11 @@ class Parameter:
 
         return end
 
+    def follow(self) -> None:
+        """Let what this thread does next on GPUs come after the gradients that `watch` has told of."""
+        for replica in self.replicas:
+            replica.follow()
+
     def used(self) -> None:
         """Note that a step has used the gradients."""
         for replica in self.replicas:
@@ -324,6 +329,8 @@ class ArrayReplica:
     """Whether it has a gradient at all."""
     is_written = False
     """Whether the user wrote the weight; an array of numpy cannot tell."""
+    gpu: int | None = None
+    """The number of the GPU whose memory stores use as it is."""
 
     def __init__(self, data: Array, grad: object = None) -> None:
         self.source: object = data
@@ -360,6 +367,9 @@ class ArrayReplica:
 
         return end
 
+    def follow(self) -> None:
+        """Do nothing: an array is there when it was given."""
+
     @property
     def is_fresh(self) -> bool:
         """Whether a gradient is there that no step has used. A buffer that was there from the start always is."""
@@ -374,7 +384,7 @@ class ArrayReplica:
         """Return the weight: the array itself."""
         return self._data
 
-    def weight_buffer(self, *, is_host: bool = False) -> Buffer:
+    def weight_buffer(self, *, on_host: bool = False) -> Buffer:
         """Return an array of the weight's shape and dtype to write a new weight into, for `weight_written`."""
         return self._data
 
@@ -388,7 +398,7 @@ class ArrayReplica:
         """Return the gradient as it is."""
         return self._grad
 
-    def grad_buffer(self, *, is_host: bool = False) -> Buffer:
+    def grad_buffer(self, *, on_host: bool = False) -> Buffer:
         """Return an array for a dense gradient of all devices or workers; it is the gradient from now on."""
         if not (isinstance(self._grad, np.ndarray) and self._grad.flags.writeable):
             self._grad = np.zeros(self._data.shape, self._data.dtype)
@@ -418,10 +428,17 @@ class TensorReplica:
         self._host: Any = None
         """The tensor of the host that was given to be written last, in place of a weight elsewhere."""
         self._host_grad: Any = None
+        self._stream: Any = None
+        """The stream on which backward has written the gradient, as far as `watch` has told."""
         self._has_gpus: bool | None = None
         """Whether stores can use GPUs; None: it was never asked, as the tensor never was on one."""
         self._seen: object = None
         """The tensor's mark when the trainer knew its value last."""
+
+    @property
+    def gpu(self) -> int | None:
+        """The number of the GPU whose memory stores use as it is; None: there is none."""
+        return self._tensor.device.index if self._is_near(self._tensor) else None
 
     @property
     def trains(self) -> bool:
@@ -449,8 +466,23 @@ class TensorReplica:
         register = getattr(self._tensor, "register_post_accumulate_grad_hook", None)
         if register is None:
             raise KVError("overlap=True needs torch 2.1 or newer: older ones do not tell when a gradient is there")
-        end: Callable[[], None] = register(lambda tensor: told()).remove
+
+        def came(tensor: Any) -> None:
+            if self._is_near(tensor):
+                # Backward has a thread for each device, in which its streams are the current ones.
+                self._stream = sys.modules["torch"].cuda.current_stream(tensor.device.index)
+            told()
+
+        end: Callable[[], None] = register(came).remove
         return end
+
+    def follow(self) -> None:
+        """Let the stream that is current in this thread wait for the gradient that `watch` has told of."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            current = sys.modules["torch"].cuda.current_stream(self._tensor.device.index)
+            if current != stream:
+                current.wait_stream(stream)
 
     @property
     def is_fresh(self) -> bool:
@@ -468,13 +500,13 @@ class TensorReplica:
         self._host = self._tensor.detach().cpu()
         return array_of(self._host)
 
-    def weight_buffer(self, *, is_host: bool = False) -> Buffer:
+    def weight_buffer(self, *, on_host: bool = False) -> Buffer:
         """Return memory to write a new weight into: the tensor's own where that can be.
 
         Arguments:
-            is_host: it is to be an array.
+            on_host: it is to be an array.
         """
-        if not is_host and self._is_near(self._tensor):
+        if not on_host and self._is_near(self._tensor):
             return _compact(self._tensor.detach())
         if self._on_host() or self._host is None:
             return self.weight()
@@ -483,7 +515,7 @@ class TensorReplica:
     def weight_written(self, buffer: Buffer) -> None:
         """Bring what was written into `weight()` or `weight_buffer()` to where the tensor is."""
         if is_near(buffer) and buffer.data_ptr() != self._tensor.data_ptr():
-            self._tensor.detach().copy_(buffer)
+            _copy_back(buffer, self._tensor)
         elif not is_near(buffer) and not self._on_host():
             self._tensor.detach().copy_(self._host)
         elif hasattr(self._tensor, "_version"):
@@ -498,6 +530,8 @@ class TensorReplica:
     def remember(self) -> None:
         """Take the weight as it is now for the one that the trainer knows; `weight_written` does so too."""
         self._seen = self._mark()
+        if self._host is not None and self._is_near(self._tensor):
+            self._host = None  # only some calls need one
 
     def gradient(self) -> Gradient | None:
         """Return `.grad`: as an array of the same memory, as a near tensor, as RowSparse; from elsewhere, a copy."""
@@ -508,16 +542,16 @@ class TensorReplica:
             return grad.detach()
         return on_host(grad)
 
-    def grad_buffer(self, *, is_host: bool = False) -> Buffer:
+    def grad_buffer(self, *, on_host: bool = False) -> Buffer:
         """Return memory for a dense gradient of all devices or workers; `grad_written` makes it `.grad`.
 
         Arguments:
-            is_host: as for `weight_buffer`.
+            on_host: as for `weight_buffer`.
         """
         if self._tensor.grad is None or self._tensor.grad.is_sparse:
             self._tensor.grad = self._tensor.detach().new_zeros(self._tensor.shape)
         found = self._tensor.grad.detach()
-        if not is_host and self._is_near(found):
+        if not on_host and self._is_near(found):
             return _compact(found)
         if self._on_host():
             return array_of(found)
@@ -529,7 +563,7 @@ class TensorReplica:
         grad = self._tensor.grad
         if is_near(buffer):
             if buffer.data_ptr() != grad.data_ptr():
-                grad.detach().copy_(buffer)
+                _copy_back(buffer, grad)
         elif not self._on_host():
             grad.detach().copy_(self._host_grad)
 
@@ -594,7 +628,7 @@ def replica_of(data: object, grad: object = None) -> Replica:
 
 def write_weight(replica: Replica, array: Array) -> None:
     """Write an array of the weight's shape and dtype into a replica."""
-    buffer = replica.weight_buffer(is_host=True)
+    buffer = replica.weight_buffer(on_host=True)
     if buffer is not array:
         np.copyto(buffer, array)
     replica.weight_written(buffer)
@@ -633,6 +667,13 @@ def gradient_of(value: object) -> Gradient:
 def _compact(tensor: Any) -> Any:
     """Return a tensor's own memory, if its elements lie row by row as a store writes them; else a copy of it."""
     return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _copy_back(buffer: Any, tensor: Any) -> None:
+    """Copy what `_compact` made, in this thread or another, to the tensor, on the stream that is current here."""
+    # Its memory is of the stream that was current there: torch must not use it again before this copy.
+    buffer.record_stream(sys.modules["torch"].cuda.current_stream(buffer.device.index))
+    tensor.detach().copy_(buffer)
 
 
 def _has_gpus() -> bool:

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distrun_runtime.arrays import dtypes, find
+from distrun_runtime.arrays import dtypes, find, foreign
 from distrun_runtime.arrays.device import DeviceArray, copy, is_host
-from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import RowSparse
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.optimizers import Rule, RuleSpec, State
-from distrun_runtime.ops.update import can_fuse, new_state, state_on, state_on_host, update
+from distrun_runtime.ops.update import can_fuse, new_state, prepare, state_on, state_on_host, update
 from distrun_runtime.store.pending import BorrowedArrays
 from distrun_runtime.trainer.model import Buffers
 from distrun_runtime.trainer.parameters import Gradient, Parameter, Replica, is_near, on_host, write_weight
@@ -83,8 +83,13 @@ class LocalRule:
             KVError: they are not right.
         """
         rule = self._made(spec)
+        self._prepare(rule)
         self.states.update([(place, self._carried(rule, place, state)) for place, state in self.states.items()])
         self.spec, self._rule = spec, rule
+
+    def prepare(self) -> None:
+        """Have ready what steps on GPUs need, so that none waits for a compiler while other workers wait for it."""
+        self._prepare(self._rule)
 
     def update(self, sums: Iterable[tuple[int, Gradient, float]]) -> None:
         """Update parameters by one gradient each, times a number, on the first device; the others get a copy."""
@@ -152,13 +157,15 @@ class LocalRule:
 
     def _make_on_gpus(self, steps: Sequence[_Step]) -> None:
         """Make steps whose gradients, and so their weights, are on GPUs."""
-        borrowing = find.gpus().borrowing
+        borrowing, streams = find.gpus().borrowing, foreign.Streams()
         written = [(replica, replica.weight_buffer()) for step in steps for replica in self._written(step)]
         with BorrowedArrays() as borrowed:
             outs: Iterator[DeviceArray] = iter(
-                [borrowing.output(buffer) if is_near(buffer) else buffer for _, buffer in written]
+                [borrowing.output(buffer, streams) if is_near(buffer) else buffer for _, buffer in written]
             )
-            given = [(step, borrowing.value(step.grad), [next(outs) for _ in self._written(step)]) for step in steps]
+            given = [
+                (step, borrowing.value(step.grad, streams), [next(outs) for _ in self._written(step)]) for step in steps
+            ]
             borrowed.take([each for _, grad, weights in given for each in (grad, *weights) if not is_host(each)])
             for step, grad, (weight, *others) in given:
                 try:
@@ -185,6 +192,19 @@ class LocalRule:
             gpu.scale(wide, step.scale)
             grad = wide
         update(self._rule, weight, grad, state, self.spec.knobs(step.place[0]))
+
+    def _prepare(self, rule: Rule) -> None:
+        found: dict[int, set[DType]] = {}
+        for parameter in self._params:
+            for number in [replica.gpu for replica in parameter.replicas] if parameter.trains else ():
+                if number is not None:
+                    found.setdefault(number, set()).add(parameter.dtype)
+        for number, kinds in found.items() if found and can_fuse(rule) else ():
+            gpu = find.gpu(number)
+            gpu.prepare(
+                kinds | {dtypes.work_dtype(kind) for kind in kinds}
+            )  # for gradients that are scaled, and masters
+            prepare(rule, kinds, gpu)
 
     def _carried(self, rule: Rule, place: Place, state: State) -> State:
         """Return the state that a rule in place of the present one goes on with."""

@@ -258,6 +258,7 @@ class OwnUpdates:
         if self._exchange is not None:
             self._exchange.start()
         self._changes.accept()
+        self._rule.prepare()
         self.send_multipliers()
 
     # --- steps

@@ -49,11 +49,13 @@ class Store:
     def pull(self, array: Any) -> None:
         self.begin_pull(array)()
 
-    def begin_pull(self, array: Any) -> Callable[[], None]:
+    def begin_pull(self, array: Any, *, notes_reads: bool = False) -> Callable[[], None]:
         out = self.borrowing.output(array)
         loan = self.borrowing.borrow([out])
 
         def end() -> None:
+            if notes_reads:
+                loan.note_reads()
             self.device.write(out, self.mine)
             loan.end()
 
@@ -120,6 +122,24 @@ def used_on_another_stream_after_pull(library: Library, store: Store) -> None:
     assert library.found().tobytes() == b"\5" * NBYTES
 
 
+def read_until_the_pull_ends(library: Library, store: Store) -> None:
+    array = library.array()
+    end = store.begin_pull(array, notes_reads=True)
+    library.read(array.pointer)
+    end()
+    assert library.found().tobytes() == b"\7" * NBYTES
+
+
+def read_on_another_stream_until_the_pull_ends(library: Library, store: Store) -> None:
+    array = library.array()
+    library.wait()
+    end = store.begin_pull(array, notes_reads=True)
+    library.works_on(library.cuda.stream(0))
+    library.read(array.pointer)
+    end()
+    assert library.found().tobytes() == b"\7" * NBYTES
+
+
 def pulled_into_what_was_pushed(library: Library, store: Store) -> None:
     array = library.array()
     store.pushpull(array)
@@ -142,7 +162,12 @@ USES: list[tuple[Use, str]] = [
     *((dropped_after_push, kind) for kind in READ),
     *((use, kind) for use in (used_after_pull, dropped_after_pull) for kind in WRITTEN),
     *((pulled_into_what_was_pushed, kind) for kind in WRITTEN),
-    *((used_on_another_stream_after_pull, kind) for kind in ("torch", "cupy")),
+    *((read_until_the_pull_ends, kind) for kind in STREAMS),
+    *(
+        (use, kind)
+        for use in (used_on_another_stream_after_pull, read_on_another_stream_until_the_pull_ends)
+        for kind in STREAMS[:2]
+    ),
 ]
 
 
@@ -170,11 +195,21 @@ def test_an_array_may_be_used_or_dropped_as_soon_as_the_call_returns(
 
 
 def no_wait_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Order, "lend", lambda *_: None)
+    monkeypatch.setattr(Order, "note_program_use", lambda *_: None)
 
 
 def no_wait_after(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Loan, "_let_follow", lambda *_: None)
+
+
+def reads_are_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loan, "note_reads", lambda self: None)
+
+
+def only_reads_on_the_stream_of_the_beginning_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Loan, "note_reads", without(Loan.note_reads, foreign, "current_stream", lambda library, device: None)
+    )
 
 
 def no_wait_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,6 +271,11 @@ def arrays_in_the_same_memory_are_strangers(monkeypatch: pytest.MonkeyPatch) -> 
         (dropped_after_pull, "torch", a_reference_until_nothing_of_ours_has_one),
         (overwritten_after_push, "jax", the_stream_that_was_given_is_not_noted),
         *((used_on_another_stream_after_pull, kind, only_the_stream_of_the_beginning_waits) for kind in STREAMS[:2]),
+        *((read_until_the_pull_ends, kind, reads_are_not_noted) for kind in STREAMS),
+        *(
+            (read_on_another_stream_until_the_pull_ends, kind, only_reads_on_the_stream_of_the_beginning_are_noted)
+            for kind in STREAMS[:2]
+        ),
         *((pulled_into_what_was_pushed, kind, arrays_in_the_same_memory_are_strangers) for kind in WRITTEN),
     ],
 )
@@ -283,7 +323,7 @@ def test_a_new_stream_with_the_handle_of_an_old_one_is_not_taken_to_have_waited(
         cuda.fill(pointer, 1, 8, one.stream)
     order.follow(theirs, mine.before_reading())
     theirs.stream = cuda.stream(0)  # the program has ended its stream, and this one has got the handle
-    order.lend(theirs, [lent])
+    order.note_program_use(theirs, [lent])
     with order.using(other, reads=[lent], writes=[mine]):
         cuda.fill(pointer, 2, 8, other.stream)
 

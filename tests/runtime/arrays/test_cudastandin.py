@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from cudastandin import ASKS_BEFORE_DONE, Mistake, StandIn
+from cudastandin import ASKS_BEFORE_DONE, Mistake, StandIn, outside_of_locks
 
 from distrun_runtime.arrays.cuda import Cuda, CudaError, Host, Pointer, Read, Table, Update, Write
 from distrun_runtime.arrays.programs import Access, Kernel, Parameter, Program
+from distrun_runtime.arrays.queues import Order
 from distrun_runtime.arrays.segments import address_of
 
 F32 = "f32"
@@ -284,6 +286,38 @@ def test_a_table_has_to_be_in_memory_before_the_kernel_reads_it(seed: int) -> No
     swapped = (entries[1], entries[0])
     cuda.launch(bench.loaded, "sum", [Table(table, swapped), Write(out, BYTES), np.int32(2)], N, bench.one)
     with pytest.raises(Mistake, match="table in memory"):
+        bench.standin.finish()
+
+
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("alloc", lambda it: it.cuda.alloc(0, 8)),
+        ("free", lambda it: it.cuda.free(it.a)),
+        ("register", lambda it: it.cuda.register(Host(address_of(np.zeros(8)), 64))),
+        ("unregister", lambda it: it.cuda.unregister(it.host)),
+        ("load", lambda it: it.cuda.load(PROGRAM, 0)),
+        ("synchronize", lambda it: it.cuda.synchronize(it.event)),
+        ("enable_peer", lambda it: it.cuda.enable_peer(0, 0)),
+        ("copy in", lambda it: it.cuda.copy(it.a, Host(address_of(np.zeros(8)), 8), 8, it.one)),
+        ("copy out", lambda it: it.cuda.copy(Host(address_of(np.zeros(8)), 8), it.a, 8, it.one)),
+    ],
+)
+def test_what_may_take_long_is_a_mistake_while_the_thread_holds_the_lock_of_an_order(
+    name: str, made: Callable[[Bench], object]
+) -> None:
+    bench = Bench()
+    order = Order(bench.cuda, wait_s=60)
+    with order.locked():
+        bench.cuda.fill(bench.a, 0, BYTES, bench.one)
+        with ThreadPoolExecutor(1) as thread:  # another thread holds nothing
+            thread.submit(bench.cuda.alloc, 0, 8).result(60)
+        with pytest.raises(Mistake, match="^%s .*while the thread holds the lock" % name):
+            made(bench)
+        with outside_of_locks():
+            bench.cuda.alloc(0, 8)
+    bench.cuda.alloc(0, 8)
+    with pytest.raises(Mistake):
         bench.standin.finish()
 
 

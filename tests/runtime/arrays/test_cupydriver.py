@@ -146,13 +146,13 @@ def test_every_call_has_cupys_arguments_and_the_right_current_device(cupy: FakeC
     assert made(cupy) == [("getDeviceCount", 0)]
     far, near = Pointer(0x1000, 1, 64), Pointer(0x2000, 0, 64)
     host, stream, event = Host(0x3000, 64), Stream(1, 77), Event(1, 88)
-    cupy.answers.update(streamCreateWithPriority=5, eventCreateWithFlags=6, deviceCanAccessPeer=1)
+    cupy.answers.update(streamCreateWithFlags=5, eventCreateWithFlags=6, deviceCanAccessPeer=1)
     assert cuda.memory(1) == (3, 10)
     assert cuda.alloc(1, 64) == far
     cuda.free(far)
     cuda.register(host)
     cuda.unregister(host)
-    assert (cuda.stream(1, -1).handle, cuda.event(1).handle) == (5, 6)
+    assert (cuda.stream(1).handle, cuda.event(1).handle) == (5, 6)
     gc.collect()
     cuda.copy(far, host, 48, stream)
     cuda.copy(host.at(8, 8), far.at(16, 8), 8, stream)
@@ -170,7 +170,7 @@ def test_every_call_has_cupys_arguments_and_the_right_current_device(cupy: FakeC
         ("free", 0x1000, 1),
         ("hostRegister", 0x3000, 64, 1, 1),
         ("hostUnregister", 0x3000, 1),
-        ("streamCreateWithPriority", 1, -1, 1),
+        ("streamCreateWithFlags", 1, 1),
         ("streamDestroy", 5, 1),
         ("eventCreateWithFlags", 3, 1),
         ("eventDestroy", 6, 1),

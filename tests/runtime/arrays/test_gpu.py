@@ -266,7 +266,8 @@ def test_memory_is_used_again_and_its_next_user_waits_for_the_last(seed: int) ->
 @SEEDS
 def test_a_pool_that_is_full_has_spare_arrays_dropped_before_it_fails(seed: int) -> None:
     machine = Machine(seed=seed)
-    device = machine.gpus.get(0, limit=8192)
+    device = machine.gpus.get(0)
+    device.pool.limit = 8192
     spare = [device.put(values((1024,), F32)), device.put(values((1024,), F32))]
     device.scale(spare[1], 2.0)  # its memory is given back when that is over
     device.pool.spares = spare.clear
@@ -282,7 +283,8 @@ def test_a_pool_that_is_full_has_spare_arrays_dropped_before_it_fails(seed: int)
 
 def test_a_pool_keeps_to_its_limit_and_gives_back_what_is_free() -> None:
     machine = Machine(1, memory=1 << 20)
-    device = machine.gpus.get(0, limit=8192)
+    device = machine.gpus.get(0)
+    device.pool.limit = 8192
     kept = device.empty((1024,), F32)
     other = device.empty((512,), F32)
     del other
@@ -325,10 +327,10 @@ def test_out_of_memory_is_tried_again_without_the_free_blocks() -> None:
 
 def test_sizes_of_blocks_are_few_and_waste_little() -> None:
     for nbytes in [0, 1, 511, 512, 513, 4096, 5000, 1 << 20, (1 << 20) + 1, 10**9]:
-        size = gpumemory._rounded(nbytes)
+        size = gpumemory.rounded(nbytes)
         assert nbytes <= size <= max(512, nbytes * 9 // 8 + 512)
         assert size % 512 == 0
-    assert len({gpumemory._rounded(nbytes) for nbytes in range(1 << 16, 1 << 17)}) <= 9
+    assert len({gpumemory.rounded(nbytes) for nbytes in range(1 << 16, 1 << 17)}) <= 9
 
 
 # Buckets

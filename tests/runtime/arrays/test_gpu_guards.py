@@ -21,7 +21,7 @@ from gpukit import Machine
 from distrun_runtime.arrays import gpu, gpucodecs, gpumemory, queues
 from distrun_runtime.arrays.cuda import Driver, Event
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
-from distrun_runtime.arrays.gpumemory import Memory, Pool, Staging
+from distrun_runtime.arrays.gpumemory import GpuPool, Memory, Staging
 from distrun_runtime.arrays.queues import Mark, Order, Queue, Uses
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
@@ -161,7 +161,8 @@ def sites() -> list[tuple[str, str, int]]:
         *(("scatter", "reads", 0), ("scatter", "reads", 1), ("scatter", "writes", 0), ("scatter", "writes", -1)),
         *(("_sum", "reads", place) for place in (0, 1, 2, -1)),
         *(("_sum", "writes", 0), ("_share", "writes", 0), ("_share", "writes", 1)),
-        *(("_step_on_gpu", kind, place) for kind in KINDS for place in (0, 1)),
+        *(("_launch", kind, place) for kind in KINDS for place in (0, 1)),
+        *(("launch_list", kind, place) for kind in KINDS for place in (0, 2, -1)),
         *((function, kind, 0) for function in ("cast", "_encode", "_decode", "top_decode") for kind in KINDS),
         *((function, kind, 0) for function in ("are_finite", "scaled_encode", "_search") for kind in KINDS),
         *(("are_finite", "reads", 1), ("scaled_encode", "reads", 1), ("_encode", "writes", 1)),
@@ -175,11 +176,11 @@ def test_no_use_of_memory_can_be_left_untold(
 ) -> None:
     using = Order.using
 
-    def told(self: Order, queue: Queue, reads: Sequence[Uses] = (), writes: Sequence[Uses] = ()) -> Any:
+    def told(self: Order, queue: Queue, reads: Sequence[Uses] = (), writes: Sequence[Uses] = (), **how: bool) -> Any:
         given = {"reads": list(reads), "writes": list(writes)}
         if function_of(sys._getframe(1)) == function and -len(given[kind]) <= place < len(given[kind]):
             del given[kind][place]
-        return using(self, queue, given["reads"], given["writes"])
+        return using(self, queue, given["reads"], given["writes"], **how)
 
     monkeypatch.setattr(Order, "using", told)
     assert any(is_found(history) for history in HISTORIES.values())
@@ -188,10 +189,10 @@ def test_no_use_of_memory_can_be_left_untold(
 def test_all_places_that_tell_uses_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     using, seen = Order.using, set()
 
-    def told(self: Order, queue: Queue, reads: Sequence[Uses] = (), writes: Sequence[Uses] = ()) -> Any:
+    def told(self: Order, queue: Queue, reads: Sequence[Uses] = (), writes: Sequence[Uses] = (), **how: bool) -> Any:
         name = function_of(sys._getframe(1))
         seen.update((name, kind) for kind, uses in (("reads", reads), ("writes", writes)) if uses)
-        return using(self, queue, reads, writes)
+        return using(self, queue, reads, writes, **how)
 
     monkeypatch.setattr(Order, "using", told)
     for history in HISTORIES.values():
@@ -210,7 +211,7 @@ def readers_are_forgotten(self: Uses) -> Iterator[tuple[Queue, int]]:
     return self.before_reading()
 
 
-def a_block_forgets_its_uses(self: Memory, pool: Pool, block: Any) -> None:
+def a_block_forgets_its_uses(self: Memory, pool: GpuPool, block: Any) -> None:
     block.uses = Uses()
     TRUE["memory"](self, pool, block)
 

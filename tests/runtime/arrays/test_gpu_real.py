@@ -5,8 +5,10 @@ On a real GPU there are two devices: two GPUs, or two devices on the only one. `
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +60,19 @@ def machine(gpus: Gpus) -> Any:
 def test_every_history_is_right(machine: Machine, history: Callable[[Machine], None]) -> None:
     for _ in range(TURNS):
         history(machine)
+
+
+@ON_REAL
+def test_a_thread_that_has_chosen_no_gpu_has_chosen_none_after_a_call(gpus: Gpus) -> None:
+    driver: Any = importlib.import_module("cupy").cuda.driver
+
+    def used() -> int:
+        device = gpus.get(0)
+        same(device.host(device.put(values((100,), F32))), values((100,), F32))
+        return int(driver.ctxGetCurrent())
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(used).result() == 0
 
 
 @ON_REAL

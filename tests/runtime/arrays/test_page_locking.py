@@ -7,12 +7,13 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from cudastandin import Mistake, StandIn
+from cudastandin import Mistake, StandIn, outside_of_locks
 from gpukit import Machine, values
 
 from distrun_runtime.arrays import segments
@@ -148,7 +149,8 @@ class AtCopy:
         def called(*arguments: object) -> object:
             result = method(*arguments)
             if self._what:
-                self._what.pop()()
+                with outside_of_locks():  # as another thread does it
+                    self._what.pop()()
             return result
 
         return called
@@ -228,3 +230,148 @@ def test_a_process_that_uses_no_gpu_loads_nothing_for_its_blocks() -> None:
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {name for name in loaded if name.rpartition(".")[2] in ("cuda", "gpu", "gpumemory", "cupy")}
+
+
+class AtRegister:
+    """A driver that does something while memory is registered, once."""
+
+    def __init__(self, standin: StandIn) -> None:
+        self._standin = standin
+        self.what: Callable[[], None] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._standin, name)
+        if name != "register":
+            return method
+
+        def called(*arguments: object) -> object:
+            what, self.what = self.what, None
+            if what is not None:
+                what()
+            return method(*arguments)
+
+        return called
+
+
+def at_register() -> tuple[Machine, AtRegister]:
+    made: list[Any] = []
+
+    def driver(standin: StandIn) -> Driver:
+        made.append(AtRegister(standin))
+        driver: Driver = made[0]
+        return driver
+
+    return Machine(driver=driver, blocks=BLOCKS), made[0]
+
+
+def in_another_thread(what: Callable[[], object]) -> None:
+    thread = threading.Thread(target=what, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), "it waits for the thread that registers memory"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_while_a_block_is_page_locked_other_threads_use_it_and_the_devices(is_first: bool) -> None:
+    machine, driver = at_register()
+    pool, given = Pool(), values((1000,), F32)
+    done: list[bytes] = []
+
+    def use() -> None:
+        array = array_of(pool)
+        array[...] = given
+        device = machine.gpus.get(1)
+        done.append(device.host(device.put(array)).tobytes())
+
+    if is_first:
+        array_of(pool)
+    else:
+        machine.gpus.get(0)
+    driver.what = lambda: in_another_thread(use)
+    if is_first:
+        machine.gpus.get(0)
+    else:
+        array_of(pool)
+    assert done == [given.tobytes()]
+    assert machine.gpus.locked.covers(array_of(pool))
+    machine.finish()
+
+
+@pytest.mark.parametrize("is_pool", [True, False])
+def test_a_block_that_goes_while_it_is_page_locked_is_unregistered(is_pool: bool) -> None:
+    machine, driver = at_register()
+    machine.gpus.get(0)
+    pool, (mapped, _) = Pool(), read_only()
+    driver.what = lambda: in_another_thread(pool.close if is_pool else lambda: BLOCKS.drop(mapped))
+    if is_pool:
+        array_of(pool)
+    else:
+        BLOCKS.add(mapped, is_readonly=True)
+    assert (machine.standin.calls["register"], machine.standin.calls["unregister"]) == (1, 1)
+    machine.finish()
+
+
+def test_a_closed_pool_is_page_locked_no_more_and_its_arrays_go_by_staging() -> None:
+    machine = Machine(blocks=BLOCKS)
+    pool, device = Pool(), machine.gpus.get(0)
+    array, given = array_of(pool), values((1000,), F32)
+    array[...] = given
+    pool.close()
+    assert machine.standin.calls["unregister"] == 1
+    assert device.host(device.put(array)).tobytes() == given.tobytes()
+    address = segments.address_of(array)
+    del array
+    gc.collect()
+    assert not is_mapped(address)
+    machine.finish()
+
+
+def test_reserved_memory_is_page_locked_at_once_and_arrays_in_it_register_nothing() -> None:
+    machine, pool = Machine(blocks=BLOCKS), Pool()
+    device = machine.gpus.get(0)
+    assert pool.reserve(40 * PAGE)
+    registered = machine.standin.calls["register"]
+    for _ in range(3):
+        arrays = [array_of(pool, 10 * PAGE // 4) for _ in range(4)]
+        for array in arrays:
+            device.read(device.zeros(array.shape, F32), array)
+        del arrays, array
+    assert machine.standin.calls["register"] == registered
+    machine.finish()
+
+
+def test_what_cannot_be_page_locked_is_said_once_with_the_reason() -> None:
+    machine, said = Machine(blocks=BLOCKS), list[str]()
+    BLOCKS.log_to(said.append)
+    machine.gpus.get(0)
+    machine.standin.fail("register", 1, code=2)
+    machine.standin.fail("register", 2, code=2)
+    pool = Pool()
+    kept = [array_of(pool), array_of(pool, 32 * PAGE)]
+    assert machine.standin.calls["register"] == 2
+    assert len(kept) == 2
+    [text] = said
+    assert text.startswith("%d bytes of shared memory are not page-locked" % (16 * PAGE))
+    assert "cudaErrorMemoryAllocation" in text
+    assert "ulimit -l" in text
+    machine.finish()
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_memory_that_cannot_be_unregistered_is_kept_and_holds_up_no_other(at: int) -> None:
+    machine = Machine(1)
+    locked, device = machine.gpus.locked, machine.gpus.get(0)
+    memories = [values((1000,), F32) for _ in range(2)]
+    assert all(locked.lock(memory) for memory in memories)
+    array = device.zeros((1000,), F32)
+    machine.standin.fail("unregister", at, code=1)
+    with pytest.raises(CudaError, match="unregister"), locked.copies(device._outward) as copies:
+        for memory in memories:
+            assert copies.takes(memory.view(np.uint8))
+            locked.unlock(memory)
+    assert machine.standin.calls["unregister"] == 2
+    assert [len(machine.standin._registered), len(locked._ending)] == [1, 1]
+    for memory in memories:
+        device.read(array, memory)  # by staging
+        assert not memory.any()
+    machine.standin.mistakes.clear()

@@ -245,3 +245,52 @@ def test_the_same_pieces_are_mapped_once() -> None:
     assert one is not None
     assert two is not None
     assert address_of(one) == address_of(two)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 30 * PAGE), min_size=1, max_size=30))
+def test_arrays_of_what_was_reserved_need_no_new_segment(sizes: list[int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "FIRST_BYTES", 16 * PAGE)
+        patch.setattr(segments, "SEGMENT_BYTES", 64 * PAGE)
+        pool = Pool()
+        assert all(pool.reserve(size) for size in sizes)
+        before = pool.size
+        assert sum(segment.size for segment in pool.ahead) == before
+        for _ in range(3):
+            kept = [pool.empty((size,), np.dtype(np.uint8)) for size in sizes]
+            assert all(each is not None for each in kept)
+            del kept
+        assert pool.size == before
+
+
+def test_where_no_memory_is_left_nothing_is_reserved_and_arrays_come_by_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool()
+    monkeypatch.setattr(segments, "memory_left", lambda: 1 << 20)
+    assert not pool.reserve(1 << 24)
+    assert "1048576 bytes of memory are left" in pool.why_not
+    monkeypatch.undo()
+    assert pool.empty((1 << 20,), FLOAT) is not None
+
+
+def test_a_closed_pool_makes_no_arrays_and_those_in_use_stay_valid() -> None:
+    pool = Pool()
+    array = pool.empty((5000,), FLOAT)
+    assert array is not None
+    array[...] = 3
+    descriptor = pool.find(address_of(array), array.nbytes)
+    assert descriptor is not None
+    fd = descriptor[0].fd
+    del descriptor
+    pool.close()
+    pool.close()
+    assert pool.empty((3,), FLOAT) is None
+    assert not pool.reserve(3)
+    assert (pool.size, pool.find(address_of(array), array.nbytes)) == (0, None)
+    gc.collect()
+    assert os.fstat(fd).st_size  # its memory is still there
+    assert (array == 3).all()
+    del array
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)

@@ -126,6 +126,7 @@ def odd_frame(choose: random.Random) -> dict[str, Any]:
     worker["waiting"] = {"for": ["server-0"], "key": "w", "call": "pull", "since": WALL}
     worker["counters"] = {"role": "worker", "values": {"store_calls": 5}, "time": WALL}
     counters = {"role": "server", "values": {"pushes": 5, "keys": 4, "bytes": 3}, "lags": {"0": [1, 12, 0.5, 1.0]}}
+    counters.update(device="gpu:0", device_why="there is\x1b[2J one")
     gpu = {"uuid": "GPU-1", "index": 0, "name": "H100", "util": 0.5, "mem_used": 1, "mem_total": 2, "pids": {"7": 1}}
     whole = frame(choose.random() * 100, **{"worker-0": worker, "server-0": {"counters": counters}})
     return {name: odd(each) for name, each in {**whole, "gpus": [gpu]}.items()}

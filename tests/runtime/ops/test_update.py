@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from gpukit import Machine, values
 
 from distrun_runtime.arrays.cpu import CpuDevice, Threads
+from distrun_runtime.arrays.device import on_host
 from distrun_runtime.arrays.dtypes import DType
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import fuse, optimizers, update
@@ -73,6 +76,54 @@ def test_steps_on_a_gpu_have_the_bytes_of_steps_in_host_memory(name: str, dtype:
             if isinstance(value, np.ndarray):
                 assert device.host(there[each]).tobytes() == value.tobytes()
     assert machine.standin.calls["load"] == programs, "something was compiled in a step"
+    machine.finish()
+
+
+def flat_state(state: optimizers.State) -> dict[str, Any]:
+    """Return what a state holds, as bytes and numbers."""
+    return {name: value if isinstance(value, int) else on_host(value).tobytes() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, HALF], ids=str)
+@pytest.mark.parametrize("name", FLAT)
+def test_steps_of_many_weights_on_a_gpu_have_the_bytes_of_steps_in_host_memory(name: str, dtype: DType) -> None:
+    """Weights of any size at any address, with rates, decays and numbers of updates of their own; by one and two parts.
+
+    Those that take the same step share a launch."""
+    machine = Machine(1)
+    device = machine.gpus.get(0)
+    params = {"multi_precision": True, "wd": 0.1, "learning_rate": 0.1} if name != "test" else {}
+    rule = optimizers.RULES[name](params)
+    update.prepare(rule, [dtype], device)
+    sizes, knobs = (1, 0, 5000, 37, 8, 64, 3), optimizers.Knobs(lr_mult=2.0)
+    ends = np.cumsum(sizes)
+    whole = values((int(ends[-1]),), dtype)
+    mine = device.put(whole)  # end to end: most begin between two multiples of 16 bytes
+    cuts = [slice(int(end) - size, int(end)) for end, size in zip(ends, sizes, strict=True)]
+    states = [rule.new_state(whole[cut]) for cut in cuts]
+    there = [update.new_state(rule, mine[cut]) for cut in cuts]
+
+    def step(some: Sequence[int], kinds: Sequence[DType], apart: Sequence[int] = (), seed: int = 0) -> int:
+        given = [[values((sizes[each],), kind, seed + each) for kind in kinds] for each in some]
+        launches = machine.standin.calls["launch"]
+        for on, weight, held in ((CpuDevice(), whole, states), (device, mine, there)):
+            parts = [[on.put(part) for part in each] for each in given]
+            items = [
+                update.Item(weight[cuts[each]], part, held[each], knobs if each in apart else optimizers.PLAIN)
+                for each, part in zip(some, parts, strict=True)
+            ]
+            update.step_all(rule, items, device=on)
+        assert device.host(mine).tobytes() == whole.tobytes()
+        assert [flat_state(each) for each in there] == [flat_state(each) for each in states]
+        return machine.standin.calls["launch"] - launches
+
+    assert step(range(7), [dtype]) == 1
+    assert step(range(7), [FLOAT, dtype], seed=100) == 1
+    assert step([4, 2], [dtype], seed=200) == 1
+    found = step(range(7), [dtype], apart=[0, 6], seed=300)
+    assert found == 3 if name == "adam" else found <= 3, "of two rates, and of two numbers of updates"
+    with pytest.raises(KVError, match="expected part_0 with 3 elements on gpu:0"):
+        update.step_all(rule, [update.Item(mine[cuts[6]], [device.put(whole[:2])], there[6], knobs)] * 2)
     machine.finish()
 
 

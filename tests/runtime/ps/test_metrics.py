@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpukit import Machine, gpus_of_process
 from history_server import History
 from manual import ManualJob
 
+from distrun_runtime.arrays import find
+from distrun_runtime.arrays.cuda import CudaMissing
 from distrun_runtime.contract import metrics
 from distrun_runtime.ps.metrics import Lags, NodeMetrics
 from distrun_runtime.ps.request import Request, Waits
@@ -118,6 +121,28 @@ def test_a_server_counts_messages_values_and_who_waits() -> None:
     assert found["keys"] > 0
     assert found["bytes"] > 0
     assert found["bytes_in"] == 40, "two initial values, three contributions"
+
+
+def test_a_server_tells_where_its_values_are_and_why_not_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise CudaMissing("a GPU needs cupy, which is not installed")
+
+    monkeypatch.setattr(find, "gpus", missing)
+    for more, wanted in (({"on_devices": True}, True), ({}, False)):
+        with History(settings={"server_device": "auto"}, has_keys=False) as server:
+            assert server.devices() == {}
+            server.init({"a": [1, 1]}, **more)
+            why = {"device_why": "a GPU needs cupy, which is not installed"}
+            assert server.devices() == {"device": "cpu:0", **(why if wanted else {})}
+    monkeypatch.undo()
+    with gpus_of_process(Machine(1)), History(settings={"server_device": "auto"}, on_devices=True) as server:
+        assert server.devices() == {"device": "gpu:0"}
+        server.rule("lamb")
+        assert server.devices() == {"device": "cpu:0", "device_why": "rule 'lamb' needs norms over the whole value"}
+    sent = Sent()
+    told = NodeMetrics("server", sent, dict, devices=lambda: {"device": "x" * 4096})  # type: ignore[arg-type]
+    told.tick(1.0)
+    assert metrics.encode("counters", "server-0", sent.take()[0]) is not None
 
 
 class Sent:

@@ -433,7 +433,7 @@ def test_with_auto_values_for_which_a_gpu_has_no_memory_stay_and_go_on(machine: 
     engine._values[1] = values
     values.weight(0)[:] = 3
     values.store.on_devices = True
-    assert placement._found(1) is not None
+    assert placement._found(values.store) is not None
     machine.standin.memory_bytes = 2 * MIB
     engine._settle(values, None)
     assert values.device is placement.host
@@ -463,6 +463,25 @@ def test_values_that_find_no_place_fail_by_server_key_and_bytes(machine: Machine
     assert "server-0 cannot take the values of key 'w'" in text
     assert "wanted 1048576 bytes, free are 0 of 1048576" in text
     assert "--server-device cpu" in text
+
+
+def test_a_key_whose_init_failed_can_be_initialised_once_there_is_memory(machine: Machine) -> None:
+    """One of two servers had room for its part."""
+
+    def script(kv: Any) -> int:
+        there = machine.standin.memory_bytes
+        machine.standin.memory_bytes = sum(machine.standin.used) + 5 * MIB
+        with pytest.raises(KVError, match="cannot take the values of key 'w'"):
+            kv.init(["w", "v"], [np.ones(MIB // 2, np.float32), np.ones(MIB // 2, np.float32)])
+        machine.standin.memory_bytes = there
+        kv.init("w", np.ones(MIB // 2, np.float32))
+        out = np.empty(MIB // 2, np.float32)
+        kv.pushpull("w", np.full(MIB // 2, 3, np.float32), out)
+        assert (out == 3).all()
+        return sum(each["keys"] for each in kv.stats())
+
+    with Cluster(1, 2, server_device="gpu:0") as made:
+        assert made.run(script)[0] > 0
 
 
 def test_a_sum_that_finds_no_place_fails_the_round_and_is_not_taken_for_one(machine: Machine) -> None:

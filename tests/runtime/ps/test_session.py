@@ -1,13 +1,17 @@
-"""What a worker tells its agent when its script fails."""
+"""A worker's session: what it tells its agent when its script fails, and what its end leaves."""
 
 from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
+import numpy as np
 import pytest
 from cluster import Cluster, config
+from gpukit import Machine, gpus_of_process
 
+from distrun_runtime.arrays.segments import BLOCKS
 from distrun_runtime.errors import KVError, PeerLost, TimedOut, because_of
 from distrun_runtime.ps.session import Session
 from distrun_runtime.transport.inproc import InprocNetwork
@@ -82,3 +86,19 @@ def test_lost_nodes_are_counted_by_role_without_asking_anybody() -> None:
     assert [session.num_dead(roles) for roles in (["worker"], ["server"], ["scheduler"], ["server", "worker"])] == [
         *(1, 2, 0, 3)
     ]
+
+
+def test_memory_of_a_session_is_page_locked_until_it_ends_and_its_arrays_stay_valid() -> None:
+    kept: list[Any] = []
+
+    def script(session: Session) -> None:
+        kept.append(session.empty((1000,), np.dtype(np.float32)))
+        kept[0][...] = 7
+        assert machine.gpus.locked.covers(kept[0])
+
+    with gpus_of_process(Machine(blocks=BLOCKS)) as machine, Cluster(1, 1, over="segments") as job:
+        machine.gpus.get(0)
+        job.run_sessions(script)
+        assert not machine.gpus.locked.covers(kept[0])
+        assert (kept[0] == 7).all()
+        machine.finish()

@@ -17,6 +17,7 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import RowSparse
 from distrun_runtime.ops import fuse
 from distrun_runtime.ops.optimizers import RULES, change_of, make, spec_of
+from distrun_runtime.store import local
 from distrun_runtime.store.base import CallOptions, Selection
 from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.local import LocalBackend
@@ -96,6 +97,20 @@ def test_rules_have_the_same_bytes_on_gpus(machine: Machine, name: str) -> None:
     pair.both(lambda backend: backend.change_rule(change_of({"rescale_grad": 0.25})))
     pair.push("gpu:0")
     assert pair.where == {"gpu:0"}
+    pair.check()
+
+
+def test_a_push_of_many_keys_launches_a_rule_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(machine)
+    pair.both(lambda backend: backend.set_rule(spec_of("adam", {}), False))
+    pair.push("gpu:0", "gpu:0")
+    launched = []
+    for copied_bytes, scale in ((1 << 20, 1.0), (1, 0.5)):
+        monkeypatch.setattr(local, "COPIED_BYTES", copied_bytes)
+        before = machine.standin.calls["launch"]
+        pair.push("gpu:0", "gpu:0", scale=scale)
+        launched.append(machine.standin.calls["launch"] - before)
+    assert launched == [2, 5], "sum and rule; with little room for scaled sums, two scales and two steps"
     pair.check()
 
 
@@ -271,7 +286,8 @@ def test_no_push_but_the_first_and_none_after_a_rule_waits_for_a_compiler(machin
 
 
 def test_too_little_memory_fails_by_key_and_the_store_goes_on(machine: Machine) -> None:
-    gpu = machine.gpus.get(0, limit=64 * 1024)
+    gpu = machine.gpus.get(0)
+    gpu.pool.limit = 64 * 1024
     store = Store(LocalBackend("device"), {"small": np.zeros(100, F32), "large": np.zeros(7000, F32)})
     store.backend.set_rule(spec_of("adam", {}), False)
     given = [[gpu.put(np.ones(100, F32))], [gpu.put(np.ones(7000, F32))]]

@@ -1,23 +1,28 @@
-"""The trainer with tensors on GPUs of the stand-in: they go to the store as they are, with the bytes of the host."""
+"""The trainer with tensors on GPUs: they go to the store as they are, with the bytes of the host."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from cluster import Cluster
-from fakearrays import put
+from fakearrays import Device, Tensor, put
 from gpukit import Machine, gpus_of_process
 from gputensors import GpuTensor, Torch
+from realgpus import ON_REAL
 
 from distrun_runtime.arrays import find
+from distrun_runtime.arrays.borrowing import Borrowing
 from distrun_runtime.arrays.cuda import CudaMissing
-from distrun_runtime.arrays.dtypes import BFLOAT16, Array, narrow
+from distrun_runtime.arrays.dtypes import BFLOAT16, Array, narrow, work_dtype
 from distrun_runtime.kvstore import KVStore, KVStoreBase
-from distrun_runtime.trainer import Parameter, Trainer
+from distrun_runtime.trainer import Parameter, Trainer, overlap
 
 SHAPES = ((5, 3), (7,), (), (0, 4))
 STEPS = 3
@@ -40,7 +45,8 @@ def torch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Torch:
 
 def values(seed: int, dtype: Any) -> list[Array]:
     random = np.random.default_rng(seed)
-    return [narrow(random.normal(size=shape).astype(np.float32), np.dtype(dtype)) for shape in SHAPES]
+    work = work_dtype(np.dtype(dtype))
+    return [narrow(random.normal(size=shape).astype(work), np.dtype(dtype)) for shape in SHAPES]
 
 
 class Model:
@@ -83,13 +89,16 @@ def train(model: Model, kv: KVStore | str | None, rank: int = 0, rule: str = "ad
     return model.weights()
 
 
-DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16], ids=["float32", "float16", "bfloat16"])
+DTYPES = pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BFLOAT16], ids=str)
 
 
 @DTYPES
 @UPDATES
-def test_a_device_store_gives_gpus_the_weights_of_the_host(torch: Torch, update_on_kvstore: bool, dtype: Any) -> None:
-    found = [train(Model(where, dtype), "device", update_on_kvstore=update_on_kvstore) for where in (None, torch)]
+@pytest.mark.parametrize("kind", ["device", "local"])
+def test_a_store_gives_gpus_the_weights_of_the_host(
+    torch: Torch, kind: str, update_on_kvstore: bool, dtype: Any
+) -> None:
+    found = [train(Model(where, dtype), kind, update_on_kvstore=update_on_kvstore) for where in (None, torch)]
     assert found[0] == found[1]
 
 
@@ -115,6 +124,28 @@ def test_workers_with_gpus_have_the_weights_of_workers_without(
         return first
 
     assert weights(torch) == weights(None)
+
+
+@pytest.mark.parametrize("type_name", ["device", "dist_device_sync", "dist_sync"])
+def test_gradients_that_are_compressed_are_checked_on_their_gpu(
+    torch: Torch, type_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def weights(where: Torch | None) -> list[bytes]:
+        def script(kv: KVStore | str) -> list[bytes]:
+            return train(Model(where), kv, compression_params={"type": "2bit", "threshold": 0.5})
+
+        if type_name == "device":
+            return script(type_name)
+        with Cluster(1, over="inproc") as job:
+            found: list[bytes] = job.run(script, type_name)[0]
+        return found
+
+    def refuse(*_: object) -> Array:
+        raise AssertionError("a gradient was copied to the host")
+
+    expected = weights(None)
+    monkeypatch.setattr(Borrowing, "host", refuse)
+    assert weights(torch) == expected
 
 
 def test_a_gradient_that_is_changed_after_the_sum_counts_as_it_is_then(torch: Torch) -> None:
@@ -159,7 +190,126 @@ def test_weights_and_gradients_with_gaps_or_in_another_order_are_written_by_way_
         assert turned.grad.get().reshape(-1).tolist() == [0, 2, 4, 6, 8, 10]
 
 
+@pytest.mark.parametrize("kind", ["device", None])
+def test_no_step_of_the_trainers_waits_for_a_compiler(machine: Machine, torch: Torch, kind: str | None) -> None:
+    model = Model(torch, np.float16)
+    trainer = Trainer(model.params, "adam", kvstore=kind, update_on_kvstore=kind and False)
+    loaded = machine.standin.calls["load"]
+    assert loaded
+    for step in range(2):
+        model.backward(step)
+        trainer.step(2)
+        trainer.set_learning_rate(0.5)
+    assert machine.standin.calls["load"] == loaded
+
+
+# --- overlap
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    """Do work in a thread of its own, as torch has one for the backward of each device."""
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(work).result()
+
+
+ROWS, TURNED = (2, 1), (1, 2)
+"""Strides."""
+
+
+def overlapping(
+    torch: Torch,
+    places: list[list[int]],
+    backward: Callable[[list[list[GpuTensor]]], None],
+    strides: tuple[int, int] = ROWS,
+    **options: Any,
+) -> list[list[float]]:
+    """Return the weights after a step of parameters (2, 2) on some devices, which are sent one by one."""
+
+    def made(device: int) -> GpuTensor:
+        result = GpuTensor(torch, (2, 2), np.dtype(np.float32), device, strides=strides)
+        result.set(np.zeros(4))
+        return result
+
+    def script(kv: KVStore) -> list[list[float]]:
+        tensors = [[made(device) for device in each] for each in places]
+        trainer = Trainer(tensors, "sgd", {"learning_rate": 1.0}, kv, overlap=True, **options)
+        backward(tensors)
+        trainer.step()
+        for _ in range(100):  # the stand-in's events are not done when they are asked first
+            find.gpus().borrowing.keeper.collect()
+        return [tensor.get().reshape(-1).tolist() for each in tensors for tensor in each]
+
+    with Cluster(1, over="inproc") as job:
+        found: list[list[float]] = job.run(script, "dist_device_sync")[0]
+    return found
+
+
+@UPDATES
+@pytest.mark.parametrize("strides", [ROWS, TURNED])
+def test_gradients_that_threads_wrote_on_streams_of_their_own_are_sent_as_they_became(
+    torch: Torch, monkeypatch: pytest.MonkeyPatch, update_on_kvstore: bool, strides: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(overlap, "GROUP_BYTES", 32)
+
+    def backward(tensors: list[list[GpuTensor]]) -> None:
+        streams = [torch.new_stream(device) for device in range(2)]
+        for device, stream in enumerate(streams):
+            stream.wait_stream(torch.cuda.current_stream(device))
+
+        def on_device(device: int) -> None:
+            with torch.stream(streams[device]):
+                for each in reversed(tensors):
+                    each[device].backward(np.full(4, device + 1))
+
+        for device in range(2):
+            in_thread(lambda device=device: on_device(device))
+        # The end of torch's backward.
+        for device, stream in enumerate(streams):
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+    found = overlapping(torch, [[0, 1]] * 3, backward, strides, update_on_kvstore=update_on_kvstore)
+    assert found == [[-1.5] * 4] * 6
+
+
+@UPDATES
+def test_what_reads_weights_and_gradients_between_backward_and_step_sees_them_as_they_were(
+    torch: Torch, monkeypatch: pytest.MonkeyPatch, update_on_kvstore: bool
+) -> None:
+    monkeypatch.setattr(overlap, "GROUP_BYTES", 16)
+    kept: list[GpuTensor] = []
+
+    def backward(tensors: list[list[GpuTensor]]) -> None:
+        for (tensor,) in reversed(tensors):
+            tensor.backward(np.full(4, 2))
+        for (tensor,) in tensors:
+            assert tensor.grad is not None
+            kept.extend([tensor.clone(), tensor.grad.clone()])
+
+    # `step` sends those of the first device only.
+    found = overlapping(torch, [[0], [1], [1]], backward, update_on_kvstore=update_on_kvstore)
+    assert found == [[-2] * 4] * 3
+    assert [tensor.get().reshape(-1).tolist() for tensor in kept] == [[0] * 4, [2] * 4] * 3
+
+
 # --- what is made on the host
+
+
+def test_no_copy_of_a_gpus_weight_is_kept_on_the_host(torch: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[weakref.ref[Tensor]] = []
+    cpu = GpuTensor.cpu
+
+    def noted(self: GpuTensor) -> Tensor:
+        found = cpu(self)
+        copies.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(GpuTensor, "cpu", noted)
+    model = Model(torch)
+    with Trainer(model.params, "lamb", kvstore="device", update_on_kvstore=False) as trainer:
+        model.backward(0)
+        trainer.step()
+        assert copies
+        assert not any(copy() for copy in copies)
 
 
 @pytest.mark.parametrize("rule", ["lamb", "rules_of_users:Sign"])
@@ -192,6 +342,50 @@ def test_another_rate_keeps_the_state_on_the_gpu_and_weights_of_the_users_renew_
                     trainer.params[0].set_data(np.full(SHAPES[0], 2))
         found.append(model.weights())
     assert found[0] == found[1]
+
+
+class SparseGradient(GpuTensor):
+    """A sparse tensor: rows 1 and 3 of a table."""
+
+    def __init__(self, torch: Torch, rows: Array) -> None:
+        super().__init__(torch, (4, 2), np.dtype(np.float32), 0)
+        self.layout, self._rows = "torch.sparse_coo", rows
+
+    def detach(self) -> SparseGradient:
+        return self
+
+    def cpu(self) -> Any:
+        return SimpleNamespace(
+            is_sparse=True,
+            device=Device("cpu"),
+            shape=self.shape,
+            detach=self.cpu,
+            sparse_dim=lambda: 1,
+            _indices=lambda: [Tensor(array=np.array([1, 3]))],
+            _values=lambda: Tensor(array=self._rows),
+        )
+
+
+@pytest.mark.parametrize("kind", ["local", None])
+def test_sparse_gradients_go_through_the_host_before_and_after_others(torch: Torch, kind: str | None) -> None:
+    weight = torch.tensor(np.zeros((4, 2), np.float32))
+    options = {"learning_rate": 1.0, "momentum": 0.5}
+    trainer = Trainer([weight], "sgd", options, kind, update_on_kvstore=kind and True)
+    dense = np.ones((4, 2), np.float32)
+    expected, momentum = np.zeros((4, 2), np.float32), np.zeros((4, 2), np.float32)
+    for step in range(4):
+        given = dense
+        if step % 2:
+            weight.grad = SparseGradient(torch, 2 * dense[:2])
+            given = np.array([[0, 0], [2, 2], [0, 0], [2, 2]], np.float32)
+        else:
+            weight.grad = None
+            weight.backward(dense)
+        trainer.step(1)
+        rows = slice(None) if step % 2 == 0 or kind else [1, 3]
+        momentum[rows] = np.float32(0.5) * momentum[rows] + given[rows]
+        expected[rows] -= momentum[rows]
+    assert weight.get().tolist() == expected.tolist()
 
 
 def test_row_sparse_gradients_go_through_the_host(torch: Torch) -> None:
@@ -269,3 +463,62 @@ def test_states_saved_on_a_gpu_go_on_on_the_host_and_the_other_way(
                     trainer.save_states(path)
         found.append(model.weights())
     assert found[0] == found[1]
+
+
+# --- on a real GPU
+
+
+@ON_REAL
+@UPDATES
+@pytest.mark.parametrize("kind", ["device", "local", None])
+def test_real_tensors_have_the_weights_of_the_host(kind_of_gpu: str, kind: str | None, update_on_kvstore: bool) -> None:
+    torch = pytest.importorskip("torch")
+    found = []
+    for device in ("cpu", "cuda:0"):
+
+        def tensors(seed: int, device: str = device) -> list[list[Any]]:
+            """Two of each, and two that are not contiguous."""
+            plain = [torch.tensor(np.asarray(value), device=device) for value in values(seed, np.float32)]
+            image = torch.tensor(values(seed, np.float32)[0].reshape(1, 5, 3, 1), device=device)
+            plain.append(image.expand(2, 5, 3, 4).clone(memory_format=torch.channels_last))
+            return [[one, one.clone()] for one in plain]
+
+        params = [[one.requires_grad_() for one in both] for both in tensors(0)]
+        options = {"learning_rate": 0.1, "wd": 0.01}
+        with Trainer(params, "adam", options, kind, update_on_kvstore=kind and update_on_kvstore) as trainer:
+            for step in range(STEPS):
+                for both, grads in zip(params, tensors(step + 1), strict=True):
+                    for tensor, grad in zip(both, grads, strict=True):
+                        tensor.grad = grad
+                trainer.step()
+        found.append([one.detach().cpu().contiguous().numpy().tobytes() for both in params for one in both])
+    assert found[0] == found[1]
+
+
+@ON_REAL
+@UPDATES
+def test_real_gradients_are_sent_from_backwards_threads(
+    kind_of_gpu: str, monkeypatch: pytest.MonkeyPatch, update_on_kvstore: bool
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(overlap, "GROUP_BYTES", 4000)
+
+    def script(kv: KVStore) -> None:
+        params = [torch.zeros(1000, device="cuda:0", requires_grad=True) for _ in range(4)]
+        options = {"learning_rate": 1.0}
+        trainer = Trainer(params, "sgd", options, kv, update_on_kvstore=update_on_kvstore, overlap=True)
+        for step in range(STEPS):
+            trainer.zero_grad()
+            stream, usual = torch.cuda.Stream(), torch.cuda.current_stream()
+            stream.wait_stream(usual)
+            with torch.cuda.stream(stream):
+                sum((one * (number + 1)).sum() for number, one in enumerate(params)).backward()
+            usual.wait_stream(stream)
+            before = [one.detach().clone() for one in params]
+            trainer.step()
+            for number, (one, kept) in enumerate(zip(params, before, strict=True)):
+                assert set(kept.tolist()) == {-float(step * (number + 1))}
+                assert set(one.tolist()) == {-float((step + 1) * (number + 1))}
+
+    with Cluster(1, over="inproc") as job:
+        job.run(script, "dist_device_sync")

@@ -27,7 +27,7 @@ import numpy as np
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 import cxx
-from cudastandin import StandIn
+from cudastandin import StandIn, outside_of_locks
 
 from distrun_runtime.arrays import cupydriver
 from distrun_runtime.arrays.cuda import DriverError, Event, Host, Pointer, Stream
@@ -50,7 +50,7 @@ _streams: dict[int, Stream] = {}
 def _stream(device: int) -> Stream:
     with _lock:
         if device not in _streams:
-            _streams[device] = Stream(device, standin.make_stream(device, 0))
+            _streams[device] = Stream(device, standin.make_stream(device))
         return _streams[device]
 
 
@@ -88,7 +88,7 @@ class ndarray:
 def _free(pointer: Pointer) -> None:
     """Free memory after all that this module's stream has to do, and waits for: cupy's pool keeps that order, too."""
     if os.getpid() == standin.pid and standin.dead is None:
-        with contextlib.suppress(DriverError):
+        with contextlib.suppress(DriverError), outside_of_locks():  # a pool makes no call
             _synchronize(_stream(0))
             standin.free(pointer)
 
