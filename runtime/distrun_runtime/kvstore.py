@@ -717,6 +717,8 @@ class KVStore(KVStoreBase):
                 then()
 
         names = [name for name, _ in items]
+        # In this thread: libraries have a current device in each.
+        self._backend.reducer.prepare(KeyRecord.of(name, 0, value) for name, value in items)
         return self._together("%s of %s" % (call, named(names)), body, wait, names)
 
     def _together(self, what: str, body: Callable[[int], None], wait: bool, new: Sequence[Key] = ()) -> Pending:

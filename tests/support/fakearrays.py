@@ -197,7 +197,11 @@ class FakeTorch(ModuleType):
         self.capturing: set[int] = set()
         self.device = 0
         """The current one."""
+        self.is_used = False
+        """Whether torch has opened CUDA."""
         self.cuda = SimpleNamespace(
+            is_initialized=lambda: self.is_used,
+            current_device=self._current_device,
             current_stream=self._current_stream,
             device=self._device,
             is_current_stream_capturing=lambda: self.device in self.capturing,
@@ -208,6 +212,10 @@ class FakeTorch(ModuleType):
         before, self.device = self.device, number
         yield
         self.device = before
+
+    def _current_device(self) -> int:
+        assert self.is_used, "torch opens CUDA for it"
+        return self.device
 
     def _current_stream(self, device: int | None = None) -> TorchStream:
         assert device is not None
@@ -253,6 +261,10 @@ class CupyArray:
 CupyArray.__module__, CupyArray.__name__ = "cupy", "ndarray"
 
 
+class CupyDriverError(RuntimeError):
+    """cupy.cuda.driver.CUDADriverError."""
+
+
 class FakeCupyArrays(ModuleType):
     """The module. `streams` has the current stream's handle by device, for this thread."""
 
@@ -261,7 +273,24 @@ class FakeCupyArrays(ModuleType):
         self.ndarray = CupyArray
         self.streams: dict[int, int] = {}
         self.capturing: set[int] = set()
-        self.cuda = SimpleNamespace(runtime=SimpleNamespace(is_hip=False), get_current_stream=self._get_current_stream)
+        self.device = 0
+        """The current one."""
+        self.context: int | None = None
+        """That of the thread: 0 if it has none; None: the driver is not initialised."""
+        self.cuda = SimpleNamespace(
+            runtime=SimpleNamespace(is_hip=False, getDevice=self._get_device),
+            driver=SimpleNamespace(ctxGetCurrent=self._context, CUDADriverError=CupyDriverError),
+            get_current_stream=self._get_current_stream,
+        )
+
+    def _get_device(self) -> int:
+        assert self.context, "the runtime opens CUDA for it"
+        return self.device
+
+    def _context(self) -> int:
+        if self.context is None:
+            raise CupyDriverError("CUDA_ERROR_NOT_INITIALIZED: initialization error")
+        return self.context
 
     def ascontiguousarray(self, array: CupyArray) -> CupyArray:
         assert array.device.entered == 1

@@ -9,7 +9,7 @@ import numpy as np
 from gpukit import Machine
 
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.store.base import CallOptions, Selection, StoreBackend
+from distrun_runtime.store.base import CallOptions, KeyRecord, Selection, StoreBackend
 from distrun_runtime.store.dist import DistBackend
 
 
@@ -26,6 +26,7 @@ class Store:
 
     def __init__(self, backend: StoreBackend, items: dict[Any, Any]) -> None:
         self.backend = backend
+        backend.reducer.prepare(KeyRecord.of(key, 0, value) for key, value in items.items())
         records = backend.init(list(items.items()), backend.reserve() if isinstance(backend, DistBackend) else 0)
         backend.reducer.know(records)
         self.records = {record.key: record for record in records}

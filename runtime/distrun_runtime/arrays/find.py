@@ -6,16 +6,17 @@ import re
 import threading
 from typing import TYPE_CHECKING
 
+from distrun_runtime.arrays import foreign
 from distrun_runtime.arrays.cpu import CpuDevice, Threads
 from distrun_runtime.arrays.device import Device
 from distrun_runtime.arrays.segments import BLOCKS, Pool
 from distrun_runtime.contract import environ
-from distrun_runtime.errors import KVError
+from distrun_runtime.errors import KVError, StoreClosed
 
 if TYPE_CHECKING:
     from distrun_runtime.arrays.gpu import GpuDevice, Gpus
 
-__all__ = ["get", "gpu", "gpus"]
+__all__ = ["get", "gpu", "gpus", "in_use"]
 
 WAIT_OF_CALL = 0.5
 """Of the time for a store's call, a wait for a GPU takes at most: whose GPU hangs says so before its peers give up."""
@@ -75,3 +76,27 @@ def gpus() -> Gpus:
             has_peers = environ.read("MXNET_ENABLE_GPU_P2P")
             _gpus.append(Gpus(opened, wait_s=wait_s, has_peers=has_peers, blocks=BLOCKS))
     return _gpus[0]
+
+
+def in_use() -> list[GpuDevice]:
+    """Return the GPUs that this process is known to use: what a call will need there can be prepared.
+
+    These are the devices that were asked for so far, as for the values of a call; if there are none, the one on which
+    torch or cupy works in the calling thread. A program that uses no GPU opens none by it.
+
+    Raises:
+        KVError: a GPU has failed for good.
+    """
+    if not _gpus and foreign.current_device() is None:
+        return []
+    from distrun_runtime.arrays.cuda import CudaMissing  # most processes use no GPU
+
+    try:
+        found = gpus()
+    except (CudaMissing, StoreClosed):  # others use it, or the process that this one was forked from
+        return []
+    made = found.made()
+    if made:
+        return made
+    current = foreign.current_device()
+    return [] if current is None else [found.get(current)]

@@ -33,6 +33,7 @@ __all__ = [
     "PER_THREAD",
     "DeviceView",
     "Streams",
+    "current_device",
     "current_stream",
     "device_array",
     "device_output",
@@ -123,6 +124,23 @@ def is_on_gpu(value: Any) -> bool:
         return False
     place = dlpack.device_of(value)
     return place is not None and place[0] in _GPUS
+
+
+def current_device() -> int | None:
+    """Return the GPU on which torch, or else cupy, works in this thread; None: neither has used one so far.
+
+    No library opens CUDA for it.
+    """
+    torch, cupy = (sys.modules.get(name) for name in ("torch", "cupy"))
+    if torch is not None and torch.version.hip is None and torch.cuda.is_initialized():
+        return int(torch.cuda.current_device())
+    if cupy is None or cupy.cuda.runtime.is_hip:
+        return None
+    try:
+        is_used = bool(cupy.cuda.driver.ctxGetCurrent())
+    except cupy.cuda.driver.CUDADriverError:  # nobody has initialised the driver
+        is_used = False
+    return int(cupy.cuda.runtime.getDevice()) if is_used else None
 
 
 def current_stream(library: str, device: int) -> int | None:

@@ -719,6 +719,11 @@ class Gpus:
         self._devices: dict[str, GpuDevice] = {}
         self._lock = threading.Lock()
 
+    def made(self) -> list[GpuDevice]:
+        """Return the devices that were asked for so far."""
+        with self._lock:
+            return list(self._devices.values())
+
     def get(self, physical: int, part: int | None = None) -> GpuDevice:
         """Return `gpu:N`, or `gpu:N/M` for a part.
 

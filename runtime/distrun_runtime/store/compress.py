@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_host, on_host
-from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.arrays.segments import Pool
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codec
@@ -31,6 +31,9 @@ from distrun_runtime.ps.routing import DIRECT_BYTES, Portion
 from distrun_runtime.store.base import KeyRecord
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
+
+if TYPE_CHECKING:  # Most processes use no GPU.
+    from distrun_runtime.arrays.gpu import GpuDevice
 
 __all__ = ["MIN_SIZE", "Compression", "Compressor"]
 
@@ -155,14 +158,35 @@ class Compressor:
         """Changes with the settings."""
         self._residuals_version = 0
         """Changes when a residual is put in place of another."""
+        self._gpus: list[GpuDevice] = []
+        """Those that `prepare` was called for."""
+
+    def prepare(self, gpu: GpuDevice, dtype: DType) -> None:
+        """Have ready what compressed values of this dtype need on a GPU, now and with later settings.
+
+        Raises:
+            KVError: a kernel does not compile, or the GPU has failed.
+        """
+        if not dtypes.is_float(dtype):
+            return
+        # First: a setting that another thread makes meanwhile is prepared there, too.
+        self._gpus = list(dict.fromkeys([*self._gpus, gpu]))
+        for found in {setting.codec for setting in (self._default, *self._settings.values())}:
+            if found is not None:
+                found.prepare(gpu)
 
     def set(self, setting: Compression, keys: Iterable[Key] | None = None) -> None:
         """Use a setting for these keys; for None, for all that have none of their own, initialised or not.
 
-        Compiles the codec's loops where numba is installed, so that no round waits for it.
+        Compiles the codec's loops where numba is installed, and its kernels on GPUs, so that no round waits for it.
+
+        Raises:
+            KVError: a kernel does not compile, or a GPU has failed. Nothing was changed.
         """
         if setting.codec is not None:
             setting.codec.prepare()
+            for gpu in self._gpus:
+                setting.codec.prepare(gpu)
         if keys is None:
             self._default = setting
         else:
@@ -370,6 +394,11 @@ class Compressor:
             rows = [on_host(self._residuals.get((key, device), none)) for device in range(held[-1] + 1)]
             result[key] = rows[0].copy() if len(rows) == 1 else np.stack(rows)
         return result
+
+    def clear(self) -> None:
+        """Forget all residuals: nothing will be compressed any more."""
+        self.restore({})
+        self._plans.clear()
 
     def restore(self, residuals: Mapping[Key, Array]) -> None:
         """Put in place what `residuals` returned; all others are forgotten."""

@@ -438,6 +438,8 @@ class DistBackend(StoreBackend):
         finally:
             # Nothing is left to flush, and what the store holds may go.
             self._node.not_before_end(self._flush_at_end)
+            self._compressor.clear()
+            self.reducer.trim()
 
     def give_up(self, error: BaseException) -> None:
         self._node.not_before_end(self._flush_at_end)

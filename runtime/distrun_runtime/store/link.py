@@ -59,7 +59,8 @@ class StoreLink:
         self.facts = facts
         self.unused = list(unused)
         self.is_on_devices = False
-        """Whether this worker says that the store is of a kind `dist_device_*`."""
+        """Whether this worker has said that the store is of a kind `dist_device_*`. A call that is made again has to
+        say the same, so it stays if the store is then created with the other kind."""
         self.told: Mapping[str, Any] = {}
         """What servers have to know of the store, and is only known when all workers have created it."""
         self.store = node.next_store()
@@ -273,7 +274,8 @@ def open_link(node: Session, what: str, facts: Mapping[str, Any], on_devices: bo
 
     Arguments:
         facts: what all workers must say alike.
-        on_devices: the store is of a kind `dist_device_*`; workers may differ in that.
+        on_devices: the store is of a kind `dist_device_*`; workers may differ in that. After a call that was left
+            waiting as the other kind, the servers hear of it from rank 0 only.
     """
     made = _made(node)
     link, made.opening = made.opening, None
@@ -295,7 +297,7 @@ def open_link(node: Session, what: str, facts: Mapping[str, Any], on_devices: bo
         node.take_back_store(link.store)
         link = made.open[int(reply["instead"])]
         link.replaced()
-    elif reply.get("on_devices"):
+    elif reply.get("on_devices") or on_devices:
         link.told = {"on_devices": True}
     made.open[link.store] = link
     return link

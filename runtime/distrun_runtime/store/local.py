@@ -6,7 +6,7 @@ import itertools
 import platform
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Tuple, cast
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.device import DeviceArray
-from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.optimizers import RuleSpec
@@ -59,6 +59,8 @@ class LocalBackend(StoreBackend):
         self._records: dict[Key, KeyRecord] = {}
         self._lock = threading.RLock()  # an updater may pull other keys
         self._weights = Weights()
+        if isinstance(self.reducer, DeviceReducer):
+            self.reducer.prepares.append(self._weights.prepare)
         self._counters = Counters()
         self._pushes: dict[Key, int] = {}
         self._recorder = profile.Recorder()
@@ -246,6 +248,10 @@ class LocalBackend(StoreBackend):
     def close(self) -> None:
         with self._lock:
             self._weights.clear()
+        compressor = self._compressor()
+        if compressor is not None:
+            compressor.clear()
+        self.reducer.trim()
 
     def abort(self, error: BaseException) -> None:
         self.close()
@@ -284,6 +290,8 @@ class Weights:
         self.spec: RuleSpec | None = None
         self.rule: rules.Rule | None = None
         self._updater: Updater | None = None
+        self._kernels: dict[GpuDevice, set[DType]] = {}
+        """GPUs that may update weights, and the dtypes of these: no push waits until a rule is compiled for them."""
 
     @property
     def has_updater(self) -> bool:
@@ -411,9 +419,26 @@ class Weights:
                 raise KVError("%s: %s" % (named(record.key for record, _ in ready), err)) from err
         return ready
 
-    def _gpus(self) -> set[GpuDevice]:
-        """Return the GPUs that have a value."""
-        return {value.device for value in self.values.values() if not devices.is_host(value)}
+    def prepare(self, gpu: GpuDevice, dtype: DType) -> None:
+        """Have ready what updates of weights of this dtype need on a GPU, now and with later rules.
+
+        Raises:
+            KVError: a kernel does not compile, or the GPU has failed.
+        """
+        # First: a rule that another thread installs meanwhile is compiled for it, too.
+        self._kernels = {**self._kernels, gpu: {*self._kernels.get(gpu, ()), dtype}}
+        if self.rule is not None:
+            self._compile(self.rule, gpu, {dtype})
+
+    def _compile(self, rule: rules.Rule, gpu: GpuDevice, its: Iterable[DType]) -> None:
+        if not can_fuse(rule):
+            return
+        for dtype in its:
+            try:
+                rule.check(dtype)
+            except KVError:
+                continue  # The call that brings such a key refuses it.
+            prepare(rule, [dtype], gpu)
 
     def _bring_to(self, gpu: GpuDevice, key: Key) -> None:
         """Let a value and its state be on a GPU, if they are in host memory."""
@@ -465,10 +490,8 @@ class Weights:
         Raises:
             KVError: a GPU has failed; nothing was changed.
         """
-        # No push waits for a compiler. What is still in host memory has its kernels compiled with its first update.
-        for gpu in self._gpus():
-            if can_fuse(rule):
-                prepare(rule, {value.dtype for value in self.values.values()}, gpu)
+        for gpu, its in self._kernels.items():
+            self._compile(rule, gpu, its)
         carried = {key: self._carried(rule, key, state) for key, state in self.states.items()}
         self.values.update((key, value) for key, (value, _) in carried.items())
         self.states.update((key, state) for key, (_, state) in carried.items())
@@ -501,13 +524,9 @@ class Weights:
         self.states.clear()
 
     def clear(self) -> None:
-        """Forget everything, and give the GPUs' memory back."""
-        gpus = self._gpus()
+        """Forget everything."""
         self.values.clear()
         self.set_updater(None)
-        for gpu in gpus:
-            with suppress(KVError):  # One that has failed gives nothing back before the process ends.
-                gpu.pool.trim()
 
 
 def _call(updater: Updater, key: Key, value: Value, stored: Array) -> None:

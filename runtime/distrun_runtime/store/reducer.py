@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy as np
 from distrun_runtime.arrays import find
 from distrun_runtime.arrays.cpu import Threads
 from distrun_runtime.arrays.device import Device, DeviceArray, is_host
-from distrun_runtime.arrays.dtypes import Array, DType
+from distrun_runtime.arrays.dtypes import Array, DType, name_of
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError
 from distrun_runtime.store import kinds
@@ -66,8 +67,25 @@ class Reducer:
         self._memory = memory
         self._host = find.get("cpu:0", threads)
 
+    @property
+    def seen(self) -> list[GpuDevice]:
+        """The GPUs that values were on so far, and those that the program used at an `init`, if sums are made there."""
+        return []
+
+    def prepare(self, records: Iterable[KeyRecord]) -> None:
+        """Have ready what values of these keys need on GPUs that the program uses: no push waits for a compiler.
+
+        Call it before they are initialised, in the thread whose call that is. Row-sparse keys need nothing.
+
+        Raises:
+            KVError: a kernel does not compile, or a GPU has failed; names a key. No store was changed.
+        """
+
     def know(self, records: Iterable[KeyRecord]) -> None:
         """Take note of keys whose values will come."""
+
+    def trim(self) -> None:
+        """Give memory of GPUs back that nothing uses, as the store is closed."""
 
     def reduce(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> list[Value]:
         """Return the sum of each key's values, which fit its record and are of its storage kind.
@@ -76,7 +94,8 @@ class Reducer:
         new.
 
         Raises:
-            KVError: a value cannot be compressed, or a GPU has failed. Nothing was changed.
+            KVError: a value cannot be compressed, and nothing was changed; or a GPU has failed, and no weight was
+                changed (of residuals see `DeviceReducer`).
         """
         values = iter(self._on_host([value for _, each in items for value in each]))
         return [self._sum(record, [next(values) for _ in each]) for record, each in items]
@@ -139,25 +158,51 @@ class DeviceReducer(Reducer):
         self.compressor = None if is_shared else Compressor()
         self.cpus, self.gpus = SumDevices(), SumDevices()
         """Where sums are made of values in host memory, and of those that have some on GPUs."""
+        self.prepares: list[Callable[[GpuDevice, DType], None]] = []
+        """Have ready what else a GPU needs for keys of a dtype: that of codecs, and of a rule."""
+        for each in (sender, self.compressor):
+            if each is not None:
+                self.prepares.append(each.prepare)
         self._cpus: list[Device] = []
-        self._dtypes: set[DType] = set()
-        """Of all keys that are known."""
-        self._prepared: set[str] = set()
-        """Names of GPUs that have the kernels for these."""
+        self._dtypes: dict[DType, Key] = {}
+        """Of all keys that are known; the first one of each."""
+        self._ready: dict[GpuDevice, set[DType]] = {}
+        """The GPUs that are `seen`, and what each has kernels for."""
         self._lock = threading.Lock()
+
+    @property
+    def seen(self) -> list[GpuDevice]:
+        """The GPUs that values were on so far, and those that the program used at an `init`."""
+        with self._lock:
+            return list(self._ready)
+
+    def prepare(self, records: Iterable[KeyRecord]) -> None:
+        """Have ready what values of these keys need on GPUs that the program uses."""
+        self._prepare(find.in_use(), _by_dtype(records))
 
     def know(self, records: Iterable[KeyRecord]) -> None:
         """Take note of keys, for their placement together with the next sum."""
+        records = list(records)
         with self._lock:
+            self._dtypes = {**_by_dtype(records), **self._dtypes}
             for record in records:
-                if record.dtype not in self._dtypes:
-                    self._dtypes.add(record.dtype)
-                    self._prepared.clear()
                 self.cpus.sizes[record.key] = self.gpus.sizes[record.key] = record.size
 
+    def trim(self) -> None:
+        """Give memory of GPUs back that nothing uses, as the store is closed."""
+        for gpu in self.seen:
+            with suppress(KVError):  # One that has failed gives nothing back before the process ends.
+                gpu.pool.trim()
+
     def reduce(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> list[Value]:
-        """Return the sum of each key's values."""
+        """Return the sum of each key's values.
+
+        All values are checked before a residual changes. If a GPU fails after that, such as for lack of memory, the
+        residuals of contributions that were compressed before have what their payloads left out, and what these
+        carried is lost.
+        """
         if self.compressor is None:
+            self._prepare_for(items)
             return self._for_servers(items)
         self.check(items)  # All of them, before any residual changes.
         return self._sums([(record, self._compressed(record, values)) for record, values in items])
@@ -166,6 +211,7 @@ class DeviceReducer(Reducer):
         """Return if `reduce` would take these values; nothing is changed."""
         if self.compressor is None:
             return
+        self._prepare_for(items)
         # A device's residual belongs to one contribution at a time.
         with self._lock:
             self.compressor.check_all(
@@ -207,8 +253,10 @@ class DeviceReducer(Reducer):
         result: list[Value] = []
         together: dict[tuple[GpuDevice, DType], list[int]] = {}
         for number, (record, values) in enumerate(items):
-            gpu = self._gpu(record, values) if self._is_gathered(record, values) else None
-            if gpu is not None:
+            # A single value is copied only if it is to be sent.
+            is_made = len(values) > 1 or self.compressor is None
+            gpu = self._gpu(record, values) if is_made else None
+            if gpu is not None and record.size:
                 together.setdefault((gpu, record.dtype), []).append(number)
             result.append(self._sum(record, values) if gpu is None else values[0])
         for (gpu, dtype), numbers in together.items():
@@ -224,13 +272,8 @@ class DeviceReducer(Reducer):
                 at += record.size
         return result
 
-    def _is_gathered(self, record: KeyRecord, values: Sequence[Value]) -> bool:
-        """Whether a sum may share a kernel. A single value is copied so only if it is to be sent."""
-        is_made = len(values) > 1 or self.compressor is None
-        return is_made and bool(record.size) and not any(isinstance(value, RowSparse) for value in values)
-
     def _total(self, record: KeyRecord, arrays: Sequence[DeviceArray]) -> DeviceArray:
-        return (self._gpu(record, arrays) or self._cpu(record, len(arrays))).total(arrays)
+        return self._cpu(record, len(arrays)).total(arrays)
 
     def _cpu(self, record: KeyRecord, count: int) -> Device:
         with self._lock:
@@ -246,12 +289,30 @@ class DeviceReducer(Reducer):
             return None
         with self._lock:
             gpu: GpuDevice = self.gpus.device(record, gpus)
-            dtypes = {record.dtype, *self._dtypes} if gpu.name not in self._prepared else set()
-        if dtypes:
-            gpu.prepare(dtypes)  # All of them with the first sum: no later one waits for a compiler.
-            with self._lock:
-                self._prepared.add(gpu.name)
         return gpu
+
+    def _prepare_for(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> None:
+        """Prepare the GPUs of these values, if they are new, for all keys that are known: only one push waits."""
+        gpus = dict.fromkeys(value.device for _, values in items for value in values if is_gpu_array(value))
+        if gpus:
+            self._prepare(gpus, _by_dtype(record for record, _ in items))
+
+    def _prepare(self, gpus: Iterable[GpuDevice], dtypes: Mapping[DType, Key]) -> None:
+        """Compile and load what values of these dtypes, and of all that are known, need on GPUs."""
+        with self._lock:
+            wanted = {**dtypes, **self._dtypes}
+            missing = [
+                (gpu, dtype) for gpu in gpus for dtype in wanted if dtype not in self._ready.setdefault(gpu, set())
+            ]
+        for gpu, dtype in missing:
+            try:
+                gpu.prepare([dtype])
+                for prepare in self.prepares:
+                    prepare(gpu, dtype)
+            except KVError as err:
+                raise KVError("key %r (%s): %s" % (wanted[dtype], name_of(dtype), err)) from err
+            with self._lock:
+                self._ready[gpu].add(dtype)
 
 
 class SumDevices:
@@ -300,6 +361,15 @@ def place(sizes: Mapping[Key, int], devices: int, before: Mapping[Key, int] | No
             places[key] = load.index(min(load))
             load[places[key]] += sizes[key]
     return places
+
+
+def _by_dtype(records: Iterable[KeyRecord]) -> dict[DType, Key]:
+    """Return the dtypes of keys whose values may be on GPUs, each with its first key."""
+    result: dict[DType, Key] = {}
+    for record in records:
+        if not record.is_sparse:
+            result.setdefault(record.dtype, record.key)
+    return result
 
 
 def _read(arrays: Sequence[DeviceArray], out: Array) -> None:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 
 import fakecupy
+import numpy as np
 import pytest
+from fakearrays import FakeCupyArrays, FakeTorch, put
 from gpukit import Machine, gpus_of_process
 
 from distrun_runtime.arrays import cupydriver, find
@@ -53,3 +56,55 @@ def test_a_process_without_gpus_loads_nothing_for_them() -> None:
     code = "import sys\nfrom distrun_runtime.arrays import find\nfind.get('cpu:0')\nprint(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {name for name in loaded if name.rpartition(".")[2] in ("cuda", "cupydriver", "gpu", "programs", "cupy")}
+
+
+def test_gpus_in_use_are_those_that_were_asked_for_or_the_one_that_a_library_works_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch = FakeTorch()
+    put(monkeypatch, torch)
+    with gpus_of_process(Machine(3)) as machine:
+        assert find.in_use() == []
+        torch.is_used, torch.device = True, 2
+        assert [gpu.name for gpu in find.in_use()] == ["gpu:2"]
+        torch.device = 1
+        assert [gpu.name for gpu in find.in_use()] == ["gpu:2"]
+        find.get("gpu:0")
+        assert [gpu.name for gpu in find.in_use()] == ["gpu:2", "gpu:0"]
+        assert machine.gpus.made() == find.in_use()
+
+
+def test_a_program_that_uses_no_gpu_opens_none_when_it_is_asked_for_those_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    put(monkeypatch, FakeTorch(), FakeCupyArrays())
+    monkeypatch.setattr(cupydriver, "_opened", [])
+    monkeypatch.setattr(find, "_gpus", [])
+    monkeypatch.setattr(find, "gpus", None)
+    assert find.in_use() == []
+
+
+def test_without_cupy_no_gpu_is_in_use_whatever_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = FakeTorch()
+    put(monkeypatch, torch)
+    torch.is_used = True
+    monkeypatch.setattr(cupydriver, "_opened", [])
+    monkeypatch.setattr(find, "_gpus", [])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert find.in_use() == []
+
+
+def test_in_a_forked_child_no_gpu_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    with gpus_of_process(Machine(1)) as machine:
+        machine.gpus.get(0)
+        monkeypatch.setattr(cupydriver, "_opener", [os.getppid()])
+        assert find.in_use() == []
+
+
+def test_a_gpu_that_has_failed_is_told_to_whoever_asks_for_those_in_use() -> None:
+    with gpus_of_process(Machine(1)) as machine:
+        gpu = machine.gpus.get(0)
+        machine.standin.fail("alloc", code=700)
+        for ask in (lambda: gpu.empty((3,), np.dtype(np.float32)), find.in_use):
+            with pytest.raises(KVError, match="cannot use the GPU any more"):
+                ask()

@@ -30,6 +30,7 @@ from distrun_runtime.arrays.foreign import (
     LEGACY,
     PER_THREAD,
     DeviceView,
+    current_device,
     current_stream,
     device_array,
     device_output,
@@ -366,3 +367,32 @@ def test_no_library_is_loaded_to_look_at_a_value(monkeypatch: pytest.MonkeyPatch
     assert seen(Exporter(MEMORY)).device == 1
     assert foreign.refusal(np.zeros(2)) is None
     assert not {"torch", "cupy", "jax"} & set(sys.modules)
+
+
+# What a program uses
+
+
+def test_the_device_that_a_program_works_on_is_torchs_else_cupys(
+    libraries: tuple[FakeTorch, FakeCupyArrays, FakeJax],
+) -> None:
+    torch, cupy, _ = libraries
+    torch.device, cupy.device = 1, 2
+    torch.is_used, cupy.context = True, 77
+    assert current_device() == 1
+    torch.is_used = False
+    assert current_device() == 2
+    torch.is_used, torch.version.hip = True, "6.2"  # it works on other GPUs than CUDA's
+    assert current_device() == 2
+
+
+@pytest.mark.parametrize("context", [None, 0])
+def test_libraries_that_were_only_imported_open_no_gpu_and_have_no_device(
+    libraries: tuple[FakeTorch, FakeCupyArrays, FakeJax], context: int | None
+) -> None:
+    libraries[1].context = context
+    assert current_device() is None  # the fakes fail if they are asked for more
+
+
+def test_cupy_of_rocm_has_no_device(libraries: tuple[FakeTorch, FakeCupyArrays, FakeJax]) -> None:
+    libraries[1].context, libraries[1].cuda.runtime.is_hip = 77, True
+    assert current_device() is None

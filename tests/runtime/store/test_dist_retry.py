@@ -21,6 +21,7 @@ from distrun_runtime.errors import KVError, StoreClosed, TimedOut
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ps.session import Session
 from distrun_runtime.store.link import StoreLink, Together
+from distrun_runtime.store.reducer import DeviceReducer, Reducer
 
 SHORT_S = 0.2
 
@@ -233,6 +234,34 @@ def test_a_call_that_all_have_made_when_it_is_left_has_its_result_when_it_is_mad
         return trained(kv, "v" if call == "init" else "w")
 
     assert run(script) == [2, 2]
+
+
+@pytest.mark.parametrize("first", ["dist_sync", "dist_device_sync"])
+def test_a_create_that_all_have_made_is_made_again_with_the_other_kind(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = Late(monkeypatch)
+    (second,) = {"dist_sync", "dist_device_sync"} - {first}
+
+    def script(session: Session) -> tuple[float, bool, type]:
+        if session.rank == 0:
+            times_out(session, lambda: open_store(first, session))
+            kv = open_store(second, session)
+        else:
+            late.entered.wait()
+            kv = open_store("dist_sync", session)
+            late.turn.done()
+        kv.init("w", ones())
+        kv.push("w", [ones(), ones()])
+        out = ones()
+        kv.pull("w", out=out)
+        backend: Any = kv._backend
+        return float(out[0]), bool(backend._link.told), type(backend.reducer)
+
+    found = run(script)
+    # Servers hear of the kind from rank 0, if one worker has said it.
+    assert found[0] == (4, True, DeviceReducer if second == "dist_device_sync" else Reducer)
+    assert found[1] == (4, first == "dist_device_sync", Reducer)
 
 
 def test_worker_0_that_leaves_an_init_when_the_others_wait_for_its_values_fails_it(

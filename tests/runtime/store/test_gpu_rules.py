@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpukit import Machine, values
+from fakearrays import FakeTorch
+from fakearrays import put as libraries
+from gpukit import Machine, gpus_of_process, values
 from gpustores import Store, put
 
+from distrun_runtime import kvstore
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.device import is_host
 from distrun_runtime.errors import KVError
@@ -18,9 +21,10 @@ from distrun_runtime.kvstore import RowSparse
 from distrun_runtime.ops import fuse
 from distrun_runtime.ops.optimizers import RULES, change_of, make, spec_of
 from distrun_runtime.store import local
-from distrun_runtime.store.base import CallOptions, Selection
+from distrun_runtime.store.base import CallOptions, KeyRecord
 from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.local import LocalBackend
+from distrun_runtime.store.reducer import reducer_for
 
 F32 = np.dtype(np.float32)
 SHAPES = {"w": (7, 3), "b": (5,)}
@@ -70,6 +74,23 @@ class Pair:
         for state in self.weights.states.values():
             arrays += [part for part in state.values() if hasattr(part, "nbytes")]
         return {"host" if is_host(array) else array.device.name for array in arrays}
+
+    def kept(self, store: Store, key: str) -> list[object]:
+        """Return the bytes of a key's weight and state."""
+        backend: Any = store.backend
+        state = backend._weights.state_on_host(key)
+        parts = [state[name] for name in sorted(state)]
+        return [part.tobytes() if isinstance(part, np.ndarray) else part for part in (self._value(store, key), *parts)]
+
+    def _value(self, store: Store, key: str) -> Any:
+        backend: Any = store.backend
+        return backend._weights.on_host(key)
+
+    def take_over(self, key: str) -> None:
+        """Let the `local` store have what the `device` store has of a key."""
+        other: Any = self.local.backend
+        other._weights.values[key] = self._value(self.device, key).copy()
+        other._weights.states[key] = self.weights.state_on_host(key)
 
     def check(self) -> None:
         for found, right in zip(self.device.pulled(), self.local.pulled(), strict=True):
@@ -262,23 +283,155 @@ def test_each_gpus_values_are_compressed_with_a_residual_of_their_own(machine: M
     assert found[0] == found[1] == np.full(40, 1.0, F32).tobytes()
 
 
-def test_no_push_but_the_first_and_none_after_a_rule_waits_for_a_compiler(machine: Machine) -> None:
-    names = ("float32", "float16", "float64")
-    store = Store(LocalBackend("device"), {name: np.ones(4, name) for name in names})
-    parts = [[put(machine, "gpu:0", np.ones(4, name)) for _ in range(2)] for name in names]
-    keys, calls = store.keys, machine.standin.calls
-    store.keys = Selection(keys.records[:1])
-    store.push(parts[0])
-    loads = calls["load"]
-    assert loads > 0
-    store.keys = keys
-    store.push(*parts)
-    assert calls["load"] == loads
-    store.backend.set_rule(spec_of("adam", {}), False)
-    assert calls["load"] > loads
-    loads = calls["load"]
-    store.push(*parts)
-    assert calls["load"] == loads
+# Compiling
+
+NAMES = ("float32", "float16", "float64")
+SETTING = Compression.of({"type": "2bit", "threshold": 0.5, "min_size": 0})
+STEPS: dict[str, Callable[[Store], object]] = {
+    "rule": lambda store: store.backend.set_rule(spec_of("adam", {}), False),
+    "codec": lambda store: store.backend.compress(SETTING, None),
+}
+
+
+class Loads:
+    """What a machine, which is that of the process, has loaded: a program and a device for each call."""
+
+    def __init__(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: list[tuple[str, int]] = []
+        load = machine.standin.load
+
+        def noted(program: Any, device: int) -> Any:
+            self.found.append((program.key, device))
+            return load(program, device)
+
+        monkeypatch.setattr(machine.standin, "load", noted)
+
+    @property
+    def devices(self) -> set[int]:
+        return {device for _, device in self.found}
+
+    def check(self) -> int:
+        """Return how many there are; none was loaded twice."""
+        assert len(set(self.found)) == len(self.found)
+        return len(self.found)
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
+    """A torch that works on gpu:1."""
+    torch = FakeTorch()
+    torch.is_used, torch.device = True, 1
+    libraries(monkeypatch, torch)
+    return torch
+
+
+def of_each_dtype(machine: Machine, place: str, value: float = 1) -> list[list[Any]]:
+    return [[put(machine, place, np.full(4, value, name)) for _ in range(2)] for name in (*NAMES, *NAMES)]
+
+
+def keys_of_each_dtype() -> dict[Any, Any]:
+    """Return two keys of each, which can be updated by one kernel."""
+    return {(name + end): np.zeros(4, name) for end in ("", " too") for name in NAMES}
+
+
+@pytest.mark.parametrize("order", ["init rule codec", "rule init codec", "codec rule init", "init", "init codec"])
+def test_after_init_no_push_waits_for_a_compiler(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, order: str) -> None:
+    backend = LocalBackend("device")
+    with gpus_of_process(Machine(2)) as machine:
+        loads, store = Loads(machine, monkeypatch), Store(backend, {})
+        for step in order.split():
+            if step == "init":
+                store = Store(backend, keys_of_each_dtype())
+            else:
+                STEPS[step](store)
+        ready = loads.check()
+        assert loads.devices == {1}
+        for value in (1, 2):
+            store.push(*of_each_dtype(machine, "gpu:1", value))
+        store.pulled()
+        assert loads.check() == ready
+        # A GPU that comes with a push gets all of it with this one.
+        store.push(*of_each_dtype(machine, "gpu:0"))
+        assert loads.check() == 2 * ready
+        backend.close()
+        machine.finish()
+
+
+def test_keys_that_come_later_are_prepared_with_the_rule_on_the_gpus_that_are_known(
+    torch: FakeTorch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = LocalBackend("device")
+    with gpus_of_process(Machine(2)) as machine:
+        loads, store = Loads(machine, monkeypatch), Store(backend, {"w": np.ones(4, F32)})
+        STEPS["rule"](store)
+        late = Store(backend, {"h": np.ones(4, np.float16)})
+        ready = loads.check()
+        late.push([put(machine, "gpu:1", np.ones(4, np.float16)) for _ in range(2)])
+        assert loads.check() == ready
+        backend.close()
+        machine.finish()
+
+
+def test_a_script_whose_library_has_only_been_imported_compiles_nothing_at_init(torch: FakeTorch) -> None:
+    torch.is_used = False
+    with gpus_of_process(Machine(2)) as machine:
+        kv = kvstore.create("device")
+        kv.init("w", np.ones(4, F32))
+        assert machine.standin.calls["load"] == machine.standin.calls["make_stream"] == 0
+        torch.is_used = True
+        kv.init("v", np.ones(4, F32))
+        assert machine.standin.calls["load"] > 0
+        kv.close()
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+def test_stores_that_sum_in_host_memory_compile_nothing(torch: FakeTorch, kind: str) -> None:
+    with gpus_of_process(Machine(2)) as machine:
+        reducer_for(kind).prepare([KeyRecord.of("w", 0, np.ones(4, F32))])
+        assert machine.standin.calls["load"] == 0
+
+
+def test_a_kernel_that_does_not_compile_is_told_by_key_and_nothing_is_initialised(torch: FakeTorch) -> None:
+    with gpus_of_process(Machine(2)) as machine:
+        kv = kvstore.create("device")
+        kv.init("a", np.ones(4, F32))
+        machine.standin.fail("load", code=1)
+        with pytest.raises(KVError, match=r"key 'w' \(float16\): load on gpu:1 failed"):
+            kv.init(["b", "w"], [np.ones(4, F32), np.ones(4, np.float16)])
+        kv.init(["b", "w"], [np.ones(4, F32), np.ones(4, np.float16)])
+        out = np.zeros(4, np.float16)
+        kv.pull("w", out)
+        assert out.tolist() == [1] * 4
+        kv.close()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_rule_or_codec_that_does_not_compile_leaves_the_store_as_it_was(torch: FakeTorch, step: str) -> None:
+    with gpus_of_process(Machine(2)) as machine:
+        store = Store(LocalBackend("device"), keys_of_each_dtype())
+        machine.standin.fail("load", code=1)
+        with pytest.raises(KVError, match="load on gpu:1 failed"):
+            STEPS[step](store)
+        assert not store.backend.compresses
+        store.push(*of_each_dtype(machine, "gpu:1", 0.25))
+        for found in store.pulled():
+            assert found.tolist() == [0.5] * 4  # the sum, as it is
+        STEPS[step](store)
+        store.backend.close()
+        machine.finish()
+
+
+def test_a_push_whose_gpu_cannot_compile_leaves_residuals_and_weights(machine: Machine) -> None:
+    store = Store(LocalBackend("device"), {"w": np.zeros(4, F32), "v": np.zeros(4, F32)})
+    STEPS["codec"](store)
+    store.push(*[[put(machine, "gpu:0", np.full(4, 0.3, F32))] for _ in range(2)])
+    machine.standin.fail("load", nth=2, code=1)
+    given = [[put(machine, "gpu:1", np.full(4, 0.3, F32))] for _ in range(2)]
+    with pytest.raises(KVError, match=r"key 'w' \(float32\): load on gpu:1 failed"):
+        store.push(*given)
+    assert [found.tolist() for found in store.pulled()] == [[0] * 4] * 2
+    store.push(*given)
+    assert [found.tolist() for found in store.pulled()] == [[0.5] * 4] * 2
     store.backend.close()
 
 
@@ -311,6 +464,7 @@ def test_a_call_that_fails_once_leaves_the_store_usable(call: str) -> None:
         pair = Pair(machine)
         pair.both(lambda backend: backend.set_rule(spec_of("sgd", {"momentum": 0.9}), False))
         pair.push("gpu:0")
+        before = {key: pair.kept(pair.device, key) for key in SHAPES}
         machine.standin.fail(call, nth=nth, code=1)
         try:
             pair.push("gpu:0", "gpu:1")
@@ -318,9 +472,14 @@ def test_a_call_that_fails_once_leaves_the_store_usable(call: str) -> None:
             told.append(str(err))
         if len(told) < nth:
             break
+        # Each key was updated, or was not; the other store goes on from there.
+        for key, kept in before.items():
+            now = pair.kept(pair.device, key)
+            assert now in (kept, pair.kept(pair.local, key))
+            pair.take_over(key)
         pair.push("gpu:0")
         assert pair.where == {"gpu:0"}
-        pair.device.pulled()
+        pair.check()
         pair.device.backend.close()
         machine.finish()
     assert len(told) > 2

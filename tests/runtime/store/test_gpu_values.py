@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster import Cluster
-from gpukit import Machine, values
+from fakearrays import FakeTorch
+from fakearrays import put as libraries
+from gpukit import Machine, gpus_of_process, values
 from gpustores import Store, put
 
-from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays import dtypes, find
 from distrun_runtime.arrays.cpu import Threads
 from distrun_runtime.arrays.device import is_host, on_host
 from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.errors import KVError
 from distrun_runtime.ps.session import Session
 from distrun_runtime.store.base import CallOptions, KeyRecord
 from distrun_runtime.store.compress import Compression
@@ -272,3 +275,86 @@ def test_a_store_whose_values_are_on_one_gpu_makes_a_context_on_no_other(machine
         thread.submit(store.pull, [[out]]).result()
     assert machine.standin.contexts == {1: "make_stream"}
     store.backend.close()
+
+
+# What is ready before a round, and let go at the end
+
+
+@pytest.mark.parametrize("setting", [None, {"type": "2bit", "min_size": 0}])
+def test_after_init_no_round_of_a_distributed_store_waits_for_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any] | None
+) -> None:
+    torch = FakeTorch()
+    torch.is_used, torch.device = True, 1
+    libraries(monkeypatch, torch)
+    shapes = [(5, 3), (70, 2), ()]
+
+    def script(backend: DistBackend, rank: int) -> tuple[int, int]:
+        store = Store(backend, {n: np.zeros(shape, np.float16) for n, shape in enumerate(shapes)})
+        if setting is not None:
+            backend.compress(Compression.of(setting), None)
+        calls = machine.standin.calls
+        loads = calls["load"]
+        for _ in range(2):
+            store.push(*[[put(machine, "gpu:1", np.ones(shape, np.float16)) for _ in range(2)] for shape in shapes])
+            store.pull([[put(machine, "gpu:1", np.zeros(shape, np.float16))] for shape in shapes])
+        return loads, calls["load"]
+
+    with gpus_of_process(Machine(2)) as machine:
+        ((before, after),) = in_a_job(script, "dist_device_sync", "inproc", 1)
+        machine.finish()
+    assert before == after > 0
+
+
+def test_nothing_of_a_push_is_sent_before_its_gpu_has_compiled_all(machine: Machine) -> None:
+    def script(backend: DistBackend, rank: int) -> list[list[float]]:
+        store = Store(backend, {"w": np.zeros(4, F32), "h": np.zeros(4, np.float16)})
+        backend.compress(Compression.of({"type": "2bit", "threshold": 0.5, "min_size": 0}), None)
+        given = [[put(machine, "gpu:0", np.full(4, 0.3, each))] for each in ("float32", "float16")]
+        for nth in (1, 2, 3):
+            machine.standin.fail("load", nth=nth, code=1)
+            with pytest.raises(KVError, match=r"key '[wh]' \(float(32|16)\): load on gpu:0 failed"):
+                store.push(*given)
+        found = []
+        for _ in range(2):
+            store.push(*given)
+            found += [float(each[0]) for each in store.pulled()]
+        return found
+
+    (found,) = in_a_job(script, "dist_device_sync", "inproc", 1)
+    assert found == [0, 0, 0.5, 0.5]  # no residual was left by what failed
+
+
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_a_closed_store_gives_the_memory_of_its_gpus_back(machine: Machine, is_compressed: bool) -> None:
+    used: list[tuple[Store, int]] = []
+
+    def script(backend: Any, rank: int) -> None:
+        store = Store(backend, {"w": np.zeros(100, F32)})
+        if is_compressed:
+            backend.compress(Compression.of({"type": "2bit", "min_size": 0}), None)
+        store.push([put(machine, place, np.ones(100, F32)) for place in ("gpu:0", "gpu:1")])
+        used.append((store, machine.gpus.get(0).pool.size))  # programs keep stores that are closed
+
+    backend = LocalBackend("device")
+    script(backend, 0)
+    backend.close()
+    in_a_job(script, "dist_device_sync", "inproc", 1)
+    assert all(size > 0 for _, size in used)
+    assert [machine.gpus.get(number).pool.size for number in range(2)] == [0, 0]
+
+
+@pytest.mark.parametrize("allowed", ["1", "0"])
+def test_without_peer_access_sums_of_two_gpus_are_the_same(monkeypatch: pytest.MonkeyPatch, allowed: str) -> None:
+    monkeypatch.setenv("MXNET_ENABLE_GPU_P2P", allowed)
+    with gpus_of_process(Machine(2)) as machine:
+        monkeypatch.setattr(find, "_gpus", [])  # made with the environment as it is now
+        store = Store(LocalBackend("device"), {"w": np.zeros(9, F32)})
+        given = [values((9,), F32, k) for k in range(3)]
+        store.push([find.get(place).put(each) for place, each in zip(("gpu:0", "gpu:1", "gpu:0"), given, strict=True)])
+        assert store.pulled()[0].tobytes() == expected(given).tobytes()
+        calls = machine.standin.calls
+        assert calls["copy_peer"] > 0
+        assert calls["enable_peer"] == int(allowed)
+        store.backend.close()
+        machine.finish()

@@ -115,7 +115,11 @@ def _current_stream(device_id: int = -1) -> Any:
     return SimpleNamespace(ptr=stream.handle, is_capturing=lambda: False, synchronize=lambda: _synchronize(stream))
 
 
-cuda = SimpleNamespace(runtime=SimpleNamespace(is_hip=False), get_current_stream=_current_stream)
+cuda = SimpleNamespace(
+    runtime=SimpleNamespace(is_hip=False, getDevice=lambda: 0),
+    driver=SimpleNamespace(ctxGetCurrent=lambda: len(_streams), CUDADriverError=DriverError),
+    get_current_stream=_current_stream,
+)
 
 
 def _finish() -> None:
