@@ -28,7 +28,7 @@ import numpy as np
 
 from distrun_runtime import reporting, stacks
 from distrun_runtime.arrays import dtypes, find
-from distrun_runtime.arrays.device import DeviceArray, is_host
+from distrun_runtime.arrays.device import DeviceArray, is_on_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError
@@ -917,6 +917,6 @@ def _stored_as(record: KeyRecord, value: Value) -> Value:
     if record.is_sparse:
         if isinstance(value, RowSparse):
             return value
-        table = value if is_host(value) else find.gpus().borrowing.host(value)
+        table = value if is_on_host(value) else find.gpus().borrowing.host(value)
         return RowSparse(table, np.arange(record.shape[0]), record.shape)
     return value.to_dense() if isinstance(value, RowSparse) else value

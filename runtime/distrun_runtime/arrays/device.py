@@ -9,7 +9,7 @@ import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array, DType
 
-__all__ = ["Buffer", "Device", "DeviceArray", "Place", "copy", "is_host", "move", "on_host"]
+__all__ = ["Buffer", "Device", "DeviceArray", "Place", "copy", "is_on_host", "move", "on_host"]
 
 Buffer = Union[bytes, bytearray, memoryview]
 """Bytes in the host's memory."""
@@ -21,22 +21,22 @@ Both have `shape`, `dtype`, `size`, `nbytes`, `reshape`; flat ones have a length
 """
 
 
-def is_host(array: DeviceArray) -> TypeGuard[Array]:
+def is_on_host(array: DeviceArray) -> TypeGuard[Array]:
     """Tell whether an array is numpy's, in the host's memory; otherwise it is a `gpu.GpuArray`."""
     return isinstance(array, np.ndarray)
 
 
 def on_host(array: DeviceArray) -> Array:
     """Return an array as numpy's: itself if it is in the host's memory, else a copy."""
-    found: Array = array if is_host(array) else array.device.host(array)
+    found: Array = array if is_on_host(array) else array.device.host(array)
     return found
 
 
 def copy(array: DeviceArray, out: DeviceArray) -> None:
     """Copy an array to another of the same shape and dtype, wherever the two are; numpy's of any strides."""
-    if not is_host(out):
+    if not is_on_host(out):
         out.device.write(out, array)
-    elif is_host(array):
+    elif is_on_host(array):
         np.copyto(out, array)
     else:
         array.device.read(array, out)

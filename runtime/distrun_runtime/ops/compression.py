@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Dict
 import numpy as np
 
 from distrun_runtime.arrays import kernels
-from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_host
+from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_on_host
 from distrun_runtime.arrays.dtypes import Array, DType, narrow, widen, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import quantize
@@ -323,7 +323,7 @@ class TopK(Codec):
         _by(values).top_encode(values, residual, out)
 
     def _read(self, payload: DeviceArray, out: DeviceArray, adds: bool, params: Params) -> None:
-        if is_host(payload):  # it may come from anyone
+        if is_on_host(payload):  # it may come from anyone
             n, places = len(out), quantize.top_places(payload)
             if int(places[-1]) >= n or not (places[1:] > places[:-1]).all():
                 raise KVError("compression 'topk': expected ascending places below %d, found %s" % (n, _shown(places)))
@@ -383,7 +383,7 @@ def floats(array: DeviceArray) -> DeviceArray:
     """Return the elements of an array of a float type as float32, where they are; the array itself if it is that."""
     if array.dtype == _FLOAT32:
         return array
-    if not is_host(array):
+    if not is_on_host(array):
         return _on_gpus().cast(array, _FLOAT32)
     with np.errstate(over="ignore", invalid="ignore"):
         return widen(array).astype(np.float32, copy=False)
@@ -391,7 +391,7 @@ def floats(array: DeviceArray) -> DeviceArray:
 
 def from_floats(array: DeviceArray, dtype: DType) -> DeviceArray:
     """Return float32 elements in another float type, where they are; the array itself if that is float32."""
-    if not is_host(array):
+    if not is_on_host(array):
         return _on_gpus().cast(array, dtype)
     return narrow(array.astype(work_dtype(dtype), copy=False), dtype)
 
@@ -404,7 +404,7 @@ def are_finite(pairs: Iterable[tuple[DeviceArray, DeviceArray | None]]) -> bool:
 
 def _by(array: DeviceArray) -> ModuleType:
     """Return the functions for arrays that are where this one is."""
-    return quantize if is_host(array) else _on_gpus()
+    return quantize if is_on_host(array) else _on_gpus()
 
 
 def _on_gpus() -> ModuleType:
@@ -413,7 +413,7 @@ def _on_gpus() -> ModuleType:
 
 
 def _element(array: DeviceArray, at: int) -> np.float32:
-    found: Array = array[at : at + 1] if is_host(array) else array.device.host(array[at : at + 1])
+    found: Array = array[at : at + 1] if is_on_host(array) else array.device.host(array[at : at + 1])
     element: np.float32 = found[0]
     return element
 

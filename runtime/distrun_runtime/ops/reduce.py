@@ -12,7 +12,7 @@ from typing import NamedTuple, Union
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_host
+from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_on_host
 from distrun_runtime.arrays.dtypes import Array, DType, widen, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
@@ -144,7 +144,7 @@ def spread(given: Contribution, length: int) -> Dense:
 
 def widened(given: DeviceArray) -> DeviceArray:
     """Return an array in its work dtype, where it is: itself if it has that."""
-    if is_host(given):
+    if is_on_host(given):
         return widen(given)
     if work_dtype(given.dtype) == given.dtype:
         return given
@@ -157,7 +157,7 @@ def scaled(given: DeviceArray, scale: float) -> DeviceArray:
     """Return a multiple of an array, as a new one of its dtype; the array itself for scale 1."""
     if scale == 1:
         return given
-    if not is_host(given):
+    if not is_on_host(given):
         multiple = given.device.put(given)
         given.device.scale(multiple, scale)
         return multiple
@@ -167,11 +167,11 @@ def scaled(given: DeviceArray, scale: float) -> DeviceArray:
 
 
 def _room_like(array: DeviceArray) -> DeviceArray:
-    return np.empty_like(array) if is_host(array) else array.device.empty(array.shape, array.dtype)
+    return np.empty_like(array) if is_on_host(array) else array.device.empty(array.shape, array.dtype)
 
 
 def _add(one: DeviceArray, other: DeviceArray, out: DeviceArray) -> DeviceArray:
-    if not is_host(out):
+    if not is_on_host(out):
         out.device.sum([one, other], out)
         return out
     # An overflowing gradient is the training's affair (loss scaling looks for inf): no warning here.

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from distrun_runtime.arrays import find
-from distrun_runtime.arrays.device import Device, DeviceArray, is_host, on_host
+from distrun_runtime.arrays.device import Device, DeviceArray, is_on_host, on_host
 from distrun_runtime.arrays.dtypes import Array, DType, name_of, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops.optimizers import PLAIN, RULES, Knobs, NormRule, Rule, State
@@ -91,7 +91,7 @@ def new_state(rule: Rule, weight: DeviceArray, place: Callable[[str, DType], Dev
         KVError: weights of this dtype cannot be updated.
         Untraceable: the weight is on a GPU, and the rule cannot be fused.
     """
-    if is_host(weight):
+    if is_on_host(weight):
         state = rule.new_state(weight)
         for name, value in state.items() if place is not None else ():
             if isinstance(value, np.ndarray):
@@ -135,7 +135,7 @@ def update(
 
     If the weight is on a GPU, then gradient and state are there too, the rule can be fused, and there are no rows.
     """
-    if not is_host(weight):
+    if not is_on_host(weight):
         if rows is not None:
             raise KVError("rule %r: rows are updated in host memory, not on %s" % (rule.name, weight.device.name))
         _steps_on_gpu(rule, [Item(weight, [gradient], state, knobs)])
@@ -170,7 +170,7 @@ def step(
     Raises:
         Untraceable: the weight is on a GPU, and the rule cannot be fused.
     """
-    if not is_host(weight):
+    if not is_on_host(weight):
         _steps_on_gpu(rule, [Item(weight, parts, state, knobs)])
         return
     _keep_memory()
@@ -204,7 +204,7 @@ def step_all(rule: Rule, items: Sequence[Item], *, device: Device | None = None)
     On a GPU, weights that take the same step share a kernel: those of one dtype, and of one learning rate, weight decay
     and number of updates. If that raises, some weights may be updated; the `updates` of their states say which.
     """
-    if items and not is_host(items[0].weight):
+    if items and not is_on_host(items[0].weight):
         _steps_on_gpu(rule, items)
         return
     for each in items:
@@ -260,8 +260,8 @@ def _ready(rule: Rule, item: Item) -> _Ready:
     arrays.update((PART % number, part) for number, part in enumerate(item.parts))
     arrays.update((STATE % name, value) for name, value in state.items() if name != "updates")
     for name, array in arrays.items():
-        if is_host(array) or array.device is not device or array.size != weight.size:
-            found = "an array of numpy's" if is_host(array) else repr(array)
+        if is_on_host(array) or array.device is not device or array.size != weight.size:
+            found = "an array of numpy's" if is_on_host(array) else repr(array)
             text = "rule %r: expected %s with %d elements on %s, found %s"
             raise KVError(text % (rule.name, name, weight.size, device.name, found))
     counted: State = {"updates": state.get("updates", 0)}

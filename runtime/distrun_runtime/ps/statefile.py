@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.device import DeviceArray, is_host, on_host
+from distrun_runtime.arrays.device import DeviceArray, is_on_host, on_host
 from distrun_runtime.arrays.dtypes import BFLOAT16, Array, name_of
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
@@ -330,7 +330,7 @@ class Saved:
 
     def on_host(self) -> Saved:
         """Return it with all arrays in the host's memory."""
-        if is_host(self.weight):
+        if is_on_host(self.weight):
             return self
         state = self.state and update.state_on_host(self.state)
         residual = None if self.residual is None else on_host(self.residual)

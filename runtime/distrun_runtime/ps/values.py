@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from distrun_runtime.arrays.arena import Arena, Run
-from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, Place, copy, is_host, move, on_host
+from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, Place, copy, is_on_host, move, on_host
 from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
@@ -433,7 +433,7 @@ class Values:
             if name != "updates":
                 arena = self._state_arena(code, name, value.dtype)
                 flat = value.reshape(-1)
-                copy(flat.astype(arena.dtype, copy=False) if is_host(flat) else flat, arena.view(begin, end))
+                copy(flat.astype(arena.dtype, copy=False) if is_on_host(flat) else flat, arena.view(begin, end))
         self.steps[shard] = int(state.get("updates", 0))
 
     def start_state(self, code: int, shards: Array, begin: int, end: int, weight: DeviceArray) -> None:

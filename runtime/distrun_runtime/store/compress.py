@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_host, on_host
+from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_on_host, on_host
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.arrays.segments import Pool
 from distrun_runtime.errors import KVError
@@ -234,7 +234,7 @@ class Compressor:
         """Do as `check` for several values, each with its device; those on one GPU cost one wait."""
         there = []
         for record, flat, device in items:
-            if is_host(flat):
+            if is_on_host(flat):
                 self.check(record, flat, device)
             elif (setting := self.of(record)) is not None and setting.codec is not None and setting.codec.has_residual:
                 there.append((record, flat, device))
@@ -416,7 +416,7 @@ class Compressor:
             return None
         # The first question is answered at once, for each key of a message.
         if not type(flat) is type(residual) is np.ndarray and not _are_together(flat, residual):
-            residual = on_host(residual) if is_host(flat) else flat.device.put(residual)
+            residual = on_host(residual) if is_on_host(flat) else flat.device.put(residual)
             self._residuals[record.key, device] = residual
             self._residuals_version += 1
         return residual
@@ -428,7 +428,7 @@ class Compressor:
             if (record.key, device) in self._residuals:
                 self._residuals_version += 1
             size, float32 = record.size, np.dtype(np.float32)
-            residual = np.zeros(size, float32) if is_host(flat) else flat.device.zeros((size,), float32)
+            residual = np.zeros(size, float32) if is_on_host(flat) else flat.device.zeros((size,), float32)
             self._residuals[record.key, device] = residual
         return residual
 
@@ -456,7 +456,7 @@ class _Packed:
 
     def room(self, flat: DeviceArray, payload: slice) -> DeviceArray:
         """Return where the payload of a value is written: beside the value."""
-        if is_host(flat):
+        if is_on_host(flat):
             return self._room[payload]
         device = flat.device
         if device not in self._rooms:
@@ -477,23 +477,23 @@ def _gpus_of(values: Sequence[DeviceArray]) -> list[Device | None]:
     """Return the GPU of each value, None for those in the host's memory; nothing: all are there."""
     if set(map(type, values)) <= {np.ndarray}:
         return []
-    return [None if is_host(value) or isinstance(value, RowSparse) else value.device for value in values]
+    return [None if is_on_host(value) or isinstance(value, RowSparse) else value.device for value in values]
 
 
 def _are_together(one: DeviceArray, other: DeviceArray) -> bool:
     """Tell whether two arrays are in the host's memory, or on one GPU."""
-    if is_host(one) or is_host(other):
-        return is_host(one) and is_host(other)
+    if is_on_host(one) or is_on_host(other):
+        return is_on_host(one) and is_on_host(other)
     return bool(one.device is other.device)
 
 
 def _flat(value: DeviceArray) -> DeviceArray:
-    return (np.ascontiguousarray(value) if is_host(value) else value).reshape(-1)
+    return (np.ascontiguousarray(value) if is_on_host(value) else value).reshape(-1)
 
 
 def _empty(like: DeviceArray, size: int, dtype: Any) -> DeviceArray:
     """Return a new flat array where another one is."""
-    return np.empty(size, dtype) if is_host(like) else like.device.empty((size,), np.dtype(dtype))
+    return np.empty(size, dtype) if is_on_host(like) else like.device.empty((size,), np.dtype(dtype))
 
 
 def _joined(arrays: Sequence[Array]) -> list[tuple[int, int]]:

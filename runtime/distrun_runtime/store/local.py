@@ -305,7 +305,7 @@ class Weights:
     def state_on_host(self, key: Key) -> rules.State | None:
         """Return a value's state in host memory, likewise; None: it has none."""
         state = self.states.get(key)
-        return state if state is None or devices.is_host(self.values[key]) else state_on_host(state)
+        return state if state is None or devices.is_on_host(self.values[key]) else state_on_host(state)
 
     def add(self, key: Key, value: Value) -> None:
         """Keep a copy of a first value."""
@@ -316,7 +316,7 @@ class Weights:
         if "master" in self.states.get(key, {}):
             self._bring_back(key)
         devices.copy(value, self.values[key])
-        if devices.is_host(self.values[key]):
+        if devices.is_on_host(self.values[key]):
             rules.renew_master(self.values[key].reshape(-1), self.states.get(key, {}))
 
     def update(self, sums: Iterable[Sum], scale: float = 1.0) -> Iterator[Sum]:
@@ -372,7 +372,7 @@ class Weights:
         if self.rule is not None and not can_fuse(self.rule):
             return None
         stored = self.values[record.key]
-        gpu: GpuDevice = value.device if devices.is_host(stored) else stored.device
+        gpu: GpuDevice = value.device if devices.is_on_host(stored) else stored.device
         return gpu
 
     def _update_on_gpus(self, sums: Sequence[Sum], scale: float) -> Iterator[Sum]:
@@ -443,7 +443,7 @@ class Weights:
     def _bring_to(self, gpu: GpuDevice, key: Key) -> None:
         """Let a value and its state be on a GPU, if they are in host memory."""
         value, state = self.values[key], self.states.get(key)
-        if devices.is_host(value):
+        if devices.is_on_host(value):
             moved = gpu.put(value), None if state is None else state_on(state, gpu)
             self.values[key] = moved[0]
             if moved[1] is not None:
@@ -451,7 +451,7 @@ class Weights:
 
     def _bring_back(self, key: Key) -> None:
         """Let a value and its state be in host memory."""
-        if not devices.is_host(self.values[key]):
+        if not devices.is_on_host(self.values[key]):
             state, self.values[key] = self.state_on_host(key), self.on_host(key)
             if state is not None:
                 self.states[key] = state
@@ -500,7 +500,7 @@ class Weights:
     def _carried(self, rule: rules.Rule, key: Key, state: rules.State) -> tuple[DeviceArray, rules.State]:
         """Return a value, and the state that a rule in place of the present one goes on with; changes nothing."""
         value = self.values[key]
-        if not devices.is_host(value):
+        if not devices.is_on_host(value):
             begun = rule.new_state(np.zeros(1, value.dtype))
             if begun.keys() <= state.keys():  # Nothing starts anew, so it stays where it is.
                 return value, {name: state[name] for name in begun}

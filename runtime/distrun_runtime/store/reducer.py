@@ -22,7 +22,7 @@ import numpy as np
 
 from distrun_runtime.arrays import find
 from distrun_runtime.arrays.cpu import Threads
-from distrun_runtime.arrays.device import Device, DeviceArray, is_host
+from distrun_runtime.arrays.device import Device, DeviceArray, is_on_host
 from distrun_runtime.arrays.dtypes import Array, DType, name_of
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError
@@ -56,7 +56,7 @@ def reducer_for(type_name: str, memory: Memory = np.empty, sender: Compressor | 
 
 def is_gpu_array(value: object) -> TypeGuard[DeviceArray]:
     """Tell whether a value is a `gpu.GpuArray`."""
-    return not is_host(value) and not isinstance(value, RowSparse)
+    return not is_on_host(value) and not isinstance(value, RowSparse)
 
 
 class Reducer:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.device import Buffer, DeviceArray, copy, is_host
+from distrun_runtime.arrays.device import Buffer, DeviceArray, copy, is_on_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.segments import stitched
 from distrun_runtime.errors import KVError
@@ -154,7 +154,7 @@ class Transfers:
         return frozenset(
             item
             for item in route.runs
-            if is_host(values[item]) and values[item].flags.c_contiguous and node.is_shared(values[item])
+            if is_on_host(values[item]) and values[item].flags.c_contiguous and node.is_shared(values[item])
         )
 
     def _release(self, what: str, route: Route, in_place: frozenset[int]) -> None:
@@ -462,7 +462,7 @@ def _fill_devices(
     """What is written first, and then copied to outputs."""
     encoded = {item for portion in route.portions if not portion.is_plain for item in portion.items.tolist()}
     for item, (record, arrays) in enumerate(zip(records, outs, strict=True)):
-        if item in encoded or not all(not is_host(out) or out.flags.c_contiguous for out in arrays):
+        if item in encoded or not all(not is_on_host(out) or out.flags.c_contiguous for out in arrays):
             whole = np.empty(record.shape, record.dtype)
             apart.append((whole, arrays))
             arrays = [whole]
@@ -483,7 +483,7 @@ def _fill_devices(
                 size = records[item].size if len(items) > 1 else len(elements)
                 for target in targets[item]:
                     run, piece = target[offset : offset + size], elements[at : at + size]
-                    if is_host(run):
+                    if is_on_host(run):
                         copy(piece, run)
                     else:
                         found.setdefault(run.device, []).append((item, run, piece))

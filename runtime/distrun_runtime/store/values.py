@@ -19,7 +19,7 @@ from typing import Union
 import numpy as np
 
 from distrun_runtime.arrays import dtypes, foreign, interop
-from distrun_runtime.arrays.device import DeviceArray, is_host
+from distrun_runtime.arrays.device import DeviceArray, is_on_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.sparse import RowSparse, refuse_mask
@@ -207,7 +207,7 @@ def apart(outs: Sequence[tuple[Key, object, DeviceArray]]) -> None:
     Raises:
         KVError: two outputs share memory, or an output does with itself; names the keys.
     """
-    if len(outs) == 1 and (not is_host(outs[0][2]) or outs[0][2].flags.c_contiguous):
+    if len(outs) == 1 and (not is_on_host(outs[0][2]) or outs[0][2].flags.c_contiguous):
         return
     # Addresses tell memories apart: no two, of the host or of a GPU, are at the same one.
     spans = sorted((_span(key, array), number) for number, (key, _, array) in enumerate(outs) if array.size)
@@ -251,7 +251,7 @@ def _apart(one: tuple[Key, object, DeviceArray], other: tuple[Key, object, Devic
     if one[:2] == other[:2] and _layout(one[2]) == _layout(other[2]):
         return
     # Contiguous ones do, as they meet.
-    if is_host(one[2]) and is_host(other[2]) and not np.shares_memory(one[2], other[2]):
+    if is_on_host(one[2]) and is_on_host(other[2]) and not np.shares_memory(one[2], other[2]):
         return
     if one[0] != other[0]:
         raise KVError(
@@ -266,7 +266,7 @@ def _apart(one: tuple[Key, object, DeviceArray], other: tuple[Key, object, Devic
 
 def _layout(array: DeviceArray) -> object:
     """Return what two arrays of the same elements have in common."""
-    return _address(array), array.strides if is_host(array) else array.shape
+    return _address(array), array.strides if is_on_host(array) else array.shape
 
 
 def _span(key: Key, array: DeviceArray) -> tuple[int, int]:
@@ -276,7 +276,7 @@ def _span(key: Key, array: DeviceArray) -> tuple[int, int]:
         KVError: some of its elements share memory.
     """
     start = _address(array)
-    if not is_host(array) or array.flags.c_contiguous:
+    if not is_on_host(array) or array.flags.c_contiguous:
         return start, start + array.nbytes
     end = start + array.itemsize
     extent = array.itemsize
@@ -294,7 +294,7 @@ def _span(key: Key, array: DeviceArray) -> tuple[int, int]:
 
 
 def _address(array: DeviceArray) -> int:
-    address: int = array.__array_interface__["data"][0] if is_host(array) else array.pointer.address
+    address: int = array.__array_interface__["data"][0] if is_on_host(array) else array.pointer.address
     return address
 
 

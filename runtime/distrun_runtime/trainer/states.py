@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distrun_runtime.arrays import dtypes, find, foreign
-from distrun_runtime.arrays.device import DeviceArray, copy, is_host
+from distrun_runtime.arrays.device import DeviceArray, copy, is_on_host
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import RowSparse
@@ -166,7 +166,7 @@ class LocalRule:
             given = [
                 (step, borrowing.value(step.grad, streams), [next(outs) for _ in self._written(step)]) for step in steps
             ]
-            borrowed.take([each for _, grad, weights in given for each in (grad, *weights) if not is_host(each)])
+            borrowed.take([each for _, grad, weights in given for each in (grad, *weights) if not is_on_host(each)])
             for step, grad, (weight, *others) in given:
                 try:
                     self._make_on_gpu(step, grad, weight)
@@ -233,7 +233,7 @@ def _is_on_gpu(state: State) -> bool:
 
 def _is_on(gpu: GpuDevice, state: Mapping[str, Any]) -> bool:
     """Tell whether the arrays of the state of a rule that can be fused are on a GPU."""
-    return all(name == "updates" or (not is_host(part) and part.device is gpu) for name, part in state.items())
+    return all(name == "updates" or (not is_on_host(part) and part.device is gpu) for name, part in state.items())
 
 
 def check_rule(spec: RuleSpec, params: list[Parameter]) -> None:

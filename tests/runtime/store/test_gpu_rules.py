@@ -15,7 +15,7 @@ from gpustores import Store, put
 
 from distrun_runtime import kvstore
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.device import is_host
+from distrun_runtime.arrays.device import is_on_host
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import RowSparse
 from distrun_runtime.ops import fuse
@@ -73,7 +73,7 @@ class Pair:
         arrays = [*self.weights.values.values()]
         for state in self.weights.states.values():
             arrays += [part for part in state.values() if hasattr(part, "nbytes")]
-        return {"host" if is_host(array) else array.device.name for array in arrays}
+        return {"host" if is_on_host(array) else array.device.name for array in arrays}
 
     def kept(self, store: Store, key: str) -> list[object]:
         """Return the bytes of a key's weight and state."""

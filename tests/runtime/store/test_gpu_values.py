@@ -19,7 +19,7 @@ from gpustores import Store, put
 
 from distrun_runtime.arrays import dtypes, find
 from distrun_runtime.arrays.cpu import Threads
-from distrun_runtime.arrays.device import is_host, on_host
+from distrun_runtime.arrays.device import is_on_host, on_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.ps.session import Session
@@ -188,7 +188,7 @@ def test_compressed_pushes_from_gpus_have_the_results_of_the_host(
                 given[1][0] = on_host(given[1][0])
             store.push(*given)
             found.append(b"".join(each.tobytes() for each in store.pulled()))
-        assert is_host(backend._compressor._residuals["there", 0]) is not is_on_gpus
+        assert is_on_host(backend._compressor._residuals["there", 0]) is not is_on_gpus
         found += [each.tobytes() for each in backend._compressor.residuals().values()]
         return found
 
