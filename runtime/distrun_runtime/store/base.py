@@ -128,11 +128,11 @@ class CallOptions:
     taken to belong to it."""
 
 
-def named(keys: Iterable[Key]) -> str:
-    """Return keys for people: `key 'w'`, or the first three of several and their number."""
+def named(keys: Iterable[Key], what: str = "key") -> str:
+    """Return keys, or `what` else, for people: `key 'w'`, or the first three of several and their number."""
     names = [repr(key) for key in keys]
-    shown = ", ".join(names[:3]) + (", ... (%d keys)" % len(names) if len(names) > 3 else "")
-    return "key %s" % shown if len(names) == 1 else "keys %s" % shown
+    shown = ", ".join(names[:3]) + (", ... (%d %ss)" % (len(names), what) if len(names) > 3 else "")
+    return "%s %s" % (what if len(names) == 1 else what + "s", shown)
 
 
 def twice(key: Key, record: KeyRecord | None) -> str:

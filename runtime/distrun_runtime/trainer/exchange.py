@@ -450,8 +450,9 @@ class ThirdPartyExchange:
     def start(self) -> None:
         """Give all parameters and buffers rank 0's values, on all workers."""
         for index, parameter in enumerate(self._params):
+            value = parameter.replicas[0].weight()
             buffers = [replica.weight_buffer(on_host=True) for replica in parameter.replicas]
-            self._store.broadcast(index, parameter.replicas[0].weight(), out=buffers, priority=-index)
+            self._store.broadcast(index, value, out=buffers, priority=-index)
             for replica, buffer in zip(parameter.replicas, buffers, strict=True):
                 replica.weight_written(buffer)
         values = self._buffers.floats()

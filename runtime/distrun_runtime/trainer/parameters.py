@@ -517,10 +517,17 @@ class TensorReplica:
         if is_near(buffer) and buffer.data_ptr() != self._tensor.data_ptr():
             _copy_back(buffer, self._tensor)
         elif not is_near(buffer) and not self._on_host():
-            self._tensor.detach().copy_(self._host)
+            self._tensor.detach().copy_(self._holding(buffer))
         elif hasattr(self._tensor, "_version"):
             _tell_torch(self._tensor)
         self.remember()
+
+    def _holding(self, buffer: Array) -> Any:
+        """Return the tensor of the host that has what is in a buffer."""
+        if self._host is None or memory_of(array_of(self._host)) != memory_of(buffer):
+            self._host = self._tensor.detach().cpu()  # whoever asked for another buffer may use that one still
+            np.copyto(array_of(self._host), buffer)
+        return self._host
 
     @property
     def is_written(self) -> bool:

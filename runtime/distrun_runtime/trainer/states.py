@@ -17,7 +17,7 @@ import os
 import uuid
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +30,12 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import RowSparse
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.optimizers import Rule, RuleSpec, State
-from distrun_runtime.ops.update import can_fuse, new_state, prepare, state_on, state_on_host, update
+from distrun_runtime.ops.update import Item, can_fuse, new_state, prepare, state_on, state_on_host, step_all, update
+from distrun_runtime.store.base import named
+from distrun_runtime.store.local import COPIED_BYTES
 from distrun_runtime.store.pending import BorrowedArrays
 from distrun_runtime.trainer.model import Buffers
-from distrun_runtime.trainer.parameters import Gradient, Parameter, Replica, is_near, on_host, write_weight
+from distrun_runtime.trainer.parameters import Buffer, Gradient, Parameter, Replica, is_near, on_host, write_weight
 
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
@@ -59,6 +61,18 @@ class _Step:
     """What the gradient is multiplied by."""
     others: Sequence[Replica] = ()
     """Other devices that get a copy of the weight."""
+
+
+@dataclass(frozen=True)
+class _GpuStep:
+    """A step that is made on a GPU."""
+
+    step: _Step
+    grad: GpuArray
+    weights: Sequence[DeviceArray]
+    """The weight, and its copies on other devices."""
+    buffers: Sequence[tuple[Replica, Buffer]]
+    """What they are, for whoever is told that they were written."""
 
 
 class LocalRule:
@@ -156,34 +170,70 @@ class LocalRule:
             write_weight(other, weight)
 
     def _make_on_gpus(self, steps: Sequence[_Step]) -> None:
-        """Make steps whose gradients, and so their weights, are on GPUs."""
+        """Make steps whose gradients, and so their weights, are on GPUs: one kernel for all that are alike."""
         borrowing, streams = find.gpus().borrowing, foreign.Streams()
-        written = [(replica, replica.weight_buffer()) for step in steps for replica in self._written(step)]
-        with BorrowedArrays() as borrowed:
-            outs: Iterator[DeviceArray] = iter(
-                [borrowing.output(buffer, streams) if is_near(buffer) else buffer for _, buffer in written]
-            )
-            given = [
-                (step, borrowing.value(step.grad, streams), [next(outs) for _ in self._written(step)]) for step in steps
-            ]
-            borrowed.take([each for _, grad, weights in given for each in (grad, *weights) if not is_on_host(each)])
-            for step, grad, (weight, *others) in given:
-                try:
-                    self._make_on_gpu(step, grad, weight)
-                    for other in others:
-                        copy(weight, other)
-                except KVError as err:
-                    raise KVError("parameter %r: %s" % (self._params[step.place[0]].name, err)) from err
-            borrowed.give_back()
-        for replica, buffer in written:
+        buffers = [[(replica, replica.weight_buffer()) for replica in self._written(step)] for step in steps]
+        made: list[tuple[Replica, Buffer]] = []
+        try:
+            with BorrowedArrays() as borrowed:
+                given = [
+                    _GpuStep(
+                        step,
+                        borrowing.value(step.grad, streams),
+                        [borrowing.output(each, streams) if is_near(each) else each for _, each in its],
+                        its,
+                    )
+                    for step, its in zip(steps, buffers, strict=True)
+                ]
+                borrowed.take([each for one in given for each in (one.grad, *one.weights) if not is_on_host(each)])
+                self._make_groups(given, made)
+                borrowed.give_back()
+        except BaseException:
+            for replica, buffer in made:
+                with suppress(Exception):  # The first error says what is wrong.
+                    replica.weight_written(buffer)
+            raise
+        for replica, buffer in made:
             replica.weight_written(buffer)
 
-    def _make_on_gpu(self, step: _Step, grad: GpuArray, weight: GpuArray) -> None:
+    def _make_groups(self, steps: Sequence[_GpuStep], made: list[tuple[Replica, Buffer]]) -> None:
+        """Make steps in groups that need little memory at a time; `made` gets what was written, after an error too."""
+        group: list[_GpuStep] = []
+        items: list[Item] = []
+        copied = 0
+        for number, each in enumerate(steps, 1):
+            with self._naming([each]):
+                item = self._item(each)
+            copied += each.grad.nbytes if item.parts[0] is not each.grad else 0
+            group.append(each)
+            items.append(item)
+            if copied < COPIED_BYTES and number < len(steps):
+                continue
+            before = [item.state["updates"] for item in items]
+            try:
+                with self._naming(group):
+                    step_all(self._rule, items)
+            finally:
+                over = [
+                    one for one, item, count in zip(group, items, before, strict=True) if item.state["updates"] != count
+                ]
+                made += [one.buffers[0] for one in over]
+                for one in over:
+                    with self._naming([one]):
+                        for other in one.weights[1:]:
+                            copy(one.weights[0], other)
+                    made += one.buffers[1:]
+            group, items, copied = [], [], 0
+
+    def _item(self, each: _GpuStep) -> Item:
+        """Return what a step takes; its state is brought to the weight's GPU."""
+        step, weight, grad = each.step, each.weights[0], each.grad
         gpu, state = weight.device, self.states.get(step.place)
         if state is None:
             state = new_state(self._rule, weight)
         elif not _is_on(gpu, state):
             state = state_on(state, gpu)
+        state.setdefault("updates", 0)
         self.states[step.place] = state
         if step.scale != 1.0:
             # As on the host: 16-bit floats are not rounded in between.
@@ -191,7 +241,16 @@ class LocalRule:
             gpu.sum([grad.reshape(-1)], wide.reshape(-1))
             gpu.scale(wide, step.scale)
             grad = wide
-        update(self._rule, weight, grad, state, self.spec.knobs(step.place[0]))
+        return Item(weight, [grad], state, self.spec.knobs(step.place[0]))
+
+    @contextmanager
+    def _naming(self, steps: Sequence[_GpuStep]) -> Iterator[None]:
+        """Name the parameters in errors."""
+        try:
+            yield
+        except KVError as err:
+            names = [self._params[each.step.place[0]].name for each in steps]
+            raise KVError("%s: %s" % (named(names, "parameter"), err)) from err
 
     def _prepare(self, rule: Rule) -> None:
         found: dict[int, set[DType]] = {}

@@ -21,6 +21,8 @@ from distrun_runtime.arrays import find
 from distrun_runtime.arrays.borrowing import Borrowing
 from distrun_runtime.arrays.cuda import CudaMissing
 from distrun_runtime.arrays.dtypes import BFLOAT16, Array, narrow, work_dtype
+from distrun_runtime.arrays.gpu import GpuDevice
+from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore, KVStoreBase
 from distrun_runtime.trainer import Parameter, Trainer, overlap
 
@@ -397,22 +399,28 @@ def test_row_sparse_gradients_go_through_the_host(torch: Torch) -> None:
     assert not weight.get().any()
 
 
+class Summing(KVStoreBase):
+    """A store of another package, for one worker, or for worker 1 of several whose worker 0 gives these weights."""
+
+    type, rank, num_workers = "summing", 0, 1
+
+    def __init__(self, weights: float | None = None) -> None:
+        self.weights = weights
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        for one in out:
+            one[...] = value if self.weights is None else self.weights
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        total = sum(value)
+        for one in out:
+            one[...] = total
+
+    def is_capable(self, capability: str) -> bool:
+        return False
+
+
 def test_a_store_from_another_package_gets_arrays_of_the_host(torch: Torch) -> None:
-    class Summing(KVStoreBase):
-        type, rank, num_workers = "summing", 0, 1
-
-        def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
-            for one in out:
-                one[...] = value
-
-        def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
-            total = sum(value)
-            for one in out:
-                one[...] = total
-
-        def is_capable(self, capability: str) -> bool:
-            return False
-
     model = Model(torch)
     trainer = Trainer(model.params, "sgd", {"learning_rate": 1.0}, Summing())
     model.backward(0)
@@ -422,6 +430,54 @@ def test_a_store_from_another_package_gets_arrays_of_the_host(torch: Torch) -> N
     expected.backward(0)
     other.step(1)
     assert model.weights() == expected.weights()
+
+
+@pytest.mark.parametrize("has_cupy", [True, False])
+def test_a_store_from_another_package_gives_the_weights_of_worker_0(
+    torch: Torch, has_cupy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise CudaMissing("a GPU needs cupy, which is not installed")
+
+    if not has_cupy:
+        monkeypatch.setattr(find, "gpus", missing)
+    replicas = [torch.tensor(np.zeros((2, 2), np.float32), device) for device in range(2)]
+    Trainer([Parameter(replicas)], "sgd", {"learning_rate": 1.0}, Summing(7))
+    assert [each.get().tolist() for each in replicas] == [[[7, 7], [7, 7]]] * 2
+
+
+@pytest.mark.parametrize("strides", [None, (1, 2)], ids=["by rows", "by columns"])
+@pytest.mark.parametrize("scale", [1, 2])
+def test_weights_and_states_agree_after_a_step_that_another_parameter_fails(
+    torch: Torch, strides: tuple[int, int] | None, scale: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = [GpuTensor(torch, (2, 3), np.dtype(np.float32), device, strides=strides) for device in (0, 1, 0, 1)]
+    for each in tensors:
+        each.set(np.zeros(6))
+    params = [Parameter(tensors[:2], name="good"), Parameter(tensors[2:], name="bad")]
+    trainer = Trainer(params, "sgd", {"learning_rate": 1.0, "momentum": 0.5}, "device", update_on_kvstore=False)
+    # A multiplier of its own, so that it has a kernel launch of its own.
+    params[1].lr_mult = 2.0
+    for each in tensors:
+        each.backward(np.ones(6))
+    launch, launched = GpuDevice.launch, []
+
+    def fails(self: GpuDevice, program: Any, kernel: str, *args: Any, **options: Any) -> None:
+        if kernel.startswith("sgd"):
+            launched.append(kernel)
+            if len(launched) == 2:
+                raise KVError("no more launches")
+        launch(self, program, kernel, *args, **options)
+
+    monkeypatch.setattr(GpuDevice, "launch", fails)
+    before = [each._version for each in tensors]
+    with pytest.raises(KVError, match="parameters 'good', 'bad': no more launches"):
+        trainer.step(scale)
+    monkeypatch.undo()
+    saved = trainer._updates._rule.saved_state  # type: ignore[attr-defined]
+    assert [saved((index, 0))["updates"] for index in (0, 1)] == [1, 0]
+    assert [each.get().any() for each in tensors] == [True, True, False, False]
+    assert [each._version != was for each, was in zip(tensors, before, strict=True)] == [True, True, False, False]
 
 
 def test_without_cupy_gpus_are_trained_through_the_host(torch: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
