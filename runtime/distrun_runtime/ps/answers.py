@@ -130,7 +130,7 @@ def frames_of(lent: Lent) -> list[Buffer]:
         for run in runs(values.at[shards], values.store.length[shards], cuts)
     ]
     if not values.is_on_host:
-        return [_copied(values, views).data]
+        return [_copied(lent, views).data]
     found = [values.device.frame(view) for view in views]
     size = sum(memoryview(each).nbytes for each in found)
     if len(found) > _JOINED_FRAMES and size < _JOINED_BYTES * len(found):
@@ -144,32 +144,45 @@ def _frames_in_order(lent: Sequence[Lent], count: int) -> list[Buffer]:
         lent_now = each.payloads
         if lent_now is None:
             sides = zip(each.shards.tolist(), each.sides.tolist(), strict=True)
-            lent_now = _frames(each.values, [each.values.view(shard, side) for shard, side in sides])
+            lent_now = _frames(each, [each.values.view(shard, side) for shard, side in sides])
         for at, payload in zip(each.at.tolist(), lent_now, strict=True):
             payloads[at] = payload
     return payloads
 
 
-def _frames(values: Values, arrays: Sequence[DeviceArray]) -> list[Buffer]:
+def _frames(lent: Lent, arrays: Sequence[DeviceArray]) -> list[Buffer]:
     """Return the bytes of each of some flat arrays, to be sent."""
-    if values.is_on_host:
-        return [values.device.frame(array) for array in arrays]
-    memory, at, frames = _copied(values, arrays), 0, list[Buffer]()
+    if lent.values.is_on_host:
+        return [lent.values.device.frame(array) for array in arrays]
+    memory, at, frames = _copied(lent, arrays), 0, list[Buffer]()
     for array in arrays:
         frames.append(memory[at : at + array.nbytes].data)
         at += array.nbytes
     return frames
 
 
-def _copied(values: Values, arrays: Sequence[DeviceArray]) -> Array:
-    """Return the bytes of flat arrays of a GPU, end to end, in memory that processes of this host read where it is."""
-    memory: Array = values.host.empty((sum(array.nbytes for array in arrays),), np.dtype(np.uint8), is_sent=True)
+def _copied(lent: Lent, arrays: Sequence[DeviceArray]) -> Array:
+    """Return the bytes of what is lent of a GPU, end to end, in memory that processes of this host read where it is.
+
+    They are copied once for all replies that carry them at the same time, such as those to the workers of a round.
+
+    Arguments:
+        arrays: all that is lent, flat, in the order of the shards.
+    """
+    values, size = lent.values, sum(array.nbytes for array in arrays)
+    key = tuple(each.tobytes() for each in (lent.shards, lent.sides, values.writes[lent.shards]))
+    known = values.copies.get(key)
+    if known is not None:
+        return known[:size]
+    memory: Array = values.host.empty((size,), np.dtype(np.uint8), is_sent=True)
     pairs, at = [], 0
     for array in arrays:
         pairs.append((array, memory[at : at + array.nbytes].view(array.dtype)))
         at += array.nbytes
     gpu: GpuDevice = arrays[0].device
     gpu.read_all(pairs)
+    # The array whose memory it is: every frame keeps that one.
+    values.copies[key] = memory.base if isinstance(memory.base, np.ndarray) else memory
     return memory
 
 

@@ -303,8 +303,8 @@ class Engine:
             values.take_back(before, batch.shards)
             raise
         if values.device.is_gpu and isinstance(self._device, CpuDevice):
-            # Each worker's answers are copied there: page-locked before a round needs it.
-            self._device.reserve(*_answered(batch), ROUNDS_AT_ONCE * values.store.workers)
+            # Answers are copied there, once for all workers: page-locked before a round needs it.
+            self._device.reserve(*_answered(batch), ROUNDS_AT_ONCE)
 
     def _reserve(self, what: work.Reserve) -> None:
         self._place(self._of(what.store), what.shards)
@@ -338,7 +338,7 @@ class Engine:
     def _assign(self, what: work.Assign) -> None:
         values = self._of(what.batch.store)
         self._write(values, what.batch)
-        values.forget_encoded(what.batch.shards)
+        values.note_writes(what.batch.shards)
         if values.rule is not None:
             for shard in what.batch.shards.tolist():
                 values.renew_master(shard)

@@ -54,7 +54,7 @@ def apply(values: Values, what: work.Apply) -> Applied:
     if what.skip:
         values.forget_sums(what.round, what.shards)
         return result
-    values.forget_encoded(what.shards)
+    values.note_writes(what.shards)
     if what.last is not None and (values.store.is_deterministic or not is_plain(what.last)):
         add(values, work.Add(what.rank, what.round, what.last))
         last: work.Batch | None = None
@@ -258,7 +258,7 @@ def step(values: Values, what: work.Step) -> Mapping[int, tuple[float, ...]]:
     batch = what.batch
     if values.rule is None:
         raise KVError("store %d has no rule" % batch.store.number)
-    values.forget_encoded(batch.shards)
+    values.note_writes(batch.shards)
     result = Applied()
     turns = batch.entries["round"].tolist()
     numbers = turns if batch.at is None else [turns[at] for at in batch.at.tolist()]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -122,6 +123,11 @@ class Values:
         """The side of the arena that has a shard's present value."""
         self.lent = np.zeros((1, 0), np.int64)
         """By side and shard: how many replies read it."""
+        self.writes = np.zeros(0, np.int64)
+        """How often each shard was written."""
+        self.copies: WeakValueDictionary[tuple[bytes, ...], Array] = WeakValueDictionary()
+        """The bytes of shards that are on a GPU, in memory of the host that replies carry now: another that wants the
+        same carries it too. By shards, sides and writes."""
         self.layouts: dict[tuple[int, tuple[int, ...]], Layout] = {}
         """By id of the array of shards, and the elements of the frames."""
         self.rounds: dict[int, Round] = {}
@@ -214,7 +220,7 @@ class Values:
         most = self.store.count
         if most > len(self.at):
             room = len(self.store.key)
-            for name in ("at", "side", "lent", "steps"):
+            for name in ("at", "side", "lent", "steps", "writes"):
                 old = getattr(self, name)
                 new = np.zeros((*old.shape[:-1], room), old.dtype)
                 new[..., : old.shape[-1]] = old
@@ -279,7 +285,7 @@ class Values:
         present = self.weight(shard)
         shards = np.array([shard])
         side = self.free_side(int(self.side[shard]), shards)
-        self.forget_encoded(shards)
+        self.note_writes(shards)
         if side == self.side[shard]:
             return present
         self.side[shard] = side
@@ -299,8 +305,9 @@ class Values:
         self.lent = np.concatenate([self.lent, np.zeros((1, self.lent.shape[1]), np.int64)])
         return len(self.lent) - 1
 
-    def forget_encoded(self, shards: Array) -> None:
-        """The values change: what was encoded of them is past."""
+    def note_writes(self, shards: Array) -> None:
+        """The values change: what was encoded or copied of them is past."""
+        self.writes[shards] += 1
         if self.encoded:
             for shard in shards.tolist():
                 self.encoded.pop(shard, None)

@@ -411,6 +411,56 @@ def test_answers_are_in_memory_that_workers_of_the_host_read_where_it_is(machine
     assert all(pool.find(address_of(frame), frame.nbytes) for frame in frames)
 
 
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_what_several_replies_carry_is_copied_once_from_the_gpu(machine: Machine, is_shared: bool) -> None:
+    side = Side("gpu:0", memory=Pool() if is_shared else None)
+    calls = machine.standin.calls
+
+    def copies(ticket: int) -> int:
+        before = calls["copy"]
+        side.delivered(ticket)
+        return calls["copy"] - before
+
+    def places() -> list[int]:
+        return [address_of(frame) for frame in side.frames]
+
+    first, later, of_before = side.lend(), side.lend(), side.lend()
+    before = side.pulled(), side.frames
+    assert copies(first) == 0
+    assert places() == [address_of(frame) for frame in before[1]]
+    side.do(work.Apply(side.store, 1, side.shards, rank=0, last=side.batch(1, 1)))
+    now = side.lend()
+    assert copies(now)
+    changed = [bytes(frame) for frame in side.frames], side.frames
+    assert side.delivered(later) == before[0] != changed[0]
+    assert side.pulled() == changed[0]
+    assert places() == [address_of(frame) for frame in changed[1]]
+    # Nothing carries the copies any more: they are not kept.
+    side.frames = []
+    del before, changed
+    assert copies(of_before)
+    assert len(side.values.copies) == 1
+
+
+def test_an_answer_never_carries_a_copy_of_what_was_written_since(machine: Machine) -> None:
+    """Whatever is written: all keys, some, by a push, by a value; also where it was, as nothing is lent."""
+
+    def history(side: Side) -> Any:
+        found, carried = [side.pulled()], []
+        side.set_rule("sgd", learning_rate=0.5)
+        for number in range(1, 5):
+            carried.append(side.frames)  # a reply that has not left
+            if number % 2:
+                side.do(work.Step("w0", 0, side.batch(number, number)))
+            else:
+                side.do(work.Assign(side.batch(30 + number)))
+            found.append(side.pulled())
+            assert found[-1] != found[-2]
+        return found
+
+    alike(history)
+
+
 @pytest.mark.parametrize("asked", ON)
 def test_much_that_is_copied_from_a_gpu_for_an_answer_is_copied_later(machine: Machine, asked: str) -> None:
     side = Side(asked, much_bytes=4 * 8 + 2 * 20)
@@ -506,9 +556,11 @@ def test_a_server_makes_memory_for_its_answers_with_its_first_values_and_keeps_i
     assert not none.ahead
     before = pool.size
     kept = []
-    for _ in range(2 * side.store.workers):
-        side.pulled()
-        kept.append(side.frames)
+    for number in range(1, 3):  # as many rounds at once
+        side.do(work.Apply(side.store, number, side.shards, rank=0, last=side.batch(number, number)))
+        for _ in range(side.store.workers):
+            side.pulled()
+            kept.append(side.frames)
     assert pool.size == before
     assert all(pool.find(address_of(frame), memoryview(frame).nbytes) for frames in kept for frame in frames)
     del kept, side.frames
