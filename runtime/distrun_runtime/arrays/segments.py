@@ -244,7 +244,8 @@ class Pool:
         """Make segments, so that arrays of so many bytes more can be made without a new one; tell if they are there.
 
         It adds up until `unreserve`: there is room for what all calls asked for, beside the arrays that are in use
-        during this one. An array of `nbytes` fits, so many times.
+        during this one. An array of `nbytes` fits, so many times. All that is reserved is at most half of what the
+        segments have and the machine has left: what is beyond that comes by need.
 
         Arguments:
             pieces: of how many arrays these are the bytes; each of them begins with a page.
@@ -267,6 +268,10 @@ class Pool:
                     left -= size
             wanted = {**self._reserved, store: (sizes, left)}
             if len(sizes) > len(self._reserved.get(store, ([], 0))[0]):
+                present, left_here = self.size, memory_left()
+                if sum(sum(its) for its, _ in wanted.values()) > (present + left_here) // 2:
+                    self.why_not = "%d bytes of memory are left here" % left_here
+                    return False
                 held = [self.empty((each,), np.dtype(np.uint8)) for its, _ in wanted.values() for each in its]
                 is_there = all(each is not None for each in held)
                 self.ahead = tuple(self._segments)

@@ -273,6 +273,24 @@ def test_where_no_memory_is_left_nothing_is_reserved_and_arrays_come_by_need(mon
     assert pool.empty((1 << 20,), FLOAT) is not None
 
 
+def test_what_is_reserved_is_at_most_half_of_the_memory_and_a_refusal_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However often it is asked for, by whichever store."""
+    pool, host = Pool(), 64 << 20
+    monkeypatch.setattr(segments, "memory_left", lambda: host - pool.size)
+    answers = [pool.reserve(4 << 20, times=2, store=number % 2) for number in range(8)]
+    assert answers == [True] * 4 + [False] * 4
+    assert pool.size <= host // 2 + segments.FIRST_BYTES
+    before, reserved = pool.size, dict(pool._reserved)
+    assert not pool.reserve(40 << 20, store=7)
+    assert (pool.size, pool._reserved) == (before, reserved)
+    assert "bytes of memory are left here" in pool.why_not
+    pool.unreserve(0)
+    assert pool.reserve(4 << 20, times=2, store=7)
+    assert pool.size == before
+
+
 def test_a_closed_pool_makes_no_arrays_and_those_in_use_stay_valid() -> None:
     pool = Pool()
     array = pool.empty((5000,), FLOAT)
