@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -15,10 +15,10 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops import rows as rowcodec
 from distrun_runtime.ops.reduce import How
-from distrun_runtime.protocol.message import DTYPES, Flag, Message, Payload
+from distrun_runtime.protocol.message import DTYPE_SIZES, DTYPES, Flag, Message, Payload
 from distrun_runtime.ps import work
 from distrun_runtime.ps.replies import refusal
-from distrun_runtime.ps.values import Values
+from distrun_runtime.ps.values import Values, root_of
 
 if TYPE_CHECKING:  # most servers use no GPU
     from distrun_runtime.arrays.gpu import GpuDevice
@@ -122,20 +122,24 @@ def reply_of(what: work.Deliver, lent: Sequence[Lent]) -> Message:
 
 def frames_of(lent: Lent) -> list[Buffer]:
     """Return values of one dtype, end to end in the order of the entries, in as few frames as they allow."""
-    values, shards, sides = lent.values, lent.shards, lent.sides
-    cuts = (np.flatnonzero(sides[1:] != sides[:-1]) + 1).tolist()
-    arena = values.arenas[int(values.store.dtype[shards[0]])]
-    views = [
-        arena.view(run.begin, run.end, int(sides[run.first]))
-        for run in runs(values.at[shards], values.store.length[shards], cuts)
-    ]
+    values = lent.values
     if not values.is_on_host:
-        return [_copied(lent, views).data]
-    found = [values.device.frame(view) for view in views]
+        return [memory.data for _, memory in _copied(lent)]
+    found = [values.device.frame(array) for array in _arrays(values, lent.shards, lent.sides)]
     size = sum(memoryview(each).nbytes for each in found)
     if len(found) > _JOINED_FRAMES and size < _JOINED_BYTES * len(found):
         return [b"".join(found)]
     return found
+
+
+def _arrays(values: Values, shards: Array, sides: Array) -> list[DeviceArray]:
+    """Return what shards have, in their order: one array for those of one dtype and side that are end to end."""
+    codes = values.store.dtype[shards]
+    cuts = (np.flatnonzero((sides[1:] != sides[:-1]) | (codes[1:] != codes[:-1])) + 1).tolist()
+    return [
+        values.arenas[int(codes[run.first])].view(run.begin, run.end, int(sides[run.first]))
+        for run in runs(values.at[shards], values.store.length[shards], cuts)
+    ]
 
 
 def _frames_in_order(lent: Sequence[Lent], count: int) -> list[Buffer]:
@@ -143,47 +147,63 @@ def _frames_in_order(lent: Sequence[Lent], count: int) -> list[Buffer]:
     for each in lent:
         lent_now = each.payloads
         if lent_now is None:
-            sides = zip(each.shards.tolist(), each.sides.tolist(), strict=True)
-            lent_now = _frames(each, [each.values.view(shard, side) for shard, side in sides])
+            lent_now = _frames(each)
         for at, payload in zip(each.at.tolist(), lent_now, strict=True):
             payloads[at] = payload
     return payloads
 
 
-def _frames(lent: Lent, arrays: Sequence[DeviceArray]) -> list[Buffer]:
-    """Return the bytes of each of some flat arrays, to be sent."""
-    if lent.values.is_on_host:
-        return [lent.values.device.frame(array) for array in arrays]
-    memory, at, frames = _copied(lent, arrays), 0, list[Buffer]()
-    for array in arrays:
-        frames.append(memory[at : at + array.nbytes].data)
-        at += array.nbytes
+def _frames(lent: Lent) -> list[Buffer]:
+    """Return the bytes of each shard, to be sent."""
+    values = lent.values
+    if values.is_on_host:
+        sides = zip(lent.shards.tolist(), lent.sides.tolist(), strict=True)
+        return [values.device.frame(values.view(shard, side)) for shard, side in sides]
+    frames: list[Buffer] = []
+    for sizes, memory in _copied(lent):
+        ends = np.cumsum(sizes)
+        frames += [memory[begin:end].data for begin, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True)]
     return frames
 
 
-def _copied(lent: Lent, arrays: Sequence[DeviceArray]) -> Array:
-    """Return the bytes of what is lent of a GPU, end to end, in memory that processes of this host read where it is.
+def _copied(lent: Lent) -> list[tuple[Array, Array]]:
+    """Return what is lent of a GPU, in memory that processes of this host read where it is.
 
-    They are copied once for all replies that carry them at the same time, such as those to the workers of a round.
+    What other replies carry now, such as those to other workers in a round, is carried by this one too. The rest is
+    copied; all of it if it would be many pieces.
 
-    Arguments:
-        arrays: all that is lent, flat, in the order of the shards.
+    Returns:
+        Pieces of memory in the order of the shards, each with the bytes of the shards that it has.
     """
-    values, size = lent.values, sum(array.nbytes for array in arrays)
-    key = tuple(each.tobytes() for each in (lent.shards, lent.sides, values.writes[lent.shards]))
-    known = values.copies.get(key)
-    if known is not None:
-        return known[:size]
-    memory: Array = values.host.empty((size,), np.dtype(np.uint8), is_sent=True)
-    pairs, at = [], 0
-    for array in arrays:
-        pairs.append((array, memory[at : at + array.nbytes].view(array.dtype)))
-        at += array.nbytes
-    gpu: GpuDevice = arrays[0].device
-    gpu.read_all(pairs)
-    # The array whose memory it is: every frame keeps that one.
-    values.copies[key] = memory.base if isinstance(memory.base, np.ndarray) else memory
-    return memory
+    values, shards, sides = lent.values, lent.shards, lent.sides
+    sizes = values.store.length[shards] * DTYPE_SIZES[values.store.dtype[shards]]
+    numbers, places, memory = values.copies.find(shards, sides)
+    if len(_breaks(numbers, places, sizes)) > _JOINED_FRAMES:
+        numbers[:] = 0
+    new = np.flatnonzero(numbers == 0)
+    if len(new):
+        places[new] = np.cumsum(sizes[new]) - sizes[new]
+        made: Array = values.host.empty((int(sizes[new].sum()),), np.dtype(np.uint8), is_sent=True)
+        pairs, at = [], 0
+        for array in _arrays(values, shards[new], sides[new]):
+            pairs.append((array, made[at : at + array.nbytes].view(array.dtype)))
+            at += array.nbytes
+        gpu = cast("GpuDevice", values.device)
+        gpu.read_all(pairs)
+        number = values.copies.add(shards[new], sides[new], places[new], root_of(made))
+        numbers[new] = number
+        memory[number] = made
+    breaks = _breaks(numbers, places, sizes).tolist()
+    return [
+        (sizes[first:last], memory[int(numbers[first])][int(places[first]) : int(places[last - 1] + sizes[last - 1])])
+        for first, last in zip([0, *breaks], [*breaks, len(shards)], strict=True)
+    ]
+
+
+def _breaks(numbers: Array, places: Array, sizes: Array) -> Array:
+    """Return which shards do not lie behind the one before: those without a number do so among themselves."""
+    follow = (numbers[1:] == 0) | (places[1:] == places[:-1] + sizes[:-1])
+    return np.flatnonzero((numbers[1:] != numbers[:-1]) | ~follow) + 1
 
 
 def _is_one_dtype(entries: Array) -> bool:

@@ -491,12 +491,15 @@ class Engine:
 
 
 def _answered(batch: work.Batch) -> tuple[int, int]:
-    """Return how many bytes all shards of a batch have, and in how many pieces an answer may have them."""
+    """Return how many bytes all shards of a batch have, and in how many pieces answers may have them.
+
+    The part of a pull whose round is over first is often copied before the rest: one piece more.
+    """
     table, nbytes, pieces = batch.store, 0, 0
     for code in np.unique(table.dtype[batch.shards]).tolist():
         size = int(table.length[batch.shards[table.dtype[batch.shards] == code]].sum()) * DTYPES[code].itemsize
         nbytes, pieces = nbytes + size, pieces + 1 + size // MESSAGE_BYTES
-    return nbytes, pieces
+    return nbytes, pieces + 1
 
 
 def _about(what: work.Work) -> dict[str, object]:

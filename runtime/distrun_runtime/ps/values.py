@@ -103,6 +103,57 @@ class OpenUpdate:
     prepared: Prepared
 
 
+class Copies:
+    """Where bytes of shards are in host memory because replies carry them now: others can carry the same.
+
+    They stay no longer than the replies.
+    """
+
+    def __init__(self) -> None:
+        self._memory: WeakValueDictionary[int, Array] = WeakValueDictionary()
+        """By number, from 1."""
+        self._count = 0
+        self._where = np.zeros((3, 0), np.int64)
+        """For each shard the number of the memory, 0: none; where it begins there; and which side was copied."""
+
+    def grow(self, room: int) -> None:
+        """Have room for so many shards."""
+        self._where = np.pad(self._where, ((0, 0), (0, room - self._where.shape[1])))
+
+    def add(self, shards: Array, sides: Array, places: Array, memory: Array) -> int:
+        """Note where shards are that were copied; return the memory's number.
+
+        Arguments:
+            memory: an array that every part of it refers to, as `root_of` says.
+        """
+        self._count += 1
+        self._memory[self._count] = memory
+        self._where[:, shards] = np.stack([np.full_like(shards, self._count), places, sides])
+        return self._count
+
+    def find(self, shards: Array, sides: Array) -> tuple[Array, Array, dict[int, Array]]:
+        """Return for each shard a number, 0: it was not copied; and a place; and the memory of each number."""
+        numbers, places, copied = self._where[:, shards]
+        numbers[copied != sides] = 0
+        memory = {}
+        for number in np.unique(numbers[numbers > 0]).tolist():
+            found = self._memory.get(number)
+            if found is None:
+                numbers[numbers == number] = 0
+            else:
+                memory[number] = found
+        return numbers, places, memory
+
+    def forget(self, shards: Array) -> None:
+        """The shards are written: what was copied is past."""
+        self._where[0, shards] = 0
+
+
+def root_of(array: Array) -> Array:
+    """Return the array whose memory another one has from its beginning on; views of that one refer to it, too."""
+    return array.base if isinstance(array.base, np.ndarray) else array
+
+
 class Values:
     """The arrays of one store, all on one device.
 
@@ -123,11 +174,8 @@ class Values:
         """The side of the arena that has a shard's present value."""
         self.lent = np.zeros((1, 0), np.int64)
         """By side and shard: how many replies read it."""
-        self.writes = np.zeros(0, np.int64)
-        """How often each shard was written."""
-        self.copies: WeakValueDictionary[tuple[bytes, ...], Array] = WeakValueDictionary()
-        """The bytes of shards that are on a GPU, in memory of the host that replies carry now: another that wants the
-        same carries it too. By shards, sides and writes."""
+        self.copies = Copies()
+        """Of shards that are on a GPU."""
         self.layouts: dict[tuple[int, tuple[int, ...]], Layout] = {}
         """By id of the array of shards, and the elements of the frames."""
         self.rounds: dict[int, Round] = {}
@@ -220,13 +268,14 @@ class Values:
         most = self.store.count
         if most > len(self.at):
             room = len(self.store.key)
-            for name in ("at", "side", "lent", "steps", "writes"):
+            for name in ("at", "side", "lent", "steps"):
                 old = getattr(self, name)
                 new = np.zeros((*old.shape[:-1], room), old.dtype)
                 new[..., : old.shape[-1]] = old
                 if name == "steps":
                     new[old.shape[-1] :] = -1
                 setattr(self, name, new)
+            self.copies.grow(room)
             for each in self.rounds.values():
                 each.where = np.concatenate([each.where, np.zeros(room - len(each.where), np.int64)])
         arena = self.arenas.get(code)
@@ -307,7 +356,7 @@ class Values:
 
     def note_writes(self, shards: Array) -> None:
         """The values change: what was encoded or copied of them is past."""
-        self.writes[shards] += 1
+        self.copies.forget(shards)
         if self.encoded:
             for shard in shards.tolist():
                 self.encoded.pop(shard, None)

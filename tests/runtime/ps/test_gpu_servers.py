@@ -25,8 +25,8 @@ from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import PLAIN, How
 from distrun_runtime.protocol.message import DTYPES, Kind
+from distrun_runtime.ps import answers, work
 from distrun_runtime.ps import values as ps_values
-from distrun_runtime.ps import work
 from distrun_runtime.ps.engine import Engine
 from distrun_runtime.ps.placement import Placement
 from distrun_runtime.ps.shards import Store
@@ -429,33 +429,66 @@ def test_what_several_replies_carry_is_copied_once_from_the_gpu(machine: Machine
     assert copies(first) == 0
     assert places() == [address_of(frame) for frame in before[1]]
     side.do(work.Apply(side.store, 1, side.shards, rank=0, last=side.batch(1, 1)))
-    now = side.lend()
-    assert copies(now)
+    assert copies(side.lend())
     changed = [bytes(frame) for frame in side.frames], side.frames
+    assert copies(side.lend()) == 0
+    assert places() == [address_of(frame) for frame in changed[1]]
     assert side.delivered(later) == before[0] != changed[0]
     assert side.pulled() == changed[0]
-    assert places() == [address_of(frame) for frame in changed[1]]
     # Nothing carries the copies any more: they are not kept.
     side.frames = []
     del before, changed
     assert copies(of_before)
-    assert len(side.values.copies) == 1
 
 
-def test_an_answer_never_carries_a_copy_of_what_was_written_since(machine: Machine) -> None:
-    """Whatever is written: all keys, some, by a push, by a value; also where it was, as nothing is lent."""
+def test_a_reply_carries_what_is_copied_already_and_the_rest(machine: Machine) -> None:
+    side = Side("gpu:0", memory=Pool())
+    floats = side.do(work.Forward(side.lend_floats(), side.store, "w0", data(Kind.PULL)))
+    before = machine.standin.calls["copy"]
+    assert side.pulled() == Side("cpu").pulled()
+    assert machine.standin.calls["copy"] == before + 1  # the key of half precision
+    places = [address_of(frame) for frame in (*floats.message.payloads, *side.frames)]
+    assert places[1:3] == [places[0], places[0] + 4 * SIZES[0]]
+    again = side.do(work.Forward(side.lend_floats(), side.store, "w0", data(Kind.PULL)))
+    assert [address_of(frame) for frame in again.message.payloads] == places[:1]
+    assert machine.standin.calls["copy"] == before + 1
+
+
+@pytest.mark.parametrize("most_pieces", [0, 1, 16])
+@pytest.mark.parametrize("seed", range(5))
+def test_answers_have_their_values_whatever_is_pulled_kept_and_written_meanwhile(
+    machine: Machine, seed: int, most_pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "_JOINED_FRAMES", most_pieces)
 
     def history(side: Side) -> Any:
-        found, carried = [side.pulled()], []
-        side.set_rule("sgd", learning_rate=0.5)
-        for number in range(1, 5):
-            carried.append(side.frames)  # a reply that has not left
-            if number % 2:
-                side.do(work.Step("w0", 0, side.batch(number, number)))
-            else:
-                side.do(work.Assign(side.batch(30 + number)))
-            found.append(side.pulled())
-            assert found[-1] != found[-2]
+        random = np.random.default_rng(seed)
+        waiting: list[tuple[int, Array]] = []
+        carried: list[Any] = []
+        found: list[list[bytes]] = []
+
+        def answer(place: int) -> None:
+            ticket, keys = waiting.pop(place)
+            reply = side.do(work.Deliver(ticket, "w0", data(Kind.PULL), side.entries()[keys]))
+            carried.append((reply.message.payloads, [bytes(each) for each in reply.message.payloads]))
+            found.append([b"".join(carried[-1][1])])
+            side.engine.sent(reply.lent, None)
+
+        for number in range(60):
+            step = random.integers(8)
+            if step < 3:
+                keys = random.permutation(len(SIZES))[: random.integers(1, len(SIZES) + 1)]
+                waiting.append((number, keys))
+                side.do(work.Lend(number, side.store, side.shards[keys], np.arange(len(keys))))
+            elif step < 5 and waiting:
+                answer(random.integers(len(waiting)))
+            elif step < 6 and carried:
+                frames, sent = carried.pop(random.integers(len(carried)))
+                assert side.values.is_on_host or [bytes(each) for each in frames] == sent
+            elif step == 7:
+                side.do(work.Assign(side.batch(number)))
+        while waiting:
+            answer(0)
         return found
 
     alike(history)
