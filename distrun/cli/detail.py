@@ -157,9 +157,8 @@ def _store(view: JobView, columns: int) -> str:
         render(tables.table(*kept, columns, ("STALE", "OUT", "IN", "WAIT", "BYTES", "QUEUE"), False)) if rows else ""
     )
     for name, each in servers.items():
-        server = read.members(each)
-        device, why = read.text(server.get("device")), read.text(server.get("device_why"))
-        shown += _cut(f"{name}: values on {device}, because {why}", columns) + "\n" if why else ""
+        why = read.text(read.members(each).get("device_why"))
+        shown += _cut(f"{name}: in host memory, not on a GPU: {why}", columns) + "\n" if why else ""
     scheduler = read.members(store.get("scheduler"))
     waiting = number(scheduler, "barrier_waiting")
     if waiting:

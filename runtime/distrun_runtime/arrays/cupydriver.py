@@ -134,6 +134,8 @@ class CupyDriver:
         )
         self._contexts: dict[int, int] = {}
         """The context of each device that was used."""
+        self._used: int | None = None
+        """One of these devices, for calls that need any; None: not known."""
         self._processors: dict[int, int] = {}
         self._folder = cubins.find_folder()
 
@@ -147,6 +149,7 @@ class CupyDriver:
             context = self._contexts.get(device)
             if context is None:
                 context = self._contexts[device] = self._context_of(device)
+                self._used = device
             before = self._driver.ctxGetCurrent()
             if before == context:
                 yield self._runtime
@@ -169,11 +172,6 @@ class CupyDriver:
         # In a thread of its own: the choice stays with the thread that makes it.
         with ThreadPoolExecutor(1, "distrun-context") as thread:
             return thread.submit(chosen).result()
-
-    @property
-    def _used(self) -> int | None:
-        """A device that has a context, for calls that need any; None: not known."""
-        return next(iter(self._contexts), None)
 
     def count(self) -> int:
         with self._told() as runtime:

@@ -129,8 +129,8 @@ def move(places: Iterable[Place], device: Device) -> None:
     try:
         for each in every:
             made.append(device.empty(each.array.shape, each.array.dtype, is_sent=each.is_sent))
-        for each, new in zip(every, made, strict=True):
-            copy(each.array, new)
+        for at, each in enumerate(every):
+            copy(each.array, made[at])
     except BaseException:
         made.clear()  # whoever keeps the error does not keep their memory
         raise

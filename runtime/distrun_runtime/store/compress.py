@@ -11,6 +11,7 @@ payloads are brought to that buffer together.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -160,6 +161,8 @@ class Compressor:
         """Changes when a residual is put in place of another."""
         self._gpus: list[GpuDevice] = []
         """Those that `prepare` was called for."""
+        self._preparing = threading.Lock()
+        """While kernels are compiled, so that a setting and a GPU that come at the same time find each other."""
 
     def prepare(self, gpu: GpuDevice, dtype: DType) -> None:
         """Have ready what compressed values of this dtype need on a GPU, now and with later settings.
@@ -169,11 +172,11 @@ class Compressor:
         """
         if not dtypes.is_float(dtype):
             return
-        # First: a setting that another thread makes meanwhile is prepared there, too.
-        self._gpus = list(dict.fromkeys([*self._gpus, gpu]))
-        for found in {setting.codec for setting in (self._default, *self._settings.values())}:
-            if found is not None:
-                found.prepare(gpu)
+        with self._preparing:
+            self._gpus = list(dict.fromkeys([*self._gpus, gpu]))
+            for found in {setting.codec for setting in (self._default, *self._settings.values())}:
+                if found is not None:
+                    found.prepare(gpu)
 
     def set(self, setting: Compression, keys: Iterable[Key] | None = None) -> None:
         """Use a setting for these keys; for None, for all that have none of their own, initialised or not.
@@ -183,14 +186,15 @@ class Compressor:
         Raises:
             KVError: a kernel does not compile, or a GPU has failed. Nothing was changed.
         """
-        if setting.codec is not None:
-            setting.codec.prepare()
-            for gpu in self._gpus:
-                setting.codec.prepare(gpu)
-        if keys is None:
-            self._default = setting
-        else:
-            self._settings.update((key, setting) for key in keys)
+        with self._preparing:
+            if setting.codec is not None:
+                setting.codec.prepare()
+                for gpu in self._gpus:
+                    setting.codec.prepare(gpu)
+            if keys is None:
+                self._default = setting
+            else:
+                self._settings.update((key, setting) for key in keys)
         self.version += 1
         self._of = {}
         self._residuals_version += 1

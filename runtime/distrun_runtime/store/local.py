@@ -279,7 +279,7 @@ class Weights:
     the first update that a kernel cannot make: by a sum in host memory, by rows, by a function or a rule of the user's,
     or by a rule that needs more than the elements. The results are the same.
 
-    Threads: one at a time.
+    Threads: one at a time, but for `prepare`.
     """
 
     def __init__(self) -> None:
@@ -292,6 +292,8 @@ class Weights:
         self._updater: Updater | None = None
         self._kernels: dict[GpuDevice, set[DType]] = {}
         """GPUs that may update weights, and the dtypes of these: no push waits until a rule is compiled for them."""
+        self._preparing = threading.Lock()
+        """While kernels are compiled, so that a rule and a GPU that come at the same time find each other."""
 
     @property
     def has_updater(self) -> bool:
@@ -332,8 +334,12 @@ class Weights:
                 yield from self._update_on_gpus(list(some), scale)
                 continue
             for record, value in some:
-                self._bring_back(record.key)
-                self._update_on_host(record, devices.on_host(value) if is_gpu_array(value) else value, scale)
+                try:
+                    self._bring_back(record.key)
+                    given = devices.on_host(value) if is_gpu_array(value) else value
+                except KVError as err:
+                    raise KVError("key %r: %s" % (record.key, err)) from err
+                self._update_on_host(record, given, scale)
                 yield record, value
 
     def _update_on_host(self, record: KeyRecord, value: Value, scale: float) -> None:
@@ -425,10 +431,10 @@ class Weights:
         Raises:
             KVError: a kernel does not compile, or the GPU has failed.
         """
-        # First: a rule that another thread installs meanwhile is compiled for it, too.
-        self._kernels = {**self._kernels, gpu: {*self._kernels.get(gpu, ()), dtype}}
-        if self.rule is not None:
-            self._compile(self.rule, gpu, {dtype})
+        with self._preparing:
+            self._kernels.setdefault(gpu, set()).add(dtype)
+            if self.rule is not None:
+                self._compile(self.rule, gpu, {dtype})
 
     def _compile(self, rule: rules.Rule, gpu: GpuDevice, its: Iterable[DType]) -> None:
         if not can_fuse(rule):
@@ -490,12 +496,13 @@ class Weights:
         Raises:
             KVError: a GPU has failed; nothing was changed.
         """
-        for gpu, its in self._kernels.items():
-            self._compile(rule, gpu, its)
-        carried = {key: self._carried(rule, key, state) for key, state in self.states.items()}
-        self.values.update((key, value) for key, (value, _) in carried.items())
-        self.states.update((key, state) for key, (_, state) in carried.items())
-        self.spec, self.rule, self._updater = spec, rule, None
+        with self._preparing:
+            for gpu, its in self._kernels.items():
+                self._compile(rule, gpu, its)
+            carried = {key: self._carried(rule, key, state) for key, state in self.states.items()}
+            self.values.update((key, value) for key, (value, _) in carried.items())
+            self.states.update((key, state) for key, (_, state) in carried.items())
+            self.spec, self.rule, self._updater = spec, rule, None
 
     def _carried(self, rule: rules.Rule, key: Key, state: rules.State) -> tuple[DeviceArray, rules.State]:
         """Return a value, and the state that a rule in place of the present one goes on with; changes nothing."""

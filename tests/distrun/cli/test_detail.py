@@ -44,7 +44,7 @@ def test_a_running_job_is_shown_with_what_is_measured(folder: JobFolder) -> None
     )
     assert re.search(r"^d1 +0 s ago +62 % +5.1 +12.0 of 64.0 GiB ", shown, re.MULTILINE)
     assert re.search(r"^server-0 +12 +10.0 MiB +10.5/s .* worker-1 0.31 s +gpu:0, cpu:0$", shown, re.MULTILINE)
-    assert "\nserver-0: values on gpu:0, cpu:0, because key 'e' is row-sparse\n" in shown
+    assert "\nserver-0: in host memory, not on a GPU: key 'e' is row-sparse\n" in shown
     assert "a barrier waits for 2 of 3 members\n" in shown
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,15 @@ def test_values_in_host_memory_bring_weight_and_state_back(machine: Machine) -> 
         pair.push(*places)
         assert pair.where == {where}
         pair.check()
+
+
+def test_a_value_that_cannot_come_back_to_host_memory_is_named(machine: Machine) -> None:
+    pair = Pair(machine)
+    pair.push("gpu:0")
+    machine.standin.fail("copy", nth=2, code=1)
+    with pytest.raises(KVError, match=r"key 'b': copy on gpu:0 failed"):
+        pair.push("host")
+    assert pair.where == {"gpu:0", "host"}
 
 
 class Halving:
@@ -432,6 +442,39 @@ def test_a_push_whose_gpu_cannot_compile_leaves_residuals_and_weights(machine: M
     assert [found.tolist() for found in store.pulled()] == [[0] * 4] * 2
     store.push(*given)
     assert [found.tolist() for found in store.pulled()] == [[0.5] * 4] * 2
+    store.backend.close()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_rule_or_codec_and_a_gpu_that_come_at_once_find_each_other(
+    machine: Machine, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread pushes from a new GPU first, while a rule or codec is being compiled for the one that is known."""
+    store = Store(LocalBackend("device"), {"w": np.zeros(4, F32)})
+    first, other = ([[put(machine, place, np.ones(4, F32))]] for place in ("gpu:0", "gpu:1"))
+    store.push(*first)
+    load, pushed = machine.standin.load, threading.Event()
+
+    def push() -> None:
+        store.backend.reducer.reduce([(store.records["w"], other[0])])
+        pushed.set()
+
+    pushing = threading.Thread(target=push, name="push")
+
+    def loaded_during_a_push(program: Any, device: int) -> Any:
+        if pushing.ident is None:
+            pushing.start()
+            pushed.wait(0.3)  # it may have to wait until this is over
+        return load(program, device)
+
+    monkeypatch.setattr(machine.standin, "load", loaded_during_a_push)
+    STEPS[step](store)
+    pushing.join(30)
+    assert pushed.is_set()
+    loads = Loads(machine, monkeypatch)
+    store.push([np.ones(4, F32)])  # the weight goes to the GPU of the next push
+    store.push(*other)
+    assert loads.check() == 0
     store.backend.close()
 
 
