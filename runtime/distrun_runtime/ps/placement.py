@@ -87,8 +87,8 @@ def decide(asked: str, store: StoreNeeds, room: int | None) -> DeviceChoice:
 def need_of(values: Values, rule: Rule | None) -> int:
     """Return how many bytes a store takes on a GPU at most: of its pool, and in the blocks that it makes there.
 
-    These are its weights, the rule's state, what two rounds keep (a sum; in a deterministic store each worker's
-    contribution), what one message brings, plain and scaled, and what encoded answers leave out.
+    These are its weights, the rule's state, what two rounds keep (a sum, and the contribution that came first as it
+    came; in a deterministic store each worker's contribution), what one message brings, plain and scaled, and what encoded answers leave out.
     """
     from distrun_runtime.arrays.gpumemory import rounded  # with the layer over CUDA
 
@@ -100,8 +100,8 @@ def need_of(values: Values, rule: Rule | None) -> int:
         sizes = [*([arena.dtype.itemsize] * arena.sides), *([] if store.is_deterministic else [work] * ROUNDS)]
         sizes += [each.itemsize for each in state.values() if isinstance(each, np.ndarray)]
         total += sum(rounded(count * size) for size in sizes for count in arena.sizes)
-        if store.is_deterministic:
-            total += ROUNDS * store.workers * sum(rounded(length * work) for length in lengths.tolist())
+        kept = store.workers if store.is_deterministic else 1
+        total += ROUNDS * kept * sum(rounded(length * work) for length in lengths.tolist())
         brought = min(
             int(lengths.sum()), max(int(lengths.max(initial=0)), SHARED_MESSAGE_BYTES // arena.dtype.itemsize)
         )

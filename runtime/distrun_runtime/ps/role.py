@@ -188,7 +188,12 @@ class Resume:
     link: Link
 
 
-Action = Union[Connect, Send, Log, Publish, Work, Resolve, Note, Finish, Resume]
+@dataclass(frozen=True)
+class CatchUp:
+    """Take in what comes of all work before anything else that arrives: too much waits for it."""
+
+
+Action = Union[Connect, Send, Log, Publish, Work, Resolve, Note, Finish, Resume, CatchUp]
 
 
 class Role(Protocol):

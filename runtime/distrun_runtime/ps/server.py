@@ -15,6 +15,7 @@ hosts goes through `relay`, which can be left out at first.
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,12 +43,14 @@ from distrun_runtime.ps.metrics import Lags
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.pulls import Pulls
 from distrun_runtime.ps.relay import Relay
-from distrun_runtime.ps.replies import answer, failed, refusal
+from distrun_runtime.ps.replies import answer, failed, malformed, refusal
 from distrun_runtime.ps.roster import from_json
 from distrun_runtime.ps.rounds import Rounds, words_of
 from distrun_runtime.ps.shards import Store
 from distrun_runtime.ps.stats import Counters
 
+INITS_BYTES = 64 * 1024 * 1024
+"""Of values that wait until others have found their place: with more, nothing else is taken in meanwhile."""
 BYE_S = 2.0
 """How long a server that was told to stop waits for the scheduler's answer. The scheduler may be frozen."""
 
@@ -89,6 +92,8 @@ class Server:
         self._inits: dict[int, deque[tuple[str, Message]]] = {}
         """Stores that are given keys, to the links and messages of who gives them further ones or other values: if the
         values find no place, the keys are taken back, which have to be the last ones."""
+        self._inits_bytes = 0
+        """Of all values in these messages."""
         self._lags: dict[int, Lags] = {}
         """By the number of the store; those of stores for which this server stands in are negative."""
         self._now = 0.0
@@ -255,6 +260,7 @@ class Server:
         self._rounds.clear()
         self._relay.clear()
         self._nodes, self._stores, self._buckets, self._lags, self._inits = set(), {}, {}, {}, {}
+        self._inits_bytes = 0
         self._control.forget()
         return [*forgotten, role.Send(role.SCHEDULER_LINK, answer(what.message))]
 
@@ -464,7 +470,8 @@ class Server:
     def _init(self, link: str, message: Message) -> list[role.Action]:
         if message.store in self._inits:
             self._inits[message.store].append((link, message))
-            return []
+            self._inits_bytes += _values_bytes(message)
+            return [role.CatchUp()] if self._inits_bytes > INITS_BYTES else []
         store = self._store(message.store)
         store.names.update({int(number): name for number, name in message.body.get("names", [])})
         shards = store.find(message.entries)
@@ -475,26 +482,29 @@ class Server:
             store.fresh[shards] = True
             batch = work.Batch(store, shards, message, message.entries)
             return [role.Work(work.Assign(batch, link), reports=True)]
-        self._inits[store.number] = deque()
         if store.has_rule:
-            return [role.Work(work.TryFill(link, message), reports=True)]
-        return self._fill(link, store, message)
+            actions: list[role.Action] = [role.Work(work.TryFill(link, message), reports=True)]
+        else:
+            actions = self._fill(link, store, message)
+        self._inits[store.number] = deque()
+        return actions
 
     def _fill(self, link: str, store: Store, message: Message) -> list[role.Action]:
-        store.is_sync = "async" not in str(message.body.get("type", ""))
-        store.on_devices = bool(message.body.get("on_devices"))
-        store.is_deterministic = bool(message.body.get("deterministic"))
-        store.staleness = message.body.get("staleness")
         rows = rows_of(message.entries)
-        for entry in rows:
-            shape = checks.shape_of(message, entry)
-            if shape is not None:
-                store.shapes[entry.key] = shape
         new = [
             Shard(self.me.rank, each.offset, each.length, each.key, each.dtype, checks.row_size_of(message, each))
             for each in rows
         ]
         batch = work.Batch(store, store.add(new), message, message.entries)
+        # Nothing of a message that is malformed is kept: what raises is above.
+        store.is_sync = "async" not in str(message.body.get("type", ""))
+        store.on_devices = bool(message.body.get("on_devices"))
+        store.is_deterministic = bool(message.body.get("deterministic"))
+        store.staleness = message.body.get("staleness")
+        for entry in rows:
+            shape = checks.shape_of(message, entry)
+            if shape is not None:
+                store.shapes[entry.key] = shape
         return [role.Work(work.Fill(batch, link), reports=True)]
 
     # What the engine reports
@@ -531,7 +541,10 @@ class Server:
         if isinstance(what, work.TryFill):
             if event.error is not None:
                 return [role.Send(what.link, failed(what.message, event)), *self._inited(what.message.store)]
-            return self._fill(what.link, self._store(what.message.store), what.message)
+            try:
+                return self._fill(what.link, self._store(what.message.store), what.message)
+            except Exception as err:
+                return [*self._malformed(what.link, what.message, err), *self._inited(what.message.store)]
         if isinstance(what, work.Step):
             return self._rounds.stepped(what, event)
         assert isinstance(what, work.FinishUpdate)
@@ -556,7 +569,12 @@ class Server:
         actions: list[role.Action] = []
         waiting = self._inits.pop(number, deque())
         while waiting and number not in self._inits:
-            actions += self._init(*waiting.popleft())
+            link, message = waiting.popleft()
+            self._inits_bytes -= _values_bytes(message)
+            try:
+                actions += self._init(link, message)
+            except Exception as err:  # the loop would refuse the message that this one has waited for
+                actions += self._malformed(link, message, err)
         if waiting:
             self._inits[number].extend(waiting)
         return actions
@@ -588,8 +606,17 @@ class Server:
     def _store(self, number: int) -> Store:
         return self._stores.setdefault(number, Store(number, self._config.workers, self.me.rank))
 
+    def _malformed(self, link: str, message: Message, err: Exception) -> list[role.Action]:
+        reason = malformed(message, err)
+        logged = role.Log("ERROR", "event=malformed link=%s %s %s" % (link, reason, traceback.format_exc()))
+        return [logged, self._refuse(link, message, reason)]
+
     def _refuse(self, link: str, message: Message, reason: str, error: str = "KVError", trace: str = "") -> role.Action:
         return role.Send(link, refusal(message, reason, error, trace))
+
+
+def _values_bytes(message: Message) -> int:
+    return sum(memoryview(each).nbytes for each in message.payloads)
 
 
 def _bytes_of(entries: Array) -> int:
