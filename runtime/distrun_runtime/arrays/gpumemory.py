@@ -190,7 +190,7 @@ _Piece = tuple[int, slice, int]
 class Staging:
     """Page-locked memory by which arrays of the host come to one GPU and go from it. Threads: any, one after the other.
 
-    It is registered once, with the first copy. Several slots: while the GPU copies one, the host fills the next. Where
+    It is registered once, by `prepare` or with the first copy. Several slots: while the GPU copies one, the host fills the next. Where
     the system allows no page-locked memory, it is ordinary memory, and each copy holds up its caller.
     """
 
@@ -202,6 +202,13 @@ class Staging:
         self.is_locked = True
         """Whether it is page-locked; not known before the first copy."""
         self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """Have it registered, which takes long."""
+        self._order.cuda.check()  # in a forked child the lock may be held
+        with self._lock:
+            if not self._slots:
+                self._slots = self._registered()
 
     def copy_in(self, pairs: Sequence[tuple[Array, Memory, int]], queue: Queue) -> None:
         """Copy flat bytes, each to a GPU's memory at an offset; when this returns, they may be overwritten."""

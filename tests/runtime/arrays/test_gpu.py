@@ -227,6 +227,17 @@ def test_memory_that_cannot_be_page_locked_goes_by_staging() -> None:
     machine.finish()
 
 
+def test_a_device_that_was_prepared_page_locks_nothing_with_its_first_copy() -> None:
+    machine = Machine()
+    device = machine.gpus.get(0)
+    device.prepare([F32])
+    assert machine.standin.calls["register"] == 1
+    memory = values((100,), F32)
+    same(device.host(device.put(memory)), memory)
+    assert machine.standin.calls["register"] == 1
+    machine.finish()
+
+
 @SEEDS
 def test_staging_works_where_nothing_can_be_page_locked(seed: int) -> None:
     machine = Machine(seed=seed)
