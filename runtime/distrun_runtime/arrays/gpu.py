@@ -219,7 +219,7 @@ class GpuDevice:
         return "<GpuDevice %s>" % self.name
 
     def prepare(self, dtypes: Iterable[DType]) -> None:
-        """Compile and load what arrays of these dtypes need, and have staging: seconds, if nothing was compiled before."""
+        """Have staging, and compile and load what arrays of these dtypes need: seconds, if nothing was compiled."""
         self._staging.prepare()
         for dtype in dtypes:
             kind, work = programs.kind_of(dtype), programs.kind_of(work_dtype(dtype))

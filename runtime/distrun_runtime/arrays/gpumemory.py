@@ -190,8 +190,8 @@ _Piece = tuple[int, slice, int]
 class Staging:
     """Page-locked memory by which arrays of the host come to one GPU and go from it. Threads: any, one after the other.
 
-    It is registered once, by `prepare` or with the first copy. Several slots: while the GPU copies one, the host fills the next. Where
-    the system allows no page-locked memory, it is ordinary memory, and each copy holds up its caller.
+    It is registered once, by `prepare` or with the first copy. Several slots: while the GPU copies one, the host fills
+    the next. Where the system allows no page-locked memory, it is ordinary memory, and each copy holds up its caller.
     """
 
     def __init__(self, order: Order, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS) -> None:

@@ -88,7 +88,8 @@ def need_of(values: Values, rule: Rule | None) -> int:
     """Return how many bytes a store takes on a GPU at most: of its pool, and in the blocks that it makes there.
 
     These are its weights, the rule's state, what two rounds keep (a sum, and the contribution that came first as it
-    came; in a deterministic store each worker's contribution), what one message brings, plain and scaled, and what encoded answers leave out.
+    came; in a deterministic store each worker's contribution), what one message brings, plain and scaled, and what
+    encoded answers leave out.
     """
     from distrun_runtime.arrays.gpumemory import rounded  # with the layer over CUDA
 
