@@ -86,9 +86,6 @@ class Server:
         """Links that other servers opened."""
         self._buckets: dict[tuple[int, int, int], _Bucket] = {}
         """By rank, store and bucket."""
-        self._inits: dict[int, deque[tuple[str, Message]]] = {}
-        """Stores that are given keys, to the links and messages of who gives them further ones or other values: if the
-        values find no place, the keys are taken back, which have to be the last ones."""
         self._lags: dict[int, Lags] = {}
         """By the number of the store; those of stores for which this server stands in are negative."""
         self._now = 0.0
@@ -254,7 +251,7 @@ class Server:
         forgotten = self._pulls.clear()
         self._rounds.clear()
         self._relay.clear()
-        self._nodes, self._stores, self._buckets, self._lags, self._inits = set(), {}, {}, {}, {}
+        self._nodes, self._stores, self._buckets, self._lags = set(), {}, {}, {}
         self._control.forget()
         return [*forgotten, role.Send(role.SCHEDULER_LINK, answer(what.message))]
 
@@ -462,9 +459,6 @@ class Server:
         return self._pulls.take(link, (rank,), batch, self._now, rank)
 
     def _init(self, link: str, message: Message) -> list[role.Action]:
-        if message.store in self._inits:
-            self._inits[message.store].append((link, message))
-            return []
         store = self._store(message.store)
         store.names.update({int(number): name for number, name in message.body.get("names", [])})
         shards = store.find(message.entries)
@@ -475,26 +469,28 @@ class Server:
             store.fresh[shards] = True
             batch = work.Batch(store, shards, message, message.entries)
             return [role.Work(work.Assign(batch, link), reports=True)]
-        self._inits[store.number] = deque()
-        if store.has_rule:
-            return [role.Work(work.TryFill(link, message), reports=True)]
-        return self._fill(link, store, message)
+        return [role.Work(work.TryFill(link, message), reports=True)]
 
     def _fill(self, link: str, store: Store, message: Message) -> list[role.Action]:
-        store.is_sync = "async" not in str(message.body.get("type", ""))
-        store.on_devices = bool(message.body.get("on_devices"))
-        store.is_deterministic = bool(message.body.get("deterministic"))
-        store.staleness = message.body.get("staleness")
+        """Take in new keys. All work before is done, and nothing is decided until it is known whether their values have
+        found a place: what is taken back if not are the last shards of the store."""
+        wrong = checks.against_init(store, message, store.find(message.entries))
+        if wrong:  # others gave it keys while the work before was done
+            return [self._refuse(link, message, wrong)]
         rows = rows_of(message.entries)
-        for entry in rows:
-            shape = checks.shape_of(message, entry)
-            if shape is not None:
-                store.shapes[entry.key] = shape
         new = [
             Shard(self.me.rank, each.offset, each.length, each.key, each.dtype, checks.row_size_of(message, each))
             for each in rows
         ]
         batch = work.Batch(store, store.add(new), message, message.entries)
+        store.is_sync = "async" not in str(message.body.get("type", ""))
+        store.on_devices = bool(message.body.get("on_devices"))
+        store.is_deterministic = bool(message.body.get("deterministic"))
+        store.staleness = message.body.get("staleness")
+        for entry in rows:
+            shape = checks.shape_of(message, entry)
+            if shape is not None:
+                store.shapes[entry.key] = shape
         return [role.Work(work.Fill(batch, link), reports=True)]
 
     # What the engine reports
@@ -530,7 +526,7 @@ class Server:
             return self._accept(what.link, what.rank, what.batch)
         if isinstance(what, work.TryFill):
             if event.error is not None:
-                return [role.Send(what.link, failed(what.message, event)), *self._inited(what.message.store)]
+                return [role.Send(what.link, failed(what.message, event))]
             return self._fill(what.link, self._store(what.message.store), what.message)
         if isinstance(what, work.Step):
             return self._rounds.stepped(what, event)
@@ -545,21 +541,9 @@ class Server:
             names = [repr(store.name(key)) for key in np.unique(store.key[what.batch.shards]).tolist()]
             text = "%s cannot take the values of key %s: %s" % (self.me.name, listed(names, 3), words_of(event.error))
             told = self._refuse(what.link, message, text)
-        if isinstance(what, work.Assign):
-            return [told]
-        if event.error is not None:
+        if isinstance(what, work.Fill) and event.error is not None:
             store.take_back(what.batch.shards)
-        return [told, *self._inited(store.number)]
-
-    def _inited(self, number: int) -> list[role.Action]:
-        """A store has its new keys, or not: go on with what waited for that."""
-        actions: list[role.Action] = []
-        waiting = self._inits.pop(number, deque())
-        while waiting and number not in self._inits:
-            actions += self._init(*waiting.popleft())
-        if waiting:
-            self._inits[number].extend(waiting)
-        return actions
+        return [told]
 
     # Members
 
