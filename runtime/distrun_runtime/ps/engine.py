@@ -324,6 +324,8 @@ class Engine:
 
     def _try_fill(self, what: work.TryFill) -> None:
         message = what.message
+        if message.store not in self._rules:
+            return
         rule, names = self._rules[message.store][0], dict(message.body.get("names", ()))
         for entry, payload in zip(
             rows_of(message.entries), payloads_of(message.entries, message.payloads), strict=True

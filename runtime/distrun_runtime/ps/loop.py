@@ -20,7 +20,7 @@ from distrun_runtime.protocol import handshake, message
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role, work
 from distrun_runtime.ps.engine import Engine, Reply
-from distrun_runtime.ps.replies import malformed, refusal
+from distrun_runtime.ps.replies import refusal
 from distrun_runtime.ps.trace import Trace
 from distrun_runtime.transport.base import (
     Arrived,
@@ -220,7 +220,7 @@ class Loop:
         self._perform(actions, link, arrived)
 
     def _malformed(self, link: str, arrived: Message, err: Exception) -> None:
-        reason = malformed(arrived, err)
+        reason = "%s is malformed: %s: %s" % (arrived.kind.name, type(err).__name__, err)
         self._trace.log("ERROR", "event=malformed link=%s %s %s" % (link, reason, traceback.format_exc()))
         if not arrived.is_reply:
             self._transmit(link, refusal(arrived, reason))
@@ -338,9 +338,6 @@ class Loop:
             self._publish(action.facts)
         elif isinstance(action, role.Resume):
             self._resume(action.link)
-        elif isinstance(action, role.CatchUp):
-            while self._later:
-                self._take_results(waits=True)
         elif isinstance(action, role.Note):
             action.request.note = action.text
             action.request.awaited, action.request.awaited_key = action.awaited, action.key

@@ -30,11 +30,6 @@ def refusal(
     return Message(request.kind, flags, store=request.store, request=request.request, body=body)
 
 
-def malformed(message: Message, error: Exception) -> str:
-    """Return what is said of a message whose body lacks or garbles something, so that to act on it has raised."""
-    return "%s is malformed: %s: %s" % (message.kind.name, type(error).__name__, error)
-
-
 def failed(request: Message, event: role.Done) -> Message:
     """Return the refusal of a request whose work failed."""
     assert event.error is not None

@@ -188,12 +188,7 @@ class Resume:
     link: Link
 
 
-@dataclass(frozen=True)
-class CatchUp:
-    """Take in what comes of all work before anything else that arrives: too much waits for it."""
-
-
-Action = Union[Connect, Send, Log, Publish, Work, Resolve, Note, Finish, Resume, CatchUp]
+Action = Union[Connect, Send, Log, Publish, Work, Resolve, Note, Finish, Resume]
 
 
 class Role(Protocol):

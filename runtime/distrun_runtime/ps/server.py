@@ -15,7 +15,6 @@ hosts goes through `relay`, which can be left out at first.
 
 from __future__ import annotations
 
-import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,14 +42,12 @@ from distrun_runtime.ps.metrics import Lags
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.pulls import Pulls
 from distrun_runtime.ps.relay import Relay
-from distrun_runtime.ps.replies import answer, failed, malformed, refusal
+from distrun_runtime.ps.replies import answer, failed, refusal
 from distrun_runtime.ps.roster import from_json
 from distrun_runtime.ps.rounds import Rounds, words_of
 from distrun_runtime.ps.shards import Store
 from distrun_runtime.ps.stats import Counters
 
-INITS_BYTES = 64 * 1024 * 1024
-"""Of values that wait until others have found their place: with more, nothing else is taken in meanwhile."""
 BYE_S = 2.0
 """How long a server that was told to stop waits for the scheduler's answer. The scheduler may be frozen."""
 
@@ -89,11 +86,6 @@ class Server:
         """Links that other servers opened."""
         self._buckets: dict[tuple[int, int, int], _Bucket] = {}
         """By rank, store and bucket."""
-        self._inits: dict[int, deque[tuple[str, Message]]] = {}
-        """Stores that are given keys, to the links and messages of who gives them further ones or other values: if the
-        values find no place, the keys are taken back, which have to be the last ones."""
-        self._inits_bytes = 0
-        """Of all values in these messages."""
         self._lags: dict[int, Lags] = {}
         """By the number of the store; those of stores for which this server stands in are negative."""
         self._now = 0.0
@@ -259,8 +251,7 @@ class Server:
         forgotten = self._pulls.clear()
         self._rounds.clear()
         self._relay.clear()
-        self._nodes, self._stores, self._buckets, self._lags, self._inits = set(), {}, {}, {}, {}
-        self._inits_bytes = 0
+        self._nodes, self._stores, self._buckets, self._lags = set(), {}, {}, {}
         self._control.forget()
         return [*forgotten, role.Send(role.SCHEDULER_LINK, answer(what.message))]
 
@@ -468,10 +459,6 @@ class Server:
         return self._pulls.take(link, (rank,), batch, self._now, rank)
 
     def _init(self, link: str, message: Message) -> list[role.Action]:
-        if message.store in self._inits:
-            self._inits[message.store].append((link, message))
-            self._inits_bytes += _values_bytes(message)
-            return [role.CatchUp()] if self._inits_bytes > INITS_BYTES else []
         store = self._store(message.store)
         store.names.update({int(number): name for number, name in message.body.get("names", [])})
         shards = store.find(message.entries)
@@ -482,21 +469,20 @@ class Server:
             store.fresh[shards] = True
             batch = work.Batch(store, shards, message, message.entries)
             return [role.Work(work.Assign(batch, link), reports=True)]
-        if store.has_rule:
-            actions: list[role.Action] = [role.Work(work.TryFill(link, message), reports=True)]
-        else:
-            actions = self._fill(link, store, message)
-        self._inits[store.number] = deque()
-        return actions
+        return [role.Work(work.TryFill(link, message), reports=True)]
 
     def _fill(self, link: str, store: Store, message: Message) -> list[role.Action]:
+        """Take in new keys. All work before is done, and nothing is decided until it is known whether their values have
+        found a place: what is taken back if not are the last shards of the store."""
+        wrong = checks.against_init(store, message, store.find(message.entries))
+        if wrong:  # others gave it keys while the work before was done
+            return [self._refuse(link, message, wrong)]
         rows = rows_of(message.entries)
         new = [
             Shard(self.me.rank, each.offset, each.length, each.key, each.dtype, checks.row_size_of(message, each))
             for each in rows
         ]
         batch = work.Batch(store, store.add(new), message, message.entries)
-        # Nothing of a message that is malformed is kept: what raises is above.
         store.is_sync = "async" not in str(message.body.get("type", ""))
         store.on_devices = bool(message.body.get("on_devices"))
         store.is_deterministic = bool(message.body.get("deterministic"))
@@ -540,11 +526,8 @@ class Server:
             return self._accept(what.link, what.rank, what.batch)
         if isinstance(what, work.TryFill):
             if event.error is not None:
-                return [role.Send(what.link, failed(what.message, event)), *self._inited(what.message.store)]
-            try:
-                return self._fill(what.link, self._store(what.message.store), what.message)
-            except Exception as err:
-                return [*self._malformed(what.link, what.message, err), *self._inited(what.message.store)]
+                return [role.Send(what.link, failed(what.message, event))]
+            return self._fill(what.link, self._store(what.message.store), what.message)
         if isinstance(what, work.Step):
             return self._rounds.stepped(what, event)
         assert isinstance(what, work.FinishUpdate)
@@ -558,26 +541,9 @@ class Server:
             names = [repr(store.name(key)) for key in np.unique(store.key[what.batch.shards]).tolist()]
             text = "%s cannot take the values of key %s: %s" % (self.me.name, listed(names, 3), words_of(event.error))
             told = self._refuse(what.link, message, text)
-        if isinstance(what, work.Assign):
-            return [told]
-        if event.error is not None:
+        if isinstance(what, work.Fill) and event.error is not None:
             store.take_back(what.batch.shards)
-        return [told, *self._inited(store.number)]
-
-    def _inited(self, number: int) -> list[role.Action]:
-        """A store has its new keys, or not: go on with what waited for that."""
-        actions: list[role.Action] = []
-        waiting = self._inits.pop(number, deque())
-        while waiting and number not in self._inits:
-            link, message = waiting.popleft()
-            self._inits_bytes -= _values_bytes(message)
-            try:
-                actions += self._init(link, message)
-            except Exception as err:  # the loop would refuse the message that this one has waited for
-                actions += self._malformed(link, message, err)
-        if waiting:
-            self._inits[number].extend(waiting)
-        return actions
+        return [told]
 
     # Members
 
@@ -606,17 +572,8 @@ class Server:
     def _store(self, number: int) -> Store:
         return self._stores.setdefault(number, Store(number, self._config.workers, self.me.rank))
 
-    def _malformed(self, link: str, message: Message, err: Exception) -> list[role.Action]:
-        reason = malformed(message, err)
-        logged = role.Log("ERROR", "event=malformed link=%s %s %s" % (link, reason, traceback.format_exc()))
-        return [logged, self._refuse(link, message, reason)]
-
     def _refuse(self, link: str, message: Message, reason: str, error: str = "KVError", trace: str = "") -> role.Action:
         return role.Send(link, refusal(message, reason, error, trace))
-
-
-def _values_bytes(message: Message) -> int:
-    return sum(memoryview(each).nbytes for each in message.payloads)
 
 
 def _bytes_of(entries: Array) -> int:

@@ -38,7 +38,7 @@ class Fill:
 
 @dataclass(frozen=True, eq=False)
 class TryFill:
-    """Find out whether the store's rule takes the values of an INIT, and change nothing."""
+    """Find out whether the store's rule, if it has one, takes the values of an INIT, and change nothing."""
 
     link: str
     message: Message
@@ -251,7 +251,7 @@ Work = Union[
 _WORD_BYTES = 4
 """Of an element: most are float32."""
 
-ALONE = (TryFill, TryRule, SetRule, Save, Load, Clear)
+ALONE = (TryFill, Fill, TryRule, SetRule, Save, Load, Clear)
 """Work that begins when all before it is done and reported, and before anything else is decided."""
 
 

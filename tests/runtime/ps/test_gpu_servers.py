@@ -27,7 +27,6 @@ from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import PLAIN, How
 from distrun_runtime.protocol.message import DTYPES, Kind
 from distrun_runtime.ps import answers, work
-from distrun_runtime.ps import server as ps_server
 from distrun_runtime.ps import values as ps_values
 from distrun_runtime.ps.engine import Engine
 from distrun_runtime.ps.placement import Placement
@@ -582,9 +581,7 @@ def test_inits_that_come_while_one_fails_are_done_in_their_order(machine: Machin
 
 
 @pytest.mark.parametrize("has_rule", [False, True])
-def test_a_malformed_init_is_refused_alone_and_its_store_takes_keys_as_before(
-    server: History, has_rule: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_malformed_init_is_refused_alone_and_its_store_takes_keys_as_before(server: History, has_rule: bool) -> None:
     if has_rule:
         server.rule("adam")
     far = server.initial({"f": [1, 2]})
@@ -599,28 +596,6 @@ def test_a_malformed_init_is_refused_alone_and_its_store_takes_keys_as_before(
     assert said(told) == ["w0 INIT", "w1 INIT!", "w1 INIT"]
     assert "INIT is malformed: ValueError" in str(told[1].body["reason"])
     assert values_of(server.pull(0, 0, "g", "k")) == {"g": [1, 2], "k": [1, 2]}
-
-
-def test_values_of_inits_that_wait_are_bounded(server: History, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is beyond the bound is not taken in before the values that wait have found their place."""
-    monkeypatch.setattr(ps_server, "INITS_BYTES", 3 * 8)
-    held: list[int] = []
-    init = ps_server.Server._init
-
-    def measured(self: Any, link: str, message: Any) -> Any:
-        result = init(self, link, message)
-        held.append(self._inits_bytes)
-        return result
-
-    monkeypatch.setattr(ps_server.Server, "_init", measured)
-    names = list("cdefghijklmnopqrstuv")
-    told = server.hear_all(
-        [("w%d" % (number % 2), server.initial({name: [1, 2]})) for number, name in enumerate(names)]
-    )
-    assert sorted(said(told)) == sorted(["w0 INIT", "w1 INIT"] * 10)
-    assert max(held) == 4 * 8
-    assert held[-1] == 0
-    assert values_of(server.pull(0, 0, *names)) == {name: [1, 2] for name in names}
 
 
 def test_a_server_makes_memory_for_its_answers_with_its_first_values_and_keeps_it_for_the_next_script(

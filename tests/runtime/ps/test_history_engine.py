@@ -11,6 +11,8 @@ from gated_rules import Gate
 from history_server import History, said, values
 
 from distrun_runtime.protocol.message import Kind
+from distrun_runtime.ps import role
+from distrun_runtime.ps.server import Server
 
 Serving = Callable[..., History]
 
@@ -111,3 +113,22 @@ def test_a_server_that_is_told_to_stop_does_not_wait_for_its_engine(
     server.scheduler(Kind.STOP)
     assert server.finish is not None
     assert server.finish.code == 0
+
+
+def test_an_init_is_done_before_anything_else_is_taken_in(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "MUCH_BYTES", 0)
+    server = serving()
+    happened: list[str] = []
+    handle = Server.handle
+
+    def noted(self: Server, event: role.Event, now: float) -> list[role.Action]:
+        if isinstance(event, role.Heard):
+            happened.append(event.message.kind.name)
+        if isinstance(event, role.Done):
+            happened.append(type(event.work).__name__)
+        return handle(self, event, now)
+
+    monkeypatch.setattr(Server, "handle", noted)
+    told = server.hear_all([("w%d" % (at % 2), server.initial({name: [1, 1]})) for at, name in enumerate("fgh")])
+    assert said(told) == ["w0 INIT", "w1 INIT", "w0 INIT"]
+    assert happened == ["INIT", "TryFill", "Fill"] * 3, "values that wait are in nobody's memory twice"
