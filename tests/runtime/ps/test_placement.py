@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cluster import Cluster, config, open_store
 from gpukit import Machine, gpus_of_process
+from history_server import Piece, data
 
 from distrun_runtime.arrays import arena, find
 from distrun_runtime.arrays.cuda import CudaMissing, ProgramError
@@ -20,7 +21,8 @@ from distrun_runtime.errors import ContractError, KVError, PeerLost
 from distrun_runtime.ops import compression, update
 from distrun_runtime.ops.optimizers import RuleSpec, rule_of
 from distrun_runtime.ops.partition import Shard
-from distrun_runtime.protocol.message import DTYPE_CODES
+from distrun_runtime.protocol.message import DTYPE_CODES, Kind
+from distrun_runtime.ps import placement, sums, work
 from distrun_runtime.ps.engine import Engine
 from distrun_runtime.ps.placement import DeviceChoice, Placement, StoreNeeds, decide, need_of, obstacle_of
 from distrun_runtime.ps.serve import placement_of
@@ -162,6 +164,27 @@ def test_no_list_of_sizes_makes_arenas_take_more_than_was_estimated(
     gpu.pool.trim()
     brought = need_of(values, adam) - gpu.pool.size
     assert 0 <= brought <= 2 * 3 * 16 * MIB, "not more either, but for what a message of each dtype brings"
+
+
+def test_contributions_to_two_rounds_take_no_more_than_was_estimated(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker is two rounds ahead of the last one; another has contributed to every second shard."""
+    monkeypatch.setattr(placement, "SHARED_MESSAGE_BYTES", 1 << 16)
+    gpu, values, length = machine.gpus.get(0), values_of(*[1 << 14] * 40), 1 << 14
+    values.move(gpu)
+    for shard in range(40):
+        values.weight(shard)
+    for number in (1, 2):
+        for rank, step in ((0, 1), (1, 2)):
+            for shard in range(0, 40, step):
+                payload = np.full(length, rank, np.float32).tobytes()
+                message = data(Kind.PUSH, [Piece(shard, 0, length, number, payload=payload)])
+                batch = work.Batch(values.store, np.array([shard]), message, message.entries)
+                sums.add(values, work.Add(rank, number, batch))
+    gpu.synchronize()
+    gpu.pool.trim()
+    assert gpu.pool.size <= need_of(values, None)
 
 
 @pytest.mark.parametrize(
