@@ -89,7 +89,7 @@ def test_threads_that_use_one_store_see_nothing_of_a_bucket_that_was_forgotten(j
         def work(keys: list[str]) -> None:
             try:
                 outs = [full(-1) for _ in keys]
-                for step in range(1, STEPS):
+                for step in range(1, 2 * STEPS):  # calls of both threads may go in one message each time
                     kv.pushpull(keys, [full(step)] * len(keys), outs)
                     assert {float(out.min()) for out in outs} == {float(out.max()) for out in outs} == {2.0 * step}
             except BaseException as err:
@@ -104,8 +104,7 @@ def test_threads_that_use_one_store_see_nothing_of_a_bucket_that_was_forgotten(j
 
     with job(2, 1, forget_every=2) as made:
         made.run(script)
-        # Calls of two threads may go in one message, so how often it was forgotten is not known.
-        assert made.transports["server-0"].changed > STEPS // 3
+        assert made.transports["server-0"].changed > STEPS
 
 
 def test_compressed_values_and_rows_beside_plain_ones_are_sent_again_too(job: Job) -> None:
