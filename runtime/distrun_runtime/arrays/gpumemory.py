@@ -200,15 +200,14 @@ class Staging:
         self._count = slots
         self._slots: deque[_Slot] = deque()
         self.is_locked = True
-        """Whether it is page-locked; not known before the first copy."""
+        """Whether it is page-locked; not known before it was to be registered."""
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
         """Have it registered, which takes long."""
         self._order.cuda.check()  # in a forked child the lock may be held
         with self._lock:
-            if not self._slots:
-                self._slots = self._registered()
+            self._register()
 
     def copy_in(self, pairs: Sequence[tuple[Array, Memory, int]], queue: Queue) -> None:
         """Copy flat bytes, each to a GPU's memory at an offset; when this returns, they may be overwritten."""
@@ -278,13 +277,15 @@ class Staging:
 
     def _oldest_slot(self) -> _Slot:
         """Return the slot that was used longest ago; a copy from it may be under way."""
-        if not self._slots:
-            self._slots = self._registered()
+        self._register()
         slot = self._slots.popleft()
         self._slots.append(slot)
         return slot
 
-    def _registered(self) -> deque[_Slot]:
+    def _register(self) -> None:
+        """Make the slots, if there are none."""
+        if self._slots:
+            return
         memory = mmap.mmap(-1, self._slot_bytes * self._count)
         if hasattr(mmap, "MADV_DONTFORK"):
             memory.madvise(mmap.MADV_DONTFORK)  # a copy-on-write page would not be the one that is locked
@@ -296,7 +297,7 @@ class Staging:
                 raise
             self.is_locked = False
         runs = (whole[at : at + self._slot_bytes] for at in range(0, len(whole), self._slot_bytes))
-        return deque(_Slot(Host(address_of(run), len(run)), run) for run in runs)
+        self._slots.extend(_Slot(Host(address_of(run), len(run)), run) for run in runs)
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from distrun_runtime.ops.reduce import How
 from distrun_runtime.protocol.message import DTYPE_SIZES, DTYPES, Flag, Message, Payload
 from distrun_runtime.ps import work
 from distrun_runtime.ps.replies import refusal
-from distrun_runtime.ps.values import Values, root_of
+from distrun_runtime.ps.values import Values
 
 if TYPE_CHECKING:  # most servers use no GPU
     from distrun_runtime.arrays.gpu import GpuDevice
@@ -190,7 +190,7 @@ def _copied(lent: Lent) -> list[tuple[Array, Array]]:
             at += array.nbytes
         gpu = cast("GpuDevice", values.device)
         gpu.read_all(pairs)
-        number = values.copies.add(shards[new], sides[new], places[new], root_of(made))
+        number = values.copies.add(shards[new], sides[new], places[new], made)
         numbers[new] = number
         memory[number] = made
     breaks = _breaks(numbers, places, sizes).tolist()

@@ -103,7 +103,7 @@ class OpenUpdate:
     prepared: Prepared
 
 
-class Copies:
+class CopiedShards:
     """Where bytes of shards are in host memory because replies carry them now: others can carry the same.
 
     They stay no longer than the replies.
@@ -116,18 +116,15 @@ class Copies:
         self._where = np.zeros((3, 0), np.int64)
         """For each shard the number of the memory, 0: none; where it begins there; and which side was copied."""
 
-    def grow(self, room: int) -> None:
-        """Have room for so many shards."""
-        self._where = np.pad(self._where, ((0, 0), (0, room - self._where.shape[1])))
+    def grow(self, count: int) -> None:
+        """Be ready for so many shards."""
+        self._where = np.pad(self._where, ((0, 0), (0, count - self._where.shape[1])))
 
     def add(self, shards: Array, sides: Array, places: Array, memory: Array) -> int:
-        """Note where shards are that were copied; return the memory's number.
-
-        Arguments:
-            memory: an array that every part of it refers to, as `root_of` says.
-        """
+        """Note where in some memory shards are that were copied; return the memory's number."""
         self._count += 1
-        self._memory[self._count] = memory
+        # The array that all its parts refer to, which begins at the same place: it ends with the last reply.
+        self._memory[self._count] = memory.base if isinstance(memory.base, np.ndarray) else memory
         self._where[:, shards] = np.stack([np.full_like(shards, self._count), places, sides])
         return self._count
 
@@ -147,11 +144,6 @@ class Copies:
     def forget(self, shards: Array) -> None:
         """The shards are written: what was copied is past."""
         self._where[0, shards] = 0
-
-
-def root_of(array: Array) -> Array:
-    """Return the array whose memory another one has from its beginning on; views of that one refer to it, too."""
-    return array.base if isinstance(array.base, np.ndarray) else array
 
 
 class Values:
@@ -174,7 +166,7 @@ class Values:
         """The side of the arena that has a shard's present value."""
         self.lent = np.zeros((1, 0), np.int64)
         """By side and shard: how many replies read it."""
-        self.copies = Copies()
+        self.copies = CopiedShards()
         """Of shards that are on a GPU."""
         self.layouts: dict[tuple[int, tuple[int, ...]], Layout] = {}
         """By id of the array of shards, and the elements of the frames."""

@@ -209,21 +209,25 @@ class LocalRule:
             items.append(item)
             if copied < COPIED_BYTES and number < len(steps):
                 continue
-            before = [item.state["updates"] for item in items]
-            try:
-                with self._naming(group):
-                    step_all(self._rule, items)
-            finally:
-                over = [
-                    one for one, item, count in zip(group, items, before, strict=True) if item.state["updates"] != count
-                ]
-                made += [one.buffers[0] for one in over]
-                for one in over:
-                    with self._naming([one]):
-                        for other in one.weights[1:]:
-                            copy(one.weights[0], other)
-                    made += one.buffers[1:]
+            self._make_group(group, items, made)
             group, items, copied = [], [], 0
+
+    def _make_group(self, group: Sequence[_GpuStep], items: Sequence[Item], made: list[tuple[Replica, Buffer]]) -> None:
+        before = [item.state["updates"] for item in items]
+        try:
+            with self._naming(group):
+                step_all(self._rule, items)
+        finally:
+            # Also after an error: some may be made.
+            over = [
+                one for one, item, count in zip(group, items, before, strict=True) if item.state["updates"] != count
+            ]
+            made += [one.buffers[0] for one in over]
+            for one in over:
+                with self._naming([one]):
+                    for other in one.weights[1:]:
+                        copy(one.weights[0], other)
+                made += one.buffers[1:]
 
     def _item(self, each: _GpuStep) -> Item:
         """Return what a step takes; its state is brought to the weight's GPU."""
