@@ -68,7 +68,7 @@ def test_a_thread_that_has_chosen_no_gpu_has_chosen_none_after_a_call(gpus: Gpus
 
     def used() -> int:
         device = gpus.get(0)
-        same(device.host(device.put(values((100,), F32))), values((100,), F32))
+        same(device.host(device.put(values((100,), F32))), values((100,), F32), "a value put and read back")
         return int(driver.ctxGetCurrent())
 
     with ThreadPoolExecutor(1) as thread:
