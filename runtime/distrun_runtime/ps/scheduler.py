@@ -60,6 +60,8 @@ class Scheduler:
         self._foreign_hosts: set[str] = set()
         """Addresses of hosts with workers from which such a program came."""
         self._foreign_deadline = role.Deadline()
+        self._has_opened = False
+        """All nodes were here once, so a foreign program is none of this job's."""
         self._now = 0.0
         self._queries = Queries()
         self._barriers = 0
@@ -146,7 +148,7 @@ class Scheduler:
     # Who was turned away
 
     def _note_denied(self, denied: role.Denied, now: float) -> list[role.Action]:
-        is_ours = denied.is_foreign and self._may_be_ours(denied)
+        is_ours = denied.is_foreign and not self._has_opened and self._may_be_ours(denied)
         text = FOREIGN % denied.address if is_ours else denied.reason
         if denied.address and not is_ours:
             text = "%s: %s" % (denied.address, text)
@@ -204,7 +206,8 @@ class Scheduler:
         if self._is_open or self._is_clearing or not self._roster.is_complete:
             return []
         self._roster.assign()
-        self._is_open = True
+        self._is_open = self._has_opened = True
+        self._foreign_deadline.at = None
         actions: list[role.Action] = []
         actions.append(role.Log("INFO", "event=complete workers=%d servers=%d" % self._counts))
         common = Common({"nodes": self._roster.to_json(), "host_sums": self._config.host_sums})
@@ -312,6 +315,8 @@ class Scheduler:
         if message.kind is Kind.ABORT:
             reason = "%s failed: %s" % (member.who, message.body.get("reason", "no reason given"))
             return [role.Send(member.link, answer(message)), *self._lose(member, reason)]
+        if message.kind is Kind.LOST and member.who.role == "server":
+            return self._lost_by_server(message)
         if member.who.role != "worker":
             return [role.Log("WARNING", "%s sent %s, which only workers send" % (member.who, message.kind.name))]
         if self._broken:

@@ -160,6 +160,27 @@ def test_a_program_with_another_protocol_is_said_once_and_harms_no_job_that_has_
         assert finish(job.tick(now)) is None
 
 
+@pytest.mark.parametrize("came_at", [1, 50], ids=["before all were here", "in the middle of the training"])
+def test_a_program_with_another_protocol_never_ends_a_job_that_has_opened(came_at: float) -> None:
+    """Its deadline passed during the training, and was found when the last worker had ended."""
+    job = Job(is_open=False, start_timeout_s=20, stays=True, worker_addresses=("10.0.0.7",))
+    if came_at == 1:
+        job.scheduler.handle(PS_LITE, 1)
+    job.now = 2
+    for link, kind, rank in [("s0", "server", 0), ("w0", "worker", 0), ("w1", "worker", 1)]:
+        job.register(link, kind, rank)
+    for now in range(3, 100):
+        assert finish(job.tick(now)) is None
+        if now == came_at:
+            assert logs(job.scheduler.handle(PS_LITE, now)) == []
+    job.hear("w0", Kind.BYE)
+    job.settle(job.hear("w1", Kind.BYE))
+    for now in (100, 101, 1000):
+        assert finish(job.tick(now)) is None
+    assert logs(job.scheduler.handle(PS_LITE, 1000)) == []
+    assert finish(job.tick(2000)) is None
+
+
 def test_the_deadline_runs_from_the_first_workers_hello() -> None:
     job = Job(is_open=False, start_timeout_s=20)
     job.register("s0", "server", 0)
