@@ -44,7 +44,7 @@ def acceptor(way: str, keys: Keys, pipe: multiprocessing.connection.Connection) 
             for event in node.poll(0.05):
                 if isinstance(event, Arrived):
                     if event.link not in proven:
-                        node.proven(event.link)
+                        node.admitted(event.link)
                         proven.add(event.link)
                     with contextlib.suppress(ConnectionError):  # it is gone
                         node.send(event.link, [b"%d" % len(memoryview(event.frames[1])), b""])

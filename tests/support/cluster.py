@@ -36,7 +36,7 @@ DEADLINE_S = 100.0
 
 TOKEN = b"a secret of this job"
 
-PATHS = {"inproc": "inproc", "tcp": "zmq", "segments": "segments", "relays": "relays"}
+PATHS = {"inproc": "inproc", "tcp": "zmq", "segments": "segments", "relays": "relays over tcp"}
 """The ways that messages may take, and what `Cluster` calls them (`over`). A scenario has to pass on each."""
 
 END_S = 20.0
@@ -160,7 +160,7 @@ class Cluster:
     @property
     def has_relays(self) -> bool:
         """Whether values for servers of another host go over relays."""
-        return self._over == "relays"
+        return self._over.startswith("relays")
 
     def session(self, rank: int = -1, **changes: Any) -> Session:
         """Return a worker's session, not opened yet."""
@@ -220,7 +220,7 @@ class Cluster:
     def _config(self, role: str, **changes: Any) -> Config:
         """Return the configuration of a node of this job."""
         rank = changes.get("rank", -1)
-        host = {"host": host_of(role, rank)} if self._over == "relays" and rank >= 0 else {}
+        host = {"host": host_of(role, rank)} if self.has_relays and rank >= 0 else {}
         return config(role, **{**host, **self._changes, **changes})
 
     def _transport(self, node: Config) -> Any:

@@ -44,6 +44,9 @@ class Script:
     def connect(self, link: str, endpoint: str) -> None:
         self.calls.append(("connect", link, endpoint))
 
+    def admitted(self, link: str) -> None:
+        self.calls.append(("admitted", link))
+
     def proven(self, link: str) -> None:
         self.calls.append(("proven", link))
 
@@ -130,6 +133,7 @@ class Stepped(Script):
     def connect(self, link: str, endpoint: str) -> None:
         self.opened.append((link, endpoint))
 
+    def admitted(self, link: str) -> None: ...
     def proven(self, link: str) -> None: ...
     def shares(self, link: str) -> bool:
         return False

@@ -56,8 +56,9 @@ def welcomed(acceptor: Transport, opener: Transport, link: str = "server-0") -> 
     assert until(opener, has(Up), acceptor) == [Up(link)]
     opener.send(link, HELLO)
     [arrived] = until(acceptor, has(Arrived), opener)
-    acceptor.proven(arrived.link)
+    acceptor.admitted(arrived.link)
     acceptor.send(arrived.link, WELCOME)
+    acceptor.proven(arrived.link)
     [answer] = until(opener, has(Arrived), acceptor)
     assert frames_of(answer) == [bytes(frame) for frame in WELCOME]
     name: str = arrived.link

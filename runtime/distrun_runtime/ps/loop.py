@@ -265,11 +265,16 @@ class Loop:
             self._refuse(link, gate, answer)
             self._deny(role.Denied(str(answer.body["reason"])))
             return
-        self._transmit(link, answer)
-        if answer.kind is Kind.WELCOME and gate.acceptor is not None:
-            gate.is_open = True
-            self._transport.proven(link)
-            self._decide(role.Welcomed(link, gate.acceptor.peer))
+        if answer.kind is not Kind.WELCOME or gate.acceptor is None:
+            self._transmit(link, answer)
+            return
+        # In this order: what the other side sends on WELCOME may be here before this thread goes on.
+        self._transport.admitted(link)
+        if self._transmit(link, answer) is None:
+            return  # It has gone, and has heard nothing; it says HELLO again, on another connection.
+        gate.is_open = True
+        self._transport.proven(link)
+        self._decide(role.Welcomed(link, gate.acceptor.peer))
 
     def _refuse(self, link: str, gate: _Gate, answer: Message) -> None:
         self._transmit(link, answer)

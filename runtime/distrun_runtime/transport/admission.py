@@ -125,8 +125,6 @@ class Admission:
         self._lock = threading.Lock()
         self._unproven: dict[int, _Unproven] = {}
         """By libzmq's descriptors, the oldest first."""
-        self._ahead: set[int] = set()
-        """Descriptors of connections that were proven before this thread had heard of them."""
         self._port = 0
         self._zap: zmq.Socket[bytes] | None = None
         self._router: zmq.Socket[bytes] | None = None
@@ -215,10 +213,9 @@ class Admission:
     def proven(self, fd: int) -> None:
         """The connection that libzmq has as `fd` is proven: no limit holds for it any more."""
         with self._lock:
-            if fd in self._unproven:
-                _release(self._unproven.pop(fd))
-            else:
-                self._ahead.add(fd)
+            entry = self._unproven.pop(fd, None)
+            if entry is not None:
+                _release(entry)
 
     def refused(self, fd: int) -> None:
         """The connection that libzmq has as `fd` was told why it is refused: close it in a moment."""
@@ -245,6 +242,10 @@ class Admission:
                 while monitor.poll(0):
                     self._monitored(*next_of(monitor))
                 while zap.poll(0):
+                    # libzmq reports a connection before it asks for its password. So a connection that goes on with
+                    # our answer is known here, and an earlier one that had its descriptor is forgotten.
+                    while monitor.poll(0):
+                        self._monitored(*next_of(monitor))
                     self._answer(zap)
                 self._scan(time.monotonic())
                 if self._strangers:
@@ -278,17 +279,12 @@ class Admission:
     def _accepted(self, fd: int) -> None:
         entry = _look(fd, self._port, time.monotonic())
         with self._lock:
-            if fd in self._ahead:
-                self._ahead.discard(fd)
-                _release(entry)
-            else:
-                self._unproven[fd] = entry
+            self._unproven[fd] = entry
 
     def _disconnected(self, fd: int) -> None:
         is_foreign, is_broken = self._is_foreign, self._is_broken
         self._is_foreign = self._is_broken = False
         with self._lock:
-            self._ahead.discard(fd)
             entry = self._unproven.pop(fd, None)
         if entry is None:
             return

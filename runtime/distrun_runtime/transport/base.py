@@ -9,7 +9,7 @@ Connections:
     come back on the connection of the request. Each side names a connection by a `Link` of its own.
     A connection that we opened is tried until it stands (`Up`) or until the other side refuses our credentials
     (`Rejected`). After `Down` it may come up again by itself, with another `Up`; `disconnect` ends that.
-    A connection that came in is known from its first `Arrived`. Its limits hold until `proven`.
+    A connection that came in is known from its first `Arrived`. Its limits hold until `admitted`.
 
 Order:
     Messages of one connection and direction arrive in the order of their `send`, each at most once.
@@ -178,8 +178,14 @@ class Transport(Protocol):
             linger_s: how long what was sent has to leave. Nothing waits for that here.
         """
 
+    def admitted(self, link: Link) -> None:
+        """Lift the limits of a connection that came in: its other side has proven that it belongs to the job.
+
+        Call it before that side is told (WELCOME): what it sends from then on may come at once.
+        """
+
     def proven(self, link: Link) -> None:
-        """Both sides of a connection have proven that they belong to the job. Lifts the limits of one that came in."""
+        """Look for better paths: both sides of a connection know that the other one belongs to the job."""
 
     def refused(self, link: Link) -> None:
         """Close a connection that came in, as soon as the answer that was sent on it has had time to leave."""

@@ -124,9 +124,12 @@ class BulkTransport:
         self._ended(link)
         self._inner.disconnect(link, linger_s)
 
+    def admitted(self, link: Link) -> None:
+        """Lift the limits of a connection."""
+        self._inner.admitted(link)
+
     def proven(self, link: Link) -> None:
         """Both sides have proven themselves: look for better paths."""
-        self._inner.proven(link)
         self._proven.add(link)
         if link.startswith("in:") and self._offers:
             self._offer(link)

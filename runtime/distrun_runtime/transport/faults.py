@@ -131,7 +131,8 @@ class Faulty:
     ) -> None:
         self._inner = inner
         self.bind, self.connect, self.send = inner.bind, inner.connect, inner.send
-        self.proven, self.refused, self.shares = inner.proven, inner.refused, inner.shares
+        self.admitted, self.proven, self.refused = inner.admitted, inner.proven, inner.refused
+        self.shares = inner.shares
         self.wake, self.close = inner.wake, inner.close
         self._chance = Chance(faults, name)
         self._keeps_order = keeps_order

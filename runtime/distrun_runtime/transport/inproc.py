@@ -112,8 +112,11 @@ class InprocTransport:
         for wire in closed:
             wire.acceptor.put(Down(wire.link_in, "its connection closed"))
 
-    def proven(self, link: Link) -> None:
+    def admitted(self, link: Link) -> None:
         """Do nothing: there are no limits."""
+
+    def proven(self, link: Link) -> None:
+        """Do nothing: there is one path."""
 
     def refused(self, link: Link) -> None:
         """Do nothing: the side that was refused closes its connection."""

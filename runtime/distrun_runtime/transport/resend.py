@@ -277,7 +277,7 @@ class Resending:
     """A transport that sends again what another one loses. Both ends of a connection must be of this kind.
 
     Arguments:
-        inner: the transport that sends. `bind`, `proven`, `refused` and `wake` go to it as they are.
+        inner: the transport that sends. `bind`, `admitted`, `proven`, `refused` and `wake` go to it as they are.
         timeout_s: how long an acknowledgement may take.
         incarnation: how often this node was restarted.
     """
@@ -286,8 +286,8 @@ class Resending:
         self, inner: Transport, timeout_s: float, incarnation: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._inner = inner
-        self.bind, self.proven, self.refused, self.wake = inner.bind, inner.proven, inner.refused, inner.wake
-        self.shares = inner.shares
+        self.bind, self.admitted, self.proven, self.refused = inner.bind, inner.admitted, inner.proven, inner.refused
+        self.wake, self.shares = inner.wake, inner.shares
         self._timeout_s = timeout_s
         self._incarnation = incarnation
         self._clock = clock

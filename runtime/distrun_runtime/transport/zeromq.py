@@ -197,11 +197,14 @@ class ZmqTransport:
         self._unwatch(dealer)
         dealer.close(int(linger_s * 1000))
 
-    def proven(self, link: Link) -> None:
+    def admitted(self, link: Link) -> None:
         """Lift the limits of a connection."""
         fd = self._unproven.pop(link, None)
         if fd is not None:
             self._admission.proven(fd)
+
+    def proven(self, link: Link) -> None:
+        """Do nothing: there is one path."""
 
     def refused(self, link: Link) -> None:
         """Close a connection in a moment."""

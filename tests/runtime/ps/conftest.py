@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 from cluster import PATHS, Cluster
+from delays import delay
 from history_server import History
 
 
 @pytest.fixture(params=sorted(PATHS))
-def job(request: pytest.FixtureRequest) -> Callable[..., Cluster]:
-    """Makes a job whose messages take one of the paths; the arguments are `Cluster`'s."""
+def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cluster]:
+    """Makes a job whose messages take one of the paths; the arguments are `Cluster`'s.
+
+    Its nodes are interrupted where that may do harm (`delays`); each test has a seed of its own.
+    """
+    delay(monkeypatch, request.node.nodeid)
     return partial(Cluster, over=PATHS[request.param])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from distrun_runtime.ps import role, work
 from distrun_runtime.ps.engine import Engine
 from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.trace import Trace
-from distrun_runtime.transport.base import COPIED, Arrived, Event, Released, Up
+from distrun_runtime.transport.base import COPIED, Arrived, Buffer, Down, Event, Lease, Released, Up
 from distrun_runtime.transport.inproc import InprocNetwork, InprocTransport
 
 TOKEN = config("x").token
@@ -251,6 +251,38 @@ def test_the_end_of_a_proven_connection_is_told_and_of_a_strangers_is_not(loop: 
     last.say(Message(Kind.BARRIER, request=1, body={"must": 1}))
     kinds = [role.Welcomed, role.Broken, role.Welcomed, role.Heard]
     assert [type(event) for event in loop.role.events] == kinds
+
+
+class Leaving(Script):
+    """Who knocks goes as soon as it has sent PROOF."""
+
+    loop: Loop
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opener = Opener(config("worker").identity("", 1), TOKEN, "aa")
+        self.coming.append([Arrived("in:1", message.encode(self.opener.hello()))])
+
+    def send(self, link: str, frames: Sequence[Buffer]) -> Lease:
+        lease = super().send(link, frames)
+        self.gone.add(link)
+        proof = self.opener.answer(message.decode(frames))
+        assert isinstance(proof, Message)
+        self.coming += [[Arrived(link, message.encode(proof))], [Down(link, "it has gone")]]
+        return lease
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        events = super().poll(timeout_s)
+        if not self.coming:
+            self.loop.tell(15)
+        return events
+
+
+def test_who_has_gone_before_it_is_welcome_is_not_in_the_job() -> None:
+    script, echo = Leaving(), Echo()
+    script.loop = Loop(script, echo, TOKEN, Trace(0, lambda: echo.me, io.StringIO()))
+    script.loop.run()
+    assert [type(event) for event in echo.events] == [role.Told]
 
 
 class Caller(Echo):

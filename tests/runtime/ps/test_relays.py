@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster import Cluster, open_store
+from delays import delay_after
 
 from distrun_runtime.errors import KVError, PeerLost, RuleError, TimedOut
 from distrun_runtime.protocol.handshake import NodeIdentity
+from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps.roster import relays_of, workers_of
 
 NODE = NodeIdentity("j", "worker", 0, 0, "a", 10, "tcp://10.0.0.1:1", 4, 4)
@@ -332,3 +334,21 @@ def test_a_round_that_one_worker_of_a_host_skips_is_skipped_for_all_with_its_not
         found = job.run(script)
     assert [number for _, number in found] == [8.0] * 4
     assert [notes for notes, _ in found] == [{0: None, 1: {"why": "overflow"}, 2: None, 3: None}] * 4
+
+
+def test_a_sum_that_comes_at_once_after_welcome_arrives_however_slow_its_receiver_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The receiver's thread may be interrupted as soon as WELCOME has left; the sum is larger than what a connection
+    may send before it is proven."""
+    delay_after(monkeypatch, Kind.WELCOME, 0.2)
+
+    def script(kv: Any) -> float:
+        value = np.ones(1 << 18, np.float32)
+        kv.init("wide", np.zeros_like(value))
+        kv.push("wide", value)
+        kv.pull("wide", value)
+        return float(value.max())
+
+    with Cluster(4, 2, over="relays over tcp", op_timeout_s=10.0) as job:
+        assert job.run(script) == [4.0] * 4

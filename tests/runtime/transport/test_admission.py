@@ -223,7 +223,7 @@ def test_no_limit_holds_once_the_other_side_is_proven(token: bytes) -> None:
         opener.send("scheduler", [b"hello", b""])
         [arrived] = until(acceptor, Arrived)
         assert isinstance(arrived, Arrived)
-        acceptor.proven(arrived.link)
+        acceptor.admitted(arrived.link)
         for _ in range(20):
             opener.send("scheduler", [bytes(UNPROVEN_BYTES), b""])
         got = 0

@@ -466,6 +466,7 @@ class Other:
         self.process = subprocess.Popen([sys.executable, "-c", program, str(port)])
         [hello] = self.arrived()
         self.link = hello.link
+        self.here.admitted(self.link)
         self.here.send(self.link, [b"welcome"])
         self.here.proven(self.link)
         [self.first] = self.arrived()

@@ -170,11 +170,13 @@ def test_every_other_call_and_event_goes_through() -> None:
     through, script = faulty("drop=100")
     assert through.bind("127.0.0.1") == 7
     through.connect("x", "tcp://1.2.3.4:5")
+    through.admitted("in:1")
     through.proven("in:1")
     through.refused("in:2")
     through.wake()
     through.disconnect("x", 0.5)
-    assert [call[0] for call in script.calls] == ["bind", "connect", "proven", "refused", "wake", "disconnect"]
+    called = ["bind", "connect", "admitted", "proven", "refused", "wake", "disconnect"]
+    assert [call[0] for call in script.calls] == called
     script.lease = Held()
     assert through.send("x", [b"a"]) is script.lease
     assert script.sent == [("x", [b"a"])]

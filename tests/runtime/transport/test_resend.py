@@ -480,6 +480,7 @@ def test_every_other_call_goes_to_the_inner_transport() -> None:
     made = Resending(script, 1.0)
     assert made.bind("127.0.0.1", (1, 2)) == 7
     made.connect("s", "tcp://127.0.0.1:1")
+    made.admitted("in:1")
     made.proven("in:1")
     made.refused("in:2")
     made.wake()
@@ -487,6 +488,7 @@ def test_every_other_call_goes_to_the_inner_transport() -> None:
     assert script.calls == [
         ("bind", "127.0.0.1", (1, 2)),
         ("connect", "s", "tcp://127.0.0.1:1"),
+        ("admitted", "in:1"),
         ("proven", "in:1"),
         ("refused", "in:2"),
         ("wake",),

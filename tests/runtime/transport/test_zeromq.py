@@ -233,7 +233,7 @@ peer = subprocess.Popen([sys.executable, "-c", sys.argv[1], "tcp://127.0.0.1:%d"
 arrived = []
 while not arrived:
     arrived = [event for event in node.poll(1.0) if isinstance(event, Arrived)]
-node.proven(arrived[0].link)
+node.admitted(arrived[0].link)
 node.send(arrived[0].link, [b"proven"])
 for _ in range(20):
     node.send(arrived[0].link, [bytes(6_000_000)])
