@@ -139,8 +139,9 @@ class Peers:
         """Whether we opened a connection to another server."""
         return link in self._called
 
-    def lost(self, link: role.Link) -> bool:
-        """A connection ended or was refused; tell whether it was one of ours to another server."""
-        is_ours = link in self._called
-        self._called.discard(link)
-        return is_ours
+    def lost(self, link: role.Link) -> str:
+        """A connection ended or was refused; return the endpoint of the server that it led to, if it was ours."""
+        if link not in self._called:
+            return ""
+        self._called.remove(link)
+        return self._endpoints[link]

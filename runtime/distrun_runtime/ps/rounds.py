@@ -385,15 +385,6 @@ class Rounds:
         )
         return self._settle(store, turn)
 
-    def norms_lost(self, stores: Mapping[int, Store], reason: str) -> list[role.Action]:
-        """The connection to another server is gone: what waits for it fails."""
-        actions: list[role.Action] = []
-        for turn in self._norms.turns():
-            if turn.store in stores:
-                self._norms.fail(turn, Failure(reason))
-                actions += self._settle(stores[turn.store], turn)
-        return actions
-
     def _settle(self, store: Store, turn: Turn) -> list[role.Action]:
         """Go on with the shards of ours whose norms are known, or will not be."""
         shards = store.by_key[turn.key]

@@ -247,6 +247,12 @@ class Scheduler:
             *self._finish_when_done(),
         ]
 
+    def _lost_by_server(self, message: Message) -> list[role.Action]:
+        """A server has lost its connection to another one, which may live, or may have died or left before."""
+        who = str(message.body["who"])
+        lost = [server for server in self._roster.alive("server") if server.who.name == who]
+        return [action for server in lost for action in self._lose(server, str(message.body["reason"]))]
+
     def _leave(self, member: Member) -> list[role.Action]:
         self._roster.end(member, LEFT)
         actions: list[role.Action] = [role.Log("INFO", "event=bye node=%s" % member.who.name)]

@@ -196,10 +196,17 @@ class Server:
         return [*self._pulls.drop(event.link), *self._lost_peer(event)]
 
     def _lost_peer(self, event: role.Broken | role.TurnedAway) -> list[role.Action]:
-        if self._is_stopping or not self._rounds.peers.lost(event.link):
+        """A connection that we opened to another server has ended.
+
+        What went that way is lost, and workers would wait for it for ever. So the scheduler is told even if the other
+        server lives: it tells all nodes.
+        """
+        endpoint = self._rounds.peers.lost(event.link)
+        if self._is_stopping or not endpoint:
             return []
-        text = "%s lost its connection to %s: %s" % (self.me.name, event.link, event.reason)
-        return [role.Log("INFO", "event=lost-peer %s" % text), *self._rounds.norms_lost(self._stores, text)]
+        reason = "%s lost its connection to %s (%s): %s" % (self.me, event.link, endpoint, event.reason)
+        lost = Message(Kind.LOST, body={"who": event.link, "reason": reason})
+        return [role.Log("INFO", "event=lost-peer %s" % reason), role.Send(role.SCHEDULER_LINK, lost)]
 
     def _from_scheduler(self, message: Message) -> list[role.Action]:
         if message.kind is Kind.BYE and message.is_reply:

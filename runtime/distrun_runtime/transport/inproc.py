@@ -64,8 +64,16 @@ class InprocNetwork:
         """Break every connection of `transport`, as when its process dies."""
         with self.lock:
             broken = [wire for wire in self.wires if transport in (wire.opener, wire.acceptor)]
-            self.wires = [wire for wire in self.wires if wire not in broken]
             self.bound = {endpoint: other for endpoint, other in self.bound.items() if other is not transport}
+        self._break(broken, reason)
+
+    def cut_link(self, opener: InprocTransport, link: Link, reason: str = "cut") -> None:
+        """Break one connection, by its name at the side that opened it."""
+        self._break([wire for wire in self.wires if wire.opener is opener and wire.link == link], reason)
+
+    def _break(self, broken: Sequence[_Wire], reason: str) -> None:
+        with self.lock:
+            self.wires = [wire for wire in self.wires if wire not in broken]
         for wire in broken:
             wire.opener.put(Down(wire.link, reason))
             wire.acceptor.put(Down(wire.link_in, reason))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -403,15 +404,17 @@ def test_servers_that_send_sums_of_different_rules_fail_instead_of_adding_them(s
     assert reason(server.pull(0, 1)) == "the servers applied different rules"
 
 
-def test_a_lost_connection_to_a_server_fails_what_waits_for_it_and_is_opened_again(serving: Serving) -> None:
+def test_a_lost_connection_to_a_server_is_told_to_the_scheduler_which_ends_what_waits(serving: Serving) -> None:
+    """The other server may live, and nobody else sees that what it was sent is lost."""
     server = norms_server(serving)
     push_round(server, 1, THREE)
     server.pull(0, 1)
-    sent = server.cut("server-1")
-    assert reason(sent) == "server-0 lost its connection to server-1: its connection closed"
-    [told] = to(push_round(server, 2, THREE), "server-1")
-    assert server.calls[1:] == ["server-1", "server-1"]
-    assert told.body["round"] == 2
+    [told] = server.cut("server-1")
+    assert (told.link, told.kind, told.body["who"]) == ("scheduler", Kind.LOST, "server-1")
+    text = r"server-0@here \(pid \d+\) lost its connection to server-1 \(tcp://[^)]+\): its connection closed"
+    assert re.fullmatch(text, told.body["reason"])
+    sent = server.hear("scheduler", data(Kind.LOST, body=told.body))
+    assert reason(sent) == told.body["reason"]
 
 
 def test_the_reason_that_a_server_gives_for_its_end_is_told_to_who_waits_for_it(serving: Serving) -> None:
@@ -420,7 +423,7 @@ def test_the_reason_that_a_server_gives_for_its_end_is_told_to_who_waits_for_it(
     server.pull(0, 1)
     sent = server.hear("server-1", data(Kind.LOST, body={"who": "server-1", "reason": "server-1 failed: its GPU"}))
     assert reason(sent) == "server-1 failed: its GPU"
-    assert server.cut("server-1") == []
+    assert [told.link for told in server.cut("server-1")] == ["scheduler"]
 
 
 def test_after_a_loss_nothing_waits_for_norms(serving: Serving) -> None:
@@ -496,7 +499,8 @@ def test_a_pull_of_several_keys_that_failed_is_answered_once(serving: Serving) -
     server.rule(NORMALISED)
     server.push(0, 1, {"a": [1, 1], "b": [1, 1]})
     server.pull(0, 1, "a", "b")
-    assert said(server.cut("server-1")) == ["w0 PULL!"]
+    assert said(server.norms(1, "a", rank=0, error="the rule failed on server-1")) == ["w0 PULL!"]
+    assert server.norms(1, "b", rank=0, error="the rule failed on server-1") == []
     assert said(server.pull(0, 1, "a")) == ["w0 PULL"]
 
 

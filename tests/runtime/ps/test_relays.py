@@ -336,6 +336,32 @@ def test_a_round_that_one_worker_of_a_host_skips_is_skipped_for_all_with_its_not
     assert [notes for notes, _ in found] == [{0: None, 1: {"why": "overflow"}, 2: None, 3: None}] * 4
 
 
+@pytest.mark.parametrize("call", ["pull", "barrier"])
+def test_a_cut_connection_between_two_servers_ends_the_job_and_both_are_named(call: str) -> None:
+    """Also where no worker waits for what went that way."""
+    job = relayed()
+
+    def script(kv: Any) -> str:
+        kv.init(KEYS, [full(0)] * len(KEYS))
+        kv.push(KEYS, [full(1)] * len(KEYS))
+        kv.pull(KEYS, [full(0) for _ in KEYS])
+        kv.barrier()
+        if kv.rank == 0:
+            job.network.cut_link(job.transports["server-1"], "server-0", "the cable is out")
+        with pytest.raises(PeerLost) as lost:
+            while True:
+                kv.pull(KEYS, [full(0) for _ in KEYS]) if call == "pull" else kv.barrier()
+        return str(lost.value)
+
+    told = "server-1@there (pid "
+    with job:
+        for text in job.run(script):
+            assert told in text
+            assert text.endswith(
+                "lost its connection to server-0 (%s): the cable is out" % job.transports["server-0"].endpoint
+            )
+
+
 def test_a_sum_that_comes_at_once_after_welcome_arrives_however_slow_its_receiver_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -483,6 +483,20 @@ def test_a_lost_worker_is_told_to_everybody_who_lives() -> None:
     assert finish(actions) is None
 
 
+def test_a_server_that_lost_another_one_is_believed_unless_that_one_has_left() -> None:
+    job = Job(servers=3)
+    reason = "server-1@d1 (pid 1) lost its connection to server-0 (tcp://10.0.0.1:1): its connection closed"
+    assert job.hear("s1", Kind.LOST, who="server-7", reason=reason) == []
+    actions = job.hear("s1", Kind.LOST, who="server-0", reason=reason)
+    assert to(actions) == [(link, "LOST") for link in ("s1", "s2", "w0", "w1")]
+    assert sends(actions)[0][1].body == {"who": "server-0", "host": "d1", "reason": reason}
+    assert role.Publish({"lost_peer": "server-0", "message": reason}) in actions
+    assert job.hear("s2", Kind.LOST, who="server-0", reason=reason) == [], "it is known"
+    job.hear("s2", Kind.BYE)
+    assert job.hear("s1", Kind.LOST, who="server-2", reason=reason) == []
+    assert to(job.hear("w0", Kind.LOST, who="server-1", reason=reason)) == [("w0", "LOST!")], "only servers say it"
+
+
 def test_when_all_end_by_one_loss_everybody_is_told_of_the_first_sixteen() -> None:
     job = Job(40)
     told = [to(job.scheduler.handle(role.Broken("w%d" % rank, "gone"), 1)) for rank in range(39)]
