@@ -31,6 +31,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -53,6 +54,8 @@ BOARD_BYTES = 4 * PAGE
 _HEADER_BYTES = 64
 _TEXT_BYTES = 256
 _BACKLOG = 128
+ACCEPT_S = 0.1
+"""How often connections to our socket are accepted while no worker is expected there."""
 
 _CREDENTIALS = struct.Struct("3i")
 """struct ucred of unix(7): process, user, group."""
@@ -186,6 +189,8 @@ class Segments:
         """Nonces, by link."""
         self._came: dict[bytes, tuple[socket.socket, int]] = {}
         """By nonce: connections to our socket that have proven themselves, and the descriptors of their boards."""
+        self._accept_at = 0.0
+        """When connections to our socket are accepted next, by the monotonic clock, if not sooner for a worker."""
         self._silent: deque[socket.socket] = deque()
         """Connections to our socket that have said nothing yet."""
         self._tried: dict[str, tuple[socket.socket, _Board]] = {}
@@ -292,25 +297,35 @@ class Segments:
             raise NotShared("no abstract Unix socket: %s" % (err.strerror or err)) from err
         self._listener = listener
 
-    def _take_in(self) -> None:
-        """Take in who has connected to our socket; who has no proof of a nonce that we gave away is sent off."""
-        proofs = {self._proof(nonce): nonce for nonce in self._offered.values()}
+    def _accept(self) -> None:
+        """Accept who has connected to our socket, and close what is another user's. Any user of the host can connect,
+        and connections that nobody accepts would keep later ones away."""
         with contextlib.suppress(OSError):
             while self._listener is not None:
-                self._silent.append(self._listener.accept()[0])
+                one = self._listener.accept()[0]
+                one.setblocking(False)
+                try:
+                    _check_user(one)
+                except NotShared:
+                    one.close()
+                else:
+                    self._silent.append(one)
         while len(self._silent) > _BACKLOG:
             self._silent.popleft().close()
+
+    def _take_in(self) -> None:
+        """Take in who has connected to our socket; who has no proof of a nonce that we gave away is sent off."""
+        self._accept()
+        proofs = {self._proof(nonce): nonce for nonce in self._offered.values()}
         for _ in range(len(self._silent)):
             one = self._silent.popleft()
-            one.setblocking(False)
             text, fd = "", -1
             try:
-                _check_user(one)
                 text, fd = _hear(one)
             except BlockingIOError:
                 self._silent.append(one)  # It has connected, and is about to say who it is.
                 continue
-            except (NotShared, OSError):
+            except OSError:
                 pass
             # Proofs are looked up by the digest of what came: how long that takes says nothing of the right ones.
             nonce = proofs.get(text)
@@ -440,7 +455,11 @@ class Segments:
             self._leaving.append(peer)
 
     def look(self) -> None:
-        """Look which of the peers whose links have ended have gone."""
+        """Look which of the peers whose links have ended have gone, and who has connected to our socket."""
+        now = time.monotonic()
+        if now >= self._accept_at:
+            self._accept_at = now + ACCEPT_S
+            self._accept()
         for _ in range(len(self._leaving)):
             peer = self._leaving.popleft()
             if peer.is_over():

@@ -373,6 +373,46 @@ def test_another_user_at_the_socket_gets_nothing_even_with_the_right_proof(pair:
         other.stdin.close()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_connections_of_another_user_to_the_socket_take_no_shared_memory_away_from_later_workers(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They fill the queue of connections that nobody has accepted, until the next worker comes."""
+    monkeypatch.setattr(paths, "ACCEPT_S", 0.0)
+    one = pair()
+    one.agree()
+    acceptor = one.acceptor._segments
+    knock = textwrap.dedent(
+        """
+        import os, socket, sys
+        os.setgid(65534)
+        os.setuid(65534)
+        kept = []
+        try:
+            while len(kept) < 1000:
+                kept.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                kept[-1].setblocking(False)
+                kept[-1].connect(b"\\0" + sys.argv[1].encode())
+        except BlockingIOError:
+            print("full", flush=True)
+        sys.stdin.read()
+        """
+    )
+    command = [sys.executable, "-c", knock, acceptor._name.decode()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        assert other.stdout.readline() == "full\n"
+        one.acceptor.poll(0)
+        later = Segments(TOKEN, [Pool()])
+        later.take("server-0", acceptor.offer("in:bb"))
+        acceptor.taken("in:bb")
+        later.ready("server-0", "")
+        assert later.is_open("server-0")
+        later.close()
+        other.stdin.close()
+
+
 GARBLED = {
     "a segment that was never handed over": struct.pack("<IIQQ", 1, 99, 0, 8),
     "bytes behind the end of a segment": struct.pack("<IIQQ", 1, 1, 1 << 40, 8),
