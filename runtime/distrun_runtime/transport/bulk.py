@@ -62,6 +62,8 @@ class Kind(IntEnum):
     """A message, some of whose frames are elsewhere: the table, then its frames, these empty."""
     SEGMENTS = 5
     """Segments whose descriptors were sent, to be mapped now: later messages will name them. JSON."""
+    ENDED = 6
+    """The acceptor: it reads nothing more on this connection, and why. Only the opener can close it. JSON."""
 
 
 @dataclass(eq=False)
@@ -247,6 +249,9 @@ class BulkTransport:
             if kind == Kind.SEGMENTS:
                 self._segments.map(link, [int(each) for each in json.loads(bytes(frames[1]))["segments"]["numbers"]])
                 return
+            if kind == Kind.ENDED:
+                self._end(link, "the other side says: %s" % json.loads(bytes(frames[1]))["reason"])
+                return
             if kind != Kind.CARRIED:
                 self._control(link, frames)
                 return
@@ -259,11 +264,17 @@ class BulkTransport:
                 whole[number] = frame
         except (struct.error, ValueError, KeyError, IndexError, TypeError, WireError, NotShared) as err:
             # The message is lost, and with it the order: for both sides this connection has ended.
-            self._inner.disconnect(link)
-            self._ended(link)
-            self._events.append(Down(link, "what it sent cannot be read: %s: %s" % (type(err).__name__, err)))
+            reason = "what it sent cannot be read: %s: %s" % (type(err).__name__, err)
+            if link.startswith("in:"):
+                self._say(link, Kind.ENDED, {"reason": reason})
+            self._end(link, reason)
             return
         self._events.append(Arrived(link, whole))
+
+    def _end(self, link: Link, reason: str) -> None:
+        self._inner.disconnect(link)
+        self._ended(link)
+        self._events.append(Down(link, reason))
 
     def _say(self, link: Link, kind: Kind, body: Mapping[str, Any]) -> None:
         with contextlib.suppress(ConnectionError):  # `Down` follows.

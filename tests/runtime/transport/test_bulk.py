@@ -430,10 +430,15 @@ def test_a_reference_that_is_wrong_ends_the_connection_and_not_the_node(pair: Ca
     table = GARBLED[what].replace(struct.pack("<II", 1, 1), struct.pack("<II", 1, next(iter(_peer(one).mapped))))
     head = struct.pack("<4sBBHII", b"DRKB", 1, 4, 1, 0, 1) + table
     one.wires[1].send("server-0", [head, b"", b""])
-    [down] = [event for event in until(one.acceptor, has(Down), one.opener) if isinstance(event, Down)]
+    [down] = [event for event in until(one.acceptor, has(Down)) if isinstance(event, Down)]
     assert down.link == one.link
     assert down.reason.startswith("what it sent cannot be read: ")
     assert not one.acceptor.shares(one.link)
+    [down] = [event for event in until(one.opener, has(Down), one.acceptor) if isinstance(event, Down)]
+    assert down.link == "server-0"
+    assert down.reason.startswith("the other side says: what it sent cannot be read: ")
+    with pytest.raises(ConnectionError):
+        one.opener.send("server-0", [b"more"])
 
 
 def _peer(one: Pair) -> Any:
