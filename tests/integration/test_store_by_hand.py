@@ -496,3 +496,38 @@ def test_a_python_without_numpy_is_told_how_to_get_it_and_never_by_bare_pip(tmp_
     assert error.startswith("distrun: error: server: %s on this host has no " % python)
     way = "-m pip install" if is_own else "-m venv ~/venv && ~/venv/bin/pip install"
     assert hint.startswith("distrun: hint: %s %s numpy pyzmq" % (python, way))
+
+
+PLACED = """
+    import numpy as np
+    from distrun_runtime import kvstore
+
+    with kvstore.create("dist_sync") as kv:
+        kv.init("w", np.zeros(100, "float32"))
+        print("pieces", sorted(each["pieces"] for each in kv.stats()))
+"""
+BOUND = {"MXNET_KVSTORE_BIGARRAY_BOUND": "10"}
+
+
+@pytest.mark.parametrize(
+    ("everywhere", "worker", "pieces", "warned"),
+    [
+        ({}, {}, [0, 1], ""),
+        (BOUND, {}, [1, 1], ""),
+        ({**BOUND, "DISTRUN_PARTITION": "size"}, {}, [0, 1], "scheduler-0"),
+        ({}, BOUND, [0, 1], "worker-0"),
+    ],
+)
+def test_mxnets_bound_selects_its_placement_or_a_warning_says_why_not(
+    everywhere: dict[str, str], worker: dict[str, str], pieces: list[int], warned: str
+) -> None:
+    """It did nothing unless DISTRUN_PARTITION was set, too."""
+    with ManualJob(1, 2, **everywhere) as job:
+        script = job.script(PLACED)
+        for role in ("scheduler", "server", "server"):
+            job.start(role)
+        job.start("worker", script, **worker)
+        assert set(job.wait()) == {0}, job.report()
+        assert f"pieces {pieces}" in job.out("worker-0"), job.report()
+        found = {name for name in ("scheduler-0", "worker-0") if "MXNET_KVSTORE_BIGARRAY_BOUND" in job.err(name)}
+        assert found == ({warned} if warned else set()), job.report()

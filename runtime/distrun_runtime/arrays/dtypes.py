@@ -27,6 +27,7 @@ __all__ = [
     "NAMES",
     "Array",
     "DType",
+    "exact_below",
     "from_half",
     "is_float",
     "name_of",
@@ -73,6 +74,14 @@ def parse(name: str) -> DType:
 def is_float(dtype: DType) -> bool:
     """Tell whether it is a floating-point type, bfloat16 included."""
     return dtype.kind == "f" or dtype == BFLOAT16
+
+
+def exact_below(dtype: DType) -> int:
+    """Return the number from which on a floating-point type rounds whole numbers: 16,777,216 for float32.
+
+    That number may itself be one that was rounded, such as 16,777,217.
+    """
+    return 2 ** (8 if dtype == BFLOAT16 else np.finfo(dtype).nmant + 1)
 
 
 def work_dtype(dtype: DType) -> DType:

@@ -278,8 +278,8 @@ TABLE: Tuple[Variable, ...] = (
         "MXNET_KVSTORE_BIGARRAY_BOUND",
         "tuning",
         READ,
-        "With DISTRUN_PARTITION=mxnet, values of at least so many elements are cut over all servers; smaller ones live"
-        " on one.",
+        "Values of at least so many elements are cut over all servers; smaller ones live on one. Setting it selects"
+        " DISTRUN_PARTITION=mxnet, for which it counts; a warning says so if DISTRUN_PARTITION=size is set, too.",
         type=INT,
         low=1,
         default=1000000,
@@ -363,7 +363,8 @@ TABLE: Tuple[Variable, ...] = (
         "DISTRUN_PARTITION",
         "tuning",
         READ,
-        "Where the scheduler places values: `size`, pieces of 1 MiB on the server with the fewest bytes; or `mxnet`.",
+        "Where values are placed: `size`, pieces of 1 MiB on the server with the fewest bytes; or `mxnet`, as MXNet"
+        " does, also if it is unset and MXNET_KVSTORE_BIGARRAY_BOUND is set.",
         choices=("size", "mxnet"),
         default="size",
     ),

@@ -125,7 +125,7 @@ class Sum:
     def _merged(self) -> Rows:
         if len(self.parts) == 1:
             return self.parts[0]
-        rows = np.unique(np.concatenate([part.rows for part in self.parts]))
+        rows = rowcodec.ascending(np.concatenate([part.rows for part in self.parts]))
         values = np.zeros((len(rows), self.row_size), self.parts[0].values.dtype)
         for part in self.parts:
             _add_rows(values, np.searchsorted(rows, part.rows), part.values)

@@ -134,7 +134,7 @@ def read(role: str, env: Mapping[str, str] | None = None) -> Config:
         start_timeout_s=environ.read("DISTRUN_START_TIMEOUT", env),
         op_timeout_s=environ.read("DISTRUN_OP_TIMEOUT", env),
         bigarray_bound=environ.read("MXNET_KVSTORE_BIGARRAY_BOUND", env),
-        partition=environ.read("DISTRUN_PARTITION", env),
+        partition=_partition(env),
         verbose=environ.read("PS_VERBOSE", env),
         ports=port_range(environ.text("DISTRUN_PORT_RANGE", env)),
         stays=environ.read("DISTRUN_PUBLISH_FD", env) is not None,
@@ -150,6 +150,22 @@ def read(role: str, env: Mapping[str, str] | None = None) -> Config:
         stages=environ.read("DISTRUN_STAGES", env),
         resend_s=environ.read("PS_RESEND_TIMEOUT", env) / 1000 if environ.read("PS_RESEND", env) else 0.0,
         faults=_faults(env),
+    )
+
+
+def _partition(env: Mapping[str, str] | None) -> str:
+    """Return who places values. A program that sets MXNet's bound gets MXNet's placement."""
+    is_said, bound = environ.text("DISTRUN_PARTITION", env), environ.text("MXNET_KVSTORE_BIGARRAY_BOUND", env)
+    return "mxnet" if bound.strip() and not is_said.strip() else str(environ.read("DISTRUN_PARTITION", env))
+
+
+def unused_bound(config: Config, env: Mapping[str, str] | None = None) -> str:
+    """Return why MXNET_KVSTORE_BIGARRAY_BOUND does not count for the placement, if it is set; empty: it does."""
+    if config.partition == "mxnet" or not environ.text("MXNET_KVSTORE_BIGARRAY_BOUND", env).strip():
+        return ""
+    return (
+        "MXNET_KVSTORE_BIGARRAY_BOUND has no effect on where values are placed, as DISTRUN_PARTITION=size is set;"
+        " fix: unset DISTRUN_PARTITION"
     )
 
 

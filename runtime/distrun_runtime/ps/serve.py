@@ -71,6 +71,8 @@ def serve(role: str) -> int:
     counters, recorder = Counters(), Recorder()
     node = Scheduler(config, endpoint) if role == "scheduler" else Server(config, endpoint, counters, recorder)
     trace = Trace(config.verbose, lambda: node.me)
+    unused = configs.unused_bound(config) if role == "scheduler" else ""
+    warnings += [unused] if unused else []
     if not config.token:
         warnings.append(
             "this job runs open: DISTRUN_TOKEN_FILE is not set, so any process that reaches %s can join it" % endpoint

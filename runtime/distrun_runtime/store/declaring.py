@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,13 @@ def declare(
     records = [KeyRecord.of(key, 0, value) for key, value in items]
     body = {"records": [_described(record, compressor) for record in records]}
     made, reply = link.agree(what, Kind.KEYS, number, body)
+    if "servers" in reply and link.node.config.partition == "mxnet":
+        warnings.warn(
+            "the scheduler places values by size: DISTRUN_PARTITION=mxnet or MXNET_KVSTORE_BIGARRAY_BOUND is set for"
+            " this worker and not for the scheduler; fix: set it for all tasks, such as by --env",
+            RuntimeWarning,
+            stacklevel=4,
+        )
     servers = reply.get("servers") or [None] * len(reply["keys"])
     told = zip(reply["keys"], reply["numbers"], servers, strict=True)
     places = {_text(key): (int(pair[0]), int(pair[1]), where) for key, pair, where in told}

@@ -14,6 +14,7 @@ import numpy as np
 from distrun_runtime.arrays import dtypes, interop
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
+from distrun_runtime.ops.rows import ascending
 
 if TYPE_CHECKING:  # It imports this module.
     from distrun_runtime.store.base import KeyRecord
@@ -191,26 +192,32 @@ class Lookup:
             )
         self.outputs = [(out, _numbers_for(record, out, ids)) for out, ids in pairs]
         """Each output with its row numbers: int64, of one dimension, in the order given."""
-        self.rows: Array = np.unique(np.concatenate([numbers for _, numbers in self.outputs]))
+        self.rows: Array = ascending(np.concatenate([numbers for _, numbers in self.outputs]))
         """What to ask for: int64, ascending, each once."""
 
     def take(self, found: Array) -> None:
         """Fill the outputs; `found` (n, *shape[1:]) has the values of `rows`. The outputs may keep it."""
         for place, (out, numbers) in enumerate(self.outputs):
             if isinstance(out, RowSparse):
-                rows = np.unique(numbers)
+                # An output keeps its rows: they must not be the caller's array, nor another output's.
+                rows = self.rows if len(self.outputs) == 1 else ascending(numbers.copy())
                 picked = found if len(rows) == len(self.rows) and place == 0 else found[self._at(rows)]
                 out.fill(picked, rows)
             else:
-                out[...] = found[self._at(numbers)].reshape(out.shape)
+                picked = found if np.array_equal(numbers, self.rows) else found[self._at(numbers)]
+                out[...] = picked.reshape(out.shape)
 
-    def _at(self, rows: Array) -> Array:
-        return np.searchsorted(self.rows, rows)
+    def _at(self, numbers: Array) -> Array:
+        """Return the place of each of these among `rows`."""
+        order = np.argsort(numbers)  # To look up ascending numbers is several times as fast.
+        places = np.empty(len(numbers), np.intp)
+        places[order] = np.searchsorted(self.rows, numbers[order])
+        return places
 
 
 def _numbers_for(record: KeyRecord, out: Array | RowSparse, ids: Array) -> Array:
     """Return row numbers in one dimension, if they and the output fit the key."""
-    numbers = row_numbers(dtypes.widen(ids), record.shape[0], "key %r" % (record.key,))
+    numbers = row_numbers(ids, record.shape[0], "key %r" % (record.key,))
     if isinstance(out, RowSparse):
         record.fit(out, "output")
         return numbers
@@ -248,10 +255,12 @@ def row_numbers(rows: object, count: int, what: str) -> Array:
         what: whose they are, for messages, such as "key 'a'".
 
     Raises:
-        KVError: numbers that are not whole, below 0, or not below `count`; names the first such.
+        KVError: numbers that are not whole, below 0, not below `count`, or so large that their type rounds whole
+            numbers; names the first such.
     """
     refuse_mask(rows, "%s: the row numbers" % what)
-    array = interop.host_array(rows, "%s: the row numbers" % what)
+    given = interop.host_array(rows, "%s: the row numbers" % what)
+    array = dtypes.widen(given)
     if not array.size:
         return np.empty(0, np.int64)
     if array.dtype.kind not in "iuf":
@@ -264,6 +273,12 @@ def row_numbers(rows: object, count: int, what: str) -> Array:
         raise KVError(
             "%s: row %s, expected whole numbers from 0 to %d: the value has %d rows"
             % (what, flat[int(np.argmax(wrong))], count - 1, count)
+        )
+    if array.dtype.kind == "f" and flat.max() >= dtypes.exact_below(given.dtype):
+        raise KVError(
+            f"{what}: row {int(flat.max())} is given as {dtypes.name_of(given.dtype)}, which rounds whole numbers from"
+            f" {dtypes.exact_below(given.dtype)} on, so that another row may be meant; fix: give row numbers as"
+            " integers, such as int64"
         )
     return flat.astype(np.int64, copy=False)
 
