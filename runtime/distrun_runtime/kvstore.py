@@ -468,6 +468,10 @@ class KVStore(KVStoreBase):
                 self._backend.check(items)
                 borrowed.give_back()
 
+    def label(self, labels: Mapping[Key, str]) -> None:
+        """Say what this worker calls keys that it is about to initialise: `init` compares that too. For trainers."""
+        self._backend.label(labels)
+
     def companion(self) -> KVStore:
         """Return another store of the same workers, with rounds and without a rule. All call it. For trainers."""
         return KVStore(self._backend.companion())

@@ -115,17 +115,27 @@ def _records_differ(one: Call, other: Call) -> str:
                 *(has.rank, repr(record["key"]), describe(record), lacks.rank),
             )
         if left != right:
-            return "for key %s worker-%d has %s, worker-%d has %s" % (
-                *(repr(left["key"]), one.rank, describe(left), other.rank, describe(right)),
+            fix = "" if left.get("label") == right.get("label") else "; " + SAME_ORDER
+            return "for key %s worker-%d has %s, worker-%d has %s%s" % (
+                *(repr(left["key"]), one.rank, describe(left), other.rank, describe(right), fix),
             )
     return ""
 
 
+SAME_ORDER = (
+    "fix: give the parameters in the same order on all workers; a dict of parameters is taken in the order of its names"
+)
+
+
 def describe(record: Mapping[str, Any]) -> str:
-    """Return what a record says beside its key, for messages: `shape (2, 3) float32, row_sparse, codec 2bit`."""
+    """Return what a record says beside its key, for messages: `shape (2, 3) float32, row_sparse, codec 2bit`.
+
+    A label comes first: `parameter 'fc.weight' of shape (2, 3) float32`.
+    """
+    label = "%s of " % record["label"] if record.get("label") else ""
     more = [record["stype"]] if record.get("stype", "default") != "default" else []
     more += ["codec %s" % record["codec"]] if record.get("codec") else []
-    return ", ".join(["shape %s %s" % (tuple(record["shape"]), record["dtype"]), *more])
+    return ", ".join(["%sshape %s %s" % (label, tuple(record["shape"]), record["dtype"]), *more])
 
 
 def verb(message: Message) -> str:
@@ -141,7 +151,7 @@ _VERBS = {Kind.OPEN: "create", Kind.SAVE: "save_states", Kind.LOAD: "load_states
 # Keys
 
 Record = Mapping[str, Any]
-"""What a worker declares of a key: key, shape, dtype, stype, codec."""
+"""What a worker declares of a key: key, shape, dtype, stype, codec, and a label if it has one."""
 
 
 @dataclass(frozen=True)
@@ -300,6 +310,7 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
     "shape": lambda value: isinstance(value, list) and all(_is_whole(size) and size >= 0 for size in value),
     "dtype": lambda value: value in dtypes.NAMES,
     "stype": lambda value: value is None or isinstance(value, str),
+    "label": lambda value: value is None or isinstance(value, str),
 }
 """What the members of a record must be."""
 

@@ -299,6 +299,10 @@ class StoreBackend(ABC):
         """Return what is held around a collective call, if no other call of the process may be made meanwhile."""
         return nullcontext()
 
+    @abstractmethod
+    def label(self, labels: Mapping[Key, str]) -> None:
+        """Take note of what this worker calls keys; their `init` compares it where several workers share the store."""
+
     def reserve(self) -> int:
         """Take the next place in the order of collective calls; `init` and `assign` get it."""
         return 0

@@ -101,6 +101,8 @@ class DistBackend(StoreBackend):
         self._link = open_link(node, "create(%r)" % type_name, self._facts, kinds.on_devices(type_name))
         self._link.replaced = self._replaced
         self._transfers = Transfers(self._link, self._compressor)
+        self._labels: dict[Key, str] = {}
+        """What this worker calls keys that it is about to initialise."""
         self._gathering = CallBatch(self._flush)
         """Small calls that wait for others to be answered."""
         self._pushed: Selection | None = None
@@ -125,12 +127,15 @@ class DistBackend(StoreBackend):
 
     # Data
 
+    def label(self, labels: Mapping[Key, str]) -> None:
+        self._labels.update(labels)
+
     def reserve(self) -> int:
         return self._link.next_call()
 
     def init(self, items: list[tuple[Key, Value]], call_number: int) -> list[KeyRecord]:
         what = "init of %s" % named(key for key, _ in items)
-        number, placed = declaring.declare(self._link, what, call_number, items, self._compressor)
+        number, placed = declaring.declare(self._link, what, call_number, items, self._compressor, labels=self._labels)
         with self._lock:
             for record, shards in placed:
                 self._transfers.add(record.key, shards)

@@ -81,6 +81,9 @@ class LocalBackend(StoreBackend):
         """Return what holds the lock: a thread in an updater holds it too, and may wait for the init of a key."""
         return self._open()
 
+    def label(self, labels: Mapping[Key, str]) -> None:
+        """Do nothing: nobody else has names for keys."""
+
     def init(self, items: list[tuple[Key, Value]], call_number: int) -> list[KeyRecord]:
         with self._open():
             self._weights.check((key, value.dtype) for key, value in items)

@@ -121,6 +121,7 @@ class StoreExchange:
         if self._buffers and kinds.is_dist(self._store.type):
             # They must come back as they are, whatever the store was told for all its keys.
             self._store.set_gradient_compression({"type": "none"}, self._buffer_keys)
+        self._store.label(self._labels())
         with self._naming():
             self._store.init([*keys, *self._buffer_keys], [*values, *self._buffers.floats()])
         _TAKEN.add(self._store)
@@ -407,6 +408,12 @@ class StoreExchange:
                         _wait_for_all(sent.calls)  # Then nothing is lent any more.
                     raise
 
+    def _labels(self) -> dict[int | str, str]:
+        """Return what keys are called: parameters that have names, and buffers."""
+        buffers = zip(self._buffer_keys, self._buffers.names, strict=True)
+        named = ((key, f"parameter {one.name!r}") for key, one in enumerate(self._params) if one.name != str(key))
+        return dict((*named, *((key, f"buffer {name!r}") for key, name in buffers)))
+
     def _initial(self, parameter: Parameter) -> Gradient:
         weight = parameter.replicas[0].weight()
         if self._updates and parameter.grad_stype == "row_sparse":
@@ -617,9 +624,10 @@ def _keys_in(text: str) -> list[int]:
 def _note(key: int, params: Sequence[Parameter], buffers: Sequence[str], text: str) -> str:
     if key < len(params):
         name = params[key].name
-        return "" if name == str(key) else "key %d is parameter %r" % (key, name)
+        return "" if name == str(key) or "parameter %r" % name in text else f"key {key} is parameter {name!r}"
     if 0 <= key - len(params) - 1 < len(buffers):
-        return "key %d is buffer %r" % (key, buffers[key - len(params) - 1])
+        name = buffers[key - len(params) - 1]
+        return "" if "buffer %r" % name in text else f"key {key} is buffer {name!r}"
     if key > len(params) and "saved states" in text:
         return "key %d is a buffer of the module whose states were saved; make the trainer of that module" % key
     if key == len(params) and "int64" in text:

@@ -367,7 +367,7 @@ def test_workers_with_other_parameters_are_told() -> None:
     for said in run(script):
         assert "(2,)" in said
         assert "(3,)" in said
-        assert said.endswith(" (key 0 is parameter 'x')")
+        assert "worker-1 has parameter 'x' of shape" in said
 
 
 def test_workers_that_disagree_on_who_updates_are_told() -> None:
@@ -448,3 +448,43 @@ def test_the_noise_of_sgld_is_alike_on_all_workers_and_wherever_the_weights_are_
         trainer.step(1)
     np.testing.assert_allclose(found[0], np.stack([one.data for one in alone]), rtol=1e-6)
     assert len(np.unique(found[0])) == found[0].size
+
+
+# --- names of parameters
+
+
+@UPDATES
+def test_another_order_of_the_parameters_is_refused_with_both_ranks_and_names(update_on_kvstore: bool) -> None:
+    """Their shapes are alike: without names the weights of two layers would be mixed."""
+
+    def script(kv: KVStore) -> str:
+        names = ["body.weight", "head.weight"][:: 1 if kv.rank == 0 else -1]
+        params = [(name, Parameter(np.zeros(3), name=name)) for name in names]
+        with pytest.raises(KVError) as caught:
+            Trainer(params, "sgd", {"learning_rate": 1.0}, kvstore=kv, update_on_kvstore=update_on_kvstore)
+        return str(caught.value)
+
+    for said in run(script):
+        assert "worker-0 has parameter 'body.weight' of shape (3,) float64" in said
+        assert "worker-1 has parameter 'head.weight' of shape (3,) float64" in said
+        assert "fix: give the parameters in the same order on all workers" in said
+
+
+def test_parameters_without_names_are_told_apart_by_position_and_shape_only() -> None:
+    def script(kv: KVStore) -> float:
+        params = [Parameter(np.zeros(3), np.ones(3)), Parameter(np.zeros(3), np.ones(3))]
+        Trainer(params, "sgd", {"learning_rate": 1.0}, kvstore=kv).step(1)
+        return float(params[1].data[0])
+
+    assert run(script) == [-2, -2]
+
+
+def test_an_array_that_only_one_worker_calls_by_a_name_is_refused() -> None:
+    def script(kv: KVStore) -> str:
+        one = Parameter(np.zeros(3), name="" if kv.rank else "x")
+        with pytest.raises(KVError) as caught:
+            Trainer([one], "sgd", kvstore=kv)
+        return str(caught.value)
+
+    for said in run(script):
+        assert "parameter 'x'" in said
