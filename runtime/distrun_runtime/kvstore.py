@@ -468,6 +468,15 @@ class KVStore(KVStoreBase):
                 self._backend.check(items)
                 borrowed.give_back()
 
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Compare facts by name with those of the other workers, which all call this. For trainers.
+
+        Raises:
+            KVError: they differ; names the facts, both workers and both values.
+        """
+        self._settled()
+        self._backend.agree(facts)
+
     def label(self, labels: Mapping[Key, str]) -> None:
         """Say what this worker calls keys that it is about to initialise: `init` compares that too. For trainers."""
         self._backend.label(labels)
@@ -478,7 +487,7 @@ class KVStore(KVStoreBase):
 
     # What a push does
 
-    def set_optimizer(self, name: str, *, replace: bool = False, **params: object) -> None:
+    def set_optimizer(self, name: str, *, replace: bool | None = False, **params: object) -> None:
         """Update weights where they are stored: a push is then a gradient, a pull reads the weight.
 
         Any worker may call it. An equal repeat changes nothing and keeps the state (momentum, ...). With
@@ -486,6 +495,7 @@ class KVStore(KVStoreBase):
 
         Arguments:
             name: a rule of `distrun_runtime.ops.optimizers` (`sgd`, `adam`, ...), or `module:Class` for one of yours.
+            replace: None is False, for a trainer, which has no such argument.
             params: the rule's parameters by name, for instance learning_rate=0.1, momentum=0.9. torch's names are
                 understood as well: lr, weight_decay, betas, eps.
 
@@ -493,7 +503,7 @@ class KVStore(KVStoreBase):
             KVError: unknown name or parameter; a different rule, or an updater, is in place and `replace` is False.
         """
         self._ready()
-        self._backend.set_rule(rules.spec_of(name, params), bool(replace))
+        self._backend.set_rule(rules.spec_of(name, params), None if replace is None else bool(replace))
 
     def set_optimizer_params(self, **params: object) -> None:
         """Change parameters of the rule that is in place; its state stays. All servers have them when it returns.

@@ -42,6 +42,7 @@ __all__ = [
     "chosen",
     "fingerprint",
     "is_skip",
+    "trainer_facts",
 ]
 
 # --- weights that were changed outside of steps
@@ -350,6 +351,12 @@ def fingerprint(facts: Mapping[str, Any]) -> tuple[int, int]:
     """
     found = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode("utf-8"), digest_size=6).digest()
     return int.from_bytes(found[:3], "little"), int.from_bytes(found[3:], "little")
+
+
+def trainer_facts(spec: RuleSpec, names: Sequence[str], updates: bool) -> dict[str, str]:
+    """Return what the trainers of all workers must have alike when they are made, by names for people."""
+    table = _settings({"rule": spec.to_json(), "divided": None}, names)
+    return {"update_on_kvstore": str(updates), **table}
 
 
 def _rules_differ(notes: Answers, names: Sequence[str]) -> str:

@@ -113,6 +113,10 @@ class StoreExchange:
         """Key under which workers are counted (`Workers`): here no server knows who has joined."""
         self._warned: set[str] = set()
 
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Compare what must be alike in the trainers of all workers. Collective."""
+        self._store.agree(facts)
+
     def start(self) -> None:
         """Give all parameters rank 0's values, on all workers. Collective."""
         keys, values = list(range(len(self._params))), [self._initial(one) for one in self._params]
@@ -454,6 +458,9 @@ class ThirdPartyExchange:
     def __init__(self, store: KVStoreBase, params: list[Parameter], buffers: Buffers) -> None:
         self._store, self._params, self._buffers = store, params, buffers
 
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Do nothing: the store cannot compare."""
+
     def start(self) -> None:
         """Give all parameters and buffers rank 0's values, on all workers."""
         for index, parameter in enumerate(self._params):
@@ -630,9 +637,4 @@ def _note(key: int, params: Sequence[Parameter], buffers: Sequence[str], text: s
         return "" if "buffer %r" % name in text else f"key {key} is buffer {name!r}"
     if key > len(params) and "saved states" in text:
         return "key %d is a buffer of the module whose states were saved; make the trainer of that module" % key
-    if key == len(params) and "int64" in text:
-        return (
-            "key %d counts the workers where trainers update by themselves: is update_on_kvstore the same on all"
-            " workers?" % key
-        )
     return ""

@@ -26,6 +26,7 @@ from distrun_runtime.trainer.agreement import (
     change_refused,
     chosen,
     is_skip,
+    trainer_facts,
 )
 from distrun_runtime.trainer.exchange import Gradients, Reduced, Sent, StoreExchange, Sum, ThirdPartyExchange, Workers
 from distrun_runtime.trainer.model import Buffers
@@ -55,8 +56,9 @@ class StoreUpdates:
 
     def start(self) -> None:
         """Give rule and weights to the store; all workers have rank 0's weights then. Collective."""
+        self._exchange.agree(trainer_facts(self._with_multipliers(), self._names(), True))
         # Before the weights: with multi_precision, servers then make the masters of all of them.
-        self._store.set_optimizer(self.spec.name, **cast(Dict[str, Any], self.spec.params))
+        self._store.set_optimizer(self.spec.name, replace=None, **cast(Dict[str, Any], self.spec.params))
         self._exchange.start()
         self._changes.accept()
         self.send_multipliers()
@@ -141,12 +143,17 @@ class StoreUpdates:
         """Give the rule the multipliers of all parameters, if they were changed or `anew`."""
         if self.multipliers_are_sent and not anew:
             return
-        rates, decays = _multipliers(self._params)
-        spec = self.spec.changed({"lr_mult": rates, "wd_mult": decays})
+        spec = self._with_multipliers()
         if anew or spec != self.spec:
+            rates, decays = _multipliers(self._params)
             self._store.set_multipliers(lr=rates, wd=decays)
             self.spec = spec
         self.multipliers_are_sent = True
+
+    def _with_multipliers(self) -> RuleSpec:
+        """Return the rule with the multipliers that the parameters have now."""
+        rates, decays = _multipliers(self._params)
+        return self.spec.changed({"lr_mult": rates, "wd_mult": decays})
 
     # --- weights that were changed outside of steps
 
@@ -255,11 +262,12 @@ class OwnUpdates:
 
     def start(self) -> None:
         """Give all workers rank 0's weights. Collective."""
+        self.send_multipliers()
         if self._exchange is not None:
+            self._exchange.agree(trainer_facts(self.spec, [one.name for one in self._params], False))
             self._exchange.start()
         self._changes.accept()
         self._rule.prepare()
-        self.send_multipliers()
 
     # --- steps
 

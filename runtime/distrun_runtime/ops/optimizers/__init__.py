@@ -20,7 +20,7 @@ from distrun_runtime.ops.optimizers.base import (
 )
 from distrun_runtime.ops.optimizers.catalog import RULES, carry_state, make, renew_master
 from distrun_runtime.ops.optimizers.norms import NormRule, Prepared
-from distrun_runtime.ops.optimizers.spec import RuleSpec, change_of, difference, rule_of, same, spec_of
+from distrun_runtime.ops.optimizers.spec import RuleSpec, advice, change_of, difference, rule_of, same, spec_of
 from distrun_runtime.ops.params import Param
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "Rule",
     "RuleSpec",
     "State",
+    "advice",
     "carry_state",
     "change_of",
     "check_keys",

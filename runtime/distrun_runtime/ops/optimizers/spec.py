@@ -148,6 +148,17 @@ def difference(old: Rule | RuleSpec, new: Rule | RuleSpec) -> str:
     return "%s with %s" % (old.name, ", ".join(pairs))
 
 
+def advice(wanted: Rule | RuleSpec, replace: bool | None) -> str:
+    """Return what to do about a store that has another rule than the one that is `wanted`.
+
+    Arguments:
+        replace: as `KVStore.set_optimizer` was given it.
+    """
+    if replace is None:
+        return "fix: give the trainer the store's rule, or another store"
+    return f"set_optimizer({wanted.name!r}, ..., replace=True) puts another in its place"
+
+
 def _merged(present: Multipliers, word: str, given: object) -> Multipliers:
     try:
         pairs = [(key, number) for key, number in (given.items() if isinstance(given, Mapping) else cast(Any, given))]
