@@ -213,6 +213,8 @@ class KVStore(KVStoreBase):
         self._records: dict[Key, KeyRecord] = {}
         self._starting: dict[Key, BackgroundCall] = {}
         """Keys whose init is under way, in order."""
+        self._reserved = ""
+        """Why no keys may be initialised beside those that are there."""
         self._joiner: Joiner | None = None
         self._selections: dict[tuple[Key, ...], Selection] = {}
         """Keys as they were given in one call to what is known of them; dense keys only."""
@@ -476,6 +478,21 @@ class KVStore(KVStoreBase):
         """
         self._settled()
         self._backend.agree(facts)
+
+    def reserve(self, why: str) -> None:
+        """Let only the next `init` bring keys; later ones are refused, as `why` says. For trainers.
+
+        Arguments:
+            why: empty: all may.
+
+        Raises:
+            KVError: a key is there already.
+        """
+        with self._lock:
+            there = next(iter([*self._records, *self._starting]), None)
+            if why and there is not None:
+                raise KVError(f"key {there!r}: {why}")
+            self._reserved = why
 
     def label(self, labels: Mapping[Key, str]) -> None:
         """Say what this worker calls keys that it is about to initialise: `init` compares that too. For trainers."""
@@ -756,6 +773,8 @@ class KVStore(KVStoreBase):
     def _check_new(self, names: Sequence[Key]) -> None:
         known = next(iter(self._records), next(iter(self._starting), None))
         values.one_kind(names, known)
+        if self._reserved and known is not None:
+            raise KVError(f"{named(names)}: {self._reserved}")
         for name in names:
             if name in self._records or name in self._starting:
                 raise KVError(twice(name, self._records.get(name)))
