@@ -167,6 +167,9 @@ class Trainer:
     def step(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> bool:
         """Update all weights by the sum of all gradients, divided.
 
+        To clip gradients by their norm, call `allreduce_grads`, clip, and `update`: before `step`, a worker has its own
+        gradients only.
+
         Arguments:
             batch_size: what the sum is divided by, for gradients of a sum of losses: the number of examples in the
                 gradients of all workers, which may be another one in every step. None, for gradients of a mean: the

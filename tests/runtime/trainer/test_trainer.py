@@ -586,3 +586,23 @@ def test_a_store_whose_trainer_could_not_be_made_takes_keys() -> None:
             Trainer([zeros_on(1)], "sgd", HALF, kvstore=kv, update_on_kvstore=True)
         kv.init(100, np.zeros(1))
         kv.init(101, np.zeros(1))
+
+
+@pytest.mark.parametrize("update_on_kvstore", [True, False])
+def test_torch_sgd_under_a_changing_rate_gives_what_torch_gives(update_on_kvstore: bool) -> None:
+    """`sgd` is MXNet's: its momentum keeps the old rate, so that the two differ after a change."""
+    found = {}
+    for rule in ("torch_sgd", "sgd"):
+        one = Parameter(np.zeros(1), np.ones(1))
+        with kvstore.create("local") as kv:
+            trainer = Trainer([one], rule, {"momentum": 0.9}, kvstore=kv, update_on_kvstore=update_on_kvstore)
+            for rate in (1.0, 1.0, 0.1, 0.1):
+                trainer.set_learning_rate(rate)
+                trainer.step(1)
+            found[rule] = float(one.data[0])
+    w = v = 0.0
+    for rate in (1.0, 1.0, 0.1, 0.1):
+        v = 0.9 * v + 1
+        w -= rate * v
+    assert found["torch_sgd"] == pytest.approx(w, rel=1e-12)
+    assert found["sgd"] < w - 1

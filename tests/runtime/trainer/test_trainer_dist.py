@@ -575,3 +575,23 @@ def test_a_second_trainer_after_a_caught_error_is_not_a_retry_of_the_first(
 
     with Cluster(2, 1, over="inproc") as job:
         assert job.run_sessions(script) == [[1, 1]] * 2
+
+
+def test_gradients_clipped_between_the_halves_of_a_step_train_as_one_process_does() -> None:
+    """Clipped before `step`, each worker's gradient would have its own norm."""
+    gradients = [np.array([3.0, 0.0]), np.array([0.0, 400.0])]
+
+    def clip(grad: np.ndarray, limit: float) -> np.ndarray:
+        return grad * min(1.0, limit / float(np.linalg.norm(grad)))
+
+    def script(kv: KVStore) -> list[float]:
+        one = Parameter(np.zeros(2), gradients[kv.rank].copy())
+        trainer = Trainer([one], "torch_sgd", {"learning_rate": 1.0}, kvstore=kv, update_on_kvstore=False)
+        trainer.allreduce_grads()
+        one.grad[...] = clip(one.grad, 1.0 * kv.num_workers)
+        trainer.update()
+        return one.data.tolist()
+
+    expected = -clip(sum(gradients) / 2, 1.0)
+    for weights in run(script):
+        np.testing.assert_allclose(weights, expected, rtol=1e-12)

@@ -25,13 +25,13 @@ from distrun_runtime.ops.optimizers.adaptive import (
 )
 from distrun_runtime.ops.optimizers.base import Rule, State
 from distrun_runtime.ops.optimizers.norms import Lamb, Lars
-from distrun_runtime.ops.optimizers.sgd import Dcasgd, Nag, Sgd, Sgld, Signum, Test
+from distrun_runtime.ops.optimizers.sgd import Dcasgd, Nag, Sgd, Sgld, Signum, Test, TorchSgd
 from distrun_runtime.ops.params import Json, did_you_mean
 
 RULES: dict[str, Type[Rule]] = {
     rule.name: rule
     for rule in (
-        *(Sgd, Nag, Signum, Dcasgd, Sgld),
+        *(Sgd, Nag, TorchSgd, Signum, Dcasgd, Sgld),
         *(Adam, AdamW, TorchAdamW, Adamax, Nadam, RmsProp, AdaGrad, AdaDelta, Ftrl, Ftml),
         *(Lamb, Lars, Test),
     )
