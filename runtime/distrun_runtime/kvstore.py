@@ -504,7 +504,14 @@ class KVStore(KVStoreBase):
 
     # What a push does
 
-    def set_optimizer(self, name: str, *, replace: bool | None = False, **params: object) -> None:
+    def set_optimizer(
+        self,
+        name: str,
+        *,
+        replace: bool | None = False,
+        param_idx2name: Mapping[Key, str] | None = None,
+        **params: object,
+    ) -> None:
         """Update weights where they are stored: a push is then a gradient, a pull reads the weight.
 
         Any worker may call it. An equal repeat changes nothing and keeps the state (momentum, ...). With
@@ -513,6 +520,8 @@ class KVStore(KVStoreBase):
         Arguments:
             name: a rule of `distrun_runtime.ops.optimizers` (`sgd`, `adam`, ...), or `module:Class` for one of yours.
             replace: None is False, for a trainer, which has no such argument.
+            param_idx2name: key to name, as MXNet's optimizers take it: keys whose names do not end in _weight or _gamma
+                then have no weight decay (`set_multipliers(wd={key: 0})`).
             params: the rule's parameters by name, for instance learning_rate=0.1, momentum=0.9. torch's names are
                 understood as well: lr, weight_decay, betas, eps.
 
@@ -520,7 +529,11 @@ class KVStore(KVStoreBase):
             KVError: unknown name or parameter; a different rule, or an updater, is in place and `replace` is False.
         """
         self._ready()
-        self._backend.set_rule(rules.spec_of(name, params), None if replace is None else bool(replace))
+        spec = rules.spec_of(name, params)
+        decays = rules.decays_by_name(name, param_idx2name or {})
+        self._backend.set_rule(spec, None if replace is None else bool(replace))
+        if decays:
+            self._backend.change_rule(rules.change_of(wd_mult=decays))
 
     def set_optimizer_params(self, **params: object) -> None:
         """Change parameters of the rule that is in place; its state stays. All servers have them when it returns.

@@ -302,3 +302,16 @@ def test_a_store_is_capable_of_optimizers_and_knows_nothing_else(kv: KVStore) ->
     for unknown in ("Optimizer", "flying", None):
         with pytest.raises(KVError, match=r"no capability .* is known"):
             kv.is_capable(unknown)
+
+
+@pytest.mark.parametrize("keys", [[0, 1, 2], ["fc_weight", "fc_bias", "bn_gamma"]])
+def test_names_decide_on_weight_decay_as_mxnets_param_idx2name_does(keys: list[Any]) -> None:
+    names = {0: "fc_weight", 1: "fc_bias", 2: "bn_gamma"}
+    for rule, expected in (("sgd", [0.5, 1, 0.5]), ("lars", [0.5, 1, 1])):
+        with kvstore.create("local") as kv:
+            kv.init(keys, [np.ones(1)] * 3)
+            kv.set_optimizer(rule, learning_rate=1.0, wd=0.5, param_idx2name=names)
+            kv.set_optimizer(rule, learning_rate=1.0, wd=0.5, param_idx2name=names)
+            found = [np.empty(1) for _ in keys]
+            kv.pushpull(keys, [np.zeros(1)] * 3, out=found)
+            assert [float(one[0]) for one in found] == expected, rule

@@ -133,6 +133,30 @@ def change_of(
     return result
 
 
+def decays_by_name(rule: str, names: object) -> dict[Key, float]:
+    """Return the multipliers of the weight decay that follow from names, by key and by name.
+
+    Source: `Optimizer.set_wd_mult` of MXNet: what does not end in _weight or _gamma has no decay; under `lars`, gammas
+    have none either.
+
+    Arguments:
+        names: key to name, MXNet's `param_idx2name`. A key may also be the name itself.
+
+    Raises:
+        KVError: it is something else.
+    """
+    is_right = isinstance(names, Mapping) and all(
+        isinstance(key, (int, str)) and isinstance(name, str) for key, name in names.items()
+    )
+    if not is_right:
+        raise KVError(
+            f"param_idx2name is a dictionary from keys to names, such as {{0: 'fc_weight'}}, not {names!r:.60}"
+        )
+    ends = ("_weight",) if rule.lower() == "lars" else ("_weight", "_gamma")
+    pairs = cast(Mapping[Key, str], names).items()
+    return {each: 0.0 for key, name in pairs if not name.endswith(ends) for each in (key, name)}
+
+
 def same(one: Rule | RuleSpec, other: Rule | RuleSpec) -> bool:
     """Tell whether two rules or specs are equal: same name, same parameters. Multipliers are not compared."""
     return one.name == other.name and one.params == other.params
