@@ -69,6 +69,18 @@ Folder = Union[str, "os.PathLike[str]"]
 Joiner = Callable[[Callable[[], None]], None]
 """joiner(join): makes a worker join, where that takes more than the store's own `join`."""
 
+OLD_NAMES = {
+    "_barrier": "barrier()",
+    "_set_updater": "set_updater(function)",
+    "save_optimizer_states": "save_states(folder)",
+    "load_optimizer_states": "load_states(folder)",
+    "_send_command_to_servers": "set_optimizer(name, ...), profile(folder) or stats()",
+    "_set_optimizer": "set_optimizer(name, ...)",
+    "get_num_dead_node": "num_dead_node(node_id, timeout)",
+    "local_rank": "the variable DISTRUN_LOCAL_RANK",
+}
+"""What MXNet's stores have by other names, to what it is here."""
+
 Item = tuple[KeyRecord, Value]
 
 _BASE, _IS_WRITEABLE = operator.attrgetter("base"), operator.attrgetter("flags.writeable")
@@ -127,6 +139,8 @@ def create(name: str = "local", *, staleness: int | None = None, deterministic: 
     found = None if kind in TYPES else kinds.find(kind)
     if kind not in TYPES and found is None:
         known = [*TYPES, *kinds.names()]
+        if kind in kinds.OLD_NAMES:
+            raise KVError(f"store type {name!r} is MXNet's; fix: {kinds.OLD_NAMES[kind]}; known are {', '.join(known)}")
         raise KVError("unknown store type %r%s; known are %s" % (name, did_you_mean(kind, known), ", ".join(known)))
     bound = {**_staleness(kind, staleness), **_order(kind, deterministic)}
     # Imported here, each of them: only the kind that is asked for is loaded.
@@ -219,6 +233,13 @@ class KVStore(KVStoreBase):
         self._selections: dict[tuple[Key, ...], Selection] = {}
         """Keys as they were given in one call to what is known of them; dense keys only."""
         self._selected_keys = 0
+
+    if not TYPE_CHECKING:  # for type checkers, names that are not there stay errors
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError; it says what one of MXNet's names is called here."""
+            now = f"; MXNet's {name} is {OLD_NAMES[name]} here" if name in OLD_NAMES else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{now}", name=name, obj=self)
 
     def __repr__(self) -> str:
         ended = ", closed" if self._lifetime.is_over else ""

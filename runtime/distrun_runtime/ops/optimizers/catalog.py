@@ -125,7 +125,9 @@ def _builtin(name: object) -> Union[Type[Rule], None]:
         KVError: neither.
     """
     if not isinstance(name, str):
-        raise KVError("a rule is given by name (%s), not as %s" % (", ".join(sorted(RULES)), type(name).__name__))
+        kind = type(name).__name__
+        fix = f"; fix: give {kind.lower()!r}, and its parameters by name" if kind.lower() in RULES else ""
+        raise KVError(f"a rule is given by name ({', '.join(sorted(RULES))}), not as {kind}{fix}")
     found = RULES.get(name.lower())
     if found is None and ":" not in name and name != "updater":
         text = "unknown rule %r%s; known are %s"
