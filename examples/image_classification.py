@@ -25,7 +25,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--dataset", choices=["cifar10", "mnist"], default="cifar10")
     parser.add_argument("--data-dir", metavar="DIR", help="has the data set's files; else a small stand-in")
-    parser.add_argument("--model", choices=["vgg11", "resnet18", "lenet"], default="resnet18")
+    parser.add_argument("--model", choices=["vgg11", "resnet18", "resnet18_v1", "lenet"], default="resnet18_v1")
+    parser.add_argument("--dtype", choices=["float32", "float16"], default="float32", help="of weights and images")
     parser.add_argument("--epochs", type=arguments.positive, default=10)
     parser.add_argument("--kvstore", "--kv-store", choices=kvstore.TYPES, default="local", help="default local")
     parser.add_argument("--gpus", type=arguments.gpus, metavar="LIST", help="such as 0,2; without it, the CPU")
@@ -41,7 +42,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--train-size", type=arguments.positive, metavar="N", help="train on the first N images")
     options = parser.parse_args()
     if (options.model == "lenet") != (options.dataset == "mnist"):
-        parser.error("lenet is for mnist; vgg11 and resnet18 are for cifar10")
+        parser.error("lenet is for mnist; vgg11 and resnet18_v1 are for cifar10")
     return options
 
 
@@ -49,8 +50,10 @@ def network(options: argparse.Namespace) -> torch.nn.Module:
     """Return the model that was asked for, with the same first weights in every run."""
     torch.manual_seed(0)
     if options.model == "lenet":
-        return networks.lenet()
-    return {"vgg11": networks.vgg11, "resnet18": networks.resnet18}[options.model](options.width)
+        net = networks.lenet()
+    else:
+        net = networks.vgg11(options.width) if options.model == "vgg11" else networks.resnet18(options.width)
+    return net.to(getattr(torch, options.dtype))
 
 
 def main() -> None:
@@ -75,15 +78,17 @@ def main() -> None:
             last_batch="discard",
         )
         nets, params = networks.replicas_of(network(options), devices)
-        rule = {"learning_rate": options.lr, "momentum": options.momentum, "wd": options.wd}
+        # As in MXNet's program: with 16-bit weights, the store keeps a float32 master of each.
+        halves = {"multi_precision": True} if options.dtype == "float16" else {}
+        rule = {"learning_rate": options.lr, "momentum": options.momentum, "wd": options.wd, **halves}
         trainer = Trainer(params, "sgd", rule, kvstore=kv)
         for epoch in range(options.epochs):
             for data, label in train:
-                images = split_and_load(torch.from_numpy(data), devices)
+                images = split_and_load(torch.from_numpy(data).to(getattr(torch, options.dtype)), devices)
                 labels = split_and_load(torch.from_numpy(label), devices)
                 for net, x, y in zip(nets, images, labels, strict=True):
                     net.zero_grad()
-                    functional.cross_entropy(net(x), y).backward()  # the mean over the batch
+                    functional.cross_entropy(net(x).float(), y).backward()  # the mean over the batch
                 trainer.step()
             print("Epoch %d: Test_acc %f" % (epoch, networks.accuracy(nets[0], Reader(test_set, 256))), flush=True)
 

@@ -39,12 +39,12 @@ def replicas_of(net: nn.Module, devices: list[str]) -> tuple[list[nn.Module], li
 
 def accuracy(net: nn.Module, batches: Iterable[Batch]) -> float:
     """Return the share of images whose highest score is their label."""
-    device = next(net.parameters()).device
+    first = next(net.parameters())
     right = count = 0
     net.eval()
     with torch.no_grad():
         for images, labels in batches:
-            scores = net(torch.as_tensor(images).to(device)).cpu()
+            scores = net(torch.as_tensor(images).to(first.device, first.dtype)).float().cpu()
             right += int((scores.argmax(1) == torch.as_tensor(labels)).sum())
             count += len(labels)
     net.train()

@@ -69,6 +69,18 @@ Folder = Union[str, "os.PathLike[str]"]
 Joiner = Callable[[Callable[[], None]], None]
 """joiner(join): makes a worker join, where that takes more than the store's own `join`."""
 
+OLD_NAMES = {
+    "_barrier": "barrier()",
+    "_set_updater": "set_updater(function)",
+    "save_optimizer_states": "save_states(folder)",
+    "load_optimizer_states": "load_states(folder)",
+    "_send_command_to_servers": "set_optimizer(name, ...), profile(folder) or stats()",
+    "_set_optimizer": "set_optimizer(name, ...)",
+    "get_num_dead_node": "num_dead_node(node_id, timeout)",
+    "local_rank": "the variable DISTRUN_LOCAL_RANK",
+}
+"""What MXNet's stores have by other names, to what it is here."""
+
 Item = tuple[KeyRecord, Value]
 
 _BASE, _IS_WRITEABLE = operator.attrgetter("base"), operator.attrgetter("flags.writeable")
@@ -127,6 +139,8 @@ def create(name: str = "local", *, staleness: int | None = None, deterministic: 
     found = None if kind in TYPES else kinds.find(kind)
     if kind not in TYPES and found is None:
         known = [*TYPES, *kinds.names()]
+        if kind in kinds.OLD_NAMES:
+            raise KVError(f"store type {name!r} is MXNet's; fix: {kinds.OLD_NAMES[kind]}; known are {', '.join(known)}")
         raise KVError("unknown store type %r%s; known are %s" % (name, did_you_mean(kind, known), ", ".join(known)))
     bound = {**_staleness(kind, staleness), **_order(kind, deterministic)}
     # Imported here, each of them: only the kind that is asked for is loaded.
@@ -213,10 +227,19 @@ class KVStore(KVStoreBase):
         self._records: dict[Key, KeyRecord] = {}
         self._starting: dict[Key, BackgroundCall] = {}
         """Keys whose init is under way, in order."""
+        self._reserved = ""
+        """Why no keys may be initialised beside those that are there."""
         self._joiner: Joiner | None = None
         self._selections: dict[tuple[Key, ...], Selection] = {}
         """Keys as they were given in one call to what is known of them; dense keys only."""
         self._selected_keys = 0
+
+    if not TYPE_CHECKING:  # for type checkers, names that are not there stay errors
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError; it says what one of MXNet's names is called here."""
+            now = f"; MXNet's {name} is {OLD_NAMES[name]} here" if name in OLD_NAMES else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{now}", name=name, obj=self)
 
     def __repr__(self) -> str:
         ended = ", closed" if self._lifetime.is_over else ""
@@ -468,13 +491,48 @@ class KVStore(KVStoreBase):
                 self._backend.check(items)
                 borrowed.give_back()
 
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Compare facts by name with those of the other workers, which all call this. For trainers.
+
+        Raises:
+            KVError: they differ; names the facts, both workers and both values.
+        """
+        self._settled()
+        self._backend.agree(facts)
+
+    def reserve(self, why: str) -> None:
+        """Let only the next `init` bring keys; later ones are refused, as `why` says. For trainers.
+
+        Arguments:
+            why: empty: all may.
+
+        Raises:
+            KVError: a key is there already.
+        """
+        with self._lock:
+            there = next(iter([*self._records, *self._starting]), None)
+            if why and there is not None:
+                raise KVError(f"key {there!r}: {why}")
+            self._reserved = why
+
+    def label(self, labels: Mapping[Key, str]) -> None:
+        """Say what this worker calls keys that it is about to initialise: `init` compares that too. For trainers."""
+        self._backend.label(labels)
+
     def companion(self) -> KVStore:
         """Return another store of the same workers, with rounds and without a rule. All call it. For trainers."""
         return KVStore(self._backend.companion())
 
     # What a push does
 
-    def set_optimizer(self, name: str, *, replace: bool = False, **params: object) -> None:
+    def set_optimizer(
+        self,
+        name: str,
+        *,
+        replace: bool | None = False,
+        param_idx2name: Mapping[Key, str] | None = None,
+        **params: object,
+    ) -> None:
         """Update weights where they are stored: a push is then a gradient, a pull reads the weight.
 
         Any worker may call it. An equal repeat changes nothing and keeps the state (momentum, ...). With
@@ -482,6 +540,9 @@ class KVStore(KVStoreBase):
 
         Arguments:
             name: a rule of `distrun_runtime.ops.optimizers` (`sgd`, `adam`, ...), or `module:Class` for one of yours.
+            replace: None is False, for a trainer, which has no such argument.
+            param_idx2name: key to name, as MXNet's optimizers take it: keys whose names do not end in _weight or _gamma
+                then have no weight decay (`set_multipliers(wd={key: 0})`).
             params: the rule's parameters by name, for instance learning_rate=0.1, momentum=0.9. torch's names are
                 understood as well: lr, weight_decay, betas, eps.
 
@@ -489,7 +550,11 @@ class KVStore(KVStoreBase):
             KVError: unknown name or parameter; a different rule, or an updater, is in place and `replace` is False.
         """
         self._ready()
-        self._backend.set_rule(rules.spec_of(name, params), bool(replace))
+        spec = rules.spec_of(name, params)
+        decays = rules.decays_by_name(name, param_idx2name or {})
+        self._backend.set_rule(spec, None if replace is None else bool(replace))
+        if decays:
+            self._backend.change_rule(rules.change_of(wd_mult=decays))
 
     def set_optimizer_params(self, **params: object) -> None:
         """Change parameters of the rule that is in place; its state stays. All servers have them when it returns.
@@ -742,6 +807,8 @@ class KVStore(KVStoreBase):
     def _check_new(self, names: Sequence[Key]) -> None:
         known = next(iter(self._records), next(iter(self._starting), None))
         values.one_kind(names, known)
+        if self._reserved and known is not None:
+            raise KVError(f"{named(names)}: {self._reserved}")
         for name in names:
             if name in self._records or name in self._starting:
                 raise KVError(twice(name, self._records.get(name)))

@@ -123,6 +123,13 @@ def test_image_classification_learns_as_a_job_by_the_seeds_command(tmp_path: Pat
 
 
 @pytest.mark.peers
+def test_image_classification_takes_the_dtype_and_the_model_of_mxnets_program(tmp_path: Path) -> None:
+    options = ["--dataset", "cifar10", "--model", "resnet18_v1", "--dtype", "float16", "--epochs", "1"]
+    output, _ = alone(tmp_path, "image_classification", *options, "--train-size", "40", "--width", "1")
+    assert len(values(output)) == 1
+
+
+@pytest.mark.peers
 def test_cifar10_dist_prints_the_lines_of_its_sample_run_alone(tmp_path: Path) -> None:
     output, said = alone(tmp_path, "cifar10_dist", "--kv-store", "local", "--epochs", "3", *CIFAR, "--batch-size", "16")
     assert re.fullmatch(

@@ -302,3 +302,86 @@ def test_a_store_is_capable_of_optimizers_and_knows_nothing_else(kv: KVStore) ->
     for unknown in ("Optimizer", "flying", None):
         with pytest.raises(KVError, match=r"no capability .* is known"):
             kv.is_capable(unknown)
+
+
+@pytest.mark.parametrize("keys", [[0, 1, 2], ["fc_weight", "fc_bias", "bn_gamma"]])
+def test_names_decide_on_weight_decay_as_mxnets_param_idx2name_does(keys: list[Any]) -> None:
+    names = {0: "fc_weight", 1: "fc_bias", 2: "bn_gamma"}
+    for rule, expected in (("sgd", [0.5, 1, 0.5]), ("lars", [0.5, 1, 1])):
+        with kvstore.create("local") as kv:
+            kv.init(keys, [np.ones(1)] * 3)
+            kv.set_optimizer(rule, learning_rate=1.0, wd=0.5, param_idx2name=names)
+            kv.set_optimizer(rule, learning_rate=1.0, wd=0.5, param_idx2name=names)
+            found = [np.empty(1) for _ in keys]
+            kv.pushpull(keys, [np.zeros(1)] * 3, out=found)
+            assert [float(one[0]) for one in found] == expected, rule
+
+
+# Names of MXNet
+
+
+@pytest.mark.parametrize(
+    ("name", "now"),
+    [
+        ("_barrier", r"barrier\(\)"),
+        ("_set_updater", r"set_updater\(function\)"),
+        ("save_optimizer_states", r"save_states\(folder\)"),
+        ("load_optimizer_states", r"load_states\(folder\)"),
+        ("_send_command_to_servers", "set_optimizer"),
+    ],
+)
+def test_an_old_name_of_a_call_is_an_error_that_says_the_present_one(kv: KVStore, name: str, now: str) -> None:
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}'; MXNet's {name} is {now}.* here"):
+        getattr(kv, name)
+    assert not hasattr(kv, name)
+    with pytest.raises(AttributeError, match=r"has no attribute 'pusch'$"):
+        kv.pusch  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "now"),
+    [
+        ("nccl", "device"),
+        ("local_allreduce_device", "device"),
+        ("local_update_cpu", "local"),
+        ("local_allreduce_cpu", "local"),
+        ("horovod", "dist_device_sync"),
+        ("byteps", "dist_device_sync"),
+    ],
+)
+def test_an_old_name_of_a_kind_is_an_error_that_says_the_present_one(name: str, now: str) -> None:
+    with pytest.raises(KVError, match=rf"store type '{name}' is MXNet's; fix: .*create\('{now}'\); known are local, "):
+        kvstore.create(name)
+
+
+class NDArray:
+    """As MXNet's: only `asnumpy` shows what is in it."""
+
+    shape = (2,)
+    dtype = np.float32
+
+    def asnumpy(self) -> Array:
+        return np.ones(2, np.float32)
+
+
+def test_an_array_of_mxnet_is_refused_with_what_to_call(kv: KVStore) -> None:
+    said = r"NDArray.*, an array of MXNet, which only MXNet can read; fix: call \.asnumpy\(\)"
+    for call in (
+        lambda: kv.init("new", NDArray()),
+        lambda: kv.push("a", NDArray()),
+        lambda: kv.push("a", [NDArray(), NDArray()]),
+        lambda: kv.pushpull(["a", "b"], [NDArray(), np.array(1)]),
+    ):
+        with pytest.raises(KVError, match=said):
+            call()
+    with pytest.raises(KVError, match=r"pull into an array of numpy, and then x\[:\] = array"):
+        kv.pull("a", out=NDArray())
+    assert is_unchanged(kv)
+
+
+def test_an_optimizer_that_is_given_as_an_object_is_refused_with_its_name(kv: KVStore) -> None:
+    class SGD:
+        """As MXNet's."""
+
+    with pytest.raises(KVError, match=r"not as SGD; fix: give 'sgd', and its parameters by name"):
+        kv.set_optimizer(SGD())  # type: ignore[arg-type]

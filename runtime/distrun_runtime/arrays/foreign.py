@@ -225,6 +225,14 @@ def device_output(value: object, cuda: Cuda, streams: Streams | None = None) -> 
     return view
 
 
+def of_mxnet(value: object, is_output: bool = False) -> str | None:
+    """Return what to do about an array of MXNet, which shows its memory to no other library; None: it is none."""
+    if isinstance(value, np.ndarray) or not hasattr(value, "asnumpy"):
+        return None
+    fix = "pull into an array of numpy, and then x[:] = array" if is_output else "call .asnumpy()"
+    return f"found {named(value)}, an array of MXNet, which only MXNet can read; fix: {fix}"
+
+
 def refusal(value: object, is_output: bool = False) -> str | None:
     """Return why a store cannot use an array that is in no memory of the host or of a CUDA device, and what to do.
 
@@ -242,7 +250,7 @@ def refusal(value: object, is_output: bool = False) -> str | None:
         return _SPREAD % named(value)
     where = _place(value)
     if where is None:
-        return None
+        return of_mxnet(value, is_output)
     found = f"found {named(value)} in memory of {where}; {_CUDA_ONLY}"
     if is_output:
         return f"{found}; fix: give an array of numpy, and copy it to the GPU"

@@ -77,6 +77,9 @@ def host_array(value: object, what: str) -> Array:
         KVError: numpy cannot see it: without values, of a layout of its own, ..., or it is on a GPU and cannot be
             copied; says what was found and what to do.
     """
+    why = foreign.of_mxnet(value)
+    if why is not None:  # numpy would look into it element by element
+        raise KVError(f"{what}: {why}")
     on_gpu = GpuArrays().of(value, what)
     if on_gpu is not None:
         return find.gpus().borrowing.host(on_gpu)

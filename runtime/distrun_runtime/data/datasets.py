@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distrun_runtime.data.reader import Batch
+from distrun_runtime.data.recordio import local_path
 from distrun_runtime.data.sampling import Positions
 from distrun_runtime.errors import DataError
 
@@ -119,7 +120,7 @@ class MNIST:
 
 def _decompressed(path: str | os.PathLike[str]) -> bytes:
     """Return a file's bytes, decompressed if it is a gzip file whatever its name."""
-    content = Path(path).read_bytes()
+    content = Path(local_path(path)).read_bytes()
     if not content.startswith(b"\x1f\x8b"):
         return content
     try:
@@ -198,7 +199,7 @@ class CIFAR10:
 
 def _cifar10_records(path: str | os.PathLike[str]) -> NDArray[np.uint8]:
     """Return a file's records, bytes (n, 3073)."""
-    content = np.fromfile(path, np.uint8)
+    content = np.fromfile(local_path(path), np.uint8)
     if not len(content) or len(content) % CIFAR10_BYTES:
         raise DataError(
             "%s, offset %d: expected records of %d bytes, found %d bytes after the last"

@@ -89,8 +89,8 @@ class Reader:
         remainder: `spread` (parts differ by at most one example), `drop`, `pad` or `wrap`; see `part`.
         by: `count`, or `bytes` for files of records: parts are cut at the first record after each
             num_parts-th of the file's bytes, as MXNet does it, so their numbers of examples differ.
-        epoch_size: batches of an epoch: exactly so many, starting again when the part is exhausted and going on in
-            the next epoch where this one stopped. None: an epoch is the part, once.
+        epoch_size: batches of an epoch: exactly so many (a quotient is rounded down), starting again when the part is
+            exhausted and going on in the next epoch where this one stopped. None: an epoch is the part, once.
         shuffle: True: another order, within the part, for each pass. "global": for each pass all examples of the data
             set are shuffled before they are cut into parts, so that each part has other examples then; all workers
             give the same seed. With `epoch_size`, use a `remainder` that makes the parts equal: so all workers begin
@@ -115,7 +115,7 @@ class Reader:
         part_index: int = 0,
         remainder: str = "spread",
         by: str = "count",
-        epoch_size: int | None = None,
+        epoch_size: float | None = None,
         shuffle: bool | str = False,
         seed: int | None = None,
         last_batch: str = "keep",
@@ -154,7 +154,6 @@ class Reader:
         self._discard = last_batch == "discard"
         if not self._batches():
             raise ValueError("the part's %d examples are less than a batch of %d" % (self.num_examples, batch_size))
-        self._epoch_size = epoch_size
         self._epochs = Epochs(_Passes(self._pass), epoch_size)
 
     def set_epoch(self, epoch: int) -> None:
@@ -163,7 +162,7 @@ class Reader:
         A pass is an epoch unless there is an `epoch_size`.
         """
         self._order.epoch = whole(epoch, "epoch", least=0)
-        self._epochs = Epochs(_Passes(self._pass), self._epoch_size)
+        self._epochs = Epochs(_Passes(self._pass), self._epochs.size)
 
     @property
     def num_examples(self) -> int:
@@ -172,7 +171,7 @@ class Reader:
 
     def __len__(self) -> int:
         """Return the batches of an epoch."""
-        return self._epoch_size or self._batches()
+        return self._epochs.size or self._batches()
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self._epochs)

@@ -35,6 +35,21 @@ _HEAD = struct.Struct("<II")
 _IMAGE_HEAD = struct.Struct("<IfQQ")
 
 
+def local_path(path: str | os.PathLike[str]) -> str:
+    """Return the path of a file of this machine.
+
+    Raises:
+        FileNotFoundError: it is an address, such as one of S3, which MXNet could read.
+    """
+    found = os.fspath(path)
+    scheme, colon, _ = found.partition("://")
+    if not colon or not scheme.isalnum():
+        return found
+    copies = {"s3": f"aws s3 cp {found} .", "hdfs": f"hdfs dfs -get {found}"}
+    how = f": {copies[scheme]}" if scheme in copies else ""
+    raise FileNotFoundError(f"{found} is an address, expected the path of a file. fix: copy the file here first{how}")
+
+
 @dataclass(frozen=True)
 class IRHeader:
     """What stands before an image in its record.
@@ -125,7 +140,7 @@ class RecordFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], index: str | os.PathLike[str] | None = None) -> None:
-        self.path = os.fspath(path)
+        self.path = local_path(path)
         with open(self.path, "rb") as file:
             self._size = os.fstat(file.fileno()).st_size
             # An empty file cannot be mapped.
@@ -238,7 +253,7 @@ class RecordWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], index: str | os.PathLike[str] | None = None) -> None:
-        self._file = open(path, "wb")  # noqa: SIM115 - closed by close
+        self._file = open(local_path(path), "wb")  # noqa: SIM115 - closed by close
         self._index = None if index is None else open(index, "w", encoding="ascii")  # noqa: SIM115
         self._count = 0
 
@@ -291,7 +306,7 @@ def _reopen(path: str, begin: int, end: int, offsets: NDArray[np.int64] | None) 
 def _read_index(path: str | os.PathLike[str], size: int) -> NDArray[np.int64]:
     """Return the offsets in an index file, in its order."""
     offsets = []
-    with open(path, "rb") as file:
+    with open(local_path(path), "rb") as file:
         for number, line in enumerate(file, 1):
             words = line.split()
             if len(words) < 2 or not words[-1].isdigit() or int(words[-1]) >= size:

@@ -236,11 +236,11 @@ class Epochs(Generic[Item]):
 
     Arguments:
         data: anything that can be iterated again and again: a list, a reader, a torch DataLoader.
-        size: batches in an epoch, at least 1. None: one iteration of the data is an epoch.
+        size: batches in an epoch, at least 1; a quotient is rounded down. None: one iteration of the data is an epoch.
 
     Raises:
         ValueError: the size is not at least 1; when iterated, data that gives no batch when it is started.
-        TypeError: a size that is not a whole number, such as a quotient; data that cannot be iterated.
+        TypeError: a size that is no number; data that cannot be iterated.
 
     Source: `epoch_size` of MXNet's FeedForward.
 
@@ -250,22 +250,25 @@ class Epochs(Generic[Item]):
         (['a', 'b'], ['c', 'a'])
     """
 
-    def __init__(self, data: Iterable[Item], size: int | None = None) -> None:
+    def __init__(self, data: Iterable[Item], size: float | None = None) -> None:
         hint = "data.epoch_size(num_examples, batch_size, num_workers) gives one"
-        size = None if size is None else whole(size, "epoch_size", hint)
-        if size is not None and size < 1:
-            raise ValueError("expected an epoch of at least 1 batch, found %d" % size)
+        if isinstance(size, (float, np.floating)) and 1 <= size < math.inf:
+            # The tutorials' num_examples / batch_size / num_workers, which was a whole number in Python 2.
+            size = math.floor(size)
+        self.size = None if size is None else whole(size, "epoch_size", hint)
+        """Batches in an epoch; None: those of one iteration of the data."""
+        if self.size is not None and self.size < 1:
+            raise ValueError("expected an epoch of at least 1 batch, found %d" % self.size)
         if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
             raise TypeError("data is what can be iterated, batch by batch, not %.60r" % (data,))
         self._data = data
-        self._size = size
         self._rest: Iterator[Item] = iter(())
 
     def __iter__(self) -> Iterator[Item]:
-        if self._size is None:
+        if self.size is None:
             yield from self._data
             return
-        for _ in range(self._size):
+        for _ in range(self.size):
             yield self._next()
 
     def _next(self) -> Item:
@@ -276,7 +279,7 @@ class Epochs(Generic[Item]):
             return batch
         raise ValueError(
             "the data, a %s, gives no batch when it is started; an epoch of %s batches needs data that can be iterated"
-            " again and again: a list or a reader, not a generator" % (type(self._data).__name__, self._size)
+            " again and again: a list or a reader, not a generator" % (type(self._data).__name__, self.size)
         )
 
 

@@ -93,6 +93,8 @@ def difference(one: Call, other: Call) -> str:
         )
     if one.message.kind is Kind.KEYS:
         return _records_differ(one, other)
+    if one.message.kind is Kind.BARRIER:
+        return _facts_differ(one, other)
     return ""
 
 
@@ -100,6 +102,28 @@ def opened(body: Mapping[str, Any]) -> str:
     """Return what an OPEN creates, in words; alike where it is the same."""
     said = ["%s=%s" % (name, body[name]) for name in ("staleness", "deterministic") if body.get(name) is not None]
     return "a %r store" % body.get("type") + (" with %s" % ", ".join(said) if said else "")
+
+
+SHOWN = 3
+"""How many settings of trainers a message names."""
+
+
+def _facts_differ(one: Call, other: Call) -> str:
+    one, other = sorted((one, other), key=lambda call: call.rank)
+    mine, theirs = one.message.body.get("facts") or {}, other.message.body.get("facts") or {}
+    found = [
+        f"{name} is {mine.get(name, 'not set')} on worker-{one.rank}, "
+        f"{theirs.get(name, 'not set')} on worker-{other.rank}"
+        for name in dict.fromkeys([*mine, *theirs])
+        if mine.get(name) != theirs.get(name)
+    ]
+    if not found:
+        return ""
+    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return (
+        f"the trainers of the workers differ: {'; '.join(found[:SHOWN])}{more}. fix: give the trainers of all workers"
+        " the same optimizer and optimizer_params, update_on_kvstore and multipliers"
+    )
 
 
 def _records_differ(one: Call, other: Call) -> str:
@@ -115,23 +139,35 @@ def _records_differ(one: Call, other: Call) -> str:
                 *(has.rank, repr(record["key"]), describe(record), lacks.rank),
             )
         if left != right:
-            return "for key %s worker-%d has %s, worker-%d has %s" % (
-                *(repr(left["key"]), one.rank, describe(left), other.rank, describe(right)),
+            fix = "" if left.get("label") == right.get("label") else "; " + SAME_ORDER
+            return "for key %s worker-%d has %s, worker-%d has %s%s" % (
+                *(repr(left["key"]), one.rank, describe(left), other.rank, describe(right), fix),
             )
     return ""
 
 
+SAME_ORDER = (
+    "fix: give the parameters in the same order on all workers; a dict of parameters is taken in the order of its names"
+)
+
+
 def describe(record: Mapping[str, Any]) -> str:
-    """Return what a record says beside its key, for messages: `shape (2, 3) float32, row_sparse, codec 2bit`."""
+    """Return what a record says beside its key, for messages: `shape (2, 3) float32, row_sparse, codec 2bit`.
+
+    A label comes first: `parameter 'fc.weight' of shape (2, 3) float32`.
+    """
+    label = "%s of " % record["label"] if record.get("label") else ""
     more = [record["stype"]] if record.get("stype", "default") != "default" else []
     more += ["codec %s" % record["codec"]] if record.get("codec") else []
-    return ", ".join(["shape %s %s" % (tuple(record["shape"]), record["dtype"]), *more])
+    return ", ".join(["%sshape %s %s" % (label, tuple(record["shape"]), record["dtype"]), *more])
 
 
 def verb(message: Message) -> str:
     """Return what the user calls it."""
     if message.kind is Kind.KEYS:
         return "assign" if message.body.get("assign") else "init"
+    if message.kind is Kind.BARRIER and "facts" in message.body:
+        return "Trainer"
     return _VERBS.get(message.kind, message.kind.name.lower())
 
 
@@ -141,7 +177,7 @@ _VERBS = {Kind.OPEN: "create", Kind.SAVE: "save_states", Kind.LOAD: "load_states
 # Keys
 
 Record = Mapping[str, Any]
-"""What a worker declares of a key: key, shape, dtype, stype, codec."""
+"""What a worker declares of a key: key, shape, dtype, stype, codec, and a label if it has one."""
 
 
 @dataclass(frozen=True)
@@ -300,6 +336,7 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
     "shape": lambda value: isinstance(value, list) and all(_is_whole(size) and size >= 0 for size in value),
     "dtype": lambda value: value in dtypes.NAMES,
     "stype": lambda value: value is None or isinstance(value, str),
+    "label": lambda value: value is None or isinstance(value, str),
 }
 """What the members of a record must be."""
 
@@ -316,6 +353,8 @@ class _Change:
     """From the present rule to the one to come; None: none. Raises KVError."""
     then: Callable[[Optional[Answers]], list[role.Action]]
     """What follows; it is given what the servers had against it, or None."""
+    rank: int | None = None
+    """The worker that wants it; None: saved states had the rule."""
 
 
 class Rules:
@@ -325,6 +364,8 @@ class Rules:
         self._roster = roster
         self._queries = queries
         self._specs: dict[int, RuleSpec] = {}
+        self._setters: dict[int, int] = {}
+        """Which worker has set a store's rule."""
         self._waiting: deque[_Change] = deque()
         self._is_changing = False
 
@@ -334,12 +375,15 @@ class Rules:
 
     def ask(self, call: Call) -> list[role.Action]:
         """Take in one worker's RULE: another rule, none, or other parameters of the one there is."""
-        body = call.message.body
+        body, store = call.message.body, call.message.store
+
+        def wanted(old: RuleSpec | None) -> RuleSpec | None:
+            return _wanted(old, body, self._setters.get(store), call.rank)
 
         def then(answers: Answers | None) -> list[role.Action]:
             return [role.Send(call.link, answers.refusal(call.message) if answers else answer(call.message))]
 
-        return self._queue(_Change(call.message.store, lambda old: _wanted(old, body), then))
+        return self._queue(_Change(store, wanted, then, call.rank))
 
     def restore(
         self, store: int, spec: RuleSpec | None, then: Callable[[Answers | None], list[role.Action]]
@@ -388,6 +432,10 @@ class Rules:
             self._specs.pop(change.store, None)
         else:
             self._specs[change.store] = wanted
+            if change.rank is None:
+                self._setters.pop(change.store, None)
+            else:
+                self._setters[change.store] = change.rank
         return self._over(change, None)
 
     def _over(self, change: _Change, answers: Answers | None) -> list[role.Action]:
@@ -398,8 +446,12 @@ class Rules:
         return self._queries.send(Message(Kind.RULE, store=store, body=body), self._roster.alive("server"), then)
 
 
-def _wanted(present: RuleSpec | None, body: Mapping[str, Any]) -> RuleSpec | None:
-    """Return the rule that a RULE asks for, where `present` is the store's."""
+def _wanted(present: RuleSpec | None, body: Mapping[str, Any], setter: int | None, rank: int) -> RuleSpec | None:
+    """Return the rule that worker `rank` asks for with a RULE.
+
+    Arguments:
+        present, setter: the store's rule, and the worker that has set it.
+    """
     if "change" in body:
         if present is None:
             raise KVError("the store has no rule whose parameters could be changed: call kv.set_optimizer first")
@@ -413,9 +465,10 @@ def _wanted(present: RuleSpec | None, body: Mapping[str, Any]) -> RuleSpec | Non
     if optimizers.same(present, wanted):
         return present
     if not body.get("replace"):
+        who = "" if setter is None else f" (worker-{setter} has set it, worker-{rank} asks for the other)"
         raise KVError(
-            "the store has the rule %s; set_optimizer(%r, ..., replace=True) puts another in its place"
-            % (optimizers.difference(present, wanted), wanted.name)
+            f"the store has the rule {optimizers.difference(present, wanted)}{who};"
+            f" {optimizers.advice(wanted, body.get('replace'))}"
         )
     return wanted
 
@@ -711,7 +764,7 @@ class CollectiveCalls:
         if call.kind is Kind.OPEN:
             store.type, store.opened = str(call.body.get("type", "")), opened(call.body)
         if call.kind in (Kind.OPEN, Kind.BARRIER):
-            self.barriers += call.kind is Kind.BARRIER
+            self.barriers += verb(call) == "barrier"
             # One worker is enough: the servers keep the values of all.
             is_any = any(part.message.body.get("on_devices") for part in gathering.calls.values())
             body = {"on_devices": True} if is_any else {}
@@ -759,6 +812,8 @@ def _declare(store: _Store, gathering: Gathering) -> list[role.Action]:
 
 def _against(store: _Store, call: Call) -> str:
     body = call.message.body
+    if not isinstance(body.get("facts", {}), dict):
+        raise ValueError("expected facts as an object, found %.80r" % (body["facts"],))
     if call.message.kind is not Kind.KEYS:
         return ""
     return store.keys.against(body["records"], bool(body.get("assign")))

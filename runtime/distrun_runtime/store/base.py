@@ -299,6 +299,14 @@ class StoreBackend(ABC):
         """Return what is held around a collective call, if no other call of the process may be made meanwhile."""
         return nullcontext()
 
+    @abstractmethod
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Compare facts by name with those of the other workers. Waits for all workers, which all call it."""
+
+    @abstractmethod
+    def label(self, labels: Mapping[Key, str]) -> None:
+        """Take note of what this worker calls keys; their `init` compares it where several workers share the store."""
+
     def reserve(self) -> int:
         """Take the next place in the order of collective calls; `init` and `assign` get it."""
         return 0
@@ -365,8 +373,8 @@ class StoreBackend(ABC):
     # What a push does
 
     @abstractmethod
-    def set_rule(self, spec: RuleSpec, replace: bool) -> None:
-        """Install a rule. An equal repeat keeps all state."""
+    def set_rule(self, spec: RuleSpec, replace: bool | None) -> None:
+        """Install a rule. An equal repeat keeps all state. `replace` is None where it is a trainer's."""
 
     @abstractmethod
     def change_rule(self, change: Mapping[str, Any]) -> None:

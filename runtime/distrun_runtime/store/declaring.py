@@ -24,17 +24,26 @@ Placed = tuple[KeyRecord, tuple[Shard, ...]]
 
 
 def declare(
-    link: StoreLink, what: str, number: int, items: Sequence[tuple[Key, Value]], compressor: Compressor
+    link: StoreLink,
+    what: str,
+    number: int,
+    items: Sequence[tuple[Key, Value]],
+    compressor: Compressor,
+    *,
+    labels: Mapping[Key, str],
 ) -> tuple[int, list[Placed]]:
     """Declare new keys and return what the workers agreed on: each key's record and its shards.
 
     Returns to rank 0 before the servers have the values, to the others after. The call's number comes first (`agree`).
 
+    Arguments:
+        labels: what this worker calls some of the keys.
+
     Raises:
         KVError: the workers differ; names key, workers and what each has.
     """
-    records = [KeyRecord.of(key, 0, value) for key, value in items]
-    body = {"records": [_described(record, compressor) for record in records]}
+    records = [_described(KeyRecord.of(key, 0, value), compressor) for key, value in items]
+    body = {"records": [{**one, "label": labels[one["key"]]} if one["key"] in labels else one for one in records]}
     made, reply = link.agree(what, Kind.KEYS, number, body)
     if "servers" in reply and link.node.config.partition == "mxnet":
         warnings.warn(

@@ -21,7 +21,7 @@ import numpy as np
 
 from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array, DType
-from distrun_runtime.errors import RuntimeFault
+from distrun_runtime.errors import RuntimeFault, TimedOut
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.ops.optimizers.custom import importable
 from distrun_runtime.protocol.message import Kind
@@ -101,6 +101,8 @@ class DistBackend(StoreBackend):
         self._link = open_link(node, "create(%r)" % type_name, self._facts, kinds.on_devices(type_name))
         self._link.replaced = self._replaced
         self._transfers = Transfers(self._link, self._compressor)
+        self._labels: dict[Key, str] = {}
+        """What this worker calls keys that it is about to initialise."""
         self._gathering = CallBatch(self._flush)
         """Small calls that wait for others to be answered."""
         self._pushed: Selection | None = None
@@ -125,12 +127,18 @@ class DistBackend(StoreBackend):
 
     # Data
 
+    def agree(self, facts: Mapping[str, str]) -> None:
+        self._link.together("making a trainer", Kind.BARRIER, facts=dict(facts))
+
+    def label(self, labels: Mapping[Key, str]) -> None:
+        self._labels.update(labels)
+
     def reserve(self) -> int:
         return self._link.next_call()
 
     def init(self, items: list[tuple[Key, Value]], call_number: int) -> list[KeyRecord]:
         what = "init of %s" % named(key for key, _ in items)
-        number, placed = declaring.declare(self._link, what, call_number, items, self._compressor)
+        number, placed = declaring.declare(self._link, what, call_number, items, self._compressor, labels=self._labels)
         with self._lock:
             for record, shards in placed:
                 self._transfers.add(record.key, shards)
@@ -356,7 +364,7 @@ class DistBackend(StoreBackend):
 
     # What a push does
 
-    def set_rule(self, spec: RuleSpec, replace: bool) -> None:
+    def set_rule(self, spec: RuleSpec, replace: bool | None) -> None:
         self._drain()
         body = {"spec": spec.to_json(), "replace": replace}
         self._link.scheduler("set_optimizer(%r)" % spec.name, Kind.RULE, body)
@@ -461,8 +469,10 @@ class DistBackend(StoreBackend):
 
     def give_up(self, error: BaseException) -> None:
         self._node.not_before_end(self._flush_at_end)
-        # One that is unused stays as it is: the next `create` takes its place, if others wait here.
-        if not self._link.is_unused:
+        # One that is unused stays as it is, if this worker has only stopped waiting: the next `create` takes its place,
+        # if others wait here. After an error it may be for something else.
+        has_failed = isinstance(error, Exception) and not isinstance(error, TimedOut)
+        if has_failed or not self._link.is_unused:
             close_link(self._link)
             # The process may have lost the job: then all are told anyway.
             with suppress(RuntimeFault):

@@ -81,6 +81,12 @@ class LocalBackend(StoreBackend):
         """Return what holds the lock: a thread in an updater holds it too, and may wait for the init of a key."""
         return self._open()
 
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Do nothing: nobody else is there."""
+
+    def label(self, labels: Mapping[Key, str]) -> None:
+        """Do nothing: nobody else has names for keys."""
+
     def init(self, items: list[tuple[Key, Value]], call_number: int) -> list[KeyRecord]:
         with self._open():
             self._weights.check((key, value.dtype) for key, value in items)
@@ -157,7 +163,7 @@ class LocalBackend(StoreBackend):
 
     # What a push does
 
-    def set_rule(self, spec: RuleSpec, replace: bool) -> None:
+    def set_rule(self, spec: RuleSpec, replace: bool | None) -> None:
         with self._open():
             self._weights.set_rule(spec, replace)
 
@@ -474,13 +480,13 @@ class Weights:
         if chosen is not None:
             rules.check_keys(chosen, items)
 
-    def set_rule(self, spec: RuleSpec, replace: bool) -> None:
+    def set_rule(self, spec: RuleSpec, replace: bool | None) -> None:
         """Install a rule; an equal one changes nothing."""
         if self.spec is not None and rules.same(self.spec, spec):
             return
         if not replace and (self.spec is not None or self.has_updater):
             there = "an updater" if self.spec is None else rules.difference(self.spec, spec)
-            raise KVError("this store already has %s; to change it, call set_optimizer with replace=True" % there)
+            raise KVError(f"this store already has {there}; {rules.advice(spec, replace)}")
         self.install(spec, self.made(spec))
 
     def change_rule(self, change: Mapping[str, Any]) -> None:

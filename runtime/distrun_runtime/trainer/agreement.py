@@ -39,9 +39,12 @@ __all__ = [
     "Mark",
     "UpdateRule",
     "change_refused",
+    "check_rules",
     "chosen",
     "fingerprint",
     "is_skip",
+    "said_rules",
+    "trainer_facts",
 ]
 
 # --- weights that were changed outside of steps
@@ -350,6 +353,32 @@ def fingerprint(facts: Mapping[str, Any]) -> tuple[int, int]:
     """
     found = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode("utf-8"), digest_size=6).digest()
     return int.from_bytes(found[:3], "little"), int.from_bytes(found[3:], "little")
+
+
+def said_rules(notes: Notes) -> bool | None:
+    """Return whether all workers said their rules in these notes; None: nobody did. No side effects."""
+    said = [note is not None and "rule" in note for note in notes.values()]
+    return all(said) if any(said) else None
+
+
+def check_rules(notes: Notes, names: Sequence[str]) -> None:
+    """Return if all workers want one rule of the store that they share. No side effects.
+
+    Raises:
+        KVError: they do not. All workers raise the same.
+    """
+    differ = _rules_differ({rank: {**(note or {}), "divided": None} for rank, note in notes.items()}, names)
+    if differ:
+        raise KVError(
+            f"the trainers of the workers ask for different rules of the store: {differ}. fix: make the same changes"
+            " (set_learning_rate, set_optimizer_params, multipliers) on all workers before the same step"
+        )
+
+
+def trainer_facts(spec: RuleSpec, names: Sequence[str], updates: bool) -> dict[str, str]:
+    """Return what the trainers of all workers must have alike when they are made, by names for people."""
+    table = _settings({"rule": spec.to_json(), "divided": None}, names)
+    return {"update_on_kvstore": str(updates), **table}
 
 
 def _rules_differ(notes: Answers, names: Sequence[str]) -> str:

@@ -113,6 +113,10 @@ class StoreExchange:
         """Key under which workers are counted (`Workers`): here no server knows who has joined."""
         self._warned: set[str] = set()
 
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Compare what must be alike in the trainers of all workers. Collective."""
+        self._store.agree(facts)
+
     def start(self) -> None:
         """Give all parameters rank 0's values, on all workers. Collective."""
         keys, values = list(range(len(self._params))), [self._initial(one) for one in self._params]
@@ -121,6 +125,7 @@ class StoreExchange:
         if self._buffers and kinds.is_dist(self._store.type):
             # They must come back as they are, whatever the store was told for all its keys.
             self._store.set_gradient_compression({"type": "none"}, self._buffer_keys)
+        self._store.label(self._labels())
         with self._naming():
             self._store.init([*keys, *self._buffer_keys], [*values, *self._buffers.floats()])
         _TAKEN.add(self._store)
@@ -407,6 +412,12 @@ class StoreExchange:
                         _wait_for_all(sent.calls)  # Then nothing is lent any more.
                     raise
 
+    def _labels(self) -> dict[int | str, str]:
+        """Return what keys are called: parameters that have names, and buffers."""
+        buffers = zip(self._buffer_keys, self._buffers.names, strict=True)
+        named = ((key, f"parameter {one.name!r}") for key, one in enumerate(self._params) if one.name != str(key))
+        return dict((*named, *((key, f"buffer {name!r}") for key, name in buffers)))
+
     def _initial(self, parameter: Parameter) -> Gradient:
         weight = parameter.replicas[0].weight()
         if self._updates and parameter.grad_stype == "row_sparse":
@@ -446,6 +457,9 @@ class ThirdPartyExchange:
 
     def __init__(self, store: KVStoreBase, params: list[Parameter], buffers: Buffers) -> None:
         self._store, self._params, self._buffers = store, params, buffers
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Do nothing: the store cannot compare."""
 
     def start(self) -> None:
         """Give all parameters and buffers rank 0's values, on all workers."""
@@ -617,14 +631,10 @@ def _keys_in(text: str) -> list[int]:
 def _note(key: int, params: Sequence[Parameter], buffers: Sequence[str], text: str) -> str:
     if key < len(params):
         name = params[key].name
-        return "" if name == str(key) else "key %d is parameter %r" % (key, name)
+        return "" if name == str(key) or "parameter %r" % name in text else f"key {key} is parameter {name!r}"
     if 0 <= key - len(params) - 1 < len(buffers):
-        return "key %d is buffer %r" % (key, buffers[key - len(params) - 1])
+        name = buffers[key - len(params) - 1]
+        return "" if "buffer %r" % name in text else f"key {key} is buffer {name!r}"
     if key > len(params) and "saved states" in text:
         return "key %d is a buffer of the module whose states were saved; make the trainer of that module" % key
-    if key == len(params) and "int64" in text:
-        return (
-            "key %d counts the workers where trainers update by themselves: is update_on_kvstore the same on all"
-            " workers?" % key
-        )
     return ""

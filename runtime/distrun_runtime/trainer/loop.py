@@ -27,7 +27,7 @@ def fit(  # noqa: PLR0917  # as the trainer
     optimizer_params: Mapping[str, object] | None = None,
     *,
     epochs: int = 1,
-    epoch_size: int | None = None,
+    epoch_size: float | None = None,
     batch_size: float | None = None,
     compression_params: Mapping[str, object] | None = None,
     update_on_kvstore: bool | None = None,
@@ -47,9 +47,9 @@ def fit(  # noqa: PLR0917  # as the trainer
             been taken away. If it returns a number, that is reported as the step's loss.
         params, optimizer, optimizer_params, kvstore, compression_params, update_on_kvstore: as for `Trainer`.
         data: what can be iterated once an epoch: a list, a reader, a torch DataLoader. Each worker has its own part.
-        epoch_size: an epoch is exactly so many batches: data that ends earlier starts again, and data that does not is
-            gone on with in the next epoch. None: an epoch is one iteration, and a worker whose data ends before the
-            others' takes part in their steps without gradients (`Trainer.join`).
+        epoch_size: an epoch is exactly so many batches (a quotient is rounded down): data that ends earlier starts
+            again, other data goes on in the next epoch. None: an epoch is one iteration, and a worker
+            whose data ends before the others' takes part in their steps without gradients (`Trainer.join`).
         batch_size: examples in a batch; None counts them in each batch: the length of what the batch is, or of its
             first part.
         after_epoch: called as after_epoch(epoch, trainer), epochs counted from 0, with the weights of all.
@@ -60,7 +60,7 @@ def fit(  # noqa: PLR0917  # as the trainer
     Raises:
         KVError: as `Trainer`; data that cannot be iterated a second time; data without a batch, if this is the only
             worker.
-        TypeError: epochs or epoch_size that are no whole number; data that cannot be iterated.
+        TypeError: epochs that are no whole number, or epoch_size that is no number; data that cannot be iterated.
         ValueError: data without a batch, with `epoch_size`.
     """
     if not callable(step):
@@ -78,7 +78,7 @@ def fit(  # noqa: PLR0917  # as the trainer
     trainer = Trainer(params, optimizer, optimizer_params, kvstore, compression_params, update_on_kvstore)
     try:
         workers = _workers_of_a_step(trainer.kvstore)
-        steps, length = itertools.count(1), epoch_size or _length_of(data)
+        steps, length = itertools.count(1), batches.size or _length_of(data)
         total = epochs * length if length else None
         for epoch in range(epochs):
             is_empty = True

@@ -620,7 +620,9 @@ def replica_of(data: object, grad: object = None) -> Replica:
             raise KVError("a torch tensor has its gradient in .grad; do not give another")
         return TensorReplica(data)
     if not isinstance(data, np.ndarray):
-        raise KVError("a parameter's data is a numpy array or a torch tensor, not %s" % type(data).__name__)
+        why = foreign.of_mxnet(data)
+        found = f"; {why}" if why else f", not {type(data).__name__}"
+        raise KVError(f"a parameter's data is a numpy array or a torch tensor{found}")
     refuse_mask(data, "a parameter's data")
     if not data.flags.writeable:
         raise KVError("a parameter's array of shape %s is read-only; give one that can be written" % (data.shape,))
@@ -664,9 +666,12 @@ def gradient_of(value: object) -> Gradient:
     """Return a gradient as RowSparse or as an array, the same memory where that is possible.
 
     Raises:
-        KVError: a masked array.
+        KVError: a masked array, or an array of MXNet.
     """
     refuse_mask(value, "a gradient")
+    why = foreign.of_mxnet(value)
+    if why is not None:
+        raise KVError(f"a gradient: {why}")
     sparse = RowSparse.of(value)
     return np.asarray(value) if sparse is None else sparse
 

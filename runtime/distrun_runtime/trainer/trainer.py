@@ -51,7 +51,8 @@ class Trainer:
         params: a list or dict of `Parameter` or of torch tensors, `net.named_parameters()`, or a torch module. An item
             may be a list, with one for each device. Keys in the store are 0, 1, ... in order (of names, if a dict).
         optimizer: name of a rule, such as "sgd" or "adam", or "module:Class" for one of yours.
-        optimizer_params: its parameters: `{"learning_rate": 0.1, "momentum": 0.9, "lr_scheduler": Factor(...)}`.
+        optimizer_params: its parameters: `{"learning_rate": 0.1, "momentum": 0.9, "lr_scheduler": Factor(...)}`. With
+            MXNet's `param_idx2name`, parameters whose names do not end in _weight or _gamma get `wd_mult=0`.
         kvstore: name of a store, which the trainer makes and closes; an open store; or None. No store is made where
             there is one device and one machine.
         compression_params: as `KVStore.set_gradient_compression` takes them.
@@ -90,10 +91,14 @@ class Trainer:
                 "optimizer_params is a dictionary such as {'learning_rate': 0.1}, not %.60r" % (optimizer_params,)
             )
         # All that can be wrong here is found before a store is made: in a job that is a call of all workers.
+        named = dict(named)
+        decays = _decays(optimizer, named.pop("param_idx2name", None) or {}, collected)
         spec = rules.spec_of(optimizer, named)
         check_rule(spec, collected)
         if compression_params:
             Compression.of(compression_params)
+        for parameter in decays:
+            parameter.wd_mult = 0.0
         buffers = Buffers(params)
         # Not made where the store updates: a rule of the user's own is then imported by servers only.
         rule = LocalRule(spec, collected) if updates_itself(collected, kvstore, update_on_kvstore) else None
@@ -166,6 +171,9 @@ class Trainer:
 
     def step(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> bool:
         """Update all weights by the sum of all gradients, divided.
+
+        To clip gradients by their norm, call `allreduce_grads`, clip, and `update`: before `step`, a worker has its own
+        gradients only.
 
         Arguments:
             batch_size: what the sum is divided by, for gradients of a sum of losses: the number of examples in the
@@ -487,6 +495,25 @@ class Trainer:
     def _check_open(self) -> None:
         if self._is_closed:
             raise StoreClosed("the trainer was closed; make another one")
+
+
+def _decays(optimizer: object, names: object, params: list[Parameter]) -> list[Parameter]:
+    """Return the parameters that have no weight decay because of their names; none that has a multiplier already.
+
+    Arguments:
+        names: MXNet's `param_idx2name`. A parameter without a name there has that of its position.
+
+    Raises:
+        KVError: it is none, or has neither names nor positions of parameters.
+    """
+    without = rules.decays_by_name(str(optimizer), names)
+    given = cast(Mapping[Any, str], names)
+    own = {one.name for one in params}
+    for key, name in given.items():
+        if name not in own and (not isinstance(key, int) or not 0 <= key < len(params)):
+            raise KVError(f"param_idx2name: the trainer has no parameter {key!r}, nor one with the name {name!r}")
+    found = [one.name if one.name in given.values() else index for index, one in enumerate(params)]
+    return [one for one, key in zip(params, found, strict=True) if key in without and one.wd_mult == 1.0]
 
 
 def _make_updates(

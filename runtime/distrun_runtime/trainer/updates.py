@@ -24,8 +24,11 @@ from distrun_runtime.trainer.agreement import (
     Changes,
     UpdateRule,
     change_refused,
+    check_rules,
     chosen,
     is_skip,
+    said_rules,
+    trainer_facts,
 )
 from distrun_runtime.trainer.exchange import Gradients, Reduced, Sent, StoreExchange, Sum, ThirdPartyExchange, Workers
 from distrun_runtime.trainer.model import Buffers
@@ -33,6 +36,13 @@ from distrun_runtime.trainer.parameters import Gradient, Parameter
 from distrun_runtime.trainer.states import LocalRule
 
 __all__ = ["OwnUpdates", "StoreUpdates"]
+
+
+RESERVED = (
+    "the rule of this store updates a trainer's weights, and would update it; fix: keep values of your own in another"
+    " store, kvstore.create(%r), or make the trainer with update_on_kvstore=False"
+)
+"""Why a store whose rule updates weights has no other keys than its trainer's."""
 
 
 class StoreUpdates:
@@ -49,15 +59,24 @@ class StoreUpdates:
         self._changes = Changes(params)
         self.spec = spec
         """The rule as it is now."""
+        self._agreed = spec
+        """The rule that all workers were last found to have."""
         self.steps = 0
         """Steps that were made."""
         self.multipliers_are_sent = False
 
     def start(self) -> None:
         """Give rule and weights to the store; all workers have rank 0's weights then. Collective."""
-        # Before the weights: with multi_precision, servers then make the masters of all of them.
-        self._store.set_optimizer(self.spec.name, **cast(Dict[str, Any], self.spec.params))
-        self._exchange.start()
+        self._store.reserve(RESERVED % self._store.type)
+        try:
+            self._agreed = self._with_multipliers()
+            self._exchange.agree(trainer_facts(self._agreed, self._names(), True))
+            # Before the weights: with multi_precision, servers then make the masters of all of them.
+            self._store.set_optimizer(self.spec.name, replace=None, **cast(Dict[str, Any], self.spec.params))
+            self._exchange.start()
+        except BaseException:
+            self._store.reserve("")
+            raise
         self._changes.accept()
         self.send_multipliers()
 
@@ -66,12 +85,10 @@ class StoreUpdates:
     def may_begin(self) -> bool:
         """Make ready for gradients that are sent before `step`; return False if weights are others than the store's.
 
-        Then the round has to be skipped, which is for `step` to say.
+        Or if the rule is another than all workers had. Then the round has to be skipped, which is for `step` to say.
         """
-        if self._changed():
-            return False
         self.send_multipliers()
-        return True
+        return not self._changed() and not self._has_new_rule
 
     def step(self, gradients: Sequence[Gradients], scale: float, sent: Sent | None = None) -> bool:
         """Push gradients times `scale`, and bring the weights that come of them; return whether the step was made.
@@ -88,13 +105,15 @@ class StoreUpdates:
                 )
         else:
             self.send_multipliers()
+        tells_rule = (sent is None or not sent.indices) and self._has_new_rule
         while True:
             changed = self._changed() if sent is None or not sent.indices else Changed()
             if changed and not (self._has_rounds and self._exchange.num_workers > 1):
                 self._take_alone(changed, STORE_HARM)
                 changed = Changed()
-            if changed:
-                notes = self._exchange.skip([index for index, _ in gradients], changed.to_json())
+            if changed or tells_rule:
+                note = {**changed.to_json(), **({"rule": self.spec.to_json()} if tells_rule else {})}
+                notes = self._exchange.skip([index for index, _ in gradients], note)
             else:
                 notes = self._exchange.update(gradients, scale, sent)
                 sent = None
@@ -103,6 +122,13 @@ class StoreUpdates:
                 self.steps += not notes
                 return not notes
             # All workers are here, in the same round, with the same notes; or all of them raise.
+            said = said_rules(notes)
+            tells_rule = said is False
+            if tells_rule:
+                continue  # All of them say theirs in the next round.
+            if said:
+                check_rules(notes, self._names())
+                self._agreed = self.spec
             taken = chosen(notes, range(self._exchange.num_workers), self._names(), STORE_HARM)
             self._exchange.assign(taken)
             self._changes.accept(taken)
@@ -137,16 +163,32 @@ class StoreUpdates:
         self._store.set_optimizer_params(**params)
         self.spec = spec
 
+    @property
+    def _has_new_rule(self) -> bool:
+        """Whether this worker wants another rule than all workers had, and can ask what the others want.
+
+        It cannot if it waits for no weight: then it does not hear in a step what the others said.
+        """
+        if self.spec is self._agreed or self.spec == self._agreed:
+            return False
+        hears = any(one.stype == "default" and one.trains for one in self._params)
+        return hears and self._has_rounds and self._exchange.num_workers > 1
+
     def send_multipliers(self, anew: bool = False) -> None:
         """Give the rule the multipliers of all parameters, if they were changed or `anew`."""
         if self.multipliers_are_sent and not anew:
             return
-        rates, decays = _multipliers(self._params)
-        spec = self.spec.changed({"lr_mult": rates, "wd_mult": decays})
+        spec = self._with_multipliers()
         if anew or spec != self.spec:
+            rates, decays = _multipliers(self._params)
             self._store.set_multipliers(lr=rates, wd=decays)
             self.spec = spec
         self.multipliers_are_sent = True
+
+    def _with_multipliers(self) -> RuleSpec:
+        """Return the rule with the multipliers that the parameters have now."""
+        rates, decays = _multipliers(self._params)
+        return self.spec.changed({"lr_mult": rates, "wd_mult": decays})
 
     # --- weights that were changed outside of steps
 
@@ -255,11 +297,12 @@ class OwnUpdates:
 
     def start(self) -> None:
         """Give all workers rank 0's weights. Collective."""
+        self.send_multipliers()
         if self._exchange is not None:
+            self._exchange.agree(trainer_facts(self.spec, [one.name for one in self._params], False))
             self._exchange.start()
         self._changes.accept()
         self._rule.prepare()
-        self.send_multipliers()
 
     # --- steps
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distrun_runtime.data import IRHeader, RecordFile, RecordWriter, pack, pack_image, unpack
+from distrun_runtime.data import CIFAR10, IRHeader, RecordFile, RecordWriter, pack, pack_image, read_idx, unpack
 from distrun_runtime.errors import DataError
 
 MAGIC_BYTES = bytes.fromhex("0a23d7ce")
@@ -233,3 +233,25 @@ def test_a_number_that_a_header_has_no_room_for_is_refused(header: IRHeader) -> 
 def test_parts_to_cut_are_whole_numbers(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"num_parts is a whole number, not 2\.0"):
         RecordFile(write(tmp_path, [b"a"])).cut(2.0, 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("path", "fix"),
+    [
+        ("s3://bucket/train.rec", r"copy the file here first: aws s3 cp s3://bucket/train\.rec \."),
+        ("hdfs://node:8020/train.rec", r"copy the file here first: hdfs dfs -get hdfs://node:8020/train\.rec"),
+        ("https://host/train.rec", "copy the file here first$"),
+    ],
+)
+def test_an_address_in_the_place_of_a_path_is_refused_with_what_to_do(path: str, fix: str, tmp_path: Path) -> None:
+    """MXNet reads these by itself."""
+    (tmp_path / "x.rec").write_bytes(b"")
+    for call in (
+        lambda: RecordFile(path),
+        lambda: RecordFile(tmp_path / "x.rec", path),
+        lambda: RecordWriter(path),
+        lambda: read_idx(path),
+        lambda: CIFAR10([path]),
+    ):
+        with pytest.raises(FileNotFoundError, match="is an address, expected the path of a file. fix: " + fix):
+            call()

@@ -422,11 +422,17 @@ def test_whole_numbers_of_python_and_numpy_are_taken() -> None:
     assert list(SplitSampler(np.int64(4), np.int64(2), np.int64(1), shuffle=False)) == [2, 3]  # type: ignore[arg-type]
 
 
+def test_an_epoch_size_may_be_the_seeds_quotient() -> None:
+    """num_examples / batch_size / num_workers has been a float since Python 3."""
+    assert [list(Epochs("abc", size)) for size in (100 / 20 / 2, np.float32(1), 2.0)] == [["a", "b"], ["a"], ["a", "b"]]
+    assert len(Reader(ARRAYS, 2, epoch_size=15 / 2 / 2)) == 3
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Epochs([1], 1000 / 10 / 2), r"epoch_size is a whole number, not 50\.0; data\.epoch_size\("),
-        (lambda: Reader(ARRAYS, 2, epoch_size=2.5), r"epoch_size is a whole number, not 2\.5"),  # type: ignore[arg-type]
+        (lambda: Epochs([1], 10 / 100 / 2), r"epoch_size is a whole number, not 0\.05; data\.epoch_size\("),
+        (lambda: Reader(ARRAYS, 2, epoch_size=math.inf), r"epoch_size is a whole number, not inf"),
         (lambda: Reader(ARRAYS, "2"), "batch_size is a whole number, not '2'"),  # type: ignore[arg-type]
         (lambda: SplitSampler(range(10), 2), r"length is a whole number, not range\(0, 10\); give len\(dataset\)"),  # type: ignore[arg-type]
         (lambda: SplitSampler(10, 2.0, 1), r"num_parts is a whole number, not 2\.0"),  # type: ignore[arg-type]

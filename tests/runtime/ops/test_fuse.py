@@ -37,6 +37,7 @@ WARMING = {"type": "factor", "base_lr": 0.1, "step": 2, "factor": 0.5, "warmup_s
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "sgd": [{}, {"momentum": 0.9}, {"momentum": 0.9, "wd": 0.1, "clip_gradient": 0.5, "rescale_grad": 0.25}],
     "nag": [{}, {"momentum": 0.9}, {"momentum": 0.9, "wd": 0.1, "clip_gradient": 0.5}],
+    "torch_sgd": [{}, {"momentum": 0.9, "wd": 0.1}, {"momentum": 0.9, "nesterov": True, "clip_gradient": 0.5}],
     "signum": [{}, {"momentum": 0.0}, {"momentum": 0.0, "wd": 0.1}, {"wd": 0.1, "wd_lh": 0.1, "clip_gradient": 0.5}],
     "dcasgd": [{}, {"momentum": 0.9, "wd": 0.1, "lamda": 0.5, "clip_gradient": 0.5}],
     "adam": [{}, {"wd": 0.1, "clip_gradient": 0.5}, {"rescale_grad": 1 / 3, "beta1": 0.0, "epsilon": 0.0}],

@@ -43,6 +43,7 @@ def ones(shape: tuple[int, ...], dtype: str, value: float = 1.0) -> npt.NDArray[
 FULL: dict[str, dict[str, Any]] = {
     "sgd": {"momentum": 0.9, "wd": 0.1, "clip_gradient": 0.5},
     "nag": {"momentum": 0.9, "wd": 0.1},
+    "torch_sgd": {"momentum": 0.9, "nesterov": True, "wd": 0.1},
     "adam": {"wd": 0.1},
     "adamw": {"wd": 0.1},
     "rmsprop": {"centered": True, "wd": 0.1, "clip_weights": 1.0},

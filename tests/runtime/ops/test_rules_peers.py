@@ -58,10 +58,13 @@ def tensor(values):
 cases = []
 for name, params, weight, grads in json.load(sys.stdin):
     weight, steps = tensor(weight), []
+    every = params.pop("halved_every", len(grads))
     optimizer = getattr(torch.optim, name)([weight], foreach=False, **params)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, every, gamma=0.5)
     for grad in grads:
         weight.grad = tensor(grad)
         optimizer.step()
+        schedule.step()
         steps.append([x.hex() for x in weight.tolist()])
     cases.append(steps)
 json.dump(cases, sys.stdout)
@@ -114,6 +117,14 @@ TORCH_CASES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         *("RMSprop", {"lr": 0.01, "alpha": 0.9, "eps": 0, "centered": True, "momentum": 0.5, "weight_decay": 0.1}),
     ),
     ("adagrad", {"lr": 0.1, "eps": 0}, "Adagrad", {"lr": 0.1, "eps": 0}),
+    # Under another rate, MXNet's momentum is that of the old rate for a while; torch's is not.
+    *(
+        (
+            *("torch_sgd", {**more, "lr_scheduler": {"type": "factor", "step": 3, "factor": 0.5, "base_lr": 0.1}}),
+            *("SGD", {"lr": 0.1, "halved_every": 3, **more}),
+        )
+        for more in ({}, {"momentum": 0.9, "weight_decay": 0.1}, {"momentum": 0.9, "nesterov": True})
+    ),
     # The same arithmetic, epsilon included; torch's own names of the parameters are taken too.
     ("torch_adamw", {}, "AdamW", {}),
     *(("torch_adamw", more, "AdamW", more) for more in ({"lr": 0.1, **TORCHS}, {"lr": 0.01, "weight_decay": 0.0})),

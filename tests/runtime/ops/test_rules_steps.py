@@ -64,6 +64,16 @@ def nag(p: dict[str, Any]) -> Walk:
         yield w
 
 
+def torch_sgd(p: dict[str, Any]) -> Walk:
+    w, v = start(), np.zeros(SIZE)
+    mu = p.get("momentum", 0)
+    for g in gradients():
+        slope = cut(p["rescale_grad"] * g, p["clip_gradient"]) + p["wd"] * w
+        v = mu * v + slope
+        w = w - p["learning_rate"] * (slope + mu * v if p.get("nesterov") else v)
+        yield w
+
+
 def adam(p: dict[str, Any]) -> Walk:
     w, m, v = start(), np.zeros(SIZE), np.zeros(SIZE)
     b1, b2 = p.get("beta1", 0.9), p.get("beta2", 0.999)
@@ -264,6 +274,9 @@ CASES: list[tuple[Callable[[dict[str, Any]], Walk], dict[str, Any]]] = [
     (nag, {"learning_rate": 0.1}),
     (nag, {"learning_rate": 0.1, "momentum": 0.9}),
     (nag, {"learning_rate": 0.1, "momentum": 0.9, **ALL}),
+    (torch_sgd, {"learning_rate": 0.1}),
+    (torch_sgd, {"learning_rate": 0.1, "momentum": 0.9, **ALL}),
+    (torch_sgd, {"learning_rate": 0.1, "momentum": 0.9, "nesterov": True, **ALL}),
     (adam, {"learning_rate": 0.01}),
     (adam, {"learning_rate": 0.01, "beta1": 0.5, "beta2": 0.9, "epsilon": 1e-3, **ALL}),
     (adamw, {"learning_rate": 0.01}),

@@ -472,7 +472,8 @@ def test_a_different_rule_is_an_error_that_shows_the_one_there_is() -> None:
     job.settle(rule(job, "w0", lr=0.1))
     actions = rule(job, "w1", "adam", lr=0.2)
     assert reasons(actions)["w1"] == (
-        "the store has the rule sgd, not adam; set_optimizer('adam', ..., replace=True) puts another in its place"
+        "the store has the rule sgd, not adam (worker-0 has set it, worker-1 asks for the other);"
+        " set_optimizer('adam', ..., replace=True) puts another in its place"
     )
     assert to(actions) == [("w1", "RULE!")]
 

@@ -54,18 +54,18 @@ def test_another_learning_rate_is_refused_by_rank_and_nothing_is_updated() -> No
     assert "fix: make the same changes (set_learning_rate, " in said
 
 
-def test_trainers_that_were_made_with_different_rates_are_told_in_their_first_step() -> None:
+def test_trainers_that_differ_in_their_rules_are_told_when_they_are_made() -> None:
     def script(kv: KVStore) -> str:
-        one = Parameter(np.zeros(3), np.ones(3), name="x")
+        one = Parameter(np.zeros(3), np.ones(3), name="x", wd_mult=kv.rank)
         rule = {"learning_rate": 1.0 + kv.rank, "momentum": 0.5 * kv.rank, "wd": 0.1}
-        trainer = Trainer([one], "sgd", rule, kvstore=kv, update_on_kvstore=False)
-        return refused(lambda: trainer.step(1))
+        return refused(lambda: Trainer([one], "sgd", rule, kvstore=kv, update_on_kvstore=False))
 
     with Cluster(2, over="inproc") as job:
         for said in job.run(script):
             assert "learning_rate is 1.0 on worker-0, 2.0 on worker-1" in said
             assert "momentum is 0.0 on worker-0, 0.5 on worker-1" in said
-            assert "wd" not in said.partition("fix:")[0]
+            assert "wd_mult of parameter 'x' is 0.0 on worker-0, not set on worker-1" in said
+            assert "wd is" not in said.partition("fix:")[0]
 
 
 def test_a_multiplier_of_one_worker_is_refused_with_the_parameters_name() -> None:
@@ -250,3 +250,113 @@ def test_weights_of_rank_0_are_taken_if_all_workers_changed_them(notes: Any, exp
     else:
         with pytest.raises(KVError, match=expected):
             chosen(notes, range(2), ["a", "b", "c"], "")
+
+
+# --- where the store updates
+
+
+def run_on_store(script: Any, workers: int = 2, type_name: str = "dist_sync") -> list[Any]:
+    """Run script(kv, parameter, trainer) in every worker of a job whose store updates."""
+
+    def work(kv: KVStore) -> Any:
+        one = Parameter(np.zeros(3), np.ones(3), name="x")
+        return script(kv, one, Trainer([one], "sgd", RATE, kvstore=kv))
+
+    with Cluster(workers, over="inproc") as job:
+        return job.run(work, type_name)
+
+
+def test_different_learning_rates_are_refused_on_all_workers_where_the_store_updates() -> None:
+    """The last worker's counted, whichever that was."""
+
+    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> tuple[str, float]:
+        trainer.step(3)
+        trainer.set_learning_rate(0.5 if kv.rank == 1 else 0.25)
+        said = refused(lambda: trainer.step(3))
+        assert refused(lambda: trainer.step(3)) == said, "as long as they differ"
+        assert (one.data == -1).all()
+        trainer.set_learning_rate(2.0)
+        assert trainer.step(3)
+        return said, float(one.data[0])
+
+    found = run_on_store(script, workers=3)
+    assert found == [found[0]] * 3
+    said, weight = found[0]
+    assert weight == -3
+    assert "learning_rate is 0.25 on worker-0, worker-2, 0.5 on worker-1" in said
+    assert "fix: make the same changes (set_learning_rate, " in said
+
+
+@pytest.mark.parametrize("goes_back", [True, False])
+def test_a_learning_rate_that_only_one_worker_changes_is_refused_where_the_store_updates(goes_back: bool) -> None:
+    """Worker 1 takes it back, or worker 0 follows; it had made no change when it heard of it."""
+
+    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> tuple[str, list[float]]:
+        if kv.rank == 1:
+            trainer.set_learning_rate(0.5)
+        said = refused(lambda: trainer.step(2))
+        if goes_back == (kv.rank == 1):
+            trainer.set_learning_rate(1.0 if goes_back else 0.5)
+        assert trainer.step(2)
+        assert trainer.step(2)
+        return said, one.data.tolist()
+
+    for said, weights in run_on_store(script):
+        assert "learning_rate is 1.0 on worker-0, 0.5 on worker-1" in said
+        assert weights == [-2 if goes_back else -1] * 3
+
+
+def test_equal_changes_of_the_rate_and_of_multipliers_cost_a_round_and_no_error() -> None:
+    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> float:
+        for rate in (1.0, 0.5, 0.5, 0.25):
+            trainer.set_learning_rate(rate)
+            assert trainer.step(2)
+        one.lr_mult = 0.0
+        assert trainer.step(2)
+        return float(one.data[0])
+
+    assert run_on_store(script) == [-2.25, -2.25]
+
+
+def test_a_changed_rate_and_a_skipped_step_and_a_changed_weight_come_together() -> None:
+    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> list[bool]:
+        trainer.set_learning_rate(0.5)
+        if kv.rank == 0:
+            trainer.skip_step()
+            first = False
+        else:
+            first = trainer.step(2)
+        return [first, trainer.step(2), float(one.data[0]) == -0.5]
+
+    assert run_on_store(script) == [[False, True, True]] * 2
+
+
+def test_the_rate_of_a_worker_that_has_joined_is_compared_when_it_is_back() -> None:
+    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> str:
+        if kv.rank == 0:
+            trainer.join()
+        else:
+            trainer.set_learning_rate(0.5)
+            assert trainer.step(1)
+            trainer.join()
+        assert one.data[0] == -0.5
+        if kv.rank == 0:
+            trainer.set_learning_rate(0.25)
+            said = refused(lambda: trainer.step(2))
+            trainer.set_learning_rate(0.5)
+        else:
+            said = refused(lambda: trainer.step(2))
+        assert trainer.step(2)
+        assert one.data[0] == -1
+        return said
+
+    for said in run_on_store(script):
+        assert "learning_rate is 0.25 on worker-0, 0.5 on worker-1" in said
+
+
+def test_without_rounds_the_last_change_of_the_rate_counts() -> None:
+    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> bool:
+        trainer.set_learning_rate(0.5 * (1 + kv.rank))
+        return trainer.step(1)
+
+    assert run_on_store(script, type_name="dist_async") == [True, True]

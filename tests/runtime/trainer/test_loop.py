@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from cluster import Cluster
 from linear import RATE, Linear, examples, trained
+from peers import python_of
 
 from distrun_runtime import kvstore
 from distrun_runtime.data import epoch_size
@@ -285,3 +288,101 @@ def test_epochs_that_are_no_number_from_0_are_refused_before_anything_is_made() 
     ]:
         with pytest.raises(error, match=message):
             fit(lambda batch: None, [Parameter(np.zeros(2))], [1], epochs=wrong)  # type: ignore[arg-type]
+
+
+# --- programs of MXNet's Module and FeedForward
+
+MODULES = """\
+import json, sys
+import mxnet as mx
+import numpy as np
+
+given = json.load(sys.stdin)
+x, y, weight, bias = (np.array(given[name], "float32") for name in ("x", "y", "fc_weight", "fc_bias"))
+out = mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=1, name="fc")
+net = mx.sym.LinearRegressionOutput(out, mx.sym.Variable("label"), name="lin")
+more = {"num_epoch": 3, "optimizer": "sgd"}
+found = {}
+
+
+def data():
+    return mx.io.NDArrayIter(x, y, batch_size=4, label_name="label")
+
+
+def first():
+    return {"fc_weight": mx.nd.array(weight), "fc_bias": mx.nd.array(bias)}
+
+
+for kind in ("local", None):
+    one = mx.mod.Module(net, data_names=["data"], label_names=["label"])
+    rule = tuple(given["rule"].items())
+    one.fit(data(), arg_params=first(), optimizer_params=rule, kvstore=kind, eval_metric="mse", **more)
+    found["Module, %s" % kind] = one.get_params()[0]
+other = mx.model.FeedForward(net, arg_params=first(), **more, **given["rule"])
+other.fit(data(), eval_metric="mse")
+found["FeedForward"] = other.arg_params
+lists = {how: {name: each.asnumpy().tolist() for name, each in its.items()} for how, its in found.items()}
+json.dump(lists, sys.stdout)
+"""
+
+NAMES = {0: "fc_bias", 1: "fc_weight"}
+
+
+@pytest.mark.peers
+def test_module_and_feedforward_programs_train_as_in_mxnet_when_the_names_are_given() -> None:
+    """MXNet applies no weight decay to parameters whose names do not end in _weight or _gamma."""
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(8, 2)).astype("f4"), random.normal(size=(8, 1)).astype("f4")
+    first = {"fc_weight": np.array([[0.5, -1]], "f4"), "fc_bias": np.array([3], "f4")}
+    rule = {"learning_rate": 0.05, "momentum": 0.9, "wd": 0.1}
+    given = {"x": x, "y": y, **first}
+    text = json.dumps({"rule": rule, **{name: value.tolist() for name, value in given.items()}})
+    done = subprocess.run(
+        [python_of("mxnet"), "-c", MODULES], input=text, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    theirs = json.loads(done.stdout[done.stdout.index("{") :])
+
+    for kind in ("local", None):
+        params = {name: Parameter(value.copy()) for name, value in first.items()}
+
+        def backward(batch: tuple[np.ndarray, np.ndarray], params: dict[str, Parameter] = params) -> None:
+            data, label = batch
+            error = data @ params["fc_weight"].data.T + params["fc_bias"].data - label
+            params["fc_weight"].grad, params["fc_bias"].grad = error.T @ data, error.sum(0)
+
+        batches = [(x[:4], y[:4]), (x[4:], y[4:])]
+        fit(backward, params, batches, kind, "sgd", {**rule, "param_idx2name": NAMES}, epochs=3)
+        for how, weights in theirs.items():
+            for name, right in weights.items():
+                np.testing.assert_allclose(params[name].data, right, rtol=1e-5, err_msg=how)
+
+
+@pytest.mark.parametrize("kind", ["local", None])
+def test_names_of_parameters_decide_on_weight_decay_as_mxnets_do(kind: str | None) -> None:
+    names = ["fc_weight", "fc_bias", "bn_gamma", "bn_beta", "other"]
+    params = [Parameter(np.ones(1), np.zeros(1), name=name) for name in names]
+    params[3].wd_mult = 0.5  # a multiplier that was set counts, as __wd_mult__ does
+    rule = {"learning_rate": 1.0, "wd": 0.5, "param_idx2name": dict(enumerate(names))}
+    fit(lambda batch: None, params, [np.ones(1)], kind, "sgd", rule, ignore_stale_grad=True).close()
+    assert [float(one.data[0]) for one in params] == [0.5, 1, 0.5, 0.75, 1]
+
+
+def test_parameters_without_names_have_those_of_their_positions() -> None:
+    params = [Parameter(np.ones(1), np.zeros(1)) for _ in range(2)]
+    rule = {"learning_rate": 1.0, "wd": 0.5, "param_idx2name": {0: "fc_bias", 1: "fc_weight"}}
+    fit(lambda batch: None, params, [np.ones(1)], None, "sgd", rule).close()
+    assert [float(one.data[0]) for one in params] == [1, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({0: "x_bias", 7: "y_bias"}, "param_idx2name: the trainer has no parameter 7, nor one with the name 'y_bias'"),
+        ({0: 5}, "param_idx2name is a dictionary from keys to names"),
+        (["x_bias"], "param_idx2name is a dictionary from keys to names"),
+    ],
+)
+def test_names_that_no_parameter_has_are_refused(given: object, said: str) -> None:
+    with pytest.raises(KVError, match=said):
+        Trainer([Parameter(np.ones(1))], "sgd", {"wd": 0.5, "param_idx2name": given}, kvstore=None)

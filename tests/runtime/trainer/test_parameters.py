@@ -271,3 +271,23 @@ def test_a_gradient_that_cannot_be_written_is_replaced_not_written() -> None:
     trainer.allreduce_grads()
     assert grad[0] == 1
     assert [list(each) for each in one.list_grad()] == [[2, 2, 2]] * 2
+
+
+def test_what_is_mxnets_is_refused_with_what_to_give() -> None:
+    class Block:
+        """As one of MXNet's: its module is what tells."""
+
+        __module__ = "mxnet.gluon.parameter"
+
+    class NDArray:
+        def asnumpy(self) -> np.ndarray:
+            return np.ones(2)
+
+    fix = r"but of MXNet; fix: give the parameters of a torch network, or Parameter\(x\.asnumpy\(\), gradient\)"
+    for params in (Block(), [Block()], {"x": Block()}):
+        with pytest.raises(KVError, match=fix):
+            Trainer(params, "sgd", kvstore=None)
+    one = Parameter(np.ones(2))
+    for call in (lambda: Parameter(NDArray()), lambda: setattr(one, "grad", NDArray())):
+        with pytest.raises(KVError, match=r"an array of MXNet, which only MXNet can read; fix: call \.asnumpy\(\)"):
+            call()

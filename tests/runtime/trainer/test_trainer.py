@@ -549,3 +549,60 @@ def test_an_error_about_keys_names_the_parameters(name: str, said: str) -> None:
     one.grad = np.full(SHAPE, np.nan, np.float32)
     with pytest.raises(KVError, match="key 0: .*element 0 is nan.*" + said):
         trainer.step(1)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_key_of_ones_own_is_refused_in_a_store_whose_rule_updates_weights(order: str) -> None:
+    """A metric that was pushed there became a gradient: 1 + 2 read -0.3."""
+    with kvstore.create("local") as kv:
+        if order == "before":
+            metric = np.zeros(1)
+            kv.init(100, metric)
+            with pytest.raises(KVError, match=r"key 100: .* would update it; fix: .*kvstore.create\('local'\)"):
+                Trainer([zeros_on(1)], "sgd", HALF, kvstore=kv)
+            kv.pushpull(100, np.full(1, 3.0), out=metric)
+            assert metric == [3], "no rule is in place"
+            return
+        trainer = Trainer([zeros_on(1)], "sgd", HALF, kvstore=kv, update_on_kvstore=True)
+        for _ in range(2):
+            with pytest.raises(KVError, match=r"key 100: .* would update it; fix: .*kvstore.create\('local'\)"):
+                kv.init(100, np.zeros(1))
+            trainer.close()
+
+
+def test_a_key_of_ones_own_keeps_what_is_pushed_where_the_trainer_updates() -> None:
+    with kvstore.create("local") as kv:
+        Trainer([zeros_on(1)], "sgd", HALF, kvstore=kv, update_on_kvstore=False)
+        metric = np.zeros(1)
+        kv.init(100, metric)
+        kv.pushpull(100, [np.ones(1), 2 * np.ones(1)], out=metric)
+        assert metric == [3]
+
+
+def test_a_store_whose_trainer_could_not_be_made_takes_keys() -> None:
+    with kvstore.create("local") as kv:
+        kv.set_optimizer("test")
+        with pytest.raises(KVError, match="not sgd"):
+            Trainer([zeros_on(1)], "sgd", HALF, kvstore=kv, update_on_kvstore=True)
+        kv.init(100, np.zeros(1))
+        kv.init(101, np.zeros(1))
+
+
+@pytest.mark.parametrize("update_on_kvstore", [True, False])
+def test_torch_sgd_under_a_changing_rate_gives_what_torch_gives(update_on_kvstore: bool) -> None:
+    """`sgd` is MXNet's: its momentum keeps the old rate, so that the two differ after a change."""
+    found = {}
+    for rule in ("torch_sgd", "sgd"):
+        one = Parameter(np.zeros(1), np.ones(1))
+        with kvstore.create("local") as kv:
+            trainer = Trainer([one], rule, {"momentum": 0.9}, kvstore=kv, update_on_kvstore=update_on_kvstore)
+            for rate in (1.0, 1.0, 0.1, 0.1):
+                trainer.set_learning_rate(rate)
+                trainer.step(1)
+            found[rule] = float(one.data[0])
+    w = v = 0.0
+    for rate in (1.0, 1.0, 0.1, 0.1):
+        v = 0.9 * v + 1
+        w -= rate * v
+    assert found["torch_sgd"] == pytest.approx(w, rel=1e-12)
+    assert found["sgd"] < w - 1

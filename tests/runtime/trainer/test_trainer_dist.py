@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from cluster import Cluster, open_store
 from linear import RATE, Linear, examples, trained
 
+from distrun_runtime import kvstore
 from distrun_runtime.errors import KVError, PeerLost
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ops.schedules import Factor
 from distrun_runtime.ps.session import Session
 from distrun_runtime.store.sparse import RowSparse
-from distrun_runtime.trainer import Parameter, Trainer
+from distrun_runtime.trainer import Parameter, Trainer, opening
+from distrun_runtime.trainer.updates import StoreUpdates
 
 UPDATES = pytest.mark.parametrize("update_on_kvstore", [True, False])
 
@@ -367,7 +371,7 @@ def test_workers_with_other_parameters_are_told() -> None:
     for said in run(script):
         assert "(2,)" in said
         assert "(3,)" in said
-        assert said.endswith(" (key 0 is parameter 'x')")
+        assert "worker-1 has parameter 'x' of shape" in said
 
 
 def test_workers_that_disagree_on_who_updates_are_told() -> None:
@@ -377,7 +381,7 @@ def test_workers_that_disagree_on_who_updates_are_told() -> None:
         return str(caught.value)
 
     for said in run(script):
-        assert "is update_on_kvstore the same on all workers?" in said
+        assert "update_on_kvstore is True on worker-0, False on worker-1" in said
 
 
 def test_what_a_step_waits_for_is_named_by_the_parameter() -> None:
@@ -448,3 +452,146 @@ def test_the_noise_of_sgld_is_alike_on_all_workers_and_wherever_the_weights_are_
         trainer.step(1)
     np.testing.assert_allclose(found[0], np.stack([one.data for one in alone]), rtol=1e-6)
     assert len(np.unique(found[0])) == found[0].size
+
+
+# --- names of parameters
+
+
+@UPDATES
+def test_another_order_of_the_parameters_is_refused_with_both_ranks_and_names(update_on_kvstore: bool) -> None:
+    """Their shapes are alike: without names the weights of two layers would be mixed."""
+
+    def script(kv: KVStore) -> str:
+        names = ["body.weight", "head.weight"][:: 1 if kv.rank == 0 else -1]
+        params = [(name, Parameter(np.zeros(3), name=name)) for name in names]
+        with pytest.raises(KVError) as caught:
+            Trainer(params, "sgd", {"learning_rate": 1.0}, kvstore=kv, update_on_kvstore=update_on_kvstore)
+        return str(caught.value)
+
+    for said in run(script):
+        assert "worker-0 has parameter 'body.weight' of shape (3,) float64" in said
+        assert "worker-1 has parameter 'head.weight' of shape (3,) float64" in said
+        assert "fix: give the parameters in the same order on all workers" in said
+
+
+def test_parameters_without_names_are_told_apart_by_position_and_shape_only() -> None:
+    def script(kv: KVStore) -> float:
+        params = [Parameter(np.zeros(3), np.ones(3)), Parameter(np.zeros(3), np.ones(3))]
+        Trainer(params, "sgd", {"learning_rate": 1.0}, kvstore=kv).step(1)
+        return float(params[1].data[0])
+
+    assert run(script) == [-2, -2]
+
+
+def test_an_array_that_only_one_worker_calls_by_a_name_is_refused() -> None:
+    def script(kv: KVStore) -> str:
+        one = Parameter(np.zeros(3), name="" if kv.rank else "x")
+        with pytest.raises(KVError) as caught:
+            Trainer([one], "sgd", kvstore=kv)
+        return str(caught.value)
+
+    for said in run(script):
+        assert "parameter 'x'" in said
+
+
+# --- trainers with different rules, and trainers that are made after an error
+
+
+def test_different_rules_are_refused_on_all_workers_with_ranks_and_values() -> None:
+    def script(kv: KVStore) -> str:
+        rule = {"learning_rate": 0.1 * (1 + kv.rank), "momentum": 0.9}
+        with pytest.raises(KVError) as caught:
+            Trainer([Parameter(np.zeros(3), name="x")], "sgd", rule, kvstore=kv)
+        one = Parameter(np.zeros(3), np.ones(3), name="x")
+        Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore=kv).step(1)
+        assert one.data.tolist() == [-2, -2, -2]
+        return str(caught.value)
+
+    for said in run(script):
+        assert "learning_rate is 0.1 on worker-0, 0.2 on worker-1" in said
+        assert "fix: give the trainers of all workers the same optimizer and optimizer_params" in said
+        assert "momentum" not in said
+        assert "replace=True" not in said
+
+
+def test_another_rule_than_the_store_has_is_refused_with_advice_that_exists_for_a_trainer() -> None:
+    def script(kv: KVStore) -> str:
+        kv.set_optimizer("sgd", learning_rate=0.5)
+        with pytest.raises(KVError) as caught:
+            Trainer([Parameter(np.zeros(3), name="x")], "adam", kvstore=kv)
+        return str(caught.value)
+
+    for said in [*run(script), script(kvstore.create("local"))]:
+        assert "sgd, not adam" in said
+        assert "fix: give the trainer the store's rule, or another store" in said
+        assert "replace=True" not in said
+
+
+def test_another_rule_for_a_store_is_refused_with_both_ranks() -> None:
+    def script(kv: KVStore) -> str:
+        if kv.rank == 0:
+            kv.set_optimizer("sgd", learning_rate=0.5)
+        kv.barrier()
+        if kv.rank == 1:
+            with pytest.raises(KVError) as caught:
+                kv.set_optimizer("sgd", learning_rate=0.25)
+            return str(caught.value)
+        return ""
+
+    said = run(script)[1]
+    assert "sgd with learning_rate=0.5, not 0.25 (worker-0 has set it, worker-1 asks for the other)" in said
+
+
+@pytest.fixture
+def stores_by_name(monkeypatch: pytest.MonkeyPatch) -> threading.local:
+    """Let a trainer in a worker's thread make a store by its name; what is returned gets the thread's `session`."""
+    mine = threading.local()
+    monkeypatch.setattr(opening.kvstore, "create", lambda name: open_store(name, mine.session))
+    return mine
+
+
+@pytest.mark.parametrize("why", ["rules differ", "one worker fails"])
+def test_a_second_trainer_after_a_caught_error_is_not_a_retry_of_the_first(
+    why: str, stores_by_name: threading.local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 1 went on with its second model in the store where worker 0 waited with its first: weights were mixed."""
+    start = StoreUpdates.start
+
+    def fail(updates: StoreUpdates) -> None:
+        if why == "one worker fails" and updates.spec.params["learning_rate"] == 1.0 and stores_by_name.session.rank:
+            raise KVError("no room")
+        start(updates)
+
+    monkeypatch.setattr(StoreUpdates, "start", fail)
+
+    def script(session: Session) -> list[float]:
+        stores_by_name.session = session
+        rate = 1.0 if why == "one worker fails" else 1.0 + session.rank
+        with pytest.raises(KVError, match=r"no room|learning_rate is 1.0 on worker-0"):
+            Trainer([Parameter(np.zeros(2))], "sgd", {"learning_rate": rate}, kvstore="dist_sync")
+        second = Parameter(np.full(2, 5.0), np.ones(2))
+        Trainer([second], "sgd", {"learning_rate": 2.0}, kvstore="dist_sync").step(1)
+        return second.data.tolist()
+
+    with Cluster(2, 1, over="inproc") as job:
+        assert job.run_sessions(script) == [[1, 1]] * 2
+
+
+def test_gradients_clipped_between_the_halves_of_a_step_train_as_one_process_does() -> None:
+    """Clipped before `step`, each worker's gradient would have its own norm."""
+    gradients = [np.array([3.0, 0.0]), np.array([0.0, 400.0])]
+
+    def clip(grad: np.ndarray, limit: float) -> np.ndarray:
+        return grad * min(1.0, limit / float(np.linalg.norm(grad)))
+
+    def script(kv: KVStore) -> list[float]:
+        one = Parameter(np.zeros(2), gradients[kv.rank].copy())
+        trainer = Trainer([one], "torch_sgd", {"learning_rate": 1.0}, kvstore=kv, update_on_kvstore=False)
+        trainer.allreduce_grads()
+        one.grad[...] = clip(one.grad, 1.0 * kv.num_workers)
+        trainer.update()
+        return one.data.tolist()
+
+    expected = -clip(sum(gradients) / 2, 1.0)
+    for weights in run(script):
+        np.testing.assert_allclose(weights, expected, rtol=1e-12)

@@ -20,7 +20,16 @@ from distrun_runtime.ops.optimizers.base import (
 )
 from distrun_runtime.ops.optimizers.catalog import RULES, carry_state, make, renew_master
 from distrun_runtime.ops.optimizers.norms import NormRule, Prepared
-from distrun_runtime.ops.optimizers.spec import RuleSpec, change_of, difference, rule_of, same, spec_of
+from distrun_runtime.ops.optimizers.spec import (
+    RuleSpec,
+    advice,
+    change_of,
+    decays_by_name,
+    difference,
+    rule_of,
+    same,
+    spec_of,
+)
 from distrun_runtime.ops.params import Param
 
 __all__ = [
@@ -43,9 +52,11 @@ __all__ = [
     "Rule",
     "RuleSpec",
     "State",
+    "advice",
     "carry_state",
     "change_of",
     "check_keys",
+    "decays_by_name",
     "difference",
     "learning_rate",
     "make",

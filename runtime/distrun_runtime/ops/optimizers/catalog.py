@@ -25,13 +25,13 @@ from distrun_runtime.ops.optimizers.adaptive import (
 )
 from distrun_runtime.ops.optimizers.base import Rule, State
 from distrun_runtime.ops.optimizers.norms import Lamb, Lars
-from distrun_runtime.ops.optimizers.sgd import Dcasgd, Nag, Sgd, Sgld, Signum, Test
+from distrun_runtime.ops.optimizers.sgd import Dcasgd, Nag, Sgd, Sgld, Signum, Test, TorchSgd
 from distrun_runtime.ops.params import Json, did_you_mean
 
 RULES: dict[str, Type[Rule]] = {
     rule.name: rule
     for rule in (
-        *(Sgd, Nag, Signum, Dcasgd, Sgld),
+        *(Sgd, Nag, TorchSgd, Signum, Dcasgd, Sgld),
         *(Adam, AdamW, TorchAdamW, Adamax, Nadam, RmsProp, AdaGrad, AdaDelta, Ftrl, Ftml),
         *(Lamb, Lars, Test),
     )
@@ -125,7 +125,9 @@ def _builtin(name: object) -> Union[Type[Rule], None]:
         KVError: neither.
     """
     if not isinstance(name, str):
-        raise KVError("a rule is given by name (%s), not as %s" % (", ".join(sorted(RULES)), type(name).__name__))
+        kind = type(name).__name__
+        fix = f"; fix: give {kind.lower()!r}, and its parameters by name" if kind.lower() in RULES else ""
+        raise KVError(f"a rule is given by name ({', '.join(sorted(RULES))}), not as {kind}{fix}")
     found = RULES.get(name.lower())
     if found is None and ":" not in name and name != "updater":
         text = "unknown rule %r%s; known are %s"

@@ -133,6 +133,30 @@ def change_of(
     return result
 
 
+def decays_by_name(rule: str, names: object) -> dict[Key, float]:
+    """Return the multipliers of the weight decay that follow from names, by key and by name.
+
+    Source: `Optimizer.set_wd_mult` of MXNet: what does not end in _weight or _gamma has no decay; under `lars`, gammas
+    have none either.
+
+    Arguments:
+        names: key to name, MXNet's `param_idx2name`. A key may also be the name itself.
+
+    Raises:
+        KVError: it is something else.
+    """
+    is_right = isinstance(names, Mapping) and all(
+        isinstance(key, (int, str)) and isinstance(name, str) for key, name in names.items()
+    )
+    if not is_right:
+        raise KVError(
+            f"param_idx2name is a dictionary from keys to names, such as {{0: 'fc_weight'}}, not {names!r:.60}"
+        )
+    ends = ("_weight",) if rule.lower() == "lars" else ("_weight", "_gamma")
+    pairs = cast(Mapping[Key, str], names).items()
+    return {each: 0.0 for key, name in pairs if not name.endswith(ends) for each in (key, name)}
+
+
 def same(one: Rule | RuleSpec, other: Rule | RuleSpec) -> bool:
     """Tell whether two rules or specs are equal: same name, same parameters. Multipliers are not compared."""
     return one.name == other.name and one.params == other.params
@@ -146,6 +170,17 @@ def difference(old: Rule | RuleSpec, new: Rule | RuleSpec) -> str:
     changed = [name for name in names if old.params.get(name) != new.params.get(name)]
     pairs = ("%s=%s, not %s" % (name, old.params.get(name), new.params.get(name)) for name in changed)
     return "%s with %s" % (old.name, ", ".join(pairs))
+
+
+def advice(wanted: Rule | RuleSpec, replace: bool | None) -> str:
+    """Return what to do about a store that has another rule than the one that is `wanted`.
+
+    Arguments:
+        replace: as `KVStore.set_optimizer` was given it.
+    """
+    if replace is None:
+        return "fix: give the trainer the store's rule, or another store"
+    return f"set_optimizer({wanted.name!r}, ..., replace=True) puts another in its place"
 
 
 def _merged(present: Multipliers, word: str, given: object) -> Multipliers:
