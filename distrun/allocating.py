@@ -279,11 +279,13 @@ class Waiting:
             reason = facts.INTERRUPTED if self._stopped == "INT" else facts.TERMINATED
             how = _STOPPED.get(self._stopped, self._stopped)
             return Outcome(code, reason, f"{how} before {self._engine} gave it any place", job=job)
+        known = self.standing.why if self.standing is not None and self._refused is None else None
         if self._refused is not None:
             text = f"{self._engine} did not take the job: {self._refused.error}"
             text += f"; {self._refused.fix}" if self._refused.fix else ""
         else:
             why = self.standing.text if self.standing is not None else ""
+            why = "" if known is not None and why in known.text else why  # it is said below
             text = f"{self._engine} ended the job before it gave it any place" + (f": {why}" if why else "")
         outcome = Outcome(
             facts.EXIT_SUBMIT,
@@ -292,5 +294,4 @@ class Waiting:
             culprit=Culprit("", self._engine, time=time.time(), reason=text),
             job=job,
         )
-        known = self.standing.why if self.standing is not None and self._refused is None else None
         return outcome if known is None else with_explanation(outcome, known, self._engine)

@@ -534,9 +534,8 @@ def with_explanation(outcome: Outcome, found: Explanation | None, engine: str) -
         culprit = dataclasses.replace(culprit, reason=found.text)
     else:
         culprit = Culprit("", "", reason=found.text)
-    return dataclasses.replace(
-        outcome, exit_code=found.code, reason=reason, message=f"{outcome.message}; {found.text}", culprit=culprit
-    )
+    message = outcome.message if found.text in outcome.message else f"{outcome.message}; {found.text}"
+    return dataclasses.replace(outcome, exit_code=found.code, reason=reason, message=message, culprit=culprit)
 
 
 # ---------------------------------------------------------------------- helpers

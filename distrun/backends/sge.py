@@ -14,6 +14,7 @@ Grid Engine is asked by `qstat -xml`, and after the job's end by `qacct`, which 
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import pwd
@@ -71,6 +72,10 @@ EXPLAIN_S = 2.5
 """How long the record of a job that has ended is waited for: some sites write it up to 15 s later."""
 LOOKED_S = 5.0
 """A job may have run for so long before it was seen to run."""
+REASON_S = 15.0
+"""How long an answer to why a job waits is used: each takes the queue master some work."""
+SHOWN = 3
+"""How many reasons, and how many queues and hosts of each, are shown."""
 CANCELLED = facts.EXIT_TERMINATED
 NOTIFIED = facts.exit_code(None, "USR2")
 """How the script ends after USR2, by which `-notify` announces the end. An agent never ends so by itself."""
@@ -95,6 +100,12 @@ class Sge(Engine):
         """When a job was first seen to run (monotonic clock)."""
         self._deleted: set[str] = set()
         """Jobs that were seen being deleted."""
+        self._hosts: dict[str, list[str]] = {}
+        """The hosts on which a job was first seen to run, by job."""
+        self._given_up: dict[str, Explanation] = {}
+        """Why a job was deleted by `look`, by job."""
+        self._reasons: dict[str, tuple[float, str]] = {}
+        """Why a job waits, and when Grid Engine was asked (monotonic clock), by job."""
 
     def prepare(self, submission: Submission) -> Mapping[str, str]:
         """Find the parallel environment and what the resources are called; have Grid Engine say whether it fits."""
@@ -112,9 +123,9 @@ class Sge(Engine):
         options = submission.options
         wanted = options.own.get("pe") or options.config.get("pe", "")
         if options.queue:
-            _check_listed("queue", options.queue, _ask("qconf", "-sql"), "--queue")
+            _check_listed("queue", options.queue, _listed("-sql"), "--queue")
         if options.project:
-            _check_listed("project", options.project, _ask("qconf", "-sprjl", may_fail=True), "--project")
+            _check_listed("project", options.project, _listed("-sprjl"), "--project")
         chosen = choose(_environments(wanted), wanted)
         found = {"pe": chosen, "complexes": ""}
         if any(group.needs.memory or group.needs.gpus for group in submission.groups):
@@ -124,12 +135,13 @@ class Sge(Engine):
 
     def _verify(self, submission: Submission, found: Mapping[str, str]) -> None:
         """Have Grid Engine say whether the job could run if the cluster were empty (`-w v`)."""
-        code, said = _run((*qsub(submission, found), "-w", "v"), text="#!/bin/sh\n")  # any script would do
-        if code:
-            lines = [line for line in said.splitlines() if line and not line.startswith(("Exiting", "verification:"))]
-            text = " ".join(lines).replace("Unable to run job:", "").strip() or f"exit code {code}"
+        words = qsub(submission, found)
+        refusal = _refusal(words)
+        if refusal and "-l" in words:  # perhaps only because `-w v` ignores load values, such as mem_free
+            refusal = _refusal(in_an_empty_cluster(words, _ask("qconf", "-sc"), _ask("qhost", "-F", may_fail=True)))
+        if refusal:
             raise UsageError(
-                f"Grid Engine: the job cannot run: {re.sub(r'^Job [0-9]+ ', 'it ', text)}",
+                f"Grid Engine: the job cannot run: {refusal}",
                 "ask for less, or for another --queue or --pe; `qstat -f` and `qconf -spl` show what there is",
             )
 
@@ -161,21 +173,28 @@ class Sge(Engine):
         return Handle(self.name, number, more)
 
     def look(self, handle: Handle) -> Standing:
-        """Ask `qstat`. A job with an error is deleted; the secret is delivered when the job starts."""
+        """Ask `qstat`. A job that could not be started is deleted; the secret is delivered when the job starts."""
         rows = _rows(handle.id, is_strict=True)
         if not rows:
-            return Standing(ENDED, self._how_it_ended(handle))
+            return self._ended(handle)
         if any("d" in row.state for row in rows):
             self._deleted.add(handle.id)
         if any("E" in row.state for row in rows):
             why = parse_errors(_ask("qstat", "-xml", "-j", handle.id, may_fail=True))
-            self.cancel(handle)
-            return Standing(ENDED, f"in an error state (Eqw): {why or 'Grid Engine does not say why'}")
+            return self._give_up(handle, f"in an error state (Eqw): {why or 'Grid Engine does not say why'}")
         running = [row for row in rows if row.host]
-        is_whole = handle.more.get("kind") == PARALLEL or len(running) >= int(handle.more["tasks"])
+        is_parallel = handle.more.get("kind") == PARALLEL
+        hosts = [row.host for row in sorted(running, key=lambda row: not row.is_master)]
+        known = self._hosts.get(handle.id)
+        if known and (any("q" in row.state for row in rows) or (is_parallel and set(hosts) - set(known))):
+            why = self._why(handle.id) or "Grid Engine does not say why"
+            where = f"{known[0]} has not started it" if is_parallel else "a task was not started"
+            return self._give_up(handle, f"{where}, and it went back to the queue ({why})")
+        is_whole = is_parallel or len(running) >= int(handle.more["tasks"])
         if not running or not (is_whole or handle.id in self._running_since):  # some tasks of an array end earlier
             return self._waiting(handle, running, rows)
         self._running_since.setdefault(handle.id, time.monotonic())
+        self._hosts.setdefault(handle.id, hosts)
         found = grants(running, handle.more)
         if self._secret and not self._delivered and handle.more.get("kind") == PARALLEL:
             self._deliver(handle.id, next((row.host for row in running if row.is_master), running[0].host))
@@ -189,15 +208,35 @@ class Sge(Engine):
             count = f"{len(running)} of {handle.more['tasks']} array tasks have started"
             since = self._first_seen.setdefault(handle.id, time.monotonic())
             if time.monotonic() - since > self._limit_s:
-                self.cancel(handle)
-                return Standing(
-                    ENDED, f"only {count} within {self._limit_s:g} s; a parallel environment starts all or none (--pe)"
+                return self._give_up(
+                    handle, f"only {count} within {self._limit_s:g} s; a parallel environment starts all or none (--pe)"
                 )
-            return Standing(QUEUED, f"{count}; the others wait")
+            return Standing(QUEUED, f"{count}; the others wait{self._because(handle.id)}")
         if all("h" in row.state for row in rows):
             return Standing(QUEUED, f"on hold (state {rows[0].state}); `qrls {handle.id}` releases it")
         pending = parse_jobs(_ask("qstat", "-xml", "-r", "-u", "*", "-s", "p", may_fail=True), is_lenient=True)
-        return Standing(QUEUED, position(pending, handle.id))
+        return Standing(QUEUED, position(pending, handle.id) + self._because(handle.id))
+
+    def _because(self, job: str) -> str:
+        why = self._why(job)
+        return f" ({why})" if why else ""
+
+    def _why(self, job: str) -> str:
+        """Return why a job waits; empty if Grid Engine does not say."""
+        asked, why = self._reasons.get(job, (0.0, ""))
+        if not why or time.monotonic() > asked + REASON_S:
+            said = _ask("qstat", "-xml", "-j", job, may_fail=True)
+            # The scheduler's own words are there only after it has looked at the job, and sites turn them off.
+            told = parse_messages(said, job) or parse_verdict(_ask("qalter", "-w", "p", job, may_fail=True))
+            states = parse_states(_ask("qstat", "-xml", "-f", may_fail=True)) if "not available" in str(told) else {}
+            why = reasons(told, parse_errors(said), states)
+            self._reasons[job] = (time.monotonic(), why)
+        return why
+
+    def _give_up(self, handle: Handle, why: str) -> Standing:
+        self.cancel(handle)
+        self._given_up[handle.id] = Explanation(facts.EXIT_START_FAILED, why)
+        return Standing(ENDED, why)
 
     def _deliver(self, job: str, head: str) -> None:
         """Write the secret to a file of the job's own on its first host, in a thread, unless that is under way.
@@ -228,6 +267,8 @@ class Sge(Engine):
 
     def explain(self, handle: Handle, place: str) -> Explanation | None:
         """Return what the accounting says of a job that has ended, else what is seen of one that ends."""
+        if handle.id in self._given_up:
+            return self._given_up[handle.id]
         until = time.monotonic() + EXPLAIN_S
         limit_s = float(handle.more.get("time_s") or math.inf)
         while True:
@@ -250,19 +291,26 @@ class Sge(Engine):
             return _time_limit(limit_s)
         return found
 
-    def _how_it_ended(self, handle: Handle) -> str:
+    def _ended(self, handle: Handle) -> Standing:
+        """Return how a job stands that Grid Engine does not list any more."""
         records = _accounted(handle.id)
         found = explanation(records, handle.more, "")
+        is_deleted = handle.id in self._deleted or (not records and _was_deleted_in_queue(handle.id))
+        if found is None and is_deleted:
+            found = Explanation(CANCELLED, "Grid Engine: the job was deleted from outside (qdel)")
         if found is not None:
-            return found.text.replace("Grid Engine: ", "")
-        if handle.id in self._deleted:
-            return "deleted (qdel)"
+            is_start = found.code == facts.EXIT_START_FAILED
+            return Standing(ENDED, found.text.replace("Grid Engine: ", ""), why=None if is_start else found)
         codes = [each.code for each in records if each.code]
         if facts.EXIT_NOT_FOUND in codes:
-            return "its script ended with exit code 127: a host has no python3 (--python names another)"
-        if facts.EXIT_START_FAILED in codes:
-            return "its script ended with exit code 6: an agent did not reach the coordinator; see engine/agents.log"
-        return f"its script ended with exit code {codes[0]}" if codes else ""
+            text = "its script ended with exit code 127: a host has no python3 (--python names another)"
+        elif facts.EXIT_START_FAILED in codes:
+            text = "its script ended with exit code 6: an agent did not reach the coordinator; see engine/agents.log"
+        elif codes:
+            text = f"its script ended with exit code {codes[0]}"
+        else:
+            text = "" if records else "it was deleted (qdel), or ended at once; Grid Engine has no record of it"
+        return Standing(ENDED, text)
 
     def find(self) -> Sequence[Found]:
         """Return this user's jobs whose names begin as markers do."""
@@ -404,6 +452,42 @@ def requests(submission: Submission, found: Mapping[str, str]) -> list[str]:
     return asked
 
 
+def in_an_empty_cluster(words: Sequence[str], complexes: str, hosts: str) -> tuple[str, ...]:
+    """Return the command with requests that Grid Engine can verify for an empty cluster (`-w v`).
+
+    It knows no load values that change then. What is free (mem_free) becomes what there is in all (mem_total); other
+    such requests are left out.
+
+    Args:
+        complexes: what `qconf -sc` says: the resources, their shortcuts, and whether they are consumed.
+        hosts: what `qhost -F` says: `hl:mem_free=1.0G`, where it is a load value.
+    """
+    loads = set(re.findall(r"\bhl:(\w+)=", hosts))
+    rows = [line.split() for line in complexes.splitlines() if line[:1] != "#"]
+    names = {name: row[0] for row in rows if len(row) >= 8 and row[5].upper() == "NO" for name in row[:2]}
+
+    def verifiable(request: str) -> str:
+        asked, equals, value = request.partition("=")
+        name = names.get(asked, "")
+        if name not in loads or _FIXED.fullmatch(name):
+            return request
+        total = name.replace("_free", "_total")
+        return total + equals + value if total != name and total in loads else ""
+
+    made: list[str] = []
+    for option, word in zip(("", *words), words, strict=False):
+        if option != "-l":
+            made.append(word)
+            continue
+        kept = [each for each in map(verifiable, word.split(",")) if each]
+        made[-1:] = ["-l", ",".join(kept)] if kept else []
+    return tuple(made)
+
+
+_FIXED = re.compile(r"arch|num_proc|m_\w+|\w+_total")
+"""Load values that do not change: `-w v` knows them."""
+
+
 def _kind_of(name: str, kinds: Mapping[str, str], key: str, option: str) -> str:
     if kinds and name not in kinds:
         raise UsageError(
@@ -474,6 +558,7 @@ class Row(NamedTuple):
     task: str = ""
     """Of an array: the task's number, or those that wait."""
     is_master: bool = True
+    priority: float = 0.0
 
 
 class Record(NamedTuple):
@@ -511,6 +596,7 @@ def parse_jobs(text: str, is_lenient: bool = False) -> list[Row]:
                 int(each.findtext("slots") or 1),
                 each.findtext("tasks", ""),
                 each.findtext("master", "MASTER") == "MASTER",
+                float(each.findtext("JAT_prio") or 0),
             )
         )
     return rows
@@ -566,13 +652,97 @@ def parse_errors(text: str) -> str:
     )
 
 
-def parse_unheard(text: str) -> set[str]:
-    """Return the hosts of `qstat -xml -f -qs u`, whose execution daemon is not heard of."""
+def parse_states(text: str) -> dict[str, str]:
+    """Return the state of each queue instance of `qstat -xml -f`: letters, `E`, `au`; empty: it takes jobs."""
     try:
         queues = list(ElementTree.fromstring(text).iter("Queue-List"))
     except ElementTree.ParseError:
-        return set()
-    return {each.findtext("name", "").partition("@")[2] for each in queues if "u" in each.findtext("state", "")}
+        return {}
+    return {each.findtext("name", ""): each.findtext("state", "") for each in queues}
+
+
+def parse_messages(text: str, job: str) -> list[str]:
+    """Return what the scheduler says of a job that waits, from `qstat -xml -j`."""
+    try:
+        lists = ElementTree.fromstring(text).findall("messages/element/*/element")
+    except ElementTree.ParseError:
+        return []
+    found = []
+    for each in lists:
+        jobs = [number.text for number in each.iter("ULNG_value")]
+        if not jobs or job in jobs:
+            found.append(each.findtext("MES_message", ""))
+    return [message for message in found if not message.startswith("(Collecting of scheduler job information")]
+
+
+def parse_verdict(text: str) -> list[str]:
+    """Return why a job cannot start now, from `qalter -w p`."""
+    return re.findall(r"^Job [0-9.]+ (.+)$", text, re.MULTILINE)
+
+
+def reasons(messages: Iterable[str], errors: str, states: Mapping[str, str]) -> str:
+    """Return why a job waits, in a few words without numbers that change: `disabled: all.q@h1, all.q@h2`.
+
+    Args:
+        messages: what `parse_messages` or `parse_verdict` found.
+        errors: why an earlier start of it failed.
+        states: what `parse_states` found, where a queue is not available.
+    """
+    found: dict[str, list[str]] = {}
+    slots = ""
+    for message in messages:
+        about = _ABOUT.fullmatch(message)
+        offers = _OFFERS.fullmatch(message)
+        if about is not None:
+            why = _why_not(about["why"], about["asked"] or "", states.get(about["where"], ""))
+            where = about["where"].partition("@")[0] if why == "full" else about["where"]
+            found.setdefault(why, []).append(where)
+        elif offers is not None:
+            slots = f"too few slots are free in {offers[1]}"
+        elif not message.startswith("All queues dropped"):
+            found.setdefault(message, [])
+    if slots and not set(found) - {"full"}:
+        found[slots] = []
+    found.pop("", None)
+    texts = [f"could not be started: {errors}"] if errors else []
+    for why, where in itertools.islice(found.items(), SHOWN):
+        names = sorted(set(where))
+        shown = ", ".join(names[:SHOWN]) + (" and others" if len(names) > SHOWN else "")
+        texts.append(f"{why}: {shown}" if shown else why)
+    return "; ".join(texts)
+
+
+_ABOUT = re.compile(
+    r'(?:\(-l (?P<asked>[^)]*)\) )?(?:queue instance|cannot run (?:in queue|at host|on host)) "(?P<where>[^"]+)" '
+    r"(?:dropped )?(?:because|until) (?P<why>.*)"
+)
+_OFFERS = re.compile(r'cannot run in PE "([^"]+)" because it only offers [0-9]+ slots')
+_STATES = {
+    "E": "in an error state (E)",
+    "u": "not heard of (u)",
+    "d": "disabled",
+    "D": "disabled now by its calendar",
+    "s": "suspended",
+    "S": "suspended by another queue",
+    "C": "suspended now by its calendar",
+}
+"""What the letters of a queue's state mean, the worst first."""
+
+
+def _why_not(text: str, asked: str, state: str) -> str:
+    """Return what a message of the scheduler says of one queue or host; empty: it is not for this job."""
+    if "not contained in its hard queue list" in text:
+        return ""
+    lacks = re.match(r"it offers only \w+:(\w+)=", text)
+    if text == "it is full" or (lacks and lacks[1] == "slots"):
+        return "full"
+    if lacks:
+        return "no " + next((each for each in asked.split(",") if each.startswith(lacks[1] + "=")), lacks[1])
+    if text.startswith("clean up"):
+        return "not cleaned up after an earlier start"
+    if "not available" in text:
+        return next((_STATES[letter] for letter in _STATES if letter in state), "not available")
+    return re.sub(r"^it is ", "", text.partition(":")[0])
 
 
 def parse_settings(text: str) -> dict[str, str]:
@@ -714,18 +884,22 @@ def _run(words: Sequence[str], *, text: str = "", limit_s: float = ANSWER_S, is_
     return told.code, told.out if not told.code else f"{told.out}\n{told.err}"
 
 
+def _listed(option: str) -> list[str]:
+    """Return the names that `qconf` lists by an option. Raises EngineError if it fails."""
+    code, said = _run(("qconf", option))
+    if code and not re.match(r"no [\w ]+ defined", said.strip()):
+        raise EngineError(f"qconf {option}: {_one_line(said) or f'exit code {code}'}", _hint(said))
+    return [] if code else said.split()
+
+
 def _environments(wanted: str = "") -> list[dict[str, str]]:
     """Return what `qconf` says of the parallel environments; only of `wanted`, if there is one of that name."""
-    code, said = _run(("qconf", "-spl"))
-    if code and "no parallel environment" not in said:
-        raise EngineError(f"qconf -spl: {_one_line(said)}", _hint(said))
-    names = [] if code else said.split()
+    names = _listed("-spl")
     return [parse_settings(_ask("qconf", "-sp", each)) for each in ([wanted] if wanted in names else names)]
 
 
-def _check_listed(what: str, wanted: str, said: str, option: str) -> None:
+def _check_listed(what: str, wanted: str, known: Sequence[str], option: str) -> None:
     """Raise UsageError for a queue or project that is not listed; `q@host` and patterns are left to Grid Engine."""
-    known = said.split()
     if not re.search(r"[@*?\[,]", wanted) and wanted not in known:
         raise UsageError(f"{option} {wanted}: Grid Engine has no such {what}", f"it has: {', '.join(known) or 'none'}")
 
@@ -740,8 +914,27 @@ def _accounted(job: str) -> list[Record]:
     return parse_accounting(_run(("qacct", "-j", job), limit_s=ACCOUNT_S, is_strict=False)[1])
 
 
+def _was_deleted_in_queue(job: str) -> bool:
+    """Whether a job that has ended never ran: in the list of jobs that have ended, it has the priority it waited with.
+
+    Jobs that have run have none there; nor has one that the scheduler has not seen.
+    """
+    text = _ask("qstat", "-xml", "-s", "z", "-u", _user(), may_fail=True)
+    return any(row.id == job and row.priority > 0 for row in parse_jobs(text, is_lenient=True))
+
+
+def _refusal(words: Sequence[str]) -> str:
+    """Return why Grid Engine says that a job could never run; empty: it could."""
+    code, said = _run((*words, "-w", "v"), text="#!/bin/sh\n")  # any script would do
+    lines = [re.sub(r"^Job [0-9.]+ ", "it ", line.removeprefix("Unable to run job: ")) for line in said.splitlines()]
+    lines = [line for line in lines if line and not line.startswith(("Exiting", "verification:"))]
+    lines = [line for line in lines if "only offers 0 slots" not in line] or lines  # it follows from the others
+    return "" if not code else "; ".join(lines[:SHOWN]) or f"exit code {code}"
+
+
 def _unheard() -> set[str]:
-    return parse_unheard(_ask("qstat", "-xml", "-f", "-qs", "u", may_fail=True))
+    states = parse_states(_ask("qstat", "-xml", "-f", "-qs", "u", may_fail=True))
+    return {name.partition("@")[2] for name, state in states.items() if "u" in state}
 
 
 def _user() -> str:

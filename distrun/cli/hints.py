@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from distrun import shell
-from distrun.request import is_secret
+from distrun.request import COMMAND, is_secret
 from distrun_runtime.contract import facts
+from distrun_runtime.contract.plan import ROLES, WORKER
 
 if TYPE_CHECKING:
     from distrun_runtime.coordinator.outcome import Outcome
@@ -47,6 +48,7 @@ FOREIGN: Mapping[str, tuple[str, str]] = {
     "--num_nodes": ("--num-workers", _WORKERS),
     "--host-ip": ("--interface", "Did you mean --interface NAME, or --subnet CIDR?"),
     "--log-level": ("--verbose", "Did you mean -v, or -q?"),
+    "--sge-log-dir": ("--run-dir", "Leave it out, or did you mean --run-dir DIR? Jobs keep their logs there."),
     "--files": ("--sync-extra", _EXTRA),
     "--archives": ("--sync-extra", _EXTRA),
     "--master_addr": ("--num-workers", _MASTER),
@@ -55,24 +57,6 @@ FOREIGN: Mapping[str, tuple[str, str]] = {
 }
 """Options of launch.py, dmlc-submit, mpirun and torchrun: the option of ours without which the hint would not fit, and
 the hint."""
-
-DISTINCT = (
-    "--sync-dst-dir",
-    "--sync-exclude",
-    "--sync-gitignore",
-    "--sync-extra",
-    "--sync-delete",
-    "--num-servers",
-    "--dry-run",
-    "--env-server",
-    "--env-worker",
-    "--scheduler-host",
-    "--server-import",
-    "--server-device",
-    "--keep-outer-env",
-    "--no-forward",
-)
-"""Options of `launch` that hardly any script has. -H, --hostfile and --launcher count if their value is one of ours."""
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=", re.DOTALL)
 _INTERPRETER = re.compile(r"(?:.*/)?(?:python|pypy|bash|sh|zsh|dash)[\d.]*\Z")
@@ -85,7 +69,6 @@ class Behind(NamedTuple):
     name: str
     text: str
     """With its value, as it was typed."""
-    value: str
     at: int
     """Index of its word in the command."""
     size: int
@@ -137,7 +120,7 @@ def _reordered(ctx: click.Context, command: Sequence[str], moved: Sequence[Behin
 
 
 def behind(command: Sequence[str], params: Sequence[click.Parameter]) -> Iterator[Behind]:
-    """Yield the options of ours that stand behind the first word of a command. Pure."""
+    """Yield the options of ours that stand behind a command's first word, or behind an interpreter's options. Pure."""
     takes = {
         name: isinstance(option, click.Option) and not option.is_flag and not option.count
         for option in params
@@ -145,33 +128,28 @@ def behind(command: Sequence[str], params: Sequence[click.Parameter]) -> Iterato
         if name.startswith("-")
     }
     at = 1
+    while at < len(command) and _INTERPRETER.match(command[0]) and command[at].startswith("-"):
+        at += 1  # `python -s`, `bash -n`
     while at < len(command):
         name, equals, value = command[at].partition("=")
         size = 1
         if name in takes:
-            if takes[name] and not equals:
-                size, value = 2, command[at + 1] if at + 1 < len(command) else ""
-            yield Behind(name, shell.join(command[at : at + size]), value, at, min(size, len(command) - at))
+            size = 2 if takes[name] and not equals else 1
+            words = [_shown(word) for word in ([value] if equals else command[at + 1 : at + size])]
+            text = "=".join((name, *words)) if equals else " ".join((name, *words))
+            yield Behind(name, text, at, min(size, len(command) - at))
         at += size
 
 
-def misplaced(command: Sequence[str], ctx: click.Context, launchers: Callable[[], Sequence[str]]) -> str:
-    """Return a note on an option of ours that most probably was not meant for the script behind which it stands.
+def misplaced(command: Sequence[str], ctx: click.Context) -> str:
+    """Return a note on options of ours behind a script: launch.py took them for its own.
 
-    Only if the script, and what lies beside it, does not mention the option; if it was not also given before the
-    command; and if its name or its value can hardly be the script's. Reads the files.
+    Only if neither the script nor what lies beside it mentions the option. Reads the files.
     """
     script = _script(command)
     if not script:
         return ""
-    given = {
-        name
-        for each in ctx.command.params
-        if each.name and ctx.get_parameter_source(each.name) == click.core.ParameterSource.COMMANDLINE
-        for name in each.opts
-    }
-    ours = [each for each in behind(command, ctx.command.params) if each.name not in given]
-    ours = [each for each in ours if _is_ours(each, launchers) and not _is_mentioned(each.name, script)]
+    ours = [each for each in behind(command, ctx.command.params) if not _is_mentioned(each.name, script)]
     if not ours:
         return ""
     return "`{}` stands behind the command, so {} gets it; if it is meant for distrun, type it before {}".format(
@@ -184,7 +162,8 @@ def misplaced(command: Sequence[str], ctx: click.Context, launchers: Callable[[]
 def afterwards(command: Sequence[str], outcome: Outcome, tail: Sequence[str], ctx: click.Context) -> str:
     """Return a hint for a command that failed, from how it failed and its last lines; empty if nothing is known."""
     culprit = outcome.culprit
-    if culprit is None or not culprit.task.startswith("worker"):
+    given = ROLES if ctx.params["ps"] == COMMAND else (WORKER,)  # the roles that run the command
+    if culprit is None or not culprit.task.startswith(given):
         return ""
     if culprit.reason.startswith("command not found"):
         return _not_found(command, ctx)
@@ -262,17 +241,14 @@ def _script(command: Sequence[str]) -> str:
     return first if first.endswith((".py", ".sh")) and os.path.isfile(first) else ""
 
 
-def _is_ours(each: Behind, launchers: Callable[[], Sequence[str]]) -> bool:
-    if each.name in ("-H", "--hostfile"):
-        return os.path.isfile(each.value)
-    if each.name == "--launcher":
-        return each.value in launchers()
-    return each.name in DISTINCT
-
-
 def _is_mentioned(option: str, script: str) -> bool:
-    """Whether the script, or a Python file in its folder or below, has the option's name in it."""
-    needle = re.compile(rb"(?<![\w-])%s(?![\w-])" % re.escape(os.fsencode(option)))
+    """Whether the script, or a Python file in its folder or below, has the option's name in it.
+
+    Of a long option also `"name"` and a field `name: int`, from which libraries make options.
+    """
+    bare = re.sub(rb"[-_]", b"[-_]", os.fsencode(option[2:])) if option.startswith("--") else b"(?!)"
+    exact = rb"(?<![\w-])%s(?![\w-])" % re.escape(os.fsencode(option))
+    needle = re.compile(rb"%s|[\"']%s[\"']|^\s*%s\s*:" % (exact, bare, bare), re.MULTILINE)
     count = 0
     for path in _sources(Path(script)):
         count += 1

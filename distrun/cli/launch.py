@@ -80,7 +80,7 @@ def _launch(
     launcher, found = _launcher(options, env, console)
     for warning in found.warnings if found else ():
         console.say(warning, "warning")  # before anything else can fail: it may be why
-    misplaced = hints.misplaced(command, ctx, backends.names)
+    misplaced = hints.misplaced(command, ctx)
     if misplaced:
         console.say(misplaced)
     for note in placement.notes(found, options["placement"], options["gpus_per_worker"] or 0) if found else ():

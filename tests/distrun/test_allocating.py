@@ -84,6 +84,13 @@ def test_a_time_limit_that_was_reached_in_the_queue_gives_its_code(told: Told) -
     assert outcome.message.endswith("place: killed; YARN: the job's time is over (--time)")
 
 
+def test_what_an_engine_says_of_an_end_and_of_its_reason_is_told_once(told: Told) -> None:
+    told.hears(Standing(ENDED, "it was deleted", why=Explanation(143, "Grid Engine: it was deleted (qdel)")))
+    outcome = told.waiting.outcome("calm-otter")
+    assert (outcome.exit_code, outcome.reason) == (143, facts.TERMINATED)
+    assert outcome.message.endswith("gave it any place; Grid Engine: it was deleted (qdel)")
+
+
 def test_a_refusal_is_told_with_what_mends_it(told: Told) -> None:
     told.waiting.handle(EngineTold(None, "no such queue", "sinfo -s", True), 0.0)
     assert told.waiting.is_over

@@ -66,14 +66,48 @@ def test_the_secret_is_shown_by_nothing_and_ctrl_c_ends_all(lab: SgeSite) -> Non
     lab.nothing_stays()
 
 
-def test_a_job_that_waits_tells_its_position_and_ctrl_c_cancels_it(lab: SgeSite) -> None:
+def test_a_job_that_waits_tells_its_position_and_why_and_ctrl_c_cancels_it(lab: SgeSite) -> None:
     lab.hold(12)
     running = lab.begin_launch(*SHORT, "-n", "2", "--queue", "all.q", "hostname")
-    wait_until(lambda: "position 1 of 1 in all.q" in running.err, 40, "the position is told")
+    wait_until(lambda: "position 1 of 1 in all.q (full: all.q)" in running.err, 40, "the reason is told")
     running.signal(signal.SIGINT)
     assert running.wait() == 130, running.err
     assert running.out == ""
     assert "distrun-" not in lab.ask("qstat")
+
+
+def test_a_disabled_queue_is_named_and_qdel_of_a_job_that_waits_is_explained(lab: SgeSite) -> None:
+    lab.ask("qmod", "-d", "all.q")
+    try:
+        running = lab.begin_launch(*SHORT, "-n", "2", "hostname")
+        wait_until(lambda: "(disabled: all.q@h1, all.q@h2, all.q@h3)" in running.err, 40, "the reason is told")
+        lab.ask("qdel", lab.job())
+        assert running.wait() == 143, running.err
+        assert "the job was deleted from outside (qdel)" in running.err
+    finally:
+        lab.ask("qmod", "-e", "all.q")
+
+
+def test_a_prolog_that_fails_ends_the_job_before_the_time_limit_of_its_start(lab: SgeSite) -> None:
+    lab.change_queue(prolog="/bin/false")
+    try:
+        done = lab.launch(*SHORT, "--start-timeout", "90", "-n", "2", "hostname")
+    finally:
+        lab.change_queue(prolog="NONE")
+        lab.ask("qmod", "-c", "all.q")
+    assert done.code == 6, done.err
+    assert "not started within" not in done.err
+    assert re.search(r"exit_status of prolog = 1; .*in an error state \(E\): all\.q@h\d", done.err), done.err
+    lab.nothing_stays()
+
+
+def test_memory_that_is_a_load_value_is_asked_for_and_more_than_a_host_has_is_refused(lab: SgeSite) -> None:
+    done = lab.launch(*SHORT, "-n", "2", "--worker-memory", "10M", "echo up")
+    assert done.code == 0, done.err
+    assert done.out.count("| up\n") == 2
+    done = lab.launch(*SHORT, "-n", "2", "--worker-memory", "99T", "echo up")
+    assert done.code == 2, done.err
+    assert "because it offers only hl:mem_total=" in done.err
 
 
 def test_a_detached_job_is_followed_and_waited_for(lab: SgeSite) -> None:

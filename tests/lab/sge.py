@@ -207,18 +207,18 @@ def _configure(master: Host, hosts: list[str], slots: int) -> None:
     everyone = ",".join((*hosts, layout.LAUNCHER))
     master.exec("qconf", "-ah", everyone)
     master.exec("qconf", "-as", everyone)
-    _apply(master, "-Mconf", "global", _changed(master.exec("qconf", "-sconf"), GLOBAL))
-    _apply(master, "-Msconf", "scheduler", _changed(master.exec("qconf", "-ssconf"), SCHEDULER))
+    _apply(master, "-Mconf", "global", changed(master.exec("qconf", "-sconf"), GLOBAL))
+    _apply(master, "-Msconf", "scheduler", changed(master.exec("qconf", "-ssconf"), SCHEDULER))
     for host in hosts:
         _apply(master, "-Ae", "host", HOST.format(host=host))
     _apply(master, "-Ahgrp", "hosts", "group_name @allhosts\nhostlist {}\n".format(" ".join(hosts)))
     for name, (rule, tight) in ENVIRONMENTS.items():
         _apply(master, "-Ap", "pe", ENVIRONMENT.format(name=name, rule=rule, tight=tight))
     # Without a name, -sq prints the template of a queue.
-    _apply(master, "-Aq", "queue", _changed(master.exec("qconf", "-sq"), {**QUEUE, "slots": str(slots)}))
+    _apply(master, "-Aq", "queue", changed(master.exec("qconf", "-sq"), {**QUEUE, "slots": str(slots)}))
 
 
-def _changed(text: str, values: dict[str, str]) -> str:
+def changed(text: str, values: dict[str, str]) -> str:
     """Return a configuration with these values in place of what it says."""
     joined = text.replace("\\\n", " ")
     kept = [line for line in joined.splitlines() if line.split() and line.split()[0] not in values and line[0] != "#"]

@@ -48,6 +48,13 @@ class SgeSite(Site):
         """Run a command of Grid Engine as the launcher and return what it prints, whether it succeeds or not."""
         return self.inside(*words, text=text, check=False, env={"PWD": "/"})
 
+    def change_queue(self, **values: str) -> None:
+        """Change lines of the configuration of the queue all.q."""
+        with tempfile.NamedTemporaryFile("w") as file:
+            file.write(sge.changed(self.inside("qconf", "-sq", "all.q"), values))
+            file.flush()
+            self.inside("qconf", "-Mq", file.name)
+
     def hold(self, slots: int, seconds: int = 100) -> str:
         """Submit another job that has `slots` slots for so long; return its number when it runs."""
         words = ("qsub", "-terse", "-S", "/bin/sh", "-wd", "/", "-o", "/dev/null", "-j", "y", "-N", "other")

@@ -87,6 +87,13 @@ def test_an_explanation_gives_the_exit_code_and_the_reason(code: int, reason: st
     assert found.culprit.reason == "Slurm: why"
 
 
+def test_a_reason_that_was_told_already_is_not_repeated() -> None:
+    assert (
+        queue.with_explanation(LOST, Explanation(6, "its connection"), "sge").message == "h2 was lost; its connection"
+    )
+    assert queue.with_explanation(LOST, Explanation(6, "h2 was"), "sge").message == "h2 was lost"
+
+
 def test_an_engine_that_has_recorded_nothing_is_said_to_have_none() -> None:
     assert queue.with_explanation(LOST, None, "slurm").message == "h2 was lost; slurm has recorded no reason"
     failed = Outcome(1, facts.TASK_FAILED, "worker-0 failed", Culprit("worker-0", "h1", code=1))

@@ -221,8 +221,68 @@ def test_reasons_of_an_error_state_are_told_without_their_dates() -> None:
 
 
 def test_hosts_that_are_not_heard_of_are_known() -> None:
-    assert sge.parse_unheard(recorded("qstat_unheard.xml")) == {"h3"}
-    assert sge.parse_unheard("") == set()
+    assert sge.parse_states(recorded("qstat_unheard.xml")) == {"all.q@h3": "u"}
+    assert sge.parse_states("") == {}
+
+
+def test_why_a_job_waits_is_what_the_scheduler_says_and_why_its_start_failed() -> None:
+    said = recorded("qstat_prolog.xml")
+    messages = sge.parse_messages(said, "62")
+    assert len(messages) == 4
+    assert len(sge.parse_messages(said, "63")) == 2  # of all jobs
+    states = sge.parse_states(recorded("qstat_states.xml"))
+    assert sge.reasons(messages, sge.parse_errors(said), states) == (
+        "could not be started: exit_status of prolog = 1; not cleaned up after an earlier start: h3; "
+        "in an error state (E): all.q@h1; disabled: all.q@h2"
+    )
+    assert sge.parse_messages("", "62") == []
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (
+            'Job 5 (-l slots=1) cannot run in queue "all.q@h1" because it offers only qc:slots=0.000000\n'
+            'Job 5 (-l slots=1) cannot run in queue "all.q@h2" because it offers only qc:slots=0.000000\n'
+            'Job 5 cannot run in PE "mpi" because it only offers 3 slots\n'
+            "verification: no suitable queues\n",
+            "full: all.q; too few slots are free in mpi",
+        ),
+        (
+            'Job 15 (-l mem_free=100G,h_rt=9) cannot run in queue "h1" because it offers only hl:mem_free=19.708G\n'
+            'Job 15 (-l mem_free=100G,h_rt=9) cannot run in queue "h2" because it offers only hl:mem_free=19.693G\n'
+            'Job 15 cannot run in PE "mpi" because it only offers 0 slots\n',
+            "no mem_free=100G: h1, h2",
+        ),
+        (
+            "".join(f'Job 7.1 queue instance "all.q@h{i}" dropped because it is disabled\n' for i in range(5))
+            + 'Job 7.1 cannot run in queue "b.q" because it is not contained in its hard queue list (-q)\n',
+            "disabled: all.q@h0, all.q@h1, all.q@h2 and others",
+        ),
+        (
+            'Job 7 queue instance "a@h1" dropped because it is overloaded: np_load_avg=2.8 (no load adjustment) >= 1.75'
+            '\nJob 7 cannot run because it exceeds limit "ann/////" in rule "max/1"',
+            'overloaded: a@h1; cannot run because it exceeds limit "ann/////" in rule "max/1"',
+        ),
+        ("verification: found possible assignment with 2 slots\n", ""),
+        ("denied: job is not yours\n", ""),
+    ],
+)  # fmt: skip
+def test_why_a_job_waits_is_told_without_numbers_that_change(said: str, why: str) -> None:
+    assert sge.reasons(sge.parse_verdict(said), "", {}) == why
+
+
+def test_what_is_free_is_verified_as_what_there_is_in_all() -> None:
+    def asked(requests: str) -> tuple[str, ...]:
+        return sge.in_an_empty_cluster(
+            ("qsub", "-l", requests, "-pe", "mpi", "2"), recorded("complexes.txt"), recorded("qhost.txt")
+        )
+
+    assert asked("h_rt=9,mem_free=8192M,arch=lx-amd64")[1:3] == ("-l", "h_rt=9,mem_total=8192M,arch=lx-amd64")
+    assert asked("mf=1G")[1:3] == ("-l", "mem_total=1G")
+    assert asked("cpu=50") == ("qsub", "-pe", "mpi", "2")
+    consumed = recorded("complexes.txt").replace("YES         NO ", "YES         YES")
+    assert sge.in_an_empty_cluster(("-l", "mf=1G"), consumed, recorded("qhost.txt")) == ("-l", "mf=1G")
 
 
 def test_what_is_no_xml_is_an_error_that_shows_it() -> None:
@@ -300,7 +360,7 @@ class Commands:
         self._folder = folder
         self._log = folder / "called"
         self._log.touch()
-        for name in ("qsub", "qstat", "qdel", "qacct", "qrsh", "qconf"):
+        for name in ("qsub", "qstat", "qdel", "qacct", "qrsh", "qconf", "qalter", "qhost"):
             self.answer(name, "exit 0")
 
     def answer(self, name: str, script: str) -> None:
@@ -335,6 +395,62 @@ def test_a_job_that_waits_tells_its_position(commands: Commands) -> None:
     found = Sge().look(Handle("sge", "4", {"kind": "parallel"}))
     assert (found.state, found.text) == (QUEUED, "position 2 of 3")
     assert Sge().look(Handle("sge", "7", {"kind": "parallel"})).text.startswith("on hold (state hqw)")
+
+
+def test_a_job_that_waits_tells_why_and_the_queue_is_not_asked_each_time(commands: Commands) -> None:
+    commands.answer("qstat", f"case $* in *-f*) cat {HERE}/qstat_states.xml;; *) cat {HERE}/qstat_waiting.xml;; esac")
+    engine = Sge()
+    assert engine.look(Handle("sge", "4", {"kind": "parallel"})).text == "position 2 of 3"
+    said = 'Job 4 queue instance "all.q@h2" dropped because it is temporarily not available'
+    commands.answer("qalter", f"echo '{said}'")
+    for _ in range(2):
+        found = engine.look(Handle("sge", "4", {"kind": "parallel"}))
+        assert (found.state, found.text) == (QUEUED, "position 2 of 3 (disabled: all.q@h2)")
+    assert commands.said.count("qalter -w p 4") == 2
+
+
+def test_a_job_that_goes_back_to_the_queue_is_deleted_at_once_and_the_reason_told(commands: Commands) -> None:
+    commands.answer("qstat", f"cat {HERE}/qstat_running.xml")
+    engine = Sge()
+    handle = Handle("sge", "1", {"kind": "parallel", "slots": "6"})
+    assert engine.look(handle).state == RUNNING
+    commands.answer(
+        "qstat",
+        f"case $* in *-j*) cat {HERE}/qstat_prolog.xml;; *-f*) cat {HERE}/qstat_states.xml;; "
+        f"*) sed 's:<JB_job_number>4<:<JB_job_number>1<:' {HERE}/qstat_waiting.xml;; esac",
+    )
+    found = engine.look(handle)
+    assert found.state == ENDED
+    assert found.text.startswith(
+        "h1 has not started it, and it went back to the queue (could not be started: exit_status of prolog = 1; "
+    )
+    assert "in an error state (E): all.q@h1" in found.text
+    assert "qdel 1" in commands.said
+    told = engine.explain(handle, "h2")
+    assert told is not None
+    assert (told.code, told.text) == (6, found.text)
+
+
+def test_a_job_that_is_started_on_other_hosts_than_before_has_lost_its_places(commands: Commands) -> None:
+    commands.answer("qstat", f"cat {HERE}/qstat_running.xml")
+    engine = Sge()
+    handle = Handle("sge", "1", {"kind": "parallel", "slots": "6"})
+    engine.look(handle)
+    commands.answer("qstat", f"sed 's:@h3<:@h4<:' {HERE}/qstat_running.xml")
+    assert engine.look(handle).text.startswith("h1 has not started it, and it went back to the queue")
+
+
+@pytest.mark.parametrize(("priority", "code"), [("0.25000", 143), ("0.00000", None)])
+def test_a_job_that_is_deleted_while_it_waits_ends_as_one_that_is_deleted_while_it_runs(
+    priority: str, code: int | None, commands: Commands
+) -> None:
+    row = f"<job_list><JB_job_number>4</JB_job_number><JAT_prio>{priority}</JAT_prio></job_list>"
+    commands.answer("qstat", f'case $* in *"-s z"*) echo "<x>{row}</x>";; *) echo "<x/>";; esac')
+    commands.answer("qacct", "echo 'error: job id 4 not found' >&2; exit 1")
+    found = Sge().look(Handle("sge", "4", {"kind": "parallel"}))
+    assert found.state == ENDED
+    assert "deleted" in found.text
+    assert (found.why and found.why.code) == code
 
 
 def test_a_job_in_an_error_state_is_deleted_and_the_reason_told(commands: Commands) -> None:
@@ -457,6 +573,35 @@ def test_a_job_that_can_never_run_is_refused_before_it_is_submitted(commands: Co
     commands.answer("qsub", f"echo '{said}\nverification: no suitable queues\nExiting.' >&2; exit 1")
     with pytest.raises(UsageError, match='it cannot run in PE "mpi" because it only offers 12 slots'):
         Sge().prepare(submission(found={}))
+
+
+def test_a_load_value_that_cannot_be_verified_is_no_reason_to_refuse(commands: Commands) -> None:
+    commands.answer(
+        "qconf", f"case $1 in -spl) echo mpi;; -sp) cat {HERE}/pe_mpi.txt;; -sc) cat {HERE}/complexes.txt;; esac"
+    )
+    commands.answer("qhost", f"cat {HERE}/qhost.txt")
+    said = 'Unable to run job: Job 2 cannot run in PE "mpi" because it only offers 0 slots'
+    commands.answer("qsub", f"case $* in *mem_free*) echo '{said}' >&2; exit 1;; esac")
+    Sge().prepare(submission(found={}, worker=Needs(memory=GIB)))
+    assert "mem_total=1024M" in commands.said[-1]
+    asked = "(-l mem_total=1048576M) cannot run in queue"
+    big = f'Job 3 {asked} "h1" because it offers only hl:mem_total=23.541G'
+    commands.answer("qsub", f"printf 'Unable to run job: %s\\n' '{big}' 'Exiting.' >&2; exit 1")
+    with pytest.raises(UsageError, match=r'it \(-l mem_total=1048576M\) cannot run in queue "h1"'):
+        Sge().prepare(submission(found={}, worker=Needs(memory=1024 * GIB)))
+
+
+@pytest.mark.parametrize(
+    ("said", "options"),
+    [("no project list defined", {"project": "vis"}), ("no cqueue list defined", {"queue": "vis"})],
+)
+def test_an_empty_list_of_grid_engine_is_not_taken_for_names(
+    said: str, options: Mapping[str, str], commands: Commands
+) -> None:
+    commands.answer("qconf", f"echo {said} >&2; exit 1")
+    with pytest.raises(UsageError, match="vis: Grid Engine has no such") as caught:
+        Sge().prepare(submission(found={}, **options))
+    assert caught.value.hint == "it has: none"
 
 
 def test_an_unknown_queue_is_refused_with_those_that_are_known(commands: Commands) -> None:

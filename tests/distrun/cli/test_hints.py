@@ -73,7 +73,7 @@ def notes(result: subprocess.CompletedProcess[bytes]) -> list[str]:
             "'echo a' is taken for one program with blanks in its name: give all words in one pair of quotes, or none",
         ),
         (
-            (sys.executable, "strict.py", "--lr", "1", "-H", "nowhere", "--grace", "3"),
+            (sys.executable, "-m", "strict", "--lr", "1", "-H", "nowhere", "--grace", "3"),
             2,
             "`-H nowhere` stands behind the command, which got it; if it is meant for distrun, type it before %s"
             % sys.executable,
@@ -144,6 +144,12 @@ def test_a_command_before_the_options_is_put_right(words: tuple[str, ...], typed
             "--sync-dst-dir 'a b' --env-server A:1",
             "train.py",
         ),
+        (
+            ("python3", "train.py", "-n", "5", "--name", "x", "--timeout=3", "-v", "--env", "MY_TOKEN=s", "--json"),
+            "-n 5 --name x --timeout=3 -v --env MY_TOKEN=... --json",
+            "train.py",
+        ),
+        (("python3", "-s", "train.py", "--launcher", "pytorch", "-H", "768"), "--launcher pytorch -H 768", "train.py"),
     ],
 )
 def test_options_that_the_script_gets_by_mistake_are_noted_once(
@@ -175,10 +181,8 @@ def test_the_note_is_not_repeated_when_the_script_refuses_the_option(distrun: Di
 @pytest.mark.parametrize(
     "words",
     [
-        ("python3", "train.py", "-n", "5", "--name", "x", "--timeout", "3", "-v", "--env", "CartPole", "--json"),
-        ("python3", "train.py", "--launcher", "pytorch"),
-        ("python3", "train.py", "-H", "768"),
-        ("python3", "train.py", "--num-workers", "4"),
+        ("python3", "own/other.py", "-n", "5", "--name", "x", "--timeout", "3", "--num-workers", "4"),
+        ("python3", "-s", "train.py"),
         ("mpirun", "-H", "hosts", "--hostfile", "hosts", "./run.sh"),
         ("python3", "-m", "torch.distributed.run", "--hostfile", "hosts"),
         ("python3", "train.py --sync-dst-dir x"),
@@ -188,15 +192,37 @@ def test_the_note_is_not_repeated_when_the_script_refuses_the_option(distrun: Di
 )
 def test_a_script_that_has_such_options_itself_is_left_alone(words: tuple[str, ...], distrun: Distrun) -> None:
     write(distrun.work, **{"own/main.py": "import opts"})
-    write(distrun.work, **{"own/lib/opts.py": "add('-H'); add('--launcher'); add(\"--sync-dst-dir\")"})
+    write(distrun.work, **{"own/lib/opts.py": "add('-H'); add('--launcher'); add(\"--sync-dst-dir\"); add('-n')"})
+    write(
+        distrun.work,
+        **{"own/other.py": "import flags\nflags.add('name')\nclass A:\n    timeout: int\n    num_workers: int"},
+    )
     result = distrun.launch("-n", "1", "-s", "0", "--dry-run", *words)
     assert result.returncode == 0, result.stderr
     assert notes(result) == []
 
 
-def test_an_option_that_was_given_before_the_command_may_be_given_to_the_script_too(distrun: Distrun) -> None:
-    result = distrun.launch("-H", "hosts", "-n", "1", "-s", "0", "--dry-run", "python3", "train.py", "-H", "hosts")
-    assert notes(result) == []
+def test_an_option_that_was_given_before_the_command_and_behind_it_is_noted(distrun: Distrun) -> None:
+    result = distrun.launch("-H", "hosts", "-n", "1", "-s", "0", "--dry-run", "python3", "train.py", "-n", "5")
+    assert len(notes(result)) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        (("FOO=1", "true"), "FOO=1 is not a program: to set variables, type --env FOO=1 before the command"),
+        (
+            ("train.py",),
+            "train.py is a file of this directory, which is not searched for programs: type python3 train.py",
+        ),
+    ],
+)  # fmt: skip
+def test_a_command_that_servers_and_scheduler_run_gets_the_hint_whoever_fails_first(
+    command: tuple[str, ...], hint: str, distrun: Distrun
+) -> None:
+    result = distrun.launch("--ps", "command", "-n", "1", "-s", "1", *command)
+    assert result.returncode == 127, result.stderr
+    assert hints(result) == [hint]
 
 
 @pytest.mark.parametrize(
@@ -212,6 +238,10 @@ def test_an_option_that_was_given_before_the_command_may_be_given_to_the_script_
         (("sync", "--cluster", "ssh"), "No such option --cluster.\n"),
         (("sync", "--p3"), "No such option --p3.\n"),
         (("launch", "--host-file", "x", "true"), "Did you mean -H FILE?\n"),
+        (
+            ("launch", "--sge-log-dir", "x", "true"),
+            "No such option --sge-log-dir. Leave it out, or did you mean --run-dir DIR? Jobs keep their logs there.\n",
+        ),
         (("launch", "--jobname", "x", "true"), "Did you mean --name NAME?\n"),
         (("launch", "--nproc_per_node", "2", "true"), "Did you mean -n N, the number of all workers?\n"),
         (("launch", "-x", "FOO", "true"), "Did you mean --env NAME?\n"),
