@@ -232,6 +232,7 @@ def rsync_path(
     delete: bool = False,
     extra: bool = False,
     partial: str = "-",
+    host: str = "",
     python: str = "",
 ) -> str:
     """Return the value of --rsync-path: the command that runs `receiver.py` on the host, for a copy into `folder`.
@@ -246,7 +247,8 @@ def rsync_path(
         source: what identifies the source's folder, to recognize it on the host.
         delete: whether the folder must have distrun's marker, or be empty.
         extra: whether something is added below a folder that was copied to; it gets no marker.
-        partial: name of the folders for files until all have arrived.
+        partial: name of the folders for files until all have arrived; the same for all hosts of one copy.
+        host: what the host is called.
         python: an interpreter on the host to try first.
     """
     options = {
@@ -257,6 +259,7 @@ def rsync_path(
         "delete": delete,
         "marks": not extra,
         "partial": partial,
+        "host": host,
         "beginning": PARTIAL,
     }
     words = (_program(), _base64(json.dumps(options).encode("ascii")))

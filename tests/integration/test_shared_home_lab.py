@@ -234,3 +234,28 @@ def test_exec_runs_on_every_host(home: SharedHome) -> None:
     done = home.distrun("exec", "-H", home.hosts_file(), "hostname")
     assert done.code == 0, done.err
     assert {line.split()[-1] for line in done.out.splitlines()} >= {"h1", "h2", "h3"}
+
+
+def test_a_folder_below_the_home_is_copied_to_once_for_all_hosts(home: SharedHome) -> None:
+    (home.file(home.work) / "hello").write_text("hello\n")
+    words = ["-H", home.hosts_file(), "-n", "3", "-s", "0", "--sync-dst-dir", "~/job"]
+    done = home.distrun("launch", *words, "cat", "hello")
+    assert done.code == 0, done.err
+    assert done.out.count("| hello\n") == 3
+    assert "sync 3/3 (1 file, 6 B)" in done.err
+    assert sorted(path.name for path in (home.outer_home / "job").iterdir()) == [".distrun-sync", "hello"]
+    (home.file(home.work) / "hello").write_text("hello again\n")
+    again = home.distrun("sync", "-H", home.hosts_file(), "--json", "--sync-dst-dir", "~/job")
+    rows = json.loads(again.out)["hosts"]
+    assert sorted(row["files"] for row in rows) == [0, 0, 1]
+    assert len({row["shared"] or row["host"] for row in rows}) == 1
+
+
+def test_the_current_directory_as_the_destination_is_left_alone(home: SharedHome) -> None:
+    (home.file(home.work) / "hello").write_text("hello\n")
+    words = ["-H", home.hosts_file(), "-n", "3", "-s", "0", "--sync-dst-dir", "~/work"]
+    done = home.distrun("launch", *words, "cat", "hello")
+    assert done.code == 0, done.err
+    assert done.out.count("| hello\n") == 3
+    assert "sync 3/3 (0 files, 0 B)" in done.err
+    assert [path.name for path in home.file(home.work).iterdir()] == ["hello"]
