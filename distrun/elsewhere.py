@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
@@ -198,7 +199,7 @@ def save(folder: JobFolder, name: str, age_s: float, pieces: Iterable[bytes]) ->
     Raises OSError.
     """
     path = folder.path / name
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    fresh = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")  # hosts may share the folder
     try:
         with open(fresh, "wb") as file:
             for data in pieces:

@@ -78,7 +78,7 @@ def python(name: str, base: Optional[Mapping[bytes, bytes]] = None) -> Dict[str,
     if not interpreters.is_new(found):
         return found
     found.update(
-        place=interpreters.place(found["version"]),
+        place=interpreters.place(found["version"], found["path"]),
         environment=_environment(found["version"], env),
         install=interpreters.how_to_install(found, interpreters.missing(found, SERVER_MODULES)),
     )
