@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wheels
 from hostlab import Options, Unavailable
 from lab import ROOT, Done, Running, Site, shared_folders, skip, wait_until
 
@@ -113,9 +114,17 @@ def test_a_detached_job_runs_to_its_end_and_is_seen_from_every_host(home: Shared
         assert "running" in status.out, status.err
     attached = home.start("attach", "--since-start", job)
     wait_until(lambda: attached.out.count("begins") == 2, LIMIT_S, "both have printed")
-    assert home.distrun("logs", job).out.count("begins") == 2
+    followed = home.start("logs", "-f", "--merge", job)
+    screen = home.in_terminal("top", job)
+    screen.expect("worker-1")
+    screen.expect("2 running")
+    screen.type("l")
+    screen.expect("begins")
+    screen.type("q")
     home.go()
     assert attached.wait() == 0
+    assert followed.wait() == 0
+    assert followed.out.count("begins") == followed.out.count("ends") == 2
     assert attached.out.count("ends") == 2
     assert home.distrun("wait", job).code == 0
     assert home.on("h3", "wait", job).code == 0
@@ -259,3 +268,20 @@ def test_the_current_directory_as_the_destination_is_left_alone(home: SharedHome
     assert done.out.count("| hello\n") == 3
     assert "sync 3/3 (0 files, 0 B)" in done.err
     assert [path.name for path in home.file(home.work).iterdir()] == ["hello"]
+
+
+def test_fix_makes_one_environment_for_all_hosts(home: SharedHome) -> None:
+    wheels.make(home.outer_home / "wheels")
+    config = home.outer_home / ".config" / "pip" / "pip.conf"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text("[install]\nno-index = true\nfind-links = %s\n" % (home.home / "wheels"))
+    hosts = home.hosts_file()
+    words = ("doctor", "-H", hosts, "--python", "/usr/bin/python3", "--connect-timeout", "8")
+    made = home.distrun(*words, "--fix", "-y")
+    assert made.code == 0, made
+    assert "made on h[1-3]: " in made.out
+    assert made.err.count("making a virtual environment") == 1
+    assert made.err.count(", which has the same folder and makes it there") == 2
+    launch = ("launch", "-H", hosts, "-n", "3", "-s", "3", "--python", "/usr/bin/python3")
+    done = home.distrun(*launch, "hostname")
+    assert done.code == 0, done.err
