@@ -394,8 +394,9 @@ class Copier:
             result = CopyResult(host, names, files, size, time.monotonic() - begun, same and not files)
             if ended.cancelled and ended.code:
                 return replace(result, cancelled=True)
-            # After a host refused the folder, rsync's messages would only mislead.
-            words = () if UNFIT in ended.says else tuple(ended.words)
+            # After a host refused the folder, or its shell printed, rsync's messages would only mislead.
+            is_told = UNFIT in ended.says or rsync.met_a_loud_shell(ended)
+            words = () if is_told else tuple(ended.words)
             if unreached is not None:
                 reason, fix = unreached.text, unreached.fix
             if reason:
@@ -478,6 +479,8 @@ class Copier:
             ended = self._run_once(host, argv, shell, sums)
             words = [word for word in ended.words if not word.startswith("rsync")]
             if ended.says or ended.overdue or ended.cancelled or not ended.code or not words:
+                break
+            if rsync.met_a_loud_shell(ended):
                 break
             failure = remote_shell.login_failure(self._targets[host], words)
             if wait_s is None or not failure.is_passing:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pwd
 import signal
 import sys
 import time
@@ -24,6 +25,8 @@ SHARED = "shared"
 UNFIT = "unfit"
 NOTE = "note"
 NO_RSYNC = "norsync"
+SHELL = "shell"
+"""The user's login shell."""
 
 NOT_FOUND = 127
 IO_ERROR = 11
@@ -35,6 +38,8 @@ MORE_FOLDERS = ("/usr/local/bin", "/opt/homebrew/bin")
 def main(argv: Sequence[str]) -> int:
     """Run with options as JSON, then rsync's own arguments; return the exit code."""
     options = json.loads(argv[0])
+    with contextlib.suppress(KeyError):
+        _say(SHELL, pwd.getpwuid(os.geteuid()).pw_shell)
     try:
         place = prepare(
             os.fsdecode(bytes.fromhex(options["folder"])),

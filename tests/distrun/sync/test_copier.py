@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pwd
 import queue
 import re
 import shutil
@@ -19,6 +20,7 @@ import pytest
 from fakehosts import FakeHosts, Sink, living, tree, write
 
 from distrun.errors import UsageError
+from distrun.shell import quiet
 from distrun.ssh.target import Target
 from distrun.sync import Copier, CopyRequest, CopyResult, CopyRules, Tree, error, make_rules, rsync
 from distrun.sync.copier import first_failure
@@ -338,6 +340,17 @@ def test_a_host_without_rsync_is_said_with_what_to_do(bench: Bench) -> None:
     (result,) = bench.copy("d1")
     assert result.reason == "there is no rsync on it"
     assert result.fix.startswith("on that host: install rsync")
+
+
+def test_a_login_shell_that_prints_is_said_with_how_to_quieten_it(bench: Bench) -> None:
+    bench.hosts.add("d1")
+    bench.hosts.before("d1", "echo Welcome to d1, have a nice day")
+    (result,) = bench.copy("d1")
+    assert result.reason == "its login shell prints something, and rsync cannot work over that"
+    assert not any("manpage" in line for line in result.lines())
+    # Which shell it is, is known if the host's program was started before rsync here gave up.
+    shown = quiet(pwd.getpwuid(os.geteuid()).pw_shell)
+    assert result.fix in (shown, "this says in which file: distrun doctor --hosts d1")
 
 
 def test_a_disk_that_cannot_hold_it_is_said_before_anything_is_sent(bench: Bench) -> None:
