@@ -43,12 +43,13 @@ def place(job: PlannedJob, folder: JobFolder, sink: Sink) -> Outcome:
     plan = job.plan
     host = job.request.coordinator_host or plan.hosts[0].name
     secret = os.urandom(enrolment.SECRET_BYTES).hex()
-    told = _start_coordinator(job, host, secret)
+    login = next(each.login for each in plan.hosts if each.name == host)
+    told = _start_coordinator(job, host, secret, login, folder)
     if isinstance(told, Problem):
         message = f"the coordinator could not be started on {host}: {told.text}"
         return _ended(job, folder, message, told)
-    login = next(each.login for each in plan.hosts if each.name == host)
-    folder.place_elsewhere(told, host, login)
+    if not told["is_shared"]:  # else the coordinator has written there who it is
+        folder.place_elsewhere(told, host, login)
     sink.say(
         f"the coordinator runs on {host} (pid {told['pid']}); agents dial it at {' or '.join(told['dial'])}", "info"
     )
@@ -57,7 +58,9 @@ def place(job: PlannedJob, folder: JobFolder, sink: Sink) -> Outcome:
     return Outcome(0, facts.SUCCEEDED, f"the coordinator runs on {host}", job=plan.job)
 
 
-def _start_coordinator(job: PlannedJob, host: str, secret: str) -> Mapping[str, Any] | Problem:
+def _start_coordinator(
+    job: PlannedJob, host: str, secret: str, login: str, folder: JobFolder
+) -> Mapping[str, Any] | Problem:
     """Start the coordinator; return what it tells of itself."""
     request = job.request
     order = Order(
@@ -70,6 +73,8 @@ def _start_coordinator(job: PlannedJob, host: str, secret: str) -> Mapping[str, 
         request=request.to_json(),
         allocation=job.allocation.to_json(),
         verbosity=0,
+        login=login,
+        folder=str(folder.path),
         program=blob.dialed(),
         runtime=job.runtime,
     )

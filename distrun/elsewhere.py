@@ -1,7 +1,8 @@
 """Jobs whose coordinator is on one of their hosts: keeps this machine's folder of such a job up to date.
 
-The job's real folder is on that host. Its state is fetched whenever somebody looks; when the job is over, everything
-that is in the folder is fetched once, logs included, and from then on the job is like any other.
+The job's real folder is on that host, unless this machine and that host share a job store. Its state is fetched when
+somebody looks; when the job is over, everything that is in the folder is fetched once, logs included, and from then on
+the job is like any other.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
@@ -76,7 +78,7 @@ class NotRemoved(DistrunError):
 def is_elsewhere(folder: JobFolder) -> bool:
     """Return whether what is known of a job has to be fetched from one of its hosts."""
     where = folder.control()
-    return where is not None and bool(where.get("login")) and not folder.is_finished
+    return where is not None and bool(where.get("folder")) and not folder.is_finished
 
 
 def refresh(folder: JobFolder, may_ask: bool = True) -> None:
@@ -197,7 +199,7 @@ def save(folder: JobFolder, name: str, age_s: float, pieces: Iterable[bytes]) ->
     Raises OSError.
     """
     path = folder.path / name
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    fresh = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")  # hosts may share the folder
     try:
         with open(fresh, "wb") as file:
             for data in pieces:

@@ -175,7 +175,7 @@ def _kill_elsewhere(folder: JobFolder, plan: Plan | None, host: str, grace_s: fl
     with contextlib.closing(_Asked(folder)) as asked:
         limit_s = grace_s + wait_s
         if not asked.stop():
-            if plan is None or not elsewhere.is_elsewhere(folder):
+            if plan is None or not (folder.control() or {}).get("login"):  # else its host is one of the job's hosts
                 raise problem
             swept = backends.load(plan.backend).sweep(plan, grace_s)
             done = [f"its coordinator on {host} does not answer"]

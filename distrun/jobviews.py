@@ -157,7 +157,7 @@ class _Job:
         with contextlib.suppress(JobStoreError):
             self.where = folder.control() or {}
         self.is_here = not self.where or client.is_here(self.where)
-        is_fetched = bool(self.where.get("login"))
+        is_fetched = bool(self.where.get("folder"))
         is_going = self.state["state"] in facts.GOING
         self.is_asked_there = bool(self.where.get("path")) and is_going and not self.is_here
         self.is_asked_here = bool(self.where.get("path")) and is_going and self.is_here

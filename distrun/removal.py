@@ -47,6 +47,8 @@ def remove(folder: JobFolder) -> Removed:
         # At once for all readers; should this process end meanwhile, the next run goes on.
         doomed = str(folder.path.parent / (_PREFIX + folder.path.name))
         os.rename(path, doomed)
+    except FileNotFoundError:  # a host that shares the store has removed it meanwhile
+        return Removed(0)
     except OSError as err:
         return found._replace(size=0, problem=f"cannot remove {path}: {err.strerror or err}")
     problem = _delete(doomed)

@@ -16,6 +16,14 @@ SHELL_CHARACTERS = frozenset(" \t\n\r|&;<>()$`\\\"'*?[]{}~!#")
 BUILTINS = frozenset(("alias", "cd", "eval", "exit", "export", "set", "shopt", "source", "ulimit", "umask", "unset"))
 """Commands that only a shell has."""
 
+_QUIET = {
+    "bash": "put this first into ~/.bashrc there: case $- in *i*) ;; *) return ;; esac",
+    "zsh": "put this first into ~/.zshenv there: [[ -o interactive ]] || return",
+    "csh": "put this first into ~/.cshrc there: if (! $?prompt) exit",
+    "tcsh": "put this first into ~/.tcshrc there (~/.cshrc if there is none): if (! $?prompt) exit",
+    "fish": "in ~/.config/fish/config.fish there, put what prints between these lines: if status is-interactive; end",
+}
+
 _CONTROL = re.compile("[\x00-\x1f\x7f\udc80-\udcff]")
 
 
@@ -31,6 +39,13 @@ def to_argv(words: Sequence[str], shell: bool | None = None) -> tuple[str, ...]:
     if shell:
         return ("bash", "-c", " ".join(words))
     return tuple(words)
+
+
+def quiet(shell: str) -> str:
+    """Return how to keep a login shell, a path or empty, from printing where there is no terminal. Pure."""
+    name = shell.rpartition("/")[2]
+    other = f"let the start-up files of {name or 'the login shell'} there print only where there is a terminal"
+    return _QUIET.get(name, other)
 
 
 def quote(word: str) -> str:

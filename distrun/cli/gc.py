@@ -121,7 +121,7 @@ class _There:
             where = folder.control()
         except JobStoreError:
             return ""
-        if where is None or not where.get("login"):
+        if where is None or not where.get("folder"):
             return ""
         login, host = str(where["login"]), str(where["host"])
         if self._dry_run:

@@ -117,6 +117,7 @@ def as_json(result: CopyResult) -> dict[str, Any]:
         "names": list(result.names),
         "ok": result.ok,
         "same": result.same,
+        "shared": result.shared,
         "files": result.files,
         "bytes": result.size,
         "seconds": round(result.seconds, 3),

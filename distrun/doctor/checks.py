@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distrun.hosts import fold
-from distrun.shell import join, quote
+from distrun.shell import join, quiet, quote
 from distrun_runtime.contract import gpus as contract
 from distrun_runtime.contract.plan import SERVER_MODULES, Host
 from distrun_runtime.coordinator.outcome import Problem
@@ -176,7 +176,7 @@ def reach(host: ExaminedHost) -> Iterator[Row]:
 
 def noise(host: ExaminedHost, request: DoctorRequest) -> Row:
     """Return the row of a login shell that prints: rsync cannot work over it."""
-    fix = "put this first into ~/.bashrc there: case $- in *i*) ;; *) return ;; esac"
+    fix = quiet(host.facts.get("shell", ""))
     return Row(host.name, "shell", BAD if request.dst else WARN, host.noise, fix)
 
 

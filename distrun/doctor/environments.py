@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,8 @@ STEPS = {
         "if pip reaches no package index there, name one or a folder of wheels in its configuration (index-url, or"
         f" no-index and find-links, in ~/.config/pip/pip.conf), then type the same again\n{SEE}",
     ),
-    "check": ("it was made, but does not work", SEE),
+    "check": ("it was made, but does not work", f"type the same again\n{SEE}"),
+    "shared": ("it was not made", "see what is said of that host"),
 }
 """What failed and what to do about it, by step of `making`."""
 
@@ -112,7 +114,8 @@ def make(
         KeyboardInterrupt: after it was ended everywhere; nothing that is half made is used.
     """
     text = Path(making.__file__).read_text(encoding="utf-8")
-    argv = {row.host: (row.python, "-I", "-c", text, row.place, *REQUIREMENTS) for row in rows}
+    same = secrets.token_hex(8)
+    argv = {row.host: (row.python, "-I", "-c", text, same, row.place, *REQUIREMENTS) for row in rows}
     heard: dict[str, bytes] = {}
 
     def hear(host: str, stream: str, data: bytes) -> None:

@@ -1,10 +1,11 @@
 """Makes the environment for servers; runs on a host, whose Python is given the text of this file (`environments`).
 
-    python3 -I -c TEXT PLACE REQUIREMENT...
+    python3 -I -c TEXT RUN PLACE REQUIREMENT...
 
 PLACE becomes a link to a virtual environment that is whole: one that is half made has another name, and goes when this
-ends, or the next time. What was done is told as one line of JSON on stdout; stderr says what goes on. Standard library
-only, Python 3.10.
+ends, or the next time. Of hosts that share the folder, one makes it, and the others wait for it: they find a link with
+RUN in its name, a text that is the same on all hosts of one `distrun doctor --fix`, and of no other one. What was done
+is told as one line of JSON on stdout; stderr says what goes on. Standard library only, Python 3.10.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -23,11 +25,12 @@ import time
 STALE_S = 86400.0
 """What was begun so long ago and is no environment's was given up."""
 KEPT_LINES = 12
+POLL_S = 0.2
 _CHECK = "import json, sys, numpy, zmq; print(json.dumps([sys.version.split()[0], numpy.__version__, zmq.__version__]))"
 
 
 class Failed(Exception):
-    """A step failed: its name (folder, venv, pip or check), and the last lines that it wrote."""
+    """A step failed: its name (folder, venv, pip, check or shared), and the last lines that it wrote."""
 
     def __init__(self, step: str, words: str) -> None:
         super().__init__(words)
@@ -40,16 +43,16 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, _programs.end)
     try:
-        told = make(argv[0], argv[1:])
+        told = make(argv[1], argv[2:], argv[0])
     except Failed as err:
         told = {"step": err.step, "words": err.words}
     except OSError as err:
-        told = {"step": "folder", "words": f"{err.filename or argv[0]}: {err.strerror or err}"}
+        told = {"step": "folder", "words": f"{err.filename or argv[1]}: {err.strerror or err}"}
     print(json.dumps(told), flush=True)
     return 0 if "path" in told else 1
 
 
-def make(place: str, requirements: list[str]) -> dict[str, str]:
+def make(place: str, requirements: list[str], run: str) -> dict[str, str]:
     """Make the environment, unless there is one that works; return its path and versions.
 
     Raises:
@@ -66,6 +69,32 @@ def make(place: str, requirements: list[str]) -> dict[str, str]:
     if os.path.islink(place):
         with contextlib.suppress(Failed):
             return _told(place, place)
+    mark = f"{place}.{run}"
+    try:
+        os.symlink(socket.gethostname(), mark)
+    except FileExistsError:
+        return _made_by_another(place, mark)
+    try:
+        return _make(place, requirements)
+    finally:
+        os.unlink(mark)
+
+
+def _made_by_another(place: str, mark: str) -> dict[str, str]:
+    """Wait for the host that makes the environment; return its path and versions. Raises Failed."""
+    host = "another host"
+    with contextlib.suppress(OSError):
+        host = os.readlink(mark)
+    say(f"waiting for {host}, which has the same folder and makes it there")
+    while os.path.islink(mark):
+        _programs.check()
+        time.sleep(POLL_S)
+    if not os.path.islink(place):
+        raise Failed("shared", f"{host}, which has the same folder, could not make it")
+    return _told(place, place)
+
+
+def _make(place: str, requirements: list[str]) -> dict[str, str]:
     fresh = f"{place}.{secrets.token_hex(4)}"
     try:
         os.mkdir(fresh, 0o700)
@@ -104,7 +133,7 @@ class Programs:
             Failed: it could not be started, or did not end with 0.
             SystemExit: a signal came.
         """
-        self._check()
+        self.check()
         try:
             self._child = subprocess.Popen(
                 argv,
@@ -119,13 +148,14 @@ class Programs:
             if self._ended_by:
                 self.end(self._ended_by, None)
             text = child.communicate()[0].decode("utf-8", "replace")
-        self._check()
+        self.check()
         if child.returncode:
             lines = [line.rstrip() for line in text.splitlines() if line.strip()]
             raise Failed(step, "\n".join(lines[-KEPT_LINES:]) or f"{argv[0]} ended with code {child.returncode}")
         return text
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Exit this process if a signal came. Raises SystemExit."""
         if self._ended_by:
             sys.exit(128 + self._ended_by)
 

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Union
 
-from distrun.sync.copier import INTERRUPTED, CopyRequest, Says, failure_text, progress_text
+from distrun.sync.copier import INTERRUPTED, CopyRequest, Says, failure_text, marked_source, progress_text
 from distrun.sync.patterns import keep_rules
 from distrun.sync.rsync import Progress, Rate
 from distrun.sync.rules import check_folder, filters
@@ -27,7 +27,7 @@ from distrun.sync.snapshot import Snapshot, left_out_text, take_snapshot
 from distrun.sync.tree import count
 from distrun.units import size as size_text
 from distrun_runtime.contract.duration import duration
-from distrun_runtime.contract.folder import ON, PARTIAL, STALE_S
+from distrun_runtime.contract.folder import ON, PARTIAL
 from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator import frames
 from distrun_runtime.coordinator.events import (
@@ -240,35 +240,13 @@ class ChannelCopier:
             self._sink.say(f"{self._dst} is below the home directory of each host", "info")
         rules = keep_rules(filters(self._rules, self._source)) if self._delete else []
         deliveries = Deliveries(list(self._channels), time.monotonic(), self._window, self._answer_s, self._stall_s)
-        with self._marked_source():
+        with marked_source(self._source, PARTIAL + self._run + ON):
             for channel in self._channels.values():
                 channel.divert(_KINDS, self._told.put)
                 channel.send(frames.copy(self._run, rules))
             self._deliver(deliveries, snapshot)
         sent = f"{count(snapshot.files * deliveries.wanting, 'file')}, {size_text(snapshot.size * deliveries.wanting)}"
         self._sink.say(f"{self._ready(deliveries)} ({sent}) in {time.monotonic() - begun:.1f} s", "info")
-
-    @contextlib.contextmanager
-    def _marked_source(self) -> Iterator[None]:
-        """Make a folder in the source by which agents on hosts that share it know it. Where it cannot be, it is not.
-
-        One that a killed coordinator has left is removed after a day.
-        """
-        path = os.path.join(self._source, PARTIAL + self._run + ON)
-        is_made = False
-        with contextlib.suppress(OSError):
-            for name in os.listdir(self._source):
-                old = os.path.join(self._source, name)
-                if name.startswith(PARTIAL) and name.endswith(ON) and os.lstat(old).st_mtime < time.time() - STALE_S:
-                    os.rmdir(old)
-            os.mkdir(path, 0o700)
-            is_made = True
-        try:
-            yield
-        finally:
-            if is_made:
-                with contextlib.suppress(OSError):
-                    os.rmdir(path)
 
     def _deliver(self, deliveries: Deliveries, snapshot: Snapshot) -> None:
         """Send the files to those who want them, until all have them. Raises CopyError."""

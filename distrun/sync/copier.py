@@ -1,5 +1,7 @@
 """The copy of one folder to all hosts: in parallel, each distinct host once, with progress.
 
+Hosts that share the folder are noticed (`receiver`): one of them gets the files.
+
 A host that fails ends the copy: no other host is begun, and those in work get a few seconds, so that their failures
 are reported too. What the hosts had before stays usable, because rsync puts files into place when all have arrived.
 """
@@ -14,23 +16,22 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from hashlib import sha256
 from typing import TYPE_CHECKING, Protocol
 
 from distrun.errors import DistrunError, SyncError
 from distrun.ssh.abort import Abort
 from distrun.sync import askpass, remote_shell, rsync
-from distrun.sync.receiver import NOTE, SAME, UNFIT
+from distrun.sync.receiver import NOTE, SAME, SHARED, UNFIT
 from distrun.sync.remote_shell import RemoteShell, Shells
 from distrun.sync.rsync import Ended, Progress, Rate, Transfer
 from distrun.sync.rules import CopyRules, Extra, check_folder, extra_filters, filters
 from distrun.sync.tree import Tree, chosen, count
 from distrun.units import size as size_text
 from distrun_runtime.contract import environ
-from distrun_runtime.contract.folder import PARTIAL
+from distrun_runtime.contract.folder import ON, PARTIAL, SOURCE, STALE_S
 from distrun_runtime.contract.folder import identity as folder_identity
 from distrun_runtime.coordinator.events import AllPrepared, PrepareFailed
 
@@ -111,6 +112,8 @@ class CopyResult:
     seconds: float = 0.0
     same: bool = False
     """The folder there is the source itself, so there was nothing to do."""
+    shared: str = ""
+    """The host that has got the files, into the same folder; empty: this one has."""
     code: int = 0
     """rsync's exit code, or 0."""
     reason: str = ""
@@ -133,6 +136,8 @@ class CopyResult:
             return f"{self.host}: {self.reason}"
         if self.same:
             return f"{self.host}: the same directory"
+        if self.shared:
+            return f"{self.host}: the same directory as on {self.shared}"
         return f"{self.host}: {count(self.files, 'file')}, {size_text(self.size)} in {self.seconds:.1f} s"
 
     def lines(self) -> list[str]:
@@ -155,8 +160,8 @@ class _Common:
     """A file with the names of what is copied; empty: the filters say it."""
     scratch: str
     """A temporary folder for that file and for links to extras; empty: there are none."""
-    run: str
-    """Distinguishes this copy from others into the same folder."""
+    partial: str
+    """Name of the folders for files until all have arrived. Distinguishes this copy from others into one folder."""
 
 
 class Copier:
@@ -262,6 +267,7 @@ class Copier:
             needed = self._rules.gitignore or self._rules.extra
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="distrun-sync-")) if needed else ""
             common = self._prepare(scratch)
+            stack.enter_context(marked_source(self._source, common.partial + ON))
             if not self._dst.startswith(("/", "~")):
                 self._sink.say(f"{self._dst} is below the home directory of each host", "info")
             hosts = remote_shell.distinct_hosts(self._targets, self._identity, is_cancelled=self._cancelled.is_set)
@@ -283,8 +289,17 @@ class Copier:
                 for thread in threads:  # one may be in `ssh -G`; the end of this process ends what it has started
                     thread.join(max(until - time.monotonic(), 0.0))
                 raise
-        finished = {each.host: each for each in self._results}
+        finished = {each.host: each for each in map(self._settled, self._results)}
         return [finished.get(names[0], CopyResult(names[0], names, cancelled=True)) for names in hosts]
+
+    def _settled(self, result: CopyResult) -> CopyResult:
+        """Return a host's result where it depends on the host with which it shares the folder."""
+        others = [each for each in self._results if each.host == result.shared]
+        other = others[0] if others else CopyResult(result.shared, cancelled=True)
+        if not result.shared or other.ok:
+            return result
+        reason = "" if other.cancelled else f"it has the same directory as {other.host}, to which the copy failed"
+        return replace(result, cancelled=other.cancelled, code=other.code, reason=reason, fix=other.fix)
 
     def _prepare(self, scratch: str) -> _Common:
         tool = rsync.find()
@@ -295,7 +310,7 @@ class Copier:
             files_from = os.path.join(scratch, "files")
             with open(files_from, "wb") as file:
                 file.write(b"\0".join(names))
-        return _Common(tool, tuple(options), files_from, scratch, secrets.token_hex(4))
+        return _Common(tool, tuple(options), files_from, scratch, PARTIAL + secrets.token_hex(8))
 
     def _wait(self, threads: Sequence[threading.Thread]) -> None:
         """Wait for the threads; report progress; after a failure cancel the others soon."""
@@ -333,8 +348,9 @@ class Copier:
                 result = CopyResult(names[0], names, code=-1, reason=failure_text(err), fix=getattr(err, "hint", ""))
             with self._lock:
                 self._results.append(result)
-                self._done[names[0]] = self._tree.size if result.ok else 0
-                self._hosts -= not result.ok
+                gets_files = result.ok and not result.shared
+                self._done[names[0]] = self._tree.size if gets_files else 0
+                self._hosts -= not gets_files
             if not result.ok and not result.cancelled:
                 self._sink.say(f"sync to {result.line()}", "warning")
 
@@ -369,13 +385,18 @@ class Copier:
             self._say_note(host, ended.says.get(NOTE, ""))
             if SAME in ended.says:
                 ended.code, same = 0, True
+            if SHARED in ended.says:
+                ended.code = 0
+                if result == CopyResult(host, names):  # the folder itself; that host gets the extras, too
+                    return replace(result, shared=ended.says[SHARED])
             files, size = files + ended.files, size + ended.size
             reason, fix = rsync.explain(ended, host, answer_s=self._answer_s, stall_s=self._stall_s)
             result = CopyResult(host, names, files, size, time.monotonic() - begun, same and not files)
             if ended.cancelled and ended.code:
                 return replace(result, cancelled=True)
-            # After a host refused the folder, rsync's messages would only mislead.
-            words = () if UNFIT in ended.says else tuple(ended.words)
+            # After a host refused the folder, or its shell printed, rsync's messages would only mislead.
+            is_told = UNFIT in ended.says or rsync.met_a_loud_shell(ended)
+            words = () if is_told else tuple(ended.words)
             if unreached is not None:
                 reason, fix = unreached.text, unreached.fix
             if reason:
@@ -393,15 +414,14 @@ class Copier:
     def _commands(self, common: _Common, name: str, shell: RemoteShell) -> list[list[str]]:
         """Return the rsync commands for a host, in order: the folder, then each extra."""
         target = self._targets[name]
-        # Hosts may share the folder too.
-        partial = f"{PARTIAL}{common.run}-{sha256(os.fsencode(target.host)).hexdigest()[:8]}"
         remote = rsync.rsync_path(
             self._dst,
             size=self._tree.size,
             files=self._tree.files,
             source=folder_identity(self._source),
             delete=self._delete,
-            partial=partial,
+            partial=common.partial,
+            host=name,
             python=target.python,
         )
         commands = [
@@ -412,7 +432,7 @@ class Copier:
                 target.host,
                 shell=shell.argv,
                 rsync_path=remote,
-                partial=partial,
+                partial=common.partial,
                 stall_s=self._stall_s,
                 delete=self._delete,
                 files_from=common.files_from,
@@ -422,7 +442,10 @@ class Copier:
             is_folder = os.path.isdir(extra.source)
             source = extra.source if is_folder else self._link(common, number, extra)
             below = extra.name if is_folder else os.path.dirname(extra.name)
-            remote = rsync.rsync_path(os.path.join(self._dst, below), extra=True, partial=partial, python=target.python)
+            partial = f"{common.partial}-{number}"
+            remote = rsync.rsync_path(
+                os.path.join(self._dst, below), extra=True, partial=partial, host=name, python=target.python
+            )
             commands.append(
                 rsync.sending(
                     common.tool,
@@ -456,6 +479,8 @@ class Copier:
             ended = self._run_once(host, argv, shell, sums)
             words = [word for word in ended.words if not word.startswith("rsync")]
             if ended.says or ended.overdue or ended.cancelled or not ended.code or not words:
+                break
+            if rsync.met_a_loud_shell(ended):
                 break
             failure = remote_shell.login_failure(self._targets[host], words)
             if wait_s is None or not failure.is_passing:
@@ -502,7 +527,9 @@ class Copier:
         return f"{self._ready()}: {progress_text(sent, total, self._rate.value())}"
 
     def _ready(self) -> str:
-        done = sum(len(each.names) for each in list(self._results) if each.ok)
+        results = list(self._results)
+        have = {each.host for each in results if each.ok and not each.shared}
+        done = sum(len(each.names) for each in results if each.ok and (each.shared or each.host) in have)
         return f"sync {done}/{len(self._targets)}"
 
     def _sent(self) -> Progress:
@@ -511,6 +538,29 @@ class Copier:
             files = self._past.files + sum(each.files for each in running)
             size = self._past.size + sum(each.size for each in running)
             return Progress(files, size, sum(self._done.values()) + sum(each.done for each in running))
+
+
+@contextlib.contextmanager
+def marked_source(source: str, mark: str) -> Iterator[None]:
+    """Put a link into the source by which hosts that share it know it (`folder.ON`), where one can be put.
+
+    One that a killed process has left is removed after a day.
+    """
+    path = os.path.join(source, mark)
+    is_made = False
+    with contextlib.suppress(OSError):
+        for name in os.listdir(source):
+            old = os.path.join(source, name)
+            if name.startswith(PARTIAL) and name.endswith(ON) and os.lstat(old).st_mtime < time.time() - STALE_S:
+                os.unlink(old)
+        os.symlink(SOURCE, path)
+        is_made = True
+    try:
+        yield
+    finally:
+        if is_made:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
 def progress_text(sent: Progress, total: int, rate: float | None) -> str:

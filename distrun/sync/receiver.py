@@ -10,18 +10,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pwd
 import signal
 import sys
 import time
-from typing import List, Sequence
+from typing import Any, Dict, List, Sequence
 
-from distrun_runtime.contract.folder import ON, STALE_S, Unfit, prepare
+from distrun_runtime.contract.folder import ON, STALE_S, Unfit, copied_to, holder, note_copy, prepare
 
 SAYS = "distrun-sync: "
 SAME = "same"
+SHARED = "shared"
+"""Another host has the same folder, and has got the files or is getting them; the detail is its name."""
 UNFIT = "unfit"
 NOTE = "note"
 NO_RSYNC = "norsync"
+SHELL = "shell"
+"""The user's login shell."""
 
 NOT_FOUND = 127
 IO_ERROR = 11
@@ -33,6 +38,8 @@ MORE_FOLDERS = ("/usr/local/bin", "/opt/homebrew/bin")
 def main(argv: Sequence[str]) -> int:
     """Run with options as JSON, then rsync's own arguments; return the exit code."""
     options = json.loads(argv[0])
+    with contextlib.suppress(KeyError):
+        _say(SHELL, pwd.getpwuid(os.geteuid()).pw_shell)
     try:
         place = prepare(
             os.fsdecode(bytes.fromhex(options["folder"])),
@@ -40,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
             files=options["files"],
             delete=options["delete"],
             source=options["source"],
+            mark=options["partial"] + ON,
             marks=options["marks"],
         )
         os.chdir(place.path)
@@ -48,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         if place.is_source:
             _say(SAME)
             return 0
-        return _copy(options["partial"], options["beginning"], argv[1:])
+        return _copy(options, argv[1:])
     except Unfit as err:
         _say(UNFIT, json.dumps([str(err), err.fix]))
     except OSError as err:
@@ -56,20 +64,35 @@ def main(argv: Sequence[str]) -> int:
     return IO_ERROR
 
 
-def _copy(partial: str, beginning: str, argv: Sequence[str]) -> int:
-    """Run rsync. Meanwhile there is a folder `PARTIAL.on`. What has arrived of a copy that failed is removed."""
-    _forget(beginning)
+def _copy(options: Dict[str, Any], argv: Sequence[str]) -> int:
+    """Run rsync, unless another host does so in this folder. What has arrived of a copy that failed is removed.
+
+    Meanwhile there is a link `PARTIAL.on`. Of hosts that share the folder, one makes it, and the others find it, or
+    what the marker says of the copy.
+    """
+    partial, host = options["partial"], options["host"]
+    _forget(options["beginning"])
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: None)  # rsync gets it too; its end is waited for
-    with contextlib.suppress(OSError):
-        os.mkdir(partial + ON)
-    code = _run(["rsync", *argv])
-    if code:
-        _remove(partial)
-    with contextlib.suppress(OSError):
-        os.rmdir(partial + ON)
-    return code
+    with contextlib.suppress(OSError):  # a file system without links: several copies into one folder do no harm
+        os.symlink(host, partial + ON)
+    at_work = holder(".", partial + ON)
+    try:
+        other = at_work if at_work not in ("", host) else copied_to(".", partial)
+        if other not in ("", host):
+            _say(SHARED, other)
+            return 0
+        code = _run(["rsync", *argv])
+        if code:
+            _remove(partial)
+        elif options["marks"]:
+            note_copy(".", partial, host)
+        return code
+    finally:
+        if at_work == host:
+            with contextlib.suppress(OSError):
+                os.unlink(partial + ON)
 
 
 def _run(argv: List[str]) -> int:
@@ -97,7 +120,7 @@ def _forget(beginning: str) -> None:
             with contextlib.suppress(OSError):
                 if os.lstat(name).st_mtime < time.time() - STALE_S:
                     _remove(name[: -len(ON)])
-                    os.rmdir(name)
+                    os.unlink(name)
 
 
 def _remove(name: str) -> None:

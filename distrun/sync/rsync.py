@@ -24,9 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distrun.errors import SyncError
+from distrun.shell import quiet
 from distrun.ssh.target import remote_command
 from distrun.sync import receiver
-from distrun.sync.receiver import NO_RSYNC, SAYS, UNFIT
+from distrun.sync.receiver import NO_RSYNC, SAYS, SHELL, UNFIT
 from distrun_runtime.contract import environ
 from distrun_runtime.contract import folder as folder_contract
 from distrun_runtime.contract.folder import PARTIAL
@@ -232,6 +233,7 @@ def rsync_path(
     delete: bool = False,
     extra: bool = False,
     partial: str = "-",
+    host: str = "",
     python: str = "",
 ) -> str:
     """Return the value of --rsync-path: the command that runs `receiver.py` on the host, for a copy into `folder`.
@@ -246,7 +248,8 @@ def rsync_path(
         source: what identifies the source's folder, to recognize it on the host.
         delete: whether the folder must have distrun's marker, or be empty.
         extra: whether something is added below a folder that was copied to; it gets no marker.
-        partial: name of the folders for files until all have arrived.
+        partial: name of the folders for files until all have arrived; the same for all hosts of one copy.
+        host: what the host is called.
         python: an interpreter on the host to try first.
     """
     options = {
@@ -257,6 +260,7 @@ def rsync_path(
         "delete": delete,
         "marks": not extra,
         "partial": partial,
+        "host": host,
         "beginning": PARTIAL,
     }
     words = (_program(), _base64(json.dumps(options).encode("ascii")))
@@ -515,6 +519,7 @@ class Rate:
 PYTHON = "install one there, or name it by python=PATH in the hosts file"
 ROOM = "make room there, or give another directory"
 _FULL = ("No space left on device", "Disk quota exceeded", "File too large")
+_UNCLEAN = "is your shell clean"
 _SUMS = ("rsync error:", "rsync: connection unexpectedly closed", "rsync warning:")
 _RACES = ("File exists", "No such file or directory", "file has vanished", "Directory not empty", "non-empty directory")
 
@@ -536,6 +541,9 @@ def explain(ended: Ended, host: str, *, answer_s: float = 0.0, stall_s: float = 
     if UNFIT in says:
         text, fix = json.loads(says[UNFIT])
         return str(text), str(fix)
+    if met_a_loud_shell(ended):
+        fix = quiet(says[SHELL]) if SHELL in says else f"this says in which file: distrun doctor --hosts {host}"
+        return "its login shell prints something, and rsync cannot work over that", fix
     if ended.code in TIMEOUTS:
         return f"nothing has moved for {stall_s:g} s: {code}", "look at the network, or at the disk of that host"
     if not says:
@@ -543,6 +551,11 @@ def explain(ended: Ended, host: str, *, answer_s: float = 0.0, stall_s: float = 
     if any(sign in word for word in ended.words for sign in _FULL):
         return f"its disk is full: {code}", ROOM
     return f"rsync: {code}: {last}" if last else f"rsync: {code}", ""
+
+
+def met_a_loud_shell(ended: Ended) -> bool:
+    """Return whether a run failed because the login shell there had printed something before rsync spoke."""
+    return any(_UNCLEAN in word for word in ended.words)
 
 
 def met_another_copy(ended: Ended) -> bool:

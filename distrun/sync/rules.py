@@ -135,7 +135,7 @@ def filters(rules: CopyRules, source: str) -> list[str]:
     Raises:
         UsageError: `.distrunignore` cannot be read.
     """
-    patterns = ["/" + MARKER, PARTIAL + "*/", *rules.excludes, *_ignore_file(source)]
+    patterns = ["/" + MARKER, PARTIAL + "*", *rules.excludes, *_ignore_file(source)]
     if not rules.gitignore:
         patterns += DEFAULT_EXCLUDES
     return [*protected(rules), *("--exclude=" + pattern for pattern in patterns)]
@@ -143,7 +143,7 @@ def filters(rules: CopyRules, source: str) -> list[str]:
 
 def extra_filters() -> list[str]:
     """Return rsync's filter options for the copy of an extra."""
-    return ["--exclude=" + pattern for pattern in (PARTIAL + "*/", *DEFAULT_EXCLUDES)]
+    return ["--exclude=" + pattern for pattern in (PARTIAL + "*", *DEFAULT_EXCLUDES)]
 
 
 def protected(rules: CopyRules) -> list[str]:

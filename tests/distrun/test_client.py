@@ -129,6 +129,7 @@ def test_control_json_says_where_the_coordinator_is(folder: JobFolder) -> None:
         "pid": who.pid,
         "start": who.start,
         "path": "/var/tmp/distrun-0/j.s",
+        "login": "",
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import socket
 import threading
@@ -180,6 +181,18 @@ def test_a_fetched_state_that_cannot_be_written_here_is_no_failure_of_ssh(
         elsewhere.refresh(folder)
     assert "ssh" not in str(caught.value)
     assert not list(folder.path.glob("*.tmp"))
+
+
+def test_hosts_that_share_the_folder_fetch_into_files_of_different_names(
+    folder: JobFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = set()
+    real = os.replace
+    monkeypatch.setattr(os, "replace", lambda fresh, path: (used.add(str(fresh)), real(fresh, path)))
+    for host in ("h1", "h2"):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        elsewhere.save(folder, "state.json", 0.0, [b"{}"])
+    assert len(used) == 2
 
 
 def test_a_host_without_the_jobs_folder_cannot_be_asked(folder: JobFolder, stand: Stand, tmp_path: Path) -> None:

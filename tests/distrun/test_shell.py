@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -57,3 +59,26 @@ def test_bytes_that_are_no_utf8_come_back_too() -> None:
 
 def test_assignments_are_sorted_and_quoted() -> None:
     assert shell.assignments({"B": "x y", "A": "1"}) == ["A=1", "B='x y'"]
+
+
+@pytest.mark.parametrize(("name", "file"), [("bash", ".bashrc"), ("tcsh", ".cshrc"), ("zsh", ".zshenv")])
+def test_a_login_shell_prints_nothing_with_the_line_that_is_shown(name: str, file: str, tmp_path: Path) -> None:
+    program = shutil.which(name)
+    if program is None:
+        pytest.skip("there is no %s here" % name)
+    # As below sshd, where bash reads ~/.bashrc too.
+    env = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "SSH_CLIENT": "192.0.2.1 1 22"}
+
+    def printed(*lines: str) -> bytes:
+        (tmp_path / file).write_text("".join(line + "\n" for line in (*lines, "echo Welcome")))
+        return subprocess.check_output([program, "-c", "echo hi"], env=env, cwd=tmp_path)
+
+    assert printed() == b"Welcome\nhi\n"
+    advice = shell.quiet("/bin/" + name)
+    assert file in advice
+    assert printed(advice.partition(": ")[2]) == b"hi\n"
+
+
+def test_an_unknown_login_shell_is_named() -> None:
+    assert shell.quiet("/usr/bin/elvish").startswith("let the start-up files of elvish there print only")
+    assert "the login shell" in shell.quiet("")

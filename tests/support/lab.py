@@ -207,7 +207,7 @@ class Site(Lab):
         """Start `distrun WORDS` as the launcher in a terminal of its own; it is killed at the end of the test."""
         argv = ("setsid", "--ctty", "--wait", sys.executable, "-m", "distrun", *words)
         env = self.env({"TERM": "xterm"})  # there may be none around the tests
-        session = Session(self.enter_argv(*argv, cwd=str(cwd or self.work)), env, self.work, leads=False)
+        session = Session(self.enter_argv(*argv, cwd=str(cwd or self.work)), env, self.home_folder, leads=False)
         self._terminals.append(session)
         return session
 

@@ -4,6 +4,9 @@ If the interpreter of the command cannot import them, servers use the environmen
 the host, if there is one. Workers never use it.
 
     $XDG_DATA_HOME/distrun/servers/python3.11-x86_64   a link to an environment that is whole
+
+Hosts may share that folder and have their interpreters in different places. If the interpreter of that environment is
+not on this host, it is made under another name here: `python3.11-x86_64-3f2a9c`.
 """
 
 from __future__ import annotations
@@ -139,20 +142,25 @@ def missing(look: Mapping[str, Any], needs: Sequence[str]) -> List[str]:
     return [module for module in needs if not look.get(module)]
 
 
-def place(version: str) -> str:
-    """Return where the environment of servers is, or would be made, for a Python of that version."""
-    return os.path.join(_home(), f"python{'.'.join(version.split('.')[:2])}-{os.uname().machine}")
+def place(version: str, path: str) -> str:
+    """Return where the environment of servers is, or would be made, for the Python of that version at `path`."""
+    usual = os.path.join(_home(), _name(version))
+    if not os.path.islink(usual) or os.path.exists(os.path.join(usual, "bin", "python")):
+        return usual
+    import hashlib  # rarely needed
+
+    return f"{usual}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:6]}"
 
 
 def environments(version: str) -> Iterator[str]:
     """Yield the interpreters of the environments for servers: that version's first, then newer before older ones."""
-    first, machine = os.path.basename(place(version)), re.escape(os.uname().machine)
+    first, machine = _name(version), re.escape(os.uname().machine)
     rows: List[Tuple[bool, int, int, str]] = []
     try:
         for name in os.listdir(_home()) if _is_private(os.lstat(_home())) else ():
-            match = re.fullmatch(r"python(\d+)\.(\d+)-" + machine, name)
+            match = re.fullmatch(r"python(\d+)\.(\d+)-" + machine + "(-[0-9a-f]{6})?", name)
             if match is not None:
-                rows.append((name == first, int(match.group(1)), int(match.group(2)), name))
+                rows.append((name.startswith(first), int(match.group(1)), int(match.group(2)), name))
     except OSError:
         return
     for _, _, _, name in sorted(rows, reverse=True):
@@ -162,6 +170,10 @@ def environments(version: str) -> Iterator[str]:
                 yield os.path.join(path, "bin", "python")
         except OSError:  # a link to nothing
             continue
+
+
+def _name(version: str) -> str:
+    return f"python{'.'.join(version.split('.')[:2])}-{os.uname().machine}"
 
 
 def how_to_install(look: Mapping[str, Any], modules: Sequence[str]) -> str:

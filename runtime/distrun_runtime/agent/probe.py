@@ -48,6 +48,7 @@ def probe(args: Mapping[str, Any]) -> Dict[str, Any]:
         "debian": os.path.exists("/etc/debian_version"),
         "uid": os.geteuid(),
         "user": _user(),
+        "shell": _shell(),
         "agent_python": {"version": sys.version.split()[0], "path": sys.executable},
         "python": {"error": error} if error else python(str(args.get("python") or "python3"), base),
         "rsync": _first_line(["rsync", "--version"]),
@@ -78,7 +79,7 @@ def python(name: str, base: Optional[Mapping[bytes, bytes]] = None) -> Dict[str,
     if not interpreters.is_new(found):
         return found
     found.update(
-        place=interpreters.place(found["version"]),
+        place=interpreters.place(found["version"], found["path"]),
         environment=_environment(found["version"], env),
         install=interpreters.how_to_install(found, interpreters.missing(found, SERVER_MODULES)),
     )
@@ -233,6 +234,14 @@ def _user() -> str:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
         return str(os.geteuid())
+
+
+def _shell() -> str:
+    """Return the user's login shell, empty if unknown."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_shell
+    except KeyError:
+        return ""
 
 
 def _kills() -> Optional[bool]:

@@ -215,14 +215,16 @@ class Unpacking:
             if sync is None:
                 raise Unfit("protocol", "the plan has no files to copy", "")
             found = folder.prepare(
-                self._plan.cwd, self._on, size=sync.size, files=sync.files, delete=sync.delete, source=sync.identity
+                self._plan.cwd,
+                self._on,
+                size=sync.size,
+                files=sync.files,
+                delete=sync.delete,
+                source=sync.identity,
+                mark=PARTIAL + self._run + ON,
             )
             self._path = found.path
-            # The coordinator has made that one in the source, which may be on a file system that we share.
-            if found.is_source or os.path.lexists(os.path.join(found.path, PARTIAL + self._run + ON)):
-                state = "source"
-            else:
-                state = "mine" if self._claim() else "shared"
+            state = "source" if found.is_source else "mine" if self._claim() else "shared"
         except Unfit as err:
             self._fail(err)
         except OSError as err:

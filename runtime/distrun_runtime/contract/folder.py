@@ -26,7 +26,12 @@ MARKER = ".distrun-sync"
 PARTIAL = ".distrun-part-"
 """Begins the names of folders in it that hold what has arrived until everything has."""
 ON = ".on"
-"""Ends the name of an empty folder that is there while a copy runs, `PARTIAL` and the copy's name before it."""
+"""Ends the name of a link that is there while a copy runs, `PARTIAL` and the copy's name before it.
+
+It is in the source, where it leads to `SOURCE`, and in each folder that gets the files, where it leads to the name of
+the host that gets them. Hosts that share a folder know it by this link, for nobody else makes one of that name.
+"""
+SOURCE = "."
 STAGE = ".new"
 """Ends the name of the folder in which files wait that come over the agents' channels."""
 STALE_S = 86400.0
@@ -37,7 +42,8 @@ SHOWN = 4
 LINKS = 40
 """A path with more links is taken for a circle, as the system does."""
 
-_MARKER_TEXT = b"distrun copies files into this folder. Without this file it never deletes any here.\n"
+_MARKER_TEXT = "distrun copies files into this folder. Without this file it never deletes any here.\n"
+_LAST = "The last copy: "
 _OWN = "give a directory of your own, such as --sync-dst-dir '~/job' (in quotes: your home directory there)"
 
 
@@ -69,12 +75,13 @@ def prepare(
     files: int = 0,
     delete: bool = False,
     source: str = "",
+    mark: str = "",
     marks: bool = True,
 ) -> PreparedFolder:
     """Make the folder and look whether it can take a tree of `files` files and `size` bytes.
 
-    `on` is put behind the folder in messages (` on h1`), `source` is the `identity` of the tree's own folder. With
-    `marks`, an empty folder gets the marker.
+    `on` is put behind the folder in messages (` on h1`). The tree's own folder is recognized by `source`, its
+    `identity`, or by `mark`, the name of a link in it (`ON`). With `marks`, an empty folder gets the marker.
 
     Raises:
         Unfit: it cannot.
@@ -86,7 +93,7 @@ def prepare(
         own(path, where, notes)
     except OSError as err:
         raise Unfit(_kind(err), f"cannot make {where}: {err.filename}: {err.strerror}", _OWN) from None
-    is_source = bool(source) and identity(path) == source
+    is_source = (bool(source) and identity(path) == source) or (bool(mark) and holder(path, mark) == SOURCE)
     if not is_source:
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
             raise Unfit("folder", f"{where} cannot be written to", _OWN)
@@ -212,6 +219,31 @@ def identity(path: str) -> str:
     return "%d:%d %s" % (found.st_dev, found.st_ino, boot)
 
 
+def holder(path: str, mark: str) -> str:
+    """Return where the link `mark` in a folder leads; empty if there is none."""
+    try:
+        return os.readlink(os.path.join(path, mark))
+    except OSError:
+        return ""
+
+
+def note_copy(path: str, run: str, host: str) -> None:
+    """Note in the marker of a folder, if it has one, that `host` has got all files of the copy `run`."""
+    with contextlib.suppress(OSError):  # then a host that shares the folder copies again, and finds nothing to send
+        descriptor = os.open(os.path.join(path, MARKER), os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(f"{_MARKER_TEXT}{_LAST}{run} {host}\n".encode("utf-8", "surrogateescape"))
+
+
+def copied_to(path: str, run: str) -> str:
+    """Return the host that has got the copy `run` into this folder, by its marker; empty if none has."""
+    with contextlib.suppress(OSError), open(os.path.join(path, MARKER), "rb") as file:
+        for line in file.read(4096).decode("utf-8", "surrogateescape").splitlines():
+            if line.startswith(f"{_LAST}{run} "):
+                return line[len(f"{_LAST}{run} ") :]
+    return ""
+
+
 def leads_out(name: str, target: str) -> bool:
     """Return whether the link `name`, a path below the folder, leads out of it. Pure.
 
@@ -321,7 +353,7 @@ def _mark(path: str, where: str) -> None:
     try:
         descriptor = os.open(os.path.join(path, MARKER), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
-            os.write(descriptor, _MARKER_TEXT)
+            os.write(descriptor, _MARKER_TEXT.encode("ascii"))
         finally:
             os.close(descriptor)
     except OSError as err:

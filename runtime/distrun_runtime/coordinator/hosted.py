@@ -4,7 +4,7 @@ The launcher has checked the hosts and copied the files. It starts this process 
 job by standard input, secrets included: a frame with the plan, whose body is the program of the agents, and a frame
 with the runtime's archive. The process prints one line, a JSON object that says where it listens. From then on nobody
 holds it: agents dial back to it, clients come by its control socket, and the job's folder is in the job store of this
-host.
+host. If this host shares the launcher's job store, that is the folder which the launcher has made.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any, Dict, Iterator, List, NamedTuple, Tuple
 
 from distrun_runtime.contract import address, control, facts, process, wire
@@ -48,6 +49,10 @@ class Order(NamedTuple):
     request: Dict[str, Any]
     allocation: Dict[str, Any]
     verbosity: int
+    login: str
+    """What a user types before a command to run it on this host."""
+    folder: str
+    """The job's folder where it was launched."""
     program: bytes
     """The agents' blob."""
     runtime: bytes
@@ -67,6 +72,8 @@ class Order(NamedTuple):
             "request": self.request,
             "allocation": self.allocation,
             "verbosity": self.verbosity,
+            "login": self.login,
+            "folder": self.folder,
         }
         return wire.encode(head, self.program) + wire.encode({"type": "runtime"}, self.runtime)
 
@@ -90,6 +97,8 @@ def read(frames: Iterator[wire.Frame]) -> Order:
         request=head["request"],
         allocation=head["allocation"],
         verbosity=head["verbosity"],
+        login=head["login"],
+        folder=head["folder"],
         program=first.body,
         runtime=second.body,
     )
@@ -113,7 +122,7 @@ def _serve(ahead: bytes) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     order = read(_frames(ahead))
     plan = order.plan
-    folder = JobStore().create(plan, None, order.request, order.allocation)
+    folder, is_shared = _folder(order)
     agents = DialBack(
         plan.job,
         order.enrolment,
@@ -127,14 +136,26 @@ def _serve(ahead: bytes) -> int:
     service = serving.service_of(folder, None)
     try:
         path = serving.listen(service, folder)
-        folder.write_control(path)
-        _say_where(folder, agents, path)
+        folder.write_control(path, order.login)
+        _say_where(folder, agents, path, is_shared)
         serving.leave_streams(folder)
         code = _run(order, folder, agents, service)
     finally:
         agents.close()
         service.close()
     return code
+
+
+def _folder(order: Order) -> Tuple[JobFolder, bool]:
+    """Return the job's folder, and whether it is the launcher's, whose job store this host shares."""
+    store = JobStore()
+    shared = store.take_over(order.plan)
+    if shared is not None:
+        return shared, True
+    # The launcher's --run-dir may be on a disk of its own, while the link to it is in a store that this host shares.
+    is_linked = (store.jobs / order.plan.job).is_symlink()
+    run_dir = Path(order.folder).parent if is_linked else None
+    return store.create(order.plan, run_dir, order.request, order.allocation), False
 
 
 def _run(order: Order, folder: JobFolder, agents: DialBack, service: Service) -> int:
@@ -169,7 +190,7 @@ def _frames(ahead: bytes) -> Iterator[wire.Frame]:
             return
 
 
-def _say_where(folder: JobFolder, agents: DialBack, path: str) -> None:
+def _say_where(folder: JobFolder, agents: DialBack, path: str, is_shared: bool) -> None:
     who = process.identity(os.getpid())
     told = {
         "pid": who.pid,
@@ -177,6 +198,7 @@ def _say_where(folder: JobFolder, agents: DialBack, path: str) -> None:
         "boot": process.boot_id(),
         "path": path,
         "folder": str(folder.path),
+        "is_shared": is_shared,
         "pin": agents.pin,
         "dial": [with_port(each, agents.port) for each in agents.addresses],
     }

@@ -444,11 +444,16 @@ class JobFolder:
             raise stored.damaged(path, "pid: expected one from 1, found %d" % value["pid"])
         return value
 
-    def write_control(self, path: str) -> None:
-        """Write control.json: this process is the coordinator, and `path` its control socket. Raises OSError."""
+    def write_control(self, path: str, login: str = "") -> None:
+        """Write control.json: this process is the coordinator, and `path` its control socket. Raises OSError.
+
+        Args:
+            path: the control socket.
+            login: what a user types before a command to run it on this host; empty: `ssh` with the host's name.
+        """
         who = process.identity(os.getpid())
         value = {"version": VERSION, "host": socket.gethostname(), "boot": process.boot_id(), "pid": who.pid}
-        _replace(self.path / "control.json", dict(value, start=who.start, path=path))
+        _replace(self.path / "control.json", dict(value, start=who.start, path=path, login=login))
 
     def place_elsewhere(self, told: Mapping[str, Any], host: str, login: str) -> None:
         """Note that the coordinator runs on another host, which has the job's real folder. Raises OSError.
@@ -464,7 +469,9 @@ class JobFolder:
         _replace(self.path / "launcher.json", who)
 
     def control(self) -> Optional[Dict[str, Any]]:
-        """Read control.json: {"host", "boot", "pid", "start", "path", "version"}; None: there is none.
+        """Read control.json: {"host", "boot", "pid", "start", "path", "login", "version"}; None: there is none.
+
+        "folder", the job's real folder, is there if that is another one, on the coordinator's host.
 
         Raises:
             JobStoreError: it cannot be read, or is damaged.

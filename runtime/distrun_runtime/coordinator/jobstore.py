@@ -54,6 +54,27 @@ class JobStore:
         """
         return self._make(plan.job, run_dir, lambda place: JobFolder.make(place, plan, request, allocation))
 
+    def take_over(self, plan: Plan) -> Optional[JobFolder]:
+        """Return the folder of `plan.job`, this process as its launcher, if it was made for this very plan, else None.
+
+        A launcher that shares this store has made it. It is recognized by the nonce of the plan in it.
+
+        Raises:
+            JobStoreError: it cannot be written.
+        """
+        entry = self.jobs / plan.job
+        folder = JobFolder(Path(os.readlink(str(entry))) if entry.is_symlink() else entry)
+        try:
+            if not plan.nonce or folder.plan().nonce != plan.nonce:
+                return None
+            folder.take_over()
+            folder.start(plan)
+        except JobStoreError:
+            return None
+        except OSError as err:
+            raise _cannot_make(folder.path, err, None) from err
+        return folder
+
     def submit(self, job: str, request: Mapping[str, Any], run_dir: Optional[Path] = None) -> JobFolder:
         """Make the folder of a job that waits for its allocation, state submitting, this process as its launcher.
 
@@ -79,7 +100,7 @@ class JobStore:
             raise _cannot_make(place, err, run_dir) from err
         made: List[Path] = []
         try:
-            if entry != place:
+            if entry != place and not _is_link_to(entry, place):
                 entry.symlink_to(place, target_is_directory=True)
                 made.append(entry)
             place.mkdir(mode=0o700)
@@ -153,6 +174,11 @@ def _only(found: List[JobFolder], wanted: str) -> JobFolder:
     if len(found) > 1:
         raise NoSuchJob(f"{wanted!r} could be {_listed([job.id for job in found])}; type more of the id")
     return found[0]
+
+
+def _is_link_to(entry: Path, place: Path) -> bool:
+    """Whether a job's link is there and its folder is not: it is on a disk of the launcher, which shares the store."""
+    return entry.is_symlink() and os.readlink(str(entry)) == str(place) and not place.exists()
 
 
 def _unmake(made: List[Path]) -> None:

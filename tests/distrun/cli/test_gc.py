@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -188,6 +189,23 @@ def test_a_folder_that_cannot_be_removed_is_told(
     assert gc() == 1
     assert f"cannot remove {store.jobs / 'a-1'}: Permission denied" in capfd.readouterr().err
     assert ids(store) == ["a-1"]
+
+
+def test_a_job_that_another_host_has_just_removed_is_no_problem(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    over(store, "a-1")
+    real = os.rename
+
+    def be_late(old: str, new: str) -> None:
+        real(old, new)  # the other host, which shares the store
+        shutil.rmtree(new)
+        real(old, new)
+
+    monkeypatch.setattr(os, "rename", be_late)
+    assert gc() == 0
+    assert capfd.readouterr().err == ""
+    assert ids(store) == []
 
 
 def test_nothing_to_remove_is_said(store: JobStore, capfd: pytest.CaptureFixture[str]) -> None:

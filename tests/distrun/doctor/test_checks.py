@@ -202,6 +202,12 @@ def test_what_copying_files_needs_is_a_fault_only_if_files_are_copied() -> None:
     assert only(BAD, checks.check(loud, DST)).check == "shell"
 
 
+def test_a_shell_that_prints_is_quieted_in_its_own_file() -> None:
+    for shell, file in (("/bin/bash", "~/.bashrc"), ("/bin/tcsh", "~/.tcshrc"), ("", "start-up files")):
+        loud = ExaminedHost("gpu01", facts(shell=shell), is_met=True, noise="its shell printed before the agent: hi")
+        assert file in only(BAD, checks.check(loud, DST)).fix
+
+
 def test_the_folder_of_copies_need_not_be_there_but_must_be_possible() -> None:
     new = {**PLACE, "exists": False, "near": "/", "fault": "", "fix": ""}
     assert [row.text for row in rows(DST, folders__dst=new) if row.check == "sync folder"] == [

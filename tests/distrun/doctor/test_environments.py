@@ -28,7 +28,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def argv(place: Path, *requirements: str) -> list[str]:
-    return [sys.executable, "-I", "-c", Path(making.__file__).read_text(), str(place), *requirements]
+    return [sys.executable, "-I", "-c", Path(making.__file__).read_text(), "run", str(place), *requirements]
 
 
 def env(tmp_path: Path, *names: str) -> dict[str, str]:
@@ -68,6 +68,33 @@ def test_an_environment_has_what_servers_need_and_is_made_once(tmp_path: Path, p
     python.unlink()
     assert make(tmp_path, place)[:2] == (0, told)
     assert sorted(os.listdir(place.parent)) == sorted([place.name, os.readlink(place)])
+
+
+@pytest.mark.slow
+def test_hosts_that_share_the_folder_make_it_once(tmp_path: Path, place: Path) -> None:
+    command, variables = argv(place, *environments.REQUIREMENTS), env(tmp_path)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    children = [subprocess.Popen(command, env=variables, **pipes) for _ in range(3)]  # type: ignore[call-overload]
+    ended = [child.communicate(timeout=LIMIT_S) for child in children]
+    assert [child.returncode for child in children] == [0, 0, 0], ended
+    assert len({out for out, _ in ended}) == 1
+    assert sum(said.count("making a virtual environment") for _, said in ended) == 1
+    assert sorted(os.listdir(place.parent)) == sorted([place.name, os.readlink(place)])
+
+
+def test_who_waits_for_a_host_that_could_not_make_it_says_so(tmp_path: Path, place: Path) -> None:
+    place.parent.mkdir(parents=True)
+    mark = place.with_name(place.name + ".run")
+    mark.symlink_to("h9")
+    child = subprocess.Popen(
+        argv(place, *environments.REQUIREMENTS), env=env(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.stderr is not None
+    assert child.stderr.readline() == b"waiting for h9, which has the same folder and makes it there\n"
+    mark.unlink()
+    out = child.communicate(timeout=LIMIT_S)[0]
+    assert json.loads(out) == {"step": "shared", "words": "h9, which has the same folder, could not make it"}
+    assert os.listdir(place.parent) == []
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pwd
 import queue
 import re
 import shutil
@@ -19,6 +20,7 @@ import pytest
 from fakehosts import FakeHosts, Sink, living, tree, write
 
 from distrun.errors import UsageError
+from distrun.shell import quiet
 from distrun.ssh.target import Target
 from distrun.sync import Copier, CopyRequest, CopyResult, CopyRules, Tree, error, make_rules, rsync
 from distrun.sync.copier import first_failure
@@ -340,6 +342,17 @@ def test_a_host_without_rsync_is_said_with_what_to_do(bench: Bench) -> None:
     assert result.fix.startswith("on that host: install rsync")
 
 
+def test_a_login_shell_that_prints_is_said_with_how_to_quieten_it(bench: Bench) -> None:
+    bench.hosts.add("d1")
+    bench.hosts.before("d1", "echo Welcome to d1, have a nice day")
+    (result,) = bench.copy("d1")
+    assert result.reason == "its login shell prints something, and rsync cannot work over that"
+    assert not any("manpage" in line for line in result.lines())
+    # Which shell it is, is known if the host's program was started before rsync here gave up.
+    shown = quiet(pwd.getpwuid(os.geteuid()).pw_shell)
+    assert result.fix in (shown, "this says in which file: distrun doctor --hosts d1")
+
+
 def test_a_disk_that_cannot_hold_it_is_said_before_anything_is_sent(bench: Bench) -> None:
     (result,) = bench.copy("d1", tree=Tree(size=1 << 60))
     assert "too little room in job: " in result.reason
@@ -386,6 +399,77 @@ def test_copies_into_one_folder_at_the_same_time_do_not_break_each_other(bench: 
     assert not list(bench.hosts.home("d1").rglob(".distrun-part-*"))
 
 
+def shared_folder(bench: Bench, tmp_path: Path, *names: str) -> Path:
+    """Make a folder that is the same one for all of these hosts."""
+    bench.hosts.add(*names)
+    (tmp_path / "common").mkdir()
+    return tmp_path / "common"
+
+
+def test_a_folder_that_hosts_share_is_copied_to_once_however_late_a_host_comes(bench: Bench, tmp_path: Path) -> None:
+    dst = shared_folder(bench, tmp_path, "d1", "d2", "d3")
+    for window in (3, 1):
+        results = bench.copy("d1", "d2", "d3", dst=str(dst), window=window)
+        (owner,) = [each for each in results if not each.shared]
+        assert all(each.ok for each in results)
+        assert {each.line() for each in results if each.shared} == {
+            "%s: the same directory as on %s" % (each.host, owner.host) for each in results if each is not owner
+        }
+    assert bench.sink.texts()[-1].startswith("sync 3/3 (0 files, 0 B) in ")
+    assert tree(dst) == {"train.py": "one", "lib/a.py": "two"}
+    assert not list(dst.rglob(".distrun-part-*"))
+    assert not list(bench.source.rglob(".distrun-part-*"))
+
+
+def let_d1_be_in_work_while_d2_asks(bench: Bench, tmp_path: Path, then: str) -> None:
+    """Let d1's rsync wait until the attempt of d2, which waits for it to begin, is over; then it does `then`."""
+    begun, over = (str(tmp_path / name) for name in ("begun", "over"))
+    program = write(bench.hosts.home("d1"), rsync=_WAITS % (begun, over, then)) / "rsync"
+    program.chmod(0o755)
+    bench.hosts.before("d1", "PATH=$HOME:$PATH")
+    bench.hosts.before("d2", _AFTER % (begun, over))
+
+
+_WAITS = """#!/bin/sh
+touch '%s'
+until [ -e '%s' ]; do sleep 0.02; done
+%s
+"""
+_AFTER = """
+until [ -e '%s' ]; do sleep 0.02; done
+sh -c "$*"; code=$?; touch '%s'; exit $code
+"""
+
+
+def test_a_shared_folder_with_files_of_the_users_is_copied_to_once_by_copies_that_meet(
+    bench: Bench, tmp_path: Path
+) -> None:
+    dst = write(shared_folder(bench, tmp_path, "d1", "d2"), mine="x")
+    let_d1_be_in_work_while_d2_asks(bench, tmp_path, 'exec %s "$@"' % shutil.which("rsync"))
+    one, other = bench.copy("d1", "d2", dst=str(dst))
+    assert (one.files, one.shared) == (2, "")
+    assert (other.ok, other.shared) == (True, "d1")
+    assert tree(dst) == {"mine": "x", "train.py": "one", "lib/a.py": "two"}
+    assert sorted(os.listdir(dst)) == ["lib", "mine", "train.py"]
+
+
+def test_hosts_that_share_a_folder_do_not_have_the_files_if_that_one_copy_failed(bench: Bench, tmp_path: Path) -> None:
+    dst = shared_folder(bench, tmp_path, "d1", "d2")
+    let_d1_be_in_work_while_d2_asks(bench, tmp_path, "exit 5")
+    one, other = bench.copy("d1", "d2", dst=str(dst), keep_going=True)
+    assert not one.ok
+    assert other.line() == "d2: it has the same directory as d1, to which the copy failed"
+
+
+def test_a_source_that_a_host_shares_is_known_by_a_mark_in_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distrun.sync.copier.folder_identity", lambda path: "")  # as on another machine
+    before = tree(bench.source)
+    (result,) = bench.copy("d1", dst=str(bench.source))
+    assert (result.ok, result.same) == (True, True)
+    assert tree(bench.source) == before
+    assert not list(bench.source.rglob(".distrun-*"))
+
+
 def test_what_is_not_another_copys_doing_fails_at_once(bench: Bench) -> None:
     bench.hosts.add("d1")
     write(bench.hosts.home("d1") / "job", **{"train.py/mine": "x"})
@@ -402,8 +486,8 @@ def test_a_copy_that_is_cancelled_leaves_nothing_half_and_takes_away_what_a_kill
     old, young = ".distrun-part-0ld-1", ".distrun-part-y0ung-1"
     for name in (old, young):
         write(job, **{"%s/a" % name: "x", "lib/%s/b" % name: "x"})
-        (job / (name + ".on")).mkdir()
-    os.utime(job / (old + ".on"), (1, time.time() - 2 * 86400))
+        (job / (name + ".on")).symlink_to("d1")
+    os.utime(job / (old + ".on"), (1, time.time() - 2 * 86400), follow_symlinks=False)
     write(bench.source, **{"train.py": "newer", "big": "x" * 4_000_000})
     bench.hosts.before("d1", _SILENT)
     copier = bench.copier("d1")
@@ -412,7 +496,7 @@ def test_a_copy_that_is_cancelled_leaves_nothing_half_and_takes_away_what_a_kill
 
     def parts() -> set[str]:
         # Not by rglob, which fails when a folder goes away under it; os.walk passes over it.
-        names = {name for _, folders, _ in os.walk(job) for name in folders}
+        names = {name for _, folders, files in os.walk(job) for name in folders + files}
         return {name.removesuffix(".on") for name in names if name.startswith(".distrun-part-")}
 
     wait(lambda: parts() - {old, young}, "it runs")
@@ -432,10 +516,13 @@ def test_a_host_that_goes_silent_midway_has_its_old_tree_and_the_wait_ends(bench
     assert result.reason.startswith("nothing has moved for 1 s: timeout"), result.lines()
     wait(lambda: not living(str(bench.hosts.root)), "no process left")
     bench.hosts.before("d1", "")
-    there = {name: text for name, text in bench.there("d1").items() if ".distrun-part-" not in name}
-    assert there == {"train.py": "one", "lib/a.py": "two"}
+
+    def there() -> dict[str, str]:
+        return {name: text for name, text in bench.there("d1").items() if ".distrun-part-" not in name}
+
+    assert there() == {"train.py": "one", "lib/a.py": "two"}
     assert bench.copy("d1")[0].ok
-    assert {**bench.there("d1"), ".git/HEAD": "no"} == tree(bench.source)
+    assert {**there(), ".git/HEAD": "no"} == tree(bench.source)
 
 
 def test_cancelling_ends_every_rsync_soon(bench: Bench) -> None:

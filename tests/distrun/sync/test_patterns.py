@@ -113,7 +113,7 @@ def left(folder: Path) -> list[str]:
 
 
 def compare(options: list[str], tmp_path: Path) -> None:
-    options = [*options, f"--exclude={PARTIAL}*/"]  # those of other copies, which nobody touches
+    options = [*options, f"--exclude={PARTIAL}*"]  # those of other copies, which nobody touches
     source, theirs, ours = (tmp_path / name for name in ("source", "theirs", "ours"))
     source.mkdir()
     for folder in (theirs, ours):

@@ -15,7 +15,7 @@ def patterns(options: list[str]) -> list[str]:
 def test_the_users_patterns_come_before_the_ignore_file_and_that_before_the_defaults(tmp_path: Path) -> None:
     (tmp_path / ".distrunignore").write_text("# a comment\n\n; another\r\ndata/\r\n+ venv/\n")
     found = patterns(filters(CopyRules(("*.ckpt",)), str(tmp_path)))
-    assert found[:2] == ["/.distrun-sync", ".distrun-part-*/"]
+    assert found[:2] == ["/.distrun-sync", ".distrun-part-*"]
     assert found[2:] == ["*.ckpt", "data/", "+ venv/", *DEFAULT_EXCLUDES]
 
 

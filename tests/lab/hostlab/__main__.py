@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from hostlab import layout
@@ -38,6 +39,7 @@ SPACES = {"net": 0x40000000, "uts": 0x04000000, "ipc": 0x08000000, "mnt": 0x0002
 
 HELP = """\
 scripts/lab up [N] [--share DIR]... [--hide DIR]...   N hosts (4), until `scripts/lab down`
+  --shared-home                         hosts and launcher have one home, as on a file server
 scripts/lab shell [COMMAND...]          run a command (a shell) as the launcher, here, with this environment
 scripts/lab exec HOST [COMMAND...]      run a command (a shell) on a host, without ssh
 scripts/lab fault VERB HOST [VALUE...]  break something; `clear` mends it, `boot` starts a host again
@@ -130,13 +132,13 @@ def up(told: argparse.Namespace) -> None:
     if find(told.name):
         raise LabError("a lab is up already; `scripts/lab down` ends it, --name NAME makes another")
     sshd = dict(item.split("=", 1) for item in told.sshd)
-    options = Options(sshd, told.noisy, not told.no_python, told.mesh)
+    options = Options(sshd, told.noisy, not told.no_python, told.mesh, told.shared_home)
     lab = Lab.up(told.count, options, hide=told.hide, share=told.share, daemon=True)
     value = {
         "pid": lab.pid,
         "started": started(lab.pid),
         "warden": lab.warden,
-        "options": {"sshd": sshd, "noisy": told.noisy, "python": not told.no_python, "mesh": told.mesh},
+        "options": asdict(options),
     }
     record(told.name).write_text(json.dumps(value))
     more = "" if told.name == "default" else " --name %s" % told.name
@@ -190,6 +192,7 @@ def main() -> int:
     make.add_argument("--noisy", action="store_true")
     make.add_argument("--no-python", action="store_true")
     make.add_argument("--mesh", action="store_true")
+    make.add_argument("--shared-home", action="store_true")
     commands.add_parser("down")
     commands.add_parser("help")
     shell = commands.add_parser("shell")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -300,7 +301,7 @@ class Host:
         """Restart its sshd, with other options if given; sessions stay, as with `systemctl restart ssh`."""
         self.touched = True
         if sshd is not None:
-            self.options = layout.Options(sshd, self.options.noisy, self.options.python, self.options.mesh)
+            self.options = replace(self.options, sshd=sshd)
             (self.root / "etc/ssh/lab_sshd_config").write_text(layout.sshd_config(self.options))
         before = self.log.count(LISTENING)
         os.kill(self.pid, signal.SIGHUP)

@@ -51,6 +51,13 @@ END
 
 cp "$lab/etc/hosts" "$lab/etc/nsswitch.conf" etc/
 for file in passwd shadow group; do cp "$lab/etc/host-$file" "etc/$file"; done
+home=root
+if [ -n "$shared_home" ]; then
+    home=${lab#/}/home
+    mkdir -p "$home"
+    mount --bind "$lab/home" "$home"
+    sed -i "s|^root:\(.*\):/root:|root:\1:/$home:|" etc/passwd
+fi
 echo "$name" >etc/hostname
 mkdir -p etc/ssh
 rm -rf etc/ssh/ssh_config.d etc/ssh/sshd_config.d
@@ -77,7 +84,7 @@ home() {
     shift 3
     chown "$owner:$owner" "$@"
 }
-home root 0 yes
+home "$home" 0 yes
 home home/alice "$alice" yes
 home home/bob "$bob" ''
 [ -z "$mesh" ] || cp "$lab/home/.ssh/id_ed25519" "$lab/home/.ssh/known_hosts" root/.ssh/

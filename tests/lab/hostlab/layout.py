@@ -51,6 +51,8 @@ class Options:
     """Whether there is any python on it."""
     mesh: bool = False
     """Whether root has the launcher's key on it, so that hosts reach each other."""
+    shared_home: bool = False
+    """Whether root's home is the launcher's, as where a file server has the homes. Then hosts reach each other, too."""
 
     @property
     def port(self) -> int:
@@ -168,6 +170,7 @@ def boot_file(options: Options, hide: Sequence[Path], share: Sequence[Path]) -> 
         "noisy": "yes" if options.noisy else "",
         "python": "yes" if options.python else "",
         "mesh": "yes" if options.mesh else "",
+        "shared_home": "yes" if options.shared_home else "",
         **{user: str(number) for user, number in USERS.items()},
     }
     return "".join("%s=%s\n" % (key, shlex.quote(value)) for key, value in values.items())

@@ -79,6 +79,31 @@ def test_a_job_that_exists_is_not_made_again(tmp_path: Path) -> None:
         store(tmp_path, "calm-otter-7f3", "calm-otter-7f3")
 
 
+def test_a_folder_is_taken_over_by_the_nonce_of_its_plan_not_because_it_is_there(tmp_path: Path) -> None:
+    plan = sample_plan()._replace(nonce="1f2e3d4c5b6a7988")
+    jobs = JobStore(tmp_path)
+    made = jobs.create(plan)
+    orphan(made)
+    assert jobs.take_over(plan._replace(nonce="0000000000000000")) is None
+    assert jobs.take_over(plan._replace(nonce="")) is None
+    assert made.launcher()["pid"] != os.getpid()
+    taken = jobs.take_over(plan)
+    assert taken == made
+    assert made.launcher()["pid"] == os.getpid()
+    assert taken.state()["state"] == "starting"
+
+
+def test_a_link_of_the_launcher_to_its_own_disk_leads_to_a_folder_here(tmp_path: Path) -> None:
+    jobs, runs = JobStore(tmp_path / "state"), tmp_path / "runs"
+    jobs.create(sample_plan(), runs)
+    (runs / "calm-otter-7f3").rename(tmp_path / "on the launcher")
+    assert jobs.take_over(sample_plan()._replace(nonce="1f2e3d4c5b6a7988")) is None
+    with pytest.raises(JobStoreError, match="there is a job calm-otter-7f3 already"):
+        jobs.create(sample_plan(), tmp_path / "others")
+    assert jobs.create(sample_plan(), runs).path == runs / "calm-otter-7f3"
+    assert jobs.find("calm-otter-7f3").state()["state"] == "starting"
+
+
 def test_new_ids_are_not_in_the_store(tmp_path: Path) -> None:
     jobs = store(tmp_path, "digits-001")
     assert jobs.new_id("digits") not in ("digits-001", "digits")
