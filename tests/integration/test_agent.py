@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -12,10 +13,10 @@ from pathlib import Path
 
 import agentkit
 import pytest
-from agentkit import AgentDriver, agent, poll, python, shell, task
+from agentkit import WAIT_S, AgentDriver, agent, poll, python, shell, task
 
 from distrun_runtime.agent import record, sweep
-from distrun_runtime.contract import process
+from distrun_runtime.contract import facts, process
 from distrun_runtime.contract.plan import HOLD, Limits
 from distrun_runtime.contract.process import Identity
 
@@ -682,6 +683,19 @@ def test_agent_is_deaf_to_the_terminals_signals() -> None:
         driver.say("ping", n=1)
         driver.wait("pong")
         assert driver.leftovers()
+
+
+def test_agent_whose_pipes_are_closed_before_it_says_hello_ends() -> None:
+    argv = [sys.executable, "-m", "distrun_runtime.agent"]
+    child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        for pipe in (child.stdin, child.stdout):
+            assert pipe is not None
+            pipe.close()
+        assert child.wait(WAIT_S) == facts.EXIT_TERMINATED
+    finally:
+        child.terminate()  # the guard passes it on to the agent
+        child.wait(WAIT_S)
 
 
 def test_garbage_on_the_channel_ends_the_job_instead_of_hanging() -> None:

@@ -131,7 +131,7 @@ class Agent:
         self._selector.register(self._wakeup.descriptor, selectors.EVENT_READ, self._on_signals)
         self._selector.register(self._guard.alive, selectors.EVENT_READ, self._on_guard_end)
         self._hear(self._channel.feed(first))
-        while not (self._is_leaving and self._stopping.is_over):
+        while not self._is_done:
             self._flush()
             self._wait(self._timeout())
             self._tick(time.monotonic())
@@ -146,8 +146,12 @@ class Agent:
             if self._selector.get_map().get(key.fd) is key:
                 key.data()
 
+    @property
+    def _is_done(self) -> bool:
+        return self._is_leaving and self._stopping.is_over
+
     def _timeout(self) -> float:
-        if self._unpacking is not None and self._unpacking.is_busy:
+        if self._is_done or (self._unpacking is not None and self._unpacking.is_busy):
             return 0.0
         lease_end = math.inf if self._is_leaving else self._lease_end()
         preflight_at = self._preflight.deadline if self._preflight is not None else math.inf
