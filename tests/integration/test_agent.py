@@ -375,6 +375,15 @@ def test_what_a_task_publishes_is_passed_on_and_nonsense_is_warned_of() -> None:
 
 
 @on_linux
+def test_a_task_that_is_stopped_is_told_of_with_what_lets_it_go_on() -> None:
+    with agent(shell("echo ready; kill -STOP $$; exit 5"), limits=SHORT) as driver:
+        pid = driver.begin() and driver.spawn().header["pid"]
+        text = str(driver.wait("warning").header["text"])
+        assert text == f"worker-0 is stopped, as by SIGSTOP; to let it go on, there: kill -CONT {pid}"
+        os.kill(pid, signal.SIGCONT)
+        assert driver.wait("exited").header["code"] == 5
+
+
 def test_held_ports_are_given_to_nobody_but_who_names_them() -> None:
     with agent(ports=["master", "jax"]) as driver:
         ready = driver.begin().header

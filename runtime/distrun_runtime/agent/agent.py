@@ -156,7 +156,9 @@ class Agent:
         lease_end = math.inf if self._is_leaving else self._lease_end()
         preflight_at = self._preflight.deadline if self._preflight is not None else math.inf
         return_at = min(self._reconnector.next_at, self._silent_at()) if self._reconnector is not None else math.inf
-        own_at = min(self._stopping.next_at, self._remember_at, self._beat_at, self._measuring.next_at)
+        own_at = min(
+            self._stopping.next_at, self._remember_at, self._beat_at, self._measuring.next_at, self._runner.look_at
+        )
         due = min(own_at, lease_end, preflight_at, return_at)
         return max(0.0, min(due - time.monotonic(), 3600.0))
 
@@ -191,6 +193,8 @@ class Agent:
             self._remember_at = now + REMEMBER_S
             self._stopping.look()
             self._save()
+        if now >= self._runner.look_at:
+            self._runner.look(now)
         self._measuring.tick(now)
 
     def _flush(self) -> None:
