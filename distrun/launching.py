@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from distrun_runtime.coordinator.events import Event
     from distrun_runtime.coordinator.service import Service
 
+HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that wait while the coordinator's process is made: the client can forward them, and it can report them."""
 SYNC_S = 0.5
 """Between two reports of a copy to a terminal that shows them in place."""
 SHOWN = 60
@@ -62,9 +64,13 @@ def launch(
         KeyboardInterrupt: the job was interrupted before anything was started.
     """
     stays = detach and not job.is_hosted
-    coordinator = start_coordinator(job, folder, verbosity, stays)
-    with ControlConnection(coordinator.connection) as connection:
-        outcome = _LaunchClient(connection, coordinator, folder, terminal, verbosity).run(stays, _silence_s(job))
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+    try:
+        coordinator = start_coordinator(job, folder, verbosity, stays)
+        with ControlConnection(coordinator.connection) as connection:
+            outcome = _LaunchClient(connection, coordinator, folder, terminal, verbosity).run(stays, _silence_s(job))
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
     if job.is_hosted and isinstance(outcome, Outcome) and not outcome.exit_code:
         return _await_tasks(job, folder, terminal, verbosity)
     return outcome
@@ -175,6 +181,7 @@ def _coordinator_process(
         if job.backend.asker is not None:
             job.backend.asker.by(service.ask)
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
             folder.take_over()
             _listen(service, folder, job.request.detach)
             service.finish(dataclasses.asdict(_coordinate(job, folder, service, verbosity)))
@@ -416,6 +423,7 @@ class _LaunchClient:
         self._terminal.start()
         status = None
         with Interrupts(self._forward):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
             self._follow(found, silence_s)
             is_left = found.detached is not None and found.outcome is None and found.failure is None
             if self._coordinator.is_child and not is_left:

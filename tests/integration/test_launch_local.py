@@ -75,6 +75,38 @@ def test_a_launch_hears_a_signal_that_its_parent_blocks_and_children_whose_end_i
         launcher.wait()
 
 
+INTERRUPTED = """\
+import os, signal, sys
+
+who = sys.argv.pop(1)
+
+def fork(fork=os.fork):
+    os.fork = fork
+    pid = fork()
+    if bool(pid) == (who == "client"):
+        os.kill(os.getpid(), signal.SIGINT)
+    return pid
+
+os.fork = fork
+from distrun.cli import main
+main()
+"""
+"""Runs distrun, and interrupts the process of the client, or of the coordinator, at the moment when both begin."""
+
+
+@pytest.mark.parametrize(("who", "words"), [("client", ()), ("coordinator", ()), ("client", ("--detach",))])
+def test_a_launch_that_is_interrupted_while_its_coordinator_begins_ends_with_130(
+    who: str, words: tuple[str, ...], distrun: Distrun
+) -> None:
+    argv = [sys.executable, "-c", INTERRUPTED, who, "launch", "--launcher", "local", "-n", "1", "-s", "0", *words]
+    result = subprocess.run(
+        [*argv, "sleep", "300"], env=distrun.env, cwd=distrun.work, capture_output=True, check=False
+    )
+    assert result.returncode == 130, result.stderr
+    assert result.stderr.count(b"distrun: interrupted") <= 1
+    assert not distrun.left()
+
+
 # ---------------------------------------------------------------- foreign programs
 
 PS_LITE = """
