@@ -94,7 +94,8 @@ def test_a_folder_that_another_user_made_first_keeps_nobody_from_a_job(
     assert [root.parent.name for root in roots] == ["tmp", "var", "var"]
     assert roots[1] == roots[2]
     assert all(root.name.startswith("distrun-0-") and root.stat().st_mode & 0o7777 == 0o700 for root in roots)
-    assert record.folders("j1") == found == record.every()
+    assert record.folders("j1") == found
+    assert set(found) <= set(record.every())  # other jobs may run here
 
 
 def test_no_usable_root_names_each_reason(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
