@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 READ_SIZE = 256 * 1024
 ANSWER_S = 10.0
 """How long a coordinator's answer is awaited."""
+PROBES = 5
+"""How often a silent coordinator is asked for a sign of life before it counts as stopped."""
 CONNECT_S = 30.0
 """How long an ssh connection to the coordinator's host may take, passwords included."""
 RELAY_END_S = 1.0
@@ -108,9 +110,32 @@ class ControlConnection:
         finally:
             self._socket.settimeout(None)
 
-    def frames(self) -> Iterator[wire.Frame]:
-        """Give all frames until the end of the connection."""
-        while (frame := self.receive()) is not None:
+    def frames(
+        self, limit_s: float | None = None, is_watched: Callable[[], bool] = lambda: True
+    ) -> Iterator[wire.Frame]:
+        """Give all frames until the end of the connection.
+
+        With `limit_s`, a coordinator that sends nothing is asked for the job's state from time to time, while
+        `is_watched()` holds. That is so until it is first found not to hold.
+
+        Raises:
+            TimeoutError: it has not answered for `limit_s`.
+        """
+        silences = 0
+        while True:
+            try:
+                frame = self.receive(None if limit_s is None else limit_s / PROBES)
+            except TimeoutError:
+                silences += 1
+                if not is_watched():
+                    limit_s = None
+                elif silences >= PROBES:  # not the clock: this process may have been stopped
+                    raise
+                self.send("state")
+                continue
+            if frame is None:
+                return
+            silences = 0
             yield frame
 
     def ask(self, kind: str, /, **members: Any) -> wire.Frame:
@@ -233,6 +258,13 @@ def gone(folder: JobFolder, where: Mapping[str, Any], how: str = "is gone") -> C
     )
 
 
+def unanswering(folder: JobFolder, where: Mapping[str, Any], limit_s: float) -> CoordinatorLost:
+    """Return the error of a coordinator that is silent."""
+    return gone(
+        folder, where, f"does not answer within {duration(limit_s)}; is it stopped (ps -o stat= -p {where['pid']})?"
+    )
+
+
 def _here(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
     stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     stream.settimeout(ANSWER_S)
@@ -278,8 +310,7 @@ def _greet(connection: ControlConnection, folder: JobFolder, where: Mapping[str,
     try:
         frame = connection.receive(limit_s)
     except TimeoutError:
-        how = f"does not answer within {duration(limit_s)}; is it stopped (ps -o stat= -p {where['pid']})?"
-        raise gone(folder, where, how) from None
+        raise unanswering(folder, where, limit_s) from None
     if frame is None:
         raise _unanswered(connection, folder, where)
     if frame.type == "refused":
@@ -390,10 +421,14 @@ class Follower:
         self._on_event = on_event
         self._questions: dict[int, _Question] = {}
 
-    def run(self) -> None:
-        """Show what comes until the connection ends."""
+    def run(self, limit_s: float | None = None, is_watched: Callable[[], bool] = lambda: True) -> None:
+        """Show what comes until the connection ends. The arguments are those of `ControlConnection.frames`.
+
+        Raises:
+            TimeoutError: the coordinator has not answered for `limit_s`.
+        """
         try:
-            for frame in self.connection.frames():
+            for frame in self.connection.frames(limit_s, is_watched):
                 self._take(frame)
         finally:
             for question in self._questions.values():

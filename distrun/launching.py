@@ -32,7 +32,7 @@ from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.jobstore import JobFolder
 from distrun_runtime.coordinator.outcome import Outcome, TaskResult
 from distrun_runtime.coordinator.output import Sink
-from distrun_runtime.errors import ContractError
+from distrun_runtime.errors import ContractError, JobStoreError
 
 if TYPE_CHECKING:
     from distrun.sync import FileCopier
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from distrun_runtime.coordinator.events import Event
     from distrun_runtime.coordinator.service import Service
 
+HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that wait while the coordinator's process is made: the client can forward them, and it can report them."""
 SYNC_S = 0.5
 """Between two reports of a copy to a terminal that shows them in place."""
 SHOWN = 60
@@ -62,15 +64,21 @@ def launch(
         KeyboardInterrupt: the job was interrupted before anything was started.
     """
     stays = detach and not job.is_hosted
-    coordinator = start_coordinator(job, folder, verbosity, stays)
-    with ControlConnection(coordinator.connection) as connection:
-        outcome = _LaunchClient(connection, coordinator, folder, terminal, verbosity).run(stays)
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+    try:
+        coordinator = start_coordinator(job, folder, verbosity, stays)
+        with ControlConnection(coordinator.connection) as connection:
+            outcome = _LaunchClient(connection, coordinator, folder, terminal, verbosity).run(stays, _silence_s(job))
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
     if job.is_hosted and isinstance(outcome, Outcome) and not outcome.exit_code:
-        return _await_tasks(folder, terminal, verbosity)
+        return _await_tasks(job, folder, terminal, verbosity)
     return outcome
 
 
-def _await_tasks(folder: JobFolder, terminal: Terminal, verbosity: int) -> Outcome | Detached:
+def _await_tasks(
+    job: PlannedJob | QueuedJob, folder: JobFolder, terminal: Terminal, verbosity: int
+) -> Outcome | Detached:
     """Wait until all tasks of a job run whose coordinator is on a host; return its outcome if it ends before."""
     from distrun import elsewhere
 
@@ -78,7 +86,11 @@ def _await_tasks(folder: JobFolder, terminal: Terminal, verbosity: int) -> Outco
     lost: CoordinatorLost | None = None
     try:
         with client.connect(folder) as connection:
-            told = _until_running(connection, terminal, verbosity)
+            told = _until_running(connection, terminal, verbosity, _silence_s(job))
+    except TimeoutError:
+        where = folder.control()
+        assert where is not None  # it was connected to
+        raise client.unanswering(folder, where, _silence_s(job)) from None
     except CoordinatorLost as err:  # the job may be over already
         lost = err
     warning = elsewhere.refreshed(folder)
@@ -94,11 +106,22 @@ def _await_tasks(folder: JobFolder, terminal: Terminal, verbosity: int) -> Outco
     return outcome
 
 
-def _until_running(connection: ControlConnection, terminal: Terminal, verbosity: int) -> Mapping[str, Any] | None:
-    """Return the frame that says that all tasks run, or how the job ended; None: the coordinator has gone."""
+def _silence_s(job: PlannedJob | QueuedJob) -> float:
+    """Return how long a coordinator may be silent while its job starts."""
+    return max(job.request.limits.start_s, client.ANSWER_S)
+
+
+def _until_running(
+    connection: ControlConnection, terminal: Terminal, verbosity: int, limit_s: float
+) -> Mapping[str, Any] | None:
+    """Return the frame that says that all tasks run, or how the job ended; None: the coordinator has gone.
+
+    Raises:
+        TimeoutError: it has not answered for `limit_s`.
+    """
     connection.send("subscribe", events=True, metrics=terminal.draws)
     connection.send("state")
-    for frame in connection.frames():
+    for frame in connection.frames(limit_s):
         told = frame.header
         if frame.type in ("event", "state", "metrics"):
             terminal.follow(frame.type, told[frame.type])
@@ -158,6 +181,7 @@ def _coordinator_process(
         if job.backend.asker is not None:
             job.backend.asker.by(service.ask)
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
             folder.take_over()
             _listen(service, folder, job.request.detach)
             service.finish(dataclasses.asdict(_coordinate(job, folder, service, verbosity)))
@@ -377,15 +401,18 @@ class _LaunchClient:
         verbosity: int,
     ) -> None:
         self._connection = connection
+        self._silent = ""
+        """How a coordinator that fell silent ended; empty: none did."""
         self._coordinator = coordinator
         self._folder = folder
         self._terminal = terminal
         self._verbosity = verbosity
 
-    def run(self, detach: bool) -> Outcome | Detached:
+    def run(self, detach: bool, silence_s: float) -> Outcome | Detached:
         """Show what the coordinator sends until it ends, or lets us go; return the outcome.
 
-        With `detach`, output is not shown, and the coordinator is asked to let us go when all tasks run.
+        With `detach`, output is not shown, and the coordinator is asked to let us go when all tasks run. A coordinator
+        that is silent for `silence_s` while the job starts is killed.
         """
         from distrun_runtime.coordinator.interrupts import Interrupts  # while the coordinator begins its work
 
@@ -396,7 +423,8 @@ class _LaunchClient:
         self._terminal.start()
         status = None
         with Interrupts(self._forward):
-            found.run()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+            self._follow(found, silence_s)
             is_left = found.detached is not None and found.outcome is None and found.failure is None
             if self._coordinator.is_child and not is_left:
                 _, status = os.waitpid(self._coordinator.pid, 0)
@@ -409,6 +437,20 @@ class _LaunchClient:
         if outcome is None:
             raise self._died(status)
         return outcome
+
+    def _follow(self, found: Follower, silence_s: float) -> None:
+        try:
+            found.run(silence_s, self._is_starting)
+        except TimeoutError:
+            os.kill(self._coordinator.pid, signal.SIGKILL)  # it lives: the connection has not ended
+            self._silent = f"did not answer within {duration(silence_s)} and was killed: was it stopped?"
+            found.run()
+
+    def _is_starting(self) -> bool:
+        try:
+            return self._folder.state()["state"] in (facts.SUBMITTING, facts.QUEUED, facts.STARTING)
+        except JobStoreError:
+            return True
 
     def _on_event(self, event: Mapping[str, Any]) -> None:
         if event["event"] == "state" and event["state"] in (facts.QUEUED, facts.RUNNING):
@@ -428,8 +470,9 @@ class _LaunchClient:
         if status is not None:
             code = os.waitstatus_to_exitcode(status)
             how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        how = self._silent or how
         return CoordinatorError(
             f"job {self._folder.id}: its coordinator (pid {self._coordinator.pid}) {how}; its agents end the tasks",
             f"to make sure: distrun kill {self._folder.id}",
-            facts.EXIT_INTERNAL,
+            facts.EXIT_START_FAILED if self._silent else facts.EXIT_INTERNAL,
         )

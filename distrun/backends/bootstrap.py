@@ -26,10 +26,18 @@ from distrun_runtime.contract import enrolment, facts
 LIMIT = 4096
 """Bytes of PROGRAM, and of the line that `source` makes of it."""
 
+# It first opens closed standard streams, as `process.open_streams` does.
 # The importer and START_DIALED of `blob` use these names of it: modules, s, r, dialed.
 # No f-strings: an old Python must come to the message.
 PROGRAM = """\
 import binascii, hashlib, hmac, json, os, socket, ssl, stat, sys, time, zlib
+
+fd = 0
+while fd < 3:
+    fd = os.open(os.devnull, 2)
+    os.set_inheritable(fd, fd < 3)
+os.close(fd)
+sys.stderr = sys.stderr or open(2, "w")
 
 def fail(text):
     sys.stderr.write("distrun: " + text + "\\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from gc import set_threshold  # not gc: the module of the command `gc` gets that name here
@@ -13,7 +14,7 @@ import click
 from distrun import __version__
 from distrun.cli.console import print_err
 from distrun.errors import DistrunError, HostsError
-from distrun_runtime.contract import facts
+from distrun_runtime.contract import facts, process
 
 GARBAGE = 20_000
 """New objects after which Python looks for garbage, in place of 700. Nearly all that a launch makes stays: modules,
@@ -115,6 +116,10 @@ def cli(ctx: click.Context) -> None:
 
 def main() -> NoReturn:
     """Run the command line and exit."""
+    process.open_streams()
+    # Ignored signals stay ignored (nohup), but for this one: whoever ignores it never hears of a child's end.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     set_threshold(GARBAGE)
     sys.exit(run(sys.argv[1:]))
 

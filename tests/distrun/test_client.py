@@ -73,6 +73,28 @@ def hello(folder: JobFolder, *version: int) -> dict[str, Any]:
     return {"type": "hello", "version": list(version), "job": folder.id, "pid": 7, "host": "d1"}
 
 
+def test_a_coordinator_that_is_silent_is_asked_for_a_sign_of_life_and_given_up() -> None:
+    ours, its = socket.socketpair()
+    with client.ControlConnection(ours) as connection, its:
+        with pytest.raises(TimeoutError):
+            next(connection.frames(0.05))
+        asked = wire.Decoder().feed(its.recv(65536))
+        assert [frame.type for frame in asked] == ["state"] * (client.PROBES - 1)
+        its.sendall(wire.encode({"type": "state", "state": {}}))
+        assert next(connection.frames(60.0)).type == "state"
+
+
+def test_a_coordinator_that_is_watched_no_more_may_be_silent() -> None:
+    ours, its = socket.socketpair()
+    with client.ControlConnection(ours) as connection, its:
+
+        def is_watched() -> bool:
+            its.close()
+            return False
+
+        assert list(connection.frames(0.05, is_watched)) == []
+
+
 def test_a_job_without_a_control_socket_is_named_with_what_works(folder: JobFolder) -> None:
     with pytest.raises(UsageError, match=f"job {folder.id} has no control socket") as caught:
         client.connect(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -12,10 +13,10 @@ from pathlib import Path
 
 import agentkit
 import pytest
-from agentkit import AgentDriver, agent, poll, python, shell, task
+from agentkit import WAIT_S, AgentDriver, agent, poll, python, shell, task
 
 from distrun_runtime.agent import record, sweep
-from distrun_runtime.contract import process
+from distrun_runtime.contract import facts, process
 from distrun_runtime.contract.plan import HOLD, Limits
 from distrun_runtime.contract.process import Identity
 
@@ -374,6 +375,15 @@ def test_what_a_task_publishes_is_passed_on_and_nonsense_is_warned_of() -> None:
 
 
 @on_linux
+def test_a_task_that_is_stopped_is_told_of_with_what_lets_it_go_on() -> None:
+    with agent(shell("echo ready; kill -STOP $$; exit 5"), limits=SHORT) as driver:
+        pid = driver.begin() and driver.spawn().header["pid"]
+        text = str(driver.wait("warning").header["text"])
+        assert text == f"worker-0 is stopped, as by SIGSTOP; to let it go on, there: kill -CONT {pid}"
+        os.kill(pid, signal.SIGCONT)
+        assert driver.wait("exited").header["code"] == 5
+
+
 def test_held_ports_are_given_to_nobody_but_who_names_them() -> None:
     with agent(ports=["master", "jax"]) as driver:
         ready = driver.begin().header
@@ -682,6 +692,19 @@ def test_agent_is_deaf_to_the_terminals_signals() -> None:
         driver.say("ping", n=1)
         driver.wait("pong")
         assert driver.leftovers()
+
+
+def test_agent_whose_pipes_are_closed_before_it_says_hello_ends() -> None:
+    argv = [sys.executable, "-m", "distrun_runtime.agent"]
+    child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        for pipe in (child.stdin, child.stdout):
+            assert pipe is not None
+            pipe.close()
+        assert child.wait(WAIT_S) == facts.EXIT_TERMINATED
+    finally:
+        child.terminate()  # the guard passes it on to the agent
+        child.wait(WAIT_S)
 
 
 def test_garbage_on_the_channel_ends_the_job_instead_of_hanging() -> None:

@@ -99,6 +99,27 @@ def test_a_job_whose_coordinator_was_killed_on_its_host_is_ended_from_here(lab: 
     assert "killed" in lab.distrun("status", job).out
 
 
+def test_folders_that_another_user_made_first_keep_nobody_from_a_job(lab: Site) -> None:
+    every = "/tmp/distrun-0 /var/tmp/distrun-0"
+    for name in ("h1", "h2"):
+        lab[name].exec("sh", "-c", f"rm -rf {every}; mkdir -m 700 {every}; chown 4711 {every}")
+    try:
+        job = launched(lab, "sleep", "600")
+        attached = lab.start("launch", *words(lab, "h1", "h2"), "sh", "-c", "echo up; sleep 600", cwd=Path("/tmp"))
+        wait_until(lambda: attached.out.count("up") == 2, LIMIT_S, "both run")
+        killed = lab.distrun("kill", job)
+        assert killed.code == 0, killed.err
+        assert lab.distrun("wait", job).code == 143
+        assert len({each.host for each in lab.marked()} - {"launcher"}) == 2, "the other job goes on"
+        killed = lab.distrun("kill", "-y", "-H", lab.hosts_file("h1", "h2"))
+        assert killed.code == 0, killed.err
+        wait_until(lambda: not lab.marked(), LIMIT_S, "nothing is left")
+        attached.wait()
+    finally:
+        for name in ("h1", "h2"):
+            lab[name].exec("sh", "-c", f"rm -rf {every}")
+
+
 def test_agents_that_cannot_reach_the_coordinator_end_the_job_before_any_task(lab: Site) -> None:
     lab["h1"].exec("sh", "-c", "iptables -A INPUT -p tcp --dport 1024:65535 -m conntrack --ctstate NEW ! -i lo -j DROP")
     try:

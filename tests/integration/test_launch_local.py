@@ -45,6 +45,68 @@ def said(result: subprocess.CompletedProcess[bytes]) -> list[str]:
     return [line for line in result.stderr.decode().splitlines() if not line.startswith("distrun: waiting for ")]
 
 
+# ---------------------------------------------------------------- what the shell leaves to a launch
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+def test_streams_that_the_shell_closed_end_no_job(closed: tuple[int, ...], distrun: Distrun) -> None:
+    def close() -> None:
+        for number in closed:
+            os.close(number)
+
+    result = distrun.launch("-n", "1", "-s", "0", "sh", "-c", "echo hi; sleep 1; exit 7", preexec_fn=close)
+    assert result.returncode == 7, result.stderr
+    assert distrun.log("worker-0") == b"hi\n"
+    assert result.stdout.endswith(b"" if 1 in closed else b" | hi\n")
+
+
+def test_a_launch_hears_a_signal_that_its_parent_blocks_and_children_whose_end_it_ignores(distrun: Distrun) -> None:
+    def block() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+    launcher = distrun.begin("-n", "1", "-s", "0", "sh", "-c", "touch up; exec sleep 300", preexec_fn=block)
+    try:
+        wait_until((distrun.work / "up").exists, LIMIT_S, "the worker is up")
+        launcher.terminate()
+        assert launcher.wait(LIMIT_S) == 143, (distrun.home / "err").read_text()
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
+INTERRUPTED = """\
+import os, signal, sys
+
+who = sys.argv.pop(1)
+
+def fork(fork=os.fork):
+    os.fork = fork
+    pid = fork()
+    if bool(pid) == (who == "client"):
+        os.kill(os.getpid(), signal.SIGINT)
+    return pid
+
+os.fork = fork
+from distrun.cli import main
+main()
+"""
+"""Runs distrun, and interrupts the process of the client, or of the coordinator, at the moment when both begin."""
+
+
+@pytest.mark.parametrize(("who", "words"), [("client", ()), ("coordinator", ()), ("client", ("--detach",))])
+def test_a_launch_that_is_interrupted_while_its_coordinator_begins_ends_with_130(
+    who: str, words: tuple[str, ...], distrun: Distrun
+) -> None:
+    argv = [sys.executable, "-c", INTERRUPTED, who, "launch", "--launcher", "local", "-n", "1", "-s", "0", *words]
+    result = subprocess.run(
+        [*argv, "sleep", "300"], env=distrun.env, cwd=distrun.work, capture_output=True, check=False
+    )
+    assert result.returncode == 130, result.stderr
+    assert result.stderr.count(b"distrun: interrupted") <= 1
+    assert not distrun.left()
+
+
 # ---------------------------------------------------------------- foreign programs
 
 PS_LITE = """

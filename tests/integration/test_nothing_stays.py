@@ -169,6 +169,27 @@ def test_the_guard_ends_the_tasks_of_a_frozen_agent_whose_coordinator_is_dead(ki
     assert distrun.left() == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [(), ("--detach",)])
+def test_a_coordinator_that_is_stopped_before_its_agents_start_ends_the_launch(
+    words: tuple[str, ...], distrun: Distrun
+) -> None:
+    launcher = distrun.begin("-n", "1", "-s", "0", "--start-timeout", "12", *words, "sleep", "300")
+
+    def coordinator() -> int:
+        mark = os.fsencode("XDG_STATE_HOME=%s" % (distrun.home / "state"))
+        of_launch = (pid for pid, environ, command in processes() if mark in environ and b"launch" in command)
+        return next((pid for pid in of_launch if os.getsid(pid) != os.getsid(launcher.pid)), 0)
+
+    os.kill(wait_until(coordinator, LIMIT_S, "the coordinator is there"), signal.SIGSTOP)
+    try:
+        assert launcher.wait(LIMIT_S) == 6
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert "did not answer within 12 s and was killed: was it stopped?" in (distrun.home / "err").read_text()
+
+
 def test_a_guard_that_is_frozen_does_not_stay_behind_a_job_that_ended_well(distrun: Distrun) -> None:
     job = Job(distrun, "touch up-$DMLC_RANK; until [ -e go ]; do sleep 0.02; done")
     guard = job.agents()[0]

@@ -53,6 +53,18 @@ HOLD = """
 """
 
 
+@pytest.mark.parametrize("begin", ["__main__.main(['server', 'no'])", "kvstore.create('dist_sync')"])
+def test_a_node_opens_the_standard_streams_that_the_shell_closed_before_any_socket(begin: str) -> None:
+    code = (
+        "import contextlib, os, sys\nfrom distrun_runtime import __main__, kvstore\n"
+        f"with contextlib.suppress(Exception): {begin}\n"
+        "sys.exit(not all(os.path.samestat(os.fstat(number), os.stat(os.devnull)) for number in range(3)))"
+    )
+    argv = [sys.executable, "-c", code]
+    ended = subprocess.run(argv, preexec_fn=lambda: os.closerange(0, 3), check=False)
+    assert ended.returncode == 0
+
+
 @pytest.mark.parametrize(
     "order",
     [

@@ -131,7 +131,7 @@ class Agent:
         self._selector.register(self._wakeup.descriptor, selectors.EVENT_READ, self._on_signals)
         self._selector.register(self._guard.alive, selectors.EVENT_READ, self._on_guard_end)
         self._hear(self._channel.feed(first))
-        while not (self._is_leaving and self._stopping.is_over):
+        while not self._is_done:
             self._flush()
             self._wait(self._timeout())
             self._tick(time.monotonic())
@@ -146,13 +146,19 @@ class Agent:
             if self._selector.get_map().get(key.fd) is key:
                 key.data()
 
+    @property
+    def _is_done(self) -> bool:
+        return self._is_leaving and self._stopping.is_over
+
     def _timeout(self) -> float:
-        if self._unpacking is not None and self._unpacking.is_busy:
+        if self._is_done or (self._unpacking is not None and self._unpacking.is_busy):
             return 0.0
         lease_end = math.inf if self._is_leaving else self._lease_end()
         preflight_at = self._preflight.deadline if self._preflight is not None else math.inf
         return_at = min(self._reconnector.next_at, self._silent_at()) if self._reconnector is not None else math.inf
-        own_at = min(self._stopping.next_at, self._remember_at, self._beat_at, self._measuring.next_at)
+        own_at = min(
+            self._stopping.next_at, self._remember_at, self._beat_at, self._measuring.next_at, self._runner.look_at
+        )
         due = min(own_at, lease_end, preflight_at, return_at)
         return max(0.0, min(due - time.monotonic(), 3600.0))
 
@@ -187,6 +193,8 @@ class Agent:
             self._remember_at = now + REMEMBER_S
             self._stopping.look()
             self._save()
+        if now >= self._runner.look_at:
+            self._runner.look(now)
         self._measuring.tick(now)
 
     def _flush(self) -> None:

@@ -48,6 +48,7 @@ def serve(
             then the agent begins with its first line.
         make_reconnector: how the agent gets another connection; None: it waits for one if the plan says `hold`.
     """
+    process.open_streams()
     set_signals()
     _own_session()
     process.become_subreaper()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import resource
 import selectors
@@ -29,6 +30,8 @@ JOB = ""
 """Owner of processes that belong to the job, but to no known task."""
 LINE_LIMIT = 64 * 1024
 """Bytes of a published line."""
+STOPPED_S = 5.0
+"""A task that has been stopped (SIGSTOP) for so long is told of, once."""
 _READ_BYTES = 64 * 1024
 
 
@@ -88,17 +91,39 @@ class TaskRunner:
         count = 0
         for pid, status, usage in reaped():
             now = time.time()
-            count += 1
+            count += not os.WIFSTOPPED(status)
             for running in self.tasks.values():
                 if running.leader.pid == pid and not running.is_reaped:
+                    if os.WIFSTOPPED(status):
+                        running.look_at = min(running.look_at, time.monotonic() + STOPPED_S)
+                        break
                     running.processes.is_reaped = True
                     # Popen must not wait for it once more.
                     running.child.returncode = status
                     self._on_end(running, now, exit_facts(status, usage))
                     break
             else:
-                self.on_other(pid, status)
+                if not os.WIFSTOPPED(status):
+                    self.on_other(pid, status)
         return count
+
+    @property
+    def look_at(self) -> float:
+        """When `look` has something to do (monotonic clock); infinite: never."""
+        return min((running.look_at for running in self.tasks.values() if not running.is_reaped), default=math.inf)
+
+    def look(self, now: float) -> None:
+        """Warn of tasks that were stopped (SIGSTOP) STOPPED_S ago and still are; nothing else shows that they wait."""
+        for running in self.tasks.values():
+            if running.look_at > now or running.is_reaped:
+                continue
+            running.look_at = math.inf
+            pid = running.leader.pid
+            if running.is_told_stopped or not any(row.state.startswith("T") for row in process.table([pid])):
+                continue
+            running.is_told_stopped = True
+            text = f"{running.task.name} is stopped, as by SIGSTOP; to let it go on, there: kill -CONT {pid}"
+            self._channel.say("warning", text=text)
 
     def read_published(self) -> None:
         """Pass on what tasks have published so far."""
@@ -235,6 +260,9 @@ class RunningTask:
         """How often it was started before."""
         self.was_signalled = False
         """The agent sent it a signal, so its end is no failure of its own."""
+        self.look_at = math.inf
+        """When to look whether it is still stopped."""
+        self.is_told_stopped = False
 
     @property
     def is_reaped(self) -> bool:
@@ -418,10 +446,10 @@ def _writable(text: str) -> str:
 
 
 def reaped() -> Iterator[Tuple[int, int, resource.struct_rusage]]:
-    """Yield (pid, wait status, resources used) of each child that ended, without waiting."""
+    """Yield (pid, wait status, resources used) of each child that ended or was stopped, without waiting."""
     while True:
         try:
-            pid, status, usage = os.wait4(-1, os.WNOHANG)
+            pid, status, usage = os.wait4(-1, os.WNOHANG | os.WUNTRACED)
         except ChildProcessError:
             return
         if pid == 0:

@@ -3,7 +3,8 @@
     HOSTDIR/JOB.NONCE/PLACE/{token, agent.json, spool/, killed}
 
 HOSTDIR is $XDG_RUNTIME_DIR/distrun or, without one, /tmp/distrun-UID: mode 0700, owned by the user, no link. A detached
-job's is /var/tmp/distrun-UID: the others may be removed when the user logs out.
+job's is /var/tmp/distrun-UID: the others may be removed when the user logs out. If another user has made a
+folder of that name, it is one with a random suffix.
 PLACE is the agent's place, called as the host where a host has one. A machine may have several, and so may several
 hosts of a job that are one machine (a test, containers that share /tmp).
 The record lets the guard, `distrun kill` and a sweep end exactly what was started; it is rewritten whole.
@@ -102,12 +103,13 @@ def places() -> List[str]:
     A login through a desktop or a console has XDG_RUNTIME_DIR, one through ssh often has not.
     """
     usual = [f"/run/user/{os.geteuid()}/distrun", f"/tmp/distrun-{os.geteuid()}"]
-    return list(dict.fromkeys([*roots(), *usual, lasting.root()]))
+    names = dict.fromkeys([*roots(), *usual, lasting.root()])
+    return [each for name in names for each in lasting.owned(name)]
 
 
 def private_root() -> str:
     """Return the HOSTDIR that a logout leaves alone, made if need be. Raises ContractError, OSError."""
-    root = lasting.root()
+    root = lasting.own(lasting.root())
     _private(root)
     return root
 
@@ -132,8 +134,9 @@ def create(job: str, host: str, token: str, nonce: str = "", lasts: bool = False
     """
     _refuse_a_second(job, nonce, host)
     wrong, is_full = [], False
-    for root in [lasting.root(), *roots()] if lasts else roots():
+    for name in [lasting.root(), *roots()] if lasts else roots():
         try:
+            root = lasting.own(name)
             _private(root)
             parent = os.path.join(root, _name(job, nonce))
             _private(parent)

@@ -90,7 +90,8 @@ def sweep(job: str, grace_s: Optional[float], nonce: str = "") -> SweepReport:
     gone = [folder for folder in folders if not left]
     for folder in gone:
         record.remove(folder)
-    lasting.remove_dead(lasting.socket_path(job))  # if a coordinator died here
+    for root in lasting.owned(lasting.root()):
+        lasting.remove_dead(lasting.socket_path(job, root))  # if a coordinator died here
     remaining = tuple((row.pid, process.command_of(row.pid)) for row in left)
     stuck = {row.identity for row in left}
     ended = tuple((who.pid, text) for who, text in there.items() if who not in stuck)

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 
-from distrun_runtime.contract import caches, keptfiles
+from distrun_runtime.contract import caches, keptfiles, lasting
 
 __all__ = ["find_folder", "kept"]
 
@@ -39,6 +39,7 @@ def find_folder(env: Mapping[str, str] | None = None, temporary: str | None = No
             return found
     path = os.path.join(temporary or tempfile.gettempdir(), "distrun-%s-%d" % (KIND, os.geteuid()))
     with contextlib.suppress(OSError):
+        path = lasting.own(path)
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         info = os.lstat(path)

@@ -503,7 +503,8 @@ TABLE: Tuple[Variable, ...] = (
         "XDG_RUNTIME_DIR",
         "launcher",
         READ,
-        "Where a host keeps a job's private files: `distrun/` below it, else /tmp/distrun-UID.",
+        "Where a host keeps a job's private files: `distrun/` below it, else /tmp/distrun-UID (with a suffix if "
+        "another user has made that).",
     ),
     _row(
         "XDG_CACHE_HOME",

@@ -1,7 +1,8 @@
 """The folder of this user's jobs that a logout leaves alone, `/var/tmp/distrun-UID`, and the control sockets in it.
 
 Clients find the coordinator of a job at `ID.s` there. The job's own folder would not do: its path may be longer than a
-socket's may be, or be on NFS. The folder is this user's alone: mode 0700, no link.
+socket's may be, or be on NFS. The folder is this user's alone: mode 0700, no link. If another user has made a folder of
+that name, ours has a random suffix.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import socket
 import stat
 import time
-from typing import Iterator
+from typing import Iterator, List, Optional
 
 from distrun_runtime.errors import ContractError
 
@@ -22,13 +23,43 @@ LOCK_S = 5.0
 
 
 def root() -> str:
-    """Return the folder. It survives a logout, other than $XDG_RUNTIME_DIR."""
+    """Return the folder's name. It survives a logout, other than $XDG_RUNTIME_DIR."""
     return f"/var/tmp/distrun-{os.geteuid()}"
 
 
-def socket_path(name: str, folder: str = "") -> str:
+def owned(path: str) -> List[str]:
+    """Return where a folder of this user's in a folder that all users share may be.
+
+    It is `path`, unless that is another user's, or what `own` made in place of it.
+    """
+    found = [] if _owner(path) not in (None, os.geteuid()) else [path]
+    parent, name = os.path.split(path)
+    with contextlib.suppress(OSError):
+        others = (os.path.join(parent, each) for each in sorted(os.listdir(parent)) if each.startswith(name + "-"))
+        found += [each for each in others if _owner(each) == os.geteuid()]
+    return found
+
+
+def own(path: str) -> str:
+    """Return the first of `owned`. If `path` is another user's, one is made with a random suffix. Raises OSError."""
+    found = owned(path)
+    if found:
+        return found[0]
+    import tempfile  # somebody keeps us from our folder
+
+    return tempfile.mkdtemp(prefix=os.path.basename(path) + "-", dir=os.path.dirname(path))
+
+
+def _owner(path: str) -> Optional[int]:
+    try:
+        return os.lstat(path).st_uid
+    except OSError:
+        return None
+
+
+def socket_path(name: str, folder: str) -> str:
     """Return the path of a control socket. `name`: the job's id, unless another store's job of that id has it."""
-    return os.path.join(folder or root(), name + SOCKET_SUFFIX)
+    return os.path.join(folder, name + SOCKET_SUFFIX)
 
 
 def make_private(folder: str) -> None:
@@ -96,7 +127,7 @@ def unlink_dead(path: str) -> None:
 def remove_dead(path: str) -> None:
     """Remove the control socket of a job if its coordinator is dead. Errors are ignored."""
     folder = os.path.dirname(path)
-    if folder != root() or not path.endswith(SOCKET_SUFFIX) or not os.path.lexists(path):
+    if folder not in owned(root()) or not path.endswith(SOCKET_SUFFIX) or not os.path.lexists(path):
         return
     with contextlib.suppress(OSError, ContractError):
         make_private(folder)

@@ -42,7 +42,7 @@ class ControlSocket:
     """
 
     def __init__(self, job: str, folder: str = "") -> None:
-        self._folder = folder or lasting.root()
+        self._folder = folder or lasting.own(lasting.root())
         lasting.make_private(self._folder)
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -54,13 +54,19 @@ def started(
     limit_s: float = 60,
     addresses: tuple[str, ...] = (),
     env: Mapping[str, str] = {},
+    preexec_fn: Callable[[], None] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     at = addresses or ((f"127.0.0.1:{here.port}",) if here is not None else ())
     argv = bootstrap.command(
         python, pin=CERTIFICATE.pin, job=JOB, place=place, secret=secret, limit_s=limit_s, addresses=at
     )
     child = subprocess.Popen(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **env}
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **env},
+        preexec_fn=preexec_fn,  # noqa: PLW1509 - it only closes descriptors
     )
     try:
         yield child
@@ -90,6 +96,15 @@ def test_program_is_small_and_free_of_what_a_shell_touches() -> None:
     assert len(bootstrap.PROGRAM.encode()) <= FULL * bootstrap.LIMIT == FULL * 4096, figure
     assert len(bootstrap.source()) <= bootstrap.LIMIT
     assert not set(bootstrap.source()) & set("'\n\\!%")
+
+
+def test_the_connection_gets_no_number_of_a_standard_stream_that_is_closed(secret: str) -> None:
+    with hall() as here:
+        here.listener._program = lambda: blob("s.sendall(bytes([s.fileno()]))")
+        with started(here, secret, preexec_fn=lambda: os.closerange(0, 3)) as child:
+            _, connected = here.agent()
+            assert read(connected.socket, 1)[0] > 2
+            assert child.wait(WAIT_S) == 0
 
 
 @pytest.mark.parametrize("version", VERSIONS)

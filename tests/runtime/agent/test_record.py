@@ -9,7 +9,7 @@ import pytest
 
 from distrun_runtime.agent import record
 from distrun_runtime.agent.record import Record
-from distrun_runtime.contract import process
+from distrun_runtime.contract import lasting, process
 from distrun_runtime.contract.process import Identity
 from distrun_runtime.errors import ContractError
 
@@ -76,6 +76,26 @@ def test_root_that_others_can_read_is_closed(runtime_dir: Path) -> None:
     (runtime_dir / "distrun").mkdir(mode=0o755)
     record.create("j1", "d1", "")
     assert (runtime_dir / "distrun").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+def test_a_folder_that_another_user_made_first_keeps_nobody_from_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = {name: tmp_path / name / "distrun-0" for name in ("tmp", "var")}
+    for each in taken.values():
+        each.parent.mkdir(mode=0o1777)
+        each.mkdir(mode=0o700)
+        os.chown(each, 4711, 4711)
+    monkeypatch.setattr(record, "roots", lambda: [str(taken["tmp"])])
+    monkeypatch.setattr(lasting, "root", lambda: str(taken["var"]))
+    found = [record.create("j1", host, "", lasts=lasts) for host, lasts in (("a", False), ("b", True), ("c", True))]
+    roots = [Path(folder).parents[1] for folder in found]
+    assert [root.parent.name for root in roots] == ["tmp", "var", "var"]
+    assert roots[1] == roots[2]
+    assert all(root.name.startswith("distrun-0-") and root.stat().st_mode & 0o7777 == 0o700 for root in roots)
+    assert record.folders("j1") == found
+    assert set(found) <= set(record.every())  # other jobs may run here
 
 
 def test_no_usable_root_names_each_reason(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

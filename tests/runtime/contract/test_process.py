@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from agentkit import poll
+from children import exit_code_of
 
 from distrun_runtime.contract import process
 from distrun_runtime.contract.process import Identity, Process
@@ -35,6 +36,33 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     yield child
     child.kill()
     child.wait()
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
+def test_closed_standard_streams_become_the_null_device_for_children_too(closed: tuple[int, ...]) -> None:
+    def child() -> None:
+        for number in closed:
+            os.close(number)
+            setattr(sys, ("stdin", "stdout", "stderr")[number], None)
+        process.open_streams()
+        first, null = os.dup(0), os.stat(os.devnull)
+        assert first > 2
+        for number in closed:
+            assert os.path.samestat(os.fstat(number), null)
+            assert os.get_inheritable(number)
+        print("nobody reads this", file=sys.stdout)
+        sys.stderr.write("nor this")
+
+    assert exit_code_of(child) == 0
+
+
+def test_standard_streams_that_are_open_stay_as_they_are() -> None:
+    def child() -> None:
+        before = [os.fstat(number) for number in range(3)], (sys.stdin, sys.stdout, sys.stderr)
+        process.open_streams()
+        assert before == ([os.fstat(number) for number in range(3)], (sys.stdin, sys.stdout, sys.stderr))
+
+    assert exit_code_of(child) == 0
 
 
 def test_identity_is_stable_and_tells_a_later_process_of_the_same_id_apart(way: str) -> None:

@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -256,6 +257,24 @@ def test_a_closed_socket_leaves_alone_what_has_its_name_by_now(folder: str) -> N
     Path(listener.path).touch()
     listener.close()
     assert os.listdir(folder) == ["j.s"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+def test_a_folder_that_another_user_made_first_keeps_nobody_from_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as shared:  # its path is short
+        taken = Path(shared, "distrun-0")
+        taken.mkdir(mode=0o700)
+        os.chown(taken, 4711, 4711)
+        monkeypatch.setattr(lasting, "root", lambda: str(taken))
+        first, second = ControlSocket("j"), ControlSocket("k")
+        folder = os.path.dirname(first.path)
+        assert folder == os.path.dirname(second.path)
+        assert folder.startswith(f"{taken}-")
+        first.socket.close()
+        lasting.remove_dead(first.path)
+        lasting.remove_dead(second.path)
+        assert os.listdir(folder) == ["k.s"]
+        second.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
