@@ -405,6 +405,7 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
         nonce=setup.nonce,
         places=allocation.places,
         gpus_per_worker=request.gpus_per_worker,
+        forward_signals=request.forward_signals,
     )
     return plan, Secrets(token=setup.token, env=_hidden(slots, users))
 

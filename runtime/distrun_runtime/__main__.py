@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from distrun_runtime.contract import environ
+from distrun_runtime.contract import environ, process
 from distrun_runtime.errors import ContractError, RuntimeFault
 
 USAGE = "usage: python -m distrun_runtime scheduler|server"
@@ -19,6 +19,7 @@ def main(arguments: list[str]) -> int:
         print("%s\ngot: %s" % (USAGE, " ".join(arguments) or "no role"), file=sys.stderr)
         return 2
     role = arguments[0]
+    process.outlive_tasks_signals()
     try:
         given = environ.read("DMLC_ROLE")
         if given not in (None, role):
