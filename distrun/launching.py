@@ -458,11 +458,11 @@ class _LaunchClient:
 
     def _forward(self, event: Event) -> None:
         """Tell the coordinator of a signal; called in the thread that reads signals."""
-        from distrun_runtime.coordinator.events import Interrupt, PauseToggled
+        from distrun_runtime.coordinator.events import Interrupt, PauseToggled, TasksSignal
 
         if isinstance(event, PauseToggled):
             self._terminal.toggle_pause()
-        elif isinstance(event, Interrupt):
+        elif isinstance(event, (Interrupt, TasksSignal)):
             self._connection.send("signal", name=event.signal)
 
     def _died(self, status: int | None) -> CoordinatorError:

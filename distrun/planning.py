@@ -267,7 +267,7 @@ def granted(request: JobRequest, engine: str, grants: Sequence[Grant]) -> Alloca
     hosts = Inventory(engine, specs, nodes, where={} if request.hosts is None else request.hosts.where)
     names = place_names(grants)
     grants = [grant._replace(place=names[grant.place]) for grant in grants]
-    slots = place_tasks(groups_of(request), grants, request.has_servers, request.adds_on_hosts)
+    slots = place_tasks(groups_of(request), grants, request.has_servers, request.adds_on_hosts, request.oversubscribe)
     used = {slot.place for slot in slots}
     places = tuple(Place(each.place, each.node, each.resources) for each in grants if each.place in used)
     return Allocation(hosts, slots, places=places, claims={name: claim for claim, name in names.items()})
@@ -405,6 +405,7 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
         nonce=setup.nonce,
         places=allocation.places,
         gpus_per_worker=request.gpus_per_worker,
+        forward_signals=request.forward_signals,
     )
     return plan, Secrets(token=setup.token, env=_hidden(slots, users))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distrun.errors import UsageError
-from distrun_runtime.contract import environ, gpus
+from distrun_runtime.contract import environ, gpus, process
 from distrun_runtime.contract.plan import ROLES, SCHEDULER, Limits
 
 if TYPE_CHECKING:
@@ -159,6 +159,8 @@ class JobRequest:
     oversubscribe: bool = False
     gpus_per_worker: int = 0
     """How many GPUs each worker sees, which no other worker does; 0: all that the hosts file gives its host."""
+    forward_signals: tuple[str, ...] = ()
+    """Signals that workers are given (`Plan.forward_signals`)."""
     activate: str = ""
     """Shell text whose environment the tasks get, run once on each host."""
     activated: tuple[str, ...] | None = ()
@@ -221,6 +223,7 @@ class JobRequest:
             "placement": self.placement,
             "oversubscribe": self.oversubscribe,
             "gpus_per_worker": self.gpus_per_worker,
+            "forward_signals": list(self.forward_signals),
             "activate": self.activate,
             "sync_dst_dir": self.sync_dst_dir if rules is not None else "",
             "sync_delete": self.sync_delete,
@@ -437,6 +440,23 @@ def parse_addresses(text: str) -> tuple[str, ...]:
             raise UsageError(
                 f"--coordinator-address: expected addresses or host names with commas between, found {each!r}",
                 "the port is chosen by --port-range",
+            )
+    return tuple(dict.fromkeys(found))
+
+
+def parse_signals(text: str) -> tuple[str, ...]:
+    """Return the names of `USR1[,USR2]`. Pure.
+
+    Raises:
+        UsageError: another signal; distrun itself acts on it.
+    """
+    found = tuple(each.strip().upper().removeprefix("SIG") for each in text.split(",")) if text else ()
+    for each in found:
+        if each not in process.TASKS_SIGNALS:
+            known = ", ".join(process.TASKS_SIGNALS)
+            raise UsageError(
+                f"--forward-signal: expected some of {known} with commas between, found {each!r}",
+                "Ctrl-C and SIGTERM reach tasks anyway: they end the job",
             )
     return tuple(dict.fromkeys(found))
 

@@ -3,6 +3,9 @@
 # coordinator, which runs where `distrun launch` was typed; they get their work from it.
 # Lines of your own (#SBATCH, module load) go here.
 
+# srun is sent these too, and hands them to the agents, which --forward-signal tells what to do.
+trap '' USR1 USR2
+
 # What srun would take for its own options:
 unset ${!SLURM_MEM_*} SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
 unset SLURM_HINT SLURM_THREADS_PER_CORE SLURM_DISTRIBUTION SLURM_EXCLUSIVE SLURM_EXACT

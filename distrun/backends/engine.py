@@ -33,6 +33,8 @@ STANDINGS = (QUEUED, RUNNING, ENDED)
 
 SECRET = "{secret}"
 """Stands for the enrolment secret where a script is only shown."""
+NOTE = "note"
+"""What the user is told before a job is submitted, in `Submission.found`."""
 MARK = "distrun-"
 """Every marker begins so."""
 
@@ -104,6 +106,8 @@ class Submission:
     """The environment of the launching process: an outer allocation is in it."""
     found: Mapping[str, str] = field(default_factory=dict)
     """What `Engine.prepare` has found."""
+    oversubscribe: bool = False
+    """Hosts that are given may get more tasks than they have slots."""
     is_dry: bool = False
     """It is only shown."""
 
@@ -157,6 +161,8 @@ class Grant(NamedTuple):
     cores: int = 0
     """0: not said; then it takes any number of tasks."""
     resources: Resources = Resources()
+    most: int = 0
+    """What `cores` may come to where places are oversubscribed; 0: no limit."""
 
 
 class Standing(NamedTuple):

@@ -311,6 +311,7 @@ def check(submission: Submission) -> None:
                 f"host {spec.name}: mpirun finds users, ports and keys in ~/.ssh/config only, not in a hosts file",
                 f"write there: Host {spec.name}; {'; '.join(wanted)}",
             )
+    grants_of(submission)
 
 
 def _ssh_lines(spec: HostSpec) -> list[str]:
@@ -344,15 +345,15 @@ def grants_of(submission: Submission) -> tuple[Grant, ...]:
     """Return the places of a job: its hosts that get a task, each by its line in mpirun's hosts file. Pure.
 
     Raises:
-        EngineError: the hosts have too little room.
+        UsageError: the hosts have too little room.
     """
-    from distrun.backends.queue import place_tasks  # it listens, too: not needed to kill a job
+    from distrun.backends.queue import check_room  # it listens, too: not needed to kill a job
 
     assert submission.hosts is not None, "checked by `check`"
     specs = submission.hosts.specs
     all_of_them = [_grant(str(index), spec) for index, spec in enumerate(specs)]
     has_scheduler = any(group.role == SERVER for group in submission.groups)
-    used = {slot.place for slot in place_tasks(submission.groups, all_of_them, has_scheduler)}
+    used = check_room(submission, all_of_them, has_scheduler)
     chosen = [spec for grant, spec in zip(all_of_them, specs, strict=True) if grant.place in used]
     return tuple(_grant(str(index), spec) for index, spec in enumerate(chosen))
 
@@ -360,7 +361,7 @@ def grants_of(submission: Submission) -> tuple[Grant, ...]:
 def _grant(place: str, spec: HostSpec) -> Grant:
     slots = spec.slots or spec.gpu_count or 0
     takes = {spec.role: slots or MANY} if spec.role in ROLES else {}
-    return Grant(place, spec.name, takes, slots, Resources(gpus=gpus.listed(spec.gpus)))
+    return Grant(place, spec.name, takes, slots, Resources(gpus=gpus.listed(spec.gpus)), spec.max_slots or 0)
 
 
 # ---------------------------------------------------------------------- which mpirun

@@ -39,7 +39,8 @@ def main(marker: str, folder: str, script: str) -> int:
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    for number in (signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, frame: None)
     for ignored in (signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     _prctl(_SET_CHILD_SUBREAPER, 1)

@@ -9,11 +9,12 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import sys
 import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -247,6 +248,7 @@ class QueueBackend(Backend):
             secret=secret,
             hosts=request.hosts,
             outer=request.outer,
+            oversubscribe=request.oversubscribe,
             is_dry=is_dry,
         )
 
@@ -420,7 +422,11 @@ def groups_of(request: JobRequest) -> tuple[Group, ...]:
 
 
 def place_tasks(
-    groups: Sequence[Group], grants: Sequence[Grant], has_scheduler: bool, relays: bool = False
+    groups: Sequence[Group],
+    grants: Sequence[Grant],
+    has_scheduler: bool,
+    relays: bool = False,
+    oversubscribe: bool = False,
 ) -> tuple[Slot, ...]:
     """Return where each task runs: servers first, then workers, one at each place in turn as there is room.
 
@@ -428,6 +434,7 @@ def place_tasks(
 
     `relays`: each node that gets several workers and no server, while others have servers, gets one more server that
     keeps no values, as in `placement.place`. It takes no room, and only places that take servers have one.
+    `oversubscribe`: places that are full take turns again, as hosts do in `placement.place`.
 
     Raises:
         EngineError: the places have too little room.
@@ -437,15 +444,30 @@ def place_tasks(
     turns = itertools.cycle(rooms)
     for group in groups:
         for rank in range(group.count):
-            room = next(
-                (each for each in itertools.islice(turns, len(rooms)) if each.take(group.role, group.needs)), None
-            )
+            room = _next(turns, rooms, group)
+            if room is None and oversubscribe:
+                for each in rooms:
+                    each.refill()
+                room = _next(turns, rooms, group)
             if room is None:
                 raise EngineError(_too_little(groups, grants, group, rank))
             tasks.append((group.role, rank, room.grant.node, room.grant.place))
     if relays:
         tasks += _relays(tasks, grants)
     return slots_in(tasks)
+
+
+def check_room(submission: Submission, grants: Sequence[Grant], has_scheduler: bool) -> set[str]:
+    """Return the places that get a task of a job whose places are known before it is submitted.
+
+    Raises:
+        UsageError: they have too little room.
+    """
+    try:
+        slots = place_tasks(submission.groups, grants, has_scheduler, oversubscribe=submission.oversubscribe)
+    except EngineError as err:
+        raise UsageError(str(err), "lower -n or -s, take more hosts, or pass --oversubscribe") from None
+    return {slot.place for slot in slots}
 
 
 _Placed = tuple[str, int, str, str]
@@ -479,25 +501,38 @@ def place_names(grants: Sequence[Grant]) -> dict[str, str]:
     }
 
 
+def _next(turns: Iterator[_Room], rooms: Sequence[_Room], group: Group) -> _Room | None:
+    """Return the next place that has room for a task, which is taken."""
+    return next((each for each in itertools.islice(turns, len(rooms)) if each.take(group.role, group.needs)), None)
+
+
 class _Room:
     """What of a place is free."""
 
     def __init__(self, grant: Grant) -> None:
         self.grant = grant
-        self._cores = grant.cores
-        self._takes = dict(grant.takes)
+        self._most = grant.most or sys.maxsize
+        self.refill()
+
+    def refill(self) -> None:
+        """Begin another turn."""
+        self._cores = self.grant.cores
+        self._takes = dict(self.grant.takes)
 
     def take(self, role: str, needs: Needs) -> bool:
         """Take the room of a task; return whether there was enough."""
+        cores = max(1, needs.cores)
+        if self._most < cores:
+            return False
         if self.grant.takes:
             if not self._takes.get(role, 0):
                 return False
             self._takes[role] -= 1
-            return True
-        if self.grant.cores:
-            if self._cores < max(1, needs.cores):
+        elif self.grant.cores:
+            if self._cores < cores:
                 return False
-            self._cores -= max(1, needs.cores)
+            self._cores -= cores
+        self._most -= cores
         return True
 
 

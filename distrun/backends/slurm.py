@@ -25,6 +25,7 @@ from distrun.backends import slurm_answers as answers
 from distrun.backends.engine import (
     ANSWER_S,
     ENDED,
+    NOTE,
     RUNNING,
     Engine,
     EngineError,
@@ -207,10 +208,10 @@ class Slurm(Engine):
                 f"$SLURM_JOB_ID is {job}, and that job is {state}",
                 "leave that allocation (exit), or unset SLURM_JOB_ID to submit a job",
             )
-        from distrun.backends.queue import place_tasks  # it is what uses engines
+        from distrun.backends.queue import check_room  # it is what uses engines
 
         grants = answers.grants(found, answered(components(submission)), is_ours=False)
-        used = {slot.place for slot in place_tasks(submission.groups, grants, True)}
+        used = check_room(submission, grants, True)
         if len(found) > 1:
             used = {each.place for each in grants}
         grants = tuple(each for each in grants if each.place in used)
@@ -221,6 +222,7 @@ class Slurm(Engine):
             "nodes": ",".join(nodes),
             "sizes": sizes,
             "gpus": _gpus_inside(submission.outer),
+            NOTE: "" if submission.oversubscribe else answers.crowded(found, submission.groups),
             "grants": json.dumps([[each.place, each.node, each.takes, each.cores] for each in grants]),
         }
 

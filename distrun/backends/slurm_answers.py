@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from distrun.backends.engine import ENDED, MARK, QUEUED, RUNNING, Explanation, Grant, Standing
+from distrun.backends.engine import ENDED, MARK, QUEUED, RUNNING, Explanation, Grant, Group, Standing
 from distrun.hosts import expand
 from distrun.request import Needs
 from distrun_runtime.contract import facts
@@ -183,6 +183,19 @@ def grants(found: Sequence[Job], components: Sequence[Component], is_ours: bool)
             name = node if len(found) == 1 else str(len(made))
             made.append(Grant(name, node, takes=shares.get(node, {}), cores=cores))
     return tuple(made)
+
+
+def crowded(found: Sequence[Job], groups: Sequence[Group]) -> str:
+    """Return what is said of tasks that are more than the processors of the allocation they go to; empty: nothing."""
+    cpus = sum(count for job in found for count in job.cpus.values())
+    wanted = sum(group.count * max(1, group.needs.cores) for group in groups)
+    if not cpus or wanted <= cpus:
+        return ""
+    tasks = " + ".join(f"{group.count} {group.role}" for group in groups)
+    return (
+        f"Slurm's job {found[0].id} has {cpus} processors, and {tasks} want {wanted}: they share them"
+        " (allocate more with salloc -n, or pass --oversubscribe if that is meant)"
+    )
 
 
 def place_variable(components: int) -> str:

@@ -121,6 +121,7 @@ def main() -> NoReturn:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     set_threshold(GARBAGE)
+    process.outlive_tasks_signals()
     sys.exit(run(sys.argv[1:]))
 
 

@@ -20,7 +20,7 @@ from distrun.client import Detached
 from distrun.errors import UsageError
 from distrun.logout import outlive_logout
 from distrun.planning import QueuedJob, device_notes, device_warnings
-from distrun.request import JobRequest, Setting, forwarded, parse_addresses
+from distrun.request import JobRequest, Setting, forwarded, parse_addresses, parse_signals
 from distrun_runtime.contract import environ, facts, gpus, logout
 from distrun_runtime.contract.plan import ROLES, Limits
 
@@ -197,6 +197,7 @@ def _request(
         placement=options["placement"],
         oversubscribe=options["oversubscribe"],
         gpus_per_worker=options["gpus_per_worker"] or 0,
+        forward_signals=parse_signals(options["forward_signals"]),
         activate=activation.script(options["activate"]),
         activated=activation.folders(options["activate"]),
         sync_dst_dir="" if launcher == "local" else options["sync_dst_dir"],

@@ -185,6 +185,14 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
         " auto: a GPU for dist_device_* stores that fit. [default: auto; with --gpus-per-worker, cpu]",
     ),
     click.option(
+        "--forward-signal",
+        "forward_signals",
+        default="",
+        metavar="USR1[,USR2]",
+        help="Give workers these signals, which reach distrun launch or come from the engine, such as a warning before"
+        " the time limit.",
+    ),
+    click.option(
         "--activate",
         multiple=True,
         metavar="WHAT",

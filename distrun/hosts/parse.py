@@ -329,7 +329,8 @@ def _number(text: str, colon: int, form: str, brief: bool) -> tuple[int | None, 
     port = grammar.port(digits, colon + 1)
     if form == "dmlc" or port == 22 or port >= 1024:
         return port, None
-    how = f"Write '{name} slots={port}' or '{name} port={port}', or pass --hostfile-format"
+    forms = "--hostfile-format mpich for slots, dmlc for ports"
+    how = f"Write '{name} slots={port}' or '{name} port={port}', or pass {forms}"
     if brief:
         how = f"Write '{name}*{port}' for slots, or pass --hostfile-format dmlc for the port"
     what = f"port {port} (dmlc style) or {port} slots (MPI style)"

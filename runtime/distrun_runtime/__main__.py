@@ -20,6 +20,7 @@ def main(arguments: list[str]) -> int:
         print("%s\ngot: %s" % (USAGE, " ".join(arguments) or "no role"), file=sys.stderr)
         return 2
     role = arguments[0]
+    process.outlive_tasks_signals()
     try:
         given = environ.read("DMLC_ROLE")
         if given not in (None, role):

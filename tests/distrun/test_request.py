@@ -181,6 +181,14 @@ def test_addresses_of_the_coordinator_are_addresses_or_names_without_a_port() ->
             request.parse_addresses(wrong)
 
 
+def test_signals_to_forward_are_those_that_distrun_does_not_act_on() -> None:
+    assert request.parse_signals("") == ()
+    assert request.parse_signals("USR2, sigusr1,USR2") == ("USR2", "USR1")
+    for wrong in ("TERM", "10", "USR1,", "USR1 USR2"):
+        with pytest.raises(UsageError, match="--forward-signal: expected some of USR1, USR2 with commas between"):
+            request.parse_signals(wrong)
+
+
 def test_seconds_with_their_unit_are_refused_with_what_to_type() -> None:
     with pytest.raises(UsageError) as caught:
         request.seconds("--stall-after", "20s", 0)

@@ -57,6 +57,25 @@ def test_each_host_gets_one_agent_and_its_tasks_are_no_ranks(lab: Site, mpirun: 
         assert lines == [f"{rank} on {host} of {host}, may use {cores}", "clean", "/dev/null"], done.out + done.err
 
 
+@by(DEBIAN[0])
+def test_more_tasks_than_slots_are_refused_before_mpirun_starts_unless_oversubscribed(
+    lab: Site, mpirun: tuple[str, ...]
+) -> None:
+    hosts = ("h1 slots=2", "h3 slots=1")
+    refused = launch(lab, mpirun, "-n", "5", "-s", "0", "hostname", hosts=hosts)
+    assert refused.code == 2, refused.err
+    assert "no room for worker-3" in refused.err
+    done = launch(lab, mpirun, "--oversubscribe", "-n", "5", "-s", "0", "hostname", hosts=hosts)
+    assert done.code == 0, done.err
+    assert sorted(re.findall(r"worker-(\d)@(h\d) \| h\d", done.out)) == [
+        ("0", "h1"),
+        ("1", "h3"),
+        ("2", "h1"),
+        ("3", "h3"),
+        ("4", "h1"),
+    ]
+
+
 @by(*PYPI)
 def test_first_failing_worker_gives_the_exit_code_and_is_named(lab: Site, mpirun: tuple[str, ...]) -> None:
     words = ("-n", "3", "-s", "0", "--shell", "test $DISTRUN_RANK != 1 || exit 7; sleep 60")

@@ -184,6 +184,68 @@ def test_the_time_limit_is_explained(lab: SlurmSite) -> None:
     lab.nothing_stays()
 
 
+WARNED = r"""
+import signal, time
+
+wanted = []
+signal.signal(signal.SIGUSR1, lambda number, frame: wanted.append(number))
+print("up", flush=True)
+while not wanted:
+    time.sleep(0.05)
+print("saved", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        ("scancel", "--signal=USR1"),
+        ("scancel", "--signal=USR1", "--full"),
+        ("scancel", "--signal=USR1", "--batch"),
+        ("--signal=USR1@60",),
+        ("--signal=B:USR1@60",),
+    ],
+    ids=" ".join,
+)
+def test_a_warning_signal_of_slurm_reaches_workers_that_want_it_and_ends_nothing(
+    way: tuple[str, ...], lab: SlurmSite
+) -> None:
+    is_timed = way[0] != "scancel"
+    words = ["--time", "10min", f"--engine-arg={way[0]}"] if is_timed else []
+    program = (sys.executable, "-c", WARNED)
+    running = lab.begin_launch(*SHORT, *words, "--forward-signal", "USR1", "-n", "3", "-s", "1", *program)
+    up(running, 3)
+    job = lab.job()
+    if is_timed:
+        end = lab.cluster.run("date", "-d", "+50 seconds", "+%Y-%m-%dT%H:%M:%S").strip()
+        lab.cluster.run("scontrol", "update", "JobId=" + job, "EndTime=" + end)
+    else:
+        lab.cluster.run("scancel", "--signal=USR2", *way[2:], job)
+        lab.cluster.run(*way, job)
+    assert running.wait() == 0, running.err
+    assert set(re.findall(r"worker-(\d)@h\d \| saved", running.out)) == {"0", "1", "2"}
+    lab.nothing_stays()
+
+
+def test_the_documented_script_saves_at_the_warning_and_goes_on_there(lab: SlurmSite) -> None:
+    page = (ROOT / "docs" / "slurm.md").read_text()
+    program = page.partition("<!-- run on a real Slurm -->\n```python\n")[2].partition("```\n")[0]
+    program = program.replace("weight, count =", "print('trains', flush=True)\nweight, count =")
+    states = lab.shared / "trained"  # type: ignore[attr-defined]
+    job = (*SHORT, "--forward-signal", "USR1", "-n", "2", "-s", "1", "--python", sys.executable)
+    first = lab.begin_launch(*job, sys.executable, "-c", program, str(states), "1000000000")
+    wait_until(lambda: first.out.count("trains\n") == 2, 60, "both train")
+    first.signal(signal.SIGUSR1)
+    assert first.wait() == 75, first.err
+    steps = set(re.findall(r"\| saved after step (\d+)", first.out))
+    assert (first.out.count("saved after step"), len(steps)) == (2, 1), "both saved at one step"
+    [step] = steps
+    done = lab.launch(*job, sys.executable, "-c", program, str(states), str(int(step) + 10))
+    assert done.code == 0, done.err
+    assert done.out.count(f"goes on at step {int(step) + 1}\n") == 2
+    lab.nothing_stays()
+
+
 def test_out_of_memory_is_explained(lab: SlurmSite) -> None:
     if why := slurm.why_not_confined():
         pytest.skip(why)
@@ -225,6 +287,18 @@ def test_inside_an_allocation_nothing_is_submitted_and_only_the_step_ends(lab: S
         given = dict(re.findall(r"Nodes=(h\d) CPU_IDs=(\S+)", done.out))
         seen = {host: cpus for cpus, host in re.findall(r"cpus (\S+) of (h\d)", done.out)}
         assert {host: len_of(cpus) for host, cpus in seen.items()} == {host: len_of(ids) for host, ids in given.items()}
+    lab.nothing_stays()
+
+
+def test_more_tasks_than_an_allocation_has_processors_are_told_and_run(lab: SlurmSite) -> None:
+    launch = (sys.executable, "-m", "distrun", "launch", "--launcher", "slurm", "-n", "5", "-s", "0")
+    done = lab.run("salloc", "-n2", *launch, "hostname", env=lab.env(), cwd=Path("/tmp"))
+    assert done.code == 0, done.err
+    assert re.search(r"has 2 processors, and 5 worker want 5: they share them .*--oversubscribe", done.err)
+    assert len(re.findall(r"worker-\d@h\d \| h\d", done.out)) == 5
+    refused = lab.run("salloc", "-n2", *launch, "--worker-cores", "1", "hostname", env=lab.env(), cwd=Path("/tmp"))
+    assert "no room for worker-2" in refused.err
+    assert refused.code == 2, refused.err
     lab.nothing_stays()
 
 

@@ -602,16 +602,39 @@ def test_task_that_ended_before_we_spoke_was_not_stopped_by_us() -> None:
         assert driver.exited("worker-1")["stopped"] is True
 
 
-def test_signal_reaches_the_named_tasks_only() -> None:
-    trap = "trap 'echo got; exit 5' INT; echo ready; while :; do sleep 0.05; done"
+def test_signal_reaches_the_first_process_of_the_named_tasks_only_and_their_end_is_their_own() -> None:
+    trap = "trap 'echo got; exit 5' USR1; sleep 600 & echo $!; while :; do sleep 0.05; done"
     with agent(shell(trap), shell(trap, "worker-1")) as driver:
         run(driver)
         driver.spawn("worker-1")
-        driver.hear_until(lambda: driver.text("worker-1"), "ready")
-        driver.say("signal", tasks=["worker-1"], signal="INT")
+        driver.hear_until(lambda: driver.text("worker-1"), "its first words")
+        other = int(driver.text("worker-1"))
+        driver.say("signal", tasks=["worker-1"], signal="USR1")
         exited = driver.exited("worker-1")
-        assert (exited["code"], exited["stopped"]) == (5, True)
-        assert driver.text("worker-0") == b"ready\n"
+        assert (exited["code"], exited["stopped"]) == (5, False)
+        assert process.is_alive(process.identity(other))
+        assert b"got" not in driver.text("worker-0")
+        driver.finish()
+
+
+@pytest.mark.parametrize("forwarded", [(), ("USR1",)])
+def test_signals_for_tasks_end_neither_guard_nor_agent_which_give_workers_those_that_are_wanted(
+    forwarded: tuple[str, ...],
+) -> None:
+    trap = "trap 'echo USR1' USR1; trap 'echo USR2' USR2; echo ready; while :; do sleep 0.05; done"
+    with agent(shell(trap), shell(trap, "server-0"), forward_signals=forwarded) as driver:
+        run(driver)
+        driver.spawn("server-0")
+        driver.hear_until(lambda: driver.text("server-0"), "its first words")
+        for who, expected in ((driver.child.pid, b"USR1\n"), (driver.agent_pid(), b"USR1\nUSR1\n")):
+            for number in (signal.SIGUSR2, signal.SIGUSR1):
+                os.kill(who, number)
+            words = b"ready\n" + (expected if forwarded else b"")
+            driver.hear_until(lambda words=words: driver.text() == words, "the worker has got what is wanted")
+        driver.say("ping", n=1)
+        driver.wait("pong")
+        assert driver.text() == words
+        assert driver.text("server-0") == b"ready\n"
         driver.finish()
 
 

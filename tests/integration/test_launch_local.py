@@ -132,6 +132,43 @@ def test_a_foreign_parameter_server_program_is_recognised_and_ends_at_the_start_
     assert last.endswith("fix: distrun launch --ps command ...")
 
 
+# ---------------------------------------------------------------- signals for tasks
+
+SAVES = """
+import os, signal, time
+from pathlib import Path
+from distrun_runtime import kvstore
+
+wanted = []
+signal.signal(signal.SIGUSR1, lambda number, frame: wanted.append(number))
+with kvstore.create("dist_sync"):  # all nodes are there
+    Path("up-%d" % os.getpid()).touch()
+    while not wanted or not Path("go").exists():
+        time.sleep(0.02)
+print("saved", flush=True)
+"""
+
+
+def test_signals_for_tasks_end_no_process_of_distrun_and_reach_workers_if_that_is_wanted(distrun: Distrun) -> None:
+    (distrun.work / "train.py").write_text(SAVES)
+    words = ("--forward-signal", "USR1", sys.executable, "train.py")
+    launch = distrun.begin("-n", "2", "-s", "1", *words)
+    try:
+        wait_until(lambda: len(list(distrun.work.glob("up-*"))) == 2, LIMIT_S, "both workers run")
+        workers = {int(path.name[3:]) for path in distrun.work.glob("up-*")}
+        others = {int(line.split()[0]) for line in distrun.left()} - workers
+        assert len(others) >= 4, "guard, agent, scheduler and server"
+        for pid in (*others, distrun.coordinator(), launch.pid):
+            os.kill(pid, signal.SIGUSR2)
+        launch.send_signal(signal.SIGUSR1)
+        (distrun.work / "go").touch()
+        assert launch.wait(LIMIT_S) == 0
+    finally:
+        launch.kill()
+        launch.wait()
+    assert all(b"saved" in distrun.log("worker-%d" % i) for i in (0, 1))
+
+
 # ---------------------------------------------------------------- exit codes
 
 

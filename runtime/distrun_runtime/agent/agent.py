@@ -24,7 +24,7 @@ from distrun_runtime.agent.record import Record
 from distrun_runtime.agent.share import Share, take
 from distrun_runtime.agent.stopping import Stopping, StopSequence
 from distrun_runtime.contract import facts, process, wire
-from distrun_runtime.contract.plan import HOLD, STOP
+from distrun_runtime.contract.plan import HOLD, STOP, WORKER
 from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
 
@@ -326,7 +326,12 @@ class Agent:
         self._leave(stopping.gentle(grace_s, time.monotonic()), facts.EXIT_TERMINATED)
 
     def _on_signals(self) -> None:
-        if int(signal.SIGTERM) in self._wakeup.read():
+        heard = self._wakeup.read()
+        if self._share is not None:
+            workers = [task.name for task in self._share.plan.of_role(WORKER)]
+            for number in map(stopping.signal_number, self._share.plan.forward_signals):
+                self._runner.signal(workers if number in heard else (), number)
+        if int(signal.SIGTERM) in heard:
             by_user = self._share is not None and record.is_killed(self._share.folder)
             why = "distrun kill asked for it" if by_user else "it got SIGTERM, as when that machine is shut down"
             self._say_ending(why, by_user)
@@ -485,13 +490,7 @@ class Agent:
                 self._remember_at = min(self._remember_at, time.monotonic() + 0.5)
 
     def _signal(self, header: Dict[str, Any]) -> None:
-        self._catch_up()
-        number = stopping.signal_number(header["signal"])
-        for name in header["tasks"]:
-            running = self._runner.tasks.get(name)
-            if running is not None and not running.is_reaped:
-                running.was_signalled = True
-                stopping.signal_group(running.leader.pid, number)
+        self._runner.signal(header["tasks"], stopping.signal_number(header["signal"]))
 
     def _stop(self, header: Dict[str, Any]) -> None:
         self._catch_up()

@@ -69,18 +69,20 @@ def serve(
 
 
 def set_signals(heard: Iterable[int] = ()) -> None:
-    """Ignore the terminal's signals, let `heard` wake the process, and reset every other signal to its default.
+    """Ignore signals of the terminal and those for tasks, let `heard` wake the process, and reset all others.
 
     What this process inherited as ignored or blocked would reach every task through exec, so it is undone. For the same
     reason a signal is ignored by a handler that does nothing: exec resets a handler to the default.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     pythons_own = {signal.SIGPIPE, getattr(signal, "SIGXFSZ", signal.SIGPIPE)}  # Popen restores these two
+    of_tasks = {signal.Signals["SIG" + name] for name in process.TASKS_SIGNALS}
     for number in signal.Signals:
         if number not in pythons_own and signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, process.do_nothing if number in of_tasks else signal.SIG_DFL)
     for each in [getattr(signal, name) for name in TERMINAL_SIGNALS] + list(heard):
-        signal.signal(each, _do_nothing)
+        signal.signal(each, process.do_nothing)
+    process.outlive_tasks_signals()
 
 
 class GuardLink(NamedTuple):
@@ -209,8 +211,9 @@ def _watch(agent: int, pipe: int, idle: Callable[[], None]) -> int:
             os.kill(agent, number)
 
     # The child is ours until it is waited for, so its id cannot have become another's before that.
+    passed_on = [int(signal.SIGTERM), *process.outlive_tasks_signals(pass_on)]
     signal.signal(signal.SIGTERM, pass_on)
-    signal.signal(signal.SIGCHLD, _do_nothing)
+    signal.signal(signal.SIGCHLD, process.do_nothing)
     wakeup = Wakeup()
     notes, silence = _Notes(pipe), Silence()
     poller = select.poll()
@@ -232,7 +235,8 @@ def _watch(agent: int, pipe: int, idle: Callable[[], None]) -> int:
         status = _reaped(agent)
         if status is None and silence.is_over(time.monotonic()):
             status = _kill(agent)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for each in passed_on:
+        signal.signal(each, signal.SIG_IGN)
     notes.read()
     if notes.job is not None:
         _clean_up(notes.job)
@@ -293,7 +297,3 @@ def _leave_standard_streams() -> None:
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
     os.close(nothing)
-
-
-def _do_nothing(number: int, frame: object) -> None:
-    del number, frame

@@ -6,6 +6,7 @@ whatever this host's locale is.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -129,6 +130,14 @@ class TaskRunner:
         """Pass on what tasks have published so far."""
         for running in self.tasks.values():
             self._on_publish(running)
+
+    def signal(self, names: Iterable[str], number: int) -> None:
+        """Give a signal to the first process of tasks that run, to do with it what they want."""
+        for name in names:
+            running = self.tasks.get(name)
+            if running is not None and not running.is_reaped:  # until then its id is its own
+                with contextlib.suppress(OSError):  # another user's by now (set-user-id)
+                    os.kill(running.leader.pid, number)
 
     def acknowledge(self, name: str, stream: str, offset: int) -> None:
         """Note what of a task's output has arrived; unknown tasks are ignored. Raises ValueError: no such stream."""

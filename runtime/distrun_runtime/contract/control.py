@@ -18,14 +18,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
-from distrun_runtime.contract import facts, wire
+from distrun_runtime.contract import facts, process, wire
 from distrun_runtime.errors import RuntimeFault
 
 VERSION = (1, 0)
 """Major and minor version of the control protocol."""
 FIXED = ("hello", "state", "stop", "kill")
 """Types of frames that no version changes."""
-SIGNALS = ("INT", "TERM", "HUP")
+SIGNALS = ("INT", "TERM", "HUP", *process.TASKS_SIGNALS)
 """What the launching client may send as `signal`."""
 STOPS = ("TERM", "INT")
 """What `stop` may name: how the job is stopped. The first is the default."""

@@ -214,6 +214,9 @@ class Plan(NamedTuple):
     """The job's places; empty: each host is one, of its own name."""
     gpus_per_worker: int = 0
     """How many GPUs each worker has to itself; 0: workers see what their hosts' `gpus` say."""
+    forward_signals: Tuple[str, ...] = ()
+    """Signals that workers are given when they reach `launch`, the coordinator or their agent: of
+    `process.TASKS_SIGNALS`."""
     version: int = VERSION
 
     def task(self, name: str) -> Task:
@@ -367,7 +370,7 @@ def from_json(value: Mapping[str, Any]) -> Plan:
         members["limits"] = Limits(**value["limits"])
         members["runtime"] = Runtime(**value["runtime"])
         members["sync"] = Sync(**_tuples(value["sync"], "activated")) if value["sync"] is not None else None
-        return Plan(**_tuples(members, "command", "unset", "joined"))
+        return Plan(**_tuples(members, "command", "unset", "joined", "forward_signals"))
     except (KeyError, TypeError) as err:
         raise ContractError(f"this is not a plan of distrun: {err}") from err
 

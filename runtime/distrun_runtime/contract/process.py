@@ -14,9 +14,12 @@ import functools
 import os
 import signal
 import sys
-from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Set
+from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Set
 
 from distrun_runtime.contract import environ, ps
+
+TASKS_SIGNALS = ("USR1", "USR2")
+"""Signals that mean nothing to distrun: they are for tasks, if the user says so (`Plan.forward_signals`)."""
 
 _DEAD = ("Z", "X")
 _SET_CHILD_SUBREAPER = 36  # prctl(2)
@@ -239,6 +242,23 @@ def command_of(pid: int, limit: int = 200) -> str:
     except OSError:
         return ""
     return words.decode("utf-8", "replace").strip()[:limit]
+
+
+def do_nothing(number: int, frame: object) -> None:
+    """Handle a signal that must not end this process. SIG_IGN would reach every task through exec; this does not."""
+    del number, frame
+
+
+def outlive_tasks_signals(handler: Callable[[int, object], None] = do_nothing) -> List[int]:
+    """Keep the signals that are for tasks from ending this process, and return those that `handler` gets from now on.
+
+    Where somebody else has set a handler, or ignores the signal, that stays.
+    """
+    numbers = [signal.Signals["SIG" + name] for name in TASKS_SIGNALS]
+    ours = [number for number in numbers if signal.getsignal(number) in (signal.SIG_DFL, do_nothing)]
+    for number in ours:
+        signal.signal(number, handler)
+    return [*ours]
 
 
 def send_signal(who: Identity, number: int) -> bool:

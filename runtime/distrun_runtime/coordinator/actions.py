@@ -66,6 +66,15 @@ class StopTasks:
 
 
 @dataclass(frozen=True)
+class SignalTasks:
+    """Give a signal to the first processes of tasks. Whatever comes of it is their own doing."""
+
+    host: str
+    tasks: Tuple[str, ...]
+    signal: str
+
+
+@dataclass(frozen=True)
 class EndAgent:
     """Have the agent end whatever is left at once, and go."""
 
@@ -127,7 +136,7 @@ class Drop:
 
 
 AgentAction = Union[
-    Begin, SendRuntime, Settle, Spawn, StopTasks, EndAgent, AskAgent, AskStack, Ack, Sample, Close, Drop
+    Begin, SendRuntime, Settle, Spawn, StopTasks, SignalTasks, EndAgent, AskAgent, AskStack, Ack, Sample, Close, Drop
 ]
 
 

@@ -336,6 +336,12 @@ class Interrupt(NamedTuple):
     time: float = 0.0
 
 
+class TasksSignal(NamedTuple):
+    """The launcher, or this process, was sent a signal that is for tasks (`process.TASKS_SIGNALS`), as "USR1"."""
+
+    signal: str
+
+
 class Shown(NamedTuple):
     """The reader of output has taken `size` bytes that were handed to it (`actions.Show`)."""
 
@@ -383,6 +389,7 @@ Event = Union[
     EngineLetGo,
     Tick,
     Interrupt,
+    TasksSignal,
     Shown,
     PauseToggled,
 ]

@@ -9,7 +9,7 @@ from distrun_runtime.contract import wire
 from distrun_runtime.contract.plan import Plan, Secrets
 from distrun_runtime.contract.session import Source
 from distrun_runtime.coordinator import events
-from distrun_runtime.coordinator.actions import Ack, AskAgent, AskStack, EndAgent, Settle, Spawn, StopTasks
+from distrun_runtime.coordinator.actions import Ack, AskAgent, AskStack, EndAgent, Settle, SignalTasks, Spawn, StopTasks
 from distrun_runtime.errors import ContractError
 
 
@@ -221,6 +221,11 @@ def stop(action: StopTasks) -> wire.Frame:
     """Return the frame that stops tasks by a sequence of signals."""
     steps = [[name, wait_s] for name, wait_s in action.steps]
     return wire.Frame({"type": "stop", "tasks": list(action.tasks), "steps": steps})
+
+
+def signal(action: SignalTasks) -> wire.Frame:
+    """Return the frame that gives tasks a signal."""
+    return wire.Frame({"type": "signal", "tasks": list(action.tasks), "signal": action.signal})
 
 
 def end(action: EndAgent) -> wire.Frame:

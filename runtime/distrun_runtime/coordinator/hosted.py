@@ -120,6 +120,7 @@ def main(ahead: bytes) -> int:
 
 def _serve(ahead: bytes) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    process.outlive_tasks_signals()
     order = read(_frames(ahead))
     plan = order.plan
     folder, is_shared = _folder(order)

@@ -6,18 +6,20 @@ import os
 import signal
 import threading
 import time
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Callable, Dict, Optional, Sequence, Type
 
-from distrun_runtime.coordinator.events import Event, Interrupt, PauseToggled
+from distrun_runtime.contract import process
+from distrun_runtime.coordinator.events import Event, Interrupt, PauseToggled, TasksSignal
 
-ALL = ("INT", "TERM", "HUP", "TSTP")
+ALL = ("INT", "TERM", "HUP", "TSTP", *process.TASKS_SIGNALS)
 
 
 class Interrupts:
     """While it is entered, in the main thread, the signals of `names` are events; elsewhere it does nothing.
 
-    A signal that was ignored before (nohup) stays ignored. Everything is put back at the end.
+    A signal that was ignored before (nohup) stays ignored, and handlers of others for signals that are for tasks stay.
+    Everything is put back at the end.
 
     A Python handler runs only when the main thread comes to it, and the system may deliver a signal to any thread:
     then the main thread's wait is not interrupted, and two Ctrl-C within it become one. So the interpreter's wakeup
@@ -43,10 +45,11 @@ class Interrupts:
         for name in self._names:
             number = signal.Signals["SIG" + name]
             before = signal.getsignal(number)
+            free = (signal.SIG_DFL, process.do_nothing)
             # None: a handler that is not Python's; it could not be put back.
-            if before not in (signal.SIG_IGN, None):
+            if before in free if name in process.TASKS_SIGNALS else before not in (signal.SIG_IGN, None):
                 self._before[number] = before
-                signal.signal(number, _leave_it_to_the_reader)
+                signal.signal(number, process.do_nothing)  # the byte on the wakeup descriptor has said it
         return self
 
     def __exit__(
@@ -69,8 +72,7 @@ class Interrupts:
             for number in numbers:
                 if number in self._before:  # others of this process are not ours
                     name = signal.Signals(number).name[3:]
-                    self._put(PauseToggled() if name == "TSTP" else Interrupt(name, time.time()))
-
-
-def _leave_it_to_the_reader(number: int, frame: Optional[FrameType]) -> None:
-    """Do nothing; the byte on the wakeup descriptor has said it."""
+                    if name in process.TASKS_SIGNALS:
+                        self._put(TasksSignal(name))
+                    else:
+                        self._put(PauseToggled() if name == "TSTP" else Interrupt(name, time.time()))

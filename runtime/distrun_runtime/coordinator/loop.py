@@ -30,6 +30,7 @@ _ENCODERS: Mapping[type, Encoder] = {
     actions.Settle: frames.settle,
     actions.Spawn: frames.spawn,
     actions.StopTasks: frames.stop,
+    actions.SignalTasks: frames.signal,
     actions.EndAgent: frames.end,
     actions.AskAgent: frames.ask,
     actions.AskStack: frames.stack,

@@ -30,8 +30,8 @@ import time
 from collections import deque
 from typing import Any, Callable, Deque, Dict, List, Mapping, Optional, Protocol
 
-from distrun_runtime.contract import control, wire
-from distrun_runtime.coordinator.events import Event, Interrupt, MetricsWanted, StackWanted
+from distrun_runtime.contract import control, process, wire
+from distrun_runtime.coordinator.events import Event, Interrupt, MetricsWanted, StackWanted, TasksSignal
 from distrun_runtime.coordinator.output import Backlog, OutputPiece
 from distrun_runtime.errors import WireError
 
@@ -485,6 +485,9 @@ class Service:
             self._subscribe(client, request)
         elif isinstance(request, control.Stack):
             self._want_stacks(client, request.task)
+        elif isinstance(request, control.Signal) and request.name in process.TASKS_SIGNALS:
+            if self._put is not None:
+                self._put(TasksSignal(request.name))
         elif isinstance(request, control.Signal):
             raise_signal(request.name)
         else:

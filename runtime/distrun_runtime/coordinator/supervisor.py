@@ -34,6 +34,7 @@ from distrun_runtime.coordinator.actions import (
     Prepare,
     SendRuntime,
     Settle,
+    SignalTasks,
     Spawn,
 )
 from distrun_runtime.coordinator.failures import ANSWERS_S, Cause
@@ -518,6 +519,20 @@ class Supervisor:
             self._say(f"{cause.text}: stopping all tasks", WARNING)
             self._fail(cause, stopping.ASK_ALL)
 
+    def _on_tasks_signal(self, event: events.TasksSignal) -> None:
+        if event.signal not in self.plan.forward_signals:
+            text = f"SIG{event.signal} came, and nothing was done; --forward-signal {event.signal} gives it to workers"
+            self._say(text)
+            return
+        given: List[str] = []
+        for host in self.roster.hosts.values():
+            tasks = self.roster.on_host(host.name)
+            names = tuple(task.name for task in tasks if task.role == WORKER and task.state == facts.RUNNING)
+            if names and not (host.is_gone or host.was_ended):
+                self._actions.append(SignalTasks(host.name, names, event.signal))
+                given += names
+        self._say(f"SIG{event.signal} was given to {failures.listed(given) or 'no worker: none runs'}")
+
     def _fail(self, cause: Cause, level: int = stopping.ASK_ALL) -> None:
         """Record a cause that may have ended the job, and stop the job (harder, if it is being stopped)."""
         if self.phase in ASKING and not self._unusable.is_clean and not cause.problems:
@@ -633,5 +648,6 @@ _HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
     events.AgentLost: Supervisor._on_lost,
     events.PlaceClaimedTwice: Supervisor._on_claimed_twice,
     events.Interrupt: Supervisor._on_interrupt,
+    events.TasksSignal: Supervisor._on_tasks_signal,
     events.Tick: Supervisor._on_tick,
 }

@@ -16,7 +16,7 @@ from distrun_runtime.arrays.device import Device
 from distrun_runtime.arrays.segments import BLOCKS, Pool
 from distrun_runtime.contract import address, environ, gpus
 from distrun_runtime.contract.metrics import Sender
-from distrun_runtime.contract.process import allow_open_files
+from distrun_runtime.contract.process import allow_open_files, outlive_tasks_signals
 from distrun_runtime.errors import ContractError
 from distrun_runtime.ps import config as configs
 from distrun_runtime.ps.config import Config, import_all
@@ -54,6 +54,7 @@ def serve(role: str) -> int:
             the GPU that was asked for is not there.
         OSError: the port cannot be bound.
     """
+    outlive_tasks_signals()
     config = configs.read(role)
     # Before anything is bound: nobody waits for a server that cannot serve.
     import_all(config.server_imports, config.host)

@@ -6,6 +6,7 @@ import binascii
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -235,6 +236,18 @@ def test_addresses_that_do_not_answer_are_passed_over(secret: str) -> None:
         closed.bind(("127.0.0.1", 0))
         addresses = (f"127.0.0.1:{closed.getsockname()[1]}", "no.such.name.invalid:1", f"127.0.0.1:{here.port}")
         with started(here, secret, addresses=addresses):
+            assert here.agent()[0] == "1"
+
+
+def test_signals_for_tasks_do_not_end_it(secret: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, coordinator() as here:
+        addresses = [f"127.0.0.1:{silent.getsockname()[1]}", f"127.0.0.1:{here.port}"]
+        with started(here, secret, addresses=tuple(addresses)) as child:
+            silent.settimeout(WAIT_S)
+            connection, _ = silent.accept()
+            for number in (signal.SIGUSR1, signal.SIGUSR2):
+                child.send_signal(number)
+            connection.close()
             assert here.agent()[0] == "1"
 
 

@@ -176,9 +176,17 @@ def test_only_hosts_that_get_a_task_get_an_agent() -> None:
     assert [each.node for each in mpi.grants_of(submission(*specs, workers=1))] == ["h1"]
 
 
-def test_too_few_slots_are_an_error() -> None:
-    with pytest.raises(EngineError, match="no room for worker-2"):
-        mpi.grants_of(submission(HostSpec("h1", slots=1), HostSpec("h2", slots=1)))
+def test_too_few_slots_are_a_usage_error_before_anything_is_submitted_unless_oversubscribed() -> None:
+    asked = submission(HostSpec("h1", slots=2), workers=3)
+    with pytest.raises(UsageError, match="no room for worker-2") as caught:
+        mpi.check(asked)
+    assert "--oversubscribe" in caught.value.hint
+    allowed = dataclasses.replace(asked, oversubscribe=True)
+    mpi.check(allowed)
+    assert [grant.node for grant in mpi.grants_of(allowed)] == ["h1"]
+    limited = submission(HostSpec("h1", slots=2, max_slots=2), workers=3, oversubscribe=True)
+    with pytest.raises(UsageError, match="no room for worker-2"):
+        mpi.check(limited)
 
 
 def test_slots_of_an_outer_allocation_are_kept() -> None:

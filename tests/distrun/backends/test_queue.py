@@ -32,6 +32,19 @@ def test_a_place_gets_no_more_tasks_than_its_cores_allow() -> None:
     assert found == ["server-0@a", "server-1@b", "worker-0@b", "worker-1@b"]
 
 
+def test_full_places_take_turns_again_if_oversubscribed_up_to_what_they_take_at_most() -> None:
+    grants = [Grant("a", "h1", cores=2, most=3), Grant("b", "h2", {"worker": 1}), Grant("c", "h3", cores=1)]
+
+    def workers(count: int) -> list[str]:
+        slots = queue.place_tasks([Group("worker", count, Needs())], grants, False, oversubscribe=True)
+        return [slot.place for slot in slots]
+
+    assert workers(8) == ["a", "b", "c", "a", "b", "c", "a", "b"]
+    assert workers(11).count("a") == 3
+    with pytest.raises(EngineError, match="no room for worker-3"):
+        queue.place_tasks([Group("worker", 4, Needs())], [grants[0]], False, oversubscribe=True)
+
+
 def test_a_node_with_several_workers_and_no_server_gets_one_that_only_adds() -> None:
     grants = [Grant("a", "h1", cores=3), Grant("b", "h2", cores=2), Grant("c", "h3", cores=4)]
     groups = [Group("server", 1, Needs()), Group("worker", 5, Needs())]

@@ -334,6 +334,16 @@ def test_a_machine_without_slurm_is_told_and_a_dry_run_needs_none(monkeypatch: p
     assert not finding.ok
 
 
+def test_more_tasks_than_an_allocation_has_processors_are_told() -> None:
+    found = answers.jobs(told("running.scontrol"))
+    cpus = sum(count for job in found for count in job.cpus.values())
+    servers, workers = Group("server", 1, Needs()), Group("worker", cpus, Needs())
+    assert answers.crowded(found, [workers]) == ""
+    text = answers.crowded(found, [servers, workers])
+    assert f"has {cpus} processors, and 1 server + {cpus} worker want {cpus + 1}" in text
+    assert "--oversubscribe" in text
+
+
 def test_options_of_a_queue_mean_nothing_inside_an_allocation() -> None:
     asked = submission(EngineOptions(queue="gpu"), outer={"SLURM_JOB_ID": "20"})
     with pytest.raises(UsageError, match="--queue has no meaning here: this is inside Slurm's job 20"):

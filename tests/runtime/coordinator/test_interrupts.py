@@ -5,7 +5,7 @@ import queue
 import signal
 import threading
 
-from distrun_runtime.coordinator.events import Event, Interrupt, PauseToggled
+from distrun_runtime.coordinator.events import Event, Interrupt, PauseToggled, TasksSignal
 from distrun_runtime.coordinator.interrupts import Interrupts
 
 LIMIT_S = 60.0
@@ -41,6 +41,20 @@ def test_ctrl_z_toggles_a_pause_and_other_signals_of_the_process_are_left_alone(
         assert events.empty()
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_signals_for_tasks_are_events_unless_they_were_ignored() -> None:
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        with Interrupts(events.put):
+            os.kill(os.getpid(), signal.SIGUSR2)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert events.get(timeout=LIMIT_S) == TasksSignal("USR1")
+        assert events.empty()
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_handlers_wakeup_descriptor_and_thread_are_put_back() -> None:

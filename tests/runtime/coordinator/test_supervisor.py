@@ -8,7 +8,7 @@ from sample_plan import sample_plan
 
 from distrun_runtime.coordinator import events
 from distrun_runtime.coordinator import outcome as ends
-from distrun_runtime.coordinator.actions import Begin, Drop, EndAgent, Spawn, StopTasks
+from distrun_runtime.coordinator.actions import Begin, Drop, EndAgent, SignalTasks, Spawn, StopTasks
 
 TERM = (("TERM", 10.0), ("KILL", 0.0))
 INT = (("INT", 7.0), ("TERM", 2.0), ("KILL", 0.0))
@@ -283,6 +283,21 @@ def test_second_interrupt_kills_everything() -> None:
     history = History(sample_plan(), obedient=False).start().interrupt("INT").beat_to(1).interrupt("INT")
     assert history.stops()[1:] == [(("worker-0", "worker-1", "server-0", "scheduler"), KILL)]
     assert history.end().exit_code == 130
+
+
+def test_a_signal_that_is_forwarded_is_given_to_workers_that_run() -> None:
+    plan = sample_plan(hosts=("d1", "d2"))._replace(forward_signals=("USR1",))
+    history = History(plan).start().exited("worker-0").tell(events.TasksSignal("USR1"))
+    assert history.did(SignalTasks) == [SignalTasks(plan.task("worker-1").host, ("worker-1",), "USR1")]
+    assert "SIGUSR1 was given to worker-1" in history.said()
+    assert history.exited("worker-1").end().exit_code == 0
+
+
+def test_a_signal_that_is_not_forwarded_changes_nothing_and_says_what_to_type() -> None:
+    history = History(sample_plan()).start().tell(events.TasksSignal("USR2"))
+    assert history.did(SignalTasks) == []
+    assert "--forward-signal USR2 gives it to workers" in history.said()
+    assert history.exited("worker-0").exited("worker-1").end().exit_code == 0
 
 
 @pytest.mark.parametrize(("signal", "code"), [("TERM", 143), ("HUP", 129)])
