@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import os
 import select
-import sys
+import stat
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -227,8 +229,11 @@ class Console:
     def _each(self) -> list[Writer]:
         return list({id(writer): writer for writer in self._writers.values()}.values())
 
-    def _on_broken(self, fd: int) -> None:
-        if fd == self._fds["out"] and self._job:
+    def _on_broken(self, fd: int, err: OSError) -> None:
+        if fd != self._fds["out"]:
+            return
+        unwritten.note(fd, err)
+        if self._job:
             what = "all that the job printed" if self._is_closing else "the job goes on"
             self.say(f"stdout is closed; {what}: distrun logs {self._job}")
 
@@ -257,18 +262,72 @@ class _Feeds:
 
 
 def print_out(text: str) -> None:
-    """Print to stdout from a command that runs no job; a reader that went away is no error."""
+    """Print to stdout from a command that runs no job. If that fails, the command's end says so (`unwritten`)."""
     _print_plain(1, text)
 
 
 def tell(text: str) -> bool:
-    """Print to stdout; return False when nobody reads any more."""
+    """Print to stdout; return False when nobody reads any more, or it cannot be written."""
     return _print_plain(1, text)
 
 
 def print_err(text: str) -> None:
     """Print to stderr from a command that runs no job."""
     _print_plain(2, text)
+
+
+class Stdout(io.TextIOBase):
+    """`sys.stdout` for click and rich: what they write is printed as `print_out` does."""
+
+    def __init__(self, encoding: str) -> None:
+        self._encoding = encoding
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The name of the encoding that the terminal takes."""
+        return self._encoding
+
+    def write(self, text: str) -> int:
+        """Print a text."""
+        if not isinstance(text, str):
+            raise TypeError(f"expected a text, found {type(text).__name__}")
+        print_out(text)
+        return len(text)
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return 1
+
+    def isatty(self) -> bool:
+        """Return whether it is a terminal."""
+        return os.isatty(1)
+
+
+class _Unwritten:
+    """Why stdout could not be written: the first error since the last `take`."""
+
+    def __init__(self) -> None:
+        self._why = ""
+
+    def note(self, fd: int, err: OSError) -> None:
+        """Take the error of a write to `fd`. A reader that has gone is none."""
+        if not is_gone(fd, err):
+            self._why = self._why or err.strerror or str(err)
+
+    def take(self) -> str:
+        """Return why, empty if all was written, and forget it."""
+        why, self._why = self._why, ""
+        return why
+
+
+unwritten = _Unwritten()
+
+
+def is_gone(fd: int, err: OSError) -> bool:
+    """Return whether a write failed because the reader of a pipe has gone, or the terminal."""
+    if err.errno == errno.EIO:
+        return stat.S_ISCHR(os.fstat(fd).st_mode)
+    return err.errno == errno.EPIPE
 
 
 def is_terminal() -> bool:
@@ -305,21 +364,20 @@ def is_read() -> bool:
 
 
 def copy_out(data: bytes) -> bool:
-    """Write bytes to stdout unchanged; return False when nobody reads any more."""
+    """Write bytes to stdout unchanged; return False when nobody reads any more, or they cannot be written."""
     return _print_plain(1, data)
 
 
 def _print_plain(fd: int, text: str | bytes) -> bool:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
     view = memoryview(encoded(text) if isinstance(text, str) else text)
     while view:
         try:
             view = view[os.write(fd, view) :]
         except BlockingIOError:
             select.select([], [fd], [], 1.0)
-        except OSError:
+        except OSError as err:
+            if fd == 1:
+                unwritten.note(fd, err)
             return False
     return True
 

@@ -52,7 +52,7 @@ class Writer:
         fds: Mapping[str, int],
         make_feed: Callable[[OutputPiece], Feed],
         find_log: Callable[[str], Path | None],
-        on_broken: Callable[[int], None] = lambda fd: None,
+        on_broken: Callable[[int, OSError], None] = lambda fd, err: None,
         region: Region | None = None,
     ) -> None:
         """`fds`: where each stream ("out", "err") is written; `region`: at the bottom of the terminal of "err"."""
@@ -355,7 +355,7 @@ class Writer:
                 self._progress = time.monotonic()
             except BlockingIOError:
                 select.select([], [fd], [], 1.0)
-            except OSError:
-                # The reader is gone (`| head -1`), or the terminal: the job goes on, its logs are files.
+            except OSError as err:
+                # The reader is gone (`| head -1`), or the terminal, or a disk is full: the job's logs are files.
                 self._broken.add(fd)
-                self._on_broken(fd)
+                self._on_broken(fd, err)
