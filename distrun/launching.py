@@ -64,6 +64,8 @@ def launch(
     stays = detach and not job.is_hosted
     coordinator = start_coordinator(job, folder, verbosity, stays)
     with ControlConnection(coordinator.connection) as connection:
+        if not detach:
+            terminal.when_unread(lambda: connection.send("signal", name="PIPE"))
         outcome = _LaunchClient(connection, coordinator, folder, terminal, verbosity).run(stays)
     if job.is_hosted and isinstance(outcome, Outcome) and not outcome.exit_code:
         return _await_tasks(folder, terminal, verbosity)
@@ -421,6 +423,7 @@ class _LaunchClient:
         if isinstance(event, PauseToggled):
             self._terminal.toggle_pause()
         elif isinstance(event, Interrupt):
+            self._terminal.leave_out()
             self._connection.send("signal", name=event.signal)
 
     def _died(self, status: int | None) -> CoordinatorError:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distrun.units import size
 from distrun_runtime.coordinator.output import OutputPiece, encoded
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ class Console:
         self._log_path: LogPath | None = None
         self._job = ""
         self._is_closing = False
+        self._left_out = 0
+        self._on_unread: Callable[[], None] | None = None
         self._has_region = prefix and can_draw(err_fd, env)
         """There is a region at the bottom of stderr's terminal: progress bars and the job's line."""
         self.draws = self._has_region and self._level <= LEVELS.index("info")
@@ -107,7 +110,8 @@ class Console:
         is_one_place = _same_file(fds["out"], fds["err"])
         live = {"err": self._has_region, "out": self._has_region and is_one_place}
         make = _Feeds(self._has_prefix, fds, {fd: wants_colour(fd, self._env) for fd in fds.values()}, live)
-        err = Writer(fds, make.make, self._find_log, self._on_broken, Region() if self._has_region else None)
+        region = Region() if self._has_region else None
+        err = Writer(fds, make.make, self._find_log, self._on_broken, region, last_words=self._last_words)
         out = err if is_one_place else Writer(fds, make.make, self._find_log, self._on_broken)
         self._writers = {"err": err, "out": out}
         line = self._line()
@@ -192,6 +196,26 @@ class Console:
             with contextlib.suppress(OSError):
                 os.write(self._fds["err"], b"distrun: printing is paused, the job goes on; Ctrl-Z again to go on\n")
 
+    def when_unread(self, on_unread: Callable[[], None]) -> None:
+        """Have `on_unread` called, by any thread, when the reader of stdout turns out to have gone."""
+        self._on_unread = on_unread
+
+    def leave_out(self, more: int = 0) -> None:
+        """Print no more of the output that waits: the job was interrupted. The end says how much that is (`close`).
+
+        `more`: so many bytes were not even put here.
+        """
+        self._left_out += more
+        for writer in self._each():
+            writer.leave_out()
+
+    def _last_words(self) -> str:
+        left_out = self._left_out + sum(writer.left_out for writer in self._each())
+        if not left_out:
+            return ""
+        where = f": distrun logs {self._job}" if self._job else ""
+        return f"distrun: {size(left_out)} of output are not shown{where}\n"
+
     def hold(self, text: str = "") -> None:
         """Stop printing for a question, which is printed at once; until `release`. For any thread."""
         self.start()
@@ -213,29 +237,36 @@ class Console:
             writer.end_output()
 
     def close(self) -> None:
-        """Print what is left and stop. A stuck terminal, or Ctrl-C, ends the wait."""
+        """Print what is left and stop. Ctrl-C leaves it out. A stuck terminal, or another Ctrl-C, ends the wait."""
         if not self._writers:
             return
         self._is_closing = True
         self._writers["err"].resume()
         try:
-            # stderr last: it is told when the reader of stdout has gone.
-            for writer in (self._writers["out"], self._writers["err"]):
-                writer.end()
-                writer.join()
+            self._end()
         except KeyboardInterrupt:
-            return
+            self.leave_out()
+            with contextlib.suppress(KeyboardInterrupt):
+                self._end()
+
+    def _end(self) -> None:
+        # stderr last: it is told when the reader of stdout has gone, and how much was left out.
+        for writer in (self._writers["out"], self._writers["err"]):
+            writer.end()
+            writer.join()
 
     def _each(self) -> list[Writer]:
         return list({id(writer): writer for writer in self._writers.values()}.values())
 
     def _on_broken(self, fd: int, err: OSError) -> None:
-        if fd != self._fds["out"]:
+        if fd != self._fds["out"] and not _same_file(fd, self._fds["out"]):
             return
         unwritten.note(fd, err)
-        if self._job:
+        if not is_gone(fd, err) and self._job:
             what = "all that the job printed" if self._is_closing else "the job goes on"
-            self.say(f"stdout is closed; {what}: distrun logs {self._job}")
+            self.say(f"stdout cannot be written; {what}: distrun logs {self._job}", "warning")
+        elif err.errno == errno.EPIPE and self._on_unread is not None:
+            self._on_unread()
 
     def _find_log(self, task: str) -> Path | None:
         return self._log_path(task) if self._log_path else None

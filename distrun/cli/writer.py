@@ -23,6 +23,8 @@ from distrun.cli.region import DRAW_S, Group, Region, chosen
 from distrun_runtime.coordinator.output import Backlog, OutputPiece, encoded
 from distrun_runtime.errors import JobStoreError
 
+LAST_BYTES = 64 * 1024
+"""Output that waits for a reader after `leave_out`, at most: the last words of tasks that are being stopped."""
 STUCK_S = 10.0
 """At the end, a terminal that takes nothing for this time is given up."""
 READ_SIZE = 256 * 1024
@@ -54,8 +56,13 @@ class Writer:
         find_log: Callable[[str], Path | None],
         on_broken: Callable[[int, OSError], None] = lambda fd, err: None,
         region: Region | None = None,
+        *,
+        last_words: Callable[[], str] = lambda: "",
     ) -> None:
-        """`fds`: where each stream ("out", "err") is written; `region`: at the bottom of the terminal of "err"."""
+        """`fds`: where each stream ("out", "err") is written; `region`: at the bottom of the terminal of "err".
+
+        `last_words`: called at the end, returns what is printed then.
+        """
         self._fds = fds
         self._region = region
         self._status = b""
@@ -74,6 +81,12 @@ class Writer:
         """A feed has changed since then."""
         self._queue = Backlog()
         self._is_paused = self._ending = False
+        self._last_words = last_words
+        self._leaves_out = False
+        self.left_out = 0
+        """Bytes of output that were not printed, since `leave_out`."""
+        self._cut: dict[tuple[str, str], bool] = {}
+        """Task and stream of which something was left out since the last piece; and whether that ended in a line."""
         self._holds = 0
         self._is_hidden = False
         """Nothing is printed, the region is gone."""
@@ -88,7 +101,23 @@ class Writer:
         """Queue a piece; never waits."""
         with self._changed:
             self._queue.put(piece)
+            if self._leaves_out:
+                self._drop(LAST_BYTES)
             self._changed.notify()
+
+    def leave_out(self) -> None:
+        """Print nothing of the output that waits, and from now on only what the reader takes as it comes."""
+        with self._changed:
+            self._leaves_out = True
+            self._drop(0)
+
+    def _drop(self, keep: int) -> None:
+        for piece in self._queue.drop(keep):
+            self._note_left_out(piece, piece.length)
+
+    def _note_left_out(self, piece: OutputPiece, length: int) -> None:
+        self.left_out += length
+        self._cut[piece.task, piece.stream] = bool(piece.data) and not piece.data.endswith(b"\n")
 
     def end_output(self) -> None:
         """Say that no task will write anything more."""
@@ -276,10 +305,22 @@ class Writer:
         self._has_fed = True
         if feed.live:
             self._is_drawn_late = True
+        if (piece.task, piece.stream) in self._cut:
+            self._begin_line(piece, feed)
         if piece.is_place:
             self._print_from_log(piece, feed)
         else:
             self._write(fd, feed.feed(piece.data, time.monotonic()))
+
+    def _begin_line(self, piece: OutputPiece, feed: Feed) -> None:
+        """End the line before a gap, and go on with the first whole one after it."""
+        self._write(self._fds[piece.stream], feed.flush())
+        before, newline, after = piece.data.partition(b"\n")
+        with self._changed:
+            is_mid_line = self._cut.pop((piece.task, piece.stream))
+            if is_mid_line and newline:
+                self.left_out += len(before) + 1
+                piece.data = after
 
     def _print_from_log(self, piece: OutputPiece, feed: Feed) -> None:
         fd = self._fds[piece.stream]
@@ -292,6 +333,10 @@ class Writer:
 
             with LogFile(path) as log:
                 while left and fd not in self._broken:
+                    if self._leaves_out:
+                        with self._changed:
+                            self._note_left_out(piece, left)
+                        return
                     data = log.read(at, min(left, READ_SIZE))
                     if not data:
                         raise EOFError(
@@ -315,7 +360,8 @@ class Writer:
         if self._queue.skipped:
             text = f"distrun: warning: {self._queue.skipped} bytes of output were not shown\n"
             self._write(self._fds["err"], encoded(text))
-            self._flush()
+        self._write(self._fds["err"], encoded(self._last_words()))
+        self._flush(draws=False)
 
     def _write(self, fd: int, data: bytes) -> None:
         """Gather bytes, and write them if they are many."""

@@ -211,11 +211,12 @@ def timed_out(limit_s: float, time: float, unfinished: Sequence[str], is_running
 
 
 def interrupted(signal: str, time: float) -> Cause:
-    """Return the cause that INT, TERM or HUP to the launcher is."""
+    """Return the cause that INT, TERM, HUP or PIPE to the launcher is."""
     reason, text = {
         "INT": (facts.INTERRUPTED, "interrupted (SIGINT)"),
         "TERM": (facts.TERMINATED, "terminated (SIGTERM)"),
         "HUP": (facts.TERMINATED, "terminated (SIGHUP: the terminal went away)"),
+        "PIPE": (facts.TERMINATED, "nobody reads stdout any more (SIGPIPE)"),
     }[signal]
     return Cause(reason, facts.exit_code(None, signal), time, text)
 

@@ -485,6 +485,8 @@ class Service:
             self._subscribe(client, request)
         elif isinstance(request, control.Stack):
             self._want_stacks(client, request.task)
+        elif isinstance(request, control.Signal) and request.name == "PIPE":
+            self._interrupt("PIPE")
         elif isinstance(request, control.Signal):
             raise_signal(request.name)
         else:
