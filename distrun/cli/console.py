@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from distrun.cli.lines import Feed
     from distrun.cli.writer import Writer
 
+INTERRUPTED_S = 0.5
+"""After Ctrl-C at the end, a reader that takes nothing for this time is given up."""
 WIDE = 400
 """Columns of a table that is not shown on a terminal."""
 
@@ -247,13 +249,13 @@ class Console:
         except KeyboardInterrupt:
             self.leave_out()
             with contextlib.suppress(KeyboardInterrupt):
-                self._end()
+                self._end(INTERRUPTED_S)
 
-    def _end(self) -> None:
+    def _end(self, limit_s: float | None = None) -> None:
         # stderr last: it is told when the reader of stdout has gone, and how much was left out.
         for writer in (self._writers["out"], self._writers["err"]):
             writer.end()
-            writer.join()
+            writer.join(limit_s)
 
     def _each(self) -> list[Writer]:
         return list({id(writer): writer for writer in self._writers.values()}.values())

@@ -169,11 +169,13 @@ class Writer:
             self._progress = time.monotonic()
             self._changed.notify_all()
 
-    def join(self) -> None:
-        """Wait until all is printed, or until a terminal has taken nothing for STUCK_S."""
+    def join(self, limit_s: float | None = None) -> None:
+        """Wait until all is printed, until a terminal has taken nothing for STUCK_S, or any reader for `limit_s`."""
         while self._thread.is_alive():
             self._thread.join(0.2)
             stuck_s = time.monotonic() - self._progress
+            if limit_s is not None and stuck_s > limit_s:
+                return
             if stuck_s > STUCK_S and os.isatty(self._writing):
                 return
 
@@ -338,14 +340,15 @@ class Writer:
                             self._note_left_out(piece, left)
                         return
                     data = log.read(at, min(left, READ_SIZE))
-                    if not data:
-                        raise EOFError(
-                            "they are gone: --log-limit" if log.begin() > at else "it is shorter than it was"
-                        )
+                    gone = min(left, log.begin() - at) if not data else 0
+                    if gone > 0:
+                        self._write(fd, _not_shown(gone, path, "they are gone: --log-limit"))
+                    elif not data:
+                        raise EOFError("it is shorter than it was")
                     self._write(fd, feed.feed(data, time.monotonic()))
-                    at, left = at + len(data), left - len(data)
+                    at, left = at + len(data) + gone, left - len(data) - gone
         except (OSError, EOFError, JobStoreError) as err:
-            self._write(fd, encoded("distrun: warning: %d bytes not shown: %s: %s\n" % (left, path, err)))
+            self._write(fd, _not_shown(left, path, err))
 
     def _flush_feeds(self) -> None:
         """Print what tasks have left unended, and take the region away for good."""
@@ -405,3 +408,7 @@ class Writer:
                 # The reader is gone (`| head -1`), or the terminal, or a disk is full: the job's logs are files.
                 self._broken.add(fd)
                 self._on_broken(fd, err)
+
+
+def _not_shown(count: int, path: Path | None, why: object) -> bytes:
+    return encoded(f"distrun: warning: {count} bytes not shown: {path}: {why}\n")

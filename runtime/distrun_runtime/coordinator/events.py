@@ -336,6 +336,15 @@ class Interrupt(NamedTuple):
     time: float = 0.0
 
 
+class DiskFilled(NamedTuple):
+    """The output of a task has filled the disk of the job's logs. The coordinator noticed, not the host."""
+
+    host: str
+    task: str
+    text: str
+    time: float
+
+
 class Shown(NamedTuple):
     """The reader of output has taken `size` bytes that were handed to it (`actions.Show`)."""
 
@@ -383,6 +392,7 @@ Event = Union[
     EngineLetGo,
     Tick,
     Interrupt,
+    DiskFilled,
     Shown,
     PauseToggled,
 ]

@@ -104,6 +104,13 @@ def _of_task(task: TaskResult, code: int, text: str, short: str) -> Cause:
     )
 
 
+def disk_filled(task: TaskResult, what: str, time: float) -> Cause:
+    """Return the cause that a task is whose output has filled the disk of the job's logs."""
+    text = f"{task.name} on {task.host} {what}"
+    cause = _of_task(task, facts.EXIT_OUTPUT, text, text)
+    return dataclasses.replace(cause, time=time, code=None, signal=None)
+
+
 def missing(task: TaskResult, consequence: Cause, why: str) -> Cause:
     """Return the failure of a task that did not fail by itself, but was missing.
 

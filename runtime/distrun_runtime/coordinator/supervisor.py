@@ -503,6 +503,7 @@ class Supervisor:
 
     def _on_interrupt(self, event: events.Interrupt) -> None:
         self._interrupts += 1
+        self._stop.is_interrupted = True
         cause = failures.interrupted(event.signal, event.time)
         again = self.phase == DRAINING or self._interrupts > 1
         if self.phase == STOPPING and event.signal == "INT" and not again:
@@ -517,6 +518,10 @@ class Supervisor:
         else:
             self._say(f"{cause.text}: stopping all tasks", WARNING)
             self._fail(cause, stopping.ASK_ALL)
+
+    def _on_disk_filled(self, event: events.DiskFilled) -> None:
+        if self.phase in UNDECIDED:
+            self._fail(failures.disk_filled(self.roster.tasks[event.task], event.text, event.time))
 
     def _fail(self, cause: Cause, level: int = stopping.ASK_ALL) -> None:
         """Record a cause that may have ended the job, and stop the job (harder, if it is being stopped)."""
@@ -610,6 +615,7 @@ _NO_SIGNS_OF_LIFE = (
     events.PrepareFailed,
     events.PlaceClaimedTwice,
     events.Cut,
+    events.DiskFilled,
 )
 _STAMPED = (events.Started, events.Published, events.Exited, events.AgentEnding)
 _HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
@@ -633,5 +639,6 @@ _HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
     events.AgentLost: Supervisor._on_lost,
     events.PlaceClaimedTwice: Supervisor._on_claimed_twice,
     events.Interrupt: Supervisor._on_interrupt,
+    events.DiskFilled: Supervisor._on_disk_filled,
     events.Tick: Supervisor._on_tick,
 }
