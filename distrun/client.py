@@ -371,6 +371,12 @@ class Terminal(Protocol):
     def toggle_pause(self) -> None:
         """Stop printing, or go on."""
 
+    def leave_out(self) -> None:
+        """Print no more of the output that waits: the user has interrupted the job."""
+
+    def when_unread(self, on_unread: Callable[[], None]) -> None:
+        """Have `on_unread` called, by any thread, when the reader of stdout turns out to have gone."""
+
     @property
     def draws(self) -> bool:
         """Whether it shows the job's progress in place, and so wants events and metrics."""

@@ -9,6 +9,8 @@
       + StartError                    exit 6    an agent or a task that did not start
       + HostLost (ConnectionError)    exit 7    a host that went away while the job ran
 
+Output that cannot be written has the code 9; the commands go on, and their end says so (`cli.console.unwritten`).
+
 Each class also derives from the built-in that fits. 126, 127 and 128+n come from the tasks themselves and are no
 errors of this tree; the job store's own errors are in `distrun_runtime.errors`. The command line prints the message,
 and `hint` (what to type next) below it.

@@ -68,6 +68,8 @@ def launch(
     try:
         coordinator = start_coordinator(job, folder, verbosity, stays)
         with ControlConnection(coordinator.connection) as connection:
+            if not detach:
+                terminal.when_unread(lambda: connection.send("signal", name="PIPE"))
             outcome = _LaunchClient(connection, coordinator, folder, terminal, verbosity).run(stays, _silence_s(job))
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
@@ -463,6 +465,8 @@ class _LaunchClient:
         if isinstance(event, PauseToggled):
             self._terminal.toggle_pause()
         elif isinstance(event, (Interrupt, TasksSignal)):
+            if isinstance(event, Interrupt):
+                self._terminal.leave_out()
             self._connection.send("signal", name=event.signal)
 
     def _died(self, status: int | None) -> CoordinatorError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import signal
 import sys
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from distrun import __version__
-from distrun.cli.console import print_err
+from distrun.cli.console import Stdout, print_err, unwritten
 from distrun.errors import DistrunError, HostsError
 from distrun_runtime.contract import facts, process
 
@@ -127,6 +128,17 @@ def main() -> NoReturn:
 
 def run(argv: Sequence[str]) -> int:
     """Run the command line `argv`; return the exit code. Every error ends here, as one line of text."""
+    unwritten.take()
+    with contextlib.redirect_stdout(Stdout(getattr(sys.stdout, "encoding", "utf-8"))):
+        code = _run(argv)
+    why = unwritten.take()
+    if not why:
+        return code
+    print_err(f"distrun: error: stdout cannot be written: {why}\n")
+    return code or facts.EXIT_OUTPUT
+
+
+def _run(argv: Sequence[str]) -> int:
     settings = Settings()
     try:
         code = cli.main(args=list(argv), prog_name="distrun", standalone_mode=False, obj=settings)

@@ -116,6 +116,7 @@ class _Attached:
             # The logs of a job on hosts are fetched when it is over.
             how = "attach --since-start" if elsewhere.is_elsewhere(self._folder) else "logs --merge"
             self._console.say(f"all that it printed before: distrun {how} {self._folder.id}")
+        self._console.when_unread(lambda: self._leave(facts.exit_code(None, "PIPE")))
         self._console.start()
         with Interrupts(self._on_signal):
             draws = self._console.draws
@@ -155,6 +156,7 @@ class _Attached:
 
     def _show_rest(self, start: dict[str, int]) -> None:
         """Show, from the job's logs, what the coordinator did not send: it waits for no terminal that is slow."""
+        from distrun.cli.writer import LAST_BYTES
         from distrun_runtime.contract import control
         from distrun_runtime.coordinator import logged
         from distrun_runtime.coordinator.logreader import LogReader
@@ -167,6 +169,10 @@ class _Attached:
             cursor = self._follower.cursor
             if cursor is None:
                 cursor = logged.begin(reader, control.OutputWanted(**start))
+            if self._is_stopping:
+                last = max(cursor, reader.end() - LAST_BYTES)
+                self._console.leave_out(last - cursor)
+                cursor = last
             while (found := reader.read(cursor)).cursor != cursor:
                 for each in found.pieces:
                     stream = each.stream if each.stream in ("out", "err") else "out"
@@ -222,10 +228,12 @@ class _Attached:
 
     def _stop(self) -> None:
         self._is_stopping = True
+        self._console.leave_out()
         self._connection.send("stop", signal="INT")
 
     def _leave(self, code: int) -> None:
         self._left = code
+        self._console.leave_out()
         self._connection.end()
 
 

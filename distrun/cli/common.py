@@ -47,10 +47,10 @@ def count(*names: str, low: int, high: int = request.MOST, **more: Any) -> Calla
 
 
 def size(*names: str, low: int, **more: Any) -> Callable[[Function], Function]:
-    """Return an option for a number of bytes from `low` on; 0 if it is not given."""
+    """Return an option for a number of bytes from `low` on; 0 if it is not given, or `all`."""
 
     def convert(ctx: click.Context, param: click.Parameter, value: str | None) -> int:
-        return 0 if value is None else when.size("/".join(param.opts), value, low)
+        return 0 if value in (None, "all") else when.size("/".join(param.opts), str(value), low)
 
     return click.option(*names, type=str, callback=convert, metavar="SIZE", **more)
 

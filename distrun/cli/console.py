@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import os
 import select
-import sys
+import stat
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distrun.units import size
 from distrun_runtime.coordinator.output import OutputPiece, encoded
 
 if TYPE_CHECKING:
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from distrun.cli.lines import Feed
     from distrun.cli.writer import Writer
 
+INTERRUPTED_S = 0.5
+"""After Ctrl-C at the end, a reader that takes nothing for this time is given up."""
 WIDE = 400
 """Columns of a table that is not shown on a terminal."""
 
@@ -83,6 +88,8 @@ class Console:
         self._log_path: LogPath | None = None
         self._job = ""
         self._is_closing = False
+        self._left_out = 0
+        self._on_unread: Callable[[], None] | None = None
         self._has_region = prefix and can_draw(err_fd, env)
         """There is a region at the bottom of stderr's terminal: progress bars and the job's line."""
         self.draws = self._has_region and self._level <= LEVELS.index("info")
@@ -105,7 +112,8 @@ class Console:
         is_one_place = _same_file(fds["out"], fds["err"])
         live = {"err": self._has_region, "out": self._has_region and is_one_place}
         make = _Feeds(self._has_prefix, fds, {fd: wants_colour(fd, self._env) for fd in fds.values()}, live)
-        err = Writer(fds, make.make, self._find_log, self._on_broken, Region() if self._has_region else None)
+        region = Region() if self._has_region else None
+        err = Writer(fds, make.make, self._find_log, self._on_broken, region, last_words=self._last_words)
         out = err if is_one_place else Writer(fds, make.make, self._find_log, self._on_broken)
         self._writers = {"err": err, "out": out}
         line = self._line()
@@ -190,6 +198,26 @@ class Console:
             with contextlib.suppress(OSError):
                 os.write(self._fds["err"], b"distrun: printing is paused, the job goes on; Ctrl-Z again to go on\n")
 
+    def when_unread(self, on_unread: Callable[[], None]) -> None:
+        """Have `on_unread` called, by any thread, when the reader of stdout turns out to have gone."""
+        self._on_unread = on_unread
+
+    def leave_out(self, more: int = 0) -> None:
+        """Print no more of the output that waits: the job was interrupted. The end says how much that is (`close`).
+
+        `more`: so many bytes were not even put here.
+        """
+        self._left_out += more
+        for writer in self._each():
+            writer.leave_out()
+
+    def _last_words(self) -> str:
+        left_out = self._left_out + sum(writer.left_out for writer in self._each())
+        if not left_out:
+            return ""
+        where = f": distrun logs {self._job}" if self._job else ""
+        return f"distrun: {size(left_out)} of output are not shown{where}\n"
+
     def hold(self, text: str = "") -> None:
         """Stop printing for a question, which is printed at once; until `release`. For any thread."""
         self.start()
@@ -211,26 +239,36 @@ class Console:
             writer.end_output()
 
     def close(self) -> None:
-        """Print what is left and stop. A stuck terminal, or Ctrl-C, ends the wait."""
+        """Print what is left and stop. Ctrl-C leaves it out. A stuck terminal, or another Ctrl-C, ends the wait."""
         if not self._writers:
             return
         self._is_closing = True
         self._writers["err"].resume()
         try:
-            # stderr last: it is told when the reader of stdout has gone.
-            for writer in (self._writers["out"], self._writers["err"]):
-                writer.end()
-                writer.join()
+            self._end()
         except KeyboardInterrupt:
-            return
+            self.leave_out()
+            with contextlib.suppress(KeyboardInterrupt):
+                self._end(INTERRUPTED_S)
+
+    def _end(self, limit_s: float | None = None) -> None:
+        # stderr last: it is told when the reader of stdout has gone, and how much was left out.
+        for writer in (self._writers["out"], self._writers["err"]):
+            writer.end()
+            writer.join(limit_s)
 
     def _each(self) -> list[Writer]:
         return list({id(writer): writer for writer in self._writers.values()}.values())
 
-    def _on_broken(self, fd: int) -> None:
-        if fd == self._fds["out"] and self._job:
+    def _on_broken(self, fd: int, err: OSError) -> None:
+        if fd != self._fds["out"] and not _same_file(fd, self._fds["out"]):
+            return
+        unwritten.note(fd, err)
+        if not is_gone(fd, err) and self._job:
             what = "all that the job printed" if self._is_closing else "the job goes on"
-            self.say(f"stdout is closed; {what}: distrun logs {self._job}")
+            self.say(f"stdout cannot be written; {what}: distrun logs {self._job}", "warning")
+        elif err.errno == errno.EPIPE and self._on_unread is not None:
+            self._on_unread()
 
     def _find_log(self, task: str) -> Path | None:
         return self._log_path(task) if self._log_path else None
@@ -257,18 +295,72 @@ class _Feeds:
 
 
 def print_out(text: str) -> None:
-    """Print to stdout from a command that runs no job; a reader that went away is no error."""
+    """Print to stdout from a command that runs no job. If that fails, the command's end says so (`unwritten`)."""
     _print_plain(1, text)
 
 
 def tell(text: str) -> bool:
-    """Print to stdout; return False when nobody reads any more."""
+    """Print to stdout; return False when nobody reads any more, or it cannot be written."""
     return _print_plain(1, text)
 
 
 def print_err(text: str) -> None:
     """Print to stderr from a command that runs no job."""
     _print_plain(2, text)
+
+
+class Stdout(io.TextIOBase):
+    """`sys.stdout` for click and rich: what they write is printed as `print_out` does."""
+
+    def __init__(self, encoding: str) -> None:
+        self._encoding = encoding
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The name of the encoding that the terminal takes."""
+        return self._encoding
+
+    def write(self, text: str) -> int:
+        """Print a text."""
+        if not isinstance(text, str):
+            raise TypeError(f"expected a text, found {type(text).__name__}")
+        print_out(text)
+        return len(text)
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return 1
+
+    def isatty(self) -> bool:
+        """Return whether it is a terminal."""
+        return os.isatty(1)
+
+
+class _Unwritten:
+    """Why stdout could not be written: the first error since the last `take`."""
+
+    def __init__(self) -> None:
+        self._why = ""
+
+    def note(self, fd: int, err: OSError) -> None:
+        """Take the error of a write to `fd`. A reader that has gone is none."""
+        if not is_gone(fd, err):
+            self._why = self._why or err.strerror or str(err)
+
+    def take(self) -> str:
+        """Return why, empty if all was written, and forget it."""
+        why, self._why = self._why, ""
+        return why
+
+
+unwritten = _Unwritten()
+
+
+def is_gone(fd: int, err: OSError) -> bool:
+    """Return whether a write failed because the reader of a pipe has gone, or the terminal."""
+    if err.errno == errno.EIO:
+        return stat.S_ISCHR(os.fstat(fd).st_mode)
+    return err.errno == errno.EPIPE
 
 
 def is_terminal() -> bool:
@@ -305,21 +397,20 @@ def is_read() -> bool:
 
 
 def copy_out(data: bytes) -> bool:
-    """Write bytes to stdout unchanged; return False when nobody reads any more."""
+    """Write bytes to stdout unchanged; return False when nobody reads any more, or they cannot be written."""
     return _print_plain(1, data)
 
 
 def _print_plain(fd: int, text: str | bytes) -> bool:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
     view = memoryview(encoded(text) if isinstance(text, str) else text)
     while view:
         try:
             view = view[os.write(fd, view) :]
         except BlockingIOError:
             select.select([], [fd], [], 1.0)
-        except OSError:
+        except OSError as err:
+            if fd == 1:
+                unwritten.note(fd, err)
             return False
     return True
 

@@ -276,7 +276,12 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
     # Output
     click.option("--name", default="", help="A name for the job."),
     click.option("--run-dir", type=_path(), metavar="DIR", help="Keep the job's folder below DIR."),
-    size("--log-limit", low=LOG_LIMIT, help="Keep about so much of each task's log (100M, 2G). [default: all]"),
+    size(
+        "--log-limit",
+        low=LOG_LIMIT,
+        default="1G",
+        help="Keep about so much of each task's log, its beginning and its end (100M, 2G, all). [default: 1G]",
+    ),
     count(
         "--metrics-port", low=0, high=65535, help="Answer Prometheus at this port of the coordinator; 0: any free one."
     ),

@@ -23,6 +23,8 @@ from distrun.cli.region import DRAW_S, Group, Region, chosen
 from distrun_runtime.coordinator.output import Backlog, OutputPiece, encoded
 from distrun_runtime.errors import JobStoreError
 
+LAST_BYTES = 64 * 1024
+"""Output that waits for a reader after `leave_out`, at most: the last words of tasks that are being stopped."""
 STUCK_S = 10.0
 """At the end, a terminal that takes nothing for this time is given up."""
 READ_SIZE = 256 * 1024
@@ -52,10 +54,15 @@ class Writer:
         fds: Mapping[str, int],
         make_feed: Callable[[OutputPiece], Feed],
         find_log: Callable[[str], Path | None],
-        on_broken: Callable[[int], None] = lambda fd: None,
+        on_broken: Callable[[int, OSError], None] = lambda fd, err: None,
         region: Region | None = None,
+        *,
+        last_words: Callable[[], str] = lambda: "",
     ) -> None:
-        """`fds`: where each stream ("out", "err") is written; `region`: at the bottom of the terminal of "err"."""
+        """`fds`: where each stream ("out", "err") is written; `region`: at the bottom of the terminal of "err".
+
+        `last_words`: called at the end, returns what is printed then.
+        """
         self._fds = fds
         self._region = region
         self._status = b""
@@ -74,6 +81,12 @@ class Writer:
         """A feed has changed since then."""
         self._queue = Backlog()
         self._is_paused = self._ending = False
+        self._last_words = last_words
+        self._leaves_out = False
+        self.left_out = 0
+        """Bytes of output that were not printed, since `leave_out`."""
+        self._cut: dict[tuple[str, str], bool] = {}
+        """Task and stream of which something was left out since the last piece; and whether that ended in a line."""
         self._holds = 0
         self._is_hidden = False
         """Nothing is printed, the region is gone."""
@@ -88,7 +101,23 @@ class Writer:
         """Queue a piece; never waits."""
         with self._changed:
             self._queue.put(piece)
+            if self._leaves_out:
+                self._drop(LAST_BYTES)
             self._changed.notify()
+
+    def leave_out(self) -> None:
+        """Print nothing of the output that waits, and from now on only what the reader takes as it comes."""
+        with self._changed:
+            self._leaves_out = True
+            self._drop(0)
+
+    def _drop(self, keep: int) -> None:
+        for piece in self._queue.drop(keep):
+            self._note_left_out(piece, piece.length)
+
+    def _note_left_out(self, piece: OutputPiece, length: int) -> None:
+        self.left_out += length
+        self._cut[piece.task, piece.stream] = bool(piece.data) and not piece.data.endswith(b"\n")
 
     def end_output(self) -> None:
         """Say that no task will write anything more."""
@@ -140,11 +169,13 @@ class Writer:
             self._progress = time.monotonic()
             self._changed.notify_all()
 
-    def join(self) -> None:
-        """Wait until all is printed, or until a terminal has taken nothing for STUCK_S."""
+    def join(self, limit_s: float | None = None) -> None:
+        """Wait until all is printed, until a terminal has taken nothing for STUCK_S, or any reader for `limit_s`."""
         while self._thread.is_alive():
             self._thread.join(0.2)
             stuck_s = time.monotonic() - self._progress
+            if limit_s is not None and stuck_s > limit_s:
+                return
             if stuck_s > STUCK_S and os.isatty(self._writing):
                 return
 
@@ -276,10 +307,22 @@ class Writer:
         self._has_fed = True
         if feed.live:
             self._is_drawn_late = True
+        if (piece.task, piece.stream) in self._cut:
+            self._begin_line(piece, feed)
         if piece.is_place:
             self._print_from_log(piece, feed)
         else:
             self._write(fd, feed.feed(piece.data, time.monotonic()))
+
+    def _begin_line(self, piece: OutputPiece, feed: Feed) -> None:
+        """End the line before a gap, and go on with the first whole one after it."""
+        self._write(self._fds[piece.stream], feed.flush())
+        before, newline, after = piece.data.partition(b"\n")
+        with self._changed:
+            is_mid_line = self._cut.pop((piece.task, piece.stream))
+            if is_mid_line and newline:
+                self.left_out += len(before) + 1
+                piece.data = after
 
     def _print_from_log(self, piece: OutputPiece, feed: Feed) -> None:
         fd = self._fds[piece.stream]
@@ -292,15 +335,20 @@ class Writer:
 
             with LogFile(path) as log:
                 while left and fd not in self._broken:
+                    if self._leaves_out:
+                        with self._changed:
+                            self._note_left_out(piece, left)
+                        return
                     data = log.read(at, min(left, READ_SIZE))
-                    if not data:
-                        raise EOFError(
-                            "they are gone: --log-limit" if log.begin() > at else "it is shorter than it was"
-                        )
+                    gone = min(left, log.begin() - at) if not data else 0
+                    if gone > 0:
+                        self._write(fd, _not_shown(gone, path, "they are gone: --log-limit"))
+                    elif not data:
+                        raise EOFError("it is shorter than it was")
                     self._write(fd, feed.feed(data, time.monotonic()))
-                    at, left = at + len(data), left - len(data)
+                    at, left = at + len(data) + gone, left - len(data) - gone
         except (OSError, EOFError, JobStoreError) as err:
-            self._write(fd, encoded("distrun: warning: %d bytes not shown: %s: %s\n" % (left, path, err)))
+            self._write(fd, _not_shown(left, path, err))
 
     def _flush_feeds(self) -> None:
         """Print what tasks have left unended, and take the region away for good."""
@@ -315,7 +363,8 @@ class Writer:
         if self._queue.skipped:
             text = f"distrun: warning: {self._queue.skipped} bytes of output were not shown\n"
             self._write(self._fds["err"], encoded(text))
-            self._flush()
+        self._write(self._fds["err"], encoded(self._last_words()))
+        self._flush(draws=False)
 
     def _write(self, fd: int, data: bytes) -> None:
         """Gather bytes, and write them if they are many."""
@@ -355,7 +404,11 @@ class Writer:
                 self._progress = time.monotonic()
             except BlockingIOError:
                 select.select([], [fd], [], 1.0)
-            except OSError:
-                # The reader is gone (`| head -1`), or the terminal: the job goes on, its logs are files.
+            except OSError as err:
+                # The reader is gone (`| head -1`), or the terminal, or a disk is full: the job's logs are files.
                 self._broken.add(fd)
-                self._on_broken(fd)
+                self._on_broken(fd, err)
+
+
+def _not_shown(count: int, path: Path | None, why: object) -> bytes:
+    return encoded(f"distrun: warning: {count} bytes not shown: {path}: {why}\n")

@@ -157,6 +157,19 @@ def test_without_a_terminal_ctrl_c_detaches(distrun: Distrun) -> None:
     assert launch.wait(LIMIT_S) == 0
 
 
+def test_attach_ends_when_nobody_reads_it_any_more_and_the_job_goes_on(distrun: Distrun) -> None:
+    job = detached(distrun, f"seq 100000; {GO}")
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "wb") as pipe:
+        attached = distrun.start("attach", "--since-start", job, stdout=pipe)
+    os.read(reading, 10)
+    os.close(reading)
+    assert attached.wait(LIMIT_S) == 141
+    assert distrun.state()["state"] == "running"
+    go(distrun)
+    assert distrun.run("wait", job).returncode == 0
+
+
 def test_ctrl_c_asks_on_a_terminal_and_d_detaches(distrun: Distrun) -> None:
     launch, job = begin(distrun)
     terminal = Terminal(distrun, "attach", "--since-start", job)

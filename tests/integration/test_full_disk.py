@@ -15,13 +15,22 @@ FILL = "for i in $(seq 30000); do echo line $i of a long text that fills the dis
 
 
 @pytest.fixture
-def distrun(tmp_path: Path) -> Iterator[Distrun]:
-    """The command, with its job store on a disk of 1 MiB."""
+def size_mib() -> int:
+    """The size of the disk."""
+    return 1
+
+
+@pytest.fixture
+def distrun(tmp_path: Path, size_mib: int) -> Iterator[Distrun]:
+    """The command, with its job store on a small disk."""
     made = Distrun(tmp_path)
     state = tmp_path / "state"
     state.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "full", str(state)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "full", str(state)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if mounted.returncode:
         pytest.skip("no tmpfs can be mounted here (that needs root): %s" % mounted.stderr.strip())
@@ -52,6 +61,16 @@ def test_a_job_that_ends_on_a_full_disk_has_ended_as_it_did(code: int, state: st
     outcome = json.loads((distrun.job / "outcome.json").read_text())
     assert outcome["exit_code"] == code
     assert len(outcome["tasks"]) == 2
+
+
+@pytest.mark.parametrize("size_mib", [24], ids=["24 MiB"])
+def test_a_task_that_floods_the_disk_ends_the_job_and_is_named(distrun: Distrun, size_mib: int) -> None:
+    done = distrun.launch("-q", "-n", "2", "-s", "0", '[ "$RANK" = 0 ] && exec yes; exec sleep 100')
+    said = done.stderr.decode()
+    assert done.returncode == 9, said
+    assert f"worker-0 on {distrun.job_host()} has filled the disk of {distrun.job / 'logs'} with 2" in said
+    shown = json.loads(distrun.run("status", distrun.job.name, "--json").stdout)["job"]
+    assert (shown["state"], shown["exit_code"]) == ("failed", 9)
 
 
 def test_the_end_of_a_job_whose_disk_others_have_filled_is_kept(distrun: Distrun) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -342,19 +343,47 @@ def test_a_reader_that_stops_reading_does_not_stall_the_job(distrun: Distrun) ->
     assert size == 40_000_000 + 40_000 * len("worker-0@%s | " % host)
 
 
-def test_a_reader_that_goes_away_does_not_end_the_job(distrun: Distrun) -> None:
+def test_a_reader_that_goes_away_ends_the_job_as_sigpipe_would(distrun: Distrun) -> None:
     """`distrun launch ... | head -1`."""
-    text = "for i in $(seq 2000); do echo $i; done; sleep 0.2; for i in $(seq 2000); do echo $i; done; touch done"
+    text = "trap 'touch ended; exit 0' TERM; while :; do echo y; done"
     piped = "%s | head -1; exit ${PIPESTATUS[0]}"
     words = shlex.join(distrun.argv("launch", "--launcher", "local", "-n", "1", "-s", "0", script(distrun, text)))
     result = subprocess.run(
         ["bash", "-c", piped % words], env=distrun.env, cwd=distrun.work, capture_output=True, timeout=60, check=False
     )
-    assert result.returncode == 0
-    assert result.stdout.endswith(b"| 1\n")
-    said = "distrun: stdout is closed; the job goes on: distrun logs %s" % distrun.job.name
-    assert result.stderr.decode().splitlines()[1:] == [said]
-    assert (distrun.work / "done").exists()
+    assert result.returncode == 141, result.stderr
+    assert result.stdout.endswith(b"| y\n")
+    assert "nobody reads stdout any more (SIGPIPE)" in result.stderr.decode()
+    assert (distrun.work / "ended").exists()
+    assert json.loads((distrun.job / "outcome.json").read_text())["exit_code"] == 141
+
+
+def test_a_stderr_whose_reader_has_gone_ends_no_job(distrun: Distrun) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as pipe:
+        child = distrun.begin("-n", "1", "-s", "0", "echo one >&2; echo two; exit 3", stderr=pipe)
+    assert child.wait(LIMIT_S) == 3
+    assert (distrun.home / "out").read_bytes().endswith(b"| two\n")
+
+
+def test_ctrl_c_silences_a_task_that_floods_the_terminal(distrun: Distrun) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "wb") as pipe:
+        text = "trap 'echo saved; exit 0' INT; yes & wait"
+        child = distrun.begin("-n", "1", "-s", "0", "--grace", "5", text, stdout=pipe)
+    wait_until(lambda: distrun.jobs and (distrun.job / "logs/worker-0.log").exists(), LIMIT_S)
+    wait_until(lambda: (distrun.job / "logs/worker-0.log").stat().st_size > 30_000_000, LIMIT_S)
+    child.send_signal(signal.SIGINT)
+    wait_until((distrun.job / "outcome.json").exists, LIMIT_S)
+    size = 0
+    while data := os.read(reading, 1 << 20):
+        size += len(data)
+    os.close(reading)
+    assert child.wait(LIMIT_S) == 130
+    assert size < 8_000_000, "what the pipe held, and the last words"
+    *_, last = (distrun.home / "err").read_text().splitlines()
+    assert re.fullmatch(f"distrun: .*iB of output are not shown: distrun logs {distrun.job.name}", last)
 
 
 # ---------------------------------------------------------------- command and environment

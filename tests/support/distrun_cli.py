@@ -77,14 +77,19 @@ class Distrun:
             **more,
         )
 
-    def answer(self, *words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:
+    def answer(
+        self, *words: str, env: Mapping[str, str] | None = None, stdout: Path | None = None
+    ) -> subprocess.CompletedProcess[bytes]:
         """Do as `run` does, but in this process: for what starts nothing, as an error or a help text.
 
         Python's start and the imports take nearly all of the time that such a command needs.
+
+        Arguments:
+            stdout: the file to which it prints; the answer has none of it then.
         """
         before, folder = dict(os.environ), os.getcwd()
         outer = os.dup(1), os.dup(2)
-        with (self.home / "said").open("w+b") as out, (self.home / "complained").open("w+b") as err:
+        with (stdout or self.home / "said").open("wb") as out, (self.home / "complained").open("w+b") as err:
             try:
                 os.environ.clear()
                 os.environ.update({**self.env, **(env or {})})
@@ -92,10 +97,10 @@ class Distrun:
                 os.dup2(out.fileno(), 1)
                 os.dup2(err.fileno(), 2)
                 with (
-                    open(1, "w", closefd=False) as stdout,
-                    open(2, "w", closefd=False) as stderr,
-                    contextlib.redirect_stdout(stdout),
-                    contextlib.redirect_stderr(stderr),
+                    open(1, "w", closefd=False) as said,
+                    open(2, "w", closefd=False) as complained,
+                    contextlib.redirect_stdout(said),
+                    contextlib.redirect_stderr(complained),
                 ):
                     code = cli.run(words)
             finally:
@@ -105,8 +110,8 @@ class Distrun:
                 os.chdir(folder)
                 os.environ.clear()
                 os.environ.update(before)
-            said = [Path(file.name).read_bytes() for file in (out, err)]
-        return subprocess.CompletedProcess(self.argv(*words), code, *said)
+            printed = b"" if stdout else (self.home / "said").read_bytes()
+        return subprocess.CompletedProcess(self.argv(*words), code, printed, (self.home / "complained").read_bytes())
 
     def start(self, *words: str, env: Mapping[str, str] | None = None, **more: Any) -> subprocess.Popen[bytes]:
         """Start it; stdout and stderr are files `out` and `err` in `home` unless given."""

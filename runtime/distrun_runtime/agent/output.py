@@ -1,7 +1,7 @@
 """Forwards the output of tasks to the coordinator through an on-disk spool with flow control.
 
 Everything is spooled first, and sent as far as the window allows. So a task does not wait for a slow launcher (only if
-the disk is full as well), and at most `WINDOW` bytes of a stream are in flight.
+the disk is full as well, or SPOOL_BYTES wait), and at most `WINDOW` bytes of a stream are in flight.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ READ_BYTES = 64 * 1024
 SEND_BYTES = 256 * 1024
 DRAIN_BYTES = 4 * 1024 * 1024
 """At most so much is read in one go from the pipe of a task that ended; more than any pipe holds."""
+SPOOL_BYTES = 1024 * 1024 * 1024
+"""Bytes of one stream that may wait for the coordinator. Past it the task waits."""
 SEGMENT_BYTES = 8 * 1024 * 1024
 MEMORY_BYTES = 1024 * 1024
 
@@ -106,10 +108,16 @@ class StreamSpool:
     """Bytes `begin` to `end` of one stream of a task, on this host's disk, addressed by byte offset.
 
     It is kept in segments, so that what the coordinator has acknowledged can be removed from the disk. If the disk is
-    full, the stream continues in memory; `is_full` then says that no more should be read from the task.
+    full, the stream continues in memory. `is_full` says that no more should be read from the task.
     """
 
-    def __init__(self, path: str, segment_bytes: int = SEGMENT_BYTES, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(
+        self,
+        path: str,
+        segment_bytes: int = SEGMENT_BYTES,
+        memory_bytes: int = MEMORY_BYTES,
+        spool_bytes: int = SPOOL_BYTES,
+    ) -> None:
         self.begin = 0
         self.end = 0
         self.failure = ""
@@ -117,6 +125,7 @@ class StreamSpool:
         self._path = path
         self._segment_bytes = segment_bytes
         self._memory_bytes = memory_bytes
+        self._spool_bytes = spool_bytes
         self._segments: List[_SpoolFile] = []
         self._count = 0
         self._memory: Deque[bytes] = deque()
@@ -124,8 +133,8 @@ class StreamSpool:
 
     @property
     def is_full(self) -> bool:
-        """Nothing more fits: the disk failed and memory is at its bound."""
-        return self._in_memory >= self._memory_bytes
+        """Nothing more fits: the disk failed and memory is at its bound, or so much waits that no more is taken."""
+        return self._in_memory >= self._memory_bytes or self.end - self.begin >= self._spool_bytes
 
     def append(self, data: bytes) -> None:
         """Keep `data` at the end, on disk or, when that fails, in memory (whatever the bound)."""

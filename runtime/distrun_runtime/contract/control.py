@@ -25,8 +25,8 @@ VERSION = (1, 0)
 """Major and minor version of the control protocol."""
 FIXED = ("hello", "state", "stop", "kill")
 """Types of frames that no version changes."""
-SIGNALS = ("INT", "TERM", "HUP", *process.TASKS_SIGNALS)
-"""What the launching client may send as `signal`."""
+SIGNALS = ("INT", "TERM", "HUP", "PIPE", *process.TASKS_SIGNALS)
+"""What the launching client may send as `signal`. PIPE: it did not receive it, but nobody reads what it prints."""
 STOPS = ("TERM", "INT")
 """What `stop` may name: how the job is stopped. The first is the default."""
 BY_LIMIT = 200
@@ -114,7 +114,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Signal:
-    """The launching client has received a signal: "INT", "TERM" or "HUP"."""
+    """The launching client has received a signal (SIGNALS)."""
 
     name: str
 

@@ -342,6 +342,15 @@ class TasksSignal(NamedTuple):
     signal: str
 
 
+class DiskFilled(NamedTuple):
+    """The output of a task has filled the disk of the job's logs. The coordinator noticed, not the host."""
+
+    host: str
+    task: str
+    text: str
+    time: float
+
+
 class Shown(NamedTuple):
     """The reader of output has taken `size` bytes that were handed to it (`actions.Show`)."""
 
@@ -390,6 +399,7 @@ Event = Union[
     Tick,
     Interrupt,
     TasksSignal,
+    DiskFilled,
     Shown,
     PauseToggled,
 ]

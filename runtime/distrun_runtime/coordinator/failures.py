@@ -104,6 +104,13 @@ def _of_task(task: TaskResult, code: int, text: str, short: str) -> Cause:
     )
 
 
+def disk_filled(task: TaskResult, what: str, time: float) -> Cause:
+    """Return the cause that a task is whose output has filled the disk of the job's logs."""
+    text = f"{task.name} on {task.host} {what}"
+    cause = _of_task(task, facts.EXIT_OUTPUT, text, text)
+    return dataclasses.replace(cause, time=time, code=None, signal=None)
+
+
 def missing(task: TaskResult, consequence: Cause, why: str) -> Cause:
     """Return the failure of a task that did not fail by itself, but was missing.
 
@@ -211,11 +218,12 @@ def timed_out(limit_s: float, time: float, unfinished: Sequence[str], is_running
 
 
 def interrupted(signal: str, time: float) -> Cause:
-    """Return the cause that INT, TERM or HUP to the launcher is."""
+    """Return the cause that INT, TERM, HUP or PIPE to the launcher is."""
     reason, text = {
         "INT": (facts.INTERRUPTED, "interrupted (SIGINT)"),
         "TERM": (facts.TERMINATED, "terminated (SIGTERM)"),
         "HUP": (facts.TERMINATED, "terminated (SIGHUP: the terminal went away)"),
+        "PIPE": (facts.TERMINATED, "nobody reads stdout any more (SIGPIPE)"),
     }[signal]
     return Cause(reason, facts.exit_code(None, signal), time, text)
 

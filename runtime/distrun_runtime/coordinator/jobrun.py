@@ -5,6 +5,7 @@ That is what is kept and shown of a job: its log files, its folder with states a
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence
 
 from distrun_runtime.contract import facts
@@ -284,6 +285,9 @@ class _JobRun:
             warning = self._spool.warning()
             if warning:
                 self._sink.say(warning, actions.WARNING)
+            flood = self._spool.flood(event.task)
+            if flood:
+                self._loop.put(events.DiskFilled(event.host, event.task, flood, time.time()))
         return [actions.Ack(event.host, event.task, event.stream, written.offset)]
 
     def _flush_logs(self) -> None:
@@ -317,6 +321,9 @@ class _JobRun:
         if now >= self._touched + self._ping_s:
             self._touched = now
             self._try(self._folder.touch)
+            warning = self._spool.filling()
+            if warning:
+                self._sink.say(warning, actions.WARNING)
         if self._is_dirty and now >= self._saved + self._state_s and not self.is_over:
             self._saved = now
             self._is_dirty = False
@@ -374,6 +381,7 @@ _RECORDED = {
     events.AgentLost: "lost",
     events.PlaceClaimedTwice: "claimed_twice",
     events.Interrupt: "interrupt",
+    events.DiskFilled: "disk_filled",
 }
 """What is noted in events.jsonl, and under which name."""
 

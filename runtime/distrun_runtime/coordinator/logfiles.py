@@ -1,8 +1,8 @@
 """Log files of tasks on the disk: their names, and a reader that outlives rotation.
 
 The log of a task is `logs/TASK.log`. With --log-limit it is rotated: `TASK.log` becomes `TASK.log.END`, END being the
-absolute offset where the next file begins, and the one before it is removed. Offsets count from the first byte that
-the task ever wrote, so that a place in the log is the same place for ever.
+absolute offset where the next file begins, and the one before it is removed, unless it is the first. Offsets count from
+the first byte that the task ever wrote, so that a place in the log is the same place for ever.
 """
 
 from __future__ import annotations
@@ -35,6 +35,24 @@ def rotated(path: Path) -> List[Tuple[int, Path]]:
     return [(int(end), path.parent / (start + end)) for end in sorted(filter(_is_number, ends), key=int)]
 
 
+def newest(path: Path) -> List[Tuple[int, Path]]:
+    """Return those of the `rotated` files between which and the current one nothing is missing."""
+    found = rotated(path)
+    for number in range(len(found) - 1, 0, -1):
+        if _start(found[number]) > found[number - 1][0]:
+            return found[number:]
+    return found
+
+
+def _start(file: Tuple[int, Path]) -> int:
+    """Return where a rotated file begins."""
+    end, path = file
+    try:
+        return max(0, end - os.stat(str(path)).st_size)
+    except OSError:
+        return end
+
+
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit()
 
@@ -56,7 +74,7 @@ class LogFile:
     def read(self, at: int, size: int) -> bytes:
         """Return bytes from offset `at` on, at most `size`. Fewer may come although there are more.
 
-        b"" if there are none: past the end, or gone (`begin` tells which).
+        b"" if there are none: past the end, or gone, up to `begin`.
         """
         start = at - self._block_at
         if 0 <= start < len(self._block) and start + size <= len(self._block):
@@ -72,15 +90,9 @@ class LogFile:
         return data
 
     def begin(self) -> int:
-        """Return the offset of the first byte that is still there."""
-        found = rotated(self.path)
-        if not found:
-            return 0
-        end, path = found[0]
-        try:
-            return max(0, end - os.stat(str(path)).st_size)
-        except OSError:
-            return end
+        """Return the offset of the first byte from which on all is there. The log's beginning may be there too."""
+        found = newest(self.path)
+        return _start(found[0]) if found else 0
 
     def end(self) -> int:
         """Return the offset past the last byte."""

@@ -155,12 +155,15 @@ class LogReader:
                     covered[entry.task] = max(covered[entry.task], entry.at + entry.length)
         for task, start in covered.items():
             log = self._log(task)
-            at = max(start, log.begin())
+            at = start
             time = 0.0
             with contextlib.suppress(OSError):
                 time = os.stat(str(log.path)).st_mtime
             while True:
                 data = log.read(at, READ_LIMIT)
+                if not data and at < log.begin():
+                    at = log.begin()
+                    continue
                 if not data:
                     break
                 yield Piece(self.end(), time, task, logindex.UNKNOWN, 0, at, data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, Deque, Mapping, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Callable, Deque, List, Mapping, Optional, Protocol
 
 if TYPE_CHECKING:
     from distrun_runtime.coordinator.events import Event
@@ -83,6 +83,8 @@ class Backlog:
         """Bytes that were dropped."""
         self._pieces: Deque[OutputPiece] = deque()
         self._size = 0
+        self._length = 0
+        """Bytes of output that the pieces stand for."""
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -96,11 +98,13 @@ class Backlog:
                     self.skipped += size
                     return
             elif self._extends_last(piece):
+                self._length += piece.length
                 return
             else:
                 piece.data, size = b"", 0
         self._pieces.append(piece)
         self._size += size
+        self._length += _length(piece)
 
     def take(self) -> Optional[OutputPiece]:
         """Return the piece that has waited longest; None: there is none."""
@@ -108,7 +112,21 @@ class Backlog:
             return None
         piece = self._pieces.popleft()
         self._size -= len(piece.data)
+        self._length -= _length(piece)
         return piece
+
+    def drop(self, keep: int) -> List[OutputPiece]:
+        """Drop output of tasks, the oldest first, until at most `keep` bytes wait; return what was dropped."""
+        dropped: List[OutputPiece] = []
+        others: List[OutputPiece] = []
+        while self._length > keep:
+            piece = self._pieces.popleft()
+            self._size -= len(piece.data)
+            self._length -= _length(piece)
+            (dropped if piece.task else others).append(piece)
+        self._size += sum(len(piece.data) for piece in others)
+        self._pieces.extendleft(reversed(others))
+        return dropped
 
     def _extends_last(self, piece: OutputPiece) -> bool:
         last = self._pieces[-1] if self._pieces else None
@@ -121,6 +139,11 @@ class Backlog:
             return False
         last.length += piece.length
         return True
+
+
+def _length(piece: OutputPiece) -> int:
+    """Return for how many bytes of a task's output a piece stands."""
+    return piece.length if piece.task else 0
 
 
 def encoded(text: str) -> bytes:

@@ -49,6 +49,8 @@ class HostState:
     ended_at: float = -1.0
     """`now` when it was told to end; negative: not yet."""
     last_output: float = 0.0
+    over_at: float = -1.0
+    """`now` when all its tasks were over, as was looked then; negative: not yet."""
 
     @property
     def has_answered(self) -> bool:

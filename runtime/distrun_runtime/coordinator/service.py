@@ -488,6 +488,8 @@ class Service:
         elif isinstance(request, control.Signal) and request.name in process.TASKS_SIGNALS:
             if self._put is not None:
                 self._put(TasksSignal(request.name))
+        elif isinstance(request, control.Signal) and request.name == "PIPE":
+            self._interrupt("PIPE")
         elif isinstance(request, control.Signal):
             raise_signal(request.name)
         else:

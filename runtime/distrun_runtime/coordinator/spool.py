@@ -1,25 +1,30 @@
 """The log files of a job: `logs/TASK.log`, stdout and stderr merged in the order of arrival, and their index.
 
-Every chunk names its stream and offset, so that one that comes twice (after a reconnect) is written once. A disk
-that is full never stops the job: the bytes are counted, and a line in the log says how many are missing once
-there is room again.
+Every chunk names its stream and offset, so that one that comes twice (after a reconnect) is written once. On a disk
+that is full the bytes are counted, and a line in the log says how many are missing once there is room again. It ends a
+job only if one of its own tasks has filled it (`Spool.flood`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from pathlib import Path
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
 from distrun_runtime.coordinator import logindex
-from distrun_runtime.coordinator.logfiles import log_path, rotated
+from distrun_runtime.coordinator.logfiles import log_path, newest, rotated
 from distrun_runtime.coordinator.logindex import IndexEntry, IndexWriter
 
 INDEX_BYTES = 8 * 1024 * 1024
 """With a limit, the index is rotated at so many bytes (150,000 pieces), or at half the bytes of all logs, if that is
 more."""
+HEAD_BYTES = 16 * 1024 * 1024
+"""So much of the beginning of a log always stays, or a quarter of a smaller limit."""
+FULL = 0.9
+"""Used share of a disk of which the user is warned."""
 _BLOCK = 64 * 1024
 _TAIL_LIMIT = 1024 * 1024
 """A tail reads no more than that from the end of the file."""
@@ -44,16 +49,19 @@ class TaskLog:
     Arguments:
         path: the file.
         write: as os.write.
-        limit: bytes that are kept, about: past half of them the file is rotated, and the rotated one before it is
-            removed. 0: all.
+        limit: bytes that are kept, about: the beginning of the log, and the two newest files of the rest. 0: all.
     """
 
     def __init__(self, path: Path, write: Callable[[int, memoryview], int] = os.write, limit: int = 0) -> None:
         self.path = path
         self.error = ""
         """Why the last chunk could not be written; empty: it was."""
+        self.is_full = False
+        """That was for want of room."""
         self._write = write
-        self._limit = limit
+        self._head = min(HEAD_BYTES, limit // 4)
+        self._rest = (limit - self._head) // 2
+        """Size of a file: of the first one, and of the others."""
         self._fd: Optional[int] = None
         self._base = 0
         """Absolute offset of the file's first byte."""
@@ -102,6 +110,7 @@ class TaskLog:
             self._put(data)
         except OSError as err:
             self.error = err.strerror or str(err)
+            self.is_full = err.errno in (errno.ENOSPC, errno.EDQUOT)
             self._missing += len(data) - max(0, self._size - before)
             return None, 0
         self.error = ""
@@ -115,7 +124,8 @@ class TaskLog:
 
     def _rotate(self, more: int) -> None:
         """Begin another file if this one would become too long. A disk on which that fails goes on with this one."""
-        if not self._limit or not self._size or self._size + more <= self._limit // 2:
+        limit = self._rest if self._base else self._head
+        if not limit or not self._size or self._size + more <= limit:
             return
         older = rotated(self.path)
         try:
@@ -124,7 +134,7 @@ class TaskLog:
             return
         self.close()
         self._base, self._size = self.end, 0
-        for _, path in older:
+        for _, path in older[1:]:
             with contextlib.suppress(OSError):
                 os.unlink(str(path))
         self._open()
@@ -151,6 +161,7 @@ class Spool:
         self._logs: Dict[str, TaskLog] = {}
         self._index = IndexWriter(folder)
         self._warned = False
+        self._used = _used(folder)
 
     def add(self, task: str, stream: str, offset: int, data: bytes, attempt: int = 0) -> Written:
         """Append to the log of `task`; see `TaskLog.add`."""
@@ -183,12 +194,37 @@ class Spool:
                 return f"cannot write {path}: {error}; the job goes on without what does not fit"
         return ""
 
+    def flood(self, task: str) -> str:
+        """Return that the output of `task`, more of it than always stays, has filled the disk; else an empty text."""
+        log = self._logs[task]
+        if not (log.error and log.is_full and log.end >= HEAD_BYTES):
+            return ""
+        return f"has filled the disk of {self._folder} with {log.end >> 20} MiB of output: {log.error}"
+
+    def filling(self) -> str:
+        """Return a warning that the disk of the logs has become nearly full since the last call; else an empty text."""
+        before, self._used = self._used, _used(self._folder)
+        if not before < FULL <= self._used:
+            return ""
+        logged = sum(log.end for log in self._logs.values()) >> 20
+        return f"the disk of {self._folder} is {self._used:.0%} full; the tasks of this job have printed {logged} MiB"
+
     def close(self) -> None:
         """Write the index to its end, and close all files."""
         self._index.flush({task: log.end for task, log in self._logs.items()})
         self._index.close()
         for log in self._logs.values():
             log.close()
+
+
+def _used(folder: Path) -> float:
+    """Return which share of a disk's room for users is used; 1 if that is not known."""
+    try:
+        found = os.statvfs(str(folder))
+    except OSError:
+        return 1.0
+    used = found.f_blocks - found.f_bfree
+    return used / (used + found.f_bavail) if used + found.f_bavail else 1.0
 
 
 def tail(path: Path, lines: int) -> List[str]:
@@ -198,7 +234,7 @@ def tail(path: Path, lines: int) -> List[str]:
     end. Reads at most 1 MiB from the end.
     """
     data = _end_of(path, lines)
-    for _, older in reversed(rotated(path)):
+    for _, older in reversed(newest(path)):
         if data.count(b"\n") <= lines:
             data = _end_of(older, lines) + data
     text = data.decode("utf-8", "replace")

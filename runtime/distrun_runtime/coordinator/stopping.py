@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import List, Optional
 
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER, Limits
-from distrun_runtime.coordinator.actions import Action, Drop, EndAgent, Steps, StopTasks
+from distrun_runtime.coordinator.actions import WARNING, Action, Announce, Drop, EndAgent, Steps, StopTasks
 from distrun_runtime.coordinator.roster import HostState, JobRoster
 
 OPEN = 0
@@ -28,6 +28,8 @@ ABSENT_S = 2.0
 """The same for an agent that never answered."""
 OUTPUT_S = 10.0
 """How long the rest of the output may make no progress."""
+INTERRUPTED_OUTPUT_S = 3.0
+"""After an interrupt: how long the rest of the output is waited for, though it comes."""
 SILENT_S = 5.0
 """After a success, a host that has been silent for so long is waited for until it is lost: it may have output still."""
 
@@ -45,6 +47,8 @@ class JobStopSequence:
         self._limits = limits
         self.level = OPEN
         self._is_success = False
+        self.is_interrupted = False
+        """The user has ended the job: who floods is not waited for."""
         self._linger_until = 0.0
         self._deadline = 0.0
         self._looked = (-1, 0.0)
@@ -122,6 +126,10 @@ class JobStopSequence:
         if not self._may_end(host, now):
             return []
         host.ended_at = now
+        missing = self._roster.undrained(host.name)
+        if missing and self.is_interrupted:
+            text = f"the last output of {', '.join(missing)} is not waited for"
+            return [Announce(text, WARNING), EndAgent(host.name)]
         return [EndAgent(host.name)]
 
     @property
@@ -142,6 +150,10 @@ class JobStopSequence:
             return True
         if not (host.cleared and all(task.is_over for task in tasks)) and now < self._deadline:
             return False
+        if host.over_at < 0:
+            host.over_at = now
+        if self.is_interrupted and now >= host.over_at + INTERRUPTED_OUTPUT_S:
+            return True
         return self._roster.is_drained(host.name) or now >= host.last_output + OUTPUT_S
 
     def _survive(self, host: HostState) -> None:

@@ -504,6 +504,7 @@ class Supervisor:
 
     def _on_interrupt(self, event: events.Interrupt) -> None:
         self._interrupts += 1
+        self._stop.is_interrupted = True
         cause = failures.interrupted(event.signal, event.time)
         again = self.phase == DRAINING or self._interrupts > 1
         if self.phase == STOPPING and event.signal == "INT" and not again:
@@ -532,6 +533,10 @@ class Supervisor:
                 self._actions.append(SignalTasks(host.name, names, event.signal))
                 given += names
         self._say(f"SIG{event.signal} was given to {failures.listed(given) or 'no worker: none runs'}")
+
+    def _on_disk_filled(self, event: events.DiskFilled) -> None:
+        if self.phase in UNDECIDED:
+            self._fail(failures.disk_filled(self.roster.tasks[event.task], event.text, event.time))
 
     def _fail(self, cause: Cause, level: int = stopping.ASK_ALL) -> None:
         """Record a cause that may have ended the job, and stop the job (harder, if it is being stopped)."""
@@ -625,6 +630,7 @@ _NO_SIGNS_OF_LIFE = (
     events.PrepareFailed,
     events.PlaceClaimedTwice,
     events.Cut,
+    events.DiskFilled,
 )
 _STAMPED = (events.Started, events.Published, events.Exited, events.AgentEnding)
 _HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
@@ -649,5 +655,6 @@ _HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
     events.PlaceClaimedTwice: Supervisor._on_claimed_twice,
     events.Interrupt: Supervisor._on_interrupt,
     events.TasksSignal: Supervisor._on_tasks_signal,
+    events.DiskFilled: Supervisor._on_disk_filled,
     events.Tick: Supervisor._on_tick,
 }

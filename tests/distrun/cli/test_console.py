@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from screen import Screen
 
+from distrun import units
 from distrun.cli import top, writer
 from distrun.cli.console import Console, has_symbols, wants_colour
 from distrun_runtime.coordinator import output
@@ -142,6 +143,57 @@ def test_a_reader_that_goes_away_ends_the_printing_there_only(reader: Reader) ->
     os.close(reader.err)
     thread.join(LIMIT_S)
     assert reader.got["err"] == b"distrun: still here\n"
+
+
+def test_after_an_interrupt_the_backlog_is_left_out_and_one_line_says_how_much(
+    reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "QUEUE_LIMIT", 64 * 1024)
+    log = tmp_path / "worker-0.log"
+    printer = console(reader, prefix=False)
+    printer.attach(lambda task: tmp_path / (task + ".log"), "calm-otter")
+    line = b"%s\n" % (b"x" * 1023)
+    log.write_bytes(line * 4000)
+    for number in range(2000):
+        printer.output("worker-0", "h", "err" if number % 5 == 0 else "out", line, 1024 * number)
+    printer.say("before")
+    printer.leave_out()
+    for number in range(2000, 4000):
+        printer.output("worker-0", "h", "out", line, 1024 * number)
+    printer.output("worker-0", "h", "out", b"the last words\n", None)
+    reader.start()
+    got = reader.finish(printer)
+    assert len(got["out"]) < 2 * writer.LAST_BYTES + (1 << 17), "what the pipe held, and the last words"
+    assert got["out"].endswith(b"the last words\n")
+    assert b"distrun: before\n" in got["err"]
+    *_, said = got["err"].decode().splitlines()
+    shown = len(got["out"]) + got["err"].count(line) * len(line) - len(b"the last words\n")
+    left_out = units.size(4000 * 1024 - shown)
+    assert said == f"distrun: {left_out} of output are not shown: distrun logs calm-otter"
+
+
+def test_ctrl_c_while_the_last_output_is_printed_leaves_out_the_rest(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printer = console(reader, prefix=False)
+    for _ in range(100):
+        printer.output("worker-0", "h", "out", b"y" * 65535 + b"\n", None)
+
+    joined = writer.Writer.join
+
+    def interrupted(self: writer.Writer, limit_s: float | None) -> None:
+        monkeypatch.setattr(writer.Writer, "join", begins_to_read)
+        raise KeyboardInterrupt
+
+    def begins_to_read(self: writer.Writer, limit_s: float | None) -> None:
+        monkeypatch.setattr(writer.Writer, "join", joined)
+        reader.start()
+        joined(self, limit_s)
+
+    monkeypatch.setattr(writer.Writer, "join", interrupted)
+    got = reader.finish(printer)
+    assert len(got["out"]) < 1 << 18, "what the pipe held, and the piece that was being written"
+    assert b"of output are not shown" in got["err"]
 
 
 def test_pause_holds_the_output_and_goes_on_again(reader: Reader) -> None:

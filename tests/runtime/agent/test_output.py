@@ -132,6 +132,17 @@ def test_acknowledged_segments_are_given_back_to_the_disk(tmp_path: Path) -> Non
     spool.close()
 
 
+def test_a_stream_of_which_too_much_waits_is_full_until_some_is_taken(tmp_path: Path) -> None:
+    spool = StreamSpool(str(tmp_path / "x"), segment_bytes=10, spool_bytes=30)
+    spool.append(b"a" * 29)
+    assert not spool.is_full
+    spool.append(b"b")
+    assert spool.is_full
+    spool.forget(1)
+    assert not spool.is_full
+    spool.close()
+
+
 def test_full_disk_sends_the_stream_to_memory_within_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spool = StreamSpool(str(tmp_path / "x"), memory_bytes=10)
     spool.append(b"on disk ")

@@ -19,7 +19,7 @@ from distrun_runtime.coordinator.logfiles import LogFile
 from distrun_runtime.coordinator.logged import LoggedOutput
 from distrun_runtime.coordinator.logindex import SIZE, IndexEntry, IndexWriter, decode, encode
 from distrun_runtime.coordinator.logreader import LogReader, Piece
-from distrun_runtime.coordinator.spool import Spool
+from distrun_runtime.coordinator.spool import Spool, tail
 
 Open = Callable[[Path], LogReader]
 Chunk = tuple[str, str, bytes]
@@ -255,14 +255,33 @@ def test_rotation_keeps_offsets_and_counts_what_is_gone(tmp_path: Path, open_rea
     assert 50 <= kept <= 100
     log = LogFile(tmp_path / "worker-0.log")
     assert log.end() == 1000
-    assert log.begin() == 1000 - kept
+    assert log.begin() == 1000 - (kept - 20)
     assert log.read(log.begin(), 10) == b"%09d\n" % (log.begin() // 10)
-    assert log.read(0, 10) == b""
+    assert log.read(0, 30) == b"%09d\n%09d\n" % (0, 1), "the beginning stays: a quarter of a small limit"
+    assert log.read(20, 10) == b""
     log.close()
-    pieces, cursor, gap = everything(open_reader(tmp_path))
+    reader = open_reader(tmp_path)
+    pieces, cursor, gap = everything(reader)
     assert cursor == 1000
     assert gap == 1000 - kept
-    assert b"".join(piece.data for piece in pieces) == b"".join(b"%09d\n" % n for n in range(gap // 10, 100))
+    newest = range(2 + gap // 10, 100)
+    assert b"".join(piece.data for piece in pieces) == b"".join(b"%09d\n" % n for n in (0, 1, *newest))
+    assert tail(tmp_path / "worker-0.log", 100) == ["%09d" % number for number in newest]
+    for path in tmp_path.glob("index*"):
+        path.unlink()
+    reader.close()
+    assert b"".join(piece.data for piece in reader.rest(["worker-0"])).startswith(b"%09d\n%09d\n" % (0, 1))
+
+
+def test_of_a_long_log_the_first_16_mib_always_stay(tmp_path: Path) -> None:
+    line = b"%s\n" % (b"x" * 65535)
+    spool = Spool(tmp_path, limit=1 << 27)
+    for number in range(4096):  # 256 MiB
+        spool.add("worker-0", "out", number * len(line), line)
+    spool.close()
+    sizes = {path.name: path.stat().st_size for path in tmp_path.glob("worker-0.log*")}
+    assert sizes["worker-0.log.16777216"] == 16 << 20
+    assert sum(sizes.values()) <= 1 << 27
 
 
 def test_the_log_of_a_rotated_task_is_continued_where_it_stood(tmp_path: Path) -> None:

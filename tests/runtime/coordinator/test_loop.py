@@ -16,9 +16,9 @@ from sample_plan import sample_plan
 from scripted_agent import Script, ScriptedAgent
 
 from distrun import report
-from distrun_runtime.contract import wire
+from distrun_runtime.contract import facts, wire
 from distrun_runtime.contract.plan import Plan, Runtime, Secrets
-from distrun_runtime.coordinator import events, jobrun, loop
+from distrun_runtime.coordinator import events, jobrun, loop, spool
 from distrun_runtime.coordinator.channel import Put
 from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
 from distrun_runtime.coordinator.outcome import Outcome
@@ -281,6 +281,33 @@ def test_a_full_disk_is_said_once_and_the_job_goes_on(tmp_path: Path) -> None:
     assert job.run().exit_code == 0
     assert [data for _, _, data, _ in job.sink.printed] == [b"x"] * 3
     assert job.sink.text.count("No space left") == 1
+
+
+def test_a_task_that_fills_the_disk_with_its_output_ends_the_job_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    monkeypatch.setattr(spool, "HEAD_BYTES", 0)
+
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin()
+        task = agent.spawn()
+        agent.say("output", b"x", task=task, stream="out", offset=0)
+        agent.wait("stop")
+        agent.exited(task, None, signal="TERM", stopped=True, out=1)
+        agent.over(task)
+        agent.say("cleared", left=[])
+        agent.wait("end")
+        agent.say("bye")
+
+    job = Job(tmp_path, one_worker(), script)
+    job.folder.log_path("worker-0").symlink_to("/dev/full")
+    outcome = job.run()
+    assert outcome.exit_code == facts.EXIT_OUTPUT
+    assert outcome.culprit is not None
+    assert outcome.culprit.task == "worker-0"
+    assert f"has filled the disk of {job.folder.logs} with 0 MiB of output: No space left" in outcome.message
 
 
 def test_a_folder_that_vanishes_is_said_once_and_the_job_goes_on(tmp_path: Path) -> None:

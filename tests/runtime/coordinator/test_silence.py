@@ -52,6 +52,22 @@ def test_a_silent_host_that_stays_away_after_a_failure_is_lost_at_30_seconds_and
     assert outcome.survivors == ("worker-1 (pid 100) on d2",)
 
 
+def test_after_an_interrupt_the_rest_of_a_flood_is_not_waited_for() -> None:
+    history = two_hosts().interrupt("TERM")
+    for task, host in (("worker-0", "d1"), ("worker-1", "d2")):
+        history.killed(task, "TERM", stopped=True, out=1 << 30).tell(events.Cleared(host))
+    offset = 0
+    while history.outcome is None and history.now < 60:
+        history.tell(events.Output("d1", "worker-0", "out", offset, b"x" * 1000)).beat_to(history.now + 0.5)
+        offset += 1000
+        for host in ("d1", "d2"):
+            if EndAgent(host) in history.done:
+                history.tell(events.Bye(host))
+    assert history.end().exit_code == 143
+    assert history.now < 5
+    assert "the last output of worker-0 is not waited for" in history.said()
+
+
 def test_a_second_interrupt_waits_for_no_silent_host() -> None:
     history = two_hosts().tick_to(8).interrupt("INT").interrupt("INT")
     assert history.end().exit_code == 130

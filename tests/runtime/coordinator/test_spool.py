@@ -79,6 +79,18 @@ def test_when_there_is_room_again_the_log_says_what_is_missing(tmp_path: Path) -
     assert at == len(text) - 4
 
 
+def test_a_disk_that_fills_is_said_once_at_90_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = iter([0.5, 0.89, 0.9, 0.95, 0.8])
+    monkeypatch.setattr(spool, "_used", lambda folder: next(used))
+    made = spool.Spool(tmp_path)
+    assert [made.filling() for _ in range(4)] == [
+        "",
+        f"the disk of {tmp_path} is 90% full; the tasks of this job have printed 0 MiB",
+        "",
+        "",
+    ]
+
+
 def test_tail_gives_the_last_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     assert spool.tail(path, 3) == []
