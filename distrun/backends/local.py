@@ -198,7 +198,7 @@ class ChildChannel:
         self._listener.join(1.0)
         code = self._child.returncode
         if code is None:
-            how = "pid %d is still there" % self._child.pid
+            how = f"its process (pid {self._child.pid}) still ran a second later"
         else:
             how = "it was ended by signal %d" % -code if code < 0 else "it ended with code %d" % code
         return "\n".join([how, *self._words])

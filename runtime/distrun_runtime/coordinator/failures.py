@@ -231,7 +231,8 @@ def workers_done(tasks: Iterable[TaskResult]) -> Optional[float]:
 def root_of(name: str, tasks: Mapping[str, TaskResult], lost_at: Mapping[str, float]) -> str:
     """Return where the chain of losses that begins at `name` ends: the task that itself lost nobody.
 
-    Where the chain runs in a circle, as with two tasks that lost each other, its first loss in time counts.
+    Where the chain runs in a circle, as with two tasks that lost each other, the one counts that most others lost: a
+    task that was cut off loses its peers too, and is alone with that. Of equals, the one that was lost first.
 
     Arguments:
         name: of a task that lost a peer.
@@ -242,11 +243,20 @@ def root_of(name: str, tasks: Mapping[str, TaskResult], lost_at: Mapping[str, fl
     while name in tasks and tasks[name].lost_peer:
         if name in path:
             circle = path[path.index(name) :]
-            first = min(circle, key=lambda each: lost_at.get(each, 0.0))
+            first = min(circle, key=lambda each: (_not_missed(tasks[each].lost_peer, tasks), lost_at.get(each, 0.0)))
             return tasks[first].lost_peer
         path.append(name)
         name = tasks[name].lost_peer
     return name
+
+
+def _not_missed(name: str, tasks: Mapping[str, TaskResult]) -> Tuple[int, int]:
+    """Return less, the more others lost a task: by hosts that lost its host, then by tasks that lost it."""
+    host = tasks[name].host
+    lost = [
+        task for task in tasks.values() if task.lost_peer in tasks and tasks[task.lost_peer].host == host != task.host
+    ]
+    return -len({task.host for task in lost}), -sum(task.lost_peer == name for task in tasks.values())
 
 
 @dataclass(frozen=True)
