@@ -192,21 +192,22 @@ def claimed_twice(place: str, first: str, second: str, time: float) -> Cause:
     return Cause(facts.START_FAILED, facts.EXIT_START_FAILED, time, text, short, host=place)
 
 
-def start_too_slow(limit_s: float, missing: Sequence[str], time: float) -> Cause:
+def start_too_slow(limit_s: float, missing: str, time: float) -> Cause:
     """Return the cause that agents or tasks are which did not start in time."""
-    text = f"not started within {duration(limit_s)} (--start-timeout): {listed(missing)}"
+    text = f"not started within {duration(limit_s)} (--start-timeout): {missing}"
     return Cause(facts.START_FAILED, facts.EXIT_START_FAILED, time, text, "the start took too long")
 
 
-def timed_out(limit_s: float, time: float, unfinished: Sequence[str], is_running: bool) -> Cause:
+def timed_out(limit_s: float, time: float, unfinished: Sequence[str], missing: str = "") -> Cause:
     """Return the cause that the whole job's time limit is.
 
     Arguments:
-        unfinished: what had not ended or, unless `is_running`, what had not started; a few words each.
+        unfinished: the tasks that had not ended, a few words each.
+        missing: what the start still waited for, in words; empty: all tasks had started.
     """
     short = f"the job did not end within {duration(limit_s)} (--timeout)"
-    what = "had not ended" if is_running else "had not started"
-    text = f"{short}: {listed(unfinished)} {what}" if unfinished else short
+    what = f"it still waited for {missing}" if missing else f"{listed(unfinished)} had not ended"
+    text = f"{short}: {what}" if missing or unfinished else short
     return Cause(facts.TIMEOUT, facts.EXIT_TIMEOUT, time, text, short)
 
 

@@ -544,9 +544,8 @@ class Supervisor:
         if self.phase not in UNDECIDED:
             return
         if limits.timeout_s is not None and passed >= limits.timeout_s:
-            is_running = self.phase == RUNNING
-            names = self.roster.unfinished() if is_running else self.roster.missing()
-            self._fail(failures.timed_out(limits.timeout_s, event.time, names, is_running))
+            missing = "" if self.phase == RUNNING else self.roster.missing()
+            self._fail(failures.timed_out(limits.timeout_s, event.time, self.roster.unfinished(), missing))
         elif self._early_until is not None and self._now >= self._early_until:
             self._fail(self._analysis.first_early(self.roster.tasks))
         elif self.phase not in (*ASKING, STARTING):
@@ -557,7 +556,7 @@ class Supervisor:
             self._end_for_unusable()
         elif self._now >= self._comment_at:
             self._comment_at = self._now + 2 * COMMENT_S
-            self._say(f"waiting for {failures.listed(self.roster.missing())} ({duration(round(starting))})")
+            self._say(f"waiting for {self.roster.missing()} ({duration(round(starting))})")
 
     def _on_prepared(self, event: events.AllPrepared) -> None:
         if self.phase == PREPARING:

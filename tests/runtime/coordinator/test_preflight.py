@@ -267,7 +267,7 @@ def test_tasks_start_when_every_host_has_settled_with_what_was_copied() -> None:
     history = settling()
     assert history.did(Settle) == [Settle("d1"), Settle("d2")]
     assert history.settled("d1").beat_to(210).did(Spawn) == []
-    assert "waiting for d2 to get ready" in history.said()
+    assert "waiting for the preparation of d2" in history.said()
     assert len(history.settled("d2").did(Spawn)) == 2
     assert history.settled("d2").did(Settle) == [Settle("d1"), Settle("d2")]
 
