@@ -94,11 +94,13 @@ class Supervisor:
         self._early_until: Optional[float] = None
         self._consequence_at: Optional[float] = None
         """When the first task died of a lost peer, while nothing was known that it died of."""
+        self._announced: Optional[Cause] = None
+        """For what it was said that the job is being stopped."""
         self._interrupts = 0
         worker_commands = {task.argv for task in plan.of_role(WORKER)}
         # `--ps command`: servers are the user's own program and are expected to end by themselves.
         self._own_servers = not any(task.argv in worker_commands for task in plan.tasks if task.role != WORKER)
-        self._is_one_machine = plan.backend == "local"
+        self._is_one_machine = plan.backend == "local" and len(plan.hosts) == 1
         """There is one clock: a hello that was stamped earlier came late."""
 
     @property
@@ -534,6 +536,7 @@ class Supervisor:
         if self.phase in UNDECIDED:
             if cause.reason not in (facts.INTERRUPTED, facts.TERMINATED):
                 self._say("%s; stopping the job" % (cause.short or cause.text), WARNING)
+                self._announced = cause
             self.phase = STOPPING
         if cause.is_failure and self._stop.level != stopping.OPEN:
             return  # a death while the workers are being asked to end is no reason to hurry them
@@ -593,7 +596,18 @@ class Supervisor:
             if self._stop.is_over:
                 self.phase = OVER
                 roster.settle()
-                self._actions.append(FinishJob(self._outcome()))
+                outcome = self._outcome()
+                self._tell_change(outcome)
+                self._actions.append(FinishJob(outcome))
+
+    def _tell_change(self, outcome: ends.Outcome) -> None:
+        """Say why the job's end names another task than the one for which it was stopped."""
+        said, culprit = self._announced, outcome.culprit
+        if said is None or culprit is None or not culprit.task or not said.task or culprit.task == said.task:
+            return
+        if culprit.time < said.time:
+            first, second = f"{culprit.task} on {culprit.host}", f"{said.task} on {said.host}"
+            self._say(f"{first} failed before {second}, but the report of it came later", WARNING)
 
 
 def _host_of(event: events.Event) -> str:

@@ -169,6 +169,8 @@ def test_the_earliest_stamp_is_the_culprit_even_if_it_is_reported_later() -> Non
     history.now = 10
     history.exited("worker-0", 5, at=9.9).exited("worker-1", 4, at=9.5)
     assert history.end().exit_code == 4
+    assert "worker-0 on d1: exit code 5; stopping the job" in history.said()
+    assert "worker-1 on d2 failed before worker-0 on d1, but the report of it came later" in history.said()
 
 
 def test_a_failure_reported_after_the_deadline_changes_nothing() -> None:
