@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Dict, List, Set, Tuple
+from typing import Any, Dict, List, Optional, Set, Tuple
 from typing import Counter as Counts
 
 from distrun_runtime.contract import facts, words
@@ -28,6 +28,10 @@ class HostState:
     """What is known of one host and its agent."""
 
     name: str
+    machine: str = ""
+    """The name that its machine has for itself; empty: not known yet."""
+    address: str = ""
+    """Its address for data; empty: not known yet."""
     greeted: bool = False
     is_ready: bool = False
     """It has done what it was asked to do before tasks can start: `begin` or, later, `settle`."""
@@ -206,6 +210,11 @@ class JobRoster:
         while self._answered < len(self._order) and self._order[self._answered].has_answered:
             self._answered += 1
         return self._answered == len(self._order)
+
+    def twin_of(self, host: HostState, address: str) -> Optional[HostState]:
+        """Return a host that has this address for data and is another machine, if there is one."""
+        others = (each for each in self._order if each.address == address and each.machine != host.machine)
+        return next(others, None)
 
     def ask_again(self) -> None:
         """Every host has something to do before tasks can start, and is to answer again."""

@@ -189,6 +189,7 @@ class Supervisor:
             self._on_start_failed(events.StartFailed(event.host, why, event.arrived, True, "clock", fix))
             return
         host.greeted = True
+        host.machine = str(event.facts.get("host", ""))
         if isinstance(stamp, (int, float)):
             host.stamp = stamp
         if abs(skew) > SKEW_S:
@@ -198,7 +199,19 @@ class Supervisor:
             self._actions.append(Begin(event.host))
 
     def _on_ready(self, event: events.AgentReady) -> None:
-        self.roster.hosts[event.host].is_ready = True
+        host = self.roster.hosts[event.host]
+        twin = self.roster.twin_of(host, event.address)
+        if twin is not None:
+            # As docker0 or the address of a virtual machine behind NAT: the same on every host.
+            text = f"{host.name} and {twin.name} both have {event.address} as their address for data"
+            fix = "choose another network with --subnet CIDR or --interface NAME"
+            if self.plan.of_role(SCHEDULER):
+                why = f"{text}, so tasks elsewhere cannot reach both"
+                self._on_start_failed(events.StartFailed(event.host, why, host.stamp, True, "interface", fix))
+                return
+            self._say(f"{text}; {fix} if tasks are to reach both", WARNING)
+        host.is_ready = True
+        host.address = event.address
         self.roster.facts[f"host:{event.host}.address"] = event.address
         for label, port in event.ports.items():
             self.roster.facts[f"{event.host}/port:{label}"] = str(port)
