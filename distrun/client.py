@@ -328,12 +328,13 @@ def _unanswered(connection: ControlConnection, folder: JobFolder, where: Mapping
     code = connection._relay.ended(RELAY_END_S)
     if relay.is_dropped(code, connection._relay.said):
         return _Dropped()
+    said = bool(connection._relay.said)
     connection._relay.show()
     if code in (relay.NOBODY, None):
         return gone(folder, where)
     return CoordinatorLost(
         f"job {folder.id}: its coordinator is on {where['host']}, which cannot be reached by ssh "
-        f"(exit code {code}; what ssh said is above)",
+        f"(exit code {code}{'; what ssh said is above' if said else ''})",
         f"try: ssh {where['host']} true; or type this command on {where['host']}",
     )
 

@@ -59,7 +59,7 @@ class Swept(NamedTuple):
         if self.left:
             return f"{_count(len(self.left))} there did not end"
         if not self.ended:
-            return "nothing was left there"
+            return "no process is left there"
         return "{} left there {} ended".format(_count(len(self.ended)), "was" if len(self.ended) == 1 else "were")
 
     def lines(self) -> list[str]:

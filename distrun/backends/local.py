@@ -18,7 +18,7 @@ from distrun.backends import blob
 from distrun.backends.base import GUARD_S, Backend, Rendered, Swept, marks
 from distrun.hosts import Inventory
 from distrun.hosts import local as this_machine
-from distrun_runtime.contract import environ, facts
+from distrun_runtime.contract import environ, facts, process
 from distrun_runtime.contract.plan import Host, Plan
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class ChildChannel:
             self.boot()
         child = self._child
         if child is None:
-            why = "" if self._failure is None else self._failure.strerror
+            why = "" if self._failure is None else process.why(self._failure)
             put(StartFailed(self._host, f"cannot start {self._argv[0]}: {why}", time.time()))
             return
         self._listener = threading.Thread(target=self._listen, args=(child.stderr,), name="agent stderr", daemon=True)
@@ -198,7 +198,7 @@ class ChildChannel:
         self._listener.join(1.0)
         code = self._child.returncode
         if code is None:
-            how = "pid %d is still there" % self._child.pid
+            how = f"its process (pid {self._child.pid}) still ran a second later"
         else:
             how = "it was ended by signal %d" % -code if code < 0 else "it ended with code %d" % code
         return "\n".join([how, *self._words])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import signal
 import sys
@@ -190,6 +191,10 @@ def _other(err: Exception, settings: Settings) -> int:
             return _fail(str(err), hint, facts.EXIT_USAGE, settings)
         case RuntimeFault():
             return _fail(str(err), "", facts.EXIT_INTERNAL, settings)
+        case OSError(errno=errno.EMFILE):
+            from distrun_runtime.contract import process
+
+            return _fail(process.why(err), "", facts.EXIT_INTERNAL, settings)
     text = f"{type(err).__name__}: {err}"
     return _fail("internal error: " + text, "please report it, with what -vv prints", facts.EXIT_INTERNAL, settings)
 

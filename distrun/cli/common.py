@@ -99,17 +99,17 @@ def fetched(folder: JobFolder) -> JobFolder:
     return folder
 
 
-def agree(question: str, yes: bool, what: str, hint: str = "look first: --dry-run") -> None:
-    """Ask on the terminal, unless `yes`. `what`, `hint`: for the error if nobody can be asked.
+def agree(question: str, yes: bool, hint: str = "look first: --dry-run") -> None:
+    """Ask on the terminal, unless `yes`. `hint`: for the error if stdin is no terminal.
 
     Raises:
-        UsageError: nobody can be asked.
+        UsageError: stdin is no terminal.
         click.Abort: the answer is no.
     """
     if yes:
         return
     if not sys.stdin.isatty():
-        raise UsageError(f"{what} only with -y where nobody can be asked", hint)
+        raise UsageError(f"{question} stdin is not a terminal to answer on; -y answers yes", hint)
     click.confirm(question, abort=True, err=True)
 
 

@@ -164,7 +164,6 @@ def _agreed(report: DoctorReport, options: Mapping[str, Any]) -> list[Wanted]:
     agree(
         f"Make {'this environment' if len(wanted) == 1 else f'these {len(wanted)} environments'}?",
         options["yes"],
-        "--fix makes environments on hosts",
         "look first: leave --fix out",
     )
     return wanted

@@ -98,7 +98,7 @@ def _by_name(names: Sequence[str], options: Mapping[str, Any]) -> int:
         return _preview(folders, options)
     if len(folders) > 1:
         listed = ", ".join(folder.id for folder in folders)
-        agree(f"Stop {listed}?", options["yes"], "several jobs are stopped")
+        agree(f"Stop {listed}?", options["yes"])
     code = 0
     told = []
     for folder in folders:
@@ -182,7 +182,7 @@ def _on_hosts(wanted: Sequence[str], options: Mapping[str, Any]) -> int:
         if options["yes"]:
             return _report(Result(found, chosen, end_jobs(fleet, chosen, grace_s)), options)
     count = sum(len(each.processes) for each in chosen)
-    agree(f"End these {count} processes?", False, "processes on hosts are ended")
+    agree(f"End these {count} processes?", False)
     names = {each.host for each in chosen}
     with Fleet(backend, [host for host in hosts if host.name in names]) as fleet:
         return _report(Result(found, chosen, end_jobs(fleet, chosen, grace_s)), options)
@@ -203,7 +203,7 @@ def _in_engine(names: Sequence[str], options: Mapping[str, Any]) -> int:
         _print_table(("JOB", "MARKER", "STATE"), [(each.handle.id, each.marker, each.state) for each in chosen])
     problems: dict[str, str] = {}
     if chosen and not options["dry_run"]:
-        agree(f"Cancel {len(chosen)} in {backend.name}?", options["yes"], "jobs are cancelled")
+        agree(f"Cancel {len(chosen)} in {backend.name}?", options["yes"])
         problems = engines.cancel(backend, chosen)
     code = facts.EXIT_LEFT if problems else 0
     if options["as_json"]:
@@ -331,7 +331,7 @@ def _by_match(options: Mapping[str, Any]) -> int:
     if not chosen or options["dry_run"]:
         return _report_matches(found, chosen, {}, options)
     count = sum(map(len, chosen.values()))
-    agree(f"End these {count} processes?", options["yes"], "processes are ended by their command line")
+    agree(f"End these {count} processes?", options["yes"])
     # Exactly what was shown: something else may match by now.
     only = {host: [[each.pid, each.start] for each in rows] for host, rows in chosen.items()}
     with Fleet(backend, [host for host in hosts if host.name in chosen]) as fleet:

@@ -142,6 +142,6 @@ def _meant(word: str, ids: Mapping[str, str]) -> list[str]:
 
 def shown(process: JobProcess) -> str:
     """Return a process's command for a table: ours by its name, for theirs is long; others cut."""
-    if process.task in ("agent", "guard"):
+    if process.task in ("agent", "guard", facts.HELPER):
         return f"distrun's {process.task}"
     return process.command if len(process.command) <= SHOWN else process.command[:SHOWN] + "..."

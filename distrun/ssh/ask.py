@@ -74,7 +74,8 @@ class Asker:
             if self._is_closed or self._asked.get(about, 0) >= TRIES:
                 return None
             self._asked[about] = self._asked.get(about, 0) + 1
-            answer = self._read(prompt, self._limit_s, abort.check)
+            said = "" if refused is None else "Not accepted; please try again.\r\n"
+            answer = self._read(said + prompt, self._limit_s, abort.check)
             if answer is None:
                 self._is_closed = True  # nobody is there: the other hosts need not wait for that to show
             else:

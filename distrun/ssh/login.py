@@ -193,7 +193,9 @@ class Login:
     def _unlock(self, path: str) -> Any:
         wrong: str | None = None
         while True:
-            passphrase = self._asker.ask("key " + path, f"Passphrase of {path}: ", self._abort, wrong)
+            passphrase = None
+            if self._resolved.asks_passphrases:
+                passphrase = self._asker.ask("key " + path, f"Passphrase of {path}: ", self._abort, wrong)
             if passphrase is None:
                 self._note(f"{path} has a passphrase")
                 self._fix = self._fix or f"ssh-add {path}"

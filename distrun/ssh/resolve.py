@@ -62,6 +62,8 @@ class Resolved:
     family: str = "any"
     """any, inet or inet6."""
     asks_passwords: bool = True
+    asks_passphrases: bool = True
+    """Neither with `BatchMode yes`."""
     options: Options = field(default_factory=dict, compare=False, repr=False)
     """As they were found; empty without the `ssh` program."""
 
@@ -215,6 +217,7 @@ def digest(target: Target, options: Options, env: Mapping[str, str]) -> Resolved
         found = (_expand(value.strip('"'), tokens, env) for value in values if value not in _NOT_SET)
         return tuple(dict.fromkeys(os.path.expanduser(each) for each in found))
 
+    may_ask = not yes("batchmode")
     named = [value for value in options.get("identityfile", ()) if value not in _NOT_SET]
     is_default = set(named) <= set(DEFAULT_IDENTITIES) and set(named) >= _USUAL
     if target.identity:  # `ssh -G -i` forgets a file that is not there; nobody would hear that it is mistyped
@@ -242,7 +245,8 @@ def digest(target: Target, options: Options, env: Mapping[str, str]) -> Resolved
         connect_s=target.connect_s if target.connect_s != CONNECT_S else seconds,
         forward_agent=forward.lower() not in ("no", "false"),
         family=one("addressfamily", "any"),
-        asks_passwords=yes("passwordauthentication", True) or yes("kbdinteractiveauthentication", True),
+        asks_passwords=may_ask and (yes("passwordauthentication", True) or yes("kbdinteractiveauthentication", True)),
+        asks_passphrases=may_ask,
         options=options,
     )
 

@@ -226,7 +226,7 @@ def test_what_a_sweep_after_the_job_found_ended_is_not_said_to_run() -> None:
     [
         (Swept(("pid 7 (sleep)", "pid 8 (distrun's agent)")), "; 2 processes left there were ended"),
         (Swept(("pid 7 (sleep)",)), "; 1 process left there was ended"),
-        (Swept(), "; nothing was left there"),
+        (Swept(), "; no process is left there"),
         (Swept(("pid 7 (sleep)",), ("pid 9 (stuck)",)), "; 1 process there did not end"),
         (
             Swept(problem="no route"),

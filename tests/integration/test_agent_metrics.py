@@ -15,6 +15,7 @@ import pytest
 from agentkit import AgentDriver, agent, leftovers, poll, python, shell
 
 from distrun.backends import blob
+from distrun_runtime.agent import sweep
 from distrun_runtime.agent.helper import NAME
 from distrun_runtime.contract import process
 from distrun_runtime.contract.process import Identity
@@ -146,6 +147,8 @@ def test_the_helper_ends_with_its_agent(how: str) -> None:
         while "disk_free" not in driver.wait("metrics").header["host"]:
             pass
         [helper] = helpers(driver.job)
+        [job] = [each for each in sweep.survey()["jobs"] if each["job"] == driver.job]
+        assert {row["task"] for row in job["processes"]} >= {"helper", "agent", "worker-0"}
         if how == "stop":
             driver.stop("worker-0")
             assert driver.wait("cleared").header["left"] == []

@@ -112,6 +112,21 @@ def test_a_worker_that_ends_while_others_need_it_is_named_with_what_to_do(distru
     assert "without pushing round 3 of key 'w'; a worker that runs out of data calls kv.join()" in lines[-1]
 
 
+def test_a_worker_that_leaves_first_is_named_although_another_one_catches_the_error_and_ends_first(
+    distrun: Distrun,
+) -> None:
+    text = (
+        "import atexit, sys, time\nimport numpy as np\nfrom distrun_runtime import kvstore\n"
+        "kv = kvstore.create('dist_sync')\nkv.init('w', np.zeros(4))\n"
+        "if kv.rank == 0:\n    atexit.register(lambda: (kv.close(), time.sleep(0.7)))\n    sys.exit(3)\n"
+        "try:\n    kv.push('w', np.ones(4))\n    kv.pull('w', out=np.zeros(4))\n"
+        "except ConnectionError:\n    sys.exit(5)\n"
+    )
+    code, lines = launch(distrun, text, "-n", "2", "-s", "1")
+    assert code == 3
+    assert lines[-1] == f"distrun: error: worker-0 on {distrun.job_host()} failed with exit code 3"
+
+
 def test_the_time_limit_names_who_had_not_ended(distrun: Distrun) -> None:
     for limit_s in (2, 20):  # a busy machine may not have started the agent after two seconds
         words = ("--timeout", str(limit_s), "--grace", "1", "[ $RANK = 1 ] || exec sleep 300")

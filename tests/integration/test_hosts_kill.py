@@ -178,7 +178,7 @@ def test_nobody_to_ask_means_nothing_is_ended(lab: Site) -> None:
     job.orphan()
     done = kill(lab, hosts=("h1",))
     assert done.code == 2
-    assert "only with -y" in done.err
+    assert "-y answers yes" in done.err
     assert job.left()
     assert kill(lab, "-y", job.id, hosts=("h1",)).code == 0
     assert job.left() == []

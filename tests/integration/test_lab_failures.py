@@ -352,6 +352,18 @@ def test_a_silent_host_is_the_culprit_though_tasks_elsewhere_fail_of_its_loss_fi
     nothing_stays(lab)
 
 
+def test_a_worker_whose_host_was_cut_off_for_a_while_is_named_and_not_the_scheduler(lab: Site) -> None:
+    """It lost the scheduler, and may say so first; all others lost only it."""
+    job = Job(lab, STORE, *SOON, *WITH_SERVER, workers=3, hosts=["h1", "h2", "h3", "h4"])
+    lab["h3"].down()
+    wait_until(lambda: "worker-1@h3" in job.err, LIMIT_S, "the others say that they lost it")
+    lab["h3"].up()
+    assert job.running.wait(LIMIT_S) in (1, 7), job.err
+    culprit = job.outcome["culprit"]
+    assert culprit["host"] == "h3", job.outcome["message"]
+    nothing_stays(lab)
+
+
 @pytest.mark.parametrize("transport", ["fabric", "openssh"])
 def test_a_suspect_host_that_comes_back_in_time_loses_no_line(transport: str, lab: Site) -> None:
     count = 1000

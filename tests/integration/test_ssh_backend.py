@@ -115,7 +115,7 @@ def test_cutting_the_connection_ends_the_tasks(sshd: Sshd) -> None:
     assert channel.join(WAIT_S)
     poll(lambda: not process.is_alive(Identity(started.pid, started.start)), "the task has ended")
     assert backend.release((channel,), WAIT_S) == ("here",)  # nobody has seen that it did
-    assert backend.sweep(plan, 1.0, ["here"])["here"].short == "nothing was left there"
+    assert backend.sweep(plan, 1.0, ["here"])["here"].short == "no process is left there"
 
 
 def test_agent_and_guard_carry_the_marks_of_their_job(sshd: Sshd) -> None:

@@ -68,7 +68,7 @@ class History:
         """Have a host turn out to be unusable; without a kind, its agent just did not come up."""
         return self.tell(events.StartFailed(host, text, WALL + self.now, kind=kind, **more))
 
-    def hello(self, host: str, **facts: Any) -> History:
+    def hello(self, host: str, /, **facts: Any) -> History:
         time = WALL + self.now
         return self.tell(events.AgentHello(host, {"version": wire.VERSION, "time": time, **facts}, time))
 

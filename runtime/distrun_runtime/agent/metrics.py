@@ -16,7 +16,7 @@ from distrun_runtime.agent import procfs, sampling
 from distrun_runtime.agent.helper import Helper
 from distrun_runtime.agent.procfs import Usage
 from distrun_runtime.agent.share import Share, exact
-from distrun_runtime.contract import process
+from distrun_runtime.contract import facts, process
 from distrun_runtime.contract.process import Identity
 
 if TYPE_CHECKING:
@@ -208,6 +208,7 @@ def helper_of(share: Share, selector: selectors.BaseSelector) -> Helper:
     """Return a helper that runs in the environment of a job's tasks, marked as they are."""
     words = [[exact(word) for word in task.argv] for task in share.plan.tasks]
     env = {**share.base, **{exact(name): exact(value) for name, value in share.marks.items()}, b"LC_ALL": b"C"}
+    env[b"DISTRUN_ROLE"] = facts.HELPER.encode()
     return Helper(selector, pythons(share.python, words), env, share.cwd)
 
 

@@ -380,7 +380,8 @@ def _why(task: Task, argv: List[bytes], err: Exception) -> CannotStart:
     if number == errno.ENOEXEC:
         what = "is neither a program of this machine nor a script with a #! line"
         return CannotStart(EXIT_NOT_EXECUTABLE, f"{_text(argv[0])} {what}")
-    return CannotStart(EXIT_NOT_EXECUTABLE, f"{task.name} cannot be started: {err}")
+    text = process.why(err) if isinstance(err, OSError) and number == errno.EMFILE else str(err)
+    return CannotStart(EXIT_NOT_EXECUTABLE, f"{task.name} cannot be started: {text}")
 
 
 def _text(word: bytes) -> str:

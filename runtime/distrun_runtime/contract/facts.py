@@ -54,10 +54,17 @@ def exit_code_of(status: int) -> int:
 SCHEDULER = "scheduler"
 SERVER = "server"
 WORKER = "worker"
+HELPER = "helper"
+"""No task: the process in which an agent reads what would hold it up. It is marked like tasks."""
 
 
 def task_name(role: str, rank: object) -> str:
-    """Return what a task is called: `worker-1`, or `scheduler`, of which there is one; empty without role or rank."""
+    """Return what a task is called: `worker-1`, or `scheduler`, of which there is one; empty without role or rank.
+
+    An agent's helper process is called `helper`.
+    """
+    if role == HELPER:
+        return role
     if not role or rank == "":
         return ""
     return role if role == SCHEDULER else f"{role}-{rank}"

@@ -10,6 +10,7 @@ Standard library only, Python 3.8.
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import signal
@@ -345,6 +346,17 @@ def _table_of_ps(pids: Optional[List[int]]) -> List[Process]:
 def _pairs(entries: Iterable[str]) -> Dict[str, str]:
     cut = (entry.partition("=") for entry in entries)
     return {name: value for name, equals, value in cut if equals}
+
+
+def why(err: OSError) -> str:
+    """Return why the system refused something; of too many open files also the limit, and what raises it."""
+    if err.errno != errno.EMFILE:
+        return err.strerror or str(err)
+    import resource  # not needed by most processes
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    more = "" if hard == resource.RLIM_INFINITY else f"; the system's own limit is {hard}"
+    return f"too many open files: a process may have {soft} here (raise it before: ulimit -n 4096{more})"
 
 
 def allow_open_files(wanted: int) -> int:

@@ -199,21 +199,22 @@ def claimed_twice(place: str, first: str, second: str, time: float) -> Cause:
     return Cause(facts.START_FAILED, facts.EXIT_START_FAILED, time, text, short, host=place)
 
 
-def start_too_slow(limit_s: float, missing: Sequence[str], time: float) -> Cause:
+def start_too_slow(limit_s: float, missing: str, time: float) -> Cause:
     """Return the cause that agents or tasks are which did not start in time."""
-    text = f"not started within {duration(limit_s)} (--start-timeout): {listed(missing)}"
+    text = f"not started within {duration(limit_s)} (--start-timeout): {missing}"
     return Cause(facts.START_FAILED, facts.EXIT_START_FAILED, time, text, "the start took too long")
 
 
-def timed_out(limit_s: float, time: float, unfinished: Sequence[str], is_running: bool) -> Cause:
+def timed_out(limit_s: float, time: float, unfinished: Sequence[str], missing: str = "") -> Cause:
     """Return the cause that the whole job's time limit is.
 
     Arguments:
-        unfinished: what had not ended or, unless `is_running`, what had not started; a few words each.
+        unfinished: the tasks that had not ended, a few words each.
+        missing: what the start still waited for, in words; empty: all tasks had started.
     """
     short = f"the job did not end within {duration(limit_s)} (--timeout)"
-    what = "had not ended" if is_running else "had not started"
-    text = f"{short}: {listed(unfinished)} {what}" if unfinished else short
+    what = f"it still waited for {missing}" if missing else f"{listed(unfinished)} had not ended"
+    text = f"{short}: {what}" if missing or unfinished else short
     return Cause(facts.TIMEOUT, facts.EXIT_TIMEOUT, time, text, short)
 
 
@@ -239,7 +240,8 @@ def workers_done(tasks: Iterable[TaskResult]) -> Optional[float]:
 def root_of(name: str, tasks: Mapping[str, TaskResult], lost_at: Mapping[str, float]) -> str:
     """Return where the chain of losses that begins at `name` ends: the task that itself lost nobody.
 
-    Where the chain runs in a circle, as with two tasks that lost each other, its first loss in time counts.
+    Where the chain runs in a circle, as with two tasks that lost each other, the one counts that most others lost: a
+    task that was cut off loses its peers too, and is alone with that. Of equals, the one that was lost first.
 
     Arguments:
         name: of a task that lost a peer.
@@ -250,11 +252,20 @@ def root_of(name: str, tasks: Mapping[str, TaskResult], lost_at: Mapping[str, fl
     while name in tasks and tasks[name].lost_peer:
         if name in path:
             circle = path[path.index(name) :]
-            first = min(circle, key=lambda each: lost_at.get(each, 0.0))
+            first = min(circle, key=lambda each: (_not_missed(tasks[each].lost_peer, tasks), lost_at.get(each, 0.0)))
             return tasks[first].lost_peer
         path.append(name)
         name = tasks[name].lost_peer
     return name
+
+
+def _not_missed(name: str, tasks: Mapping[str, TaskResult]) -> Tuple[int, int]:
+    """Return less, the more others lost a task: by hosts that lost its host, then by tasks that lost it."""
+    host = tasks[name].host
+    lost = [
+        task for task in tasks.values() if task.lost_peer in tasks and tasks[task.lost_peer].host == host != task.host
+    ]
+    return -len({task.host for task in lost}), -sum(task.lost_peer == name for task in tasks.values())
 
 
 @dataclass(frozen=True)

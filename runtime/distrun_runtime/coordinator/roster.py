@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Dict, List, Set, Tuple
+from typing import Any, Dict, List, Optional, Set, Tuple
 from typing import Counter as Counts
 
-from distrun_runtime.contract import facts
+from distrun_runtime.contract import facts, words
 from distrun_runtime.contract.plan import ROLES, WORKER, Plan, Task, references
 from distrun_runtime.coordinator.events import Event, Output
+from distrun_runtime.coordinator.failures import listed
 from distrun_runtime.coordinator.outcome import TaskResult
 
 SKEW_S = 1.0
@@ -27,6 +28,10 @@ class HostState:
     """What is known of one host and its agent."""
 
     name: str
+    machine: str = ""
+    """The name that its machine has for itself; empty: not known yet."""
+    address: str = ""
+    """Its address for data; empty: not known yet."""
     greeted: bool = False
     is_ready: bool = False
     """It has done what it was asked to do before tasks can start: `begin` or, later, `settle`."""
@@ -208,6 +213,11 @@ class JobRoster:
             self._answered += 1
         return self._answered == len(self._order)
 
+    def twin_of(self, host: HostState, address: str) -> Optional[HostState]:
+        """Return a host that has this address for data and is another machine, if there is one."""
+        others = (each for each in self._order if each.address == address and each.machine != host.machine)
+        return next(others, None)
+
     def ask_again(self) -> None:
         """Every host has something to do before tasks can start, and is to answer again."""
         self._answered = 0
@@ -219,19 +229,36 @@ class JobRoster:
         """The hosts of which it is not known yet whether they can be used."""
         return [host.name for host in self.hosts.values() if not host.has_answered]
 
-    def missing(self) -> List[str]:
-        """Return, one text each, what has not started yet: agents or, once all of them are ready, tasks."""
-        texts = [
-            f"{host.name} to get ready" if host.greeted else f"the agent on {host.name}"
-            for host in self.hosts.values()
-            if not host.has_answered
-        ]
-        for task in () if texts else self.plan.tasks:
+    def missing(self) -> str:
+        """Return what has not started yet, in words: agents and hosts or, once all of those are ready, tasks.
+
+        Of a task that needs another one's address, only that other one is awaited, and so it is named, once.
+        """
+        hosts = [host for host in self.hosts.values() if not host.has_answered]
+        if hosts:
+            silent = [host.name for host in hosts if not host.greeted]
+            unready = [host.name for host in hosts if host.greeted]
+            agents = "the agent on " if len(silent) == 1 else "the agents on "
+            texts = [agents + listed(silent)] if silent else []
+            return "; ".join([*texts, *(["the preparation of " + listed(unready)] if unready else [])])
+        free: List[str] = []
+        waiting: Dict[str, List[str]] = {}
+        for task in self.plan.tasks:
             if self.tasks[task.name].state in (facts.PENDING, facts.STARTING):
-                needs = sorted(references(task) - self.facts.keys())
-                what = f"{task.name} on {task.host}"
-                texts.append(f"{what} (which waits for {', '.join(needs)})" if needs else what)
-        return texts
+                where = f"{task.name} on {task.host}"
+                needs = {name.partition(".")[0] for name in references(task) - self.facts.keys()}
+                providers = [name for name in sorted(needs) if name in self.tasks]
+                for name in providers:
+                    waiting.setdefault(name, []).append(where)
+                if not providers:
+                    free.append(where)
+        texts = []
+        for name, needing in waiting.items():
+            where = f"{name} on {self.tasks[name].host}"
+            free = [each for each in free if each != where]
+            verb = "needs" if len(needing) == 1 else "need"
+            texts.append(f"{where} ({words.listed(needing, 1)} {verb} its address)")
+        return "; ".join([*texts, *([listed(free)] if free else [])])
 
     def unfinished(self) -> List[str]:
         """Return the workers that have not ended, or, when all have, the other tasks; a few words each."""

@@ -95,10 +95,14 @@ class Supervisor:
         self._early_until: Optional[float] = None
         self._consequence_at: Optional[float] = None
         """When the first task died of a lost peer, while nothing was known that it died of."""
+        self._announced: Optional[Cause] = None
+        """For what it was said that the job is being stopped."""
         self._interrupts = 0
         worker_commands = {task.argv for task in plan.of_role(WORKER)}
         # `--ps command`: servers are the user's own program and are expected to end by themselves.
         self._own_servers = not any(task.argv in worker_commands for task in plan.tasks if task.role != WORKER)
+        self._is_one_machine = plan.backend == "local" and len(plan.hosts) == 1
+        """There is one clock: a hello that was stamped earlier came late."""
 
     @property
     def job_state(self) -> str:
@@ -175,7 +179,7 @@ class Supervisor:
             self._on_start_failed(events.StartFailed(event.host, why, event.arrived, True, "protocol", fix))
             return
         stamp = event.facts.get("time")
-        skew = event.arrived - stamp if isinstance(stamp, (int, float)) else 0.0
+        skew = event.arrived - stamp if isinstance(stamp, (int, float)) and not self._is_one_machine else 0.0
         if abs(skew) > SKEW_LIMIT_S:
             where = "behind" if skew > 0 else "ahead of"
             why = f"the clock of {host.name} is {abs(skew):.0f} s {where} that of this machine"
@@ -186,6 +190,7 @@ class Supervisor:
             self._on_start_failed(events.StartFailed(event.host, why, event.arrived, True, "clock", fix))
             return
         host.greeted = True
+        host.machine = str(event.facts.get("host", ""))
         if isinstance(stamp, (int, float)):
             host.stamp = stamp
         if abs(skew) > SKEW_S:
@@ -195,7 +200,19 @@ class Supervisor:
             self._actions.append(Begin(event.host))
 
     def _on_ready(self, event: events.AgentReady) -> None:
-        self.roster.hosts[event.host].is_ready = True
+        host = self.roster.hosts[event.host]
+        twin = self.roster.twin_of(host, event.address)
+        if twin is not None:
+            # As docker0 or the address of a virtual machine behind NAT: the same on every host.
+            text = f"{host.name} and {twin.name} both have {event.address} as their address for data"
+            fix = "choose another network with --subnet CIDR or --interface NAME"
+            if self.plan.of_role(SCHEDULER):
+                why = f"{text}, so tasks elsewhere cannot reach both"
+                self._on_start_failed(events.StartFailed(event.host, why, host.stamp, True, "interface", fix))
+                return
+            self._say(f"{text}; {fix} if tasks are to reach both", WARNING)
+        host.is_ready = True
+        host.address = event.address
         self.roster.facts[f"host:{event.host}.address"] = event.address
         for label, port in event.ports.items():
             self.roster.facts[f"{event.host}/port:{label}"] = str(port)
@@ -552,6 +569,7 @@ class Supervisor:
         if self.phase in UNDECIDED:
             if cause.reason not in (facts.INTERRUPTED, facts.TERMINATED):
                 self._say("%s; stopping the job" % (cause.short or cause.text), WARNING)
+                self._announced = cause
             self.phase = STOPPING
         if cause.is_failure and self._stop.level != stopping.OPEN:
             return  # a death while the workers are being asked to end is no reason to hurry them
@@ -564,9 +582,8 @@ class Supervisor:
         if self.phase not in UNDECIDED:
             return
         if limits.timeout_s is not None and passed >= limits.timeout_s:
-            is_running = self.phase == RUNNING
-            names = self.roster.unfinished() if is_running else self.roster.missing()
-            self._fail(failures.timed_out(limits.timeout_s, event.time, names, is_running))
+            missing = "" if self.phase == RUNNING else self.roster.missing()
+            self._fail(failures.timed_out(limits.timeout_s, event.time, self.roster.unfinished(), missing))
         elif self._early_until is not None and self._now >= self._early_until:
             self._fail(self._analysis.first_early(self.roster.tasks))
         elif self.phase not in (*ASKING, STARTING):
@@ -577,7 +594,7 @@ class Supervisor:
             self._end_for_unusable()
         elif self._now >= self._comment_at:
             self._comment_at = self._now + 2 * COMMENT_S
-            self._say(f"waiting for {failures.listed(self.roster.missing())} ({duration(round(starting))})")
+            self._say(f"waiting for {self.roster.missing()} ({duration(round(starting))})")
 
     def _on_prepared(self, event: events.AllPrepared) -> None:
         if self.phase == PREPARING:
@@ -612,7 +629,18 @@ class Supervisor:
             if self._stop.is_over:
                 self.phase = OVER
                 roster.settle()
-                self._actions.append(FinishJob(self._outcome()))
+                outcome = self._outcome()
+                self._tell_change(outcome)
+                self._actions.append(FinishJob(outcome))
+
+    def _tell_change(self, outcome: ends.Outcome) -> None:
+        """Say why the job's end names another task than the one for which it was stopped."""
+        said, culprit = self._announced, outcome.culprit
+        if said is None or culprit is None or not culprit.task or not said.task or culprit.task == said.task:
+            return
+        if culprit.time < said.time:
+            first, second = f"{culprit.task} on {culprit.host}", f"{said.task} on {said.host}"
+            self._say(f"{first} failed before {second}, but the report of it came later", WARNING)
 
 
 def _host_of(event: events.Event) -> str:

@@ -249,14 +249,19 @@ class Worker:
         entry.sent.pop(message.request, None)
         if link in self._outboxes:
             self._outboxes[link].answered(message.request)
+        actions: list[role.Action] = []
         if message.is_error:
-            entry.error = entry.error or _error(entry.request, message)
-            self.dead.update([str(message.body["who"])] if "who" in message.body else [])
+            error = _error(entry.request, message)
+            entry.error = entry.error or error
+            if "who" in message.body:
+                self.dead.add(str(message.body["who"]))
+                # The script may catch the error and end with a code of its own: that is a consequence all the same.
+                actions.append(role.Publish({"lost_peer": str(message.body["who"]), "message": str(error)}))
         entry.replies[message.request] = message
         if entry.request.is_done or (entry.missing and (entry.awaits_all or entry.error is None)):
-            return []
+            return actions
         if entry.error is not None:
-            return [role.Resolve(entry.request, error=entry.error)]
+            return [*actions, role.Resolve(entry.request, error=entry.error)]
         return [role.Resolve(entry.request, tuple(entry.replies[number] for number in sorted(entry.replies)))]
 
     # The end

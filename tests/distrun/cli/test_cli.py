@@ -333,7 +333,7 @@ def test_what_the_ssh_options_may_be_stands_in_one_place() -> None:
 def test_several_jobs_are_not_killed_unasked(distrun: Distrun) -> None:
     for name in ("one", "two"):
         assert distrun.launch("-q", "-n", "1", "-s", "0", "--name", name, "true").returncode == 0
-    assert "only with -y" in error(distrun.run("kill", "one", "two"))
+    assert "-y answers yes" in error(distrun.run("kill", "one", "two"))
     done = distrun.run("kill", "-y", "one", "two")
     assert done.returncode == 0
     assert re.fullmatch(r"(one|two)-\w+: is over already: succeeded", done.stdout.decode().splitlines()[0])

@@ -94,6 +94,7 @@ def test_a_table_names_our_own_processes_and_cuts_long_commands() -> None:
 
     assert shown("python3 -I -S -c exec(...)", "agent") == "distrun's agent"
     assert shown("python3 -I -S -c exec(...)", "guard") == "distrun's guard"
+    assert shown("python3 -c import json, sys ...", "helper") == "distrun's helper"
     assert shown("sleep 9", "worker-0") == "sleep 9"
     assert len(shown("x" * 500)) == 103
 

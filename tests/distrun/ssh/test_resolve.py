@@ -91,6 +91,8 @@ def test_identities_that_nobody_named_are_no_explicit_ones() -> None:
         ("hostkeyalias web", "known_name", "web"),
         ("port 2222", "known_name", "[d1]:2222"),
         ("passwordauthentication no\nkbdinteractiveauthentication no", "asks_passwords", False),
+        ("batchmode yes", "asks_passwords", False),
+        ("batchmode yes", "asks_passphrases", False),
         ("addressfamily inet6", "family", "inet6"),
     ],
 )

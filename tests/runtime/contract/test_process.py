@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -210,3 +212,11 @@ def test_open_files_are_allowed_as_far_as_the_hard_limit(soft: int, hard: int, w
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.split() == [str(found), str(found), str(hard)]
+
+
+def test_too_many_open_files_are_told_with_the_limit_and_the_command_that_raises_it() -> None:
+    error = OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/dev/null")
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert process.why(error).startswith(f"too many open files: a process may have {limit} here")
+    assert "ulimit -n" in process.why(error)
+    assert process.why(OSError(errno.ENOENT, "no such file", "x")) == "no such file"

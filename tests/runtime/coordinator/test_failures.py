@@ -287,6 +287,26 @@ def test_two_tasks_that_lost_each_other_are_told_apart_by_who_was_lost_first() -
     assert culprit(history) == "worker-1"
 
 
+def test_a_task_that_is_cut_off_is_named_and_not_those_that_it_lost_first() -> None:
+    history = on_hosts("d1", "d2", "d3").publish("worker-2", lost_peer="scheduler", message="silent for 6 s").beat_to(6)
+    history.publish("scheduler", lost_peer="worker-2", message="silent for 6 s")
+    history.publish("server-0", lost_peer="worker-2", message="silent for 6 s")
+    history.loses("worker-0", "worker-2").loses("worker-1", "worker-2").beat_to(9)
+    assert culprit(history) == "worker-2"
+
+
+def test_of_a_host_that_is_cut_off_a_task_is_named_although_several_there_lost_the_scheduler() -> None:
+    plan = sample_plan(workers=6, hosts=("d1", "d2", "d3"))
+    history = History(plan, obedient=False).start().beat_to(5)
+    for name in ("worker-2", "worker-5"):
+        history.publish(name, lost_peer="scheduler", message="silent for 6 s")
+    history.beat_to(6).publish("scheduler", lost_peer="worker-2", message="silent for 6 s")
+    history.loses("worker-1", "worker-5").exited("worker-2", 1).beat_to(9)
+    outcome = history.end()
+    assert outcome.culprit is not None
+    assert outcome.culprit.host == "d3"
+
+
 def test_a_server_that_the_scheduler_stopped_before_the_end_is_a_consequence_of_the_scheduler() -> None:
     history = on_hosts("d1", "d2").publish("scheduler", told="SIGTERM").loses("server-0", "scheduler", 0)
     history.exited("scheduler", 0).loses("worker-1", "server-0").loses("worker-0", "scheduler")

@@ -155,9 +155,14 @@ def test_a_clock_that_is_minutes_off_is_a_problem_of_its_host(off: float, words:
 
 
 def test_a_clock_that_is_seconds_off_is_worth_a_warning() -> None:
-    history = gathering(("d1",)).hello("d1", time=WALL + 299).ready("d1")
-    assert "the clock of d1 is off by 299.0 s" in history.said()
-    assert len(history.did(Spawn)) == 1
+    history = gathering(("d1", "d2")).hello("d1").ready("d1").hello("d2", time=WALL + 299).ready("d2")
+    assert "the clock of d2 is off by 299.0 s" in history.said()
+    assert history.did(Spawn)
+
+
+def test_a_hello_that_came_late_on_this_machine_is_no_wrong_clock() -> None:
+    history = gathering(("d1",)).hello("d1", time=WALL - 1.3).ready("d1")
+    assert "clock" not in history.said()
 
 
 # ---------------------------------------------------------------------- preparation
@@ -260,6 +265,26 @@ def test_the_report_of_files_that_did_not_arrive_has_the_last_words() -> None:
     ]
 
 
+def test_two_machines_with_one_address_for_data_cannot_take_part_in_a_job_with_a_scheduler() -> None:
+    history = History(sample_plan(hosts=("d1", "d2")))
+    history.hello("d1", host="one").hello("d2", host="two").ready("d1")
+    history.tell(events.AgentReady("d2", "10.0.0.1"))
+    outcome = history.end()
+    assert (outcome.exit_code, outcome.problems[0].kind) == (3, "interface")
+    assert "d2 and d1 both have 10.0.0.1 as their address for data" in outcome.message
+    assert "--subnet CIDR" in outcome.problems[0].fix
+
+
+def test_two_names_of_one_machine_may_have_one_address_and_without_servers_it_is_a_warning() -> None:
+    history = History(sample_plan(hosts=("d1", "d2")))
+    history.hello("d1", host="one").hello("d2", host="one").ready("d1").tell(events.AgentReady("d2", "10.0.0.1"))
+    assert history.did(Spawn)
+    history = History(sample_plan(servers=0, hosts=("d1", "d2")))
+    history.hello("d1", host="one").hello("d2", host="two").ready("d1").tell(events.AgentReady("d2", "10.0.0.1"))
+    assert history.did(Spawn)
+    assert "both have 10.0.0.1" in history.said()
+
+
 # ---------------------------------------------------------------------- what came with the files
 
 
@@ -267,7 +292,7 @@ def test_tasks_start_when_every_host_has_settled_with_what_was_copied() -> None:
     history = settling()
     assert history.did(Settle) == [Settle("d1"), Settle("d2")]
     assert history.settled("d1").beat_to(210).did(Spawn) == []
-    assert "waiting for d2 to get ready" in history.said()
+    assert "waiting for the preparation of d2" in history.said()
     assert len(history.settled("d2").did(Spawn)) == 2
     assert history.settled("d2").did(Settle) == [Settle("d1"), Settle("d2")]
 

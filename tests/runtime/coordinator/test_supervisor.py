@@ -41,7 +41,7 @@ def test_what_does_not_start_in_time_is_named_and_the_code_is_6() -> None:
     history = History(sample_plan(workers=2, servers=1, hosts=("d1", "d2"), start_s=20.0)).gather()
     outcome = history.started("scheduler").beat_to(25).end()
     assert (outcome.exit_code, outcome.reason) == (6, "start_failed")
-    assert "worker-0 on d1 (which waits for scheduler.port)" in outcome.message
+    assert outcome.message.endswith("(--start-timeout): scheduler on d1 (server-0 on d1 and 2 more need its address)")
     assert "--start-timeout" in outcome.message
 
 
@@ -49,7 +49,7 @@ def test_agents_that_do_not_answer_in_time_are_named_and_the_code_is_6() -> None
     history = History(sample_plan(hosts=("d1", "d2", "d3"), start_s=20.0)).hello("d1").ready("d1").hello("d3")
     outcome = history.beat_to(25, "d1", "d3").end()
     assert (outcome.exit_code, outcome.reason) == (6, "start_failed")
-    assert outcome.message == "not started within 20 s (--start-timeout): the agent on d2, d3 to get ready"
+    assert outcome.message == "not started within 20 s (--start-timeout): the agent on d2; the preparation of d3"
 
 
 def test_a_slow_start_says_what_it_waits_for() -> None:
@@ -169,6 +169,8 @@ def test_the_earliest_stamp_is_the_culprit_even_if_it_is_reported_later() -> Non
     history.now = 10
     history.exited("worker-0", 5, at=9.9).exited("worker-1", 4, at=9.5)
     assert history.end().exit_code == 4
+    assert "worker-0 on d1: exit code 5; stopping the job" in history.said()
+    assert "worker-1 on d2 failed before worker-0 on d1, but the report of it came later" in history.said()
 
 
 def test_a_failure_reported_after_the_deadline_changes_nothing() -> None:
@@ -372,7 +374,7 @@ def test_the_time_limit_names_only_workers_that_had_not_ended() -> None:
 
 def test_the_time_limit_names_what_had_not_started() -> None:
     history = History(sample_plan(hosts=("d1", "d2"), timeout_s=20.0)).hello("d1").ready("d1").tick_to(21)
-    assert history.end().message.endswith("(--timeout): the agent on d2 had not started")
+    assert history.end().message.endswith("(--timeout): it still waited for the agent on d2")
 
 
 def test_long_limits_are_told_in_minutes_and_hours() -> None:

@@ -291,6 +291,15 @@ def test_a_node_that_a_server_says_is_lost_counts_as_lost() -> None:
     assert rig.worker.dead == {"worker-1"}
 
 
+def test_the_agent_hears_of_a_lost_node_also_if_the_script_catches_the_error() -> None:
+    rig = Rig()
+    _, actions = rig.ask(("server-0", PULL))
+    told = rig.reply(
+        "server-0", sends(actions)[0][1].request, Flag.ERROR, error="PeerLost", reason="gone", who="worker-1"
+    )
+    assert told[0] == role.Publish({"lost_peer": "worker-1", "message": "pull of key 'w': gone"})
+
+
 def test_a_server_that_says_why_it_ends_is_lost_for_that_reason() -> None:
     rig = Rig()
     request, _ = rig.ask(("server-1", PULL))
