@@ -434,6 +434,10 @@ def test_the_runtime_is_asked_for_once_and_comes_first_on_the_path(tmp_path: Pat
             assert run(driver) == "from the cache\n"
             folder = str(tmp_path / "distrun" / "runtime" / digest)
             assert run(driver, "worker-1", PYTHONPATH="/sent") == "%s:/sent\n" % folder
+            os.utime(folder, (1.0, 1.0))
+            driver.say("ping", n=5)
+            assert driver.wait("pong").header["n"] == 5
+            poll(lambda path=folder: os.stat(path).st_mtime > 1.0, "a job that runs says that it uses the folder")
     assert (tmp_path / "distrun").stat().st_mode & 0o777 == 0o700
 
 

@@ -514,7 +514,10 @@ class Agent:
     def _ping(self, header: Dict[str, Any]) -> None:
         self._say("pong", n=header.get("n", 0))
         if self._share is not None:
+            from distrun_runtime.agent import cache  # loaded already, where the runtime is in it
+
             record.touch(self._share.folder)
+            cache.note_use(self._share.runtime)
 
     def _on_leave(self, header: Dict[str, Any]) -> None:
         """The end of the connection will be no cut."""

@@ -26,6 +26,8 @@ LIST = ".files"
 _FRESH = ".new-"
 UNUSED_S = 30 * 86400.0
 """A version that was not used for so long is removed when another is added."""
+USED_S = 86400.0
+"""How often a running job notes that it uses a version."""
 STALE_S = 86400.0
 """What another agent began to unpack so long ago was given up."""
 
@@ -42,6 +44,19 @@ def find(digest: str, env: Optional[Mapping[str, str]] = None) -> str:
     except (OSError, ValueError):
         return ""
     return path
+
+
+def note_use(path: str) -> None:
+    """Note once a day that a running job uses a folder of the cache: else another agent might remove it as unused.
+
+    Errors are ignored.
+    """
+    import time
+
+    if _is_digest(os.path.basename(path)):
+        with contextlib.suppress(OSError):
+            if os.stat(path).st_mtime < time.time() - USED_S:
+                os.utime(path)
 
 
 def keep(digest: str, archive: bytes, private: str) -> str:
