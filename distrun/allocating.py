@@ -58,20 +58,26 @@ def allocate(job: QueuedJob, folder: JobFolder, service: Service) -> PlannedJob 
             between.append(event)
 
     with Interrupts(keep):  # a signal between two loops must not end this process: the engine would keep the job
-        found = _allocate(job, folder, service)
+        found = _allocate(job, folder, service, between)
     if isinstance(found, PlannedJob):
         for event in between:
             raise_signal(event.signal)
     return found
 
 
-def _allocate(job: QueuedJob, folder: JobFolder, service: Service) -> PlannedJob | Outcome:
+def _allocate(
+    job: QueuedJob, folder: JobFolder, service: Service, between: list[events.Interrupt]
+) -> PlannedJob | Outcome:
+    """As `allocate`. `between` gets the signals that come while no loop runs; they stop the job."""
     submitting: list[Submitting] = []
     try:
-        standing, outcome = _wait(job, folder, service, submitting)
-        if standing is not None:
+        waiting = _wait(job, folder, service, submitting, between)
+        if waiting.granted is not None:
             submitting[0].close()
-            planned = job.planned(standing.grants)
+            for signal in between:
+                waiting.handle(signal, 0.0)
+        if waiting.granted is not None:
+            planned = job.planned(waiting.granted.grants)
             job.backend.claims = planned.allocation.claims
             folder.allocate(planned.allocation.to_json())
             folder.start(planned.plan)
@@ -81,13 +87,17 @@ def _allocate(job: QueuedJob, folder: JobFolder, service: Service) -> PlannedJob
         code = err.exit_code if isinstance(err, DistrunError) else facts.EXIT_SUBMIT
         _end(job, folder, service, Outcome(code, facts.SUBMIT, str(err), job=job.setup.job_id), submitting)
         raise
-    return _end(job, folder, service, folder.explained(outcome), submitting)
+    return _end(job, folder, service, folder.explained(waiting.outcome(job.setup.job_id)), submitting)
 
 
 def _wait(
-    job: QueuedJob, folder: JobFolder, service: Service, begun: list[Submitting]
-) -> tuple[Standing | None, Outcome]:
-    """Submit a job and wait; return what the engine gives it, or None and how it ended. `begun` gets what submits."""
+    job: QueuedJob,
+    folder: JobFolder,
+    service: Service,
+    begun: list[Submitting],
+    between: Sequence[events.Interrupt],
+) -> Waiting:
+    """Submit a job and wait; return what the engine gave it, or how it ended. `begun` gets what submits."""
     submission, script = job.backend.open(job.request, job.setup.job_id, job.setup.nonce, folder.path)
     if submission.found.get(NOTE):
         service.say(submission.found[NOTE], "warning")
@@ -98,8 +108,10 @@ def _wait(
     service.opened(run.put)
     begun.append(Submitting(job.backend, submission, script, run.put))
     begun[0].start()
+    for signal in between:  # the engine was asked what the script depends on meanwhile
+        run.put(signal)
     run.run()
-    return waiting.granted, waiting.outcome(job.setup.job_id)
+    return waiting
 
 
 def _end(

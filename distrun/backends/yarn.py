@@ -41,6 +41,7 @@ from distrun.backends.engine import (
     template,
 )
 from distrun.backends.yarnreports import (
+    GONE,
     GPU,
     LIVE,
     MIB,
@@ -135,16 +136,13 @@ class Yarn(Engine):
 
     def _asked(self, cluster: Cluster, submission: Submission) -> Mapping[str, str]:
         config = submission.options.config
-        yarn = jar = ""
-        try:
-            cluster.api_version(is_wanted=config.get("shell", "").lower() not in ("yes", "true", "1"))
-            _merged({}, submission.options.args)
-        except _ApiOff:
-            yarn = yarnshell.program(config)
-            if not yarn:
-                raise
+        yarn, _ = _way(cluster, config)
+        jar = ""
+        if yarn:
             yarnshell.refuse_args(submission.options.args)
             jar = config.get("shell_jar", "") or yarnshell.find_jar(yarn)
+        else:
+            _merged({}, submission.options.args)
         nodes = nodes_of(cluster.rm.json("/ws/v1/cluster/nodes"))
         refuse_too_big(submission.groups, nodes)
         queues = queues_of(cluster.rm.json("/ws/v1/cluster/scheduler"))
@@ -224,7 +222,10 @@ class Yarn(Engine):
             return Standing(ENDED, "YARN does not know it")
         if app["state"] in OVER:
             self._forget(cluster, handle)
-            return Standing(ENDED, ending(app), why=explained_application(app) if app["state"] == "KILLED" else None)
+            is_killed = app["state"] == "KILLED"
+            return Standing(
+                ENDED, ending(app), why=explained_application(app) if is_killed else _lost_master(cluster, handle.id)
+            )
         containers, wanted = self._placed(cluster, handle, app)
         self._containers.update((each.place, each) for each in containers)
         if not wanted or len(containers) < wanted:
@@ -274,6 +275,9 @@ class Yarn(Engine):
         app = cluster.application(handle.id)
         if app is None:
             return None
+        lost = _lost_master(cluster, handle.id)
+        if lost is not None:  # its NodeManager, which is asked below, would not answer
+            return lost
         container = self._containers.get(place)
         until = time.monotonic() + EXPLAIN_S
         while container is not None:
@@ -287,7 +291,7 @@ class Yarn(Engine):
             time.sleep(0.5)
         if container is not None:
             state = cluster.state_of_node(container.node)
-            if state in ("LOST", "DECOMMISSIONED", "UNHEALTHY", "SHUTDOWN", "REBOOTED"):
+            if state in GONE:
                 return Explanation(facts.EXIT_HOST_LOST, f"YARN: the node {container.node} is {state.lower()}")
         if app["state"] == "FAILED" and not self._containers:
             return None  # before it had any: how it ended, `look` has said
@@ -299,7 +303,7 @@ class Yarn(Engine):
 
     def examine(self) -> Sequence[Finding]:
         """Return what is there: ResourceManager, services API, nodes, queues, HDFS."""
-        return tuple(_examined(self._any))
+        return tuple(_examined(self._any, self.options.config))
 
     # ------------------------------------------------------------------ helpers
 
@@ -340,12 +344,15 @@ class Yarn(Engine):
             self._is_clean.add(path)
 
 
+def _lost_master(cluster: Cluster, app: str) -> Explanation | None:
+    """Return why an application ended whose master's node is lost; None: it is not. Raises EngineError."""
+    node = cluster.lost_master(app)
+    text = f"YARN: the node {node} is lost, which ran the job's application master"
+    return Explanation(facts.EXIT_HOST_LOST, text) if node else None
+
+
 class _NoAddress(UsageError):
     """Nothing says where the cluster is."""
-
-
-class _ApiOff(EngineError):
-    """The ResourceManager has no services API."""
 
 
 class Cluster:
@@ -422,16 +429,12 @@ class Cluster:
             )
         return found
 
-    def api_version(self, is_wanted: bool = True) -> str:
-        """Return what the services API calls itself. Raises EngineError: it is off, or not wanted."""
+    def api_version(self) -> str:
+        """Return what the services API calls itself. Raises _ApiOff, EngineError."""
         answer = self.rm.ask("GET", "/app/v1/services/version")
-        if answer.status == 200 and is_wanted:
-            return str(answer.json.get("hadoop_version", "")).partition(" ")[0]
-        raise _ApiOff(
-            f"YARN's services API is off ({answer.url} answers {answer.status}), and there is no program `yarn` here",
-            f"have {API}=true set in the ResourceManager's yarn-site.xml, and the ResourceManager restarted; "
-            "or install Hadoop's client here: then its distributed shell is used",
-        )
+        if answer.status != 200:
+            raise _ApiOff(f"YARN's services API is off ({answer.url} answers {answer.status})")
+        return str(answer.json.get("hadoop_version", "")).partition(" ")[0]
 
     def application(self, app: str) -> Mapping[str, Any] | None:
         """Return what the ResourceManager knows of an application; None: nothing. Raises EngineError."""
@@ -451,9 +454,18 @@ class Cluster:
         found: Mapping[str, Any] = answer.json
         return found
 
+    def lost_master(self, app: str) -> str:
+        """Return the node of an application's master if that node is lost; else nothing. Raises EngineError."""
+        failed = [each for each in self._attempts(app) if each.get("appAttemptState") == "FAILED"]
+        nodes = [str(each.get("nodeHttpAddress") or "").partition(":")[0] for each in failed]
+        return next((node for node in nodes if node and self.state_of_node(node) in GONE), "")
+
+    def _attempts(self, app: str) -> list[Any]:
+        return listed(self.rm.json(f"/ws/v1/cluster/apps/{app}/appattempts").get("appAttempts"), "appAttempt")
+
     def attempt(self, app: str) -> Mapping[str, Any]:
         """Return the containers of an application's last attempt that have not ended. Raises EngineError."""
-        attempts = listed(self.rm.json(f"/ws/v1/cluster/apps/{app}/appattempts").get("appAttempts"), "appAttempt")
+        attempts = self._attempts(app)
         if not attempts:
             return {}
         name = attempts[-1]["appAttemptId"]
@@ -491,8 +503,8 @@ class Cluster:
         found: dict[str, Exit] = {}
         if match is not None:
             node = hadoop.Web("NodeManager", (match.group(1),), self.user, self._ca)
-            for file in (*AM_LOGS, *yarnshell.AM_LOGS):
-                with contextlib.suppress(EngineError):
+            with contextlib.suppress(EngineError):  # what does not answer once is not asked again
+                for file in (*AM_LOGS, *yarnshell.AM_LOGS):
                     path = f"/ws/v1/node/containerlogs/{match.group(2)}/{file}"
                     answer = node.ask("GET", path, query={"size": f"-{AM_LOG_BYTES}"}, limit_s=NODE_S)
                     if answer.status == 200:
@@ -632,7 +644,34 @@ def hint_of(said: str) -> str:
     return ""
 
 
-def _examined(cluster_of: Any) -> Iterator[Finding]:
+def _way(cluster: Cluster, config: Mapping[str, str]) -> tuple[str, str]:
+    """Return how jobs are submitted: the path of `yarn` for the distributed shell, empty for the services API; and why.
+
+    Raises:
+        EngineError: neither can be used.
+    """
+    if config.get("shell", "").lower() in ("yes", "true", "1"):
+        why, fix = "the configuration file asks for YARN's distributed shell (shell = yes)", "or leave shell = yes out"
+    else:
+        try:
+            return "", f"services API: {cluster.api_version()}"
+        except _ApiOff as err:
+            why = str(err)
+            fix = f"or have {API}=true set in the ResourceManager's yarn-site.xml, and the ResourceManager restarted"
+    yarn = yarnshell.program(config)
+    if not yarn:
+        raise EngineError(
+            f"{why}, and there is no program `{config.get('yarn', 'yarn')}` here",
+            f"install Hadoop's client here, or name its program by yarn = PATH, for the distributed shell; {fix}",
+        )
+    return yarn, f"{why}: the distributed shell is used, by {yarn}"
+
+
+class _ApiOff(EngineError):
+    """The ResourceManager has no services API."""
+
+
+def _examined(cluster_of: Any, config: Mapping[str, str]) -> Iterator[Finding]:
     try:
         cluster: Cluster = cluster_of()
         info = cluster.rm.json("/ws/v1/cluster/info")["clusterInfo"]
@@ -642,7 +681,7 @@ def _examined(cluster_of: Any) -> Iterator[Finding]:
     version = info.get("resourceManagerVersion", "?")
     yield Finding(True, f"ResourceManager {cluster.rm.addresses[0]}: YARN {version}, user {cluster.user}")
     try:
-        yield Finding(True, f"services API: {cluster.api_version()}")
+        yield Finding(True, _way(cluster, config)[1])
     except EngineError as err:
         yield Finding(False, str(err), err.hint)
     try:

@@ -21,6 +21,8 @@ WAITING = ("NEW", "NEW_SAVING", "SUBMITTED", "ACCEPTED")
 OVER = ("FINISHED", "FAILED", "KILLED")
 LIVE = ",".join((*WAITING, "RUNNING"))
 """States of an application."""
+GONE = ("LOST", "DECOMMISSIONED", "UNHEALTHY", "SHUTDOWN", "REBOOTED")
+"""States of a node on which nothing runs any more."""
 
 # What a cluster can do
 
@@ -317,6 +319,6 @@ def explained_application(app: Mapping[str, Any]) -> Explanation | None:
         return Explanation(facts.EXIT_TIMEOUT, "YARN: the job's time is over (--time)")
     if app.get("state") == "KILLED":
         return Explanation(facts.EXIT_TERMINATED, f"YARN: the job was killed from outside: {last_words(text)}")
-    if "lost node" in text.lower() or "timed out" in text:
-        return Explanation(facts.EXIT_HOST_LOST, f"YARN: the job's application master was lost: {last_words(text)}")
-    return Explanation(facts.EXIT_HOST_LOST, f"YARN: the job's application master failed: {last_words(text)}")
+    node = str(app.get("amHostHttpAddress") or "").partition(":")[0]
+    where = f" on {node}" if node else ""
+    return Explanation(facts.EXIT_HOST_LOST, f"YARN: the job's application master{where} failed: {last_words(text)}")

@@ -102,6 +102,16 @@ def test_a_node_that_is_powered_off_ends_the_job_with_seven(site: YarnSite) -> N
     assert victim in running.err
 
 
+def test_a_node_that_is_powered_off_is_named_where_it_ran_the_application_master(site: YarnSite) -> None:
+    running = site.begin_launch("-n", "1", "-s", "0", "--suspect-after", "15", "--lost-after", "30", WAITS)
+    site.printed(running, "| up")
+    [app] = site.cluster.applications()
+    master = app["amHostHttpAddress"].partition(":")[0]
+    site[master].poweroff()
+    assert running.wait(LIMIT_S) == 7, running.err
+    assert f"the node {master} is lost" in running.err
+
+
 def test_why_yarn_ended_a_job_gives_its_code_memory_time_or_a_kill_from_outside(site: YarnSite) -> None:
     program = "import time; x = b'x' * (500 << 20); time.sleep(100)"
     greedy = site.begin_launch("-n", "1", "-s", "0", "python3", "-c", program)

@@ -106,6 +106,18 @@ def test_a_job_that_waits_says_why_and_ctrl_c_takes_it_back(queue: Queue) -> Non
     assert queue.distrun.state()["state"] == "killed"
 
 
+def test_a_signal_while_the_engine_is_asked_before_the_submission_ends_the_job(queue: Queue) -> None:
+    queue.say("full", "no room")
+    queue.say("slow")
+    launch = queue.begin("-n", "1", "-s", "0", "true")
+    wait_until((queue.folder / "asked").exists, LIMIT_S, "the engine is asked")
+    os.kill(int((queue.folder / "asked").read_text()), signal.SIGTERM)
+    queue.unsay("slow")
+    assert launch.wait(LIMIT_S) == 143
+    assert queue.jobs == []
+    assert queue.distrun.state()["state"] == "killed"
+
+
 def test_another_ctrl_c_does_not_end_the_coordinator_before_the_engine_has_ended_the_job(queue: Queue) -> None:
     queue.say("full", "no room")
     queue.say("stays")

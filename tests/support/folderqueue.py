@@ -3,7 +3,8 @@
 `$FOLDERQUEUE` is the folder. A job waits while there is a file `full`, with the text that says why. Each place is a
 process that runs the rendered script; all of a job are ended by one group id. `refuse` makes it refuse jobs,
 `silent` lets it answer nothing, `stays` keeps a cancelled job in the queue, `fault` is a fault in its code (once),
-`why` holds `CODE TEXT`, its explanation of a failure.
+`why` holds `CODE TEXT`, its explanation of a failure. While there is a file `slow`, a question before the submission is
+not answered; `asked` then has the number of the process that asks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from distrun import shell
@@ -64,6 +65,14 @@ class FolderQueue(Engine):
     def _check(self) -> None:
         if self._is("silent") is not None:
             raise EngineError("folderqueue does not answer", "remove the file silent")
+
+    def prepare(self, submission: Submission) -> Mapping[str, str]:
+        if self._is("slow") is not None:
+            (self.folder / "asked.new").write_text(str(os.getpid()))
+            (self.folder / "asked.new").rename(self.folder / "asked")
+        while self._is("slow") is not None:
+            time.sleep(0.05)
+        return {}
 
     def render(self, submission: Submission) -> Script:
         command = submission.bootstrap.command(submission.python, "env:PLACE", str(submission.secret_file))

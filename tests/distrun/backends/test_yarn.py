@@ -280,6 +280,8 @@ class Rm:
         self.refusal = ""
         self.is_accepted = False
         self.containers: Any = {}
+        self.attempts: list[dict[str, str]] = [{"appAttemptId": "appattempt_1"}]
+        self.nodes = recorded("nodes")
         server.answer = self.answer
 
     def answer(self, method: str, path: str, headers: dict[str, str]) -> Reply:
@@ -306,9 +308,9 @@ class Rm:
         if where == "/ws/v1/cluster/info":
             return 200, {"clusterInfo": {"resourceManagerVersion": "3.4.2", "haState": "ACTIVE"}}
         if where == "/ws/v1/cluster/nodes":
-            return 200, recorded("nodes")
+            return 200, self.nodes
         if where.endswith("/appattempts"):
-            return 200, {"appAttempts": {"appAttempt": [{"appAttemptId": "appattempt_1"}]}}
+            return 200, {"appAttempts": {"appAttempt": self.attempts}}
         if where.endswith("/appattempts/appattempt_1/containers"):
             return 200, self.containers
         if where.endswith("/state"):
@@ -362,6 +364,19 @@ def test_an_api_that_is_off_is_an_error_that_names_the_setting(rm: Rm, monkeypat
     with pytest.raises(EngineError, match="services API is off") as raised:
         Yarn().prepare(submission(**of(rm)))
     assert "yarn.webapp.api-service.enable=true" in raised.value.hint
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+def test_a_configuration_that_asks_for_the_shell_hears_of_no_services_api(
+    is_off: bool, rm: Rm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rm.off = is_off
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(EngineError, match=r"asks for YARN's distributed shell \(shell = yes\), and") as raised:
+        Yarn().prepare(submission(**of(rm, config={"shell": "yes", "yarn": "/opt/yarn"})))
+    assert str(raised.value).endswith("there is no program `/opt/yarn` here")
+    assert "services API" not in str(raised.value)
+    assert raised.value.hint.endswith("or leave shell = yes out")
 
 
 def test_a_project_is_refused(rm: Rm) -> None:
@@ -440,6 +455,45 @@ def test_a_job_that_yarn_does_not_know_has_ended(rm: Rm) -> None:
     rm.app = None
     assert Yarn().look(handle).state == ENDED
     Yarn().cancel(handle)
+
+
+def lose_master(rm: Rm) -> None:
+    """The node of the application master is lost, and with it the application."""
+    rm.app["app"].update(state="FAILED", diagnostics="Container released on a *lost* node")
+    rm.attempts = [{"appAttemptId": "appattempt_1", "appAttemptState": "FAILED", "nodeHttpAddress": "h4:8042"}]
+    for node in rm.nodes["nodes"]["node"]:
+        if node["nodeHostName"] == "h4":
+            node["state"] = "LOST"
+
+
+def test_a_lost_node_that_ran_the_application_master_is_named_whichever_place_is_lost(rm: Rm) -> None:
+    engine = Yarn()
+    made = submission(**of(rm))
+    handle = engine.submit(made, engine.render(made))
+    rm.app, rm.service = recorded("half-app"), recorded("running-service")
+    engine.look(handle)
+    assert engine.explain(handle, "") is None
+    lose_master(rm)
+    for found in (engine.explain(handle, "worker-1"), engine.explain(handle, ""), engine.look(handle).why):
+        assert found == (7, "YARN: the node h4 is lost, which ran the job's application master")
+    rm.attempts[0]["nodeHttpAddress"] = "h3:8042"  # its process has failed there
+    found = engine.explain(handle, "")
+    assert found is not None
+    assert "application master" in found.text
+    assert "is lost" not in found.text
+
+
+def test_a_node_that_does_not_answer_is_not_asked_for_each_log(rm: Rm, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = yarn.Cluster.of(submission(**of(rm)).options)
+    asked = []
+
+    def silent(self: object, method: str, path: str, **more: object) -> None:
+        asked.append(path)
+        raise EngineError("no answer")
+
+    monkeypatch.setattr(yarn.hadoop.Web, "ask", silent)
+    assert cluster.exits({"amContainerLogs": "http://h4:8042/node/containerlogs/container_1/ann"}) == {}
+    assert len(asked) == 1
 
 
 def test_a_container_that_ends_before_all_have_started_ends_the_job(rm: Rm) -> None:
@@ -560,6 +614,17 @@ def test_what_the_shell_says_of_a_refusal_is_told(rm: Rm, stub: Path, tmp_path: 
     (stub / "broken").touch()
     with pytest.raises(EngineError, match="yarn ended with 3: no such queue"):
         engine.submit(made, engine.render(made))
+
+
+def test_the_doctor_says_that_the_shell_is_used(rm: Rm, stub: Path) -> None:
+    engine = Yarn()
+    rm.off = True
+    for config, why in (({}, "services API is off"), ({"shell": "yes"}, "(shell = yes)")):
+        engine.options = EngineOptions(config={"rm": rm.server.url, "hdfs": rm.server.url, **config})
+        [found] = [each for each in engine.examine() if "distributed shell is used" in each.text]
+        assert found.ok
+        assert why in found.text
+        assert found.text.endswith(f"by {stub}/yarn")
 
 
 def test_json_is_no_word_for_the_shell(rm: Rm, stub: Path, tmp_path: Path) -> None:
