@@ -808,7 +808,7 @@ class KVStore(KVStoreBase):
     def _check_new(self, names: Sequence[Key]) -> None:
         known = next(iter(self._records), next(iter(self._starting), None))
         values.one_kind(names, known)
-        if self._reserved and known is not None:
+        if names and self._reserved and known is not None:
             raise KVError(f"{named(names)}: {self._reserved}")
         for name in names:
             if name in self._records or name in self._starting:

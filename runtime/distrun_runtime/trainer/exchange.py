@@ -618,7 +618,8 @@ def _names_in_errors(params: Sequence[Parameter], buffers: Sequence[str] = ()) -
         text = str(err)
         notes = [_note(key, params, buffers, text) for key in _keys_in(text)]
         said = ", ".join(note for note in notes if note)
-        if said and said not in text:
+        named = [*(f"parameter {one.name!r}" for one in params), *(f"buffer {name!r}" for name in buffers)]
+        if said and not any(name in text for name in named):
             # In place: the error keeps its type, what else it carries, and where it was raised.
             err.args = ("%s (%s)" % (text, said), *err.args[1:])
         raise
@@ -631,10 +632,9 @@ def _keys_in(text: str) -> list[int]:
 def _note(key: int, params: Sequence[Parameter], buffers: Sequence[str], text: str) -> str:
     if key < len(params):
         name = params[key].name
-        return "" if name == str(key) or "parameter %r" % name in text else f"key {key} is parameter {name!r}"
+        return "" if name == str(key) else "key %d is parameter %r" % (key, name)
     if 0 <= key - len(params) - 1 < len(buffers):
-        name = buffers[key - len(params) - 1]
-        return "" if "buffer %r" % name in text else f"key {key} is buffer {name!r}"
+        return "key %d is buffer %r" % (key, buffers[key - len(params) - 1])
     if key > len(params) and "saved states" in text:
         return "key %d is a buffer of the module whose states were saved; make the trainer of that module" % key
     return ""

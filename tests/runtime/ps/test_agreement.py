@@ -493,7 +493,7 @@ def test_two_rules_at_once_are_set_one_after_the_other() -> None:
     assert rule(job, "w1", lr=0.2) == []
     then = job.settle(first)
     assert to(then) == [("w0", "RULE"), ("w1", "RULE!")]
-    assert "the store has the rule sgd with learning_rate=0.1, not 0.2; " in reasons(then)["w1"]
+    assert "the store has the rule sgd with learning_rate=0.1, not 0.2 (worker-0 has set it, " in reasons(then)["w1"]
 
 
 def test_two_equal_rules_at_once_are_one() -> None:
