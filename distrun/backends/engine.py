@@ -187,6 +187,9 @@ class Explanation(NamedTuple):
     """137 out of memory, 124 time limit, 143 cancelled from outside, 7 preempted or node lost."""
     text: str
     """`Slurm: out of memory (MaxRSS 2.1 GiB of 2 GiB); raise --worker-memory`."""
+    lost: str = ""
+    """What failed, a node or the engine's own process: it is the cause, whatever task or agent ended first. Empty: not
+    known, or nothing of that kind."""
 
 
 class Found(NamedTuple):

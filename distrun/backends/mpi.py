@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,8 @@ MANY = 1 << 20
 """Tasks of a host that says nothing of slots, where its role has to be counted."""
 SYSTEM = ("/usr/bin", "/bin", "/usr/local/bin")
 """Folders whose programs every host finds without help."""
+EXPLAIN_S = 4.0
+"""How long mpirun's end is awaited for its reason, when its agents have gone."""
 WORDS = 3
 """Lines of what mpirun said that are shown."""
 SHOWN = 400
@@ -227,7 +230,7 @@ class Mpi(Engine):
         grants = self._grants or _grants_in(folder)
         if lives and not ended:
             return Standing(RUNNING, "", grants, gone(said, grants))
-        how = f"mpirun ended with code {ended}" if ended else "mpirun's guard was killed, and mpirun with it"
+        how = f"mpirun {_how(ended)}"
         words = last_words(said)
         return Standing(ENDED, f"{how}: {words}" if words else how, grants, gone(said, grants))
 
@@ -245,8 +248,15 @@ class Mpi(Engine):
         process.send_signal(_identity(handle), signal.SIGTERM)
 
     def explain(self, handle: Handle, place: str) -> Explanation | None:
-        """Return what mpirun said of a host that it lost."""
-        lost = lost_node(_read(_folder(handle) / mpiguard.OUTPUT))
+        """Return which signal ended mpirun, or what it said of a host that it lost. Waits a little for its end."""
+        folder = _folder(handle)
+        until = time.monotonic() + EXPLAIN_S
+        while self.look(handle).state != ENDED and time.monotonic() < until:
+            time.sleep(0.1)
+        ended = _read(folder / mpiguard.ENDED).strip()
+        if self.look(handle).state == ENDED and (not ended or ended.startswith("-")):
+            return Explanation(facts.EXIT_HOST_LOST, f"it {_how(ended)} on {handle.more['host']}", "mpirun")
+        lost = lost_node(_read(folder / mpiguard.OUTPUT))
         if lost is None:
             return None
         return Explanation(facts.EXIT_HOST_LOST, f"mpirun lost its connection to {lost or 'a host'}")
@@ -284,6 +294,13 @@ class Mpi(Engine):
 
 
 GUARD = os.path.basename(mpiguard.__file__)
+
+
+def _how(ended: str) -> str:
+    """Return how mpirun ended, by what its guard has written; empty: nothing. Pure."""
+    if not ended:
+        return "was killed with its guard"
+    return f"was ended by {signal.Signals(-int(ended)).name}" if ended.startswith("-") else f"ended with code {ended}"
 
 
 # ---------------------------------------------------------------------- what the user asked for

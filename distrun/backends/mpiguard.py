@@ -5,7 +5,8 @@ which executes mpirun, and waits for its end, for SIGTERM, or for the end of its
 coordinator. It then ends mpirun and what is left of it here; mpirun's daemons on the hosts end the agents there. If
 this process is killed, the kernel kills mpirun (Linux).
 
-In FOLDER: `output`, what mpirun and the agents said; `ended`, mpirun's exit code, written last. Mode 0600.
+In FOLDER: `output`, what mpirun and the agents said; `ended`, mpirun's exit code, or minus the number of the signal
+that ended it, written last. Mode 0600.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def main(marker: str, folder: str, script: str) -> int:
 
 
 def _run(folder: Path, script: str, woken: int, asked: list[int]) -> int:
-    """Run the script until it ends or has to; return its exit code, 128 + signal if it was killed."""
+    """Run the script until it ends or has to; return its exit code, minus the signal's number if one ended it."""
     output = os.open(folder / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         child = subprocess.Popen(
@@ -90,7 +91,7 @@ def _run(folder: Path, script: str, woken: int, asked: list[int]) -> int:
             inputs.remove(0)
             term_at = min(term_at, time.monotonic() + ORPHAN_S)
     _signal_group(child.pid, signal.SIGKILL)
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+    return child.returncode
 
 
 def _end_rest() -> None:

@@ -550,7 +550,10 @@ def _may_be_explained(outcome: Outcome) -> bool:
     if outcome.reason in (facts.HOST_LOST, facts.START_FAILED):
         return True
     culprit = outcome.culprit
-    return outcome.reason == facts.TASK_FAILED and culprit is not None and culprit.signal in ("KILL", "TERM", "XCPU")
+    if outcome.reason != facts.TASK_FAILED or culprit is None:
+        return False
+    # A task may notice the loss of a node before the agents are told to end.
+    return culprit.signal in ("KILL", "TERM", "XCPU") or culprit.consequence or culprit.missing
 
 
 def with_explanation(outcome: Outcome, found: Explanation | None, engine: str) -> Outcome:
@@ -564,12 +567,11 @@ def with_explanation(outcome: Outcome, found: Explanation | None, engine: str) -
         facts.EXIT_TERMINATED: facts.TERMINATED,
         facts.EXIT_HOST_LOST: facts.HOST_LOST,
     }.get(found.code, facts.TASK_FAILED)
-    culprit = outcome.culprit
-    if culprit is not None:
-        culprit = dataclasses.replace(culprit, reason=found.text)
-    else:
-        culprit = Culprit("", "", reason=found.text)
+    culprit = outcome.culprit or Culprit("", "")
     message = outcome.message if found.text in outcome.message else f"{outcome.message}; {found.text}"
+    if found.lost:
+        culprit, message = Culprit("", found.lost, time=culprit.time), f"lost {found.lost}: {found.text}"
+    culprit = dataclasses.replace(culprit, reason=found.text)
     return dataclasses.replace(outcome, exit_code=found.code, reason=reason, message=message, culprit=culprit)
 
 

@@ -11,6 +11,7 @@ What Slurm's commands print is read by `slurm_answers`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -43,7 +44,7 @@ from distrun.backends.engine import (
 )
 from distrun.errors import UsageError
 from distrun.request import Needs
-from distrun_runtime.contract import environ, process
+from distrun_runtime.contract import environ, facts, process
 
 SCRIPT = "slurm.sh"
 LOG = "slurm.log"
@@ -121,6 +122,7 @@ SHARED = frozenset(
 )
 """File systems that nodes of a cluster usually share."""
 
+NODE_STATES = ("-h", "-N", "-o", "%N %T")
 PARTITIONS = ("-h", "-e", "-o", "%R|%l|%c|%m|%G|%D|%a")
 
 
@@ -155,6 +157,8 @@ class Slurm(Engine):
         self._srun: subprocess.Popen[bytes] | None = None
         """Inside an allocation, in the process that started it."""
         self._position = ("", 0.0)
+        self._down: dict[str, str] = {}
+        """Nodes of the job that were seen down, and their states."""
         self._bin = ""
         """Where Slurm's commands are, as a job's handle says: of jobs of another process."""
 
@@ -400,10 +404,11 @@ class Slurm(Engine):
         if standing.state != RUNNING or not standing.grants:
             return standing
         nodes = ",".join(dict.fromkeys(each.node for each in standing.grants))
-        states = answers.node_states(self._ask("sinfo", "-h", "-N", "-n", nodes, "-o", "%N %T"))
+        states = answers.node_states(self._ask("sinfo", *NODE_STATES, "-n", nodes))
         if is_ending:
             return answers.ended_but_for_lost(standing, states)
         down = answers.down_nodes(states)
+        self._down.update(down)
         gone = {each.place: f"{each.node} is {down[each.node]}" for each in standing.grants if each.node in down}
         return standing._replace(gone={**gone, **standing.gone})
 
@@ -433,11 +438,23 @@ class Slurm(Engine):
             found = self._jobs(handle)
         accounts = self._accounts(handle) if any(each.state in answers.OVER for each in found) or not found else ""
         explained = answers.explanation(found, accounts)
+        if explained is not None and explained.code == facts.EXIT_HOST_LOST:
+            return self._with_node(explained, found)
         if explained is not None or by_srun is not None:
             return explained or by_srun
         standing = self.look(handle)
         why = standing.gone.get(place, "") if place else ""
         return Explanation(7, f"Slurm: {why}") if " is " in why else None
+
+    def _with_node(self, explained: Explanation, found: Sequence[answers.Job]) -> Explanation:
+        """Return why a job ended, with the node that failed: Slurm ends the tasks on all others in the same moment."""
+        nodes = ",".join(node for job in found for node in job.cpus)
+        with contextlib.suppress(EngineError):
+            self._down.update(answers.down_nodes(answers.node_states(self._ask("sinfo", *NODE_STATES, "-n", nodes))))
+        if not self._down or "a node failed" not in explained.text:
+            return explained
+        text = ", ".join(f"{node} is {state}" for node, state in self._down.items())
+        return explained._replace(text=f"{explained.text}: {text}", lost=next(iter(self._down)))
 
     @staticmethod
     def _is_over(handle: Handle, found: Sequence[answers.Job]) -> bool:

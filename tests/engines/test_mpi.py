@@ -135,6 +135,17 @@ def test_host_that_dies_is_lost(lab: Site, mpirun: tuple[str, ...]) -> None:
     assert "h2" in running.err
 
 
+@by(*DEBIAN)
+def test_mpirun_that_is_killed_is_named_and_no_host(lab: Site, mpirun: tuple[str, ...]) -> None:
+    running = lab.start(*mpirun, "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "0", "--shell", STAY, cwd=Path("/"))
+    wait_until(lambda: running.out.count("up") == 2, 60, "both workers run")
+    path = mpirun[mpirun.index("--mpirun") + 1].encode()
+    [pid] = [each.pid for each in lab.processes() if each.command.split(b"\0")[0] == path]
+    os.kill(pid, signal.SIGKILL)
+    assert running.wait() == 7, running.err
+    assert running.err.splitlines()[-1].startswith("distrun: error: lost mpirun: it was ended by SIGKILL on ")
+
+
 @by("openmpi4")
 def test_digits_are_learnt_without_a_shared_folder(lab: Site, mpirun: tuple[str, ...]) -> None:
     program = ROOT / "examples" / "digits.py"

@@ -365,6 +365,32 @@ def test_a_node_that_is_powered_off_is_lost(lab: SlurmSite) -> None:
     lab.cluster.restart(lab["h2"])
 
 
+TRAINS = r"""
+import numpy as np
+from distrun_runtime import kvstore
+
+kv = kvstore.create("dist_sync")
+kv.init("w", np.zeros(100, np.float32))
+out = np.empty(100, np.float32)
+print("up", flush=True)
+while True:
+    kv.pushpull("w", np.ones(100, np.float32), out=out)
+"""
+
+
+def test_a_node_that_is_set_down_is_named_whatever_tasks_elsewhere_say(lab: SlurmSite) -> None:
+    program = ("--python", sys.executable, sys.executable, "-c", TRAINS)
+    running = lab.begin_launch(*SHORT, "-n", "4", "-s", "2", *program)
+    up(running, 4)
+    lab.cluster.run("scontrol", "update", "NodeName=h3", "State=DOWN", "Reason=tested")
+    try:
+        assert running.wait() == 7, running.err
+    finally:
+        lab.cluster.run("scontrol", "update", "NodeName=h3", "State=RESUME")
+    assert running.err.splitlines()[-1] == "distrun: error: lost h3: Slurm: a node failed (NODE_FAIL): h3 is down"
+    lab.nothing_stays()
+
+
 def test_accounting_says_who_cancelled_a_job(tmp_path: Path) -> None:
     for lab in site(2, [], accounting=True):
         lab.begin(tmp_path)

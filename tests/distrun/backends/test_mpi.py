@@ -306,7 +306,28 @@ def test_mpirun_ends_with_the_process_that_started_it(engine_job: tuple[mpi.Mpi,
     assert guard is not None
     assert guard.stdin is not None
     guard.stdin.close()  # as the kernel does when a process ends
-    assert until_ended(engine, handle).startswith("mpirun ended with code 143")
+    assert until_ended(engine, handle).startswith("mpirun was ended by SIGTERM")
+
+
+def test_mpirun_that_is_killed_is_the_cause_whatever_it_said(engine_job: tuple[mpi.Mpi, Submission]) -> None:
+    engine, asked = engine_job
+    handle = begin(engine, asked, "echo Connection to h3 closed by remote host; kill -KILL $$\n")
+    assert until_ended(engine, handle).startswith("mpirun was ended by SIGKILL")
+    found = engine.explain(handle, "1")
+    assert found is not None
+    assert (found.code, found.lost) == (7, "mpirun")
+    assert found.text == f"it was ended by SIGKILL on {handle.more['host']}"
+
+
+def test_a_host_that_mpirun_lost_is_told_if_mpirun_ended_by_itself(
+    engine_job: tuple[mpi.Mpi, Submission],
+) -> None:
+    engine, asked = engine_job
+    handle = begin(engine, asked, "echo Connection to h3 closed by remote host; exit 137\n")
+    until_ended(engine, handle)
+    found = engine.explain(handle, "1")
+    assert found is not None
+    assert (found.text, found.lost) == ("mpirun lost its connection to h3", "")
 
 
 def test_a_job_of_another_machine_is_not_touched(engine_job: tuple[mpi.Mpi, Submission]) -> None:

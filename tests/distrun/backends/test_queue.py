@@ -107,6 +107,14 @@ def test_a_reason_that_was_told_already_is_not_repeated() -> None:
     assert queue.with_explanation(LOST, Explanation(6, "h2 was"), "sge").message == "h2 was lost"
 
 
+def test_the_node_that_an_engine_says_failed_is_the_cause_whatever_ended_first() -> None:
+    known = Explanation(7, "Slurm: a node failed: h3 is down", "h3")
+    named = queue.with_explanation(LOST, known, "slurm")
+    assert named.message == "lost h3: Slurm: a node failed: h3 is down"
+    assert named.culprit is not None
+    assert (named.culprit.task, named.culprit.host) == ("", "h3")
+
+
 def test_an_engine_that_has_recorded_nothing_is_said_to_have_none() -> None:
     assert queue.with_explanation(LOST, None, "slurm").message == "h2 was lost; slurm has recorded no reason"
     failed = Outcome(1, facts.TASK_FAILED, "worker-0 failed", Culprit("worker-0", "h1", code=1))

@@ -218,6 +218,27 @@ def test_why_slurm_ended_a_job(name: str, code: int, text: str) -> None:
     assert alone.code == code
 
 
+@pytest.mark.parametrize("states", [("h1 idle\nh2 down*\n",), ("h1 idle\nh2 down\n", "h1 idle\nh2 idle\n")])
+def test_a_node_that_was_seen_down_is_named_as_the_one_that_failed(
+    states: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = list(states)
+    engine = Slurm()
+
+    def ask(program: str, *words: str, **more: object) -> str:
+        return told("node-fail.scontrol") if program == "scontrol" else said.pop(0) if program == "sinfo" else ""
+
+    monkeypatch.setattr(engine, "_ask", ask)
+    handle = Handle("slurm", "21", {"log": "/nowhere"})
+    if len(said) > 1:
+        running = answers.Standing(RUNNING, "", (Grant("h2", "h2"),))
+        engine._without_lost_nodes(running, is_ending=False)
+    found = engine.explain(handle, "h1")
+    assert found is not None
+    assert (found.code, found.lost) == (7, "h2")
+    assert found.text.startswith("Slurm: a node failed (NODE_FAIL): h2 is down")
+
+
 @pytest.mark.parametrize("name", ["completed", "failed", "running", "pending"])
 def test_a_job_that_slurm_did_not_end_is_not_explained(name: str) -> None:
     assert answers.explanation(jobs(name)) is None
