@@ -25,7 +25,7 @@ from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.jobstore import JobFolder
 from distrun_runtime.coordinator.outcome import Outcome
 from distrun_runtime.coordinator.output import OutputPiece
-from distrun_runtime.errors import JobStoreError, WireError
+from distrun_runtime.errors import JobStoreError, RuntimeFault, WireError
 
 if TYPE_CHECKING:
     from distrun.relay import Relay  # only imported where it is used
@@ -53,6 +53,24 @@ class CoordinatorError(DistrunError):
     def __init__(self, message: str, hint: str, exit_code: int) -> None:
         super().__init__(message, hint)
         self.exit_code = exit_code
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Make an error of what goes wrong where a coordinator's frames are read: they are not what they should be.
+
+    Raises:
+        CoordinatorLost: an exception that malformed members cause.
+    """
+    try:
+        yield
+    except (DistrunError, RuntimeFault):
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as err:
+        raise CoordinatorLost(
+            f"the coordinator has sent what this distrun does not understand: {type(err).__name__}: {err}",
+            "is it of the version that launched the job? distrun status and distrun logs do without it",
+        ) from err
 
 
 class ControlConnection:
@@ -227,7 +245,8 @@ class _Dropped(Exception):
 
 def _greeted(connection: ControlConnection, folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
     try:
-        _greet(connection, folder, where)
+        with reading():
+            _greet(connection, folder, where)
     except BaseException:
         connection.close()
         raise
@@ -345,8 +364,10 @@ def check_version(connection: ControlConnection, folder: JobFolder) -> None:
     Raises:
         UsageError: the coordinator is of another version.
     """
-    version = connection.hello["version"]
-    if version[0] != control.VERSION[0]:
+    with reading():
+        version = list(connection.hello["version"])
+        is_ours = version[0] == control.VERSION[0]
+    if not is_ours:
         theirs, ours = (".".join(map(str, each)) for each in (version, control.VERSION))
         raise UsageError(
             f"job {folder.id}: its coordinator speaks control protocol {theirs}, and this distrun {ours}",
@@ -436,7 +457,8 @@ class Follower:
         """
         try:
             for frame in self.connection.frames(limit_s, is_watched):
-                self._take(frame)
+                with reading():
+                    self._take(frame)
         finally:
             for question in self._questions.values():
                 question.withdraw()
@@ -476,8 +498,9 @@ class Follower:
         self.cursor = header.get("cursor", self.cursor)
         if self._has_output:
             stream = header["stream"] if header["stream"] in ("out", "err") else "out"
+            at = None if header["at"] is None else int(header["at"])
             self._terminal.show(
-                OutputPiece(data, header["task"], header["host"], stream, header["at"], header["length"])
+                OutputPiece(data, str(header["task"]), str(header["host"]), stream, at, int(header["length"]))
             )
 
     def _ask(self, number: int, prompt: str, limit_s: float) -> None:
@@ -498,11 +521,12 @@ def said(told: Mapping[str, Any], terminal: Terminal) -> None:
 
 def raised(told: Mapping[str, Any], terminal: Terminal, verbosity: int) -> BaseException:
     """Return the error that a coordinator's `failed` frame tells of. With verbosity 2 its traceback is said."""
-    if verbosity >= 2:
-        terminal.say(told["trace"].rstrip("\n"), "error")
-    if told["kind"] == KeyboardInterrupt.__name__:
-        return KeyboardInterrupt()
-    return CoordinatorError(told["message"], told["hint"], told["exit_code"])
+    with reading():
+        if verbosity >= 2:
+            terminal.say(told["trace"].rstrip("\n"), "error")
+        if told["kind"] == KeyboardInterrupt.__name__:
+            return KeyboardInterrupt()
+        return CoordinatorError(told["message"], told["hint"], int(told["exit_code"]))
 
 
 def recorded(folder: JobFolder) -> Outcome | None:

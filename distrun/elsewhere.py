@@ -27,13 +27,15 @@ READ_SIZE = 256 * 1024
 HEADER_LIMIT = 4096
 REMOVE_S = 60.0
 """How long the removal of a job's folder on a host may take."""
-_NAME = re.compile(r"(state|outcome)\.json|(events|metrics)\.jsonl|coordinator\.log|logs/[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME = re.compile(
+    r"(state|outcome)\.json|(events|events\.1|metrics)\.jsonl|coordinator\.log|logs/[A-Za-z0-9][A-Za-z0-9._-]*"
+)
 FETCH = """
 import json, os, sys, time
 os.chdir(sys.argv[1])
 names = ["state.json"]
 if os.path.exists("outcome.json"):
-    names += ["events.jsonl", "metrics.jsonl", "coordinator.log"]
+    names += ["events.1.jsonl", "events.jsonl", "metrics.jsonl", "coordinator.log"]
     names += ["logs/" + name for name in os.listdir("logs")] + ["outcome.json"]
 out = sys.stdout.buffer
 for name in names:

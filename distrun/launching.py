@@ -125,14 +125,15 @@ def _until_running(
     connection.send("state")
     for frame in connection.frames(limit_s):
         told = frame.header
-        if frame.type in ("event", "state", "metrics"):
-            terminal.follow(frame.type, told[frame.type])
-        if frame.type == "said":
-            client.said(told, terminal)
-        elif frame.type == "failed":
-            raise client.raised(told, terminal, verbosity)
-        elif frame.type == "outcome" or _is_running(frame.type, told):
-            return told
+        with client.reading():
+            if frame.type in ("event", "state", "metrics"):
+                terminal.follow(frame.type, told[frame.type])
+            if frame.type == "said":
+                client.said(told, terminal)
+            elif frame.type == "failed":
+                raise client.raised(told, terminal, verbosity)
+            elif frame.type == "outcome" or _is_running(frame.type, told):
+                return told
     return None
 
 

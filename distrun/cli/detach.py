@@ -28,8 +28,9 @@ def detach(job: str) -> int:
     with client.connect(folder) as connection:
         client.check_version(connection, folder)
         answer = connection.ask("detach")
-    if answer.type == "refused":
-        raise UsageError(f"job {folder.id}: {answer.header['message']}", answer.header["hint"])
-    told = "goes on without its terminal" if answer.header["released"] else "had been detached before"
+    with client.reading():
+        if answer.type == "refused":
+            raise UsageError(f"job {folder.id}: {answer.header['message']}", answer.header["hint"])
+        told = "goes on without its terminal" if answer.header["released"] else "had been detached before"
     print_out(f"{folder.id}: {told}; to come back: distrun attach {folder.id}\n")
     return 0

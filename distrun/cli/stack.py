@@ -54,13 +54,14 @@ def stack(job: str, tasks: tuple[str, ...], as_json: bool) -> int:
     choose(state["tasks"], tasks)
     with client.connect(folder) as connection:
         client.check_version(connection, folder)
-        found = [answer for wanted in tasks or ("",) for answer in _asked(connection, wanted)]
+        with client.reading():
+            found = [_row(answer) for wanted in tasks or ("",) for answer in _asked(connection, wanted)]
     answers = list({str(answer["task"]): answer for answer in found}.values())
     if as_json:
         from distrun_runtime.coordinator.jobfolder import rfc3339
 
         told = {"schema": SCHEMA, "time": rfc3339(time.time()), "job": folder.id}
-        print_out(json.dumps({**told, "tasks": [_row(answer) for answer in answers]}, indent=2) + "\n")
+        print_out(json.dumps({**told, "tasks": answers}, indent=2) + "\n")
     else:
         for text in shown([answer for answer in answers if answer["text"]]):
             print_out(text + "\n")

@@ -59,7 +59,7 @@ def _wait(folder: JobFolder, timeout: float | None) -> tuple[int | None, Mapping
     if recorded is not None:
         return int(recorded["exit_code"]), recorded
     until = None if timeout is None else time.monotonic() + timeout
-    with client.connect(folder) as connection:
+    with client.connect(folder) as connection, client.reading():
         client.check_version(connection, folder)
         connection.send("subscribe")
         while True:

@@ -181,7 +181,8 @@ class _Watch:
                     break
                 if frame.type in ("outcome", "failed"):
                     return frame
-                self._take(frame, connection)
+                with client.reading():
+                    self._take(frame, connection)
         self._lines.pause(POLL_S)
         return None
 
@@ -223,7 +224,9 @@ class _Watch:
         """Write the last line; return the outcome, None if there is none."""
         outcome, value, error = None, None, None
         if told is not None and told.type == "outcome":
-            outcome = ends.from_json(told.header["outcome"])
+            with client.reading():
+                outcome = ends.from_json(told.header["outcome"])
+            assert outcome is not None
             value = self._folder.outcome_json(self._folder.explained(outcome))
         elif told is not None:
             self.has_failed = True

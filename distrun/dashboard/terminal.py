@@ -90,7 +90,7 @@ class Terminal:
         settings[_CC] = characters
         self._ours = settings
         # First: a background process is stopped here, before it draws.
-        termios.tcsetattr(self._in, termios.TCSANOW, settings)
+        self._set(settings)
         self._keep_stderr()
         self._is_taken = True
         self._pending = _TAKE
@@ -105,7 +105,7 @@ class Terminal:
             self._write_last(_GIVE_BACK)
         if self._before is not None:
             with contextlib.suppress(termios.error, OSError):
-                termios.tcsetattr(self._in, termios.TCSANOW, self._before)
+                self._set(self._before)
             self._before = None
         if self._fd >= 0:
             if self._is_shared:
@@ -131,10 +131,20 @@ class Terminal:
         """Take the screen once more, after this process was stopped in a way that it cannot notice (SIGSTOP)."""
         if self._is_taken:
             with contextlib.suppress(termios.error):
-                termios.tcsetattr(self._in, termios.TCSANOW, self._ours)
+                self._set(self._ours)
             self._pending = _TAKE
             self.redraw()
             self.flush()
+
+    def _set(self, settings: list[Any]) -> None:
+        """Give the terminal settings. In the background this stops the process, and a signal ends the call then."""
+        while True:
+            try:
+                termios.tcsetattr(self._in, termios.TCSANOW, settings)
+                return
+            except termios.error as err:
+                if err.args[0] != errno.EINTR:
+                    raise
 
     def _open(self) -> None:
         if self._fd >= 0:

@@ -115,7 +115,7 @@ def _main(model: Model, look: Look, options: Options, now: float) -> Picture:
     keys = tuple(row.key for row in found)
     at = keys.index(look.chosen) if look.chosen in keys else 0
     why = text.clean(found[at].first.why) if found else ""
-    if text.width(why) > columns - TABLE_WIDE:
+    if why and text.width(why) > columns - TABLE_WIDE:
         line: Line = ((f"{found[at].first.name}: ", text.BOLD), (why, text.PLAIN))
         bottom = [*bottom[:-1], _to_width(line, options), bottom[-1]]
     room = max(2, options.rows - len(head) - len(bottom))

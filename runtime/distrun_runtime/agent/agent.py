@@ -36,6 +36,8 @@ FIRST_LEASE_S = facts.LEASE_S
 """How long the agent waits for `begin`, and between frames until then."""
 GUARD_LOST_GRACE_S = 2.0
 """Without its guard the agent hurries: if it died now, nothing would clean up after it."""
+END_OUTPUT_S = 2.0
+"""Told to end, output is handed over for this time at most: the coordinator has not waited for more."""
 FLUSH_S = 10.0
 """At the end, output that is not taken is given up after so long without progress."""
 LOST_FLUSH_S = 1.0
@@ -255,6 +257,7 @@ class Agent:
         """
         channel = self._channel
         written, since = channel.written, time.monotonic()
+        until = since + END_OUTPUT_S if output and self._code == 0 else float("inf")
         self._flush()
         while not channel.is_broken:
             self._beat(time.monotonic())
@@ -268,7 +271,7 @@ class Agent:
                 return
             if channel.written != written:
                 written, since = channel.written, time.monotonic()
-            left_s = since + limit_s - time.monotonic()
+            left_s = min(since + limit_s, until) - time.monotonic()
             if left_s <= 0:
                 return
             self._wait(min(left_s, 0.5))

@@ -4,6 +4,7 @@
     allocation.json  which task runs on which host             plan.json       the plan, as it was made
     state.json     how the job and its tasks stand             outcome.json    how it ended; absent before
     events.jsonl   what happened, one object a line            logs/TASK.log   what the tasks wrote
+    events.1.jsonl what happened before, in a job with very many events
     metrics.jsonl  a sample of its numbers a minute; absent in a job that nothing was measured of
     control.json   where its coordinator is: host, boot id, pid, start, path of the control socket
     engine.json    what the job is called in its engine; absent if it has none
@@ -45,6 +46,10 @@ REQUEST_SCHEMA = "distrun.request/1"
 ALLOCATION_SCHEMA = "distrun.allocation/1"
 ENGINE_SCHEMA = "distrun.engine/1"
 RESERVE = "reserve"
+EVENTS = "events.jsonl"
+OLDER_EVENTS = "events.1.jsonl"
+EVENTS_BYTES = 8 * 1024 * 1024
+"""Past it, EVENTS takes the place of OLDER_EVENTS, and a new one begins."""
 _RESERVE_BYTES = 32 * 1024
 _RESERVE_A_TASK = 3 * 1024
 """What outcome.json may need: two reasons of a task have 1000 characters each."""
@@ -291,15 +296,24 @@ class JobFolder:
 
     def append(self, event: Mapping[str, Any]) -> None:
         """Append an event (`event`) to events.jsonl. Raises OSError."""
-        with open(str(self.path / "events.jsonl"), "a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")
+        line = json.dumps(event) + "\n"
+        path = self.path / EVENTS
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(str(path)).st_size + len(line) > EVENTS_BYTES:
+                os.replace(str(path), str(self.path / OLDER_EVENTS))
+        with open(str(path), "a", encoding="utf-8") as file:
+            file.write(line)
 
     def last_events(self, size: int) -> List[Dict[str, Any]]:
-        """Return the events in the last `size` bytes of events.jsonl, the oldest first; none if it cannot be read."""
-        with contextlib.suppress(OSError, JobStoreError), stored.opened(self.path / "events.jsonl") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
-            return events_of(file.read())
-        return []
+        """Return the events in the last `size` bytes of the job's, the oldest first; none if they cannot be read."""
+        data = b""
+        for name in (EVENTS, OLDER_EVENTS):
+            with contextlib.suppress(OSError, JobStoreError), stored.opened(self.path / name) as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - (size - len(data))))
+                data = file.read() + data
+            if len(data) >= size:
+                break
+        return events_of(data)
 
     def append_sample(self, line: str) -> None:
         """Append one line to metrics.jsonl. Raises OSError."""

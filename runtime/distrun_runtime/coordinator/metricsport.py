@@ -1,8 +1,9 @@
 """Serves `GET /metrics` for Prometheus on a port of the coordinator (`launch --metrics-port`).
 
-Access is read-only and needs no password. One thread serves at most CLIENTS connections at a time. A client has
-REQUEST_S to send its request and ANSWER_S to take the reply. The metrics are requested from the job's loop when a
-client reads them, and are reused for FRESH_S.
+Access is read-only and needs no password. One thread serves at most CLIENTS connections at a time; for one more, the
+oldest of those that have sent no request is dropped, or else the oldest. A client has REQUEST_S to send its request and
+ANSWER_S to take the reply. The metrics are requested from the job's loop when a client reads them, and are reused for
+FRESH_S.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from distrun_runtime.coordinator import prometheus
 from distrun_runtime.coordinator.events import Event, MetricsAsked
 
 CLIENTS = 16
-"""Connections at a time; others are dropped at once."""
+"""Connections at a time."""
 REQUEST_LIMIT = 8192
 """Bytes of a request."""
 REQUEST_S = 5.0
@@ -30,7 +31,7 @@ LOOP_S = 5.0
 """Time limit for the job's loop to return its metrics."""
 CLOSE_S = 5.0
 FRESH_S = 1.0
-BACKLOG = 16
+BACKLOG = 128
 READ_SIZE = 4096
 
 
@@ -43,6 +44,7 @@ class _Reader:
         self.request = b""
         self.is_waiting = False
         """It has asked, and the numbers are to come."""
+        self.has_asked = False
         self.has_body = True
         self.rest = memoryview(b"")
         self.is_answered = False
@@ -149,11 +151,11 @@ class MetricsPort:
             return
         connection.setblocking(False)
         if len(self._readers) >= CLIENTS:
-            connection.close()
-            return
+            self._drop(min(self._readers.values(), key=lambda each: each.has_asked))  # the first one: the oldest
         reader = _Reader(connection, time.monotonic() + REQUEST_S)
         self._readers[connection.fileno()] = reader
         self._selector.register(connection, selectors.EVENT_READ, reader)
+        self._attend(reader)  # a request may be there already
 
     def _attend(self, reader: _Reader) -> None:
         try:
@@ -177,6 +179,7 @@ class MetricsPort:
             self._answer(reader, "431 Request Header Fields Too Large")
 
     def _take(self, reader: _Reader) -> None:
+        reader.has_asked = True
         words = reader.request.split(b"\n", 1)[0].split()
         if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
             self._answer(reader, "400 Bad Request")

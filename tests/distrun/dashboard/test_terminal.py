@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import signal
@@ -9,6 +10,7 @@ import sys
 import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import dashboard_program
 import pytest
@@ -16,6 +18,7 @@ from distrun_cli import wait_until
 from terminal import Session
 
 from distrun.dashboard import text
+from distrun.dashboard.terminal import Terminal
 
 TAKEN, GIVEN_BACK = "\x1b[?1049h", "\x1b[?1049l"
 LIMIT_S = 20.0
@@ -142,6 +145,26 @@ def test_ctrl_z_gives_the_shell_its_terminal_and_fg_comes_back(start: Start, rec
     screen.expect("READY> ")
     screen.type("exit\n")
     assert screen.ends() == 0
+
+
+def test_a_signal_that_interrupts_the_taking_of_the_terminal_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `bg` and `fg`: a process in the background is stopped by the call, which its SIGCONT then ends."""
+    ours, its = os.openpty()
+    before, interrupted = termios.tcsetattr, [True, True]
+
+    def tcsetattr(*values: Any) -> None:
+        if interrupted:
+            interrupted.pop()
+            raise termios.error(errno.EINTR, "Interrupted system call")
+        before(*values)
+
+    monkeypatch.setattr(termios, "tcsetattr", tcsetattr)
+    with Terminal(its, its):
+        assert not termios.tcgetattr(its)[3] & termios.ECHO
+        interrupted.append(True)
+    assert termios.tcgetattr(its)[3] & termios.ECHO
+    for fd in (ours, its):
+        os.close(fd)
 
 
 def test_a_resize_draws_every_line_anew_in_the_new_size(start: Start) -> None:

@@ -53,6 +53,14 @@ def test_screens_are_as_recorded(size: tuple[int, int], workers: int) -> None:
     assert found == golden.read_text()
 
 
+@pytest.mark.parametrize("columns", [10, 20, 40, 65, 66, 80])
+@pytest.mark.parametrize("mode", [user.MAIN, user.DETAIL, user.LOG, user.STACK, user.HELP])
+def test_a_job_of_which_no_task_is_shown_is_drawn_at_every_width(columns: int, mode: str) -> None:
+    for model, look in ((Model("calm-otter-7f3"), Look(mode=mode)), (recorded(4), Look(mode=mode, wanted="nothing"))):
+        for rows in (1, 2, 6, 24):
+            shown(model, look, (columns, rows))
+
+
 @pytest.mark.parametrize("size", [(20, 6), (40, 12), (79, 24), (80, 23), (80, 24), (120, 40), (200, 50), (300, 100)])
 @pytest.mark.parametrize("look", [Look(), Look(is_folded=True), *(Look(panel=each) for each in user.PANELS)])
 def test_every_size_is_filled_and_never_exceeded(size: tuple[int, int], look: Look) -> None:

@@ -539,6 +539,18 @@ def test_what_a_job_is_called_in_its_engine_is_on_the_disk_before_it_is_submitte
         folder.engine()
 
 
+def test_events_have_a_bound_and_the_newest_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobfolder, "EVENTS_BYTES", 4096)
+    folder = JobStore(tmp_path).create(sample_plan())
+    for number in range(1000):
+        folder.record("said", level="info", text="x" * 50, number=number)
+        assert sum(path.stat().st_size for path in folder.path.glob("events*.jsonl")) <= 2 * 4096
+    numbers = [event["number"] for event in folder.last_events(6000)]
+    assert numbers == list(range(numbers[0], 1000))
+    assert len(numbers) > 30
+    assert [event["number"] for event in folder.last_events(200)] == [999]
+
+
 def test_last_events_are_read_from_the_middle_of_a_line_on(tmp_path: Path) -> None:
     folder = JobStore(tmp_path).create(sample_plan(job="calm-1"))
     assert folder.last_events(100) == []

@@ -213,20 +213,27 @@ def test_a_client_that_does_not_read_is_dropped(port: MetricsPort, loop: Loop, m
             time.sleep(0.01)
 
 
-def test_more_clients_than_there_may_be_are_dropped_at_once(port: MetricsPort) -> None:
+def test_a_scraper_is_answered_while_400_idle_connections_are_open(port: MetricsPort) -> None:
     with contextlib.ExitStack() as stack:
-        clients = [
-            stack.enter_context(socket.create_connection((facts.LOOPBACK, port.port)))
-            for _ in range(metricsport.CLIENTS)
+        idle = [
+            stack.enter_context(socket.create_connection((facts.LOOPBACK, port.port), timeout=LIMIT_S))
+            for _ in range(400)
         ]
-        until = time.monotonic() + LIMIT_S
-        while len(port._readers) < metricsport.CLIENTS and time.monotonic() < until:
-            time.sleep(0.01)
-        more = stack.enter_context(socket.create_connection((facts.LOOPBACK, port.port)))
-        assert dropped(more)
-        clients[0].close()
-        while len(port._readers) == metricsport.CLIENTS and time.monotonic() < until:
-            time.sleep(0.01)
+        for _ in range(3):
+            assert ask(port).status == 200
+        assert len(port._readers) <= metricsport.CLIENTS
+        assert dropped(idle[0]), "of those that have not asked, the oldest goes first"
+
+
+def test_of_clients_that_have_all_asked_and_do_not_read_the_oldest_goes(
+    port: MetricsPort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = prometheus.page
+    monkeypatch.setattr(prometheus, "page", lambda plan, snapshot: page(plan, snapshot) + "x" * 20_000_000)
+    with contextlib.ExitStack() as stack:
+        for _ in range(2 * metricsport.CLIENTS):
+            client = stack.enter_context(socket.create_connection((facts.LOOPBACK, port.port), timeout=LIMIT_S))
+            client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
         assert ask(port).status == 200
 
 
