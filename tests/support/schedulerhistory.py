@@ -32,7 +32,9 @@ class Job:
             for rank in range(servers):
                 self.register("s%d" % rank, "server", rank)
             for rank in range(workers):
-                self.register("w%d" % rank, "worker", rank)
+                actions = self.register("w%d" % rank, "worker", rank)
+            self.answer(actions)
+            self.requests = 0
 
     def register(self, link: str, kind: str, rank: int = -1, host: str = "d1") -> list[role.Action]:
         peer = node(kind, rank, host, **self.counts)

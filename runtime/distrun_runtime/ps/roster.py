@@ -270,13 +270,18 @@ class Queries:
         self._queries: dict[int, _Query] = {}
         self._count = 0
 
-    def send(self, message: Message, servers: Iterable[Member], then: Then) -> list[Action]:
-        """Send `message` to all servers; `then` gives what follows when all have answered."""
+    def send(
+        self, message: Message | Callable[[Member], Message], servers: Iterable[Member], then: Then
+    ) -> list[Action]:
+        """Send `message`, or what it returns for each, to all servers; `then` gives what follows when all have
+        answered."""
         self._count += 1
-        links = [server.link for server in servers]
-        self._queries[self._count] = _Query(set(links), then)
+        asked = list(servers)
+        self._queries[self._count] = _Query({server.link for server in asked}, then)
+        if callable(message):
+            return [Send(server.link, replace(message(server), request=self._count)) for server in asked]
         numbered = replace(message, request=self._count)
-        return [Send(link, numbered) for link in links]
+        return [Send(server.link, numbered) for server in asked]
 
     def forget(self) -> None:
         """Drop all queries. Numbers go on, so that a late answer does not count for a later query."""

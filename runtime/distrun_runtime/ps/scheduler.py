@@ -19,7 +19,7 @@ from distrun_runtime.ps.agreement import Call, CollectiveCalls, Rules
 from distrun_runtime.ps.checkpoint import Checkpoints
 from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.replies import answer, refusal
-from distrun_runtime.ps.roster import ALIVE, LEFT, LOST, Member, Queries, Roster
+from distrun_runtime.ps.roster import ALIVE, LEFT, LOST, Answers, Member, Queries, Roster
 
 REPORT_S = 5.0
 """How often the scheduler says whom it waits for."""
@@ -210,13 +210,18 @@ class Scheduler:
         self._foreign_deadline.at = None
         actions: list[role.Action] = []
         actions.append(role.Log("INFO", "event=complete workers=%d servers=%d" % self._counts))
+        servers, workers = self._roster.of_role("server"), self._roster.of_role("worker")
+        actions += [_line("assigned", member.who) for member in [*servers, *workers]]
         common = Common({"nodes": self._roster.to_json(), "host_sums": self._config.host_sums})
-        # Servers first: a worker's HELLO then finds a server that knows it.
-        for member in [*self._roster.of_role("server"), *self._roster.of_role("worker")]:
-            body = SharedBody(common, {"rank": member.who.rank})
-            actions.append(role.Send(member.link, Message(Kind.ROSTER, body=body)))
-            actions.append(_line("assigned", member.who))
-        return actions
+
+        def roster(member: Member) -> Message:
+            return Message(Kind.ROSTER, body=SharedBody(common, {"rank": member.who.rank}))
+
+        def tell_workers(_: Answers) -> list[role.Action]:
+            return [role.Send(member.link, roster(member)) for member in workers]
+
+        # Each on a connection of its own: a worker that had it earlier than a server would find one that knows nobody.
+        return [*actions, *self._queries.send(roster, servers, tell_workers)]
 
     # Leaving and dying
 

@@ -218,7 +218,9 @@ class Server:
             self._rounds.peers.learn(nodes, self.me.rank)
             stands_in = self._relay.learn(nodes) if message.body.get("host_sums") else []
             lines = ["event=roster node=%s host=%s endpoint=%s" % (who.name, who.host, who.endpoint) for who in nodes]
-            return [*(role.Log("INFO", line) for line in lines), *stands_in]
+            # The workers are told next, and expect that this server knows them.
+            answered = role.Send(role.SCHEDULER_LINK, answer(message))
+            return [*(role.Log("INFO", line) for line in lines), *stands_in, answered]
         if message.kind in (Kind.RULE, Kind.SAVE, Kind.LOAD):
             return self._control.from_scheduler(message, self._stores) or []
         if message.kind is Kind.JOIN:

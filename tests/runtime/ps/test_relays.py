@@ -18,7 +18,9 @@ from delays import delay_after
 from distrun_runtime.errors import KVError, PeerLost, RuleError, TimedOut
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Kind
+from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.roster import relays_of, workers_of
+from distrun_runtime.transport.faults import Faults
 
 NODE = NodeIdentity("j", "worker", 0, 0, "a", 10, "tcp://10.0.0.1:1", 4, 4)
 KEYS = ["k%d" % number for number in range(8)]
@@ -360,6 +362,28 @@ def test_a_cut_connection_between_two_servers_ends_the_job_and_both_are_named(ca
             assert text.endswith(
                 "lost its connection to server-0 (%s): the cable is out" % job.transports["server-0"].endpoint
             )
+
+
+class LateRosters(Cluster):
+    """Servers hear of the job's nodes later than anything that others are told."""
+
+    def _config(self, role: str, **changes: Any) -> Config:
+        node = super()._config(role, **changes)
+        late = Faults.parse("delay=100:1000ms,kinds=ROSTER")
+        return replace(node, faults=late) if role == "server" else node
+
+
+def test_workers_go_on_when_all_servers_know_them_however_late_one_is_told() -> None:
+    """Each is told on a connection of its own, and a lost packet on one of them delays it."""
+
+    def script(kv: Any) -> float:
+        kv.init(KEYS, [full(0)] * len(KEYS))
+        outs = [full(-1) for _ in KEYS]
+        kv.pushpull(KEYS, [full(1)] * len(KEYS), outs)
+        return float(outs[0].max())
+
+    with LateRosters(4, 2, over="relays") as job:
+        assert job.run(script) == [4.0] * 4
 
 
 def test_a_sum_that_comes_at_once_after_welcome_arrives_however_slow_its_receiver_is(

@@ -21,18 +21,26 @@ def test_it_publishes_where_it_listens() -> None:
     assert role.Publish({"address": "::1", "port": "4711"}) in actions
 
 
-def test_the_roster_goes_out_when_all_are_here_to_servers_first() -> None:
-    job = Job(is_open=False)
+def test_the_roster_goes_out_when_all_are_here_and_to_workers_when_the_servers_have_it() -> None:
+    """A worker that had it earlier than a server would find one that knows nobody."""
+    job = Job(servers=2, is_open=False)
     assert sends(job.register("w1", "worker", 1, "d2")) == []
     assert sends(job.register("s0", "server", 0)) == []
+    assert sends(job.register("s1", "server", 1)) == []
     actions = job.register("w0", "worker", 0)
-    assert to(actions) == [("s0", "ROSTER"), ("w0", "ROSTER"), ("w1", "ROSTER")]
-    assert [sent.body["rank"] for _, sent in sends(actions)] == [0, 0, 1]
-    nodes = sends(actions)[0][1].body["nodes"]
+    assert to(actions) == [("s0", "ROSTER"), ("s1", "ROSTER")]
+    (_, first), (_, second) = sends(actions)
+    assert job.hear("s1", Kind.ROSTER, Flag.REPLY, request=second.request) == []
+    last = job.hear("s0", Kind.ROSTER, Flag.REPLY, request=first.request)
+    assert to(last) == [("w0", "ROSTER"), ("w1", "ROSTER")]
+    assert [sent.body["rank"] for _, sent in [*sends(actions), *sends(last)]] == [0, 1, 0, 1]
+    nodes = first.body["nodes"]
+    assert sends(last)[0][1].body["nodes"] == nodes
     assert {(each["role"], each["rank"], each["host"]) for each in nodes} == {
         ("worker", 0, "d1"),
         ("worker", 1, "d2"),
         ("server", 0, "d1"),
+        ("server", 1, "d1"),
     }
 
 
@@ -40,8 +48,12 @@ def test_ranks_are_given_in_the_order_of_registration() -> None:
     job = Job(3, 2, is_open=False)
     for link in ("wa", "sa", "wb", "sb"):
         job.register(link, "worker" if link[0] == "w" else "server")
-    actions = job.register("wc", "worker")
-    assert {link: sent.body["rank"] for link, sent in sends(actions)} == {"wa": 0, "wb": 1, "wc": 2, "sa": 0, "sb": 1}
+    assert ranks(job, job.register("wc", "worker")) == {"wa": 0, "wb": 1, "wc": 2, "sa": 0, "sb": 1}
+
+
+def ranks(job: Job, actions: list[role.Action]) -> dict[str, int]:
+    """Return the ranks that nodes are told, workers when the servers have answered."""
+    return {link: sent.body["rank"] for link, sent in [*sends(actions), *sends(job.answer(actions))]}
 
 
 def test_ranks_that_nodes_bring_are_kept_and_the_others_fill_the_gaps() -> None:
@@ -49,8 +61,7 @@ def test_ranks_that_nodes_bring_are_kept_and_the_others_fill_the_gaps() -> None:
     job.register("s0", "server")
     job.register("wa", "worker")
     job.register("wb", "worker", 0)
-    actions = job.register("wc", "worker")
-    assert {link: sent.body["rank"] for link, sent in sends(actions)} == {"wa": 1, "wb": 0, "wc": 2, "s0": 0}
+    assert ranks(job, job.register("wc", "worker")) == {"wa": 1, "wb": 0, "wc": 2, "s0": 0}
 
 
 def test_a_node_of_another_job_is_refused() -> None:
@@ -558,7 +569,9 @@ def test_under_an_agent_it_has_the_servers_forget_and_waits_for_the_next_script(
     assert [sent.body for _, sent in sends(stop_of(actions))] == [{"stay": True}]
     assert job.answer(stop_of(actions)) == []
     job.register("n0", "worker", 0)
-    assert to(job.register("n1", "worker", 1)) == [("s0", "ROSTER"), ("n0", "ROSTER"), ("n1", "ROSTER")]
+    actions = job.register("n1", "worker", 1)
+    assert to(actions) == [("s0", "ROSTER")]
+    assert to(job.answer(actions)) == [("n0", "ROSTER"), ("n1", "ROSTER")]
     assert to(rule(job, "n0")) == [("s0", "RULE")], "rules and keys are forgotten"
     assert to(job.hear("n0", Kind.KEYS, number=1, records=[])) == []
 
@@ -568,7 +581,9 @@ def test_workers_of_the_next_script_wait_until_the_servers_have_forgotten() -> N
     actions = ended(job, "w1", "w0")
     job.register("n0", "worker", 0)
     assert sends(job.register("n1", "worker", 1)) == []
-    assert to(job.answer(stop_of(actions))) == [("s0", "ROSTER"), ("n0", "ROSTER"), ("n1", "ROSTER")]
+    actions = job.answer(stop_of(actions))
+    assert to(actions) == [("s0", "ROSTER")]
+    assert to(job.answer(actions)) == [("n0", "ROSTER"), ("n1", "ROSTER")]
 
 
 def test_a_worker_may_be_a_script_ahead_but_its_rank_only_once() -> None:
@@ -580,7 +595,9 @@ def test_a_worker_may_be_a_script_ahead_but_its_rank_only_once() -> None:
     )
     actions = ended(job, "w0")
     assert sends(job.register("n0", "worker", 0)) == []
-    assert to(job.answer(stop_of(actions))) == [("s0", "ROSTER"), ("n0", "ROSTER"), ("n1", "ROSTER")]
+    actions = job.answer(stop_of(actions))
+    assert to(actions) == [("s0", "ROSTER")]
+    assert to(job.answer(actions)) == [("n0", "ROSTER"), ("n1", "ROSTER")]
 
 
 def test_an_answer_from_the_last_script_is_none_of_the_next() -> None:
@@ -589,7 +606,7 @@ def test_an_answer_from_the_last_script_is_none_of_the_next() -> None:
     actions = ended(job, "w1", "w0")
     job.register("n0", "worker", 0)
     job.register("n1", "worker", 1)
-    assert not any(kind == "ROSTER" for _, kind in to(job.answer(late)))
+    assert to(job.answer(late)) == []
     assert to(job.answer(stop_of(actions)))[0] == ("s0", "ROSTER")
     assert to(rule(job, "n0")) == [("s0", "RULE")], "the new servers' stores have none"
 
