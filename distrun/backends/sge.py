@@ -295,7 +295,8 @@ class Sge(Engine):
         """Return how a job stands that Grid Engine does not list any more."""
         records = _accounted(handle.id)
         found = explanation(records, handle.more, "")
-        is_deleted = handle.id in self._deleted or (not records and _was_deleted_in_queue(handle.id))
+        has_run = bool(records) or handle.id in self._running_since
+        is_deleted = handle.id in self._deleted or (not has_run and _was_deleted_in_queue(handle.id))
         if found is None and is_deleted:
             found = Explanation(CANCELLED, "Grid Engine: the job was deleted from outside (qdel)")
         if found is not None:
@@ -309,7 +310,7 @@ class Sge(Engine):
         elif codes:
             text = f"its script ended with exit code {codes[0]}"
         else:
-            text = "" if records else "it was deleted (qdel), or ended at once; Grid Engine has no record of it"
+            text = "" if has_run else "it was deleted (qdel), or ended at once; Grid Engine has no record of it"
         return Standing(ENDED, text)
 
     def find(self) -> Sequence[Found]:
@@ -596,7 +597,7 @@ def parse_jobs(text: str, is_lenient: bool = False) -> list[Row]:
                 int(each.findtext("slots") or 1),
                 each.findtext("tasks", ""),
                 each.findtext("master", "MASTER") == "MASTER",
-                float(each.findtext("JAT_prio") or 0),
+                float((each.findtext("JAT_prio") or "0").replace(",", ".")),  # as the locale has it
             )
         )
     return rows

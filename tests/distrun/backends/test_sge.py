@@ -440,7 +440,7 @@ def test_a_job_that_is_started_on_other_hosts_than_before_has_lost_its_places(co
     assert engine.look(handle).text.startswith("h1 has not started it, and it went back to the queue")
 
 
-@pytest.mark.parametrize(("priority", "code"), [("0.25000", 143), ("0.00000", None)])
+@pytest.mark.parametrize(("priority", "code"), [("0.25000", 143), ("0,25000", 143), ("0.00000", None)])
 def test_a_job_that_is_deleted_while_it_waits_ends_as_one_that_is_deleted_while_it_runs(
     priority: str, code: int | None, commands: Commands
 ) -> None:
