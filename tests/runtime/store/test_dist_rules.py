@@ -464,3 +464,20 @@ def test_torchs_names_of_parameters_work_in_every_call_of_a_store() -> None:
 
     with Cluster(2, 2, over="inproc") as job:
         assert job.run(script) == [(0.75, 0.25)] * 2
+
+
+@pytest.mark.parametrize("type_name", ["dist_sync", "dist_async"])
+def test_names_decide_on_the_weight_decay_on_the_servers(type_name: str) -> None:
+    """All workers give them, and a repeat changes nothing."""
+
+    def script(kv: KVStore) -> list[float]:
+        kv.init(["fc_weight", "fc_bias"], [full(1), full(1)])
+        kv.set_optimizer("sgd", learning_rate=0.5, wd=0.5, param_idx2name={0: "fc_weight", 1: "fc_bias"})
+        kv.barrier()
+        if kv.rank == 0 or type_name == "dist_sync":
+            kv.push(["fc_weight", "fc_bias"], [full(0), full(0)])
+        kv.barrier()
+        return [float(pulled(kv, key).max()) for key in ("fc_weight", "fc_bias")]
+
+    with Cluster(2, 2, over="inproc") as job:
+        assert job.run(script, type_name) == [[0.75, 1]] * 2
