@@ -279,6 +279,10 @@ class Engine(ABC):
         """Return why the engine ended `place` (empty: the job); None: it records nothing of that. At most 5 s."""
         return None
 
+    def on_node(self, node: str, argv: Sequence[str]) -> tuple[str, ...]:
+        """Return what runs a program on a node with our standard streams, in a job of its own; empty: nothing can."""
+        return ()
+
     @abstractmethod
     def find(self) -> Sequence[Found]:
         """Return this user's jobs that are queued or run and whose marker begins with MARK. Raises EngineError."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from distrun.backends import blob
 from distrun.backends import engine as engines
 from distrun.backends.base import Backend, Rendered, Swept
 from distrun.backends.dialback import Callers, write_new
@@ -35,6 +36,7 @@ from distrun.backends.engine import (
     Standing,
     Submission,
 )
+from distrun.backends.local import ChildChannel
 from distrun.errors import UsageError
 from distrun.hosts import Inventory
 from distrun.placement import Slot, slots_in
@@ -118,7 +120,15 @@ class QueueBackend(Backend):
     def connect(
         self, hosts: Sequence[Host], job: str = "", nonce: str = "", holds_s: float = 0.0
     ) -> tuple[Channel, ...]:
-        """Refuse: agents come when a job is submitted, and not to answer questions. Raises UsageError."""
+        """Return channels to agents that are asked something, if the engine can start one on a node it is told.
+
+        Raises:
+            UsageError: it cannot: agents come when a job is submitted.
+        """
+        python = self.engine.options.config.get("python", "python3")
+        argvs = {host.name: self.engine.on_node(host.name, blob.command(python)) for host in hosts}
+        if all(argvs.values()):
+            return tuple(ChildChannel(name, argv) for name, argv in argvs.items())
         raise UsageError(
             f"--launcher {self.name}: its nodes cannot be asked one by one", "name them with -H, to ask them by ssh"
         )

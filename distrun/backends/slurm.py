@@ -81,6 +81,20 @@ AGENT_OPTIONS = (
 """srun's: each agent may use all that the job has on its node, and one that ends ends no other."""
 JOB_OPTIONS = ("--export=NONE", "--no-requeue", "--chdir=/", "--output=/dev/null")
 """sbatch's: nothing of this environment is kept in Slurm; a job that has ended is not started again."""
+ASK_OPTIONS = (
+    "--job-name=ask",
+    "--nodes=1",
+    "--ntasks=1",
+    "--mem=64M",
+    "--time=2",
+    "--immediate=10",
+    "--export=HOME,PATH,USER",
+    "--chdir=/",
+    "--mpi=none",
+    "--unbuffered",
+    "--quiet",
+)
+"""srun's, for an agent that looks for what jobs have left on a node. One that has no room for it is not waited for."""
 HIDDEN = (
     "SLURM_CPU_BIND*",
     "SLURM_GTIDS",
@@ -470,6 +484,11 @@ class Slurm(Engine):
             return self._ask("sacct", *_cluster(handle), "-n", "-P", "-j", handle.id, "-o", columns, limit_s=2.0)
         except EngineError:
             return ""
+
+    def on_node(self, node: str, argv: Sequence[str]) -> tuple[str, ...]:
+        """Return srun's command line for a job of its own on that node, also inside an allocation."""
+        own = ("env", *(word for name in ("SLURM_JOB_ID", "SLURM_JOBID") for word in ("-u", name)))
+        return (*own, self._program("srun"), *ASK_OPTIONS, f"--nodelist={node}", *argv)
 
     def find(self) -> Sequence[Found]:
         """Return this user's jobs and steps that are called as distrun calls them."""

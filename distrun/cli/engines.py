@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -57,6 +58,25 @@ def abandoned(found: Sequence[Found], store: JobStore) -> list[Found]:
 
     living = {queue.recorded_marker(job.path) for job in store.list() if job.standing() in facts.GOING}
     return [each for each in found if each.marker.startswith(engine.MARK) and each.marker not in living]
+
+
+def nodes_of_lost(backend: QueueBackend, store: JobStore) -> list[str]:
+    """Return the nodes on which jobs of an engine may have left processes, as far as this machine's job store says.
+
+    These are jobs whose coordinator is lost, that lost a node, or that ended with processes that were left. There are
+    none if the engine starts no program on a node that it is told.
+    """
+    from distrun_runtime.errors import JobStoreError
+
+    found: dict[str, None] = {}
+    for job in store.list() if backend.engine.on_node("node", ("true",)) else ():
+        with contextlib.suppress(JobStoreError, KeyError):
+            if job.standing() in facts.GOING or job.is_unplanned or job.plan().backend != backend.name:
+                continue
+            outcome = job.outcome()
+            if outcome is None or outcome["reason"] == facts.HOST_LOST or outcome["survivors"]:
+                found.update(dict.fromkeys(host.name for host in job.plan().hosts))
+    return list(found)
 
 
 def cancel(backend: QueueBackend, chosen: Sequence[Found]) -> dict[str, str]:

@@ -19,14 +19,16 @@ from distrun.cli import engines
 from distrun.cli.common import agree, fetched, seconds
 from distrun.cli.console import print_err, print_out, render, width
 from distrun.cli.options import LauncherOption, site_options
-from distrun.cli.reach import host_options, hosts_of, tell_warnings
+from distrun.cli.reach import find_hosts, host_options, hosts_of, tell_warnings
 from distrun.errors import UsageError
 from distrun.fleet import Answer, Fleet, Problem, jobs
 from distrun.fleet.jobs import HostJob
+from distrun.hosts import fold
 from distrun_runtime.contract import environ, facts, process
-from distrun_runtime.contract.plan import Limits
+from distrun_runtime.contract.plan import Host, Limits
 
 if TYPE_CHECKING:
+    from distrun.backends.base import Backend
     from distrun_runtime.coordinator.jobstore import JobFolder
 
 SCHEMA = "distrun.kill/1"
@@ -59,6 +61,7 @@ def kill(names: tuple[str, ...], **options: Any) -> int:
       distrun kill -H hosts --stale -y        # what dead launchers left there
       distrun kill --stale --dry-run          # on this machine
       distrun kill --launcher slurm --stale   # what dead launchers left in an engine
+      distrun kill --launcher slurm --stale --hosts n1,n2   # what they left there; srun asks these nodes
 
     A running job is preferred to one that has ended. distrun asks the job's launcher to stop it. If the launcher is
     gone, distrun finds the job's processes by what was recorded of them, never by program names, and never another
@@ -171,6 +174,11 @@ def _on_hosts(wanted: Sequence[str], options: Mapping[str, Any]) -> int:
     # Hosts of the environment are where jobs are launched, not where things are killed: that has to be said.
     inventory, backend, hosts = hosts_of(options, {})
     tell_warnings(inventory)
+    return _sweep(backend, hosts, wanted, options)
+
+
+def _sweep(backend: Backend, hosts: Sequence[Host], wanted: Sequence[str], options: Mapping[str, Any]) -> int:
+    """End jobs of mine on hosts; return the exit code."""
     grace_s: float | None = options["grace"]
     with Fleet(backend, hosts) as fleet:
         found = fleet.ask("survey", {}, SURVEY_S)
@@ -198,6 +206,10 @@ def _in_engine(names: Sequence[str], options: Mapping[str, Any]) -> int:
             "a job that was launched here is killed by its name alone: distrun kill JOB",
         )
     backend = engines.need(options["launcher"], engines.engine_of(options["launcher"], options, environ.snapshot()))
+    named = find_hosts(options, {})
+    if named is not None:
+        tell_warnings(named)
+        return _sweep(backend, [Host(spec.name) for spec in named.specs], (), options)
     chosen = engines.abandoned(backend.engine.find(), JobStore())
     if not options["as_json"]:
         _print_table(("JOB", "MARKER", "STATE"), [(each.handle.id, each.marker, each.state) for each in chosen])
@@ -222,7 +234,11 @@ def _in_engine(names: Sequence[str], options: Mapping[str, Any]) -> int:
         print_out(f"no abandoned job of mine is in {backend.name}\n")
     elif options["dry_run"]:
         print_out("nothing was ended (--dry-run)\n")
-    return code
+    nodes = engines.nodes_of_lost(backend, JobStore())
+    if not nodes:
+        return code
+    print_out(f"looking for what lost jobs have left on {fold(nodes)}\n")
+    return code or _sweep(backend, [Host(name) for name in nodes], (), options)
 
 
 def _choose(found: Found, wanted: Sequence[str], stale: bool) -> list[HostJob]:

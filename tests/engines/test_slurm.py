@@ -19,6 +19,8 @@ from backendcontract import STAY, BackendContract
 from lab import ROOT, wait_until
 from slurmsite import SlurmSite, site
 
+from distrun_runtime.contract import process
+
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 
 up = functools.partial(backendcontract.up, limit_s=60)
@@ -124,6 +126,26 @@ def test_a_job_whose_store_is_lost_is_found_by_its_name_in_slurm(lab: SlurmSite)
     lab.run("rm", "-r", str(lab.home_folder / "state"))
     done = lab.distrun("kill", "--launcher", "slurm", "--stale", "-y")
     assert done.code == 0, done.err
+    lab.nothing_stays()
+
+
+def test_tasks_without_a_job_are_found_on_the_nodes_of_jobs_that_were_lost(lab: SlurmSite) -> None:
+    assert lab.launch("--detach", *SHORT, "-n", "3", "-s", "0", STAY).code == 0
+    [folder] = (lab.home_folder / "state" / "distrun" / "jobs").glob("*/")
+    wait_until(lambda: '"state": "running"' in lab.distrun("status", "--json").out, 60, "the job runs")
+    lab.run("kill", "-KILL", str(json.loads((folder / "launcher.json").read_text())["pid"]))
+    lab.cluster.run("scancel", lab.job())
+    lab.nothing_stays()
+    plan = json.loads((folder / "plan.json").read_text())
+    marks = [f"{name}={value}" for name, value in process.marks(plan["job"], plan["nonce"], "h2").items()]
+    for host in ("h2", "h3"):  # h3 had no part in the job
+        lab[host].exec("env", *marks, "sh", "-c", "setsid sleep 600 </dev/null >/dev/null 2>&1 &")
+    done = lab.distrun("kill", "--launcher", "slurm", "--stale", "-y")
+    assert done.code == 0, done.err
+    assert "looking for what lost jobs have left on h[1-2]" in done.out
+    assert re.search(r"h2: .*: ended 1 process\n", done.out)
+    done = lab.distrun("kill", "--launcher", "slurm", "--stale", "-y", "--hosts", "h3")
+    assert re.search(r"h3: .*: ended 1 process\n", done.out), done.err
     lab.nothing_stays()
 
 
