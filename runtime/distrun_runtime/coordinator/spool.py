@@ -162,6 +162,7 @@ class Spool:
         self._index = IndexWriter(folder)
         self._warned = False
         self._used = _used(folder)
+        self._has_flood = False
 
     def add(self, task: str, stream: str, offset: int, data: bytes, attempt: int = 0) -> Written:
         """Append to the log of `task`; see `TaskLog.add`."""
@@ -195,10 +196,11 @@ class Spool:
         return ""
 
     def flood(self, task: str) -> str:
-        """Return that the output of `task`, more of it than always stays, has filled the disk; else an empty text."""
+        """Return, once in the job's life, that the output of `task`, more than always stays, has filled the disk."""
         log = self._logs[task]
-        if not (log.error and log.is_full and log.end >= HEAD_BYTES):
+        if self._has_flood or not (log.error and log.is_full and log.end >= HEAD_BYTES):
             return ""
+        self._has_flood = True
         return f"has filled the disk of {self._folder} with {log.end >> 20} MiB of output: {log.error}"
 
     def filling(self) -> str:
