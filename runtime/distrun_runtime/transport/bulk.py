@@ -64,6 +64,8 @@ class Kind(IntEnum):
     """Segments whose descriptors were sent, to be mapped now: later messages will name them. JSON."""
     ENDED = 6
     """The acceptor: it reads nothing more on this connection, and why. Only the opener can close it. JSON."""
+    GONE = 7
+    """Segments that were given back, to be unmapped: no later message names them. JSON."""
 
 
 @dataclass(eq=False)
@@ -175,6 +177,8 @@ class BulkTransport:
         self._segments.look()
         for link, numbers in self._segments.announce().items():
             self._say(link, Kind.SEGMENTS, {"segments": {"numbers": numbers}})
+        for link, numbers in self._segments.retract().items():
+            self._say(link, Kind.GONE, {"segments": {"numbers": numbers}})
         events = self._released() if self._in_use else []
         events += self._take_events()
         for event in self._inner.poll(0.0 if events else timeout_s):
@@ -246,8 +250,9 @@ class BulkTransport:
             _, version, kind, count, slot, generation = _HEAD.unpack_from(frames[0])
             if version != VERSION:
                 raise WireError("data path version %d; this program speaks version %d" % (version, VERSION))
-            if kind == Kind.SEGMENTS:
-                self._segments.map(link, [int(each) for each in json.loads(bytes(frames[1]))["segments"]["numbers"]])
+            if kind in {Kind.SEGMENTS, Kind.GONE}:
+                numbers = [int(each) for each in json.loads(bytes(frames[1]))["segments"]["numbers"]]
+                (self._segments.map if kind == Kind.SEGMENTS else self._segments.unmap)(link, numbers)
                 return
             if kind == Kind.ENDED:
                 self._end(link, "the other side says: %s" % json.loads(bytes(frames[1]))["reason"])
