@@ -13,7 +13,7 @@ import click
 from distrun import __version__
 from distrun.cli.console import print_err
 from distrun.errors import DistrunError, HostsError
-from distrun_runtime.contract import facts, process
+from distrun_runtime.contract import facts
 
 GARBAGE = 20_000
 """New objects after which Python looks for garbage, in place of 700. Nearly all that a launch makes stays: modules,
@@ -116,7 +116,6 @@ def cli(ctx: click.Context) -> None:
 def main() -> NoReturn:
     """Run the command line and exit."""
     set_threshold(GARBAGE)
-    process.outlive_tasks_signals()
     sys.exit(run(sys.argv[1:]))
 
 
