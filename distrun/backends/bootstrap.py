@@ -31,9 +31,9 @@ LIMIT = 4096
 # No f-strings: an old Python must come to the message.
 PROGRAM = """\
 import signal
-for number in (signal.SIGUSR1, signal.SIGUSR2):
-    if signal.getsignal(number) == signal.SIG_DFL:
-        signal.signal(number, signal.SIG_IGN)
+for n in signal.SIGUSR1, signal.SIGUSR2:
+    if signal.getsignal(n) == signal.SIG_DFL:
+        signal.signal(n, signal.SIG_IGN)
 import binascii, hashlib, hmac, json, os, socket, ssl, stat, sys, time, zlib
 
 fd = 0

@@ -16,7 +16,7 @@ import click
 from distrun import __version__
 from distrun.cli.console import Stdout, print_err, unwritten
 from distrun.errors import DistrunError, HostsError
-from distrun_runtime.contract import facts, process
+from distrun_runtime.contract import facts
 
 GARBAGE = 20_000
 """New objects after which Python looks for garbage, in place of 700. Nearly all that a launch makes stays: modules,
@@ -123,7 +123,6 @@ def main() -> NoReturn:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     set_threshold(GARBAGE)
-    process.outlive_tasks_signals()
     sys.exit(run(sys.argv[1:]))
 
 

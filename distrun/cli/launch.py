@@ -21,7 +21,7 @@ from distrun.errors import UsageError
 from distrun.logout import outlive_logout
 from distrun.planning import QueuedJob, device_notes, device_warnings
 from distrun.request import JobRequest, Setting, forwarded, parse_addresses, parse_signals
-from distrun_runtime.contract import environ, facts, gpus, logout
+from distrun_runtime.contract import environ, facts, gpus, logout, process
 from distrun_runtime.contract.plan import ROLES, Limits
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def launch(ctx: click.Context, /, command: tuple[str, ...], **options: Any) -> i
     single word with blanks or shell characters is run with bash -c. The exit code is 0 if all workers succeeded, else
     that of the first task that failed (128 + n for signal n).
     """
+    process.outlive_tasks_signals()
     ctx.obj.verbosity = options["verbosity"]
     env = environ.snapshot()
     console = Console(env, prefix=not options["no_prefix"], level=_level(options["quiet"], options["verbosity"]))

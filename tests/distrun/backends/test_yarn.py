@@ -18,6 +18,7 @@ from distrun.backends.engine import (
     RUNNING,
     Bootstrap,
     EngineError,
+    Explanation,
     Group,
     Handle,
     Submission,
@@ -231,7 +232,7 @@ def log(name: str) -> Mapping[str, Exit]:
 
 def test_too_much_memory_is_explained() -> None:
     found = yarnreports.explained(log("oom")["worker-0"], container())
-    assert found == (137, "YARN: out of memory (155.1 MB of 128 MB physical memory); raise --worker-memory")
+    assert found == Explanation(137, "YARN: out of memory (155.1 MB of 128 MB physical memory); raise --worker-memory")
 
 
 def test_a_container_that_ended_by_itself_is_not_explained() -> None:

@@ -45,14 +45,14 @@ def test_ctrl_z_toggles_a_pause_and_other_signals_of_the_process_are_left_alone(
 
 def test_signals_for_tasks_are_events_unless_they_were_ignored() -> None:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    before, other = signal.signal(signal.SIGUSR2, signal.SIG_IGN), signal.getsignal(signal.SIGUSR1)
     try:
         with Interrupts(events.put):
             os.kill(os.getpid(), signal.SIGUSR2)
             os.kill(os.getpid(), signal.SIGUSR1)
             assert events.get(timeout=LIMIT_S) == TasksSignal("USR1")
         assert events.empty()
-        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+        assert signal.getsignal(signal.SIGUSR1) == other
     finally:
         signal.signal(signal.SIGUSR2, before)
 
