@@ -26,7 +26,7 @@ from distrun_runtime.contract import enrolment, facts
 LIMIT = 4096
 """Bytes of PROGRAM, and of the line that `source` makes of it."""
 
-# It first opens closed standard streams, as `process.open_streams` does.
+# It first opens closed standard streams, as `streams.open_streams` does.
 # The importer and START_DIALED of `blob` use these names of it: modules, s, r, dialed.
 # No f-strings: an old Python must come to the message.
 PROGRAM = """\

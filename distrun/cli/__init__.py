@@ -16,7 +16,7 @@ import click
 from distrun import __version__
 from distrun.cli.console import Stdout, print_err, unwritten
 from distrun.errors import DistrunError, HostsError
-from distrun_runtime.contract import facts
+from distrun_runtime.contract import facts, streams
 
 GARBAGE = 20_000
 """New objects after which Python looks for garbage, in place of 700. Nearly all that a launch makes stays: modules,
@@ -118,7 +118,7 @@ def cli(ctx: click.Context) -> None:
 
 def main() -> NoReturn:
     """Run the command line and exit."""
-    process.open_streams()
+    streams.open_streams()
     # Ignored signals stay ignored (nohup), but for this one: whoever ignores it never hears of a child's end.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from distrun_runtime.contract import environ, process
+from distrun_runtime.contract import environ, process, streams
 from distrun_runtime.errors import ContractError, RuntimeFault
 
 USAGE = "usage: python -m distrun_runtime scheduler|server"
@@ -12,7 +12,7 @@ USAGE = "usage: python -m distrun_runtime scheduler|server"
 
 def main(arguments: list[str]) -> int:
     """Run the role named by the only argument; return the exit code."""
-    process.open_streams()
+    streams.open_streams()
     if arguments in (["-h"], ["--help"]):
         print("%s\n\n%s" % (USAGE, __doc__))
         return 0

@@ -30,7 +30,7 @@ from distrun_runtime import reporting, stacks
 from distrun_runtime.arrays import dtypes, find
 from distrun_runtime.arrays.device import DeviceArray, is_on_host
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.contract import environ, process
+from distrun_runtime.contract import environ, streams
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import schedules as schedule
@@ -145,7 +145,7 @@ def create(name: str = "local", *, staleness: int | None = None, deterministic: 
     bound = {**_staleness(kind, staleness), **_order(kind, deterministic)}
     # Imported here, each of them: only the kind that is asked for is loaded.
     if kinds.is_dist(kind) and found is None:
-        process.open_streams()
+        streams.open_streams()
         from distrun_runtime.store.dist import create_dist
 
         return KVStore(create_dist(kind, **bound))

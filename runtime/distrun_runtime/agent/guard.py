@@ -18,7 +18,7 @@ import time
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, NamedTuple, Optional
 
 from distrun_runtime.agent.channel import Channel, Connection, Descriptors
-from distrun_runtime.contract import facts, process, wire
+from distrun_runtime.contract import facts, process, streams, wire
 from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import WireError
 
@@ -48,7 +48,7 @@ def serve(
             then the agent begins with its first line.
         make_reconnector: how the agent gets another connection; None: it waits for one if the plan says `hold`.
     """
-    process.open_streams()
+    streams.open_streams()
     set_signals()
     _own_session()
     process.become_subreaper()

@@ -14,7 +14,7 @@ import pytest
 from agentkit import poll
 from children import exit_code_of
 
-from distrun_runtime.contract import process
+from distrun_runtime.contract import process, streams
 from distrun_runtime.contract.process import Identity, Process
 
 LINUX = sys.platform.startswith("linux")
@@ -46,7 +46,7 @@ def test_closed_standard_streams_become_the_null_device_for_children_too(closed:
         for number in closed:
             os.close(number)
             setattr(sys, ("stdin", "stdout", "stderr")[number], None)
-        process.open_streams()
+        streams.open_streams()
         first, null = os.dup(0), os.stat(os.devnull)
         assert first > 2
         for number in closed:
@@ -61,7 +61,7 @@ def test_closed_standard_streams_become_the_null_device_for_children_too(closed:
 def test_standard_streams_that_are_open_stay_as_they_are() -> None:
     def child() -> None:
         before = [os.fstat(number) for number in range(3)], (sys.stdin, sys.stdout, sys.stderr)
-        process.open_streams()
+        streams.open_streams()
         assert before == ([os.fstat(number) for number in range(3)], (sys.stdin, sys.stdout, sys.stderr))
 
     assert exit_code_of(child) == 0
