@@ -660,6 +660,8 @@ class KVStore(KVStoreBase):
         # Before it counts as closed: what was begun may need the store as it is.
         self._lifetime.line.finish()
         if self._lifetime.close():
+            with self._lock:
+                self._selections.clear()
             self._backend.close()
             self._lifetime.late.raise_first()
 

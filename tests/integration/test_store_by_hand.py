@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import signal
@@ -531,3 +532,48 @@ def test_mxnets_bound_selects_its_placement_or_a_warning_says_why_not(
         assert f"pieces {pieces}" in job.out("worker-0"), job.report()
         found = {name for name in ("scheduler-0", "worker-0") if "MXNET_KVSTORE_BIGARRAY_BOUND" in job.err(name)}
         assert found == ({warned} if warned else set()), job.report()
+
+
+MANY = """
+    import os, sys
+    import numpy as np
+    from distrun_runtime import kvstore
+
+    def used(pid):  # MiB of memory, mappings and files
+        with open("/proc/%s/status" % pid) as status:
+            memory = next(int(line.split()[1]) >> 10 for line in status if line.startswith("VmRSS:"))
+        with open("/proc/%s/maps" % pid) as maps:
+            return memory, len(maps.readlines()), len(os.listdir("/proc/%s/fd" % pid))
+
+    processes = [os.getpid(), *sys.argv[1:]]
+    values = [np.ones((4, 100_000), np.float32)] * 2
+    for number in range(400):
+        with kvstore.create("dist_sync") as kv:
+            kv.init(["a", "b"], values)
+            kv.set_optimizer("sgd", learning_rate=0.1, momentum=0.9)
+            kv.pushpull(["a", "b"], values, out=[np.empty_like(value) for value in values])
+            with kv.view(["a", "b"]):
+                pass
+        if number in (40, 399) and kv.rank == 0:
+            print("used", [used(pid) for pid in processes], flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_servers_and_workers_stay_as_large_as_they_are_while_400_stores_are_made_and_closed() -> None:
+    """A store of 1.6 MB left as much in the server, and again in each worker, until the job ended."""
+    with ManualJob(2, 1) as job:
+        script = job.script(MANY)
+        for role in ("scheduler", "server"):
+            job.start(role)
+        pids = [str(job.processes[name].pid) for name in ("scheduler-0", "server-0")]
+        for _ in range(2):
+            job.start("worker", script, *pids)
+        assert set(job.wait()) == {0}, job.report()
+        lines = re.findall(r"used (.*)", job.out("worker-0") + job.out("worker-1"))
+        before, after = map(ast.literal_eval, lines)
+        for one, other in zip(before, after, strict=True):
+            # 360 stores of 3 MB; mappings and files come and go by a few.
+            assert other[0] - one[0] < 60, (before, after)
+            assert other[1] - one[1] < 30, (before, after)
+            assert other[2] - one[2] < 10, (before, after)

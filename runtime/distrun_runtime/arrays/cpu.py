@@ -70,19 +70,21 @@ class CpuDevice:
         found = self._memory.empty(shape, dtype) if is_sent and self._memory is not None else None
         return np.empty(tuple(shape), dtype) if found is None else found
 
-    def reserve(self, nbytes: int, pieces: int, times: int) -> None:
+    def reserve(self, nbytes: int, pieces: int, times: int, *, store: int = 0) -> None:
         """Have memory, as far as there is any, for so many times so many bytes more of arrays that are often sent.
 
         Arguments:
             pieces: of how many arrays these are the bytes.
+            store: whose arrays these are; a number.
         """
         if self._memory is not None:
-            self._memory.reserve(nbytes, pieces, times)
+            self._memory.reserve(nbytes, pieces, times, store=store)
 
-    def unreserve(self) -> None:
-        """What was reserved is room for other arrays."""
+    def unreserve(self, store: int | None = None) -> None:
+        """What was reserved for a store, or with None for all, is room for other arrays; the rest is given back."""
         if self._memory is not None:
-            self._memory.unreserve()
+            self._memory.unreserve(store)
+            self._memory.trim()
 
     def put(self, array: Array) -> Array:
         """Return a C-contiguous copy."""

@@ -40,6 +40,7 @@ __all__ = [
     "Blocks",
     "Pool",
     "Segment",
+    "Stitched",
     "address_of",
     "has_fixed_size",
     "memory_left",
@@ -196,6 +197,10 @@ class Pool:
         self._unused: deque[tuple[Segment, int, int]] = deque()
         """Arrays that nothing refers to any more. Whichever thread drops one appends it; no lock can be taken then."""
         self._is_closed = False
+        self._trims = False
+        """Whether segments that have become empty are given back."""
+        self.given_back = 0
+        """How many segments were given back."""
         self._reserving = threading.Lock()
         self._reserved: dict[int, tuple[list[int], int]] = {}
         """By store: sizes of the arrays that there is room for, of all stores at the same time, and how many bytes of
@@ -286,6 +291,25 @@ class Pool:
             with self._reserving:
                 self._reserved = {} if store is None else {n: its for n, its in self._reserved.items() if n != store}
 
+    @property
+    def numbers(self) -> set[int]:
+        """Numbers of the segments that there are."""
+        with self._lock:
+            return {segment.number for segment in self._segments}
+
+    def trim(self) -> None:
+        """Give the system back the segments that have no array, and those that become empty until a new one is needed.
+
+        A first one of the usual size stays, and all of them while room is reserved.
+        """
+        self._trims = True
+        self._trim()
+
+    def collect(self) -> None:
+        """Go on with a `trim`. It costs next to nothing if no array was freed."""
+        if self._trims and self._unused:
+            self._trim()
+
     def close(self) -> None:
         """Make no arrays any more, and have nothing page-locked. Those that are in use stay valid."""
         if os.getpid() != self._pid:
@@ -300,19 +324,42 @@ class Pool:
 
     def _found(self, size: int) -> tuple[Segment, int] | None:
         """Return where an array fits that is in use from now on; None: nowhere. Call with the lock held."""
-        while self._unused:
-            segment, begin, end = self._unused.popleft()
-            segment.give_back(begin, end)
+        self._take_back()
         for segment in self._segments:
             begin = segment.take(size)
             if begin >= 0:
                 return segment, begin
         return None
 
+    def _take_back(self) -> None:
+        """Note what is free again. Call with the lock held."""
+        while self._unused:
+            segment, begin, end = self._unused.popleft()
+            segment.give_back(begin, end)
+
+    def _trim(self) -> None:
+        if os.getpid() != self._pid or self._is_closed or self._reserved:
+            return
+        with self._lock:
+            self._take_back()
+            kept = [
+                segment
+                for number, segment in enumerate(self._segments)
+                if segment.free != [(0, segment.size)] or (number == 0 and segment.size <= FIRST_BYTES)
+            ]
+            gone = [segment for segment in self._segments if segment not in kept]
+            self._segments = kept
+            self._places = [place for place in self._places if place[1] in kept]
+            self.ahead = tuple(segment for segment in self.ahead if segment in kept)
+            self.given_back += len(gone)
+        for segment in gone:
+            BLOCKS.drop(segment.memory)
+
     def _grown(self, size: int) -> Segment | None:
         """Return a new segment in which an array fits; None: there is no memory. Call with the lock held."""
         if self._is_closed:
             return None
+        self._trims = False
         wanted = max(size, min(max(FIRST_BYTES, self.size), SEGMENT_BYTES))
         for each in (wanted, size):
             try:
@@ -392,16 +439,20 @@ _ANONYMOUS, _NO_RESERVE, _MAY_MOVE, _FIXED = 0x20, 0x4000, 1, 2
 """Of mmap(2) and mremap(2), on Linux."""
 _KEPT = 1024
 """So many arrays that were put together stay mapped, for the next time."""
-_put_together: OrderedDict[tuple[tuple[int, int], ...], tuple[Any, list[mmap.mmap]]] = OrderedDict()
-"""By addresses and sizes of the pieces: the memory, and the mappings of the pieces, which must not change."""
-_put_together_lock = threading.Lock()
+Stitched = OrderedDict[tuple[tuple[int, int], ...], tuple[Any, list[mmap.mmap]]]
+"""Arrays that were put together: by addresses and sizes of the pieces, the memory, and the mappings of the pieces,
+which must not change."""
+_stitching = threading.Lock()
 
 
-def stitched(pieces: Sequence[Array]) -> Array | None:
+def stitched(pieces: Sequence[Array], kept: Stitched) -> Array | None:
     """Return one flat array that has the memory of flat ones, end to end, without a copy; None: they do not allow it.
 
     The pages of the pieces are mapped once more, next to each other. Each piece has to be in a mapped segment, to
     begin with a page and, but for the last one, to end with one. The pieces stay referenced as long as the array.
+
+    Arguments:
+        kept: has the mappings of earlier calls, and gets this one.
 
     Source: mremap(2): an old size of 0 maps the pages of a shared mapping a second time.
     """
@@ -409,17 +460,17 @@ def stitched(pieces: Sequence[Array]) -> Array | None:
     is_aligned = all(address % PAGE == 0 for address, _ in places) and all(size % PAGE == 0 for _, size in places[:-1])
     if not (sys.platform.startswith("linux") and is_aligned and places[-1][1]):
         return None
-    with _put_together_lock:
-        known = _put_together.get(places)
+    with _stitching:
+        known = kept.get(places)
         if known is None:
             roots = [_mapping_of(piece) for piece in pieces]
             memory = None if None in roots else _mapped_again(places)
             if memory is None:
                 return None
-            known = _put_together[places] = memory, cast("list[mmap.mmap]", roots)
-            while len(_put_together) > _KEPT:
-                _put_together.popitem(last=False)
-        _put_together.move_to_end(places)
+            known = kept[places] = memory, cast("list[mmap.mmap]", roots)
+            while len(kept) > _KEPT:
+                kept.popitem(last=False)
+        kept.move_to_end(places)
     array: Array = np.frombuffer(known[0], pieces[0].dtype, sum(len(piece) for piece in pieces))
     weakref.finalize(array, len, list(pieces)).atexit = False
     return array

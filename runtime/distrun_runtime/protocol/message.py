@@ -63,6 +63,8 @@ class Kind(IntEnum):
     WAITING = 22
     SAVE = 23
     LOAD = 24
+    CLOSE = 25
+    """A worker has closed a store; to servers: all of its workers have, so it is forgotten."""
     INIT = 32
     PUSH = 33
     PULL = 34

@@ -332,6 +332,10 @@ class Rules:
         """Return the store's rule; None: it has none."""
         return self._specs.get(store)
 
+    def forget(self, store: int) -> None:
+        """Nobody has the store any more."""
+        self._specs.pop(store, None)
+
     def ask(self, call: Call) -> list[role.Action]:
         """Take in one worker's RULE: another rule, none, or other parameters of the one there is."""
         body = call.message.body
@@ -456,6 +460,8 @@ class _Store:
 
     awaited: set[int]
     """Workers that make calls: they have neither left the store nor ended."""
+    holders: set[int]
+    """Workers that have neither closed the store nor ended."""
     keys: Keys
     type: str = ""
     opened: str = ""
@@ -507,12 +513,21 @@ class CollectiveCalls:
     Arguments:
         states: what follows a SAVE and a LOAD.
         placed_on: on how many servers keys are placed; 0: the workers know where they are.
+        forget: is to forget what else is known of a store, by its number.
     """
 
     def __init__(
-        self, workers: int, roster: Roster, queries: Queries, states: Mapping[Kind, States], placed_on: int = 0
+        self,
+        workers: int,
+        roster: Roster,
+        queries: Queries,
+        states: Mapping[Kind, States],
+        placed_on: int,
+        *,
+        forget: Callable[[int], None],
     ) -> None:
         self._workers = workers
+        self._forget = forget
         self._placed_on = placed_on
         self._states = states
         self._roster = roster
@@ -656,11 +671,26 @@ class CollectiveCalls:
             actions += self._complete(store, number)
         return [*actions, *self._all_joined(call.message.store, store)]
 
+    def close(self, call: Call) -> list[role.Action]:
+        """A worker has closed a store, and all that it has asked for there is answered."""
+        self._store(call).holders.discard(call.rank)
+        return [role.Send(call.link, answer(call.message)), *self._forget_unheld(call.message.store)]
+
+    def _forget_unheld(self, number: int) -> list[role.Action]:
+        """Forget a store that all workers have closed, and have the servers forget it."""
+        if self._stores[number].holders:
+            return []
+        del self._stores[number]
+        self._forget(number)
+        return self._tell_servers(Message(Kind.CLOSE, store=number))
+
     def ended(self, gone: Member) -> list[role.Action]:
         """A worker said BYE: what waited for it fails, and who joined does not wait for it."""
         actions: list[role.Action] = []
-        for number, store in self._stores.items():
+        is_last = not self._roster.count_alive("worker")  # The servers forget all stores, or end.
+        for number, store in list(self._stores.items()):
             store.gone(gone.who.rank)
+            store.holders.discard(gone.who.rank)
             for at, gathering in list(store.gatherings.items()):
                 if gone.who.rank not in {*gathering.calls, *store.left}:
                     part = next(iter(gathering.calls.values()))
@@ -670,6 +700,7 @@ class CollectiveCalls:
                 text = "%s has ended (BYE) and will never send the values of %s" % (gone.who, what)
                 actions += self._unfilled(store, at, text)
             actions += self._all_joined(number, store)
+            actions += [] if is_last else self._forget_unheld(number)
         return actions
 
     def remind(self, now: float) -> list[role.Action]:
@@ -699,7 +730,8 @@ class CollectiveCalls:
         number = call.message.store
         if number not in self._stores:
             ended = {member.who.rank for member in self._roster.left("worker")}
-            self._stores[number] = _Store(set(range(self._workers)) - ended, Keys(self._placed_on))
+            present = set(range(self._workers)) - ended
+            self._stores[number] = _Store(present, present.copy(), Keys(self._placed_on))
         return self._stores[number]
 
     def _complete(self, store: _Store, number: int) -> list[role.Action]:

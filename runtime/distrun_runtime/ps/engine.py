@@ -204,6 +204,7 @@ class Engine:
                 self._results.append(done)
                 self._queued_bytes -= size
                 self._changed.notify_all()
+            del what, done  # They may be the last that refers to a store's arrays, and this thread may wait for long.
             if is_first:
                 self._wake()
 
@@ -246,6 +247,8 @@ class Engine:
             lent = self._out.pop(by, None)
             if lent is not None:
                 self._returned.append(lent)
+        if not self._open:  # There may be no more work, and they keep the arrays of their store.
+            self._give_back()
 
     def _give_back(self) -> None:
         """Give back what replies carried that have left, also those of which the loop was not told yet."""
@@ -304,7 +307,7 @@ class Engine:
             raise
         if values.device.is_gpu and isinstance(self._device, CpuDevice):
             # Answers are copied there, once for all workers: page-locked before a round needs it.
-            self._device.reserve(*_answered(batch), ROUNDS_AT_ONCE)
+            self._device.reserve(*_answered(batch), ROUNDS_AT_ONCE, store=batch.store.number)
 
     def _reserve(self, what: work.Reserve) -> None:
         self._place(self._of(what.store), what.shards)
@@ -346,6 +349,15 @@ class Engine:
                 values.renew_master(shard)
 
     def _clear(self, what: work.Clear) -> None:
+        if what.store is not None:
+            for number in (what.store, relayed(what.store)):
+                self._values.pop(number, None)
+            self._rules.pop(what.store, None)
+            self._staged.pop(what.store, None)
+            self._placement.forget(what.store)
+            if isinstance(self._device, CpuDevice):
+                self._device.unreserve(what.store)
+            return
         self._values.clear()
         self._rules.clear()
         self._lent.clear()

@@ -225,10 +225,11 @@ class Placement:
         self._leave(values.store, DeviceChoice(False, str(err), is_unexpected=True))
         return True
 
-    def forget(self) -> None:
-        """The job's next script begins: there are no stores."""
-        self._needs.clear()
-        self._away.clear()
+    def forget(self, store: int | None = None) -> None:
+        """A store, by its number, is closed; None: the job's next script begins, and there are no stores."""
+        for number in [*self._needs, *self._away] if store is None else [store]:
+            self._needs.pop(number, None)
+            self._away.discard(number)
         self.trim()
 
     def trim(self) -> None:

@@ -371,6 +371,10 @@ class Pulls:
         pulls = [pull for pull in self._open.values() if pull.link == link]
         return [action for pull in pulls for action in self._forget(pull)]
 
+    def drop_store(self, store: Store) -> list[role.Action]:
+        """A store is closed: nobody waits for its answers."""
+        return [action for pull in self.open_of(store) for action in self._forget(pull)]
+
     def drop_all(self, reason: str = "", who: str = "") -> list[role.Action]:
         """Owe nothing to anybody any more; with a reason, everybody who waits is told, and `who` is lost."""
         actions: list[role.Action] = []

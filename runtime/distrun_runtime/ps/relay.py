@@ -154,6 +154,12 @@ class Relay:
         self._fetches.clear()
         self._settling.clear()
 
+    def forget(self, number: int) -> Store | None:
+        """A store is closed, so all sums of it are acknowledged; return the table of its shards, if there is one."""
+        of = self._stores.pop(number, None)
+        self._fetches = {each: fetch for each, fetch in self._fetches.items() if fetch.of is not of}
+        return None if of is None else of.store
+
     def declare(self, link: str, message: Message) -> list[role.Action]:
         """Take in which shards a server has (INIT without values), or that their values were replaced (`assign`)."""
         of = self._stores.get(message.store)

@@ -66,6 +66,13 @@ class Rounds:
         self._scripts += 1
         self._logged.clear()
 
+    def forget(self, number: int) -> None:
+        """A store is closed."""
+        for turn in self._norms.turns():
+            if turn.store == number:
+                self._norms.close(turn)
+        self._logged.discard(number)
+
     def push(self, link: str, ranks: Sequence[int], batch: work.Batch, first: int = -1) -> list[role.Action]:
         """Take in the contributions of a synchronous push: of one worker, or a sum of several (`against_sum`).
 

@@ -74,7 +74,9 @@ class Scheduler:
         checkpoints = Checkpoints(self._roster, self._queries, self._rules)
         placed_on = self._config.servers if self._config.partition == "size" else 0
         states = {Kind.SAVE: checkpoints.save, Kind.LOAD: checkpoints.load}
-        self._calls = CollectiveCalls(self._config.workers, self._roster, self._queries, states, placed_on)
+        self._calls = CollectiveCalls(
+            self._config.workers, self._roster, self._queries, states, placed_on, forget=self._rules.forget
+        )
 
     def start(self, now: float) -> list[role.Action]:
         """Publish the address for the launcher, and say what is expected."""
@@ -326,6 +328,8 @@ class Scheduler:
             return self._calls.join(call)
         if message.kind is Kind.LEFT:
             return self._calls.leave(call)
+        if message.kind is Kind.CLOSE:
+            return self._calls.close(call)
         return [role.Send(call.link, refusal(message, "the scheduler knows no %s" % message.kind.name))]
 
 

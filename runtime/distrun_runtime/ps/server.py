@@ -45,11 +45,15 @@ from distrun_runtime.ps.relay import Relay
 from distrun_runtime.ps.replies import answer, failed, refusal
 from distrun_runtime.ps.roster import from_json
 from distrun_runtime.ps.rounds import Rounds, words_of
-from distrun_runtime.ps.shards import Store
+from distrun_runtime.ps.shards import Store, relayed
 from distrun_runtime.ps.stats import Counters
 
 BYE_S = 2.0
 """How long a server that was told to stop waits for the scheduler's answer. The scheduler may be frozen."""
+
+
+_CLOSED = 0
+"""In place of the number of a store that is closed: no store has this one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +91,10 @@ class Server:
         self._buckets: dict[tuple[int, int, int], _Bucket] = {}
         """By rank, store and bucket."""
         self._lags: dict[int, Lags] = {}
-        """By the number of the store; those of stores for which this server stands in are negative."""
+        """By the number of the store; those of stores for which this server stands in are negative. That of the
+        closed store that had a round last is kept."""
+        self._over_rounds = 0
+        """Rounds of the stores that are closed."""
         self._now = 0.0
         self._is_registered = False
         self._is_stopping = False
@@ -152,7 +159,7 @@ class Server:
         return {
             "keys": sum(len(store.by_key) for store in stores),
             "bytes": sum(store.bytes for store in stores),
-            "rounds": sum(int(store.changed_rounds().max()) for store in stores),
+            "rounds": self._over_rounds + sum(int(store.changed_rounds().max()) for store in stores),
             "waiting": self._pulls.count,
             **self._counters.to_metrics(),
         }
@@ -229,7 +236,7 @@ class Server:
             ]
         if message.kind is Kind.LOST:
             return self._lost(message)
-        if message.kind is Kind.STOP and message.body.get("stay"):
+        if message.kind is Kind.CLOSE or (message.kind is Kind.STOP and message.body.get("stay")):
             return [role.Work(work.Clear(message), reports=True)]
         if message.kind is Kind.STOP:
             self._is_stopping = True
@@ -247,13 +254,29 @@ class Server:
         return [told, *self._pulls.drop_all(reason, who)]
 
     def _cleared(self, what: work.Clear) -> list[role.Action]:
-        """The engine has forgotten the script that is over; so do we."""
+        """The engine has forgotten the script that is over, or a store that is closed; so do we."""
+        told = role.Send(role.SCHEDULER_LINK, answer(what.message))
+        if what.store is not None:
+            return [*self._forget(what.store), told]
         forgotten = self._pulls.clear()
         self._rounds.clear()
         self._relay.clear()
         self._nodes, self._stores, self._buckets, self._lags = set(), {}, {}, {}
+        self._over_rounds = 0
         self._control.forget()
-        return [*forgotten, role.Send(role.SCHEDULER_LINK, answer(what.message))]
+        return [*forgotten, told]
+
+    def _forget(self, number: int) -> list[role.Action]:
+        """Forget a store that all its workers have closed: what they asked for was answered."""
+        mine = self._stores.pop(number, None)
+        others = self._relay.forget(number)
+        self._rounds.forget(number)
+        self._buckets = {name: bucket for name, bucket in self._buckets.items() if name[1] not in (number, -number)}
+        lags = [self._lags.pop(each, None) for each in (_CLOSED, number, relayed(number))]
+        self._lags.update({_CLOSED: max(filter(None, lags), key=lambda each: each.over_at)} if any(lags) else {})
+        self._over_rounds += 0 if mine is None or not mine.count else int(mine.changed_rounds().max())
+        known = [store for store in (mine, others) if store is not None]
+        return [action for store in known for action in self._pulls.drop_store(store)]
 
     def _leave(self, reason: str, now: float) -> list[role.Action]:
         """Say BYE, and end when the scheduler has answered: it must not take our end for a death."""

@@ -143,9 +143,10 @@ class Session:
         self._transport.wake()  # It tells the servers.
 
     def unreserve(self, store: int) -> None:
-        """A store is closed: its memory is room for the next one."""
+        """A store is closed: its memory is room for the next one, or given back."""
         for pool in self._memory:
             pool.unreserve(store)
+            pool.trim()
 
     def is_shared(self, array: Array) -> bool:
         """Whether a C-contiguous array has its memory from `empty`."""

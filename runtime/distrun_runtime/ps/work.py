@@ -9,7 +9,7 @@ from typing import Any, Union
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.ops.reduce import PLAIN, How
-from distrun_runtime.protocol.message import Message
+from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps.shards import Notes, Store, Turn
 
 
@@ -177,9 +177,14 @@ class Forward:
 
 @dataclass(frozen=True, eq=False)
 class Clear:
-    """Forget all shards and rules: the job's next script begins anew."""
+    """Forget all shards and rules, as the job's next script begins anew (STOP), or those of one store (CLOSE)."""
 
     message: Message
+
+    @property
+    def store(self) -> int | None:
+        """The store that is forgotten; None: all are."""
+        return self.message.store if self.message.kind is Kind.CLOSE else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -96,7 +96,7 @@ def fill(
                 payloads=portion.gather(values, lent=True),
             )
             messages.append((portion.link, message))
-        link.node.ask(what, messages).wait(link.limit_s)
+        link.ask(what, messages).wait(link.limit_s)
         _tell_relays(link, what, route, records, facts)
         error = ""
     except RuntimeFault as err:
@@ -129,7 +129,7 @@ def _tell_relays(
             )
             messages.append(("server-%d" % relays[portion.server], message))
     if messages:
-        link.node.ask(what, messages).wait(link.limit_s)
+        link.ask(what, messages).wait(link.limit_s)
 
 
 def _shards(

@@ -456,8 +456,13 @@ class DistBackend(StoreBackend):
             # Nothing is left to flush, and what the store holds may go.
             self._node.not_before_end(self._flush_at_end)
             self._compressor.clear()
+            with self._lock:
+                self._open, self._asked = [], []
+                self._transfers = Transfers(self._link, self._compressor)
+                self._gathering = CallBatch(self._flush)
             self._node.unreserve(self._link.store)
             self.reducer.trim()
+            self._link.close()
 
     def give_up(self, error: BaseException) -> None:
         self._node.not_before_end(self._flush_at_end)
@@ -467,6 +472,7 @@ class DistBackend(StoreBackend):
             # The process may have lost the job: then all are told anyway.
             with suppress(RuntimeFault):
                 self._link.give_up("%s: %s" % (type(error).__name__, error))
+            self._link.close()
 
     def _replaced(self) -> None:
         """A later `create` has taken the place of this store, which was not used."""

@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distrun_runtime.arrays.dtypes import work_dtype
-from distrun_runtime.errors import KVError, RuntimeFault
+from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps.request import Request
 from distrun_runtime.ps.role import SCHEDULER_LINK
 from distrun_runtime.ps.session import Session
+from distrun_runtime.ps.worker import EntriesOf
 from distrun_runtime.store.base import KeyRecord
 from distrun_runtime.store.compress import Compression
 
@@ -67,6 +68,8 @@ class StoreLink:
         """The store's number in messages."""
         self.replaced: Callable[[], None] = lambda: None
         """Told when a later `create` takes the store's place."""
+        self._under_way: set[Request] = set()
+        """What was asked and is not answered."""
         self._lock = threading.Lock()
         self._calls = 0
         self._failed: set[int] = set()
@@ -124,7 +127,29 @@ class StoreLink:
 
     def call(self, what: str, kind: Kind, body: dict[str, Any], after: Sequence[Request] = ()) -> Request:
         """Ask the scheduler, once `after` are done."""
-        return self.node.ask(what, [(SCHEDULER_LINK, Message(kind, store=self.store, body=body))], after=after)
+        return self.ask(what, [(SCHEDULER_LINK, Message(kind, store=self.store, body=body))], after=after)
+
+    def ask(
+        self,
+        what: str,
+        messages: Sequence[tuple[str, Message]],
+        after: Sequence[Request] = (),
+        entries_of: EntriesOf | None = None,
+    ) -> Request:
+        """Send messages of this store; the arguments are those of `Session.ask`."""
+        request = self.node.ask(what, messages, after=after, entries_of=entries_of)
+        self._under_way.add(request)
+        request.then(lambda error: self._under_way.discard(request))
+        return request
+
+    def close(self) -> None:
+        """Say that this worker has closed the store, once all that it has asked for is answered.
+
+        When all have, the servers forget it.
+        """
+        self.replaced = lambda: None  # What was to be told is let go.
+        with suppress(StoreClosed):  # The process has left the job.
+            self.call("close", Kind.CLOSE, {}, after=list(self._under_way))
 
     def scheduler(self, what: str, kind: Kind, body: dict[str, Any]) -> dict[str, Any]:
         """Ask the scheduler and return what it answers."""
@@ -245,7 +270,7 @@ class StoreLink:
         """As `servers`, but once `after` are done, and without waiting for the answers."""
         message = Message(kind, store=self.store, body=body or {})
         links = ["server-%d" % rank for rank in (self.node.all_servers if ranks is None else ranks)]
-        return self.node.ask(what, [(link, message) for link in links], after=after)
+        return self.ask(what, [(link, message) for link in links], after=after)
 
 
 def is_added_on_hosts(facts: Mapping[str, Any], record: KeyRecord) -> bool:

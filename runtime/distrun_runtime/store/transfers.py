@@ -7,6 +7,7 @@ rows of row-sparse values at each call. Here are the payloads, this worker's rou
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -17,7 +18,7 @@ import numpy as np
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.device import Buffer, DeviceArray, copy, is_on_host
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.arrays.segments import stitched
+from distrun_runtime.arrays.segments import Stitched, stitched
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops import rows as rowcodec
@@ -82,6 +83,8 @@ class Transfers:
         self._answered = np.zeros(0, np.int64)
         """By key number: the last round of which this worker has had the outcome."""
         self._buckets = Buckets()
+        self._stitched: Stitched = OrderedDict()
+        """What `view` has put together."""
         self.relays: set[int] = set()
         """Servers of this host that have got contributions for servers of others, since the store was last settled."""
 
@@ -281,7 +284,7 @@ class Transfers:
         request = self._ask(what, route, loaded, 0)
 
         def take(replies: tuple[Message, ...]) -> Notes:
-            found[:] = _seen(route, keys.records, replies)
+            found[:] = _seen(route, keys.records, replies, self._stitched)
             return _said(_skipped_in(replies))
 
         return request, found, self._taking(route, self._rounds[route.numbers], take)
@@ -345,7 +348,7 @@ class Transfers:
         messages = [self._message(kind, each, rounds, body, priority) for each in loaded]
         began = time.monotonic()
         # From here on it is the node's thread: `ps.worker` is told (`role.Asked`), and the loop sends.
-        request = self._link.node.ask(what, messages, entries_of=entries_of)
+        request = self._link.ask(what, messages, entries_of=entries_of)
         if is_measured:
             request.then(lambda error: measured.answered(time.monotonic() - began, request.replies))
         return request
@@ -510,8 +513,12 @@ def _check_answer(portion: Portion, reply: Message) -> None:
         raise KVError("%s answered with %d bytes of values, expected %d" % (portion.link, found, expected))
 
 
-def _seen(route: Route, records: Sequence[KeyRecord], replies: Sequence[Message]) -> list[Array]:
-    """Return the values of keys as the answers have them: read-only, without a copy where their memory allows it."""
+def _seen(route: Route, records: Sequence[KeyRecord], replies: Sequence[Message], kept: Stitched) -> list[Array]:
+    """Return the values of keys as the answers have them: read-only, without a copy where their memory allows it.
+
+    Arguments:
+        kept: as for `stitched`.
+    """
     parts: list[list[tuple[int, Array]]] = [[] for _ in records]
     for portion, reply in zip(route.portions, replies, strict=True):
         _check_answer(portion, reply)
@@ -520,7 +527,7 @@ def _seen(route: Route, records: Sequence[KeyRecord], replies: Sequence[Message]
     found = []
     for record, its in zip(records, parts, strict=True):
         pieces = [elements for _, elements in sorted(its, key=lambda part: part[0])]
-        whole = pieces[0] if len(pieces) == 1 else stitched(pieces)
+        whole = pieces[0] if len(pieces) == 1 else stitched(pieces, kept)
         if whole is None:
             whole = np.concatenate(pieces)
         value = whole.reshape(record.shape)

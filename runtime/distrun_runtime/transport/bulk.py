@@ -62,6 +62,8 @@ class Kind(IntEnum):
     """A message, some of whose frames are elsewhere: the table, then its frames, these empty."""
     SEGMENTS = 5
     """Segments whose descriptors were sent, to be mapped now: later messages will name them. JSON."""
+    GONE = 6
+    """Segments that were given back, to be unmapped: no later message names them. JSON."""
 
 
 @dataclass(eq=False)
@@ -170,6 +172,8 @@ class BulkTransport:
         self._segments.look()
         for link, numbers in self._segments.announce().items():
             self._say(link, Kind.SEGMENTS, {"segments": {"numbers": numbers}})
+        for link, numbers in self._segments.retract().items():
+            self._say(link, Kind.GONE, {"segments": {"numbers": numbers}})
         events = self._released() if self._in_use else []
         events += self._take_events()
         for event in self._inner.poll(0.0 if events else timeout_s):
@@ -241,8 +245,9 @@ class BulkTransport:
             _, version, kind, count, slot, generation = _HEAD.unpack_from(frames[0])
             if version != VERSION:
                 raise WireError("data path version %d; this program speaks version %d" % (version, VERSION))
-            if kind == Kind.SEGMENTS:
-                self._segments.map(link, [int(each) for each in json.loads(bytes(frames[1]))["segments"]["numbers"]])
+            if kind in {Kind.SEGMENTS, Kind.GONE}:
+                numbers = [int(each) for each in json.loads(bytes(frames[1]))["segments"]["numbers"]]
+                (self._segments.map if kind == Kind.SEGMENTS else self._segments.unmap)(link, numbers)
                 return
             if kind != Kind.CARRIED:
                 self._control(link, frames)

@@ -194,6 +194,8 @@ class Segments:
         self._ahead: list[tuple[Segment, ...]] = []
         """What of the pools was announced; to all peers, if no new one has come since."""
         self._has_new_peer = False
+        self._given_back = 0
+        """How many segments the pools had given back when peers were last told."""
         self._leaving: deque[_Peer] = deque()
         """Peers whose link has ended, and which may still read our memory."""
 
@@ -357,6 +359,27 @@ class Segments:
                     told.setdefault(link, []).append(segment.number)
         return told
 
+    def retract(self) -> dict[str, list[int]]:
+        """Return which segments are no more.
+
+        Returns:
+            By link: the numbers of those of which it is to be told.
+        """
+        for pool in self._pools:
+            pool.collect()
+        given_back = sum(pool.given_back for pool in self._pools)
+        if given_back == self._given_back:
+            return {}
+        self._given_back = given_back
+        present = {number for pool in self._pools for number in pool.numbers}
+        told: dict[str, list[int]] = {}
+        for link, peer in self._peers.items():
+            gone = peer.told - present
+            peer.told -= gone
+            if gone:
+                told[link] = sorted(gone)
+        return told
+
     def lease(self, link: str, frames: Sequence[Buffer]) -> SharedLease | None:
         """Return what is over when the other side is done with the frames of a message; None: too many are in use."""
         peer = self._peers[link]
@@ -401,6 +424,17 @@ class Segments:
             raise NotShared("no memory is shared with it")
         for number in numbers:
             self._map(peer, number)
+
+    def unmap(self, link: str, numbers: Sequence[int]) -> None:
+        """Unmap segments that a peer has given back. What refers to their memory keeps it.
+
+        Raises:
+            NotShared: as `map`.
+        """
+        self.map(link, numbers)  # Their descriptors may not have been read yet.
+        mapped = self._peers[link].mapped
+        for number in numbers:
+            BLOCKS.drop(mapped.pop(number))
 
     def _map(self, peer: _Peer, number: int) -> None:
         while number not in peer.mapped:

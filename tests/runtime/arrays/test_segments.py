@@ -7,7 +7,9 @@ import mmap
 import os
 import random
 import threading
+from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 
 from distrun_runtime.arrays import segments
 from distrun_runtime.arrays.dtypes import NAMES, parse
-from distrun_runtime.arrays.segments import PAGE, Pool, address_of, stitched
+from distrun_runtime.arrays.segments import PAGE, Pool, Stitched, address_of, stitched
 
 FLOAT = np.dtype(np.float32)
 
@@ -206,7 +208,7 @@ def pages(pool: Pool, *sizes: int) -> list[np.ndarray]:
 def test_pieces_that_are_whole_pages_become_one_array_without_a_copy() -> None:
     pool = Pool()
     pieces = pages(pool, PAGE, 2 * PAGE, 100)[::-1][1:] + pages(pool, 100)
-    whole = stitched(pieces)
+    whole = stitched(pieces, OrderedDict())
     assert whole is not None
     assert np.array_equal(whole, np.concatenate(pieces))
     pieces[1][5] = 42.0
@@ -216,18 +218,18 @@ def test_pieces_that_are_whole_pages_become_one_array_without_a_copy() -> None:
 def test_pieces_that_do_not_fit_together_are_left_to_whoever_copies() -> None:
     pool = Pool()
     first, second = pages(pool, PAGE, PAGE)
-    assert stitched([first[: PAGE - 1], second]) is None  # ends within a page
-    assert stitched([first, second[1:]]) is None  # begins within one
+    assert stitched([first[: PAGE - 1], second], OrderedDict()) is None  # ends within a page
+    assert stitched([first, second[1:]], OrderedDict()) is None  # begins within one
     private = np.empty(3 * PAGE, np.uint8)
     start = -address_of(private) % PAGE
-    assert stitched([private[start : start + PAGE].view(FLOAT), second]) is None  # no shared memory
+    assert stitched([private[start : start + PAGE].view(FLOAT), second], OrderedDict()) is None  # no shared memory
 
 
 def test_pieces_stay_in_use_as_long_as_the_array_that_was_made_of_them() -> None:
     pool = Pool()
     pieces = pages(pool, PAGE, PAGE)
     places = {address_of(piece) for piece in pieces}
-    whole = stitched(pieces)
+    whole = stitched(pieces, OrderedDict())
     assert whole is not None
     part = whole.reshape(2, PAGE)[1:]
     del pieces, whole
@@ -241,7 +243,8 @@ def test_pieces_stay_in_use_as_long_as_the_array_that_was_made_of_them() -> None
 def test_the_same_pieces_are_mapped_once() -> None:
     pool = Pool()
     pieces = pages(pool, PAGE, PAGE)
-    one, two = stitched(pieces), stitched(pieces)
+    kept: Stitched = OrderedDict()
+    one, two = stitched(pieces, kept), stitched(pieces, kept)
     assert one is not None
     assert two is not None
     assert address_of(one) == address_of(two)
@@ -312,3 +315,48 @@ def test_a_closed_pool_makes_no_arrays_and_those_in_use_stay_valid() -> None:
     gc.collect()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+def test_a_pool_gives_back_segments_that_have_no_array_and_goes_on_until_it_needs_a_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(segments, "FIRST_BYTES", 4 * PAGE)
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 4 * PAGE)
+    pool = Pool()
+    before = len(os.listdir("/proc/self/fd"))
+    kept: list[Any] = [pool.empty((4 * PAGE,), np.dtype(np.uint8)) for _ in range(4)]
+    first, *others = sorted(pool.numbers)
+    kept[3].fill(7)
+    part = kept[3][5:]
+    del kept[3], kept[1]
+    pool.collect()
+    assert pool.numbers == {first, *others}, "nobody asked for it"
+    pool.trim()
+    assert (pool.numbers, pool.size) == ({first, others[1], others[2]}, 12 * PAGE)
+    kept.clear()
+    pool.collect()
+    assert pool.numbers == {first, others[2]}, "the first one stays"
+    assert (part == 7).all()
+    del part
+    pool.collect()
+    assert (pool.numbers, pool.given_back) == ({first}, 3)
+    assert len(os.listdir("/proc/self/fd")) == before + 2, "its own, and that of its mapping"
+    kept = [pool.empty((4 * PAGE,), np.dtype(np.uint8)) for _ in range(2)]
+    kept.clear()
+    pool.collect()
+    assert len(pool.numbers) == 2, "a new one was needed since"
+
+
+def test_a_pool_with_reserved_room_gives_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "FIRST_BYTES", 4 * PAGE)
+    pool = Pool()
+    assert pool.reserve(64 * PAGE, store=1)
+    assert pool.reserve(64 * PAGE, store=2)
+    before = pool.numbers
+    pool.unreserve(1)
+    pool.trim()
+    assert pool.numbers == before
+    pool.unreserve(2)
+    pool.trim()
+    assert pool.numbers < before
+    assert {segment.number for segment in pool.ahead} == pool.numbers

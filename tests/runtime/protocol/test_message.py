@@ -166,7 +166,7 @@ def test_codes_of_kinds_and_types_do_not_change() -> None:
     types = ("float32", "float64", "float16", "uint8", "int32", "int8", "int64", "int16", "uint16", "uint32", "uint64")
     assert tuple(name_of(dtype) for dtype in DTYPES) == (*types, "bfloat16")
     first = ("HELLO", "CHALLENGE", "PROOF", "WELCOME", "REFUSED", "ROSTER", "LOST", "BYE", "ABORT", "STOP")
-    job = ("OPEN", "BARRIER", "KEYS", "RULE", "JOIN", "LEFT", "WAITING", "SAVE", "LOAD")
+    job = ("OPEN", "BARRIER", "KEYS", "RULE", "JOIN", "LEFT", "WAITING", "SAVE", "LOAD", "CLOSE")
     values = ("INIT", "PUSH", "PULL", "ROUNDS", "STATS", "PROFILE", "NORMS", "PUSHPULL", "RELEASE", "SETTLE")
     numbered = [*enumerate(first, 1), *enumerate(job, 16), *enumerate(values, 32)]
     assert [(int(kind), kind.name) for kind in Kind] == numbered

@@ -70,6 +70,7 @@ FROM_SCHEDULER = [
     Message(Kind.LEFT, request=1, body={"rank": 1}),
     Message(Kind.LEFT, body={"rank": 1, "who": "worker-1@d1"}),
     Message(Kind.LOAD, request=1, body={"action": "drop"}),
+    Message(Kind.CLOSE, request=1),
 ]
 TO_SCHEDULER = [
     Message(Kind.OPEN, body={"number": 1, "type": "dist_sync", "staleness": 2, "unused": [1]}),
@@ -84,6 +85,7 @@ TO_SCHEDULER = [
     Message(Kind.LOAD, body={"number": 5, "folder": "/nowhere/at/all", "manifest": {"keys": []}, "look": True}),
     Message(Kind.JOIN, body={"number": 6}),
     Message(Kind.LEFT, body={}),
+    Message(Kind.CLOSE),
     Message(Kind.STATS),
     Message(Kind.RULE, Flag.REPLY, body={}),
 ]

@@ -105,6 +105,25 @@ def test_a_stop_that_lets_it_stay_makes_it_forget_everything(serving: Serving) -
     assert values(server.pull(0, 1)) == {"a": [2, 2]}, "the rule is forgotten, and what was pushed before"
 
 
+def test_a_store_that_is_closed_is_forgotten_and_its_rounds_stay_counted(serving: Serving) -> None:
+    server = serving()
+    server.rule("test")
+    for rank in (0, 1):
+        server.push(rank, 1, {"a": [1, 1]})
+    before = server.counters()
+    assert (before["keys"], before["rounds"]) == (2, 1)
+    assert said(server.scheduler(Kind.CLOSE, 9)) == ["scheduler CLOSE"]
+    assert reason(server.pull(0, 0)) == "store 1 has no keys on server-0"
+    after = server.counters()
+    assert (after["keys"], after["bytes"], after["rounds"]) == (0, 0, 1), "what is counted does not become less"
+    assert said(server.scheduler(Kind.CLOSE, 10)) == ["scheduler CLOSE"], "one that is not known here"
+    assert said(server.init({"a": [5, 5]})) == ["w0 INIT"]
+    for rank in (0, 1):
+        server.push(rank, 1, {"a": [1, 1]})
+    assert values(server.pull(0, 1)) == {"a": [2, 2]}, "the rule is forgotten, and what was pushed before"
+    assert server.counters()["rounds"] == 2
+
+
 def test_workers_that_ended_in_the_last_script_are_missed_by_no_pull_of_the_next_one(serving: Serving) -> None:
     server = serving()
     server.bye(1)

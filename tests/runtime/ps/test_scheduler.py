@@ -9,6 +9,7 @@ import pytest
 from cluster import config
 from schedulerhistory import Job, finish, init, logs, node, reasons, record, rule, sends, to
 
+from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol.message import Flag, Kind
 from distrun_runtime.ps import role
 from distrun_runtime.ps.scheduler import Scheduler
@@ -404,6 +405,35 @@ def test_init_after_worker_0_has_left_the_store_is_an_error() -> None:
     job.hear("w0", Kind.LEFT)
     actions = job.hear("w1", Kind.KEYS, number=2, records=[record("a")])
     assert reasons(actions) == {"w1": "worker-0, whose values count, has left the store"}
+
+
+def test_a_store_is_forgotten_when_all_workers_have_closed_it() -> None:
+    """Its keys and its rule stayed, here and on the servers, until the job ended."""
+    job = Job()
+    for store in (1, 2):
+        for link in ("w0", "w1"):
+            job.hear(link, Kind.KEYS, number=1, records=[record("a")], store=store)
+        job.hear("w0", Kind.INIT, number=1, store=store)
+        job.settle(job.hear("w0", Kind.RULE, spec=dict(RuleSpec.of("test", {}).to_json()), store=store))
+    assert to(job.hear("w1", Kind.CLOSE, store=1)) == [("w1", "CLOSE")]
+    assert to(job.hear("w1", Kind.CLOSE, store=1)) == [("w1", "CLOSE")], "a repeat"
+    actions = job.hear("w0", Kind.CLOSE, store=1)
+    assert [(link, sent.kind, sent.store) for link, sent in sends(actions)] == [
+        ("w0", Kind.CLOSE, 1),
+        ("s0", Kind.CLOSE, 1),
+    ]
+    assert job.answer(actions) == []
+    assert set(job.scheduler._calls._stores) == set(job.scheduler._rules._specs) == {2}
+
+
+def test_a_worker_that_has_ended_keeps_no_store() -> None:
+    job = Job(3)
+    job.hear("w0", Kind.CLOSE)
+    assert to(job.hear("w1", Kind.BYE)) == [("w1", "BYE"), ("s0", "LEFT")]
+    job.hear("w0", Kind.CLOSE, store=2)
+    assert to(job.hear("w2", Kind.CLOSE, store=2)) == [("w2", "CLOSE"), ("s0", "CLOSE")]
+    assert to(job.hear("w2", Kind.BYE)) == [("w2", "BYE"), ("s0", "LEFT"), ("s0", "CLOSE")]
+    assert job.scheduler._calls._stores == {}
 
 
 def test_bye_leaves_those_who_wait_with_an_error() -> None:

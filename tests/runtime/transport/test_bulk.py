@@ -543,3 +543,38 @@ def test_nothing_is_left_behind() -> None:
         del one, array
     assert left() == before
     assert not any(name in Path("/proc/net/unix").read_text() for name in names)
+
+
+@pytest.mark.parametrize("way", ["named", "announced", "told"])
+def test_a_segment_that_was_given_back_is_unmapped_by_who_had_it(
+    pair: Callable[..., Pair], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distrun_runtime.arrays.segments.FIRST_BYTES", 1 << 16)
+    one = pair()
+    one.agree()
+    pool, mapped = one.pools[1], one.acceptor._segments._peers[one.link].mapped
+    first = one.array(100)
+    if way == "named":
+        lease, arrived = one.pass_on(b"", bytes_of(one.array()))
+        pool.trim()
+        one.opener.poll(0)
+        assert len(pool.numbers) == len(mapped) + 1 == 2, "it is read"
+        del arrived
+        gc.collect()
+        assert lease.is_over
+    elif way == "announced":
+        assert pool.reserve(1 << 20)
+        pool.unreserve()
+    else:  # Its descriptor was sent, and no message has named it yet.
+        assert one.opener._segments.refer("server-0", bytes_of(one.array())) is not None
+    pool.trim()
+    lease, arrived = one.pass_on(b"", bytes_of(one.array(20_000)))
+    assert len(pool.numbers) == 2
+    deadline = time.monotonic() + DEADLINE_S
+    while not set(mapped) < pool.numbers and time.monotonic() < deadline:
+        one.opener.poll(0.02)
+        one.acceptor.poll(0.02)
+    assert len(mapped) == 1
+    assert set(mapped) < pool.numbers
+    assert np.array_equal(np.frombuffer(arrived.frames[1], np.float32), np.ones(20_000, np.float32))
+    assert (first == 1).all()
