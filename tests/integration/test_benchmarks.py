@@ -184,6 +184,17 @@ def test_a_launch_is_measured_on_hosts_beside_the_ssh_program() -> None:
 
 
 @pytest.mark.slow
+def test_pulls_of_rows_are_measured_beside_a_dense_pull_of_the_same_run() -> None:
+    command = [sys.executable, str(BENCHMARKS / "rows.py"), "--runs", "1", "--rounds", "2", "--rows", "2000"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"^\| dense \| [0-9.]+ \|$", result.stdout, re.MULTILINE)
+    for kind in ("array", "array, shuffled", "RowSparse", "RowSparse, shuffled"):
+        ratio = r"^\| %s \| [0-9.]+ \(([0-9.]+), \1-\1\) \|$" % kind
+        assert re.search(ratio, result.stdout, re.MULTILINE), result.stdout
+
+
+@pytest.mark.slow
 def test_float16_is_measured_beside_numpys_casts_and_beside_no_compression() -> None:
     command = [sys.executable, str(BENCHMARKS / "halves.py"), "--runs", "1", "--rounds", "1", "--magnitudes", "1e-6"]
     command += ["--model", "10x1000", "-n", "1", "-s", "1"]

@@ -35,14 +35,13 @@ class Sending:
         if setting is not None:
             self.compressor.set(Compression.of(setting))
         node = SimpleNamespace(
-            ask=self._ask,
             num_servers=servers,
             staging=lambda link: None,
             is_shared=lambda array: False,
             stages=Stages(),
             relays={},
         )
-        link: Any = SimpleNamespace(store=1, node=node, stage=lambda stage: nullcontext())
+        link: Any = SimpleNamespace(store=1, node=node, ask=self._ask, stage=lambda stage: nullcontext())
         self.transfers = Transfers(link, self.compressor)
         self.records = {name: KeyRecord.of(name, number, value) for number, (name, value) in enumerate(values.items())}
         for number, record in enumerate(self.records.values()):
