@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distrun.units import size
 from distrun_runtime.coordinator.output import OutputPiece, encoded
 
 if TYPE_CHECKING:
@@ -215,6 +214,8 @@ class Console:
         left_out = self._left_out + sum(writer.left_out for writer in self._each())
         if not left_out:
             return ""
+        from distrun.units import size  # not for other commands' sake
+
         where = f": distrun logs {self._job}" if self._job else ""
         return f"distrun: {size(left_out)} of output are not shown{where}\n"
 
