@@ -636,7 +636,7 @@ class Beside:
 
 MOMENTUM = {"momentum": 0.9}
 RULES = (
-    Beside("sgd", MOMENTUM, "SGD", {"lr": 0.01, **MOMENTUM, "fused": True}),
+    *(Beside(rule, MOMENTUM, "SGD", {"lr": 0.01, **MOMENTUM, "fused": True}) for rule in ("sgd", "torch_sgd")),
     Beside("adam", {}, "Adam", {"fused": True}),
     *(Beside(rule, {}, "AdamW", {"fused": True}) for rule in ("adamw", "torch_adamw")),
     Beside("nag", MOMENTUM, "SGD", {"lr": 0.01, **MOMENTUM, "nesterov": True, "foreach": True}),
