@@ -30,8 +30,8 @@ from distrun_runtime.ops.compression import CODECS
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import How
 from distrun_runtime.ps.routing import portions_of
-from distrun_runtime.store.base import KeyRecord
 from distrun_runtime.store.compress import Compression, Compressor
+from distrun_runtime.store.keys import KeyRecord
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / "benchmarks" / "peers"

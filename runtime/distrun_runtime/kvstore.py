@@ -39,22 +39,19 @@ from distrun_runtime.store import kinds, values
 from distrun_runtime.store.base import (
     CallOptions,
     Contribution,
-    KeyRecord,
     RowsItem,
     Selection,
     StoreBackend,
     Updater,
     Value,
     missing,
-    named,
-    twice,
 )
 from distrun_runtime.store.compress import Compression
+from distrun_runtime.store.keys import Key, KeyRecord, named, twice
 from distrun_runtime.store.kinds import TYPES, KVStoreBase
 from distrun_runtime.store.pending import BackgroundCall, BorrowedArrays, CompletedCall, Pending
 from distrun_runtime.store.reducer import is_gpu_array
 from distrun_runtime.store.sparse import Lookup, RowSparse
-from distrun_runtime.store.values import Key
 
 if TYPE_CHECKING:  # most processes use no GPU
     from distrun_runtime.arrays.gpu import GpuArray

@@ -9,8 +9,9 @@ import numpy as np
 from gpukit import Machine
 
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.store.base import CallOptions, KeyRecord, Selection, StoreBackend
+from distrun_runtime.store.base import CallOptions, Selection, StoreBackend
 from distrun_runtime.store.dist import DistBackend
+from distrun_runtime.store.keys import KeyRecord
 
 
 def put(machine: Machine, place: str, array: Any) -> Any:

@@ -7,7 +7,6 @@ calls its `StoreBackend`, which does the work: `local.LocalBackend` in this proc
 from __future__ import annotations
 
 import difflib
-import math
 import operator
 import os
 import threading
@@ -19,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 
-from distrun_runtime.arrays import dtypes, find
+from distrun_runtime.arrays import find
 from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array, DType
-from distrun_runtime.errors import KVError, StoreClosed
+from distrun_runtime.errors import StoreClosed
 from distrun_runtime.ops.optimizers import RuleSpec
+from distrun_runtime.store.keys import Key, KeyRecord, named
 from distrun_runtime.store.pending import CompletedCall, Late, Line, Pending
 from distrun_runtime.store.sparse import RowSparse
-from distrun_runtime.store.values import Key
 
 if TYPE_CHECKING:  # Both import this module.
     from distrun_runtime.store.compress import Compression
@@ -35,67 +34,13 @@ if TYPE_CHECKING:  # Both import this module.
 __all__ = [
     "CallOptions",
     "Contribution",
-    "KeyRecord",
     "Lifetime",
     "RowsItem",
     "StoreBackend",
     "Updater",
     "Value",
     "missing",
-    "named",
-    "twice",
 ]
-
-DENSE, ROW_SPARSE = "default", "row_sparse"
-"""MXNet's names of the kinds of storage."""
-
-
-@dataclass(frozen=True)
-class KeyRecord:
-    """What a store knows of one key since its `init`."""
-
-    key: Key
-    index: int
-    """Placement number: an int key itself; a str key's position in the order of `init` (rank 0's, if distributed)."""
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    size: int
-    """Elements."""
-    stype: str = DENSE
-    """`default`, or `row_sparse`: it is pushed and pulled by rows, and cut between them."""
-
-    @classmethod
-    def of(cls, key: Key, index: int, value: DeviceArray | RowSparse) -> KeyRecord:
-        """Return the record of a value; a RowSparse makes the key row-sparse."""
-        stype = ROW_SPARSE if isinstance(value, RowSparse) else DENSE
-        size = math.prod(value.shape)
-        return cls(key=key, index=index, shape=value.shape, dtype=value.dtype, size=size, stype=stype)
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether the key is row-sparse."""
-        return self.stype == ROW_SPARSE
-
-    @property
-    def row_size(self) -> int:
-        """Elements of a row: all dimensions but the first."""
-        return math.prod(self.shape[1:])
-
-    def fit(self, array: DeviceArray | RowSparse, noun: str) -> None:
-        """Return if the value has the record's shape and dtype. `noun` is what it is, for the message.
-
-        Raises:
-            KVError: it has not; key, both shapes and both dtypes are named.
-        """
-        if array.shape != self.shape or array.dtype != self.dtype:
-            raise KVError(
-                "key %r: the %s has shape %s and dtype %s, but the key has shape %s and dtype %s since its init"
-                % (
-                    *(self.key, noun, array.shape, dtypes.name_of(array.dtype)),
-                    *(self.shape, dtypes.name_of(self.dtype)),
-                )
-            )
-
 
 Value = Union[DeviceArray, RowSparse]
 """What is pushed to one key: a RowSparse for row-sparse keys, for the others an array of the host or of a GPU."""
@@ -126,19 +71,6 @@ class CallOptions:
     waits: bool = True
     """Whether the script passed wait=True. A push waits for nobody even then; but what follows it in the script may be
     taken to belong to it."""
-
-
-def named(keys: Iterable[Key], what: str = "key") -> str:
-    """Return keys, or `what` else, for people: `key 'w'`, or the first three of several and their number."""
-    names = [repr(key) for key in keys]
-    shown = ", ".join(names[:3]) + (", ... (%d %ss)" % (len(names), what) if len(names) > 3 else "")
-    return "%s %s" % (what if len(names) == 1 else what + "s", shown)
-
-
-def twice(key: Key, record: KeyRecord | None) -> str:
-    """Return what is said of a second init; `record` is what the first one made, if it has ended."""
-    was = " with shape %s and dtype %s" % (record.shape, dtypes.name_of(record.dtype)) if record else ""
-    return "key %r was already initialised%s; init works once a key, push changes its value" % (key, was)
 
 
 def missing(key: Key, known: Iterable[Key]) -> str:

@@ -29,9 +29,8 @@ from distrun_runtime.ops.compression import Codec
 from distrun_runtime.ops.params import did_you_mean
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ps.routing import DIRECT_BYTES, Portion
-from distrun_runtime.store.base import KeyRecord
+from distrun_runtime.store.keys import Key, KeyRecord
 from distrun_runtime.store.sparse import RowSparse
-from distrun_runtime.store.values import Key
 
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuDevice

@@ -33,24 +33,22 @@ from distrun_runtime.store import declaring, kinds, saving, tracing
 from distrun_runtime.store.base import (
     CallOptions,
     Contribution,
-    KeyRecord,
     Lifetime,
     RowsItem,
     Selection,
     StoreBackend,
     Updater,
     Value,
-    named,
 )
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.gathering import CallBatch, is_small
+from distrun_runtime.store.keys import Key, KeyRecord, named
 from distrun_runtime.store.link import close_link, open_link
 from distrun_runtime.store.outcome import Both, SentCall
 from distrun_runtime.store.pending import CompletedCall, Pending
 from distrun_runtime.store.reducer import reducer_for
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.transfers import Taking, Transfers
-from distrun_runtime.store.values import Key
 
 ROLES = {1: "scheduler", 2: "server", 4: "worker"}
 """MXNet's masks of roles."""

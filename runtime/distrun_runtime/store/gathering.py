@@ -14,8 +14,8 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.ps.routing import GATHERED_BYTES, SMALL_CALL_BYTES
 from distrun_runtime.store.base import CallOptions, Selection
+from distrun_runtime.store.keys import Key
 from distrun_runtime.store.pending import Pending
-from distrun_runtime.store.values import Key
 
 __all__ = ["CallBatch", "Gathered"]
 

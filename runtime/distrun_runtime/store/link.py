@@ -24,8 +24,8 @@ from distrun_runtime.ps.request import Request
 from distrun_runtime.ps.role import SCHEDULER_LINK
 from distrun_runtime.ps.session import Session
 from distrun_runtime.ps.worker import EntriesOf
-from distrun_runtime.store.base import KeyRecord
 from distrun_runtime.store.compress import Compression
+from distrun_runtime.store.keys import KeyRecord
 
 TAKE_BACK_S = 10.0
 """How long a call that is left waiting for the other workers waits for the scheduler's word that it is taken back."""

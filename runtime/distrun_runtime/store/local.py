@@ -24,20 +24,18 @@ from distrun_runtime.ps.stats import Counters
 from distrun_runtime.store.base import (
     CallOptions,
     Contribution,
-    KeyRecord,
     Lifetime,
     RowsItem,
     Selection,
     StoreBackend,
     Updater,
     Value,
-    named,
 )
 from distrun_runtime.store.compress import Compression, Compressor
+from distrun_runtime.store.keys import Key, KeyRecord, named
 from distrun_runtime.store.pending import CompletedCall, Pending
 from distrun_runtime.store.reducer import DeviceReducer, is_gpu_array, reducer_for
 from distrun_runtime.store.sparse import RowSparse
-from distrun_runtime.store.values import Key
 
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice

@@ -17,9 +17,8 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.ps import statefile
 from distrun_runtime.ps.agreement import Keys
-from distrun_runtime.store.base import KeyRecord
+from distrun_runtime.store.keys import Key, KeyRecord
 from distrun_runtime.store.local import Weights
-from distrun_runtime.store.values import Key
 
 __all__ = ["load", "save"]
 

@@ -15,8 +15,8 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps import statefile
+from distrun_runtime.store.keys import Key
 from distrun_runtime.store.link import StoreLink
-from distrun_runtime.store.values import Key
 
 __all__ = ["load", "save"]
 

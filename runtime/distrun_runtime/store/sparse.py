@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any, Union
 
 import numpy as np
 
@@ -15,9 +15,7 @@ from distrun_runtime.arrays import dtypes, interop
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops.rows import ascending
-
-if TYPE_CHECKING:  # It imports this module.
-    from distrun_runtime.store.base import KeyRecord
+from distrun_runtime.store.keys import ROW_SPARSE, KeyRecord
 
 __all__ = ["Lookup", "RowSparse", "refuse_mask", "row_numbers"]
 
@@ -33,6 +31,8 @@ class RowSparse:
 
     The arrays are not copied. `fill` exchanges them: that is how a pull writes into one.
     """
+
+    stype = ROW_SPARSE
 
     def __init__(self, values: object, rows: object, shape: Sequence[int]) -> None:
         self.shape: tuple[int, ...] = _shape(shape)

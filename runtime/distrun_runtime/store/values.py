@@ -22,10 +22,8 @@ from distrun_runtime.arrays import dtypes, foreign, interop
 from distrun_runtime.arrays.device import DeviceArray, is_on_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
+from distrun_runtime.store.keys import Key
 from distrun_runtime.store.sparse import RowSparse, refuse_mask
-
-Key = Union[int, str]
-"""A key, as stores keep it."""
 
 Value = Union[DeviceArray, RowSparse]
 """What is given for one key from one device."""

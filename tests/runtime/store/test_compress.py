@@ -16,8 +16,8 @@ from distrun_runtime.ops.reduce import How
 from distrun_runtime.protocol.message import DTYPE_CODES
 from distrun_runtime.ps.request import Request
 from distrun_runtime.ps.routing import Portion, portions_of
-from distrun_runtime.store.base import KeyRecord
 from distrun_runtime.store.compress import MIN_SIZE, Compression, Compressor
+from distrun_runtime.store.keys import KeyRecord
 from distrun_runtime.store.sparse import RowSparse
 
 ALWAYS = {"type": "2bit", "min_size": 0}

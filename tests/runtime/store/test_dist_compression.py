@@ -12,8 +12,8 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ops import compression as codec
 from distrun_runtime.ps.session import Session
-from distrun_runtime.store.base import KeyRecord
 from distrun_runtime.store.compress import Compression, Compressor
+from distrun_runtime.store.keys import KeyRecord
 
 pytestmark = pytest.mark.usefixtures("placement")
 

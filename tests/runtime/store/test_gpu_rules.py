@@ -22,8 +22,9 @@ from distrun_runtime.kvstore import RowSparse
 from distrun_runtime.ops import fuse
 from distrun_runtime.ops.optimizers import RULES, change_of, make, spec_of
 from distrun_runtime.store import local
-from distrun_runtime.store.base import CallOptions, KeyRecord
+from distrun_runtime.store.base import CallOptions
 from distrun_runtime.store.compress import Compression
+from distrun_runtime.store.keys import KeyRecord
 from distrun_runtime.store.local import LocalBackend
 from distrun_runtime.store.reducer import reducer_for
 

@@ -23,9 +23,10 @@ from distrun_runtime.arrays.device import is_on_host, on_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.ps.session import Session
-from distrun_runtime.store.base import CallOptions, KeyRecord
+from distrun_runtime.store.base import CallOptions
 from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.dist import DistBackend
+from distrun_runtime.store.keys import KeyRecord
 from distrun_runtime.store.local import LocalBackend
 from distrun_runtime.store.reducer import DeviceReducer
 

@@ -13,7 +13,7 @@ from distrun_runtime.arrays.cpu import Threads
 from distrun_runtime.arrays.dtypes import Array, narrow, widen
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore, RowSparse
-from distrun_runtime.store.base import KeyRecord
+from distrun_runtime.store.keys import KeyRecord
 from distrun_runtime.store.reducer import DeviceReducer, Reducer, place, reducer_for
 
 

@@ -14,7 +14,7 @@ from peers import python_of
 from distrun_runtime.arrays.dtypes import BFLOAT16, narrow, parse
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops.reduce import Rows, Sum
-from distrun_runtime.store.base import KeyRecord
+from distrun_runtime.store.keys import KeyRecord
 from distrun_runtime.store.sparse import Lookup, RowSparse, row_numbers
 
 ROOT = Path(__file__).resolve().parents[3]

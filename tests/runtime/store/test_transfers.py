@@ -17,8 +17,9 @@ from distrun_runtime.protocol.message import DTYPE_CODES, Entry, Flag, Message, 
 from distrun_runtime.ps.request import Request
 from distrun_runtime.ps.routing import mxnet_shards
 from distrun_runtime.ps.stages import Stages
-from distrun_runtime.store.base import CallOptions, KeyRecord, Selection
+from distrun_runtime.store.base import CallOptions, Selection
 from distrun_runtime.store.compress import Compression, Compressor
+from distrun_runtime.store.keys import KeyRecord
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.transfers import Transfers
 

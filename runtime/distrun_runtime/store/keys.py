@@ -1,0 +1,93 @@
+"""Keys of a store, what it knows of each since `init`, and how keys are named in messages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, Union
+
+import numpy as np
+
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.errors import KVError
+
+__all__ = ["DENSE", "ROW_SPARSE", "Key", "KeyRecord", "Shaped", "named", "twice"]
+
+Key = Union[int, str]
+"""A key, as stores keep it."""
+
+DENSE, ROW_SPARSE = "default", "row_sparse"
+"""MXNet's names of the kinds of storage."""
+
+
+class Shaped(Protocol):
+    """An array of the host or of a GPU, or a RowSparse."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its dimensions; of a RowSparse those of the whole value."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The element type."""
+
+
+@dataclass(frozen=True)
+class KeyRecord:
+    """What a store knows of one key since its `init`."""
+
+    key: Key
+    index: int
+    """Placement number: an int key itself; a str key's position in the order of `init` (rank 0's, if distributed)."""
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    size: int
+    """Elements."""
+    stype: str = DENSE
+    """`default`, or `row_sparse`: it is pushed and pulled by rows, and cut between them."""
+
+    @classmethod
+    def of(cls, key: Key, index: int, value: Shaped) -> KeyRecord:
+        """Return the record of a value; one whose `stype` says so, a RowSparse, makes the key row-sparse."""
+        stype = getattr(value, "stype", DENSE)
+        size = math.prod(value.shape)
+        return cls(key=key, index=index, shape=value.shape, dtype=value.dtype, size=size, stype=stype)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the key is row-sparse."""
+        return self.stype == ROW_SPARSE
+
+    @property
+    def row_size(self) -> int:
+        """Elements of a row: all dimensions but the first."""
+        return math.prod(self.shape[1:])
+
+    def fit(self, array: Shaped, noun: str) -> None:
+        """Return if the value has the record's shape and dtype. `noun` is what it is, for the message.
+
+        Raises:
+            KVError: it has not; key, both shapes and both dtypes are named.
+        """
+        if array.shape != self.shape or array.dtype != self.dtype:
+            raise KVError(
+                "key %r: the %s has shape %s and dtype %s, but the key has shape %s and dtype %s since its init"
+                % (
+                    *(self.key, noun, array.shape, dtypes.name_of(array.dtype)),
+                    *(self.shape, dtypes.name_of(self.dtype)),
+                )
+            )
+
+
+def named(keys: Iterable[Key], what: str = "key") -> str:
+    """Return keys, or `what` else, for people: `key 'w'`, or the first three of several and their number."""
+    names = [repr(key) for key in keys]
+    shown = ", ".join(names[:3]) + (", ... (%d %ss)" % (len(names), what) if len(names) > 3 else "")
+    return "%s %s" % (what if len(names) == 1 else what + "s", shown)
+
+
+def twice(key: Key, record: KeyRecord | None) -> str:
+    """Return what is said of a second init; `record` is what the first one made, if it has ended."""
+    was = " with shape %s and dtype %s" % (record.shape, dtypes.name_of(record.dtype)) if record else ""
+    return "key %r was already initialised%s; init works once a key, push changes its value" % (key, was)
