@@ -18,7 +18,7 @@ from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.ps import statefile
 from distrun_runtime.ps.agreement import Keys
 from distrun_runtime.store.keys import Key, KeyRecord
-from distrun_runtime.store.local import Weights
+from distrun_runtime.store.weights import Weights
 
 __all__ = ["load", "save"]
 

@@ -32,8 +32,8 @@ from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.optimizers import Rule, RuleSpec, State
 from distrun_runtime.ops.update import Item, can_fuse, new_state, prepare, state_on, state_on_host, step_all, update
 from distrun_runtime.store.keys import named
-from distrun_runtime.store.local import COPIED_BYTES
 from distrun_runtime.store.pending import BorrowedArrays
+from distrun_runtime.store.weights import COPIED_BYTES
 from distrun_runtime.trainer.model import Buffers
 from distrun_runtime.trainer.parameters import Buffer, Gradient, Parameter, Replica, is_near, on_host, write_weight
 
