@@ -23,17 +23,8 @@ from distrun.backends.base import Backend, Listening, Rendered
 from distrun.errors import UsageError
 from distrun.hosts import HostSpec, Inventory, fold
 from distrun.placement import Slot, hosts_of, place, worker_places
-from distrun.request import (
-    BUNDLED,
-    COMMAND,
-    EngineOptions,
-    JobRequest,
-    Setting,
-    check_tuning,
-    exact,
-    given,
-    parse_port_range,
-)
+from distrun.request import BUNDLED, COMMAND, EngineOptions, JobRequest, Setting, check_tuning, given, parse_port_range
+from distrun.units import exact
 from distrun_runtime.contract import environ, gpus
 from distrun_runtime.contract.folder import identity
 from distrun_runtime.contract.plan import (

@@ -18,7 +18,7 @@ from distrun_runtime.contract.plan import ROLES, SCHEDULER, Limits
 
 if TYPE_CHECKING:
     from distrun.hosts import Inventory
-    from distrun.sync import CopyRules
+    from distrun.sync.rules import CopyRules
 
 BUNDLED = "bundled"
 """`--ps bundled`: distrun's own servers and scheduler."""
@@ -589,11 +589,6 @@ def seconds(option: str, value: str | float, low: float | None = None) -> float:
             f"without the unit: {option} {unit[1]}" if unit else "",
         )
     return number
-
-
-def exact(number: float) -> str:
-    """Return a number as text that gives the same number back, without a needless point. Pure."""
-    return "%d" % number if number == int(number) else repr(number)
 
 
 def _shown(value: str | float) -> str:

@@ -120,3 +120,8 @@ def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
         if number < 999.5 or unit == units[-1]:
             break
     return f"{number:.1f}{unit}" if number < 9.95 else f"{number:.0f}{unit}"
+
+
+def exact(number: float) -> str:
+    """Return a number as text that gives the same number back, without a needless point. Pure."""
+    return "%d" % number if number == int(number) else repr(number)

@@ -177,17 +177,17 @@ sys.meta_path.insert(0, blob)
 '''
 
 START_AGENT = """\
-from distrun_runtime.agent import guard
+from distrun_runtime.agent import __main__ as main, guard
 gc.enable()
-code = guard.serve(r, keep)
+code = guard.serve(main.run_agent, r, keep)
 sys.stderr.flush()
 os._exit(code)  # taking the interpreter down costs 10 ms, in the agent and in its guard
 """
 
 START_DIALED = """\
-from distrun_runtime.agent import dial, guard
+from distrun_runtime.agent import __main__ as main, dial, guard
 gc.enable()
-code = guard.serve(r, keep, *dial.redialing(s, *dialed))
+code = guard.serve(main.run_agent, r, keep, *dial.redialing(s, *dialed))
 sys.stderr.flush()
 os._exit(code)
 """

@@ -9,8 +9,8 @@ import click
 
 from distrun.cli.common import seconds
 from distrun.cli.console import print_err
-from distrun.request import exact
 from distrun.ssh.target import CONNECT_S, TRANSPORTS
+from distrun.units import exact
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend

@@ -13,8 +13,8 @@ from distrun.cli.console import can_draw, has_symbols, tell, wants_colour
 from distrun_runtime.contract import environ, facts
 
 if TYPE_CHECKING:
-    from distrun.dashboard import Look
     from distrun.dashboard.loop import Ended
+    from distrun.dashboard.terminal import Appearance
     from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
 
 
@@ -35,12 +35,12 @@ def top(ctx: click.Context, job: str | None, plain: bool, is_ascii: bool) -> int
     return code
 
 
-def look(is_ascii: bool) -> Look:
+def look(is_ascii: bool) -> Appearance:
     """Return how to draw on this terminal: by `--ascii`, the locale, NO_COLOR and the like."""
-    from distrun.dashboard import Look
+    from distrun.dashboard.terminal import Appearance
 
     env = environ.snapshot()
-    return Look(has_colour=wants_colour(1, env), is_ascii=is_ascii or not has_symbols(env))
+    return Appearance(has_colour=wants_colour(1, env), is_ascii=is_ascii or not has_symbols(env))
 
 
 def is_drawn(plain: bool) -> bool:

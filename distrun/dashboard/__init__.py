@@ -7,23 +7,15 @@ each change.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from distrun.dashboard.loop import Ended
+    from distrun.dashboard.terminal import Appearance
     from distrun_runtime.coordinator.jobstore import JobFolder
 
 
-@dataclass(frozen=True)
-class Look:
-    """How the dashboard is drawn."""
-
-    has_colour: bool = True
-    is_ascii: bool = False
-
-
-def watch(folder: JobFolder, look: Look) -> Ended:
+def watch(folder: JobFolder, look: Appearance) -> Ended:
     """Show a job on the terminal until the user leaves. The exit code is that of `distrun status JOB`.
 
     Raises:
@@ -35,7 +27,7 @@ def watch(folder: JobFolder, look: Look) -> Ended:
 
 
 def watch_jobs(
-    read: Callable[[], Sequence[Mapping[str, object]]], find: Callable[[str], JobFolder], look: Look
+    read: Callable[[], Sequence[Mapping[str, object]]], find: Callable[[str], JobFolder], look: Appearance
 ) -> Ended:
     """Show a table of jobs on the terminal, of which the user can open one, until the user leaves.
 

@@ -20,6 +20,7 @@ import termios
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import IO, Any
 
 from distrun.dashboard import text
@@ -33,6 +34,14 @@ _TAKE = b"\x1b[?1049h\x1b[?25l\x1b[?2004h\x1b[?7l\x1b[2J"
 _GIVE_BACK = b"\x1b[0m\x1b[?7h\x1b[?2004l\x1b[?25h\x1b[?1049l"
 _ERASE_REST = "\x1b[K"
 _LFLAG, _CC, _IFLAG = 3, 6, 0
+
+
+@dataclass(frozen=True)
+class Appearance:
+    """How the dashboard is drawn."""
+
+    has_colour: bool = True
+    is_ascii: bool = False
 
 
 class Terminal:

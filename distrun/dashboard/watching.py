@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from distrun import client, elsewhere
-from distrun.dashboard import Look
 from distrun.dashboard.jobs import Jobs
 from distrun.dashboard.loop import INTERVAL_S, STATE_S, Dashboard, Ended, FolderLogs
 from distrun.dashboard.model import Model
 from distrun.dashboard.plain import Plain
 from distrun.dashboard.signals import Signals
 from distrun.dashboard.source import Source
-from distrun.dashboard.terminal import Terminal
+from distrun.dashboard.terminal import Appearance, Terminal
 from distrun.errors import DistrunError
 from distrun_runtime.errors import JobStoreError
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def watch(folder: JobFolder, look: Look) -> Ended:
+def watch(folder: JobFolder, look: Appearance) -> Ended:
     """See `distrun.dashboard.watch`."""
     connection = _first_connection(folder)  # before the screen is taken: ssh may ask for a password
     with Signals() as signals, Terminal(has_colour=look.has_colour, is_ascii=look.is_ascii) as terminal:
@@ -35,7 +34,7 @@ def watch(folder: JobFolder, look: Look) -> Ended:
 
 
 def watch_jobs(
-    read: Callable[[], Sequence[Mapping[str, object]]], find: Callable[[str], JobFolder], look: Look
+    read: Callable[[], Sequence[Mapping[str, object]]], find: Callable[[str], JobFolder], look: Appearance
 ) -> Ended:
     """See `distrun.dashboard.watch_jobs`."""
     with Signals() as signals, Terminal(has_colour=look.has_colour, is_ascii=look.is_ascii) as terminal:
@@ -88,7 +87,7 @@ def _show(
     connection: ControlConnection | None,
     terminal: Terminal,
     signals: Signals,
-    look: Look,
+    look: Appearance,
 ) -> Ended:
     source, is_elsewhere = _source(folder), elsewhere.is_elsewhere(folder)
     source.start(connection, has_events=not is_elsewhere)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from distrun.errors import UsageError
-from distrun.request import exact
+from distrun.units import exact
 
 if TYPE_CHECKING:
     from distrun.hosts import HostSpec

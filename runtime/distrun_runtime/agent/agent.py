@@ -12,10 +12,10 @@ import os
 import selectors
 import signal
 import time
-from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, List, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, List, Optional
 
 from distrun_runtime.agent import preflight, record, stopping
-from distrun_runtime.agent.channel import Channel, Connection
+from distrun_runtime.agent.channel import Channel, Connection, MakeReconnector, Reconnector
 from distrun_runtime.agent.guard import GuardLink, Wakeup, beat_s
 from distrun_runtime.agent.measuring import Hooks, Measuring
 from distrun_runtime.agent.preflight import Preflight
@@ -50,29 +50,6 @@ SILENT = 1 / 3
 """Share of the lease after which an agent that can get another connection does not wait for this one any more."""
 OTHER = "other"
 """`kind` of a failure without a kind of its own."""
-
-
-class Reconnector(Protocol):
-    """How the agent of a plan with `on_eof: hold` gets another connection when one has ended."""
-
-    @property
-    def next_at(self) -> float:
-        """When `tick` has something to do (monotonic clock); infinite: never."""
-
-    def begin(self) -> None:
-        """See to another connection: the last one has ended, or is silent. It may be called again before one comes."""
-
-    def tick(self, now: float) -> None:
-        """Do what is due."""
-
-    def close(self) -> None:
-        """Free everything; no connection is wanted any more."""
-
-
-OnConnection = Callable[[Connection, bytes], None]
-"""Takes a connection whose other end has proved who it is, and the bytes that were read ahead from it."""
-MakeReconnector = Callable[[selectors.BaseSelector, OnConnection], Reconnector]
-"""Makes a `Return`. That registers callbacks without arguments in the selector, and calls what it is given in one."""
 
 
 class Agent:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, List, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Callable, List, Optional, Protocol
 
 from distrun_runtime.contract import wire
 from distrun_runtime.contract.session import Session
 from distrun_runtime.errors import WireError
 
 if TYPE_CHECKING:
+    import selectors
     import socket  # most agents have pipes, and say hello before it is imported
 
 QUEUE_BYTES = 1024 * 1024
@@ -43,6 +44,29 @@ class Connection(Protocol):
 
     def close(self) -> None:
         """Free its descriptors."""
+
+
+class Reconnector(Protocol):
+    """How the agent of a plan with `on_eof: hold` gets another connection when one has ended."""
+
+    @property
+    def next_at(self) -> float:
+        """When `tick` has something to do (monotonic clock); infinite: never."""
+
+    def begin(self) -> None:
+        """See to another connection: the last one has ended, or is silent. It may be called again before one comes."""
+
+    def tick(self, now: float) -> None:
+        """Do what is due."""
+
+    def close(self) -> None:
+        """Free everything; no connection is wanted any more."""
+
+
+OnConnection = Callable[[Connection, bytes], None]
+"""Takes a connection whose other end has proved who it is, and the bytes that were read ahead from it."""
+MakeReconnector = Callable[["selectors.BaseSelector", OnConnection], Reconnector]
+"""Makes a `Return`. That registers callbacks without arguments in the selector, and calls what it is given in one."""
 
 
 class Descriptors:

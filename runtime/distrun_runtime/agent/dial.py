@@ -24,7 +24,7 @@ from distrun_runtime.contract.enrolment import AGENT, CLAIM, COORDINATOR, REDIAL
 from distrun_runtime.errors import ContractError, Refused, WireError
 
 if TYPE_CHECKING:
-    from distrun_runtime.agent.agent import MakeReconnector, OnConnection
+    from distrun_runtime.agent.channel import MakeReconnector, OnConnection
 
 ATTEMPT_S = 10.0
 """How long one connection may take to be made and let in."""

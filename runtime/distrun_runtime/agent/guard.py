@@ -15,15 +15,12 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, NamedTuple, Optional
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Protocol
 
-from distrun_runtime.agent.channel import Channel, Connection, Descriptors
+from distrun_runtime.agent.channel import Channel, Connection, Descriptors, MakeReconnector
 from distrun_runtime.contract import facts, process, streams, wire
 from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import WireError
-
-if TYPE_CHECKING:
-    from distrun_runtime.agent.agent import MakeReconnector
 
 TERMINAL_SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTSTP", "SIGTTIN", "SIGTTOU")
 """Signals of a terminal. The launcher gets them and tells the agent what to do."""
@@ -33,7 +30,25 @@ KILLED_S = 3.0
 """How long the end of an agent that was killed is waited for. One that waits for a dead disk does not end."""
 
 
+class RunAgent(Protocol):
+    """Runs the agent over a channel on which it has said hello, until its end; returns its exit code."""
+
+    def __call__(
+        self,
+        channel: Channel,
+        guard: GuardLink,
+        me: Identity,
+        wakeup: Wakeup,
+        *,
+        is_subreaper: bool,
+        make_reconnector: Optional[MakeReconnector],
+        first: bytes,
+    ) -> int:
+        """`first`: bytes that were read ahead. The others are those of `Agent`."""
+
+
 def serve(
+    run_agent: RunAgent,
     first: bytes = b"",
     idle: Callable[[], None] = lambda: None,
     connection: Optional[Connection] = None,
@@ -42,6 +57,7 @@ def serve(
     """Serve as guard and agent; return the exit code (in both processes).
 
     Args:
+        run_agent: what the agent's process does once it has said hello; returns its exit code.
         first: bytes that were read ahead from the connection.
         idle: called once in the guard, which has nothing else to do then. Must neither wait nor raise.
         connection: to the coordinator, both sides of which have proved who they are. None: standard input and output;
@@ -59,7 +75,7 @@ def serve(
     if agent == 0:
         os.close(guard_lives)
         os.close(notes)
-        return _serve_as_agent(GuardLink(guard, alive, agent_notes), first, connection, make_reconnector)
+        return _serve_as_agent(run_agent, GuardLink(guard, alive, agent_notes), first, connection, make_reconnector)
     os.close(alive)
     os.close(agent_notes)
     _leave_standard_streams()
@@ -113,7 +129,11 @@ class Wakeup:
 
 
 def _serve_as_agent(
-    guard: GuardLink, first: bytes, connection: Optional[Connection], make_reconnector: Optional[MakeReconnector]
+    run_agent: RunAgent,
+    guard: GuardLink,
+    first: bytes,
+    connection: Optional[Connection],
+    make_reconnector: Optional[MakeReconnector],
 ) -> int:
     set_signals([signal.SIGTERM, signal.SIGCHLD])
     wakeup = Wakeup()
@@ -140,9 +160,9 @@ def _serve_as_agent(
         time=time.time(),
     )
     channel.flush()
-    from distrun_runtime.agent.agent import Agent
-
-    return Agent(channel, guard, me, wakeup, is_subreaper, make_reconnector=make_reconnector).run(first)
+    return run_agent(
+        channel, guard, me, wakeup, is_subreaper=is_subreaper, make_reconnector=make_reconnector, first=first
+    )
 
 
 class Silence:

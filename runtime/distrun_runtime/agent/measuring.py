@@ -11,14 +11,14 @@ import contextlib
 import math
 import selectors
 import time
-from typing import TYPE_CHECKING, Any, Callable, Dict, Mapping, NamedTuple, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Callable, Dict, Mapping, NamedTuple, Optional
 
 from distrun_runtime.agent.share import Share
 from distrun_runtime.contract.duration import duration
-from distrun_runtime.contract.process import Identity
 
 if TYPE_CHECKING:
     from distrun_runtime.agent.metrics import Metrics
+    from distrun_runtime.agent.procfs import Running
     from distrun_runtime.agent.reports import Reports
     from distrun_runtime.agent.stacks import Give, Stacks
 
@@ -26,22 +26,6 @@ AGAIN_S = 60.0
 """After a fault nothing is measured for so long."""
 TRIES = 5
 """After so many faults nothing is measured any more."""
-
-
-class Running(Protocol):
-    """A task that was started, as far as it is measured."""
-
-    @property
-    def leader(self) -> Identity:
-        """Its first process."""
-
-    @property
-    def is_reaped(self) -> bool:
-        """Its first process has ended."""
-
-    @property
-    def output_at(self) -> float:
-        """When it wrote last, wall clock; 0: it has not."""
 
 
 class Hooks(NamedTuple):

@@ -20,7 +20,7 @@ from distrun_runtime.contract import facts, process
 from distrun_runtime.contract.process import Identity
 
 if TYPE_CHECKING:
-    from distrun_runtime.agent.measuring import Running
+    from distrun_runtime.agent.procfs import Running
 
 SHORTEST_S = 0.1
 COST = 100

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Protocol, Set, Tuple
 
 from distrun_runtime.agent import sampling
 from distrun_runtime.agent.sampling import Rising
@@ -34,6 +34,22 @@ _GROUPS = "/sys/fs/cgroup"
 
 NOT_OURS = ""
 """Owner of a process that belongs to no task."""
+
+
+class Running(Protocol):
+    """A task that was started, as far as it is measured."""
+
+    @property
+    def leader(self) -> Identity:
+        """Its first process."""
+
+    @property
+    def is_reaped(self) -> bool:
+        """Its first process has ended."""
+
+    @property
+    def output_at(self) -> float:
+        """When it wrote last, wall clock; 0: it has not."""
 
 
 class Usage(NamedTuple):

@@ -24,7 +24,7 @@ from distrun_runtime.contract import metrics, process
 from distrun_runtime.contract.process import Identity
 
 if TYPE_CHECKING:
-    from distrun_runtime.agent.measuring import Running
+    from distrun_runtime.agent.procfs import Running
 
 PY_SPY = "py-spy"
 PY_SPY_S = 5.0

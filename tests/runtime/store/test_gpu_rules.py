@@ -21,7 +21,7 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import RowSparse
 from distrun_runtime.ops import fuse
 from distrun_runtime.ops.optimizers import RULES, change_of, make, spec_of
-from distrun_runtime.store import local
+from distrun_runtime.store import weights
 from distrun_runtime.store.base import CallOptions
 from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.keys import KeyRecord
@@ -129,7 +129,7 @@ def test_a_push_of_many_keys_launches_a_rule_once(machine: Machine, monkeypatch:
     pair.push("gpu:0", "gpu:0")
     launched = []
     for copied_bytes, scale in ((1 << 20, 1.0), (1, 0.5)):
-        monkeypatch.setattr(local, "COPIED_BYTES", copied_bytes)
+        monkeypatch.setattr(weights, "COPIED_BYTES", copied_bytes)
         before = machine.standin.calls["launch"]
         pair.push("gpu:0", "gpu:0", scale=scale)
         launched.append(machine.standin.calls["launch"] - before)
