@@ -13,7 +13,7 @@ from cudastandin import StandIn
 from distrun_runtime.arrays import cupydriver, dtypes, find
 from distrun_runtime.arrays.cuda import Cuda, Driver
 from distrun_runtime.arrays.dtypes import Array, DType
-from distrun_runtime.arrays.gpu import Gpus
+from distrun_runtime.arrays.gpu_devices import Gpus
 from distrun_runtime.arrays.segments import BLOCKS, Blocks
 
 

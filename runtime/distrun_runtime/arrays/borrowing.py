@@ -26,7 +26,7 @@ from distrun_runtime.arrays.foreign import DeviceView, Streams
 from distrun_runtime.arrays.gpumemory import Memory
 from distrun_runtime.arrays.queues import Mark, Order, Queue, Uses
 
-if TYPE_CHECKING:  # It imports this module.
+if TYPE_CHECKING:
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 
 __all__ = ["Borrowed", "Borrowing", "Keeper", "Loan"]

@@ -14,7 +14,8 @@ from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError, StoreClosed
 
 if TYPE_CHECKING:
-    from distrun_runtime.arrays.gpu import GpuDevice, Gpus
+    from distrun_runtime.arrays.gpu import GpuDevice
+    from distrun_runtime.arrays.gpu_devices import Gpus
 
 __all__ = ["get", "gpu", "gpus", "in_use"]
 
@@ -67,7 +68,7 @@ def gpus() -> Gpus:
         StoreClosed: the process was forked from one that uses GPUs.
     """
     from distrun_runtime.arrays import cupydriver  # most processes use no GPU
-    from distrun_runtime.arrays.gpu import Gpus
+    from distrun_runtime.arrays.gpu_devices import Gpus
 
     opened = cupydriver.of_process()
     with _lock:

@@ -24,17 +24,15 @@ from typing import Any, Union, cast
 import numpy as np
 
 from distrun_runtime.arrays import programs
-from distrun_runtime.arrays.borrowing import Borrowing
-from distrun_runtime.arrays.cuda import Argument, Cuda, CudaError, Host, Loaded, Pointer, Read, Table, Use, Write
+from distrun_runtime.arrays.cuda import Argument, CudaError, Host, Loaded, Pointer, Read, Table, Use, Write
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
 from distrun_runtime.arrays.gpumemory import GpuPool, Memory, PageLocked, Staging
 from distrun_runtime.arrays.programs import Program
 from distrun_runtime.arrays.queues import Order
-from distrun_runtime.arrays.segments import Blocks, address_of
-from distrun_runtime.errors import KVError
+from distrun_runtime.arrays.segments import address_of
 
-__all__ = ["GpuArray", "GpuDevice", "Gpus"]
+__all__ = ["GpuArray", "GpuDevice"]
 
 RING_BYTES = 32 * 1024 * 1024
 """Of values that come from elsewhere to be added: for all pieces that are on their way at a time."""
@@ -699,52 +697,3 @@ def _check_size(size: int, bucket: GpuArray) -> None:
 def _padded(nbytes: int) -> int:
     """Return the bytes that an array takes in the ring, so that the next one is aligned."""
     return -(-nbytes // 16) * 16
-
-
-class Gpus:
-    """The devices of a process: each is made once. Threads: any.
-
-    Arguments:
-        wait_s: seconds that the host waits for a GPU at most.
-        has_peers: copy directly between GPUs that allow it.
-        blocks: shared memory that is page-locked once a device is used; None: none is.
-    """
-
-    def __init__(self, cuda: Cuda, *, wait_s: float, has_peers: bool = True, blocks: Blocks | None = None) -> None:
-        self._blocks = blocks
-        self._has_peers = has_peers
-        self.order = Order(cuda, wait_s=wait_s)
-        self.locked = PageLocked(self.order)
-        self.borrowing = Borrowing(self.order, self.get)
-        """Arrays of other libraries on these devices."""
-        self._devices: dict[str, GpuDevice] = {}
-        self._lock = threading.Lock()
-
-    def made(self) -> list[GpuDevice]:
-        """Return the devices that were asked for so far."""
-        with self._lock:
-            return list(self._devices.values())
-
-    def get(self, physical: int, part: int | None = None) -> GpuDevice:
-        """Return `gpu:N`, or `gpu:N/M` for a part.
-
-        Raises:
-            KVError: CUDA sees no such GPU.
-        """
-        name = "gpu:%d" % physical if part is None else "gpu:%d/%d" % (physical, part)
-        self.order.cuda.check()
-        with self._lock:
-            is_first = not self._devices
-            if name not in self._devices:
-                count = self.order.cuda.count()
-                if not 0 <= physical < count:
-                    seen = ("none", "only gpu:0")[count] if count < 2 else "gpu:0 to gpu:%d" % (count - 1)
-                    raise KVError(
-                        "no device gpu:%d: this process sees %s (CUDA_VISIBLE_DEVICES may hide others)"
-                        % (physical, seen)
-                    )
-                self._devices[name] = GpuDevice(self.order, physical, name, self.locked, has_peers=self._has_peers)
-            device = self._devices[name]
-        if is_first and self._blocks is not None:
-            self._blocks.watch(self.locked)  # Page-locks what is there, which takes long.
-        return device

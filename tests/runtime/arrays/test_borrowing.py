@@ -20,7 +20,7 @@ from fakearrays import NBYTES, FakeCupyArrays, FakeJax, FakeTorch, Library, fill
 from distrun_runtime.arrays import foreign
 from distrun_runtime.arrays.borrowing import Borrowed, Borrowing, Keeper, Loan
 from distrun_runtime.arrays.cuda import Cuda, CudaError, Stream
-from distrun_runtime.arrays.gpu import Gpus
+from distrun_runtime.arrays.gpu_devices import Gpus
 from distrun_runtime.arrays.queues import Order, Queue, Uses
 from distrun_runtime.errors import KVError, StoreClosed
 

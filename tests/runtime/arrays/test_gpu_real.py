@@ -21,7 +21,8 @@ from realgpus import ON_BOTH, ON_REAL
 
 from distrun_runtime.arrays import dtypes, find
 from distrun_runtime.arrays.cpu import CpuDevice
-from distrun_runtime.arrays.gpu import GpuArray, GpuDevice, Gpus
+from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
+from distrun_runtime.arrays.gpu_devices import Gpus
 from distrun_runtime.arrays.programs import Access
 from distrun_runtime.ops import compression, fuse, optimizers, update
 
