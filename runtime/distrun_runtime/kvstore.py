@@ -36,22 +36,14 @@ from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import schedules as schedule
 from distrun_runtime.ops.params import did_you_mean
 from distrun_runtime.store import kinds, values
-from distrun_runtime.store.base import (
-    CallOptions,
-    Contribution,
-    RowsItem,
-    Selection,
-    StoreBackend,
-    Updater,
-    Value,
-    missing,
-)
+from distrun_runtime.store.base import CallOptions, Contribution, RowsItem, Selection, StoreBackend, Updater, missing
 from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.keys import Key, KeyRecord, named, twice
 from distrun_runtime.store.kinds import TYPES, KVStoreBase
 from distrun_runtime.store.pending import BackgroundCall, BorrowedArrays, CompletedCall, Pending
 from distrun_runtime.store.reducer import is_gpu_array
 from distrun_runtime.store.sparse import Lookup, RowSparse
+from distrun_runtime.store.values import Value
 
 if TYPE_CHECKING:  # most processes use no GPU
     from distrun_runtime.arrays.gpu import GpuArray

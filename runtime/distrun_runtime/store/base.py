@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from distrun_runtime.errors import StoreClosed
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.store.keys import Key, KeyRecord, named
 from distrun_runtime.store.pending import CompletedCall, Late, Line, Pending
-from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import Value
 
 if TYPE_CHECKING:  # Both import this module.
     from distrun_runtime.store.compress import Compression
@@ -38,12 +38,8 @@ __all__ = [
     "RowsItem",
     "StoreBackend",
     "Updater",
-    "Value",
     "missing",
 ]
-
-Value = Union[DeviceArray, RowSparse]
-"""What is pushed to one key: a RowSparse for row-sparse keys, for the others an array of the host or of a GPU."""
 
 Contribution = tuple[KeyRecord, list[Value]]
 """A key's record and its values, one for each device: arrays, or RowSparse if the key is row-sparse."""

@@ -13,11 +13,11 @@ from distrun_runtime.errors import RuntimeFault
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import DTYPE_CODES, Flag, Kind, Message, Payload
 from distrun_runtime.ps.routing import Route, mxnet_shards, shards_on
-from distrun_runtime.store.base import Value
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import Key, KeyRecord
 from distrun_runtime.store.link import StoreLink, is_added_on_hosts
 from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import Value
 
 Placed = tuple[KeyRecord, tuple[Shard, ...]]
 """A key's record and its shards."""

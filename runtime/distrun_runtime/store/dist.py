@@ -30,16 +30,7 @@ from distrun_runtime.ps import session
 from distrun_runtime.ps.request import Request
 from distrun_runtime.ps.serve import serve
 from distrun_runtime.store import declaring, kinds, saving, tracing
-from distrun_runtime.store.base import (
-    CallOptions,
-    Contribution,
-    Lifetime,
-    RowsItem,
-    Selection,
-    StoreBackend,
-    Updater,
-    Value,
-)
+from distrun_runtime.store.base import CallOptions, Contribution, Lifetime, RowsItem, Selection, StoreBackend, Updater
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.gathering import CallBatch, is_small
 from distrun_runtime.store.keys import Key, KeyRecord, named
@@ -49,6 +40,7 @@ from distrun_runtime.store.pending import CompletedCall, Pending
 from distrun_runtime.store.reducer import reducer_for
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.transfers import Taking, Transfers
+from distrun_runtime.store.values import Value
 
 ROLES = {1: "scheduler", 2: "server", 4: "worker"}
 """MXNet's masks of roles."""

@@ -15,21 +15,13 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.ps import profile
 from distrun_runtime.ps.stats import Counters
-from distrun_runtime.store.base import (
-    CallOptions,
-    Contribution,
-    Lifetime,
-    RowsItem,
-    Selection,
-    StoreBackend,
-    Updater,
-    Value,
-)
+from distrun_runtime.store.base import CallOptions, Contribution, Lifetime, RowsItem, Selection, StoreBackend, Updater
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import Key, KeyRecord, named
 from distrun_runtime.store.pending import CompletedCall, Pending
 from distrun_runtime.store.reducer import DeviceReducer, reducer_for
 from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import Value
 from distrun_runtime.store.weights import Weights
 
 if TYPE_CHECKING:  # Most processes use no GPU.

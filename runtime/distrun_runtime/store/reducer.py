@@ -27,10 +27,10 @@ from distrun_runtime.arrays.dtypes import Array, DType, name_of
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError
 from distrun_runtime.store import kinds
-from distrun_runtime.store.base import Value
 from distrun_runtime.store.compress import Compressor
 from distrun_runtime.store.keys import Key, KeyRecord, named
 from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import Value
 
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice

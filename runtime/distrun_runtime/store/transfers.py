@@ -30,12 +30,13 @@ from distrun_runtime.ps import stages
 from distrun_runtime.ps.request import Request
 from distrun_runtime.ps.routing import MESSAGE_BYTES, SHARED_MESSAGE_BYTES, Buckets, Portion, Route, portions_of
 from distrun_runtime.ps.shards import Notes
-from distrun_runtime.store.base import CallOptions, Selection, Value
+from distrun_runtime.store.base import CallOptions, Selection
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import Key, KeyRecord
 from distrun_runtime.store.link import StoreLink
 from distrun_runtime.store.outcome import Take
 from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import Value
 
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice

@@ -17,13 +17,11 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.ops.update import Item, can_fuse, new_state, prepare, state_on, state_on_host, step_all, update
-from distrun_runtime.store.base import (
-    Updater,
-    Value,
-)
+from distrun_runtime.store.base import Updater
 from distrun_runtime.store.keys import Key, KeyRecord, named
 from distrun_runtime.store.reducer import is_gpu_array
 from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import Value
 
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice

@@ -26,9 +26,10 @@ from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed
 from distrun_runtime.kvstore import KVStore, RowSparse
 from distrun_runtime.ps.session import Session
 from distrun_runtime.store import values
-from distrun_runtime.store.base import CallOptions, Selection, Value
+from distrun_runtime.store.base import CallOptions, Selection
 from distrun_runtime.store.local import LocalBackend
 from distrun_runtime.store.pending import BorrowedArrays, CompletedCall, Pending
+from distrun_runtime.store.values import Value
 
 KINDS = ("torch", "cupy", "interface", "no stream")
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
