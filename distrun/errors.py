@@ -6,8 +6,6 @@
       + PreflightError                exit 3    a host that cannot be used
       + SyncError (OSError)           exit 4    files that did not reach a host
       + SubmitError                   exit 5    the queue or engine refused the job
-      + StartError                    exit 6    an agent or a task that did not start
-      + HostLost (ConnectionError)    exit 7    a host that went away while the job ran
 
 Output that cannot be written has the code 9; the commands go on, and their end says so (`cli.console.unwritten`).
 
@@ -62,15 +60,3 @@ class SubmitError(DistrunError):
     """The queue or engine refused the job."""
 
     exit_code = facts.EXIT_SUBMIT
-
-
-class StartError(DistrunError):
-    """An agent or a task did not start."""
-
-    exit_code = facts.EXIT_START_FAILED
-
-
-class HostLost(DistrunError, ConnectionError):
-    """A host went away while the job ran."""
-
-    exit_code = facts.EXIT_HOST_LOST

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 SHELL_CHARACTERS = frozenset(" \t\n\r|&;<>()$`\\\"'*?[]{}~!#")
 """Any of these in the only word of a command makes it shell text."""
@@ -59,11 +59,6 @@ def quote(word: str) -> str:
 def join(words: Iterable[str]) -> str:
     """Return a command as one line that bash reads back as the same words."""
     return " ".join(quote(word) for word in words)
-
-
-def assignments(env: Mapping[str, str]) -> list[str]:
-    """Return `NAME=value` for each variable, by name, values quoted."""
-    return [f"{name}={quote(env[name])}" for name in sorted(env)]
 
 
 def _escape(match: re.Match[str]) -> str:

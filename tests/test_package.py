@@ -95,14 +95,3 @@ def test_wheel_installs_and_runs(built: Path, venv: Path, tmp_path: Path) -> Non
 def test_checkout_installs_editable_and_runs(venv: Path, tmp_path: Path) -> None:
     install(venv, "--force-reinstall", "--editable", ROOT)
     assert check(venv, tmp_path) == str(ROOT / "runtime" / "distrun_runtime")
-
-
-def test_import_names_of_earlier_versions_still_work() -> None:
-    from distrun_runtime.algo import params, rules, schedule
-    from distrun_runtime.ops import optimizers, schedules
-    from distrun_runtime.ops.params import Param
-
-    assert rules.Rule is optimizers.Rule
-    assert all(getattr(rules, name) is getattr(optimizers, name) for name in optimizers.__all__)
-    assert params.Param is Param
-    assert all(getattr(schedule, name) is getattr(schedules, name) for name in schedules.__all__)

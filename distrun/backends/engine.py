@@ -29,7 +29,6 @@ QUEUED = "queued"
 RUNNING = "running"
 """All places of the job have their nodes."""
 ENDED = "ended"
-STANDINGS = (QUEUED, RUNNING, ENDED)
 
 SECRET = "{secret}"
 """Stands for the enrolment secret where a script is only shown."""
@@ -169,7 +168,7 @@ class Standing(NamedTuple):
     """How a job stands in its engine."""
 
     state: str
-    """One of STANDINGS."""
+    """QUEUED, RUNNING or ENDED."""
     text: str = ""
     """Why it waits or how it ended, a few words: `position 3 in all.q`."""
     grants: tuple[Grant, ...] = ()

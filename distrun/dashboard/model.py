@@ -122,7 +122,6 @@ class Host:
     mem_used: float | None = None
     mem_total: float | None = None
     disk_free: float | None = None
-    disk_total: float | None = None
     net_rx: float | None = None
     net_tx: float | None = None
     offset_s: float | None = None
@@ -143,7 +142,6 @@ class Server:
     queue: int | None
     waiting: int | None
     staleness_max: float | None
-    staleness_mean: float | None
     lags: Mapping[str, float]
     device: str = ""
 
@@ -420,7 +418,7 @@ class Model:
         self.traces = {name: (*self.traces.get(name, ())[-TRACE + 1 :], value) for name, value in values.items()}
 
 
-_HOST_NUMBERS = ("cpu", "load", "mem_used", "mem_total", "disk_free", "disk_total", "net_rx", "net_tx")
+_HOST_NUMBERS = ("cpu", "load", "mem_used", "mem_total", "disk_free", "net_rx", "net_tx")
 
 
 def _moment(value: object) -> float | None:
@@ -501,7 +499,6 @@ def _store(told: Mapping[str, object]) -> Store:
             queue=read.whole(each.get("queue")),
             waiting=read.whole(each.get("waiting")),
             staleness_max=read.finite(each.get("staleness_max")),
-            staleness_mean=read.finite(each.get("staleness_mean")),
             lags=read.numbers(each.get("lags")),
             device=read.text(each.get("device")),
         )

@@ -57,10 +57,6 @@ def test_bytes_that_are_no_utf8_come_back_too() -> None:
     assert subprocess.run(["bash", "-c", quoted], stdout=subprocess.PIPE, check=True).stdout == raw
 
 
-def test_assignments_are_sorted_and_quoted() -> None:
-    assert shell.assignments({"B": "x y", "A": "1"}) == ["A=1", "B='x y'"]
-
-
 @pytest.mark.parametrize(("name", "file"), [("bash", ".bashrc"), ("tcsh", ".cshrc"), ("zsh", ".zshenv")])
 def test_a_login_shell_prints_nothing_with_the_line_that_is_shown(name: str, file: str, tmp_path: Path) -> None:
     program = shutil.which(name)

@@ -18,8 +18,6 @@ BY_PCI = "PCI_BUS_ID"
 KIND = "gpus"
 """`kind` of a host with other GPUs than it is said to have, or too few."""
 NO_DRIVER = "neither the library of NVIDIA's driver nor nvidia-smi is there"
-NVML, SMI = "nvml", "smi"
-"""How GPUs were found: by the driver's library, by the program nvidia-smi."""
 
 AUTO, CPU, ANY_GPU = "auto", "cpu", "gpu"
 """Devices of a server: each store where it fits, all in the host's memory, all on a GPU. `gpu:N` is a certain one."""
@@ -47,7 +45,7 @@ class Found(NamedTuple):
     """What a host's driver tells of its GPUs."""
 
     how: str = ""
-    """NVML or SMI; empty: nothing tells."""
+    """What tells: `nvml` (the driver's library) or `smi` (the program nvidia-smi); empty: nothing."""
     driver: str = ""
     """Its version."""
     gpus: Tuple[Gpu, ...] = ()

@@ -24,8 +24,7 @@ from distrun_runtime.errors import WireError
 UNNUMBERED = frozenset(("ping", "pong", "metrics", "resume", "received", "credit"))
 """Types of frames that are lost in a cut, and need not be sent again."""
 CHUNK = 128 * 1024
-"""Bytes of a large body in one frame. The protocol allows CHUNK_LIMIT; a ping waits for one at most."""
-CHUNK_LIMIT = 1024 * 1024
+"""Bytes of a large body in one frame. The protocol allows 1 MiB; a ping waits for one at most."""
 WINDOW = 1024 * 1024
 """Bytes of large bodies that may be sent before the first `credit`, and that each one allows beyond what was taken."""
 ACK_FRAMES = 64

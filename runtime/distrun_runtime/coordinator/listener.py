@@ -18,7 +18,7 @@ import ssl
 import threading
 import time
 from dataclasses import dataclass
-from typing import Callable, Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Set, Tuple, Union
+from typing import Callable, Dict, FrozenSet, Iterable, NamedTuple, Optional, Set, Tuple, Union
 
 from distrun_runtime.contract import enrolment
 from distrun_runtime.contract.enrolment import AGENT, CLAIM, COORDINATOR, REDIAL, Claim, Talk
@@ -122,11 +122,6 @@ class Register:
     def expect(self, places: Iterable[str]) -> None:
         """Let the agents of these places in, and no others. Before any agent is."""
         self._places = frozenset(places)
-
-    @property
-    def unclaimed(self) -> List[str]:
-        """The places whose agents have not dialled yet."""
-        return sorted(self._places - self._holders.keys())
 
     def decide(self, line: bytes, nonce: str, address: str) -> Decision:
         """Return what becomes of an agent that says `line` on a connection from `address` whose nonce is `nonce`."""

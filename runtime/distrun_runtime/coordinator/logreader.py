@@ -92,24 +92,6 @@ class LogReader:
         """Return the cursor `size` bytes before the end, or the first one."""
         return max(self.begin(), self.end() - size)
 
-    def cursor_back_lines(self, lines: int, tasks: Optional[Collection[str]] = None) -> int:
-        """Return a cursor after which there are the last `lines` newlines of the output, or the first cursor."""
-        begin, stop = self.begin(), self.end()
-        left = lines + 1  # the newline before the first of these lines
-        while stop > begin:
-            start = max(begin, stop - READ_LIMIT)
-            ends = [
-                piece.cursor + number + 1
-                for piece in self._between(start, stop, tasks)
-                for number, byte in enumerate(piece.data)
-                if byte == 10
-            ]
-            if len(ends) >= left:
-                return ends[-left]
-            left -= len(ends)
-            stop = start
-        return stop
-
     def read(self, cursor: int, limit: int = READ_LIMIT, tasks: Optional[Collection[str]] = None) -> Read:
         """Return the output from `cursor` on, at most `limit` bytes of it; never waits.
 

@@ -84,7 +84,6 @@ NAME = MemberType(
     "the name of a task",
     lambda value: isinstance(value, str) and bool(re.fullmatch(r"scheduler|[a-z]+-\d{1,9}", value)),
 )
-ANY = MemberType("anything", lambda value: True)
 
 Members = Mapping[str, MemberType]
 

@@ -50,7 +50,7 @@ class NodeIdentity:
     workers: int
     servers: int
     resends: bool = False
-    """Whether its messages are in envelopes (`net.resend`)."""
+    """Whether its messages are in envelopes (`transport.resend`)."""
 
     @property
     def name(self) -> str:

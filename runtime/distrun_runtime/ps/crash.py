@@ -22,7 +22,6 @@ from distrun_runtime.errors import ContractError, RuntimeFault
 from distrun_runtime.ps.publish import publish
 
 FULL = "full"
-SHORT = "short"
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _CACHED = re.compile(r"[^\s\"']*/distrun/runtime/[0-9a-f]{64}/(?=distrun_runtime)")

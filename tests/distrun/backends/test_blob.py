@@ -25,6 +25,7 @@ from distrun import keep
 from distrun.backends import blob
 from distrun_runtime.contract import caches, environ
 
+ROOT = Path(__file__).parents[3]
 PROGRAMS = ("agent", "dialed", "coordinator")
 START = blob.START_AGENT
 FULL = 0.88
@@ -75,7 +76,13 @@ def test_blob_is_one_line_and_far_from_its_limit(program: str) -> None:
         assert full <= FULL, figure
         assert line.count(b"\n") == 1
         assert line.endswith(b"\n")
-    assert blob.LIMITS["agent"] < 128 * 1024, "one string of an exec"
+
+
+def test_the_limit_of_the_agents_blob_is_120_kib_and_the_overview_says_so() -> None:
+    assert blob.LIMITS == {"agent": 120 * 1024, "coordinator": 160 * 1024}
+    overview = (ROOT / "docs" / "overview.md").read_text("utf-8")
+    assert "of at most 120 KiB" in overview
+    assert "of at most 160 KiB" in overview
 
 
 def test_a_blob_over_its_limit_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:

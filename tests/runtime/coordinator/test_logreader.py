@@ -141,7 +141,7 @@ def test_only_some_tasks_are_read(tmp_path: Path, open_reader: Open) -> None:
     assert found.cursor == reader.end()
 
 
-def test_a_time_and_a_number_of_lines_are_found(tmp_path: Path, open_reader: Open) -> None:
+def test_a_time_and_a_number_of_bytes_are_found(tmp_path: Path, open_reader: Open) -> None:
     writing = Writing(tmp_path)
     for number in range(100):
         writing.turn(("worker-0", "out", b"%02d\n" % number))
@@ -152,7 +152,6 @@ def test_a_time_and_a_number_of_lines_are_found(tmp_path: Path, open_reader: Ope
     assert reader.cursor_at(9999.0) == reader.end() == 300
     assert reader.cursor_back(30) == 270
     assert reader.cursor_back(1000) == 0
-    assert [reader.cursor_back_lines(lines) for lines in (0, 1, 10, 100, 1000)] == [300, 297, 270, 0, 0]
 
 
 def test_a_clock_that_is_set_back_does_not_disturb_the_order(tmp_path: Path, open_reader: Open) -> None:

@@ -1,1 +1,0 @@
-"""Import names of earlier versions; `distrun_runtime.ops` has the code."""

@@ -1,0 +1,54 @@
+"""Walks: which modules and functions of ours processes enter while they run, and the limits in limits.toml."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMITS = "limits.toml"
+WALKING = Path(__file__).parent / "walking"
+
+Walk = dict[str, set[str]]
+"""Names of functions, by module."""
+
+
+def watched(out: Path, **more: str) -> dict[str, str]:
+    """Return the variables by which a process writes what it enters to files that begin with `out`."""
+    path = os.pathsep.join(filter(None, (str(WALKING), os.environ.get("PYTHONPATH"))))
+    return {"PYTHONPATH": path, "WALK_OUT": str(out), **more}
+
+
+def files(out: Path) -> list[Path]:
+    """Return what the processes have written."""
+    return list(out.parent.glob(out.name + ".*.json"))
+
+
+def walk(out: Path) -> Walk:
+    """Return what all of the processes entered."""
+    found: Walk = {}
+    for path in files(out):
+        for module, functions in json.loads(path.read_text()).items():
+            found.setdefault(module, set()).update(functions)
+    return found
+
+
+def check(name: str, found: Walk) -> None:
+    """Fail if a walk is longer than its limits."""
+    limits = tomllib.loads((ROOT / LIMITS).read_text())["walks"][name]
+    functions = sum(map(len, found.values()))
+    entered = "\n".join(f"  {module}: {' '.join(sorted(found[module]))}" for module in sorted(found))
+    assert found, f"walks.{name}: the processes entered nothing of ours"
+    is_within = len(found) <= limits["modules"] and functions <= limits["functions"] * 1.1
+    assert is_within, (
+        f"walks.{name}: {len(found)} modules and {functions} functions are entered, expected at most"
+        f" {limits['modules']} and {limits['functions']} + 10 %. Enter fewer, or raise the limit in {LIMITS} and say"
+        f" why in the commit. Entered:\n{entered}"
+    )
