@@ -12,6 +12,8 @@ from distrun_runtime.contract import facts
 
 SHOWN = 100
 """Characters of a command line in a table; the JSON has all."""
+_OWN = ("agent", "guard", facts.HELPER)
+"""Processes of a job that are no tasks, by what they are called in place of one."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class JobProcess:
     """Opaque: tells it from a later one of the same pid."""
     command: str
     task: str = ""
-    """Which task of the job it belongs to, "agent" or "guard"; empty: not known."""
+    """Which task of the job it belongs to, `agent`, `guard` or `helper`; empty: not known."""
     age_s: float | None = None
 
 
@@ -54,7 +56,7 @@ class HostJob:
     @property
     def tasks(self) -> tuple[str, ...]:
         """The names of its tasks that have a process here."""
-        names = (each.task for each in self.processes if each.task not in ("", "agent", "guard"))
+        names = (each.task for each in self.processes if each.task not in ("", *_OWN))
         return tuple(dict.fromkeys(names))
 
     @property
@@ -142,6 +144,6 @@ def _meant(word: str, ids: Mapping[str, str]) -> list[str]:
 
 def shown(process: JobProcess) -> str:
     """Return a process's command for a table: ours by its name, for theirs is long; others cut."""
-    if process.task in ("agent", "guard", facts.HELPER):
+    if process.task in _OWN:
         return f"distrun's {process.task}"
     return process.command if len(process.command) <= SHOWN else process.command[:SHOWN] + "..."
