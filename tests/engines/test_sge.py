@@ -15,7 +15,7 @@ from pathlib import Path
 
 import backendcontract
 import pytest
-from backendcontract import STAY, BackendContract
+from backendcontract import STAY, WARNED, BackendContract
 from lab import ROOT, wait_until
 from sgesite import SgeSite, bring_up, mend
 
@@ -222,4 +222,41 @@ def test_an_array_runs_where_the_folder_is_shared(lab: SgeSite) -> None:
     done = lab.launch(*SHORT, "-n", "3", "echo up", pe="none", env=env)
     assert done.code == 0, done.err
     assert done.out.count("| up\n") == 3
+    lab.nothing_stays()
+
+
+@pytest.mark.parametrize(("way", "pe"), [("s_rt", "none"), ("s_rt", "fill"), ("suspension", "none")])
+def test_a_warning_of_grid_engine_reaches_workers_that_want_it(way: str, pe: str, lab: SgeSite) -> None:
+    limit = ("--engine-arg=-l", "--engine-arg=s_rt=25") if way == "s_rt" else ()
+    job = (*SHORT, "--time", "10min", *limit, "--forward-signal", "USR1", "-n", "3", sys.executable, "-c", WARNED)
+    running = lab.begin_launch(*job, pe=pe, env={"XDG_STATE_HOME": str(lab.shared / "state")})
+    up(running, 3)
+    if way == "suspension":
+        lab.ask("qmod", "-sj", lab.job())
+    assert running.wait() == 0, running.err
+    assert set(re.findall(r"worker-(\d)@h\d \| saved", running.out)) == {"0", "1", "2"}
+    lab.nothing_stays()
+
+
+@pytest.mark.parametrize("pe", ["mpi", "none"])
+def test_an_announced_suspension_ends_nothing(pe: str, lab: SgeSite) -> None:
+    env = {"XDG_STATE_HOME": str(lab.shared / "state")}
+
+    def are_stopped() -> bool:
+        scripts = [each.pid for each in lab.processes() if b"job_scripts" in each.command]
+        return any(" T " in Path("/proc", str(pid), "stat").read_text() for pid in scripts)
+
+    lab.change_queue(notify="00:00:01")  # from SIGUSR1 to SIGSTOP
+    try:
+        running = lab.begin_launch(*SHORT, "-n", "3", STAY, pe=pe, env=env)
+        up(running, 3)
+        lab.ask("qmod", "-sj", lab.job())
+        wait_until(are_stopped, 60, "the job is suspended")
+        lab.ask("qmod", "-usj", lab.job())
+        wait_until(lambda: not are_stopped(), 60, "the job goes on")
+    finally:
+        lab.change_queue(notify="00:00:60")
+    running.signal(signal.SIGINT)
+    assert running.wait() == 130, running.err
+    assert running.out.count("| bye\n") == 3
     lab.nothing_stays()

@@ -15,7 +15,7 @@ from pathlib import Path
 import backendcontract
 import pytest
 import slurm
-from backendcontract import STAY, BackendContract
+from backendcontract import STAY, WARNED, BackendContract
 from lab import ROOT, wait_until
 from slurmsite import SlurmSite, site
 
@@ -204,18 +204,6 @@ def test_the_time_limit_is_explained(lab: SlurmSite) -> None:
     assert running.wait() == 124, running.err
     assert "raise --time" in running.err
     lab.nothing_stays()
-
-
-WARNED = r"""
-import signal, time
-
-wanted = []
-signal.signal(signal.SIGUSR1, lambda number, frame: wanted.append(number))
-print("up", flush=True)
-while not wanted:
-    time.sleep(0.05)
-print("saved", flush=True)
-"""
 
 
 @pytest.mark.parametrize(

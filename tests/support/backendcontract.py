@@ -16,6 +16,17 @@ SHORT = ("-s", "0", "--grace", "2")
 STAY = "trap 'echo bye; exit 0' INT TERM; echo up; while :; do sleep 0.1; done"
 MANY = "i=0; while [ $i -lt 2000 ]; do echo line $i; i=$((i + 1)); done; printf end"
 SECRET = "hush-5f3a"
+WARNED = r"""
+import signal, time
+
+wanted = []
+signal.signal(signal.SIGUSR1, lambda number, frame: wanted.append(number))
+print("up", flush=True)
+while not wanted:
+    time.sleep(0.05)
+print("saved", flush=True)
+"""
+"""A program of Python that ends well when it gets SIGUSR1."""
 
 
 class Done(Protocol):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from typing import Any, Dict, List, Optional
@@ -295,6 +296,8 @@ def once(what: str, descriptor: int) -> None:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # they are for tasks
+        signal.signal(number, signal.SIG_IGN)
     if len(sys.argv) == 3:
         once(sys.argv[1], int(sys.argv[2]))
     else:

@@ -9,6 +9,7 @@ import os
 import signal
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -631,11 +632,26 @@ def test_the_doctor_lists_the_environments_of_which_the_user_has_to_choose_one(c
 # The script, with a stand-in for the agent that tells how it was started.
 
 AGENT = """\
-#!/bin/sh
-trap "" USR2  # the real one has a session of its own
-trap 'echo "$DISTRUN_ENGINE_PLACE stops" >>{log}; exit 0' TERM
-echo "$DISTRUN_ENGINE_PLACE has $DISTRUN_ENGINE_SECRET; $4 $5 $6 $7" >>{log}
-case $DISTRUN_ENGINE_PLACE in stay*) while :; do sleep 0.05; done;; esac
+#!{python}
+import os, signal, sys, time
+place, secret = (os.environ["DISTRUN_ENGINE_" + name] for name in ("PLACE", "SECRET"))
+
+def tell(text):
+    with open({log!r}, "a") as log:
+        log.write(place + " " + text + "\\n")
+
+def stop(number, frame):
+    tell("stops")
+    sys.exit()
+
+script = os.getpgrp()
+os.setsid()
+signal.signal(signal.SIGTERM, stop)
+was = signal.signal(signal.SIGUSR1, lambda number, frame: tell("is warned"))
+tell(" ".join(["has", secret + ";", *sys.argv[4:8]]))
+while place.startswith("stay") and was == signal.SIG_IGN:
+    os.killpg(script, 0)  # fails when the script is gone
+    time.sleep(0.02)
 """
 
 
@@ -644,12 +660,14 @@ def run_script(commands: Commands, tmp_path: Path) -> Iterator[Callable[..., sub
     """Start the rendered script as Grid Engine would: its own process group, a pe_hostfile, a folder for the job."""
     started: list[subprocess.Popen[bytes]] = []
     agent, log = tmp_path / "python3", tmp_path / "log"
-    agent.write_text(AGENT.format(log=log))
+    agent.write_text(AGENT.format(python=sys.executable, log=str(log)))
     agent.chmod(0o755)
     log.touch()
     for name in ("job folder", "tmp"):
         (tmp_path / name).mkdir()
-    commands.answer("qrsh", f'echo "qrsh $2" >>{log}; shift 2; exec "$@"')
+    # Grid Engine starts what it runs with the default handling of signals.
+    usual = "import os, signal as s, sys; s.signal(s.SIGUSR1, s.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
+    commands.answer("qrsh", f'echo "qrsh $2" >>{log}; shift 2; exec {sys.executable} -c "{usual}" "$@"')
 
     def run(hosts: str = "", task: str = "undefined", secret: str = "job folder/secret") -> subprocess.Popen[bytes]:
         made = Sge().render(submission(folder=tmp_path / "job folder", python=str(agent)))
@@ -703,16 +721,24 @@ def test_a_secret_that_never_comes_ends_the_script(
     assert "the coordinator has not reached it by qrsh" in (tmp_path / "job folder" / "agents.log").read_text()
 
 
-def test_notice_of_the_end_asks_all_agents_to_stop(
+def test_a_warning_reaches_all_agents_and_notice_of_the_end_asks_them_to_stop(
     run_script: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
     script = run_script("stay1 1 q U\nstay2 1 q U\n")
     deadline = time.monotonic() + 20
-    while log.read_text().count("has") < 2:
+
+    def lines(words: str) -> set[str]:
+        return {line for line in log.read_text().splitlines() if words in line}
+
+    while len(lines(HAS)) < 2:
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.02)
-    os.killpg(script.pid, signal.SIGUSR1)  # before a suspension: nothing happens
+    while lines("warned") != {"stay1 is warned", "stay2 is warned"}:
+        assert time.monotonic() < deadline, log.read_text()
+        os.killpg(script.pid, signal.SIGUSR1)  # the script gives it on as soon as the agent is started
+        time.sleep(0.02)
+    assert script.poll() is None
     os.killpg(script.pid, signal.SIGUSR2)
     assert script.wait(20) == 140
-    assert sorted(line for line in log.read_text().splitlines() if "stops" in line) == ["stay1 stops", "stay2 stops"]
+    assert lines("stops") == {"stay1 stops", "stay2 stops"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -130,6 +131,20 @@ def test_one_helper_answers_one_question_after_the_other(made: Callable[..., Dri
     (tmp_path / "gpus").write_text("")
     driver.tick(5.0)
     driver.wait(lambda: not driver.helper.answers["gpus"]["gpus"], "it is asked again")
+    assert driver.pid() == pid
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_that_is_for_tasks_does_not_end_it(number: int, made: Callable[..., Driver]) -> None:
+    driver = made()
+    driver.want("disk")
+    driver.tick()
+    driver.answered("disk")
+    pid = driver.pid()
+    os.kill(pid, number)
+    driver.want("ps")
+    driver.tick()
+    assert driver.answered("ps")
     assert driver.pid() == pid
 
 

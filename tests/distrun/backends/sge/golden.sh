@@ -7,8 +7,9 @@
 # Options of qsub may be given here, too:
 #$ -S /bin/sh
 
-# -notify: USR1 announces a suspension, for which nothing is prepared; USR2 the end, which the agents hear of as TERM.
-# Then the exit code is 140, as if USR2 had ended this, so that the accounting tells that it came from Grid Engine.
+# USR1 announces a suspension (-notify) or the end (s_rt). The agents get it, which --forward-signal tells what to do;
+# here, and in qrsh, it is ignored. USR2 announces the end (-notify), which the agents hear of as TERM. Then the exit code
+# is 140, as if USR2 had ended this, so that the accounting tells that it came from Grid Engine.
 trap '' USR1
 stopped=
 trap 'stopped=140' USR2 TERM
@@ -31,6 +32,7 @@ if [ -r "$delivered" ]; then secret=$(cat "$delivered"); else secret=$(cat "$fol
 rm -f "$delivered"
 
 # program PLACE: write what a host executes. It travels by standard input, so no process list and no file has the secret.
+# Here a subshell executes it: another shell could not set a trap for USR1, as it would start with USR1 ignored.
 program() {
     echo "DISTRUN_ENGINE_PLACE=$1 DISTRUN_ENGINE_SECRET=$secret"
     cat <<'END'
@@ -41,6 +43,7 @@ agent=$!
 unset DISTRUN_ENGINE_SECRET
 stopped=
 trap 'stopped=140; kill -TERM $agent' USR2 TERM
+trap 'kill -USR1 $agent' USR1
 while :; do
     wait $agent
     code=$?
@@ -52,7 +55,7 @@ END
 
 agents=
 if ! [ -r "${PE_HOSTFILE-}" ]; then
-    program "$SGE_TASK_ID" | /bin/sh &
+    eval "$(program "$SGE_TASK_ID")" &
     agents=$!
 else
     qrsh=$(command -v qrsh) || qrsh=$SGE_ROOT/bin/$ARC/qrsh
@@ -63,7 +66,7 @@ else
         started="$started$host "
         if [ -z "$first" ]; then
             first=$host
-            program "$host" | /bin/sh &
+            eval "$(program "$host")" &
         else
             program "$host" | "$qrsh" -inherit "$host" /bin/sh &
         fi
