@@ -30,10 +30,9 @@ LIMIT = 4096
 # The importer and START_DIALED of `blob` use these names of it: modules, s, r, dialed.
 # No f-strings: an old Python must come to the message.
 PROGRAM = """\
-import signal
-for n in signal.SIGUSR1, signal.SIGUSR2:
-    if signal.getsignal(n) == signal.SIG_DFL:
-        signal.signal(n, signal.SIG_IGN)
+from signal import *
+for n in SIGUSR1, SIGUSR2:
+    signal(n, SIG_IGN)
 import binascii, hashlib, hmac, json, os, socket, ssl, stat, sys, time, zlib
 
 fd = 0
@@ -116,7 +115,7 @@ while not key:
             s = context.wrap_socket(s)
             key, r = enrol()
             break
-        except (OSError, ValueError, LookupError, TypeError) as err:
+        except Exception as err:
             why = "%%s: %%s" %% (word, err)
             if s:
                 s.close()
@@ -131,7 +130,7 @@ try:
     while r.find(10) < 0:
         d = s.recv(65536)
         if not d or len(r) > 1 << 20:
-            fail("the connection ended before the agent had arrived")
+            raise OSError("it ended")
         r += d
     l, _, r = bytes(r).partition(bytes([10]))
 except OSError as err:
