@@ -56,8 +56,8 @@ def test_a_name_that_is_no_str_is_a_type_error(name: object) -> None:
         ("dist_snyc", r"unknown store type 'dist_snyc' \(did you mean 'dist_sync'\?\)"),
         ("", "unknown store type ''"),
         (" local", "unknown store type ' local' .did you mean 'local'"),
-        ("local_update_cpu", "unknown store type 'local_update_cpu'"),
-        ("nccl", "unknown store type 'nccl'"),
+        ("local_update_cpu", r"store type 'local_update_cpu' is MXNet's; fix: create\('local'\); known are local"),
+        ("nccl", r"store type 'nccl' is MXNet's; fix: create\('device'\); known are local"),
     ],
 )
 def test_an_unknown_type_lists_the_known_ones(name: str, words: str) -> None:

@@ -229,7 +229,7 @@ class SimulatedAgent:
         for frame in self._far.feed(data):
             self.heard[frame.type] += 1
             if frame.type == "begin":
-                self._say("ready", address="10.0.0.1", ports={})
+                self._say("ready", address=f"10.0.0.{self._host}", ports={})
             elif frame.type == "ping":
                 self._say("pong", n=frame.header["n"])
             elif frame.type == "spawn":

@@ -30,8 +30,6 @@ class HostState:
     name: str
     machine: str = ""
     """The name that its machine has for itself; empty: not known yet."""
-    address: str = ""
-    """Its address for data; empty: not known yet."""
     greeted: bool = False
     is_ready: bool = False
     """It has done what it was asked to do before tasks can start: `begin` or, later, `settle`."""
@@ -111,6 +109,7 @@ class JobRoster:
         """How many tasks of a role are in a state."""
         self._workers = len(plan.of_role(WORKER))
         self._order = list(self.hosts.values())
+        self._by_address: Dict[str, HostState] = {}
         self._answered = self._gone = 0
         """So many hosts from the first on have answered, and are gone: no other is looked at to know if all are."""
         self._tried = -1
@@ -214,9 +213,9 @@ class JobRoster:
         return self._answered == len(self._order)
 
     def twin_of(self, host: HostState, address: str) -> Optional[HostState]:
-        """Return a host that has this address for data and is another machine, if there is one."""
-        others = (each for each in self._order if each.address == address and each.machine != host.machine)
-        return next(others, None)
+        """Note a host's address for data; return the host that has it already, if that is another machine."""
+        other = self._by_address.setdefault(address, host)
+        return other if other.machine != host.machine else None
 
     def ask_again(self) -> None:
         """Every host has something to do before tasks can start, and is to answer again."""

@@ -212,7 +212,6 @@ class Supervisor:
                 return
             self._say(f"{text}; {fix} if tasks are to reach both", WARNING)
         host.is_ready = True
-        host.address = event.address
         self.roster.facts[f"host:{event.host}.address"] = event.address
         for label, port in event.ports.items():
             self.roster.facts[f"{event.host}/port:{label}"] = str(port)

@@ -476,7 +476,7 @@ def test_a_lost_node_that_ran_the_application_master_is_named_whichever_place_is
     assert engine.explain(handle, "") is None
     lose_master(rm)
     for found in (engine.explain(handle, "worker-1"), engine.explain(handle, ""), engine.look(handle).why):
-        assert found == (7, "YARN: the node h4 is lost, which ran the job's application master")
+        assert found == Explanation(7, "YARN: the node h4 is lost, which ran the job's application master")
     rm.attempts[0]["nodeHttpAddress"] = "h3:8042"  # its process has failed there
     found = engine.explain(handle, "")
     assert found is not None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from pathlib import Path
 
@@ -50,7 +51,8 @@ def test_the_program_on_the_host_runs_under_every_python_that_is_here(version: s
     program.chmod(0o755)
     done = run(rsync.rsync_path("~/a 'b'", partial="p", python=need(version)) + " --server . ./", tmp_path)
     assert (done.returncode, done.stdout) == (7, "%s/a 'b'\n--server . ./\n" % tmp_path)
-    assert done.stderr == "distrun-sync: begin\n"
+    assert done.stderr.splitlines()[0] == "distrun-sync: begin"
+    assert re.fullmatch(r"distrun-sync: shell /\S+", done.stderr.splitlines()[1])
     assert [path.name for path in (tmp_path / "a 'b'").iterdir()] == [".distrun-sync"]
 
 
