@@ -17,9 +17,11 @@ from history_server import History
 def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cluster]:
     """Makes a job whose messages take one of the paths; the arguments are `Cluster`'s.
 
-    Its nodes are interrupted where that may do harm (`delays`); each test has a seed of its own.
+    Its nodes are interrupted where that may do harm (`delays`); each test has a seed of its own. Not where a
+    module says that it COUNTS_MESSAGES: what is gathered into one message depends on who is first.
     """
-    delay(monkeypatch, request.node.nodeid)
+    if not getattr(request.module, "COUNTS_MESSAGES", False):
+        delay(monkeypatch, request.node.nodeid)
     return partial(Cluster, over=PATHS[request.param])
 
 

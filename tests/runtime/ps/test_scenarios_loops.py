@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("engine", "server_device")
 Job = Callable[..., Cluster]
 
 SHAPES = {"small": (5,), "medium": (300, 70), "large": (500, 500)}
+COUNTS_MESSAGES = True
 HABIT = 3
 """Rounds after which pushes ask for their result."""
 
