@@ -52,12 +52,26 @@ def _wait(folder: JobFolder, timeout: float | None) -> tuple[int | None, Mapping
     Raises:
         CoordinatorLost: its coordinator is gone.
     """
+    from distrun import elsewhere
+    from distrun.client import CoordinatorLost
+
+    recorded = folder.outcome()
+    if recorded is None:
+        try:
+            return _follow(folder, timeout)
+        except CoordinatorLost:
+            elsewhere.refreshed(folder)
+            recorded = folder.outcome()  # the job may have ended between the two looks
+            if recorded is None:
+                raise
+    return int(recorded["exit_code"]), recorded
+
+
+def _follow(folder: JobFolder, timeout: float | None) -> tuple[int | None, Mapping[str, Any] | None]:
+    """Wait by a connection to the coordinator; as `_wait`."""
     from distrun import client
     from distrun_runtime.coordinator import outcome as ends
 
-    recorded = folder.outcome()
-    if recorded is not None:
-        return int(recorded["exit_code"]), recorded
     until = None if timeout is None else time.monotonic() + timeout
     with client.connect(folder) as connection, client.reading():
         client.check_version(connection, folder)
@@ -74,9 +88,6 @@ def _wait(folder: JobFolder, timeout: float | None) -> tuple[int | None, Mapping
                 return outcome.exit_code, folder.outcome_json(folder.explained(outcome))
             if frame.type == "failed":
                 return int(frame.header["exit_code"]), None
-    recorded = folder.outcome()
-    if recorded is not None:
-        return int(recorded["exit_code"]), recorded
     where = folder.control()
     assert where is not None  # we were connected
     raise client.gone(folder, where)
