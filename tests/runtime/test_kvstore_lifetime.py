@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -314,7 +315,14 @@ class Waiting:
             self._error = err
 
     def _waits(self) -> bool:
-        frames = traceback.walk_stack(sys._current_frames()[self._thread.ident or 0])
+        # CPython 3.11 holds a lock while it gathers the frames. A collection in that time may wait for another thread,
+        # which waits for the lock.
+        gc.disable()
+        try:
+            found = sys._current_frames()[self._thread.ident or 0]
+        finally:
+            gc.enable()
+        frames = traceback.walk_stack(found)
         return any((code.co_name, Path(code.co_filename).name) == ("wait", "pending.py") for code in map(_code, frames))
 
 
