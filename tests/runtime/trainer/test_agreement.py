@@ -35,23 +35,29 @@ def refused(act: Any) -> str:
     return str(caught.value)
 
 
-def test_another_learning_rate_is_refused_by_rank_and_nothing_is_updated() -> None:
-    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> tuple[str, float]:
-        trainer.step(3)
-        trainer.set_learning_rate(0.5 if kv.rank == 1 else 0.25)
-        said = refused(lambda: trainer.step(3))
-        assert refused(lambda: trainer.step(3)) == said, "as long as they differ"
-        assert (one.data == -1).all()
-        trainer.set_learning_rate(2.0)
-        assert trainer.step(3)
-        return said, float(one.data[0])
+def with_other_rates(kv: KVStore, one: Parameter, trainer: Trainer) -> tuple[str, float]:
+    """Step at rates that differ, then at one; return what was said, and a weight."""
+    trainer.step(3)
+    trainer.set_learning_rate(0.5 if kv.rank == 1 else 0.25)
+    said = refused(lambda: trainer.step(3))
+    assert refused(lambda: trainer.step(3)) == said, "as long as they differ"
+    assert (one.data == -1).all()
+    trainer.set_learning_rate(2.0)
+    assert trainer.step(3)
+    return said, float(one.data[0])
 
-    found = run(script, workers=3)
+
+def refused_on_all(found: Any) -> None:
+    """Check what `with_other_rates` returned on three workers."""
     assert found == [found[0]] * 3
     said, weight = found[0]
     assert weight == -3
     assert "learning_rate is 0.25 on worker-0, worker-2, 0.5 on worker-1" in said
     assert "fix: make the same changes (set_learning_rate, " in said
+
+
+def test_another_learning_rate_is_refused_by_rank_and_nothing_is_updated() -> None:
+    refused_on_all(run(with_other_rates, workers=3))
 
 
 def test_trainers_that_differ_in_their_rules_are_told_when_they_are_made() -> None:
@@ -269,22 +275,7 @@ def run_on_store(script: Any, workers: int = 2, type_name: str = "dist_sync") ->
 def test_different_learning_rates_are_refused_on_all_workers_where_the_store_updates() -> None:
     """The last worker's counted, whichever that was."""
 
-    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> tuple[str, float]:
-        trainer.step(3)
-        trainer.set_learning_rate(0.5 if kv.rank == 1 else 0.25)
-        said = refused(lambda: trainer.step(3))
-        assert refused(lambda: trainer.step(3)) == said, "as long as they differ"
-        assert (one.data == -1).all()
-        trainer.set_learning_rate(2.0)
-        assert trainer.step(3)
-        return said, float(one.data[0])
-
-    found = run_on_store(script, workers=3)
-    assert found == [found[0]] * 3
-    said, weight = found[0]
-    assert weight == -3
-    assert "learning_rate is 0.25 on worker-0, worker-2, 0.5 on worker-1" in said
-    assert "fix: make the same changes (set_learning_rate, " in said
+    refused_on_all(run_on_store(with_other_rates, workers=3))
 
 
 @pytest.mark.parametrize("goes_back", [True, False])
