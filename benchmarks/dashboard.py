@@ -31,11 +31,10 @@ import report  # noqa: E402
 import snapshots  # noqa: E402
 
 from distrun.client import ControlConnection  # noqa: E402
-from distrun.dashboard.loop import Dashboard  # noqa: E402
-from distrun.dashboard.signals import Signals  # noqa: E402
-from distrun.dashboard.source import Source  # noqa: E402
+from distrun.dashboard.loop import Dashboard, Signals  # noqa: E402
+from distrun.dashboard.source import FrameSource  # noqa: E402
 from distrun.dashboard.terminal import Terminal  # noqa: E402
-from distrun_runtime.contract import wire  # noqa: E402
+from distrun_runtime.contract import session  # noqa: E402
 
 HEADING = "Watching a job"
 GOAL = 5.0
@@ -87,9 +86,9 @@ def feed(stream: socket.socket, tasks: int, hosts: int) -> None:
             metrics["time"] = time.time()
             for at, each in enumerate(metrics["tasks"].values()):
                 each.update(cpu=(at + number) % 10 / 10, rss=(at + number) * 2**20, output_age_s=float(number % 7))
-            stream.sendall(wire.encode({"type": "metrics", "metrics": metrics}))
+            stream.sendall(session.encode({"type": "metrics", "metrics": metrics}))
             if number % 2 == 0:
-                stream.sendall(wire.encode({"type": "state", "state": snapshots.state(tasks, hosts)}))
+                stream.sendall(session.encode({"type": "state", "state": snapshots.state(tasks, hosts)}))
             number += 1
             time.sleep(0.5)
     except OSError:
@@ -101,7 +100,7 @@ def show(stream: socket.socket, tasks: int, hosts: int) -> None:
     folder: Any = Folder(tasks, hosts)
     connection = ControlConnection(stream)
     with Signals() as signals, Terminal() as terminal:
-        source = Source(folder, lambda found: connection)
+        source = FrameSource(folder, lambda found: connection)
         source.start(connection)
         Dashboard(folder.id, source, terminal, signals, folder).run()
 

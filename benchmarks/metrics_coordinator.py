@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 from simulation import Clock, SimulatedJob, job_plan  # noqa: E402
 
 from distrun_runtime.contract import control  # noqa: E402
-from distrun_runtime.coordinator import events  # noqa: E402
+from distrun_runtime.coordinator import messages  # noqa: E402
 from distrun_runtime.coordinator.loop import PING_S  # noqa: E402
 
 WORKERS_A_HOST = 8
@@ -56,7 +56,7 @@ class Viewer:
 
     def opened(self, put: Any) -> None:
         """Want all."""
-        put(events.MetricsWanted(True))
+        put(messages.MetricsWanted(True))
 
     def event(self, value: Mapping[str, Any]) -> None:
         """Want no events."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from distrun.errors import UsageError
-from distrun.shell import quote
+from distrun.formats import quote
 
 KINDS = ("venv", "conda", "module")
 

@@ -14,21 +14,21 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from distrun.backends.engine import ANSWER_S, ENDED, NOTE, QUEUED, RUNNING, Standing
+from distrun.backends.engine import ANSWER_S, ENDED, NOTE, QUEUED, RUNNING, QueueStatus
 from distrun.backends.queue import CANCEL_S, Submitting, with_explanation
 from distrun.errors import DistrunError
 from distrun.planning import PlannedJob, QueuedJob
 from distrun_runtime.contract import facts
-from distrun_runtime.contract.duration import duration
-from distrun_runtime.coordinator import events, jobfolder, loop
-from distrun_runtime.coordinator.interrupts import Interrupts
-from distrun_runtime.coordinator.outcome import Culprit, Outcome
+from distrun_runtime.contract.facts import duration
+from distrun_runtime.coordinator import jobfolder, loop, messages
+from distrun_runtime.coordinator.failures import Culprit, Outcome
+from distrun_runtime.coordinator.loop import Interrupts
 from distrun_runtime.coordinator.service import raise_signal
 from distrun_runtime.errors import ContractError
 
 if TYPE_CHECKING:
-    from distrun_runtime.coordinator.actions import AgentAction
     from distrun_runtime.coordinator.jobfolder import JobFolder
+    from distrun_runtime.coordinator.messages import AgentAction
     from distrun_runtime.coordinator.service import Service
 
 WAKE_S = 2.0
@@ -51,10 +51,10 @@ def allocate(job: QueuedJob, folder: JobFolder, service: Service) -> PlannedJob 
         UsageError, EngineError: the engine cannot do what is asked for.
         ContractError: no port is free to listen for agents.
     """
-    between: list[events.Interrupt] = []
+    between: list[messages.Interrupt] = []
 
-    def keep(event: events.Event) -> None:
-        if isinstance(event, events.Interrupt):
+    def keep(event: messages.Event) -> None:
+        if isinstance(event, messages.Interrupt):
             between.append(event)
 
     with Interrupts(keep):  # a signal between two loops must not end this process: the engine would keep the job
@@ -66,7 +66,7 @@ def allocate(job: QueuedJob, folder: JobFolder, service: Service) -> PlannedJob 
 
 
 def _allocate(
-    job: QueuedJob, folder: JobFolder, service: Service, between: list[events.Interrupt]
+    job: QueuedJob, folder: JobFolder, service: Service, between: list[messages.Interrupt]
 ) -> PlannedJob | Outcome:
     """As `allocate`. `between` gets the signals that come while no loop runs; they stop the job."""
     submitting: list[Submitting] = []
@@ -95,15 +95,15 @@ def _wait(
     folder: JobFolder,
     service: Service,
     begun: list[Submitting],
-    between: Sequence[events.Interrupt],
-) -> Waiting:
+    between: Sequence[messages.Interrupt],
+) -> QueueWait:
     """Submit a job and wait; return what the engine gave it, or how it ended. `begun` gets what submits."""
     submission, script = job.backend.open(job.request, job.setup.job_id, job.setup.nonce, folder.path)
     if submission.found.get(NOTE):
         service.say(submission.found[NOTE], "warning")
     job.backend.keep_files(job.request)
     service.say(f"submitting to {job.backend.name} as {submission.marker}", "debug")
-    waiting = Waiting(job.backend.name, service.say, lambda *told: _note(folder, service, *told), folder.touch)
+    waiting = QueueWait(job.backend.name, service.say, lambda *told: _note(folder, service, *told), folder.touch)
     run = loop.HostLoop(waiting, ())
     service.opened(run.put)
     begun.append(Submitting(job.backend, submission, script, run.put))
@@ -137,7 +137,7 @@ def _end(
             traceback.print_exc()
             problem = f"internal error: {type(err).__name__}: {err}"
         finally:
-            run.put(events.EngineLetGo(problem))
+            run.put(messages.EngineLetGo(problem))
 
     service.opened(run.put)
     threading.Thread(target=withdraw, name="engine withdraws", daemon=True).start()
@@ -186,14 +186,14 @@ class Withdrawing:
         """Return how often it is looked whether the time is over."""
         return HURRY_WAKE_S
 
-    def handle(self, event: events.Event, now: float) -> Sequence[AgentAction]:
+    def handle(self, event: messages.Event, now: float) -> Sequence[AgentAction]:
         """Take the engine's word, a signal or the time; no agent has anything to do."""
         if self._until is None:
             self._until = now + WITHDRAW_S
-        if isinstance(event, events.EngineLetGo):
+        if isinstance(event, messages.EngineLetGo):
             self.is_over = True
             self.problem = self._told(event.problem) if event.problem else ""
-        elif isinstance(event, events.Interrupt) and not self._is_hurried:
+        elif isinstance(event, messages.Interrupt) and not self._is_hurried:
             self._is_hurried = True
             self._until = min(self._until, now + HURRY_S)
             text = f"{self._engine} is asked to end the job; its answer is awaited for {duration(HURRY_S)} more"
@@ -208,7 +208,7 @@ class Withdrawing:
         return f"{text}; to make sure: distrun kill {self._job}"
 
 
-class Waiting:
+class QueueWait:
     """Decides what an engine's answers mean: `loop.Decisions` without agents.
 
     Arguments:
@@ -221,13 +221,13 @@ class Waiting:
     def __init__(
         self, engine: str, say: Callable[[str, str], None], note: Callable[[str, str], None], touch: Callable[[], None]
     ) -> None:
-        self.standing: Standing | None = None
+        self.standing: QueueStatus | None = None
         """The engine's last answer."""
         self._engine = engine
         self._say = say
         self._note = note
         self._touch = touch
-        self._refused: events.EngineTold | None = None
+        self._refused: messages.EngineTold | None = None
         self._stopped = ""
         self._shown = ""
         self._silent_since: float | None = None
@@ -240,7 +240,7 @@ class Waiting:
         return has_answer or bool(self._stopped) or self._refused is not None
 
     @property
-    def granted(self) -> Standing | None:
+    def granted(self) -> QueueStatus | None:
         """The engine's answer that names all places, unless the job was stopped before."""
         if self._stopped or self.standing is None or self.standing.state != RUNNING:
             return None
@@ -250,23 +250,23 @@ class Waiting:
         """Return how often the folder is touched."""
         return WAKE_S
 
-    def handle(self, event: events.Event, now: float) -> Sequence[AgentAction]:
+    def handle(self, event: messages.Event, now: float) -> Sequence[AgentAction]:
         """Take an answer, a signal or the time; no agent has anything to do."""
-        if isinstance(event, events.EngineTold):
+        if isinstance(event, messages.EngineTold):
             self._take(event, now)
-        elif isinstance(event, events.Interrupt):
+        elif isinstance(event, messages.Interrupt):
             self._stopped = self._stopped or event.signal
-        elif isinstance(event, events.Tick):
+        elif isinstance(event, messages.Tick):
             with contextlib.suppress(OSError):
                 self._touch()
         return ()
 
-    def _take(self, told: events.EngineTold, now: float) -> None:
+    def _take(self, told: messages.EngineTold, now: float) -> None:
         if told.standing is None:
             self._take_silence(told, now)
             return
         self._silent_since, self._is_silence_told = None, False
-        standing: Standing = told.standing
+        standing: QueueStatus = told.standing
         if standing.state == QUEUED:
             text = f"{self._engine}: {QUEUED}" + (f", {standing.text}" if standing.text else "")
             if text != self._shown:
@@ -275,7 +275,7 @@ class Waiting:
                 self._say(text, "info")
         self.standing = standing
 
-    def _take_silence(self, told: events.EngineTold, now: float) -> None:
+    def _take_silence(self, told: messages.EngineTold, now: float) -> None:
         if told.is_final:
             self._refused = told
             return

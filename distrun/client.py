@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distrun.errors import DistrunError, UsageError
-from distrun_runtime.contract import control, facts, lasting, process, wire
-from distrun_runtime.contract.duration import duration
-from distrun_runtime.coordinator import outcome as ends
-from distrun_runtime.coordinator.jobstore import JobFolder
-from distrun_runtime.coordinator.outcome import Outcome
+from distrun_runtime.contract import control, facts, lasting, process, session
+from distrun_runtime.contract.facts import duration
+from distrun_runtime.coordinator import failures
+from distrun_runtime.coordinator.failures import Outcome
+from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.output import OutputPiece
 from distrun_runtime.errors import JobStoreError, RuntimeFault, WireError
 
 if TYPE_CHECKING:
-    from distrun.relay import Relay  # only imported where it is used
+    from distrun.remote_jobs import SshRelay  # only imported where it is used
 
 READ_SIZE = 256 * 1024
 ANSWER_S = 10.0
@@ -76,12 +76,12 @@ def reading() -> Iterator[None]:
 class ControlConnection:
     """Frames in both directions over a stream socket. One thread reads; any may send."""
 
-    def __init__(self, stream: socket.socket, relay: Relay | None = None) -> None:
+    def __init__(self, stream: socket.socket, relay: SshRelay | None = None) -> None:
         self._socket = stream
         self._relay = relay
         self._sending = threading.Lock()
-        self._decoder = wire.Decoder()
-        self._frames: deque[wire.Frame] = deque()
+        self._decoder = session.Decoder()
+        self._frames: deque[session.Frame] = deque()
         self.hello: Mapping[str, Any] = {}
         """What the coordinator said of itself: job, pid, host, version."""
 
@@ -93,14 +93,14 @@ class ControlConnection:
 
     def send(self, kind: str, body: bytes = b"", /, **members: Any) -> None:
         """Send a frame; if the coordinator has gone, reading tells."""
-        self.send_bytes(wire.encode({"type": kind, **members}, body))
+        self.send_bytes(session.encode({"type": kind, **members}, body))
 
     def send_bytes(self, data: bytes) -> None:
         """Send a frame that is encoded."""
         with self._sending, contextlib.suppress(OSError):
             self._socket.sendall(data)
 
-    def receive(self, limit_s: float | None = None) -> wire.Frame | None:
+    def receive(self, limit_s: float | None = None) -> session.Frame | None:
         """Return the next frame; None: the connection has ended.
 
         Raises:
@@ -130,7 +130,7 @@ class ControlConnection:
 
     def frames(
         self, limit_s: float | None = None, is_watched: Callable[[], bool] = lambda: True
-    ) -> Iterator[wire.Frame]:
+    ) -> Iterator[session.Frame]:
         """Give all frames until the end of the connection.
 
         With `limit_s`, a coordinator that sends nothing is asked for the job's state from time to time, while
@@ -156,12 +156,12 @@ class ControlConnection:
             silences = 0
             yield frame
 
-    def ask(self, kind: str, /, **members: Any) -> wire.Frame:
+    def ask(self, kind: str, /, **members: Any) -> session.Frame:
         """Send a frame and return its `answer`."""
         self.send(kind, **members)
         return self.answer(kind)
 
-    def answer(self, kind: str, limit_s: float = ANSWER_S) -> wire.Frame:
+    def answer(self, kind: str, limit_s: float = ANSWER_S) -> session.Frame:
         """Return the next frame of a type, or `refused`.
 
         Raises:
@@ -221,9 +221,9 @@ def connect(folder: JobFolder, may_ask: bool = True) -> ControlConnection:
         )
     if is_here(where):
         return _greeted(_here(folder, where), folder, where)
-    from distrun import relay
+    from distrun import remote_jobs
 
-    began, attempts, pauses = time.monotonic(), 1, relay.pauses()
+    began, attempts, pauses = time.monotonic(), 1, remote_jobs.pauses()
     while True:
         try:
             return _greeted(_there(folder, where, may_ask), folder, where)
@@ -304,11 +304,11 @@ def _there(folder: JobFolder, where: Mapping[str, Any], may_ask: bool) -> Contro
     """Return a connection by a relay on the coordinator's host."""
     import shlex
 
-    from distrun.relay import Relay
+    from distrun.remote_jobs import SshRelay
 
     login = where.get("login") or shlex.join(["ssh", where["host"]])
     try:
-        relay = Relay(login, where["path"], may_ask)
+        relay = SshRelay(login, where["path"], may_ask)
     except OSError as err:
         raise CoordinatorLost(
             f"job {folder.id}: its coordinator is on {where['host']}, and ssh cannot be started: {err.strerror}",
@@ -342,14 +342,14 @@ def _greet(connection: ControlConnection, folder: JobFolder, where: Mapping[str,
 def _unanswered(connection: ControlConnection, folder: JobFolder, where: Mapping[str, Any]) -> Exception:
     if connection._relay is None:
         return gone(folder, where)
-    from distrun import relay
+    from distrun import remote_jobs
 
     code = connection._relay.ended(RELAY_END_S)
-    if relay.is_dropped(code, connection._relay.said):
+    if remote_jobs.is_dropped(code, connection._relay.said):
         return _Dropped()
     said = bool(connection._relay.said)
     connection._relay.show()
-    if code in (relay.NOBODY, None):
+    if code in (remote_jobs.NOBODY, None):
         return gone(folder, where)
     return CoordinatorLost(
         f"job {folder.id}: its coordinator is on {where['host']}, which cannot be reached by ssh "
@@ -378,7 +378,7 @@ def check_version(connection: ControlConnection, folder: JobFolder) -> None:
 # ---------------------------------------------------------------------- following a job
 
 
-class Terminal(Protocol):
+class FollowerOutput(Protocol):
     """What a follower needs of the terminal printer."""
 
     def start(self) -> None:
@@ -433,7 +433,7 @@ class Follower:
     def __init__(
         self,
         connection: ControlConnection,
-        terminal: Terminal,
+        terminal: FollowerOutput,
         *,
         has_output: bool = True,
         on_event: Callable[[Mapping[str, Any]], None] = lambda event: None,
@@ -463,7 +463,7 @@ class Follower:
             for question in self._questions.values():
                 question.withdraw()
 
-    def _take(self, frame: wire.Frame) -> None:
+    def _take(self, frame: session.Frame) -> None:
         header = frame.header
         if frame.type == "output":
             self._show(header, frame.body)
@@ -486,7 +486,7 @@ class Follower:
         elif frame.type == "withdrawn":
             self._questions[header["id"]].withdraw()
         elif frame.type == "outcome":
-            self.outcome = ends.from_json(header["outcome"])
+            self.outcome = failures.from_json(header["outcome"])
         elif frame.type == "failed":
             self.failure = header
         elif frame.type == "detached":
@@ -511,7 +511,7 @@ class Follower:
         self._questions[number] = _Question(prompt, limit_s, answer, self._terminal)
 
 
-def said(told: Mapping[str, Any], terminal: Terminal) -> None:
+def said(told: Mapping[str, Any], terminal: FollowerOutput) -> None:
     """Show a message of distrun's own, from a `said` frame."""
     if told.get("phase"):
         terminal.follow("phase", told)
@@ -519,7 +519,7 @@ def said(told: Mapping[str, Any], terminal: Terminal) -> None:
         terminal.say(told["text"], told["level"])
 
 
-def raised(told: Mapping[str, Any], terminal: Terminal, verbosity: int) -> BaseException:
+def raised(told: Mapping[str, Any], terminal: FollowerOutput, verbosity: int) -> BaseException:
     """Return the error that a coordinator's `failed` frame tells of. With verbosity 2 its traceback is said."""
     with reading():
         if verbosity >= 2:
@@ -540,7 +540,9 @@ def recorded(folder: JobFolder) -> Outcome | None:
 class _Question:
     """A question on the terminal, asked in a thread of its own until it is answered or withdrawn."""
 
-    def __init__(self, prompt: str, limit_s: float, answer: Callable[[str | None], None], terminal: Terminal) -> None:
+    def __init__(
+        self, prompt: str, limit_s: float, answer: Callable[[str | None], None], terminal: FollowerOutput
+    ) -> None:
         from distrun.ssh.abort import Abort
 
         self._prompt = prompt
@@ -558,7 +560,7 @@ class _Question:
 
     def _run(self) -> None:
         from distrun.ssh.abort import Aborted
-        from distrun.ssh.ask import TERMINAL, read_secret
+        from distrun.ssh.login import TERMINAL, read_secret
 
         self._terminal.hold()
         try:

@@ -13,13 +13,15 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from distrun.backends import blob, bootstrap, certificate
-from distrun.fleet import Answer, Fleet, Problem
+from distrun import shipping
+from distrun.backends import base, bootstrap
+from distrun.fleet import Fleet
+from distrun.fleet.questions import HostAnswer
 from distrun_runtime.agent.daemon import PYTHON
 from distrun_runtime.contract import enrolment, facts, process
-from distrun_runtime.coordinator import outcome as ends
-from distrun_runtime.coordinator.hosted import Order, dial_s
-from distrun_runtime.coordinator.outcome import Outcome, TaskResult
+from distrun_runtime.coordinator import failures
+from distrun_runtime.coordinator.failures import Outcome, Problem, TaskResult
+from distrun_runtime.coordinator.hosted import HostedRequest, dial_s
 
 if TYPE_CHECKING:
     from distrun.planning import PlannedJob
@@ -63,11 +65,11 @@ def _start_coordinator(
 ) -> Mapping[str, Any] | Problem:
     """Start the coordinator; return what it tells of itself."""
     request = job.request
-    order = Order(
+    order = HostedRequest(
         plan=job.plan,
         secrets=job.secrets,
         enrolment=secret,
-        pem=certificate.make(job.plan.job).pem,
+        pem=base.make(job.plan.job).pem,
         addresses=request.coordinator_addresses,
         port_range=request.port_range,
         request=request.to_json(),
@@ -75,10 +77,10 @@ def _start_coordinator(
         verbosity=0,
         login=login,
         folder=str(folder.path),
-        program=blob.dialed(),
+        program=shipping.dialed(),
         runtime=job.runtime,
     )
-    args = _args(blob.command(PYTHON), blob.coordinator(blob.START_HOSTED) + order.encode(), {}, READY_S)
+    args = _args(shipping.command(PYTHON), shipping.coordinator(shipping.START_HOSTED) + order.encode(), {}, READY_S)
     hosts = [each for each in job.plan.hosts if each.name == host]
     with Fleet(job.backend, hosts) as fleet:
         found = fleet.ask("daemon", args, READY_S + ASK_S)[host]
@@ -106,14 +108,14 @@ def _start_agents(job: PlannedJob, secret: str, told: Mapping[str, Any]) -> list
 
     with Fleet(job.backend, plan.hosts) as fleet:
         found = fleet.ask("daemon", args, ASK_S)
-    return [each for each in found.values() if not isinstance(each, Answer)]
+    return [each for each in found.values() if not isinstance(each, HostAnswer)]
 
 
 def _args(argv: tuple[str, ...], data: bytes, env: Mapping[str, str], limit_s: float) -> Mapping[str, Any]:
     return {"argv": list(argv), "input": base64.b64encode(data).decode("ascii"), "env": dict(env), "limit_s": limit_s}
 
 
-def _ended(job: PlannedJob, folder: JobFolder, message: str, problem: ends.Problem) -> Outcome:
+def _ended(job: PlannedJob, folder: JobFolder, message: str, problem: failures.Problem) -> Outcome:
     tasks = tuple(TaskResult(task.name, task.role, task.rank, task.host) for task in job.plan.tasks)
     outcome = Outcome(
         facts.EXIT_START_FAILED, facts.START_FAILED, message, tasks=tasks, job=job.plan.job, problems=(problem,)

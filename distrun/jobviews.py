@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distrun import client, elsewhere, relay
-from distrun_runtime.contract import control, facts, wire
-from distrun_runtime.contract.duration import duration
+from distrun import client, remote_jobs
+from distrun_runtime.contract import control, facts, session
+from distrun_runtime.contract.facts import duration
 from distrun_runtime.coordinator import stored
 from distrun_runtime.coordinator.jobfolder import JobFolder, events_of
 from distrun_runtime.errors import JobStoreError, WireError
@@ -141,12 +141,12 @@ def look(
     Coordinators on this machine are waited for `here_s` seconds at most, those elsewhere `there_s`. Damaged jobs are
     shown as such.
     """
-    jobs = [_Job(folder, with_events) for folder in folders]
+    jobs = [_JobQuery(folder, with_events) for folder in folders]
     _ask(jobs, here_s, there_s)
     return [job.view() for job in jobs]
 
 
-class _Job:
+class _JobQuery:
     """What is known of one job, and how its coordinator is asked."""
 
     def __init__(self, folder: JobFolder, with_events: bool) -> None:
@@ -170,7 +170,7 @@ class _Job:
         self.events: bytes | None = None
         self.problem = ""
         self.fix = ""
-        self._decoder = wire.Decoder()
+        self._decoder = session.Decoder()
 
     @property
     def login(self) -> str:
@@ -199,7 +199,7 @@ class _Job:
             self.events = data
         elif name == "state.json" and self.is_owned_there:
             try:
-                elsewhere.save(self.folder, name, age_s, [data])
+                remote_jobs.save(self.folder, name, age_s, [data])
                 self.state = self.folder.shown()
                 self.has_state = True
             except OSError as err:
@@ -235,23 +235,23 @@ class _Job:
 
 def asked() -> bytes:
     """Return what a coordinator is sent: it answers with its metrics at once."""
-    return control.client_hello() + wire.encode({"type": "subscribe", "metrics": True})
+    return control.client_hello() + session.encode({"type": "subscribe", "metrics": True})
 
 
-def _ask(jobs: Sequence[_Job], here_s: float, there_s: float) -> None:
+def _ask(jobs: Sequence[_JobQuery], here_s: float, there_s: float) -> None:
     """Ask all coordinators at the same time."""
-    sources: list[_Source] = []
+    sources: list[_TimedSource] = []
     began = time.monotonic()
     for job in jobs:
         if job.is_asked_here:
-            sources.append(_Socket(job, began + here_s))
-    by_login: dict[str, list[_Job]] = {}
+            sources.append(_LocalCoordinator(job, began + here_s))
+    by_login: dict[str, list[_JobQuery]] = {}
     for job in jobs:
         if job.is_asked_there:
             by_login.setdefault(job.login, []).append(job)
     for login, of_host in by_login.items():
         for first in range(0, len(of_host), MOST):
-            sources.append(_Host(login, of_host[first : first + MOST], began + there_s))
+            sources.append(_CoordinatorHost(login, of_host[first : first + MOST], began + there_s))
     try:
         _wait(sources)
     finally:
@@ -259,7 +259,7 @@ def _ask(jobs: Sequence[_Job], here_s: float, there_s: float) -> None:
             source.close()
 
 
-class _Source:
+class _TimedSource:
     """Something that is read from until its time is up."""
 
     def __init__(self, until: float) -> None:
@@ -285,7 +285,7 @@ class _Source:
         """End it."""
 
 
-def _wait(sources: Sequence[_Source]) -> None:
+def _wait(sources: Sequence[_TimedSource]) -> None:
     """Read from all sources until each has told all, or its time is up."""
     with selectors.DefaultSelector() as selector:
         for source in sources:
@@ -293,7 +293,7 @@ def _wait(sources: Sequence[_Source]) -> None:
                 selector.register(source.fileno(), selectors.EVENT_READ, source)
         while selector.get_map():
             now = time.monotonic()
-            waiting: list[_Source] = [key.data for key in selector.get_map().values()]
+            waiting: list[_TimedSource] = [key.data for key in selector.get_map().values()]
             for source in waiting:
                 if now >= source.until:
                     selector.unregister(source.fileno())
@@ -311,10 +311,10 @@ def _wait(sources: Sequence[_Source]) -> None:
                     selector.register(source.fileno(), selectors.EVENT_READ, source)
 
 
-class _Socket(_Source):
+class _LocalCoordinator(_TimedSource):
     """A coordinator on this machine."""
 
-    def __init__(self, job: _Job, until: float) -> None:
+    def __init__(self, job: _JobQuery, until: float) -> None:
         super().__init__(until)
         self._job = job
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -340,10 +340,10 @@ class _Socket(_Source):
         self._socket.close()
 
 
-class _Host(_Source):
+class _CoordinatorHost(_TimedSource):
     """A host with coordinators, asked by one ssh connection; by another one if it drops that."""
 
-    def __init__(self, login: str, jobs: Sequence[_Job], until: float) -> None:
+    def __init__(self, login: str, jobs: Sequence[_JobQuery], until: float) -> None:
         super().__init__(until)
         self._login = login
         self._jobs = {job.folder.id: job for job in jobs}
@@ -351,7 +351,7 @@ class _Host(_Source):
         self._data = bytearray()
         self._limit = until
         self._limit_s = round(until - time.monotonic(), 1)
-        self._pauses = relay.pauses()
+        self._pauses = remote_jobs.pauses()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
         self._child: subprocess.Popen[bytes] | None = None
         self._former: list[subprocess.Popen[bytes]] = []
@@ -364,7 +364,7 @@ class _Host(_Source):
         ]
         tail = EVENTS_SIZE if any(job.with_events for job in self._jobs.values()) else 0
         words = ["python3", "-I", "-c", LOOK, json.dumps(about), asked().hex(), str(tail), f"{left_s:.1f}"]
-        argv = relay.ssh_argv(self._login, shlex.join(words), left_s, may_ask=False)
+        argv = remote_jobs.ssh_argv(self._login, shlex.join(words), left_s, may_ask=False)
         if pause_s:
             argv = ["sh", "-c", 'sleep "$0"; exec "$@"', f"{pause_s:.2f}", *argv]
         try:
@@ -436,7 +436,7 @@ class _Host(_Source):
         code = self._child.returncode
         self._said.seek(0)
         said = self._said.read().decode("utf-8", "replace").strip()
-        if relay.is_dropped(code, said):
+        if remote_jobs.is_dropped(code, said):
             pause_s = next(self._pauses, None)
             if pause_s is not None and time.monotonic() + pause_s < self._limit:
                 self._former.append(self._child)

@@ -22,22 +22,22 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from distrun import client
 from distrun.backends.base import Swept
-from distrun.client import ControlConnection, CoordinatorError, CoordinatorLost, Detached, Follower, Terminal
+from distrun.client import ControlConnection, CoordinatorError, CoordinatorLost, Detached, Follower, FollowerOutput
 from distrun.errors import DistrunError, UsageError
 from distrun.planning import PlannedJob, QueuedJob
 from distrun_runtime.contract import control, daemon, facts
-from distrun_runtime.contract.duration import duration
+from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import STOP
-from distrun_runtime.coordinator import outcome as ends
-from distrun_runtime.coordinator.jobstore import JobFolder
-from distrun_runtime.coordinator.outcome import Outcome, TaskResult
+from distrun_runtime.coordinator import failures
+from distrun_runtime.coordinator.failures import Outcome, TaskResult
+from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.output import Sink
 from distrun_runtime.errors import ContractError, JobStoreError
 
 if TYPE_CHECKING:
     from distrun.sync import FileCopier
-    from distrun_runtime.coordinator.channel import Channel
-    from distrun_runtime.coordinator.events import Event
+    from distrun_runtime.coordinator.channel import AgentChannel
+    from distrun_runtime.coordinator.messages import Event
     from distrun_runtime.coordinator.service import Service
 
 HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -52,7 +52,7 @@ was killed: then its guard ends the tasks first."""
 
 
 def launch(
-    job: PlannedJob | QueuedJob, folder: JobFolder, terminal: Terminal, verbosity: int = 0, detach: bool = False
+    job: PlannedJob | QueuedJob, folder: JobFolder, terminal: FollowerOutput, verbosity: int = 0, detach: bool = False
 ) -> Outcome | Detached:
     """Run a job to its end. Whatever happens, its folder says how it ended.
 
@@ -79,10 +79,10 @@ def launch(
 
 
 def _await_tasks(
-    job: PlannedJob | QueuedJob, folder: JobFolder, terminal: Terminal, verbosity: int
+    job: PlannedJob | QueuedJob, folder: JobFolder, terminal: FollowerOutput, verbosity: int
 ) -> Outcome | Detached:
     """Wait until all tasks of a job run whose coordinator is on a host; return its outcome if it ends before."""
-    from distrun import elsewhere
+    from distrun import remote_jobs
 
     told: Mapping[str, Any] | None = None
     lost: CoordinatorLost | None = None
@@ -95,12 +95,12 @@ def _await_tasks(
         raise client.unanswering(folder, where, _silence_s(job)) from None
     except CoordinatorLost as err:  # the job may be over already
         lost = err
-    warning = elsewhere.refreshed(folder)
+    warning = remote_jobs.refreshed(folder)
     if warning:
         terminal.say(warning, "warning")
     if told is not None and told["type"] != "outcome":
         return Detached(None)
-    outcome = client.recorded(folder) if told is None else ends.from_json(told["outcome"])
+    outcome = client.recorded(folder) if told is None else failures.from_json(told["outcome"])
     if outcome is None:
         where = folder.control()
         assert where is not None  # it was written when the job was placed
@@ -114,7 +114,7 @@ def _silence_s(job: PlannedJob | QueuedJob) -> float:
 
 
 def _until_running(
-    connection: ControlConnection, terminal: Terminal, verbosity: int, limit_s: float
+    connection: ControlConnection, terminal: FollowerOutput, verbosity: int, limit_s: float
 ) -> Mapping[str, Any] | None:
     """Return the frame that says that all tasks run, or how the job ended; None: the coordinator has gone.
 
@@ -177,7 +177,7 @@ def _coordinator_process(
     """Run the job in this process, the forked child, tell the client how it ended, and exit."""
     code = facts.EXIT_INTERNAL
     try:
-        from distrun_runtime.coordinator import serving
+        from distrun_runtime.coordinator import service as serving
 
         serving.leave_streams(folder)
         service = serving.service_of(folder, connection)
@@ -202,7 +202,7 @@ def _coordinator_process(
 
 def _listen(service: Service, folder: JobFolder, is_needed: bool) -> None:
     """Let clients in by the control socket. An attached job (not `is_needed`) does without, if it has to."""
-    from distrun_runtime.coordinator import serving
+    from distrun_runtime.coordinator import service as serving
 
     path = ""
     try:
@@ -294,7 +294,7 @@ def _run(
     return ended, outcome, swept
 
 
-def _clear_up(job: PlannedJob, channels: Sequence[Channel], sink: Sink) -> Mapping[str, Swept]:
+def _clear_up(job: PlannedJob, channels: Sequence[AgentChannel], sink: Sink) -> Mapping[str, Swept]:
     """Wait for the ends of agents and guards; end what is left on hosts where that is not known. Ctrl-C ends it."""
     from distrun_runtime.coordinator.failures import listed
 
@@ -400,7 +400,7 @@ class _LaunchClient:
         connection: ControlConnection,
         coordinator: Coordinator,
         folder: JobFolder,
-        terminal: Terminal,
+        terminal: FollowerOutput,
         verbosity: int,
     ) -> None:
         self._connection = connection
@@ -417,7 +417,7 @@ class _LaunchClient:
         With `detach`, output is not shown, and the coordinator is asked to let us go when all tasks run. A coordinator
         that is silent for `silence_s` while the job starts is killed.
         """
-        from distrun_runtime.coordinator.interrupts import Interrupts  # while the coordinator begins its work
+        from distrun_runtime.coordinator.loop import Interrupts  # while the coordinator begins its work
 
         on_event = self._on_event if detach else lambda event: None
         found = Follower(self._connection, self._terminal, has_output=not detach, on_event=on_event)
@@ -461,7 +461,7 @@ class _LaunchClient:
 
     def _forward(self, event: Event) -> None:
         """Tell the coordinator of a signal; called in the thread that reads signals."""
-        from distrun_runtime.coordinator.events import Interrupt, PauseToggled, TasksSignal
+        from distrun_runtime.coordinator.messages import Interrupt, PauseToggled, TasksSignal
 
         if isinstance(event, PauseToggled):
             self._terminal.toggle_pause()

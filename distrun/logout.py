@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from distrun.errors import UsageError
-from distrun_runtime.contract import logout as logouts
+from distrun_runtime.contract import daemon
 
 
 def outlive_logout(argv: Sequence[str], root: str = "") -> None:
@@ -24,19 +24,19 @@ def outlive_logout(argv: Sequence[str], root: str = "") -> None:
     Raises:
         UsageError: it would not survive; the hint has the line to type.
     """
-    if not logouts.ends_at_logout(root):
+    if not daemon.ends_at_logout(root):
         return
-    line = logouts.needs_linger(root)
+    line = daemon.needs_linger(root)
     if line is not None:
-        raise UsageError(f"--detach: {logouts.WHY}", f"allow yours to go on, once: {line}")
+        raise UsageError(f"--detach: {daemon.WHY}", f"allow yours to go on, once: {line}")
     import shutil  # with all its formats of archives
 
     found = shutil.which("systemd-run")
     if found is None:
         raise UsageError(
-            f"--detach: {logouts.WHY}, and there is no systemd-run", "launch it without --detach, in tmux or so"
+            f"--detach: {daemon.WHY}, and there is no systemd-run", "launch it without --detach, in tmux or so"
         )
-    _replace_by([found, *logouts.SCOPE, sys.executable, "-m", "distrun", *argv])
+    _replace_by([found, *daemon.SCOPE, sys.executable, "-m", "distrun", *argv])
 
 
 def _replace_by(argv: list[str]) -> None:

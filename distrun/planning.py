@@ -18,13 +18,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from distrun import backends, shell, ship
+from distrun import backends, formats, shipping
 from distrun.backends.base import Backend, Listening, Rendered
 from distrun.errors import UsageError
+from distrun.formats import exact
 from distrun.hosts import HostSpec, Inventory, fold
 from distrun.placement import Slot, hosts_of, place, worker_places
 from distrun.request import BUNDLED, COMMAND, EngineOptions, JobRequest, Setting, check_tuning, given, parse_port_range
-from distrun.units import exact
 from distrun_runtime.contract import environ, gpus
 from distrun_runtime.contract.folder import identity
 from distrun_runtime.contract.plan import (
@@ -327,8 +327,8 @@ def _check_python(request: JobRequest) -> None:
 def _runtime(request: JobRequest, backend: Backend) -> tuple[Runtime, bytes]:
     """Return where tasks find the runtime, and the archive that hosts are sent."""
     if not backend.ships_runtime:
-        return Runtime(path=str(ship.runtime_root(request.outer, copy=not request.dry_run))), b""
-    digest, data = ship.archive()
+        return Runtime(path=str(shipping.runtime_root(request.outer, copy=not request.dry_run))), b""
+    digest, data = shipping.archive()
     return Runtime(digest=digest), data
 
 
@@ -480,7 +480,7 @@ def _task(request: JobRequest, slot: Slot, layout: _JobLayout, setup: Setup, use
 
 def _argv(request: JobRequest, spec: HostSpec, role: str, python: str) -> tuple[str, ...]:
     if role == WORKER or request.ps == COMMAND:
-        return shell.to_argv(request.command, request.shell)
+        return formats.to_argv(request.command, request.shell)
     return (request.python or spec.python or python or _interpreter(request.command), "-m", "distrun_runtime", role)
 
 
@@ -525,14 +525,14 @@ def _check_gpus(request: JobRequest, allocation: Allocation) -> None:
             " them has which GPUs is not known unless it gives each its own",
             f"--worker-gpus {each}",
         )
-    faults: list[gpus.Unfit] = []
+    faults: list[gpus.GpusUnfit] = []
     for (host, _), count in workers.items():
         spec = allocation.hosts.spec(host)
         if spec.gpus:
             said = f"gpus={spec.gpus} in {allocation.hosts.where.get(host, allocation.hosts.source)}"
             try:
                 gpus.check_room(host, count, each, gpus.View(gpus.listed(spec.gpus), said))
-            except gpus.Unfit as err:
+            except gpus.GpusUnfit as err:
                 faults.append(err)
     if faults:
         more = f"\nand {len(faults) - SHOWN} hosts more" if len(faults) > SHOWN else ""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from distrun.hosts import generic
 from distrun_runtime.contract import facts
-from distrun_runtime.coordinator.outcome import Culprit, Outcome, Problem, TaskResult
+from distrun_runtime.coordinator.failures import Culprit, Outcome, Problem, TaskResult
 
 TAIL_LINES = 20
 """Lines of a log that are shown, unless they end within a traceback."""

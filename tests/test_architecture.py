@@ -72,7 +72,7 @@ def test_importing_the_runtime_does_nothing() -> None:
         "print('numpy' in sys.modules, 'zmq' in sys.modules, end=' ')\n"
         "import logging\n"
         "from distrun_runtime import kvstore\n"
-        "import distrun_runtime.ps.serve\n"
+        "import distrun_runtime.ps.node\n"
         "print('asyncio' in sys.modules, end=' ')\n"
         "print(threading.active_count(), logging.getLogger().handlers)\n"
     )

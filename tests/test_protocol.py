@@ -24,24 +24,24 @@ from distrun import backends, hosts, planning
 from distrun.request import JobRequest, Setting
 from distrun_runtime.agent.agent import Agent
 from distrun_runtime.arrays.dtypes import name_of
-from distrun_runtime.contract import control, enrolment, wire
+from distrun_runtime.contract import control, enrolment, session
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.control import Chunk
 from distrun_runtime.contract.plan import Host, Place, Plan, Resources, Runtime, Secrets, Sync, Task
-from distrun_runtime.coordinator import actions, events, frames, logindex
-from distrun_runtime.coordinator.frames import KeepRule
+from distrun_runtime.coordinator import logs, messages
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.coordinator.listener import Register
-from distrun_runtime.coordinator.logindex import IndexEntry as Record
+from distrun_runtime.coordinator.logs import IndexEntry as Record
+from distrun_runtime.coordinator.messages import KeepRule
 from distrun_runtime.errors import WireError
-from distrun_runtime.ops import rows as rowcodec
+from distrun_runtime.ops import reduce
 from distrun_runtime.ops.compression import CODECS
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.handshake import Acceptor, NodeIdentity, Opener
 from distrun_runtime.protocol.message import DTYPES, Entry, Kind, Message, Payload, entries_of, payloads_of, rows_of
-from distrun_runtime.ps import publish
+from distrun_runtime.ps import node
 from distrun_runtime.ps.replies import refusal
-from distrun_runtime.transport import bulk
+from distrun_runtime.transport import host_paths
 from distrun_runtime.transport.admission import credentials
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -141,8 +141,8 @@ def test_golden_push() -> None:
 
 def test_golden_bulk() -> None:
     """A message with a frame in shared memory: the head and one reference."""
-    head = bulk._HEAD.pack(bulk.MAGIC, bulk.VERSION, bulk.Kind.CARRIED, 1, 7, 9)
-    assert bytes.fromhex("".join(parts("bulk"))) == head + bulk._REFERENCE.pack(2, 3, 4096, 65536)
+    head = host_paths._HEAD.pack(host_paths.MAGIC, host_paths.VERSION, host_paths.BulkKind.CARRIED, 1, 7, 9)
+    assert bytes.fromhex("".join(parts("bulk"))) == head + host_paths._REFERENCE.pack(2, 3, 4096, 65536)
 
 
 def test_golden_push_that_registers_a_bucket_and_the_next_one_of_it() -> None:
@@ -203,9 +203,9 @@ def test_golden_compressed_push() -> None:
 
 def test_golden_push_of_rows() -> None:
     values = np.array([[1, 2], [3, 4]], np.float32)
-    entries = [Entry(6, 8, 8, 58, 0, rowcodec.ROWS, Payload.FRAME)]
-    heard = check("push_rows", push(9, entries, payloads=[rowcodec.encode(np.array([0, 3]), values)]))
-    found, given = rowcodec.decode(heard.payloads[0], 4, 2, np.dtype(np.float32))
+    entries = [Entry(6, 8, 8, 58, 0, reduce.ROWS, Payload.FRAME)]
+    heard = check("push_rows", push(9, entries, payloads=[reduce.encode(np.array([0, 3]), values)]))
+    found, given = reduce.decode(heard.payloads[0], 4, 2, np.dtype(np.float32))
     assert (found.tolist(), given.tolist()) == ([0, 3], values.tolist())
 
 
@@ -249,7 +249,7 @@ def test_golden_challenge_and_proof() -> None:
             {"type": "output", "task": "worker-0", "attempt": 0, "stream": "out", "offset": 0, "seq": 5},
             b"hello\n",
         ),
-        (GOLDEN["sample"], dict(frames.sample(2.0).header, seq=4), b""),
+        (GOLDEN["sample"], dict(messages.sample(2.0).header, seq=4), b""),
         (GOLDEN["received"], {"type": "received", "seq": 7}, b""),
         (GOLDEN["credit"], {"type": "credit", "bytes": 2097152}, b""),
         (GOLDEN["resume"], {"type": "resume", "received": 7, "credit": 2097152}, b""),
@@ -260,10 +260,10 @@ def test_golden_challenge_and_proof() -> None:
         ),
         (
             GOLDEN["copy"],
-            {**frames.copy("5d1c0a3e", [KeepRule(r".*/[^/]*\.ckpt", False, True)]).header, "seq": 3},
+            {**messages.copy("5d1c0a3e", [KeepRule(r".*/[^/]*\.ckpt", False, True)]).header, "seq": 3},
             b"",
         ),
-        (GOLDEN["files"], {**frames.files("5d1c0a3e", b"").header, "chunk": 131072, "last": True, "seq": 9}, b"ab"),
+        (GOLDEN["files"], {**messages.files("5d1c0a3e", b"").header, "chunk": 131072, "last": True, "seq": 9}, b"ab"),
         (GOLDEN["folder"], {"type": "folder", "state": "mine", "notes": [], "seq": 4}, b""),
         (
             GOLDEN["copy_failed"],
@@ -287,8 +287,8 @@ def test_golden_challenge_and_proof() -> None:
 def test_golden_frames(golden: str, header: dict[str, Any], raw: bytes) -> None:
     length, _, text = golden.strip().partition(" ")
     expected = bytes.fromhex(length) + text.replace("\\n", "\n").encode()
-    assert wire.encode(header, raw) == expected
-    [frame] = wire.Decoder().feed(expected)
+    assert session.encode(header, raw) == expected
+    [frame] = session.Decoder().feed(expected)
     assert frame.header == (dict(header, size=len(raw)) if raw else header)
     assert frame.body == raw
 
@@ -305,10 +305,10 @@ def test_golden_samples() -> None:
     }
     length, _, text = GOLDEN["measured"].strip().partition(" ")
     expected = bytes.fromhex(length) + text.encode()
-    assert wire.encode(header) == expected
-    [frame] = wire.Decoder().feed(expected)
-    heard = frames.to_event("d1", frame, 1.0)
-    assert isinstance(heard, events.Measured)
+    assert session.encode(header) == expected
+    [frame] = session.Decoder().feed(expected)
+    heard = messages.to_event("d1", frame, 1.0)
+    assert isinstance(heard, messages.Measured)
     assert set(heard.value) == set(header) - {"type"}
     assert math.isnan(heard.value["tasks"]["worker-0"]["report"]["values"]["loss"])
 
@@ -319,8 +319,8 @@ def test_golden_index() -> None:
         Record(1790000000.5, "scheduler", "err", 0, 0, 80, 70012),
     ]
     golden = bytes.fromhex(GOLDEN["index"])
-    assert b"".join(map(logindex.encode, written)) == golden
-    assert list(logindex.entries(golden)) == written
+    assert b"".join(map(logs.encode, written)) == golden
+    assert list(logs.entries(golden)) == written
 
 
 SNAPSHOT = {
@@ -453,7 +453,7 @@ def test_golden_files_of_a_job(submitted: JobRequest, tmp_path: Path) -> None:
 def test_golden_publish_line(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     monkeypatch.setenv("DISTRUN_PUBLISH_FD", str(writing))
-    publish.publish({"address": "10.0.0.1", "port": "40000"})
+    node.publish({"address": "10.0.0.1", "port": "40000"})
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
         assert pipe.read().decode() == GOLDEN["publish"]
@@ -479,7 +479,7 @@ def test_the_page_lists_every_element_type_with_its_code() -> None:
 
 def test_the_page_lists_the_versions() -> None:
     assert "message head %d (" % message.VERSION in section("Versions")
-    assert "agent frames %d\n" % wire.VERSION in section("Versions")
+    assert "agent frames %d\n" % session.VERSION in section("Versions")
     assert "enrolment %d\n" % enrolment.VERSION in section("Versions")
     assert "plan %d\n" % plans.VERSION in section("Versions")
 
@@ -494,17 +494,17 @@ OF_THE_CHANNEL = {"resume_key", "chunk", "last", "fault"}
 
 def test_the_page_lists_what_the_coordinator_sends() -> None:
     sent = [
-        frames.begin(PLAN, Secrets("t", {"API_KEY": "k"}), "7"),
-        frames.runtime("ab", b"PK"),
-        frames.ask(actions.AskAgent("d1", 1, "survey", {})),
-        frames.settle(actions.Settle("d1")),
-        frames.spawn(actions.Spawn("d1", "worker-0", {})),
-        frames.signal(actions.SignalTasks("d1", ("worker-0",), "USR1")),
-        frames.sample(1.0),
-        frames.stop(actions.StopTasks("d1", ("worker-0",), (("TERM", 1.0),))),
-        frames.end(actions.EndAgent("d1")),
-        frames.ack(actions.Ack("d1", "worker-0", "out", 1)),
-        frames.ping(1),
+        messages.begin(PLAN, Secrets("t", {"API_KEY": "k"}), "7"),
+        messages.runtime("ab", b"PK"),
+        messages.ask(messages.AskAgent("d1", 1, "survey", {})),
+        messages.settle(messages.Settle("d1")),
+        messages.spawn(messages.Spawn("d1", "worker-0", {})),
+        messages.signal(messages.SignalTasks("d1", ("worker-0",), "USR1")),
+        messages.sample(1.0),
+        messages.stop(messages.StopTasks("d1", ("worker-0",), (("TERM", 1.0),))),
+        messages.end(messages.EndAgent("d1")),
+        messages.ack(messages.Ack("d1", "worker-0", "out", 1)),
+        messages.ping(1),
     ]
     listed = members("Coordinator to agent")
     for each in sent:
@@ -517,13 +517,13 @@ def test_the_page_lists_what_the_agent_sends() -> None:
     """As its source says it: each `say("type", member=...)` and `_say(...)`."""
     found: dict[str, set[str]] = {}
     for path in (ROOT / "runtime" / "distrun_runtime" / "agent").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
-                first = node.args[0]
-                if node.func.attr in ("say", "_say") and isinstance(first, ast.Constant):
-                    found.setdefault(str(first.value), set()).update(word.arg for word in node.keywords if word.arg)
+        for call in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.args:
+                first = call.args[0]
+                if call.func.attr in ("say", "_say") and isinstance(first, ast.Constant):
+                    found.setdefault(str(first.value), set()).update(word.arg for word in call.keywords if word.arg)
     listed = members("Agent to coordinator")
     assert set(found) == set(listed)
-    assert set(frames._EVENTS) == set(listed)
+    assert set(messages._EVENTS) == set(listed)
     for kind, names in found.items():
         assert names <= listed[kind], kind

@@ -43,7 +43,7 @@ class EngineError(SubmitError):
 
 
 @dataclass(frozen=True)
-class Group:
+class RoleGroup:
     """The tasks of one role. The scheduler has no group: it runs beside the first task of the job."""
 
     role: str
@@ -87,7 +87,7 @@ class Submission:
     marker: str
     """What the job is called in the engine, by which it is found again: `distrun-JOB-NONCE`, at most 56 characters, of
     a-z, 0-9 and `-`."""
-    groups: tuple[Group, ...]
+    groups: tuple[RoleGroup, ...]
     """Servers, if there are any, then workers."""
     options: EngineOptions
     bootstrap: Bootstrap
@@ -164,7 +164,7 @@ class Grant(NamedTuple):
     """What `cores` may come to where places are oversubscribed; 0: no limit."""
 
 
-class Standing(NamedTuple):
+class QueueStatus(NamedTuple):
     """How a job stands in its engine."""
 
     state: str
@@ -191,7 +191,7 @@ class Explanation(NamedTuple):
     known, or nothing of that kind."""
 
 
-class Found(NamedTuple):
+class FoundJob(NamedTuple):
     """A job of this user that `Engine.find` found."""
 
     handle: Handle
@@ -200,7 +200,7 @@ class Found(NamedTuple):
     """In the engine's words."""
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """What `distrun doctor --launcher X` says of one thing."""
 
     ok: bool
@@ -263,7 +263,7 @@ class Engine(ABC):
         return handle
 
     @abstractmethod
-    def look(self, handle: Handle) -> Standing:
+    def look(self, handle: Handle) -> QueueStatus:
         """Return how the job stands. Called every few seconds. A job that the engine does not know has ENDED.
 
         Raises:
@@ -283,11 +283,11 @@ class Engine(ABC):
         return ()
 
     @abstractmethod
-    def find(self) -> Sequence[Found]:
+    def find(self) -> Sequence[FoundJob]:
         """Return this user's jobs that are queued or run and whose marker begins with MARK. Raises EngineError."""
 
     @abstractmethod
-    def examine(self) -> Sequence[Finding]:
+    def examine(self) -> Sequence[CheckResult]:
         """Return what is there of what a launch needs, and what is missing."""
 
     def nonce_of(self, marker: str) -> str:

@@ -6,21 +6,35 @@ Standard library only; with Kerberos, the package `gssapi` (`pip install 'distru
 from __future__ import annotations
 
 import base64
+import contextlib
+import glob
 import http.client
 import http.cookiejar
 import json
+import os
 import re
+import shutil
 import ssl
+import subprocess
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from xml.etree import ElementTree
 
-from distrun.backends.engine import ANSWER_S, EngineError
+from distrun import formats
+from distrun.backends.engine import ANSWER_S, SECRET, EngineError
+from distrun.backends.yarn_answers import GPU, MIB, Container, listed
 from distrun.errors import UsageError
+from distrun.request import Needs
+from distrun_runtime.contract.plan import SERVER, WORKER
+
+if TYPE_CHECKING:
+    from distrun.backends.engine import RoleGroup, Submission
+
 
 FILES = ("core-site.xml", "hdfs-site.xml", "yarn-site.xml")
 """Hadoop's configuration files that are read, a later one above an earlier."""
@@ -149,7 +163,7 @@ def addresses(text: str, option: str) -> tuple[str, ...]:
 # Talking
 
 
-class Answer(NamedTuple):
+class WebAnswer(NamedTuple):
     """What a web service said."""
 
     status: int
@@ -219,7 +233,7 @@ class Web:
         query: Mapping[str, str] | None = None,
         kind: str = "application/json",
         limit_s: float = ANSWER_S / 2,
-    ) -> Answer:
+    ) -> WebAnswer:
         """Ask the active service; whatever its status is, it is returned.
 
         Raises:
@@ -251,7 +265,7 @@ class Web:
             raise EngineError(f"the {self.what} answers {answer.status} for {path}: {answer.said}")
         return answer.json
 
-    def _hop(self, method: str, url: str, body: bytes | None, kind: str, limit_s: float) -> Answer:
+    def _hop(self, method: str, url: str, body: bytes | None, kind: str, limit_s: float) -> WebAnswer:
         """Ask one address, and those that it names; prove who asks if that is wanted."""
         proof = ""
         for _ in range(HOPS):
@@ -264,7 +278,7 @@ class Web:
                 request.add_header("Authorization", "Negotiate " + proof)
             try:
                 with self._opener.open(request, timeout=limit_s) as reply:
-                    return Answer(reply.status, reply.read(ANSWER_BYTES), _shown(url))
+                    return WebAnswer(reply.status, reply.read(ANSWER_BYTES), _shown(url))
             except urllib.error.HTTPError as err:
                 with err:
                     location = err.headers.get("Location", "")
@@ -276,7 +290,7 @@ class Web:
                     elif err.code == 401 and wants and not proof:
                         proof = negotiate(urllib.parse.urlsplit(url).hostname or "")
                     else:
-                        return Answer(err.code, err.read(ANSWER_BYTES), _shown(url))
+                        return WebAnswer(err.code, err.read(ANSWER_BYTES), _shown(url))
         raise OSError(f"it redirected {HOPS} times")
 
 
@@ -287,7 +301,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _is_standby(answer: Answer) -> bool:
+def _is_standby(answer: WebAnswer) -> bool:
     if answer.status == 403:
         return b"StandbyException" in answer.body
     return b"This is standby RM" in answer.body[:2000]
@@ -326,7 +340,7 @@ def negotiate(host: str) -> str:
 # Files in HDFS
 
 
-class Files:
+class HdfsFiles:
     """Small files of the user's in HDFS, by WebHDFS or HttpFS."""
 
     def __init__(self, web: Web) -> None:
@@ -361,9 +375,156 @@ class Files:
         if answer.status not in (200, 404):
             raise self._failed(f"removing {path}", answer)
 
-    def _ask(self, method: str, path: str, op: str, body: bytes | None = None, **query: str) -> Answer:
+    def _ask(self, method: str, path: str, op: str, body: bytes | None = None, **query: str) -> WebAnswer:
         where = "/webhdfs/v1" + urllib.parse.quote(path or "/")
         return self._web.ask(method, where, body, query={"op": op, **query}, kind="application/octet-stream")
 
-    def _failed(self, what: str, answer: Answer) -> EngineError:
+    def _failed(self, what: str, answer: WebAnswer) -> EngineError:
         return EngineError(f"HDFS: {what}: {answer.status}: {answer.said}")
+
+
+# YARN's distributed shell: how a job is submitted where the services API is off and the program `yarn` is here.
+#
+# It starts equal containers, all with one script, and needs Java on this machine. Place and container have one name,
+# the container's id. The script and the secret are uploaded by `yarn` into a folder of HDFS that only the user can
+# enter.
+
+
+MAIN = "org.apache.hadoop.yarn.applications.distributedshell.Client"
+JAR = "hadoop-yarn-applications-distributedshell-*.jar"
+SCRIPT = "agent.sh"
+SECRET_FILE = "secret"
+"""Name of the secret in `Submission.folder` and in a container."""
+AM_LOGS = ("AppMaster.stderr", "AppMaster.stdout")
+MASTER_MB = 512
+"""Of the application master: the client's own default, 100 MiB, is too little where YARN watches memory."""
+STARTED_S = 120.0
+"""How long `yarn` may take until it says the application's id: it starts Java and uploads files."""
+ASKED_S = 20.0
+FOREVER_MS = 2**31 - 1
+"""The shell's client would end the application after ten minutes; ours does not live so long."""
+
+
+def program(config: Mapping[str, str]) -> str:
+    """Return the path of `yarn`; empty: it is not here."""
+    return shutil.which(config.get("yarn", "yarn")) or ""
+
+
+def find_jar(yarn: str) -> str:
+    """Return the path of the distributed shell's jar. Runs `yarn classpath`.
+
+    Raises:
+        EngineError: it is not found.
+    """
+    try:
+        done = subprocess.run([yarn, "classpath"], capture_output=True, text=True, timeout=ASKED_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as err:
+        raise EngineError(f"{yarn} classpath: {err}") from err
+    folders = {
+        os.path.dirname(each) if each.endswith((".jar", "*")) else each for each in done.stdout.strip().split(":")
+    }
+    found = sorted(path for folder in folders if folder for path in glob.glob(os.path.join(glob.escape(folder), JAR)))
+    if not found:
+        raise EngineError(f"no {JAR} on the class path of {yarn}", "say shell_jar = PATH in the section [yarn]")
+    return found[-1]
+
+
+def agent_script(submission: Submission) -> str:
+    """Return the script that every container runs. Pure."""
+    words = submission.bootstrap.command(submission.python, "env:CONTAINER_ID", SECRET)
+    resolved = f'"$(readlink -f {SECRET_FILE})"'
+    return "#!/bin/bash\nexec {}\n".format(
+        " ".join(resolved if word == SECRET else formats.join([word]) for word in words)
+    )
+
+
+def largest(groups: Sequence[RoleGroup]) -> Needs:
+    """Return what each container must have so that every task fits in it. Pure."""
+    rows = [group.needs for group in groups]
+    return Needs(*(max(column) for column in zip(*rows, strict=True)))
+
+
+def command(submission: Submission, yarn: str, jar: str, memory_mb: int) -> tuple[str, ...]:
+    """Return what submits the job. No word of it is secret. Pure."""
+    options = submission.options
+    needs = largest(submission.groups)
+    megabytes = -(-needs.memory // MIB) or memory_mb
+    resources = [f"memory-mb={megabytes}", f"vcores={max(1, needs.cores)}"]
+    resources += [f"{GPU}={needs.gpus}"] if needs.gpus else []
+    words = [yarn, "jar", jar, MAIN, "-jar", jar, "-appname", submission.marker, "-queue", options.queue or "default"]
+    words += ["-num_containers", str(submission.tasks), "-container_resources", ",".join(resources)]
+    words += ["-master_memory", str(MASTER_MB), "-timeout", str(FOREVER_MS)]
+    words += ["-shell_script", str(submission.folder / SCRIPT), "-localize_files", str(submission.secret_file)]
+    label, image = options.own.get("node_label", ""), options.own.get("docker_image", "")
+    words += ["-node_label_expression", label] if label else []
+    if image:
+        words += ["-shell_env", "YARN_CONTAINER_RUNTIME_TYPE=docker"]
+        words += ["-shell_env", f"YARN_CONTAINER_RUNTIME_DOCKER_IMAGE={image}"]
+    return (*words, *options.args)
+
+
+def submit(argv: Sequence[str], log: Path) -> str:
+    """Run `yarn` until it has said the application's id, and return it. Its output goes to the file `log`.
+
+    Raises:
+        EngineError: it ended without, or took too long.
+    """
+    with log.open("wb") as out:
+        try:
+            child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        except OSError as err:
+            raise EngineError(f"{argv[0]} cannot be started: {err.strerror}") from err
+    until = time.monotonic() + STARTED_S
+    try:
+        while True:
+            has_ended = child.poll() is not None
+            said = log.read_text(encoding="utf-8", errors="replace")
+            found = re.search(r"Submitted application (application_\d+_\d+)", said)
+            if found:
+                return found.group(1)
+            if has_ended or time.monotonic() > until:
+                last = _why(said)
+                how = f"ended with {child.returncode}" if has_ended else f"said no application in {STARTED_S:g} s"
+                raise EngineError(f"yarn {how}: {last}", f"read {log}")
+            time.sleep(0.1)
+    finally:
+        # The application goes on without its client.
+        with contextlib.suppress(ProcessLookupError):
+            child.terminate()
+        try:
+            child.wait(10)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def _why(said: str) -> str:
+    """Return what a Java program gives as its reason: its last line with an exception or error, else its last lines."""
+    lines = said.strip().splitlines()
+    errors = [line for line in lines if re.search(r"\b(\w+Exception|ERROR|FATAL|Error):? ", line)]
+    return " ".join(errors[-1:] or lines[-3:])[:600]
+
+
+def containers_of(said: Mapping[str, Any], servers: int) -> tuple[Container, ...]:
+    """Return the containers that an attempt has, without the application master's: servers first. Pure.
+
+    Whether their files are there already, nobody says.
+    """
+    rows = [(str(each.get("containerId", "")), each) for each in listed(said, "container")]
+    rows += [(str(each.get("containerId", "")), each) for each in listed(said.get("containers"), "container")]
+    ours = sorted((name, each) for name, each in rows if name and not name.endswith("_000001"))
+    found = []
+    for index, (name, each) in enumerate(ours):
+        node = str(each.get("assignedNodeId") or each.get("nodeId") or "").partition(":")[0]
+        found.append(Container(name, name, SERVER if index < servers else WORKER, node, "RUNNING", False))
+    return tuple(found)
+
+
+def refuse_args(args: Sequence[str]) -> None:
+    """Raise UsageError for a word that only the services API understands."""
+    for each in args:
+        if each.startswith("{"):
+            raise UsageError(
+                "--engine-arg: the distributed shell takes its own words, not JSON",
+                "say --engine-arg=-master_memory ...",
+            )

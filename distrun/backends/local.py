@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any
 
-from distrun.backends import blob
+from distrun import shipping
 from distrun.backends.base import GUARD_S, Backend, Rendered, Swept, marks
 from distrun.hosts import Inventory
 from distrun.hosts import local as this_machine
@@ -22,9 +22,8 @@ from distrun_runtime.contract import environ, facts, process
 from distrun_runtime.contract.plan import Host, Plan
 
 if TYPE_CHECKING:
-    from distrun_runtime.contract.session import Source
-    from distrun_runtime.contract.wire import Frame
-    from distrun_runtime.coordinator.channel import Channel, Put, StreamChannel
+    from distrun_runtime.contract.session import Frame, Source
+    from distrun_runtime.coordinator.channel import AgentChannel, Put, StreamChannel
 
 LOOPBACK = "127.0.0.1"
 ENDED_WELL = (0, facts.EXIT_START_FAILED, facts.EXIT_TERMINATED)
@@ -55,26 +54,26 @@ class Local(Backend):
 
     def connect(
         self, hosts: Sequence[Host], job: str = "", nonce: str = "", holds_s: float = 0.0
-    ) -> tuple[Channel, ...]:
+    ) -> tuple[AgentChannel, ...]:
         """Return the channel to the one agent."""
         return tuple(ChildChannel(host.name, _argv(), marks(job, nonce, host.name)) for host in hosts)
 
-    def boot(self, channels: Sequence[Channel]) -> None:
+    def boot(self, channels: Sequence[AgentChannel]) -> None:
         """Start the agent's process: its interpreter starts while our caller imports the loop."""
         for channel in channels:
             if isinstance(channel, ChildChannel):
                 channel.boot()
 
-    def release(self, channels: Sequence[Channel], limit_s: float) -> tuple[str, ...]:
+    def release(self, channels: Sequence[AgentChannel], limit_s: float) -> tuple[str, ...]:
         """Wait for the end of agent and guard, so that nothing of a job is left when its launcher has ended."""
         ours = [channel for channel in channels if isinstance(channel, ChildChannel)]
         return tuple(channel.host for channel in ours if channel.join(_wait_s(channel, limit_s)) not in ENDED_WELL)
 
     def sweep(self, plan: Plan, grace_s: float, hosts: Sequence[str] | None = None) -> Mapping[str, Swept]:
         """End the job's processes on this machine."""
-        from distrun_runtime.agent import sweep
+        from distrun_runtime.agent import stopping
 
-        report = sweep.sweep(plan.job, grace_s, plan.nonce)
+        report = stopping.sweep(plan.job, grace_s, plan.nonce)
         ended, left = (tuple("pid %d (%s)" % each for each in found) for found in (report.ended, report.left))
         return {plan.hosts[0].name: Swept(ended, left)}
 
@@ -114,7 +113,7 @@ class ChildChannel:
         except OSError as err:
             self._failure = err
             return
-        self._program = blob.agent(with_origin=True)
+        self._program = shipping.agent(with_origin=True)
         assert self._child.stdin is not None  # a pipe
         fd = self._child.stdin.fileno()
         with contextlib.suppress(OSError):  # it has ended: `start` hears why
@@ -126,7 +125,7 @@ class ChildChannel:
         """Send the agent its own modules, and from now on put what arrives."""
         # Not needed before: the agent's interpreter starts while these are imported.
         from distrun_runtime.coordinator.channel import StreamChannel
-        from distrun_runtime.coordinator.events import StartFailed
+        from distrun_runtime.coordinator.messages import StartFailed
 
         if self._child is None and self._failure is None:
             self.boot()
@@ -227,4 +226,4 @@ def short_name(hostname: str) -> str:
 
 
 def _argv() -> tuple[str, ...]:
-    return blob.command(sys.executable)
+    return shipping.command(sys.executable)

@@ -24,22 +24,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from distrun import shell
+from distrun import formats
 from distrun.backends import mpiguard
 from distrun.backends.engine import (
     ANSWER_S,
     ENDED,
     MARK,
     RUNNING,
+    CheckResult,
     Engine,
     EngineError,
     Explanation,
-    Finding,
-    Found,
+    FoundJob,
     Grant,
     Handle,
+    QueueStatus,
     Script,
-    Standing,
     Submission,
     fill,
     template,
@@ -192,8 +192,8 @@ class Mpi(Engine):
         values = {
             "job": submission.job,
             "marker": submission.marker,
-            "mpirun": shell.join(words),
-            "agent": shell.join(agent),
+            "mpirun": formats.join(words),
+            "agent": formats.join(agent),
             "folder": str(submission.folder),
         }
         lines = "".join(flavor.line.format(host=grant.node) + "\n" for grant in grants)
@@ -221,7 +221,7 @@ class Mpi(Engine):
         self._grants = grants_of(submission)
         return _handle(self._guard.pid, submission.marker, str(submission.folder))
 
-    def look(self, handle: Handle) -> Standing:
+    def look(self, handle: Handle) -> QueueStatus:
         """Return whether mpirun runs; if not, with what words it ended."""
         folder = _folder(handle)
         lives = process.is_alive(_identity(handle)) and not self._is_reaped()
@@ -229,10 +229,10 @@ class Mpi(Engine):
         ended = _read(folder / mpiguard.ENDED).strip()
         grants = self._grants or _grants_in(folder)
         if lives and not ended:
-            return Standing(RUNNING, "", grants, gone(said, grants))
+            return QueueStatus(RUNNING, "", grants, gone(said, grants))
         how = f"mpirun {_how(ended)}"
         words = last_words(said)
-        return Standing(ENDED, f"{how}: {words}" if words else how, grants, gone(said, grants))
+        return QueueStatus(ENDED, f"{how}: {words}" if words else how, grants, gone(said, grants))
 
     def _is_reaped(self) -> bool:
         """Return whether the guard was our child and has ended; then it leaves the process table."""
@@ -261,35 +261,39 @@ class Mpi(Engine):
             return None
         return Explanation(facts.EXIT_HOST_LOST, f"mpirun lost its connection to {lost or 'a host'}")
 
-    def find(self) -> Sequence[Found]:
+    def find(self) -> Sequence[FoundJob]:
         """Return this user's guards on this machine."""
         found = []
         for row in process.mine(process.table()):
             argv = _argv_of(row.pid)
             if len(argv) == 6 and os.path.basename(argv[2]) == GUARD and argv[3].startswith(MARK):
-                found.append(Found(_handle(row.pid, argv[3], argv[4]), argv[3], "running"))
+                found.append(FoundJob(_handle(row.pid, argv[3], argv[4]), argv[3], "running"))
         return found
 
-    def examine(self) -> Sequence[Finding]:
+    def examine(self) -> Sequence[CheckResult]:
         """Look for mpirun, and for what it reaches hosts with."""
         env = environ.snapshot()
         try:
             found = installed(*_wanted(self.options), env)
         except UsageError as err:
-            return [Finding(False, str(err), err.hint)]
-        findings = [Finding(True, f"mpirun: {found.path}: {found.flavor.title} (version {found.version or 'unknown'})")]
+            return [CheckResult(False, str(err), err.hint)]
+        findings = [
+            CheckResult(True, f"mpirun: {found.path}: {found.flavor.title} (version {found.version or 'unknown'})")
+        ]
         if found.flavor.refuses_root and os.geteuid() == 0:
             findings.append(
-                Finding(False, f"{found.flavor.title} does not run as root", "--engine-arg=--allow-run-as-root")
+                CheckResult(False, f"{found.flavor.title} does not run as root", "--engine-arg=--allow-run-as-root")
             )
         outer = next((name for name in ("SLURM_JOB_ID", "PE_HOSTFILE", "PBS_NODEFILE", "LSB_JOBID") if name in env), "")
         ssh = shutil.which("ssh", path=env.get("PATH"))
         if outer:
-            findings.append(Finding(True, f"in an allocation: {outer}={env[outer]}"))
+            findings.append(CheckResult(True, f"in an allocation: {outer}={env[outer]}"))
         elif ssh is None:
-            findings.append(Finding(False, "no ssh program, by which mpirun reaches hosts", "install openssh-client"))
+            findings.append(
+                CheckResult(False, "no ssh program, by which mpirun reaches hosts", "install openssh-client")
+            )
         else:
-            findings.append(Finding(True, f"mpirun reaches hosts by {ssh}, which must not ask for a password"))
+            findings.append(CheckResult(True, f"mpirun reaches hosts by {ssh}, which must not ask for a password"))
         return findings
 
 

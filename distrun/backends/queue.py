@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from distrun.backends import blob
+from distrun import shipping
 from distrun.backends import engine as engines
-from distrun.backends.base import Backend, Rendered, Swept
-from distrun.backends.dialback import Callers, write_new
+from distrun.backends.base import Backend, Callers, Rendered, Swept, write_new
 from distrun.backends.engine import (
     ENDED,
     RUNNING,
@@ -30,10 +29,10 @@ from distrun.backends.engine import (
     EngineError,
     Explanation,
     Grant,
-    Group,
     Handle,
+    QueueStatus,
+    RoleGroup,
     Script,
-    Standing,
     Submission,
 )
 from distrun.backends.local import ChildChannel
@@ -43,15 +42,15 @@ from distrun.placement import Slot, slots_in
 from distrun.request import EngineOptions, JobRequest, Needs
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER, Host, Plan
-from distrun_runtime.coordinator.events import EngineTold, Event
+from distrun_runtime.coordinator.failures import Culprit, Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
-from distrun_runtime.coordinator.outcome import Culprit, Outcome
+from distrun_runtime.coordinator.messages import EngineTold, Event
 from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
     from distrun.sync import CopyRequest, FileCopier, Says, Snapshot
-    from distrun_runtime.coordinator.channel import Channel
-    from distrun_runtime.coordinator.dialback import DialBackChannel
+    from distrun_runtime.coordinator.channel import AgentChannel
+    from distrun_runtime.coordinator.listener import DialBackChannel
 
 FOLDER = "engine"
 """In the job's folder, mode 0700: the script, the secret, what the engine wrote."""
@@ -94,7 +93,7 @@ class QueueBackend(Backend):
         self.claims: Mapping[str, str] = {}
         """What the engine calls the plan's places."""
         self._handle: Handle | None = None
-        self._watch: _Watch | None = None
+        self._watch: _PlacesWatch | None = None
 
     def inventory(self, found: Inventory | None) -> Inventory:
         """Return the hosts that the user named; none, if the engine chooses them.
@@ -119,14 +118,14 @@ class QueueBackend(Backend):
 
     def connect(
         self, hosts: Sequence[Host], job: str = "", nonce: str = "", holds_s: float = 0.0
-    ) -> tuple[Channel, ...]:
+    ) -> tuple[AgentChannel, ...]:
         """Return channels to agents that are asked something, if the engine can start one on a node it is told.
 
         Raises:
             UsageError: it cannot: agents come when a job is submitted.
         """
         python = self.engine.options.config.get("python", "python3")
-        argvs = {host.name: self.engine.on_node(host.name, blob.command(python)) for host in hosts}
+        argvs = {host.name: self.engine.on_node(host.name, shipping.command(python)) for host in hosts}
         if all(argvs.values()):
             return tuple(ChildChannel(name, argv) for name, argv in argvs.items())
         raise UsageError(
@@ -179,7 +178,7 @@ class QueueBackend(Backend):
         self._handle = self.engine.submit(submission, script)
         JobFolder(submission.folder.parent).note_engine(submission.marker, self._handle.to_json())
 
-    def look(self) -> Standing:
+    def look(self) -> QueueStatus:
         """Return how the job stands. Raises EngineError."""
         assert self._handle is not None, "nothing was submitted"
         return self.engine.look(self._handle)
@@ -268,15 +267,15 @@ class QueueBackend(Backend):
 
     # ------------------------------------------------------------------ while the job runs
 
-    def channels(self, plan: Plan) -> tuple[Channel, ...]:
+    def channels(self, plan: Plan) -> tuple[AgentChannel, ...]:
         """Return one channel for each place; agents are let in when these are started."""
         assert self._callers is not None
         self._plan = plan
         channels = tuple(self._callers.expect(plan, self.claims))
-        self._watch = _Watch(self, self._callers.agents.channels, self._callers.agents.lose)
+        self._watch = _PlacesWatch(self, self._callers.agents.channels, self._callers.agents.lose)
         return channels
 
-    def boot(self, channels: Sequence[Channel]) -> None:
+    def boot(self, channels: Sequence[AgentChannel]) -> None:
         """Begin to look after the places."""
         if self._watch is not None:
             self._watch.start()
@@ -299,7 +298,7 @@ class QueueBackend(Backend):
         found = within(EXPLAIN_S, lambda: self.engine.explain(handle, place))
         return with_explanation(outcome, found, self.name)
 
-    def release(self, channels: Sequence[Channel], limit_s: float) -> tuple[str, ...]:
+    def release(self, channels: Sequence[AgentChannel], limit_s: float) -> tuple[str, ...]:
         """Wait until the engine says that the job has ended; cancel it if it does not. Returns what is left."""
         if self._watch is not None:
             self._watch.close()
@@ -325,7 +324,7 @@ class QueueBackend(Backend):
         return self.withdraw(JobStore().find(plan.job).path)
 
 
-class _Watch:
+class _PlacesWatch:
     """Asks the engine, in a thread, how the places stand, so that nobody waits for an agent that cannot come back."""
 
     def __init__(
@@ -359,7 +358,7 @@ class _Watch:
                 traceback.print_exc()
             asked = time.monotonic()
 
-    def _judge(self, standing: Standing) -> None:
+    def _judge(self, standing: QueueStatus) -> None:
         """Give up the places that have ended, if their agents have not said so themselves by now."""
         names = {claim: name for name, claim in self._backend.claims.items()}
         gone = {names.get(claim, claim): why for claim, why in standing.gone.items()}
@@ -422,17 +421,17 @@ class Submitting:
 # ---------------------------------------------------------------------- pure
 
 
-def groups_of(request: JobRequest) -> tuple[Group, ...]:
+def groups_of(request: JobRequest) -> tuple[RoleGroup, ...]:
     """Return what an engine is asked for: servers, if there are any, then workers."""
     groups = (
-        Group(SERVER, request.servers, request.engine.server),
-        Group(WORKER, request.workers, request.engine.worker),
+        RoleGroup(SERVER, request.servers, request.engine.server),
+        RoleGroup(WORKER, request.workers, request.engine.worker),
     )
     return tuple(group for group in groups if group.count)
 
 
 def place_tasks(
-    groups: Sequence[Group],
+    groups: Sequence[RoleGroup],
     grants: Sequence[Grant],
     has_scheduler: bool,
     relays: bool = False,
@@ -449,7 +448,7 @@ def place_tasks(
     Raises:
         EngineError: the places have too little room.
     """
-    rooms = [_Room(grant) for grant in grants]
+    rooms = [_FreeResources(grant) for grant in grants]
     tasks = [(SCHEDULER, 0, grants[0].node, grants[0].place)] if has_scheduler and grants else []
     turns = itertools.cycle(rooms)
     for group in groups:
@@ -511,12 +510,12 @@ def place_names(grants: Sequence[Grant]) -> dict[str, str]:
     }
 
 
-def _next(turns: Iterator[_Room], rooms: Sequence[_Room], group: Group) -> _Room | None:
+def _next(turns: Iterator[_FreeResources], rooms: Sequence[_FreeResources], group: RoleGroup) -> _FreeResources | None:
     """Return the next place that has room for a task, which is taken."""
     return next((each for each in itertools.islice(turns, len(rooms)) if each.take(group.role, group.needs)), None)
 
 
-class _Room:
+class _FreeResources:
     """What of a place is free."""
 
     def __init__(self, grant: Grant) -> None:
@@ -546,7 +545,7 @@ class _Room:
         return True
 
 
-def _too_little(groups: Sequence[Group], grants: Sequence[Grant], group: Group, rank: int) -> str:
+def _too_little(groups: Sequence[RoleGroup], grants: Sequence[Grant], group: RoleGroup, rank: int) -> str:
     wanted = " + ".join(f"{each.count} {each.role} of {max(1, each.needs.cores)} cores" for each in groups)
     given = ", ".join(
         f"{grant.place} on {grant.node}: "

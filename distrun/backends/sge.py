@@ -33,15 +33,15 @@ from distrun.backends.engine import (
     MARK,
     QUEUED,
     RUNNING,
+    CheckResult,
     Engine,
     EngineError,
     Explanation,
-    Finding,
-    Found,
+    FoundJob,
     Grant,
     Handle,
+    QueueStatus,
     Script,
-    Standing,
     Submission,
     execute,
     fill,
@@ -49,7 +49,7 @@ from distrun.backends.engine import (
 )
 from distrun.errors import UsageError
 from distrun_runtime.contract import facts
-from distrun_runtime.contract.duration import duration
+from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import SERVER, WORKER
 
 SCRIPT = "sge.sh"
@@ -172,7 +172,7 @@ class Sge(Engine):
         }
         return Handle(self.name, number, more)
 
-    def look(self, handle: Handle) -> Standing:
+    def look(self, handle: Handle) -> QueueStatus:
         """Ask `qstat`. A job that could not be started is deleted; the secret is delivered when the job starts."""
         rows = _rows(handle.id, is_strict=True)
         if not rows:
@@ -201,9 +201,9 @@ class Sge(Engine):
         if handle.id in self._deleted and any(row.host in _unheard() for row in running):
             _run(("qdel", "-f", handle.id))  # if the user may; else it stays until the host is back
         # A host that is not heard of is not gone: its daemon may be started again, and jobs go on meanwhile.
-        return Standing(RUNNING, _condition(running) or ("" if self._delivered else self._undelivered), found)
+        return QueueStatus(RUNNING, _condition(running) or ("" if self._delivered else self._undelivered), found)
 
-    def _waiting(self, handle: Handle, running: Sequence[Row], rows: Sequence[Row]) -> Standing:
+    def _waiting(self, handle: Handle, running: Sequence[QstatRow], rows: Sequence[QstatRow]) -> QueueStatus:
         if running:
             count = f"{len(running)} of {handle.more['tasks']} array tasks have started"
             since = self._first_seen.setdefault(handle.id, time.monotonic())
@@ -211,11 +211,11 @@ class Sge(Engine):
                 return self._give_up(
                     handle, f"only {count} within {self._limit_s:g} s; a parallel environment starts all or none (--pe)"
                 )
-            return Standing(QUEUED, f"{count}; the others wait{self._because(handle.id)}")
+            return QueueStatus(QUEUED, f"{count}; the others wait{self._because(handle.id)}")
         if all("h" in row.state for row in rows):
-            return Standing(QUEUED, f"on hold (state {rows[0].state}); `qrls {handle.id}` releases it")
+            return QueueStatus(QUEUED, f"on hold (state {rows[0].state}); `qrls {handle.id}` releases it")
         pending = parse_jobs(_ask("qstat", "-xml", "-r", "-u", "*", "-s", "p", may_fail=True), is_lenient=True)
-        return Standing(QUEUED, position(pending, handle.id) + self._because(handle.id))
+        return QueueStatus(QUEUED, position(pending, handle.id) + self._because(handle.id))
 
     def _because(self, job: str) -> str:
         why = self._why(job)
@@ -233,10 +233,10 @@ class Sge(Engine):
             self._reasons[job] = (time.monotonic(), why)
         return why
 
-    def _give_up(self, handle: Handle, why: str) -> Standing:
+    def _give_up(self, handle: Handle, why: str) -> QueueStatus:
         self.cancel(handle)
         self._given_up[handle.id] = Explanation(facts.EXIT_START_FAILED, why)
-        return Standing(ENDED, why)
+        return QueueStatus(ENDED, why)
 
     def _deliver(self, job: str, head: str) -> None:
         """Write the secret to a file of the job's own on its first host, in a thread, unless that is under way.
@@ -291,7 +291,7 @@ class Sge(Engine):
             return _time_limit(limit_s)
         return found
 
-    def _ended(self, handle: Handle) -> Standing:
+    def _ended(self, handle: Handle) -> QueueStatus:
         """Return how a job stands that Grid Engine does not list any more."""
         records = _accounted(handle.id)
         found = explanation(records, handle.more, "")
@@ -301,7 +301,7 @@ class Sge(Engine):
             found = Explanation(CANCELLED, "Grid Engine: the job was deleted from outside (qdel)")
         if found is not None:
             is_start = found.code == facts.EXIT_START_FAILED
-            return Standing(ENDED, found.text.replace("Grid Engine: ", ""), why=None if is_start else found)
+            return QueueStatus(ENDED, found.text.replace("Grid Engine: ", ""), why=None if is_start else found)
         codes = [each.code for each in records if each.code]
         if facts.EXIT_NOT_FOUND in codes:
             text = "its script ended with exit code 127: a host has no python3 (--python names another)"
@@ -311,30 +311,30 @@ class Sge(Engine):
             text = f"its script ended with exit code {codes[0]}"
         else:
             text = "" if has_run else "it was deleted (qdel), or ended at once; Grid Engine has no record of it"
-        return Standing(ENDED, text)
+        return QueueStatus(ENDED, text)
 
-    def find(self) -> Sequence[Found]:
+    def find(self) -> Sequence[FoundJob]:
         """Return this user's jobs whose names begin as markers do."""
-        found: dict[str, Found] = {}
+        found: dict[str, FoundJob] = {}
         for row in parse_jobs(_ask("qstat", "-xml", "-r", "-u", _user())):
             if row.name.startswith(MARK):
                 more = {"kind": ARRAY if row.task else PARALLEL, "tasks": "0", "servers": "0"}
-                found.setdefault(row.id, Found(Handle(self.name, row.id, more), row.name, row.state))
+                found.setdefault(row.id, FoundJob(Handle(self.name, row.id, more), row.name, row.state))
         return tuple(found.values())
 
-    def examine(self) -> Sequence[Finding]:
+    def examine(self) -> Sequence[CheckResult]:
         """Look for the commands, the queue master, parallel environments and the accounting."""
         lacks = [name for name in ("qsub", "qstat", "qdel", "qconf", "qrsh") if shutil.which(name) is None]
         if lacks:
             fix = ". $SGE_ROOT/default/common/settings.sh   or install gridengine-client"
-            return (Finding(False, f"commands of Grid Engine: not found: {' '.join(lacks)}", fix),)
+            return (CheckResult(False, f"commands of Grid Engine: not found: {' '.join(lacks)}", fix),)
         version = _run(("qstat", "-help"))[1].partition("\n")[0]
-        found = [Finding(True, f"commands of Grid Engine: {version}")]
+        found = [CheckResult(True, f"commands of Grid Engine: {version}")]
         code, said = _run(("qconf", "-sss"))
         if code:
             fix = "start the queue master, or have this host made a submit host (qconf -as HOST)"
-            return (*found, Finding(False, f"the queue master does not answer: {_one_line(said)}", fix))
-        found.append(Finding(True, f"the queue master answers; the scheduler runs on {said.strip()}"))
+            return (*found, CheckResult(False, f"the queue master does not answer: {_one_line(said)}", fix))
+        found.append(CheckResult(True, f"the queue master answers; the scheduler runs on {said.strip()}"))
         try:
             wanted = self.options.own.get("pe") or self.options.config.get("pe", "")
             chosen = choose(_environments(wanted), wanted)
@@ -346,15 +346,15 @@ class Sge(Engine):
                 if chosen != NO_PE
                 else "jobs are arrays, and need a shared job folder; ask for one with control_slaves TRUE"
             )
-            found.append(Finding(chosen != NO_PE, text, fix))
+            found.append(CheckResult(chosen != NO_PE, text, fix))
         except UsageError as err:
-            found.append(Finding(True, f"{err}; {err.hint}"))
+            found.append(CheckResult(True, f"{err}; {err.hint}"))
         code, said = _run(("qacct", "-o", _user(), "-d", "1"))
         if code and "no jobs running since startup" not in said:
             then = "why a job ended is known only as far as agents tell; ask for access to the accounting file"
-            found.append(Finding(True, f"no accounting (qacct): {_one_line(said)}; {then}"))
+            found.append(CheckResult(True, f"no accounting (qacct): {_one_line(said)}; {then}"))
         else:
-            found.append(Finding(True, "accounting: qacct answers"))
+            found.append(CheckResult(True, "accounting: qacct answers"))
         return tuple(found)
 
 
@@ -544,7 +544,7 @@ def _is_tight(environment: Mapping[str, str]) -> bool:
 # What Grid Engine says. Pure.
 
 
-class Row(NamedTuple):
+class QstatRow(NamedTuple):
     """A line of `qstat`: a job that waits, or one slot or task that runs."""
 
     id: str
@@ -562,7 +562,7 @@ class Row(NamedTuple):
     priority: float = 0.0
 
 
-class Record(NamedTuple):
+class AccountingRecord(NamedTuple):
     """What the accounting says of a job on one host, or of one task of an array."""
 
     host: str
@@ -576,7 +576,7 @@ class Record(NamedTuple):
     """What was asked for."""
 
 
-def parse_jobs(text: str, is_lenient: bool = False) -> list[Row]:
+def parse_jobs(text: str, is_lenient: bool = False) -> list[QstatRow]:
     """Return the rows of `qstat -xml`. Raises EngineError for what is no XML, unless `is_lenient`."""
     try:
         root = ElementTree.fromstring(text)
@@ -588,7 +588,7 @@ def parse_jobs(text: str, is_lenient: bool = False) -> list[Row]:
     for each in root.iter("job_list"):
         queue, _, host = each.findtext("queue_name", "").partition("@")
         rows.append(
-            Row(
+            QstatRow(
                 each.findtext("JB_job_number", ""),
                 each.findtext("full_job_name", "") or each.findtext("JB_name", ""),
                 each.findtext("state", ""),
@@ -603,7 +603,7 @@ def parse_jobs(text: str, is_lenient: bool = False) -> list[Row]:
     return rows
 
 
-def grants(running: Iterable[Row], more: Mapping[str, str]) -> tuple[Grant, ...]:
+def grants(running: Iterable[QstatRow], more: Mapping[str, str]) -> tuple[Grant, ...]:
     """Return the places of a job that runs, given its rows of `qstat -g t`.
 
     Of a parallel job there is a row SLAVE for each slot and one more, MASTER, for the script; in an environment whose
@@ -625,7 +625,7 @@ def grants(running: Iterable[Row], more: Mapping[str, str]) -> tuple[Grant, ...]
     return tuple(Grant(host, host, cores=max(1, number)) for host, number in count.items())
 
 
-def position(pending: Sequence[Row], job: str) -> str:
+def position(pending: Sequence[QstatRow], job: str) -> str:
     """Return which place a job has among those that wait, in the scheduler's order."""
     ready = list(dict.fromkeys(row.id for row in pending if not row.host and not set(row.state) & set("hEd")))
     if job not in ready:
@@ -634,7 +634,7 @@ def position(pending: Sequence[Row], job: str) -> str:
     return f"position {ready.index(job) + 1} of {len(ready)}{f' in {queue}' if queue else ''}"
 
 
-def _condition(running: Sequence[Row]) -> str:
+def _condition(running: Sequence[QstatRow]) -> str:
     states = "".join(row.state for row in running)
     if "d" in states:
         return "being deleted"
@@ -771,14 +771,14 @@ def parse_id(text: str) -> str:
     return ""
 
 
-def parse_accounting(text: str) -> list[Record]:
+def parse_accounting(text: str) -> list[AccountingRecord]:
     """Return the records of `qacct -j`; none if it has none."""
     records = []
     for part in re.split(r"^=+\s*$", text, flags=re.MULTILINE)[1:]:
         values = parse_settings(part)
         number, _, failure = values.get("failed", "0").partition(":")
         records.append(
-            Record(
+            AccountingRecord(
                 values.get("hostname", ""),
                 values.get("taskid", "").replace("undefined", ""),
                 _number(number),
@@ -792,7 +792,7 @@ def parse_accounting(text: str) -> list[Record]:
     return records
 
 
-def explanation(records: Sequence[Record], more: Mapping[str, str], place: str) -> Explanation | None:
+def explanation(records: Sequence[AccountingRecord], more: Mapping[str, str], place: str) -> Explanation | None:
     """Return why Grid Engine ended a place (empty: the job); None: it did not."""
     is_array = more.get("kind") == ARRAY
     mine = [each for each in records if not place or (each.task if is_array else each.host) == place] or records
@@ -826,11 +826,11 @@ _AFTER = 100
 """`failed` of a job that died of a signal."""
 
 
-def _asked(record: Record) -> dict[str, str]:
+def _asked(record: AccountingRecord) -> dict[str, str]:
     return dict(re.findall(r"\b(h_rt|h_cpu|h_vmem)=(\S+?)(?:,|\s|$)", record.category))
 
 
-def _limit(record: Record) -> Explanation:
+def _limit(record: AccountingRecord) -> Explanation:
     asked = _asked(record)
     runtime = _seconds(asked.get("h_rt", ""))
     if runtime and ("h_vmem" not in asked or record.wall_s >= runtime):
@@ -905,13 +905,13 @@ def _check_listed(what: str, wanted: str, known: Sequence[str], option: str) -> 
         raise UsageError(f"{option} {wanted}: Grid Engine has no such {what}", f"it has: {', '.join(known) or 'none'}")
 
 
-def _rows(job: str, is_strict: bool = False) -> list[Row]:
+def _rows(job: str, is_strict: bool = False) -> list[QstatRow]:
     """Return the rows of a job of this user; none if Grid Engine does not answer, unless `is_strict`."""
     said = _ask("qstat", "-xml", "-g", "t", "-u", _user(), may_fail=not is_strict)
     return [row for row in parse_jobs(said, is_lenient=not is_strict) if row.id == job]
 
 
-def _accounted(job: str) -> list[Record]:
+def _accounted(job: str) -> list[AccountingRecord]:
     return parse_accounting(_run(("qacct", "-j", job), limit_s=ACCOUNT_S, is_strict=False)[1])
 
 

@@ -28,15 +28,15 @@ from distrun.backends.engine import (
     ENDED,
     NOTE,
     RUNNING,
+    CheckResult,
     Engine,
     EngineError,
     Explanation,
-    Finding,
-    Found,
+    FoundJob,
     Grant,
     Handle,
+    QueueStatus,
     Script,
-    Standing,
     Submission,
     execute,
     fill,
@@ -141,7 +141,7 @@ PARTITIONS = ("-h", "-e", "-o", "%R|%l|%c|%m|%G|%D|%a")
 
 
 @dataclass(frozen=True)
-class Asked:
+class JobComponent:
     """One component of a job: tasks that need the same."""
 
     roles: tuple[tuple[str, int], ...]
@@ -282,7 +282,7 @@ class Slurm(Engine):
         return str(Path(folder).expanduser() / name) if folder else name
 
     @staticmethod
-    def _wanted(submission: Submission, asked: Asked) -> list[str]:
+    def _wanted(submission: Submission, asked: JobComponent) -> list[str]:
         """Return sbatch's options for one component."""
         options, needs = submission.options, asked.needs
         words = [f"--ntasks={asked.tasks}"]
@@ -302,7 +302,7 @@ class Slurm(Engine):
             words.append(f"--time={_time(options.time_s)}")
         return [*words, *shlex.split(options.config.get("args", "")), *options.args]
 
-    def _agents(self, submission: Submission, parts: Sequence[Asked]) -> str:
+    def _agents(self, submission: Submission, parts: Sequence[JobComponent]) -> str:
         """Return the shell command that starts the agents of a job that was submitted."""
         extra = shlex.split(submission.options.config.get("srun_args", ""))
         has_gpus = any(each.needs.gpus for each in parts)
@@ -387,7 +387,7 @@ class Slurm(Engine):
             time.sleep(0.1)
         return handle
 
-    def look(self, handle: Handle) -> Standing:
+    def look(self, handle: Handle) -> QueueStatus:
         """Ask scontrol for the job, and squeue for its position or sinfo for its nodes."""
         self._bin = handle.more.get("bin", "")
         found = self._jobs(handle)
@@ -404,16 +404,16 @@ class Slurm(Engine):
             )
         return self._without_lost_nodes(standing, answers.is_ending(found))
 
-    def _look_inside(self, handle: Handle, found: Sequence[answers.Job]) -> Standing:
+    def _look_inside(self, handle: Handle, found: Sequence[answers.ScontrolJob]) -> QueueStatus:
         grants = tuple(Grant(*each) for each in json.loads(handle.more.get("grants", "[]")))
         if found and all(each.state == "RUNNING" for each in found) and not self._step_lives(handle):
-            return Standing(ENDED, "; ".join(filter(None, ("srun has ended", _tail(handle.more.get("log", ""))))))
+            return QueueStatus(ENDED, "; ".join(filter(None, ("srun has ended", _tail(handle.more.get("log", ""))))))
         standing = answers.standing(found, grants)
         told = answers.told_by_srun(_text(handle.more.get("log", "")))
         gone = {**{place: what for place, what in told.items() if not what.startswith("Exited")}, **standing.gone}
         return self._without_lost_nodes(standing._replace(gone=gone), answers.is_ending(found))
 
-    def _without_lost_nodes(self, standing: Standing, is_ending: bool) -> Standing:
+    def _without_lost_nodes(self, standing: QueueStatus, is_ending: bool) -> QueueStatus:
         """Add the places whose nodes are down; a job that ends does not wait for them."""
         if standing.state != RUNNING or not standing.grants:
             return standing
@@ -460,7 +460,7 @@ class Slurm(Engine):
         why = standing.gone.get(place, "") if place else ""
         return Explanation(7, f"Slurm: {why}") if " is " in why else None
 
-    def _with_node(self, explained: Explanation, found: Sequence[answers.Job]) -> Explanation:
+    def _with_node(self, explained: Explanation, found: Sequence[answers.ScontrolJob]) -> Explanation:
         """Return why a job ended, with the node that failed: Slurm ends the tasks on all others in the same moment."""
         nodes = ",".join(node for job in found for node in job.cpus)
         with contextlib.suppress(EngineError):
@@ -471,7 +471,7 @@ class Slurm(Engine):
         return explained._replace(text=f"{explained.text}: {text}", lost=next(iter(self._down)))
 
     @staticmethod
-    def _is_over(handle: Handle, found: Sequence[answers.Job]) -> bool:
+    def _is_over(handle: Handle, found: Sequence[answers.ScontrolJob]) -> bool:
         """Return whether Slurm can say how a job ended; an allocation of the user's goes on without us."""
         if "step" in handle.more and not answers.is_ending(found):
             return True
@@ -490,7 +490,7 @@ class Slurm(Engine):
         own = ("env", *(word for name in ("SLURM_JOB_ID", "SLURM_JOBID") for word in ("-u", name)))
         return (*own, self._program("srun"), *ASK_OPTIONS, f"--nodelist={node}", *argv)
 
-    def find(self) -> Sequence[Found]:
+    def find(self) -> Sequence[FoundJob]:
         """Return this user's jobs and steps that are called as distrun calls them."""
         user = ("-h", "--me")
         queue = self._ask("squeue", *user, "-o", "%i|%j|%T")
@@ -499,48 +499,50 @@ class Slurm(Engine):
         for number, (marker, state) in answers.marked(queue, steps).items():
             job, dot, _ = number.partition(".")
             handle = Handle(self.name, re.sub(r"\+.*", "", job), {"step": marker} if dot else {})
-            found.append(Found(handle, marker, state))
+            found.append(FoundJob(handle, marker, state))
         return found
 
-    def examine(self) -> Sequence[Finding]:
+    def examine(self) -> Sequence[CheckResult]:
         """Look for Slurm's commands, its controller, a partition, and accounting."""
         found = []
         try:
             version = self._ask("sbatch", "--version").strip()
             self._ask("srun", "--version")
-            found.append(Finding(True, f"Slurm's commands: {version}"))
+            found.append(CheckResult(True, f"Slurm's commands: {version}"))
         except EngineError as err:
-            return [Finding(False, f"Slurm's commands: {err}", err.hint)]
+            return [CheckResult(False, f"Slurm's commands: {err}", err.hint)]
         try:
             told = self._ask("scontrol", "ping").strip()
             found.append(
-                Finding(
+                CheckResult(
                     " UP" in told or "is UP" in told, f"controller: {' '.join(told.split())}", "ask the administrators"
                 )
             )
             partitions = answers.partitions(self._ask("sinfo", *PARTITIONS))
         except EngineError as err:
-            return [*found, Finding(False, f"controller: {err}", "ask the administrators")]
+            return [*found, CheckResult(False, f"controller: {err}", "ask the administrators")]
         up = sorted({each.name for each in partitions if each.is_up and each.nodes})
         found.append(
-            Finding(bool(up), f"partitions (--queue): {', '.join(up) or 'none is up'}", "ask the administrators")
+            CheckResult(bool(up), f"partitions (--queue): {', '.join(up) or 'none is up'}", "ask the administrators")
         )
         try:
             self._ask("sacct", "-n", "-X", "-S", "now", limit_s=5.0)
-            found.append(Finding(True, "accounting: sacct answers"))
+            found.append(CheckResult(True, "accounting: sacct answers"))
         except EngineError:
-            found.append(Finding(True, "accounting: none; why a job ended is known for as long as scontrol shows it"))
+            found.append(
+                CheckResult(True, "accounting: none; why a job ended is known for as long as scontrol shows it")
+            )
         job = environ.snapshot().get("SLURM_JOB_ID", "")
         where = f"inside job {job}: launches use its nodes" if job else "outside an allocation: launches submit jobs"
-        return [*found, Finding(True, where)]
+        return [*found, CheckResult(True, where)]
 
     # ------------------------------------------------------------------ asking
 
-    def _jobs(self, handle: Handle) -> list[answers.Job]:
+    def _jobs(self, handle: Handle) -> list[answers.ScontrolJob]:
         words = (*_cluster(handle), "show", "job", "-d", "-o", handle.id)
         return answers.jobs(self._ask("scontrol", *words, unknown=answers.UNKNOWN_JOB))
 
-    def _position_of(self, handle: Handle, found: Sequence[answers.Job]) -> str:
+    def _position_of(self, handle: Handle, found: Sequence[answers.ScontrolJob]) -> str:
         if not found or found[0].state != "PENDING" or found[0].reason in answers.HOPELESS:
             return ""
         text, asked = self._position
@@ -561,7 +563,7 @@ class Slurm(Engine):
             return self._srun.poll() is None
         return bool(self._step(handle))
 
-    def _find_quietly(self) -> Sequence[Found]:
+    def _find_quietly(self) -> Sequence[FoundJob]:
         try:
             return self.find()
         except EngineError:
@@ -588,32 +590,34 @@ class Slurm(Engine):
 # ---------------------------------------------------------------------- pure
 
 
-def components(submission: Submission) -> tuple[Asked, ...]:
+def components(submission: Submission) -> tuple[JobComponent, ...]:
     """Return what is asked for: all tasks together if their roles need the same, else a component for each role."""
     groups = submission.groups
     if len({group.needs for group in groups}) == 1:
-        parts = [Asked(tuple((group.role, group.count) for group in groups), groups[0].needs)]
+        parts = [JobComponent(tuple((group.role, group.count) for group in groups), groups[0].needs)]
     else:
-        parts = [Asked(((group.role, group.count),), group.needs) for group in groups]
+        parts = [JobComponent(((group.role, group.count),), group.needs) for group in groups]
     made = []
     for number, asked in enumerate(parts):
         most = int(submission.found.get(f"most.{number}", 0)) or (asked.tasks if asked.needs.gpus else 0)
-        made.append(Asked(asked.roles, asked.needs, most))
+        made.append(JobComponent(asked.roles, asked.needs, most))
     return tuple(made)
 
 
-def answered(parts: Sequence[Asked]) -> tuple[answers.Component, ...]:
+def answered(parts: Sequence[JobComponent]) -> tuple[answers.Component, ...]:
     """Return what is needed to read the allocation that these get."""
     return tuple(answers.Component(each.roles, each.needs.cores, each.most) for each in parts)
 
 
 def _components(handle: Handle) -> tuple[answers.Component, ...]:
     told = json.loads(handle.more.get("components", "[]"))
-    parts = [Asked(tuple((role, count) for role, count in roles), Needs(*needs), most) for roles, needs, most in told]
+    parts = [
+        JobComponent(tuple((role, count) for role, count in roles), Needs(*needs), most) for roles, needs, most in told
+    ]
     return answered(parts)
 
 
-def _most(asked: Asked, partitions: Sequence[answers.Partition], queue: str) -> int:
+def _most(asked: JobComponent, partitions: Sequence[answers.Partition], queue: str) -> int:
     """Return how many tasks go on a node: the most that fit and that make all nodes alike."""
     needs = asked.needs
     nodes = [each for each in partitions if not queue or each.name in queue.split(",")]

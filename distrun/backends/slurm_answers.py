@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from distrun.backends.engine import ENDED, MARK, QUEUED, RUNNING, Explanation, Grant, Group, Standing
+from distrun.backends.engine import ENDED, MARK, QUEUED, RUNNING, Explanation, Grant, QueueStatus, RoleGroup
 from distrun.hosts import expand
 from distrun.request import Needs
 from distrun_runtime.contract import facts
-from distrun_runtime.contract.duration import duration
+from distrun_runtime.contract.facts import duration
 
 PENDING = frozenset(
     [
@@ -83,7 +83,7 @@ NO_OUTPUT_FILE = 53
 
 
 @dataclass(frozen=True)
-class Job:
+class ScontrolJob:
     """One line of `scontrol show job -d -o`: a job, or one component of a heterogeneous job."""
 
     id: str
@@ -102,12 +102,12 @@ class Job:
     """By node, in Slurm's order: how many the job has there (0: not said). Empty before it runs."""
 
 
-def jobs(text: str) -> list[Job]:
+def jobs(text: str) -> list[ScontrolJob]:
     """Read what `scontrol show job -d -o ID` prints: the components of a job in their order."""
     return [_job(line) for line in text.splitlines() if line.startswith("JobId=")]
 
 
-def _job(line: str) -> Job:
+def _job(line: str) -> ScontrolJob:
     def value(name: str) -> str:
         found = re.search(rf"(?:^|\s){re.escape(name)}=(\S*)", line)
         return "" if found is None or found[1] in ("(null)", "Unknown", "N/A", "None") else found[1]
@@ -119,7 +119,7 @@ def _job(line: str) -> Job:
     if not cpus and value("NodeList") and state not in PENDING:
         cpus = dict.fromkeys(expand(value("NodeList")), 0)
     tasks = value("NumTasks")
-    return Job(
+    return ScontrolJob(
         id=value("JobId"),
         name=value("JobName"),
         state=state,
@@ -161,7 +161,7 @@ class Component:
         return sum(count for _, count in self.roles)
 
 
-def grants(found: Sequence[Job], components: Sequence[Component], is_ours: bool) -> tuple[Grant, ...]:
+def grants(found: Sequence[ScontrolJob], components: Sequence[Component], is_ours: bool) -> tuple[Grant, ...]:
     """Return the places of a job that runs: one on each node of each component.
 
     A place is called by its node, as the process knows it (`place_variable`). Components may share a node: where there
@@ -185,7 +185,7 @@ def grants(found: Sequence[Job], components: Sequence[Component], is_ours: bool)
     return tuple(made)
 
 
-def crowded(found: Sequence[Job], groups: Sequence[Group]) -> str:
+def crowded(found: Sequence[ScontrolJob], groups: Sequence[RoleGroup]) -> str:
     """Return what is said of tasks that are more than the processors of the allocation they go to; empty: nothing."""
     cpus = sum(count for job in found for count in job.cpus.values())
     wanted = sum(group.count * max(1, group.needs.cores) for group in groups)
@@ -203,7 +203,7 @@ def place_variable(components: int) -> str:
     return "SLURMD_NODENAME" if components == 1 else "SLURM_PROCID"
 
 
-def _shares(job: Job, component: Component) -> dict[str, dict[str, int]]:
+def _shares(job: ScontrolJob, component: Component) -> dict[str, dict[str, int]]:
     """Return how many tasks of the one role of a component each node takes."""
     [(role, count)] = component.roles
     room = {node: cpus // max(1, component.cores) if cpus else count for node, cpus in job.cpus.items()}
@@ -222,7 +222,7 @@ def _shares(job: Job, component: Component) -> dict[str, dict[str, int]]:
     return {node: {role: number} for node, number in taken.items() if number}
 
 
-def standing(found: Sequence[Job], places: Sequence[Grant], position: str = "") -> Standing:
+def standing(found: Sequence[ScontrolJob], places: Sequence[Grant], position: str = "") -> QueueStatus:
     """Return how a job stands.
 
     Args:
@@ -231,19 +231,19 @@ def standing(found: Sequence[Job], places: Sequence[Grant], position: str = "") 
         position: `position 3`, of one that waits; empty: not known.
     """
     if not found:
-        return Standing(ENDED, "Slurm does not know the job any more")
+        return QueueStatus(ENDED, "Slurm does not know the job any more")
     if any(job.state in PENDING for job in found):
-        return Standing(QUEUED, _waits(found[0], position))
+        return QueueStatus(QUEUED, _waits(found[0], position))
     if all(job.state in OVER for job in found):
-        return Standing(ENDED, _how_ended(_worst(found)))
+        return QueueStatus(ENDED, _how_ended(_worst(found)))
     if any(job.state in ENDING or job.state in OVER for job in found):
         gone = dict.fromkeys([each.place for each in places], "Slurm ends the job")
-        return Standing(RUNNING, "Slurm ends its processes", tuple(places), gone)
+        return QueueStatus(RUNNING, "Slurm ends its processes", tuple(places), gone)
     text = "suspended" if any(job.state == "SUSPENDED" for job in found) else ""
-    return Standing(RUNNING, text, tuple(places))
+    return QueueStatus(RUNNING, text, tuple(places))
 
 
-def _waits(job: Job, position: str) -> str:
+def _waits(job: ScontrolJob, position: str) -> str:
     where = f" in {job.partition}" if job.partition else ""
     if job.state == "CONFIGURING":
         return "its nodes are booting"
@@ -256,13 +256,13 @@ def _waits(job: Job, position: str) -> str:
     return f"{position or 'waits'}{where}{because}"
 
 
-def _how_ended(job: Job) -> str:
+def _how_ended(job: ScontrolJob) -> str:
     reason = f" ({job.reason})" if job.reason and job.reason != "NonZeroExitCode" else ""
     code = f", exit code {job.exit[0]}" if job.state == "FAILED" and job.exit[0] else ""
     return f"{job.state}{reason}{code}"
 
 
-def _worst(found: Sequence[Job]) -> Job:
+def _worst(found: Sequence[ScontrolJob]) -> ScontrolJob:
     """Return the component that says most of how the job ended."""
     order = ("NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "TIMEOUT", "DEADLINE", "BOOT_FAIL", "CANCELLED", "FAILED")
     ranked = sorted(found, key=lambda job: order.index(job.state) if job.state in order else len(order))
@@ -275,12 +275,12 @@ def position(text: str, job: str) -> str:
     return f"position {waiting.index(job) + 1}" if job in waiting else ""
 
 
-def is_ending(found: Sequence[Job]) -> bool:
+def is_ending(found: Sequence[ScontrolJob]) -> bool:
     """Return whether it is about to be known how a job ended."""
     return any(job.state in ENDING for job in found)
 
 
-def explanation(found: Sequence[Job], accounts: str = "") -> Explanation | None:
+def explanation(found: Sequence[ScontrolJob], accounts: str = "") -> Explanation | None:
     """Return why Slurm ended a job; None if it did not: it runs, or its script ended by itself.
 
     Args:
@@ -350,7 +350,7 @@ def down_nodes(states: Mapping[str, str]) -> dict[str, str]:
     return {node: state for node, state in states.items() if re.match(r"(down|fail|powering_down|unknown)", state)}
 
 
-def ended_but_for_lost(standing: Standing, states: Mapping[str, str]) -> Standing:
+def ended_but_for_lost(standing: QueueStatus, states: Mapping[str, str]) -> QueueStatus:
     """Return how a job stands that Slurm ends: ENDED if the nodes that still have it do not answer.
 
     It stays so until Slurm gives up these nodes, often for five minutes.
@@ -358,7 +358,7 @@ def ended_but_for_lost(standing: Standing, states: Mapping[str, str]) -> Standin
     lost = [node for node, state in states.items() if state.endswith("*")]
     if not lost or any(state == "completing" for state in states.values()):
         return standing
-    return Standing(ENDED, "it has ended but for {}, which does not answer".format(", ".join(lost)))
+    return QueueStatus(ENDED, "it has ended but for {}, which does not answer".format(", ".join(lost)))
 
 
 def marked(queue: str, steps: str) -> dict[str, tuple[str, str]]:

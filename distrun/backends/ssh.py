@@ -6,17 +6,18 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from distrun import shell
-from distrun.backends import blob
+from distrun import formats, shipping
 from distrun.backends.base import GUARD_S, Backend, Rendered, Swept, marks
 from distrun.errors import UsageError
-from distrun.fleet import Answer, Fleet, Problem
+from distrun.fleet import Fleet
+from distrun.fleet.questions import HostAnswer
 from distrun.hosts import HostSpec, Inventory
 from distrun.ssh.channel import SshChannel
 from distrun.ssh.connector import Connector
-from distrun.ssh.target import PROGRAM, Target, remote_command, ssh_arguments, ssh_flags
+from distrun.ssh.resolve import PROGRAM, Target, remote_command, ssh_arguments, ssh_flags
 from distrun_runtime.contract.plan import Host, Plan, Reach
-from distrun_runtime.coordinator.channel import Channel
+from distrun_runtime.coordinator.channel import AgentChannel
+from distrun_runtime.coordinator.failures import Problem
 
 if TYPE_CHECKING:
     from distrun.sync import Copier, CopyRequest, Says
@@ -56,7 +57,7 @@ class Ssh(Backend):
     def login(self, reach: Reach) -> str:
         """Return the `ssh` command for that host."""
         target = _target(reach)
-        return shell.join([PROGRAM, *ssh_flags(target), target.host])
+        return formats.join([PROGRAM, *ssh_flags(target), target.host])
 
     def copier(self, hosts: Sequence[Host], request: CopyRequest, sink: Says) -> Copier:
         """Return a copier whose ssh reaches the hosts as our connections do, with what the user typed for these."""
@@ -81,16 +82,16 @@ class Ssh(Backend):
 
     def connect(
         self, hosts: Sequence[Host], job: str = "", nonce: str = "", holds_s: float = 0.0
-    ) -> tuple[Channel, ...]:
+    ) -> tuple[AgentChannel, ...]:
         """Return one channel for each host."""
-        agent = blob.agent()
+        agent = shipping.agent()
         targets = [(host.name, _target(host.reach, host.name)) for host in hosts]
         return tuple(
             SshChannel(name, target, _command(target, job, nonce, name), agent, self._connector, holds_s=holds_s)
             for name, target in targets
         )
 
-    def release(self, channels: Sequence[Channel], limit_s: float) -> tuple[str, ...]:
+    def release(self, channels: Sequence[AgentChannel], limit_s: float) -> tuple[str, ...]:
         """Wait for the ends of the connections, which come when agent and guard have ended."""
         until = time.monotonic() + GUARD_S
         ours = [channel for channel in channels if isinstance(channel, SshChannel)]
@@ -113,7 +114,7 @@ class Ssh(Backend):
         return {name: _swept(answer) for name, answer in found.items()}
 
 
-def _swept(answer: Answer | Problem) -> Swept:
+def _swept(answer: HostAnswer | Problem) -> Swept:
     if isinstance(answer, Problem):
         return Swept(problem=answer.text)
     ended, left = (tuple("pid %d (%s)" % (pid, text) for pid, text in answer.value[key]) for key in ("ended", "left"))
@@ -126,4 +127,4 @@ def _target(reach: Reach, name: str = "") -> Target:
 
 
 def _command(target: Target, job: str, nonce: str, host: str) -> str:
-    return remote_command(blob.BOOT, target.python, env=marks(job, nonce, host))
+    return remote_command(shipping.BOOT, target.python, env=marks(job, nonce, host))

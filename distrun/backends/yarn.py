@@ -19,7 +19,7 @@ from os import geteuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distrun.backends import hadoop, yarnshell
+from distrun.backends import hadoop
 from distrun.backends.engine import (
     ANSWER_S,
     ENDED,
@@ -27,20 +27,20 @@ from distrun.backends.engine import (
     QUEUED,
     RUNNING,
     SECRET,
+    CheckResult,
     Engine,
     EngineError,
     Explanation,
-    Finding,
-    Found,
+    FoundJob,
     Grant,
     Handle,
+    QueueStatus,
     Script,
-    Standing,
     Submission,
     fill,
     template,
 )
-from distrun.backends.yarnreports import (
+from distrun.backends.yarn_answers import (
     GONE,
     GPU,
     LIVE,
@@ -139,8 +139,8 @@ class Yarn(Engine):
         yarn, _ = _way(cluster, config)
         jar = ""
         if yarn:
-            yarnshell.refuse_args(submission.options.args)
-            jar = config.get("shell_jar", "") or yarnshell.find_jar(yarn)
+            hadoop.refuse_args(submission.options.args)
+            jar = config.get("shell_jar", "") or hadoop.find_jar(yarn)
         else:
             _merged({}, submission.options.args)
         nodes = nodes_of(cluster.rm.json("/ws/v1/cluster/nodes"))
@@ -156,8 +156,8 @@ class Yarn(Engine):
         """Return the spec, and the request that posts it; where the services API is off, the shell's script."""
         yarn = submission.found["yarn"]
         if yarn:
-            argv = yarnshell.command(submission, yarn, submission.found["jar"], MEMORY_MB)
-            return Script({yarnshell.SCRIPT: yarnshell.agent_script(submission)}, (argv,))
+            argv = hadoop.command(submission, yarn, submission.found["jar"], MEMORY_MB)
+            return Script({hadoop.SCRIPT: hadoop.agent_script(submission)}, (argv,))
         spec = service(submission)
         text = json.dumps(spec, indent=2) + "\n"
         commands = (
@@ -175,9 +175,9 @@ class Yarn(Engine):
         try:
             if is_shell:
                 # The shell's own folder: made now, so that nobody else can enter it.
-                path = f"{home}/{submission.marker}/{yarnshell.SECRET_FILE}"
+                path = f"{home}/{submission.marker}/{hadoop.SECRET_FILE}"
                 cluster.files.make_private(path.rpartition("/")[0])
-                app = yarnshell.submit(script.commands[0], submission.folder / "yarn.log")
+                app = hadoop.submit(script.commands[0], submission.folder / "yarn.log")
                 if submission.options.time_s:
                     cluster.limit(app, submission.options.time_s)
             else:
@@ -213,17 +213,17 @@ class Yarn(Engine):
 
     # ------------------------------------------------------------------ while it waits and runs
 
-    def look(self, handle: Handle) -> Standing:
+    def look(self, handle: Handle) -> QueueStatus:
         """Return how the service stands. Removes from HDFS what is no longer needed there."""
         cluster = self._of(handle)
         app = cluster.application(handle.id)
         if app is None:
             self._forget(cluster, handle)
-            return Standing(ENDED, "YARN does not know it")
+            return QueueStatus(ENDED, "YARN does not know it")
         if app["state"] in OVER:
             self._forget(cluster, handle)
             is_killed = app["state"] == "KILLED"
-            return Standing(
+            return QueueStatus(
                 ENDED, ending(app), why=explained_application(app) if is_killed else _lost_master(cluster, handle.id)
             )
         containers, wanted = self._placed(cluster, handle, app)
@@ -234,14 +234,14 @@ class Yarn(Engine):
                 # The job cannot get all its places any more, and YARN would keep the others.
                 why = told(cluster.exits(app).get(lost.place))
                 self.cancel(handle)
-                return Standing(ENDED, f"{lost.place} ended on {lost.node} before all had started{why}")
+                return QueueStatus(ENDED, f"{lost.place} ended on {lost.node} before all had started{why}")
             queue = queue_named(cluster.rm.json("/ws/v1/cluster/scheduler"), str(app.get("queue", "")))
-            return Standing(QUEUED, waiting(app, len(containers), wanted, queue))
+            return QueueStatus(QUEUED, waiting(app, len(containers), wanted, queue))
         if all(each.is_localized for each in containers):
             self._remove_secret(cluster, handle)
         grants = tuple(Grant(each.place, each.node, {each.role: 1}) for each in containers)
         gone = {each.place: f"its container on {each.node} has ended" for each in containers if each.is_over}
-        return Standing(RUNNING, "", grants, gone)
+        return QueueStatus(RUNNING, "", grants, gone)
 
     def _placed(self, cluster: Cluster, handle: Handle, app: Mapping[str, Any]) -> tuple[tuple[Container, ...], int]:
         """Return the containers that a job has, and how many it is to have; 0: not known yet."""
@@ -251,7 +251,7 @@ class Yarn(Engine):
             found = cluster.service(handle.more["name"])
             return containers_of(found), wanted_of(found)
         known = {each.id: each for each in self._containers.values()}
-        there = yarnshell.containers_of(cluster.attempt(handle.id), int(handle.more["servers"]))
+        there = hadoop.containers_of(cluster.attempt(handle.id), int(handle.more["servers"]))
         # The ResourceManager forgets a container when it ends.
         over = (each._replace(state="STOPPED") for each in known.values() if each.id not in {one.id for one in there})
         kept = [known[each.id] if len(known) >= int(handle.more["tasks"]) else each for each in there]
@@ -297,11 +297,11 @@ class Yarn(Engine):
             return None  # before it had any: how it ended, `look` has said
         return explained_application(app)
 
-    def find(self) -> Sequence[Found]:
+    def find(self) -> Sequence[FoundJob]:
         """Return this user's jobs that are distrun's and have not ended."""
         return self._found(self._any())
 
-    def examine(self) -> Sequence[Finding]:
+    def examine(self) -> Sequence[CheckResult]:
         """Return what is there: ResourceManager, services API, nodes, queues, HDFS."""
         return tuple(_examined(self._any, self.options.config))
 
@@ -310,7 +310,7 @@ class Yarn(Engine):
     def _any(self) -> Cluster:
         return self._cluster or Cluster.of(self.options)
 
-    def _found(self, cluster: Cluster) -> Sequence[Found]:
+    def _found(self, cluster: Cluster) -> Sequence[FoundJob]:
         query = {"states": LIVE, "user": cluster.user}
         said = cluster.rm.json("/ws/v1/cluster/apps", query=query)
         home = cluster.files.home()
@@ -319,9 +319,9 @@ class Yarn(Engine):
             name = str(app["name"])
             if name.startswith(MARK):
                 is_shell = app.get("applicationType") != "yarn-service"
-                path = f"{home}/{name}/{yarnshell.SECRET_FILE}" if is_shell else secret_path(home, name)
+                path = f"{home}/{name}/{hadoop.SECRET_FILE}" if is_shell else secret_path(home, name)
                 more = {**cluster.more(), "name": name, "secret": path}
-                found.append(Found(Handle(self.name, str(app["id"]), more), name, str(app["state"])))
+                found.append(FoundJob(Handle(self.name, str(app["id"]), more), name, str(app["state"])))
         return found
 
     def _of(self, handle: Handle) -> Cluster:
@@ -363,7 +363,7 @@ class Cluster:
         self.user = user
         self._hdfs = tuple(hdfs)
         self._ca = ca
-        self._files: hadoop.Files | None = None
+        self._files: hadoop.HdfsFiles | None = None
 
     @staticmethod
     def of(options: EngineOptions) -> Cluster:
@@ -410,12 +410,12 @@ class Cluster:
         return {"rm": ",".join(self.rm.addresses), "hdfs": hdfs, "user": self.user, "ca": self._ca}
 
     @property
-    def files(self) -> hadoop.Files:
+    def files(self) -> hadoop.HdfsFiles:
         """HDFS. The ResourceManager says where it is, if nobody else did. Raises EngineError."""
         if self._files is None:
             if not self._hdfs:
                 self._hdfs = self._asked_hdfs()
-            self._files = hadoop.Files(hadoop.Web("NameNode (WebHDFS)", self._hdfs, self.user, self._ca))
+            self._files = hadoop.HdfsFiles(hadoop.Web("NameNode (WebHDFS)", self._hdfs, self.user, self._ca))
         return self._files
 
     def _asked_hdfs(self) -> tuple[str, ...]:
@@ -504,7 +504,7 @@ class Cluster:
         if match is not None:
             node = hadoop.Web("NodeManager", (match.group(1),), self.user, self._ca)
             with contextlib.suppress(EngineError):  # what does not answer once is not asked again
-                for file in (*AM_LOGS, *yarnshell.AM_LOGS):
+                for file in (*AM_LOGS, *hadoop.AM_LOGS):
                     path = f"/ws/v1/node/containerlogs/{match.group(2)}/{file}"
                     answer = node.ask("GET", path, query={"size": f"-{AM_LOG_BYTES}"}, limit_s=NODE_S)
                     if answer.status == 200:
@@ -658,7 +658,7 @@ def _way(cluster: Cluster, config: Mapping[str, str]) -> tuple[str, str]:
         except _ApiOff as err:
             why = str(err)
             fix = f"or have {API}=true set in the ResourceManager's yarn-site.xml, and the ResourceManager restarted"
-    yarn = yarnshell.program(config)
+    yarn = hadoop.program(config)
     if not yarn:
         raise EngineError(
             f"{why}, and there is no program `{config.get('yarn', 'yarn')}` here",
@@ -671,34 +671,34 @@ class _ApiOff(EngineError):
     """The ResourceManager has no services API."""
 
 
-def _examined(cluster_of: Any, config: Mapping[str, str]) -> Iterator[Finding]:
+def _examined(cluster_of: Any, config: Mapping[str, str]) -> Iterator[CheckResult]:
     try:
         cluster: Cluster = cluster_of()
         info = cluster.rm.json("/ws/v1/cluster/info")["clusterInfo"]
     except (UsageError, EngineError) as err:
-        yield Finding(False, str(err), err.hint)
+        yield CheckResult(False, str(err), err.hint)
         return
     version = info.get("resourceManagerVersion", "?")
-    yield Finding(True, f"ResourceManager {cluster.rm.addresses[0]}: YARN {version}, user {cluster.user}")
+    yield CheckResult(True, f"ResourceManager {cluster.rm.addresses[0]}: YARN {version}, user {cluster.user}")
     try:
-        yield Finding(True, _way(cluster, config)[1])
+        yield CheckResult(True, _way(cluster, config)[1])
     except EngineError as err:
-        yield Finding(False, str(err), err.hint)
+        yield CheckResult(False, str(err), err.hint)
     try:
         up = [each for each in nodes_of(cluster.rm.json("/ws/v1/cluster/nodes")) if each.state == "RUNNING"]
         most = max(up, key=lambda each: each.memory, default=None)
         if most is None:
-            yield Finding(False, "no node is up", "ask for the nodes: yarn node -list -all")
+            yield CheckResult(False, "no node is up", "ask for the nodes: yarn node -list -all")
         else:
-            yield Finding(True, f"{len(up)} nodes are up; the largest has {most.memory} MiB, {most.cores} cores")
+            yield CheckResult(True, f"{len(up)} nodes are up; the largest has {most.memory} MiB, {most.cores} cores")
         queues = queues_of(cluster.rm.json("/ws/v1/cluster/scheduler"))
         told = ", ".join(each.name + ("" if each.full is None else f" ({each.full:.0f} % full)") for each in queues)
-        yield Finding(bool(queues), f"queues: {told or 'none'}", "" if queues else "say --queue NAME")
+        yield CheckResult(bool(queues), f"queues: {told or 'none'}", "" if queues else "say --queue NAME")
     except EngineError as err:
-        yield Finding(False, str(err), err.hint)
+        yield CheckResult(False, str(err), err.hint)
     try:
-        yield Finding(True, f"HDFS by WebHDFS; your home is {cluster.files.home()}")
+        yield CheckResult(True, f"HDFS by WebHDFS; your home is {cluster.files.home()}")
     except EngineError as err:
-        yield Finding(
+        yield CheckResult(
             False, str(err), err.hint or "have dfs.webhdfs.enabled set, or name an HttpFS server: --yarn-hdfs"
         )

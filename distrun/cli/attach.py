@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import sys
 import threading
+import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from distrun.cli import standing
-from distrun.cli.common import count, fetched, placed
-from distrun.cli.console import Console
+from distrun.cli.common import count, fetched, placed, seconds
+from distrun.cli.console import Console, print_err, print_out
 from distrun.client import ControlConnection, Follower
 from distrun.errors import UsageError
 from distrun_runtime.contract import environ, facts
+from distrun_runtime.contract.facts import duration
 from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
-    from distrun_runtime.coordinator.events import Event
-    from distrun_runtime.coordinator.jobstore import JobFolder
+    from distrun_runtime.coordinator.jobfolder import JobFolder
+    from distrun_runtime.coordinator.messages import Event
+
 
 LINES = 20
 """How much of what was printed before is shown where there is no terminal to fill."""
@@ -58,7 +63,7 @@ def attach(job: str, since_start: bool, tail: int | None, no_prefix: bool, quiet
     state = folder.state()["state"]
     if state in facts.OVER:
         return _over(folder, console)
-    places = standing.Standing(store.root, folder.id)
+    places = standing.OutputPlace(store.root, folder.id)
     console.attach(folder.log_path, folder.id, lambda: placed(folder))
     try:
         with client.connect(folder) as connection:
@@ -77,7 +82,7 @@ def _over(folder: JobFolder, console: Console) -> int:
     return code
 
 
-def _start(places: standing.Standing, since_start: bool, tail: int | None) -> dict[str, int]:
+def _start(places: standing.OutputPlace, since_start: bool, tail: int | None) -> dict[str, int]:
     """Return where the output begins, as `subscribe` takes it."""
     if since_start:
         return {"cursor": 0}
@@ -103,9 +108,9 @@ class _Attached:
         self._asking: _Key | None = None
         self._lock = threading.Lock()
 
-    def run(self, start: dict[str, int], places: standing.Standing) -> int:
-        from distrun import elsewhere
-        from distrun_runtime.coordinator.interrupts import Interrupts
+    def run(self, start: dict[str, int], places: standing.OutputPlace) -> int:
+        from distrun import remote_jobs
+        from distrun_runtime.coordinator.loop import Interrupts
 
         where = self._connection.hello
         self._console.say(f"attached to job {self._folder.id} (its coordinator: pid {where['pid']} on {where['host']})")
@@ -114,7 +119,7 @@ class _Attached:
             self._console.say(str(waits["message"] or waits["state"]))
         elif "tail" in start:
             # The logs of a job on hosts are fetched when it is over.
-            how = "attach --since-start" if elsewhere.is_elsewhere(self._folder) else "logs --merge"
+            how = "attach --since-start" if remote_jobs.is_elsewhere(self._folder) else "logs --merge"
             self._console.say(f"all that it printed before: distrun {how} {self._folder.id}")
         self._console.when_unread(lambda: self._leave(facts.exit_code(None, "PIPE")))
         self._console.start()
@@ -129,7 +134,7 @@ class _Attached:
             places.write(self._follower.cursor)
         return self._end(start, places)
 
-    def _end(self, start: dict[str, int], places: standing.Standing) -> int:
+    def _end(self, start: dict[str, int], places: standing.OutputPlace) -> int:
         from distrun import client
         from distrun.cli.launch import report
 
@@ -158,7 +163,7 @@ class _Attached:
         """Show, from the job's logs, what the coordinator did not send: it waits for no terminal that is slow."""
         from distrun.cli.writer import LAST_BYTES
         from distrun_runtime.contract import control
-        from distrun_runtime.coordinator import logged
+        from distrun_runtime.coordinator import logreader
         from distrun_runtime.coordinator.logreader import LogReader
         from distrun_runtime.coordinator.output import OutputPiece
 
@@ -168,7 +173,7 @@ class _Attached:
         with LogReader(self._folder.logs) as reader:
             cursor = self._follower.cursor
             if cursor is None:
-                cursor = logged.begin(reader, control.OutputWanted(**start))
+                cursor = logreader.begin(reader, control.OutputWanted(**start))
             if self._is_stopping:
                 last = max(cursor, reader.end() - LAST_BYTES)
                 self._console.leave_out(last - cursor)
@@ -183,7 +188,7 @@ class _Attached:
     # ------------------------------------------------------------------ signals; called in the thread that reads them
 
     def _on_signal(self, event: Event) -> None:
-        from distrun_runtime.coordinator.events import Interrupt, PauseToggled
+        from distrun_runtime.coordinator.messages import Interrupt, PauseToggled
 
         if isinstance(event, PauseToggled):
             self._console.toggle_pause()
@@ -281,3 +286,111 @@ class _Key(threading.Thread):
         os.write(self._waking, b"w")
         if threading.current_thread() is not self:
             self.join()
+
+
+# `distrun detach`: lets a job go on without the terminal that launched it.
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("job")
+def detach(job: str) -> int:
+    """Let JOB (an id, the beginning of one, or a name) go on without the terminal that launched it.
+
+    Its `distrun launch` ends with exit code 0. From then on the end of that terminal, or of that process, means nothing
+    to the job. It stays where it is: the machine that launched it has to stay up.
+    """
+    from distrun import client
+    from distrun_runtime.coordinator.jobstore import JobStore
+
+    folder = fetched(JobStore().find_living(job))
+    state = folder.state()["state"]
+    if state in facts.OVER:
+        raise UsageError(f"job {folder.id} is over: {state}", f"what it printed: distrun logs {folder.id}")
+    with client.connect(folder) as connection:
+        client.check_version(connection, folder)
+        answer = connection.ask("detach")
+    with client.reading():
+        if answer.type == "refused":
+            raise UsageError(f"job {folder.id}: {answer.header['message']}", answer.header["hint"])
+        told = "goes on without its terminal" if answer.header["released"] else "had been detached before"
+    print_out(f"{folder.id}: {told}; to come back: distrun attach {folder.id}\n")
+    return 0
+
+
+# `distrun wait`: waits for the end of a job, and takes its exit code.
+
+
+SCHEMA = "distrun.wait/1"
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("job")
+@seconds("--timeout", help="Wait at most so long (exit code 124).")
+@click.option("--json", "as_json", is_flag=True, help="At the end one JSON object, with the job's outcome.")
+def wait(job: str, timeout: float | None, as_json: bool) -> int:
+    """Wait until JOB (an id, the beginning of one, or a name) is over; the exit code is the job's.
+
+    A job that is over gives its code at once. The exit code is 124 if --timeout ends the wait, and 7 if the job's
+    coordinator is lost. Ctrl-C ends the wait only.
+    """
+    from distrun_runtime.coordinator.jobstore import JobStore
+
+    folder = fetched(JobStore().find_living(job))
+    code, outcome = _wait(folder, timeout)
+    is_late = code is None
+    if is_late:
+        code = facts.EXIT_TIMEOUT
+        print_err(f"distrun: job {folder.id} is not over after {duration(timeout or 0.0)}\n")
+    if as_json:
+        from distrun_runtime.coordinator.jobfolder import rfc3339
+
+        told = {"schema": SCHEMA, "time": rfc3339(time.time()), "job": folder.id, "exit_code": code}
+        print_out(json.dumps({**told, "timed_out": is_late, "outcome": outcome}, indent=2) + "\n")
+    return code or 0
+
+
+def _wait(folder: JobFolder, timeout: float | None) -> tuple[int | None, Mapping[str, Any] | None]:
+    """Return the job's exit code, None if it is not over in time; and its outcome as JSON, if it has one.
+
+    Raises:
+        CoordinatorLost: its coordinator is gone.
+    """
+    from distrun import remote_jobs
+    from distrun.client import CoordinatorLost
+
+    recorded = folder.outcome()
+    if recorded is None:
+        try:
+            return _follow(folder, timeout)
+        except CoordinatorLost:
+            remote_jobs.refreshed(folder)
+            recorded = folder.outcome()  # the job may have ended between the two looks
+            if recorded is None:
+                raise
+    return int(recorded["exit_code"]), recorded
+
+
+def _follow(folder: JobFolder, timeout: float | None) -> tuple[int | None, Mapping[str, Any] | None]:
+    """Wait by a connection to the coordinator; as `_wait`."""
+    from distrun import client
+    from distrun_runtime.coordinator import failures
+
+    until = None if timeout is None else time.monotonic() + timeout
+    with client.connect(folder) as connection, client.reading():
+        client.check_version(connection, folder)
+        connection.send("subscribe")
+        while True:
+            try:
+                frame = connection.receive(None if until is None else max(0.001, until - time.monotonic()))
+            except TimeoutError:
+                return None, None
+            if frame is None:
+                break
+            if frame.type == "outcome":
+                outcome = failures.from_json(frame.header["outcome"])
+                return outcome.exit_code, folder.outcome_json(folder.explained(outcome))
+            if frame.type == "failed":
+                return int(frame.header["exit_code"]), None
+    where = folder.control()
+    assert where is not None  # we were connected
+    raise client.gone(folder, where)

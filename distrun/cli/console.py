@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from distrun.cli.jobline import JobLine
-    from distrun.cli.lines import Feed
+    from distrun.cli.screen import Feed
     from distrun.cli.writer import Writer
 
 INTERRUPTED_S = 0.5
@@ -214,7 +214,7 @@ class Console:
         left_out = self._left_out + sum(writer.left_out for writer in self._each())
         if not left_out:
             return ""
-        from distrun.units import size  # not for other commands' sake
+        from distrun.formats import size  # not for other commands' sake
 
         where = f": distrun logs {self._job}" if self._job else ""
         return f"distrun: {size(left_out)} of output are not shown{where}\n"
@@ -287,7 +287,7 @@ class _Feeds:
         self._live = live
 
     def make(self, piece: OutputPiece) -> Feed:
-        from distrun.cli.lines import Feed, prefix
+        from distrun.cli.screen import Feed, prefix
 
         before, fd = b"", self._fds[piece.stream]
         if self._has_prefix:

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun import activation, shell
-from distrun.cli.common import agree, current_folder
+from distrun import activation, formats
+from distrun.cli.common import agree, current_folder, host_options, hosts_of, tell_warnings, typed, typed_python
 from distrun.cli.console import print_err, print_out, render
 from distrun.cli.engines import engine_of
 from distrun.cli.engines import rows as engine_rows
 from distrun.cli.options import LauncherOption, site_options
-from distrun.cli.reach import host_options, hosts_of, tell_warnings, typed, typed_python
-from distrun.doctor.checks import Row, Ways
+from distrun.doctor.checks import CheckRow, Ways
 from distrun.errors import UsageError
 from distrun.hosts import fold
 from distrun_runtime.contract import environ, facts
@@ -26,8 +25,7 @@ from distrun_runtime.contract import environ, facts
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
     from distrun.backends.queue import QueueBackend
-    from distrun.doctor.environments import Made, Wanted
-    from distrun.doctor.examine import DoctorReport
+    from distrun.doctor.examine import DoctorReport, EnvironmentSpec, Made
     from distrun_runtime.contract.plan import Host
 
 SCHEMA = "distrun.doctor/1"
@@ -98,7 +96,7 @@ def doctor(**options: Any) -> int:
         count=len(hosts),
         activate=activation.script(options["activate"]),
         is_activated_later=activated is None or bool(activated),
-        doctor=shell.join(["distrun", "doctor", *reached, *typed_python(options)]),
+        doctor=formats.join(["distrun", "doctor", *reached, *typed_python(options)]),
         cwd="" if dst else current_folder(),
         interface=options["interface"] or environ.text("DMLC_INTERFACE", env),
         subnet=options["subnet"],
@@ -109,7 +107,7 @@ def doctor(**options: Any) -> int:
         where=inventory.where,
     )
     report = examine(backend, hosts, request)
-    ways = Ways({host.name: host for host in hosts}, shell.join(["distrun", "exec", *reached]))
+    ways = Ways({host.name: host for host in hosts}, formats.join(["distrun", "exec", *reached]))
     if not options["as_json"]:
         print_out(table(report.rows, marks(), ways, options["quiet"]))
         print_out(f"{summary(report.rows, len(hosts))}\n")
@@ -150,16 +148,16 @@ def _tell_engine(engine: QueueBackend, options: Mapping[str, Any]) -> int:
     return code
 
 
-def _agreed(report: DoctorReport, options: Mapping[str, Any]) -> list[Wanted]:
+def _agreed(report: DoctorReport, options: Mapping[str, Any]) -> list[EnvironmentSpec]:
     """Return the environments that are missing, if the user agrees that they are made."""
-    from distrun.doctor import environments
+    from distrun.doctor import examine
 
-    wanted = [] if options["no_servers"] else environments.wanted(report.examined)
+    wanted = [] if options["no_servers"] else examine.wanted(report.examined)
     say = print_err if options["as_json"] else print_out
     if not wanted:
         say("nothing to make: no host that was reached lacks only numpy or pyzmq for servers\n")
         return []
-    for line in environments.told(wanted):
+    for line in examine.told(wanted):
         say(f"to do on {line}\n")
     agree(
         f"Make {'this environment' if len(wanted) == 1 else f'these {len(wanted)} environments'}?",
@@ -169,12 +167,12 @@ def _agreed(report: DoctorReport, options: Mapping[str, Any]) -> list[Wanted]:
     return wanted
 
 
-def _made(backend: Backend, hosts: Sequence[Host], wanted: Sequence[Wanted], activate: str) -> list[Made]:
-    from distrun.doctor import environments
+def _made(backend: Backend, hosts: Sequence[Host], wanted: Sequence[EnvironmentSpec], activate: str) -> list[Made]:
+    from distrun.doctor import examine
 
     if not wanted:
         return []
-    return environments.make(
+    return examine.make(
         backend,
         hosts,
         wanted,
@@ -201,7 +199,7 @@ def _alike(made: Sequence[Made]) -> list[tuple[list[str], Made]]:
 
 
 def _fix_text(made: Made, names: Sequence[str], ways: Ways) -> str:
-    return Row("", "", "", "", made.fix, made.script).fix_text(ways, names)
+    return CheckRow("", "", "", "", made.fix, made.script).fix_text(ways, names)
 
 
 def marks() -> dict[str, str]:
@@ -213,7 +211,7 @@ def marks() -> dict[str, str]:
     return MARKS
 
 
-def table(rows: Sequence[Row], signs: dict[str, str], ways: Ways, quiet: bool = False) -> str:
+def table(rows: Sequence[CheckRow], signs: dict[str, str], ways: Ways, quiet: bool = False) -> str:
     """Return the rows as text, those of several hosts folded."""
     from rich.markup import escape
     from rich.table import Table
@@ -233,7 +231,7 @@ def table(rows: Sequence[Row], signs: dict[str, str], ways: Ways, quiet: bool = 
     return render(shown) if groups else ""
 
 
-def summary(rows: Sequence[Row], hosts: int) -> str:
+def summary(rows: Sequence[CheckRow], hosts: int) -> str:
     """Return the last line."""
     bad = {row.host for row in rows if row.mark == "bad"}
     count = sum(row.mark == "bad" for row in rows)

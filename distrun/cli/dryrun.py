@@ -9,11 +9,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from distrun import shell
+from distrun import formats
 from distrun.backends.base import Rendered
+from distrun.formats import size as size_text
 from distrun.hosts import fold, generic
 from distrun.planning import SET_ELSEWHERE, QueuedJob
-from distrun.units import size as size_text
 from distrun_runtime.contract import gpus
 from distrun_runtime.contract.plan import WORKER, Host, Plan, Task
 
@@ -136,14 +136,14 @@ def queued_as_text(job: QueuedJob, submission: Submission, script: Script) -> st
     for name, text in script.files.items():
         lines += ["", f"{submission.folder}/{name}:", *("  " + line for line in text.splitlines())]
     if script.commands:
-        lines += ["", "executed:", *(f"  {shell.join(map(_short, argv))}" for argv in script.commands)]
+        lines += ["", "executed:", *(f"  {formats.join(map(_short, argv))}" for argv in script.commands)]
     lines += ["", "tasks, placed when the engine has given the job its places:"]
     for group in submission.groups:
         values = {**group.needs._asdict(), "memory": group.needs.memory and size_text(group.needs.memory)}
         needs = ", ".join(f"{name} {value}" for name, value in values.items() if value)
         lines.append(f"  {group.count} {group.role}{_s(group.count)}" + (f", each with {needs}" if needs else ""))
-    lines.append(f"  workers run: {shell.join(job.request.command)}")
-    lines.append(f"  in:          {shell.quote(submission.cwd)}")
+    lines.append(f"  workers run: {formats.join(job.request.command)}")
+    lines.append(f"  in:          {formats.quote(submission.cwd)}")
     return "\n".join(lines) + "\n"
 
 
@@ -166,7 +166,7 @@ def _hosts(plan: Plan, rendered: Rendered, whole: bool) -> list[str]:
             where = ", ".join(host.address for host in hosts) if hosts[0].address else "found by their agents"
             lines += ["", f"hosts {fold(names)} (data addresses: {where})"]
         if like == names[0]:
-            lines.append(f"  agent: {shell.join(map(_short, argv))}")
+            lines.append(f"  agent: {formats.join(map(_short, argv))}")
             lines.append(f"  stdin: {rendered.stdin}")
         else:
             lines.append(
@@ -213,7 +213,7 @@ def _tasks(tasks: Sequence[Task]) -> list[str]:
     else:
         head = "%s@%s: %d tasks" % (fold([task.name for task in tasks]), fold(hosts), len(tasks))
         head += "; HOST is the name of the task's host" if len(hosts) > 1 else ""
-    lines = [head, f"  run: {shell.join(first.argv)}", f"  in:  {shell.quote(first.cwd)}"]
+    lines = [head, f"  run: {formats.join(first.argv)}", f"  in:  {formats.quote(first.cwd)}"]
     lines += ["  env: " + text for text in sorted(shared)]
     if differing:
         lines.append("  env, by task in their order:")
@@ -223,7 +223,7 @@ def _tasks(tasks: Sequence[Task]) -> list[str]:
 
 def _values(task: Task) -> dict[str, str]:
     """Return the variables added to a task as they are shown: quoted, references as they stand, secrets masked."""
-    plain = {name: shell.quote(value) for name, value in task.env.items()}
+    plain = {name: formats.quote(value) for name, value in task.env.items()}
     return {**plain, **task.refs, **_devices(task), **dict.fromkeys(task.secret_env, MASK)}
 
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from distrun import backends
 from distrun.cli.options import site_engine_options
-from distrun.doctor.checks import BAD, HERE, OK, Row
+from distrun.doctor.checks import BAD, HERE, OK, CheckRow
 from distrun.errors import UsageError
 from distrun_runtime.contract import address, facts
 from distrun_runtime.coordinator.jobstore import JobStore
 
 if TYPE_CHECKING:
-    from distrun.backends.engine import Found
+    from distrun.backends.engine import FoundJob
     from distrun.backends.queue import QueueBackend
 
 
@@ -32,27 +32,27 @@ def engine_of(name: str, options: Mapping[str, Any], env: Mapping[str, str]) -> 
     return found
 
 
-def rows(backend: QueueBackend) -> list[Row]:
+def rows(backend: QueueBackend) -> list[CheckRow]:
     """Return what is there of what a launch by an engine needs."""
-    from distrun.backends.engine import EngineError, Finding
+    from distrun.backends.engine import CheckResult, EngineError
 
     try:
         findings = backend.engine.examine()
     except EngineError as err:
-        findings = [Finding(False, str(err), err.hint)]
+        findings = [CheckResult(False, str(err), err.hint)]
     found = [
-        Row(HERE, backend.name, OK, each.text)
+        CheckRow(HERE, backend.name, OK, each.text)
         if each.ok
-        else Row(HERE, backend.name, BAD, each.text, each.fix or "see the page on it")
+        else CheckRow(HERE, backend.name, BAD, each.text, each.fix or "see the page on it")
         for each in findings
     ]
     own = address.own()
     text = f"agents reach this machine at {', '.join(own)}" if own else "this machine has no address but its own"
     fix = "" if own else "--coordinator-address A, an address at which the nodes reach it"
-    return [*found, Row(HERE, "coordinator", OK if own else BAD, text, fix)]
+    return [*found, CheckRow(HERE, "coordinator", OK if own else BAD, text, fix)]
 
 
-def abandoned(found: Sequence[Found], store: JobStore) -> list[Found]:
+def abandoned(found: Sequence[FoundJob], store: JobStore) -> list[FoundJob]:
     """Return the jobs of an engine whose coordinator does not live, as far as this machine's job store says."""
     from distrun.backends import engine, queue
 
@@ -79,7 +79,7 @@ def nodes_of_lost(backend: QueueBackend, store: JobStore) -> list[str]:
     return list(found)
 
 
-def cancel(backend: QueueBackend, chosen: Sequence[Found]) -> dict[str, str]:
+def cancel(backend: QueueBackend, chosen: Sequence[FoundJob]) -> dict[str, str]:
     """Cancel jobs; return what went wrong, by marker."""
     from distrun.backends.engine import EngineError
 

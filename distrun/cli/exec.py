@@ -8,15 +8,15 @@ from typing import Any
 
 import click
 
-from distrun import shell
-from distrun.cli.common import seconds
+from distrun import formats
+from distrun.cli.common import host_options, hosts_of, seconds, tell_warnings
 from distrun.cli.console import copy_out, print_err, print_out
 from distrun.cli.options import LauncherOption
-from distrun.cli.reach import host_options, hosts_of, tell_warnings
 from distrun.errors import UsageError
-from distrun.fleet import Problem, Ran, run
+from distrun.fleet import Ran, run
 from distrun.fleet.commands import KEPT
 from distrun_runtime.contract import environ, facts
+from distrun_runtime.coordinator.failures import Problem
 
 SCHEMA = "distrun.exec/1"
 RULE = b"-" * 15 + b"\n"
@@ -48,8 +48,8 @@ def execute(command: tuple[str, ...], **options: Any) -> int:
     if not backend.needs_hosts and not options["launcher"]:
         raise UsageError("no hosts are given", "distrun exec -H FILE COMMAND, or --hosts A,B")
     tell_warnings(inventory)
-    streams = _Streams() if options["no_fold"] and not options["as_json"] else None
-    argv = shell.to_argv(command, options["shell"])
+    streams = _HostStreams() if options["no_fold"] and not options["as_json"] else None
+    argv = formats.to_argv(command, options["shell"])
     found = run(
         backend,
         hosts,
@@ -152,7 +152,7 @@ def folded(said: Mapping[str, bytes], what: str = "") -> bytes:
     return b"".join(parts)
 
 
-class _Streams:
+class _HostStreams:
     """Prints lines as they come."""
 
     def __init__(self) -> None:

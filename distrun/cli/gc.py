@@ -20,7 +20,7 @@ from distrun_runtime.coordinator import stored
 from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
-    from distrun_runtime.coordinator.jobstore import JobFolder
+    from distrun_runtime.coordinator.jobfolder import JobFolder
 
 SCHEMA = "distrun.gc/1"
 OLDER_S = 30 * 86400.0
@@ -68,7 +68,7 @@ def gc(names: tuple[str, ...], **options: Any) -> int:
     coordinator was on a host has a folder there, too, which is removed by ssh. The exit code is 1 if something could
     not be removed.
     """
-    from distrun import removal
+    from distrun import killing
     from distrun_runtime.coordinator.jobstore import JobStore
 
     store = JobStore()
@@ -81,8 +81,8 @@ def gc(names: tuple[str, ...], **options: Any) -> int:
         chosen = _old(removable(map(_job, store.list()), options["lost"]), older_s, time.time())
     kept = set(store.list()[: options["keep"] or 0])
     chosen = [job for job in chosen if job.folder not in kept]
-    problems = [] if options["dry_run"] else removal.finish(store)
-    act = removal.measure if options["dry_run"] else removal.remove
+    problems = [] if options["dry_run"] else killing.finish(store)
+    act = killing.measure if options["dry_run"] else killing.remove
     rows = []
     there = _There(options["dry_run"])
     for job in chosen:
@@ -115,7 +115,7 @@ class _There:
 
     def remove(self, folder: JobFolder) -> str:
         """Remove a job's folder on such a host; return the host if there is one and this was done (or would be)."""
-        from distrun import elsewhere
+        from distrun import remote_jobs
 
         try:
             where = folder.control()
@@ -128,10 +128,10 @@ class _There:
             return host
         try:
             if login in self._silent:
-                raise elsewhere.NotAsked(self._silent[login])
-            elsewhere.remove(folder, login, str(where["folder"]))
-        except (elsewhere.NotAsked, elsewhere.NotRemoved) as err:
-            if isinstance(err, elsewhere.NotAsked):
+                raise remote_jobs.NotAsked(self._silent[login])
+            remote_jobs.remove(folder, login, str(where["folder"]))
+        except (remote_jobs.NotAsked, remote_jobs.NotRemoved) as err:
+            if isinstance(err, remote_jobs.NotAsked):
                 self._silent[login] = str(err)
             stays = f"job {folder.id}: its folder on {host} stays: {err}"
             self.problems.append(f"{stays}; fix: {login} {shlex.join(['rm', '-r', str(where['folder'])])}")

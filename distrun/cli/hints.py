@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from distrun import shell
+from distrun import formats
 from distrun.request import COMMAND, is_secret
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.plan import ROLES, WORKER
 
 if TYPE_CHECKING:
-    from distrun_runtime.coordinator.outcome import Outcome
+    from distrun_runtime.coordinator.failures import Outcome
 
 WORDS = "distrun.words"
 """Member of a context's `meta`: the words that its command was given."""
@@ -188,10 +188,10 @@ def _not_found(command: Sequence[str], ctx: click.Context) -> str:
         if found:
             return _reordered(ctx, command, found)
         return (
-            f"{shell.quote(first)} is taken for one program with blanks in its name: give all words in one pair of "
+            f"{formats.quote(first)} is taken for one program with blanks in its name: give all words in one pair of "
             "quotes, or none"
         )
-    if first in shell.BUILTINS:
+    if first in formats.BUILTINS:
         return f"{first} is the shell's own; give the command as one quoted word"
     if _ASSIGNMENT.match(first):
         given = [_shown(word) for word in _leading_assignments(command)]
@@ -214,17 +214,17 @@ def _leading_assignments(command: Sequence[str]) -> Iterator[str]:
 def _shown(word: str) -> str:
     """Return a word for a message; of an assignment to a secret the value is left out."""
     name, equals, _ = word.partition("=")
-    return name + "=..." if equals and is_secret(name) else shell.quote(word)
+    return name + "=..." if equals and is_secret(name) else formats.quote(word)
 
 
 def _runs(name: str) -> str:
     """Return what runs a file of the current directory."""
-    path = shell.quote("./" + name)
+    path = formats.quote("./" + name)
     if os.access(name, os.X_OK):
         return path
     programs = {".py": "python3", ".sh": "bash"}
     program = programs.get(os.path.splitext(name)[1], "")
-    return f"{program} {shell.quote(name)}" if program else f"{path} after chmod +x {shell.quote(name)}"
+    return f"{program} {formats.quote(name)}" if program else f"{path} after chmod +x {formats.quote(name)}"
 
 
 def _script(command: Sequence[str]) -> str:

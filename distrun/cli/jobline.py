@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from distrun.dashboard import progress
+from distrun.dashboard import events
 from distrun_runtime.contract import facts
 
 _BEFORE = (facts.SUBMITTING, facts.QUEUED, facts.STARTING)
@@ -42,7 +42,7 @@ class JobLine:
         self._synced = ""
         self._sync_text = ""
         self._is_starting = since is not None
-        self._progress: progress.Progress | None = None
+        self._progress: events.ProgressView | None = None
 
     def take(self, kind: str, value: Mapping[str, Any], now: float) -> list[str]:
         """Take data from the coordinator (`Console.follow`); return the text to print above the line."""
@@ -51,7 +51,7 @@ class JobLine:
         if kind == "state":
             return self._take_state(value)
         if kind == "metrics":
-            self._progress = progress.of(value)
+            self._progress = events.of(value)
             return []
         return self._take_phase(str(value["text"]), now)
 
@@ -59,7 +59,7 @@ class JobLine:
         """Return the line as it stands; empty: there is nothing to show."""
         if self._is_starting:
             return self._separator.join(self._phases())
-        return self._separator.join(progress.line(self._progress)) if self._progress else ""
+        return self._separator.join(events.line(self._progress)) if self._progress else ""
 
     # ------------------------------------------------------------------ what is heard
 

@@ -14,29 +14,29 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun import units
+from distrun import formats
 from distrun.cli import engines
-from distrun.cli.common import agree, fetched, seconds
+from distrun.cli.common import agree, fetched, find_hosts, host_options, hosts_of, seconds, tell_warnings
 from distrun.cli.console import print_err, print_out, render, width
 from distrun.cli.options import LauncherOption, site_options
-from distrun.cli.reach import find_hosts, host_options, hosts_of, tell_warnings
 from distrun.errors import UsageError
-from distrun.fleet import Answer, Fleet, Problem, jobs
-from distrun.fleet.jobs import HostJob
+from distrun.fleet import Fleet, questions
+from distrun.fleet.questions import HostAnswer, HostJob
 from distrun.hosts import fold
 from distrun_runtime.contract import environ, facts, process
 from distrun_runtime.contract.plan import Host, Limits
+from distrun_runtime.coordinator.failures import Problem
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
-    from distrun_runtime.coordinator.jobstore import JobFolder
+    from distrun_runtime.coordinator.jobfolder import JobFolder
 
 SCHEMA = "distrun.kill/1"
 SURVEY_S = 30.0
 SLACK_S = 20.0
 """What ending a job may take beyond twice its grace time."""
 
-Found = Mapping[str, Answer | Problem]
+Found = Mapping[str, HostAnswer | Problem]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -92,7 +92,7 @@ def kill(names: tuple[str, ...], **options: Any) -> int:
 
 def _by_name(names: Sequence[str], options: Mapping[str, Any]) -> int:
     """Stop jobs that were launched on this machine; return the exit code."""
-    from distrun import ending
+    from distrun import killing
     from distrun_runtime.coordinator.jobstore import JobStore
 
     store = JobStore()
@@ -105,7 +105,7 @@ def _by_name(names: Sequence[str], options: Mapping[str, Any]) -> int:
     code = 0
     told = []
     for folder in folders:
-        killed = ending.kill(folder, options["grace"])
+        killed = killing.kill(folder, options["grace"])
         code = facts.EXIT_LEFT if killed.left else code or (facts.EXIT_PREFLIGHT if killed.unasked else 0)
         told.append({"job": folder.id, "done": killed.lines, "left": killed.left, "unasked": killed.unasked})
         if not options["as_json"]:
@@ -242,8 +242,8 @@ def _in_engine(names: Sequence[str], options: Mapping[str, Any]) -> int:
 
 
 def _choose(found: Found, wanted: Sequence[str], stale: bool) -> list[HostJob]:
-    every = [job for host, value in _values(found).items() for job in jobs.read(host, value)]
-    return jobs.chosen(every, wanted, stale)
+    every = [job for host, value in _values(found).items() for job in questions.read(host, value)]
+    return questions.chosen(every, wanted, stale)
 
 
 def end_jobs(fleet: Fleet, chosen: Sequence[HostJob], grace_s: float | None) -> Found:
@@ -266,7 +266,7 @@ def end_jobs(fleet: Fleet, chosen: Sequence[HostJob], grace_s: float | None) -> 
 
 def _show_jobs(found: Found, chosen: Sequence[HostJob]) -> None:
     rows: list[tuple[str, ...]] = []
-    names = jobs.names(chosen)
+    names = questions.names(chosen)
     for host, each in found.items():
         if isinstance(each, Problem):
             rows.append((host, "", "", "", "", "", "cannot be asked: " + each.text))
@@ -274,7 +274,15 @@ def _show_jobs(found: Found, chosen: Sequence[HostJob]) -> None:
             if job.host != host:
                 continue
             rows += [
-                (host, names[job.mark], job.state(), row.task, str(row.pid), units.age(row.age_s), jobs.shown(row))
+                (
+                    host,
+                    names[job.mark],
+                    job.state(),
+                    row.task,
+                    str(row.pid),
+                    formats.age(row.age_s),
+                    questions.shown(row),
+                )
                 for row in job.processes
             ] or [(host, names[job.mark], job.state(), "", "", "", "only its folder is left")]
     _print_table(("HOST", "JOB", "AGENT", "TASK", "PID", "AGE", "COMMAND"), rows)
@@ -290,7 +298,7 @@ def _report(result: Result, options: Mapping[str, Any]) -> int:
 
 
 def _tell(result: Result, nothing: str) -> None:
-    names = jobs.names(result.chosen)
+    names = questions.names(result.chosen)
     for host, by_job in result.done.items():
         for mark, report in by_job.items():
             job = names.get(mark, mark)
@@ -341,7 +349,7 @@ def _by_match(options: Mapping[str, Any]) -> int:
     asked = {"regex": options["match"], "kill": False, "spare": _spared()}
     with Fleet(backend, hosts) as fleet:
         found = fleet.ask("match", asked, SURVEY_S)
-    chosen = {host: jobs.processes(value["found"]) for host, value in _values(found).items() if value["found"]}
+    chosen = {host: questions.processes(value["found"]) for host, value in _values(found).items() if value["found"]}
     if not options["as_json"]:
         _show_matches(found, chosen)
     if not chosen or options["dry_run"]:
@@ -365,17 +373,17 @@ def _spared() -> list[list[Any]]:
     return [list(row.identity) for row in process.table(pids)]
 
 
-def _show_matches(found: Found, chosen: Mapping[str, Sequence[jobs.JobProcess]]) -> None:
+def _show_matches(found: Found, chosen: Mapping[str, Sequence[questions.JobProcess]]) -> None:
     rows = []
     for host, each in found.items():
         if isinstance(each, Problem):
             rows.append((host, "", "", "cannot be asked: " + each.text))
-        rows += [(host, str(row.pid), units.age(row.age_s), row.command) for row in chosen.get(host, ())]
+        rows += [(host, str(row.pid), formats.age(row.age_s), row.command) for row in chosen.get(host, ())]
     _print_table(("HOST", "PID", "AGE", "COMMAND"), rows)
 
 
 def _report_matches(
-    found: Found, chosen: Mapping[str, Sequence[jobs.JobProcess]], swept: Found, options: Mapping[str, Any]
+    found: Found, chosen: Mapping[str, Sequence[questions.JobProcess]], swept: Found, options: Mapping[str, Any]
 ) -> int:
     problems, done = _problems(found, swept), _values(swept)
     code = _exit_code(any(report["left"] for report in done.values()), problems)
@@ -413,7 +421,7 @@ def _problems(*each_of: Found) -> dict[str, Problem]:
 
 
 def _values(found: Found) -> dict[str, Any]:
-    return {host: each.value for host, each in found.items() if isinstance(each, Answer)}
+    return {host: each.value for host, each in found.items() if isinstance(each, HostAnswer)}
 
 
 def _exit_code(left: bool, problems: Mapping[str, Problem]) -> int:
@@ -432,7 +440,7 @@ def _tell_problems(problems: Mapping[str, Problem]) -> None:
 def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print columns as wide as they need, the last one cut if there is no room; nothing without rows."""
     if rows:
-        from distrun.cli.statustables import table
+        from distrun.cli.tables import table
 
         print_out(render(table(headings, rows, width(), (), has_state=False)))
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun import activation, backends, hosts, placement, shell
-from distrun.cli import hints, reach, standing
+from distrun import activation, backends, formats, hosts, placement
+from distrun.cli import common, hints, standing
 from distrun.cli.common import current_folder, placed
 from distrun.cli.console import Console
 from distrun.cli.options import collect_env, engine_options, launch_options
@@ -21,15 +21,16 @@ from distrun.errors import UsageError
 from distrun.logout import outlive_logout
 from distrun.planning import QueuedJob, device_notes, device_warnings
 from distrun.request import JobRequest, Setting, forwarded, parse_addresses, parse_signals
-from distrun_runtime.contract import environ, facts, gpus, logout, process
+from distrun_runtime.contract import daemon, environ, facts, gpus, process
 from distrun_runtime.contract.plan import ROLES, Limits
 
 if TYPE_CHECKING:
     from distrun.hosts import Inventory
     from distrun.planning import PlannedJob
     from distrun.sync import CopyRules
-    from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
-    from distrun_runtime.coordinator.outcome import Outcome
+    from distrun_runtime.coordinator.failures import Outcome
+    from distrun_runtime.coordinator.jobfolder import JobFolder
+    from distrun_runtime.coordinator.jobstore import JobStore
 
 FULL_TRACEBACKS = 2
 """From this verbosity on workers print whole tracebacks."""
@@ -141,9 +142,9 @@ def _leave(
         console.write_out(folder.id + "\n")
         return 0
     if detached.cursor is not None:
-        standing.Standing(store.root, folder.id).write(detached.cursor)
+        standing.OutputPlace(store.root, folder.id).write(detached.cursor)
     console.say(f"job {folder.id} goes on without this terminal; to come back: distrun attach {folder.id}")
-    if logout.ends_at_logout():
+    if daemon.ends_at_logout():
         text = "a logout here ends it all the same (KillUserProcesses of systemd-logind); launch --detach survives one"
         console.say(text, "warning")
     return 0
@@ -172,7 +173,7 @@ def _request(
         command=command,
         launcher=launcher,
         hosts=found,
-        reach=reach.reach_options(options),
+        reach=common.reach_options(options),
         outer=env,
         workers=options["workers"],
         servers=options["workers"] if options["servers"] is None else options["servers"],
@@ -217,7 +218,7 @@ def _request(
 
 def _doctor(options: Mapping[str, Any], found: Inventory | None) -> str:
     """Return the command that examines the hosts of a launch, and can make what their servers lack (--fix)."""
-    return shell.join(["distrun", "doctor", *reach.typed(options, found), *reach.typed_python(options)])
+    return formats.join(["distrun", "doctor", *common.typed(options, found), *common.typed_python(options)])
 
 
 def _limits(options: Mapping[str, Any]) -> Limits:
@@ -277,8 +278,8 @@ def _launcher(options: Mapping[str, Any], env: Mapping[str, str], console: Conso
     backend = backends.load(named) if named else None
     if backend is not None and backend.is_engine and not backend.needs_hosts:
         # What the environment says of an outer job is the engine's own business.
-        return backend.name, reach.find_hosts(options, {})
-    found = reach.find_hosts(options, env)
+        return backend.name, common.find_hosts(options, {})
+    found = common.find_hosts(options, env)
     launcher = named or ("local" if found is None else "ssh")
     if found is None and (backend or backends.load(launcher)).needs_hosts:
         raise UsageError(f"--launcher {launcher}: no hosts are given", "name some with -H FILE or --hosts A,B")

@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
-from distrun.cli import when
-from distrun.cli.common import count, seconds, size
-from distrun.cli.reach import HOST_OPTIONS
+from distrun import formats
+from distrun.cli.common import HOST_OPTIONS, count, seconds, size
 from distrun.errors import UsageError
 from distrun.placement import POLICIES
 from distrun.request import BUNDLED, EngineOptions, Needs, Setting, parse_env, parse_env_file, parse_role_env
@@ -116,7 +115,7 @@ def engine_options(launcher: str, options: Mapping[str, Any], env: Mapping[str, 
 
     return EngineOptions(
         queue=options["queue"],
-        time_s=when.lasting("--time", options["engine_time"]) if options["engine_time"] else None,
+        time_s=formats.lasting("--time", options["engine_time"]) if options["engine_time"] else None,
         project=options["project"],
         args=tuple(options["engine_args"]),
         worker=needs(WORKER),

@@ -18,7 +18,7 @@ _RESET = b"\x1b[0m"
 _ESCAPE = re.compile(r"\x1b\[[\d;:?]*[@-~]|\x1b.?")
 
 
-class Group(NamedTuple):
+class StreamBars(NamedTuple):
     """The progress bars of one stream of a task."""
 
     prefix: bytes
@@ -29,7 +29,7 @@ class Group(NamedTuple):
     """From above to below."""
 
 
-def chosen(groups: Sequence[Group], status: bytes, columns: int, rows: int) -> list[bytes]:
+def chosen(groups: Sequence[StreamBars], status: bytes, columns: int, rows: int) -> list[bytes]:
     """Return the lines to be shown in a terminal of this size: at most HEIGHT, `status` (if any) last.
 
     If there are more bars than lines, each group gets its upper bars first, and the others are counted.

@@ -17,7 +17,7 @@ _KEPT_S = 7 * 24 * 3600.0
 """What is older is removed: its terminal is hardly there any more."""
 
 
-class Standing:
+class OutputPlace:
     """The place of this terminal in a job's output. Without a terminal there is none. Errors are ignored."""
 
     def __init__(self, root: Path, job: str) -> None:

@@ -7,29 +7,47 @@ queries have a time limit: what does not answer in time is shown as unknown.
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun.cli.common import found_job
-from distrun.cli.console import print_err, print_out, render, width
-from distrun.cli.reach import host_options, hosts_of, tell_warnings
-from distrun.cli.statustables import heading, hosts_table, jobs_table, tasks_table
+from distrun import client, jobviews
+from distrun.cli.common import found_job, host_options, hosts_of, tell_warnings
+from distrun.cli.console import (
+    can_draw,
+    copy_out,
+    has_symbols,
+    is_read,
+    print_err,
+    print_out,
+    render,
+    tell,
+    wants_colour,
+    width,
+)
+from distrun.cli.tables import heading, hosts_table, jobs_table, tasks_table
 from distrun.dashboard.text import clean_lines
-from distrun.errors import UsageError
-from distrun_runtime.contract import facts
+from distrun.errors import DistrunError, UsageError
+from distrun_runtime.contract import environ, facts
+from distrun_runtime.coordinator import failures
 from distrun_runtime.coordinator.jobfolder import rfc3339
+from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distrun.fleet import Problem
-    from distrun.fleet.jobs import HostJob
+    from distrun.dashboard.loop import Ended
+    from distrun.dashboard.terminal import Appearance
+    from distrun.fleet.questions import HostJob
     from distrun.jobviews import JobView
+    from distrun_runtime.contract import session
+    from distrun_runtime.coordinator.failures import Outcome, Problem
     from distrun_runtime.coordinator.jobfolder import JobFolder
     from distrun_runtime.coordinator.jobstore import JobStore
+
 
 SCHEMA = "distrun.status/1"
 SHOWN = 20
@@ -88,9 +106,7 @@ def status(
         return _list(store, watch, everything, as_json)
     folder = found_job(store, job)
     if watch and as_json:
-        from distrun.cli import watchlines
-
-        return watchlines.job(_looked(folder), view_as_json, exit_code)
+        return follow_job(_looked(folder), view_as_json, exit_code)
     return _one(folder, as_json)
 
 
@@ -103,26 +119,25 @@ def exit_code(state: Mapping[str, Any]) -> int:
 
 def _watched(store: JobStore, job: str | None, everything: bool, plain: bool, is_ascii: bool) -> int | None:
     """Show a job, or all, live; return the exit code. None: nothing can be drawn, so it is shown once."""
-    from distrun.cli import top
 
-    if not plain and not top.is_drawn(plain):
+    if not plain and not is_drawn(plain):
         return None
-    folder = found_job(store, job) if job is not None else top.only_running(store)
+    folder = found_job(store, job) if job is not None else only_running(store)
     if folder is not None:
-        ended = top.watch_one(folder, plain, is_ascii)
+        ended = watch_one(folder, plain, is_ascii)
         if ended.signal is None and not plain:
             state = _looked(folder).state
             print_out(heading(state) + render(tasks_table(state, time.time(), width())))
-        return top.code_of(ended)
+        return code_of(ended)
     if plain:
         return None
     from distrun import jobviews
 
     known = jobviews.Background(lambda: jobviews.listed(store.list(), None if everything else SHOWN))
-    ended = top.watch_all(store, known.states, is_ascii)
+    ended = watch_all(store, known.states, is_ascii)
     if ended.signal is None:
         _list(store, False, everything, False)
-    return top.code_of(ended)
+    return code_of(ended)
 
 
 # ---------------------------------------------------------------------- my jobs
@@ -139,9 +154,7 @@ def _list(store: JobStore, watch: bool, everything: bool, as_json: bool) -> int:
         return jobs_table([each.state for each in views], time.time(), width(), {each.id: each for each in views})
 
     if watch and as_json:
-        from distrun.cli import watchlines
-
-        return watchlines.jobs(read, view_as_json)
+        return follow_jobs(read, view_as_json)
     if as_json:
         now = time.time()
         jobs = [view_as_json(each, now) for each in read()]
@@ -184,31 +197,31 @@ def _one(folder: JobFolder, as_json: bool) -> int:
     Raises:
         JobStoreError: it is damaged.
     """
-    from distrun.cli import detail
+    from distrun.cli import tables
 
     view = _looked(folder)
     now = time.time()
     if as_json:
         told = {"schema": SCHEMA, "time": rfc3339(now), "job": view.state, **_standing(view, now)}
-        more = {"metrics": view.metrics, "events": list(view.events), "error": detail.error_as_json(view)}
+        more = {"metrics": view.metrics, "events": list(view.events), "error": tables.error_as_json(view)}
         print_out(json.dumps({**told, **more}, indent=2) + "\n")
     else:
-        print_out(detail.text(view, now, width()))
+        print_out(tables.text(view, now, width()))
     _tell_unasked([view])
     return exit_code(view.state)
 
 
 def _looked(folder: JobFolder) -> JobView:
     """Return how a job stands. If it has ended on another host, everything is fetched from there, once."""
-    from distrun import elsewhere, jobviews
+    from distrun import jobviews, remote_jobs
 
     (view,) = jobviews.look([folder], with_events=True)
     if view.state["state"] == facts.DAMAGED:
         folder.state()  # raises what is wrong
-    if view.state["state"] in facts.OVER and elsewhere.is_elsewhere(folder):
+    if view.state["state"] in facts.OVER and remote_jobs.is_elsewhere(folder):
         try:
-            elsewhere.refresh(folder, may_ask=False)
-        except elsewhere.NotAsked as err:
+            remote_jobs.refresh(folder, may_ask=False)
+        except remote_jobs.NotAsked as err:
             print_err(f"distrun: warning: {err}; {err.hint}\n")
         (view,) = jobviews.look([folder], with_events=True)
     return view
@@ -219,7 +232,8 @@ def _looked(folder: JobFolder) -> JobView:
 
 def _on_hosts(wanted: str | None, as_json: bool, options: Mapping[str, Any]) -> int:
     """Show my jobs on hosts; return the exit code."""
-    from distrun.fleet import Fleet, Problem, jobs
+    from distrun.fleet import Fleet, questions
+    from distrun_runtime.coordinator.failures import Problem
 
     inventory, backend, hosts = hosts_of(options, {})
     tell_warnings(inventory)
@@ -227,9 +241,12 @@ def _on_hosts(wanted: str | None, as_json: bool, options: Mapping[str, Any]) -> 
         answers = fleet.ask("survey", {}, SURVEY_S)
     problems = {host: each for host, each in answers.items() if isinstance(each, Problem)}
     every = [
-        job for host, each in answers.items() if not isinstance(each, Problem) for job in jobs.read(host, each.value)
+        job
+        for host, each in answers.items()
+        if not isinstance(each, Problem)
+        for job in questions.read(host, each.value)
     ]
-    found = jobs.chosen(every, [wanted] if wanted is not None else ())
+    found = questions.chosen(every, [wanted] if wanted is not None else ())
     code = facts.EXIT_PREFLIGHT if problems else 0
     if as_json:
         rows = [_host_as_json(host, problems.get(host), found) for host in answers]
@@ -261,3 +278,281 @@ def _host_as_json(host: str, problem: Problem | None, found: Sequence[HostJob]) 
         if job.host == host
     ]
     return {"host": host, "problem": None if problem is None else asdict(problem), "jobs": mine}
+
+
+# `distrun top`, the same as `distrun status -w`, and the functions that both share.
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("job", required=False)
+@click.option("--plain", is_flag=True, help="Print a line for each change, until the job is over.")
+@click.option("--ascii", "is_ascii", is_flag=True, help="Draw with ASCII characters only.")
+@click.pass_context
+def top(ctx: click.Context, job: str | None, plain: bool, is_ascii: bool) -> int:
+    """Show JOB live: progress, tasks, hosts, store, events; without JOB the one of mine that runs, or a table of jobs.
+
+    The same as `distrun status -w`. Keys: q leaves, ? shows the others. The exit code is that of `distrun status`.
+    """
+
+    given = {"watch": True, "plain": plain, "is_ascii": is_ascii}
+    code: int = ctx.invoke(status, job=job, **given)
+    return code
+
+
+def look(is_ascii: bool) -> Appearance:
+    """Return how to draw on this terminal: by `--ascii`, the locale, NO_COLOR and the like."""
+    from distrun.dashboard.terminal import Appearance
+
+    env = environ.snapshot()
+    return Appearance(has_colour=wants_colour(1, env), is_ascii=is_ascii or not has_symbols(env))
+
+
+def is_drawn(plain: bool) -> bool:
+    """Return whether there is a terminal on which to draw, and from which to read keys."""
+    return not plain and sys.stdin.isatty() and can_draw(1, environ.snapshot())
+
+
+def watch_one(folder: JobFolder, plain: bool, is_ascii: bool) -> Ended:
+    """Show a job live until the user leaves or, where nothing can be drawn, until it is over."""
+    from distrun import dashboard
+
+    return dashboard.watch(folder, look(is_ascii)) if is_drawn(plain) else dashboard.follow(folder, tell)
+
+
+def watch_all(store: JobStore, read: Callable[[], Sequence[Mapping[str, Any]]], is_ascii: bool) -> Ended:
+    """Show the table of jobs live until the user leaves."""
+    from distrun import dashboard
+
+    return dashboard.watch_jobs(read, lambda job: found_job(store, job), look(is_ascii))
+
+
+def only_running(store: JobStore) -> JobFolder | None:
+    """Return the job that runs, if exactly one does."""
+    going = [folder for folder in store.list() if folder.standing() in facts.GOING]
+    return going[0] if len(going) == 1 else None
+
+
+def code_of(ended: Ended) -> int:
+    """Return the exit code of a dashboard."""
+    return ended.exit_code if ended.signal is None else facts.exit_code(None, ended.signal.name)
+
+
+# `distrun status --watch --json`: prints a JSON object a line for each change of a job, or of the list of jobs.
+#
+# A watch begins with a `snapshot`. An `update` line has what is new: the state, the metrics, an event. `gap` means that
+# something was missed; the next state is complete. `end` has the outcome. If the reader closes its end, the watch ends
+# silently.
+
+
+WATCH_SCHEMA = "distrun.watch/1"
+POLL_S = 1.0
+"""Interval of polls for what no connection reports; also how soon a closed stdout is noticed."""
+THERE_S = 5.0
+"""The same where a look takes an ssh connection."""
+STATEFUL = ("ready", "started", "exited", "published", "state", "lost", "finished", "failed")
+"""Events after which the state may be another."""
+
+Show = Callable[["JobView", float], Mapping[str, Any]]
+"""Returns a job as JSON, given the time."""
+
+
+class Closed(Exception):
+    """The reader of stdout has closed its end."""
+
+
+class _LineWriter:
+    """Writes lines, each at once."""
+
+    def write(self, kind: str, job: str = "", /, **members: Any) -> None:
+        """Write a line of type `kind`, about a job if one is named.
+
+        Raises:
+            Closed: nobody reads any more.
+        """
+        who = {"job": job} if job else {}
+        value = {"schema": WATCH_SCHEMA, "type": kind, "time": rfc3339(time.time()), **who, **members}
+        if not copy_out(json.dumps(value).encode() + b"\n"):
+            raise Closed
+
+    def pause(self, seconds: float) -> None:
+        """Wait. Raises Closed as soon as the reader has closed its end."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, POLL_S))
+            self.check()
+
+    def check(self) -> None:
+        """Raise Closed if the reader has closed its end."""
+        if not is_read():
+            raise Closed
+
+
+# ---------------------------------------------------------------------- the list of jobs
+
+
+def follow_jobs(read: Callable[[], Sequence[JobView]], show: Show) -> int:
+    """Write how the list of jobs changes, until the reader closes its end; return the exit code."""
+    lines = _LineWriter()
+    try:
+        views = read()
+        shown = {view.id: show(view, time.time()) for view in views}
+        lines.write("snapshot", jobs=list(shown.values()))
+        while True:
+            lines.pause(POLL_S if all(view.is_here for view in views) else THERE_S)
+            views = read()
+            now = {view.id: show(view, time.time()) for view in views}
+            for job, value in now.items():
+                if _lasting(value) != _lasting(shown.get(job, {})):
+                    lines.write("update", job, state=value)
+            for job in shown.keys() - now.keys():
+                lines.write("update", job, state=None)
+            shown = now
+    except Closed:
+        return 0
+
+
+def _lasting(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what counts as a change."""
+    return {name: each for name, each in value.items() if name not in ("seen", "updated", "heard")}
+
+
+# ---------------------------------------------------------------------- one job
+
+
+def follow_job(first: JobView, show: Show, exit_code: Callable[[Mapping[str, Any]], int]) -> int:
+    """Write how a job changes, until it is over or the reader closes its end; return the exit code.
+
+    Args:
+        first: how it stands.
+        show: returns a job's state as JSON.
+        exit_code: returns that of a state.
+    """
+    watch = _JobFollower(first, show)
+    try:
+        outcome = watch.run()
+    except Closed:
+        return 0
+    if outcome is not None:
+        return 0 if outcome.job_state == facts.SUCCEEDED else 1
+    return exit_code(watch.state) or int(watch.has_failed)
+
+
+class _JobFollower:
+    """Follows one job by a connection to its coordinator, and by its folder while there is none."""
+
+    def __init__(self, first: JobView, show: Show) -> None:
+        self._folder: JobFolder = first.folder
+        self._view = first
+        self._show = show
+        self._lines = _LineWriter()
+        self._was_connected = False
+        self._is_asked = False
+        """A state is on its way."""
+        self._has_gap = False
+        """Something was missed, and no state has been told since."""
+        self.state = first.state
+        self.has_failed = False
+        """Its coordinator has failed, so that it has no outcome."""
+
+    def run(self) -> Outcome | None:
+        """Write all lines; return the outcome, None if there is none.
+
+        Raises:
+            Closed: nobody reads any more.
+        """
+        view = self._view
+        shown = self._show(view, time.time())
+        self._lines.write("snapshot", view.id, state=shown, metrics=view.metrics, events=list(view.events))
+        while self.state["state"] in facts.GOING:
+            told = self._follow()
+            if told is not None:
+                return self._end(told)
+            self._look()
+        return self._end(None)
+
+    def _follow(self) -> session.Frame | None:
+        """Follow the job by a connection; return its last frame, None if there is no connection any more."""
+        try:
+            connection = client.connect(self._folder, may_ask=False)
+        except (DistrunError, JobStoreError):
+            self._lines.pause(POLL_S if self._view.is_here else THERE_S)
+            return None
+        with connection:
+            try:
+                client.check_version(connection, self._folder)
+            except DistrunError:
+                self._lines.pause(POLL_S)
+                return None
+            if self._was_connected:
+                self._lines.write("gap", self._view.id, missed=None)
+                self._has_gap = True
+            self._was_connected = True
+            connection.send("subscribe", events=True, metrics=True)
+            self._ask(connection)
+            while True:
+                try:
+                    frame = connection.receive(POLL_S)
+                except TimeoutError:
+                    self._lines.check()
+                    continue
+                if frame is None:
+                    break
+                if frame.type in ("outcome", "failed"):
+                    return frame
+                with client.reading():
+                    self._take(frame, connection)
+        self._lines.pause(POLL_S)
+        return None
+
+    def _ask(self, connection: client.ControlConnection) -> None:
+        if not self._is_asked:
+            self._is_asked = True
+            connection.send("state")
+
+    def _take(self, frame: session.Frame, connection: client.ControlConnection) -> None:
+        header = frame.header
+        if frame.type == "state":
+            self._is_asked = self._is_asked and bool(header.get("missed"))
+            if header.get("missed"):
+                self._lines.write("gap", self._view.id, missed=header["missed"])
+            self._tell(header["state"], self._has_gap or bool(header.get("missed")))
+            self._has_gap = False
+        elif frame.type == "event":
+            self._lines.write("update", self._view.id, event=header["event"])
+            if header["event"].get("event") in STATEFUL:
+                self._ask(connection)
+        elif frame.type == "metrics":
+            self._lines.write("update", self._view.id, metrics=header["metrics"])
+
+    def _look(self) -> None:
+        """Read how the job stands without a connection."""
+        self._is_asked = False
+        (self._view,) = jobviews.look([self._folder])
+        self._tell(self._view.state)
+
+    def _tell(self, state: Mapping[str, Any], is_wanted: bool = False) -> None:
+        """Write the state if it has changed, or is wanted in any case."""
+        if not is_wanted and _lasting(state) == _lasting(self.state):
+            return
+        self.state = state
+        shown = self._show(jobviews.with_state(self._view, state), time.time())
+        self._lines.write("update", self._view.id, state=shown)
+
+    def _end(self, told: session.Frame | None) -> Outcome | None:
+        """Write the last line; return the outcome, None if there is none."""
+        outcome, value, error = None, None, None
+        if told is not None and told.type == "outcome":
+            with client.reading():
+                outcome = failures.from_json(told.header["outcome"])
+            assert outcome is not None
+            value = self._folder.outcome_json(self._folder.explained(outcome))
+        elif told is not None:
+            self.has_failed = True
+            error = {"message": told.header["message"], "hint": told.header["hint"]}
+        else:
+            try:
+                value = self._folder.outcome()
+            except JobStoreError as err:
+                error = {"message": str(err), "hint": ""}
+        self._lines.write("end", self._view.id, outcome=value, error=error)
+        return outcome

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun import sync as copying
-from distrun.cli.common import current_folder
+from distrun.cli.common import current_folder, host_options, hosts_of
 from distrun.cli.console import print_err, print_out
-from distrun.cli.reach import host_options, hosts_of
 from distrun.errors import SyncError, UsageError
 from distrun_runtime.contract import environ
 
@@ -61,7 +60,7 @@ def sync(**options: Any) -> int:
         options["excludes"], options["gitignore"], options["extra"], cwd=source, delete=options["delete"]
     )
     inventory, backend, hosts = hosts_of(options, environ.snapshot(), "ssh")
-    screen = _Screen(is_quiet=options["quiet"] or options["as_json"])
+    screen = _ProgressScreen(is_quiet=options["quiet"] or options["as_json"])
     for warning in inventory.warnings:
         screen.say(warning, "warning")
     tree = copying.scan(source, rules)
@@ -139,7 +138,7 @@ def _facts(source: str, options: Mapping[str, Any], tree: Tree) -> dict[str, Any
     }
 
 
-class _Screen:
+class _ProgressScreen:
     """Says things on stderr; on a terminal with one line of progress below, which is replaced."""
 
     def __init__(self, is_quiet: bool) -> None:

@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from distrun.cli.lines import Feed, in_order, short_prefix
-from distrun.cli.region import DRAW_S, Group, Region, chosen
+from distrun.cli.region import DRAW_S, Region, StreamBars, chosen
+from distrun.cli.screen import Feed, in_order, short_prefix
 from distrun_runtime.coordinator.output import Backlog, OutputPiece, encoded
 from distrun_runtime.errors import JobStoreError
 
@@ -280,7 +280,7 @@ class Writer:
                 # What has just come may be half of a state.
                 self._is_drawn_late = self._is_drawn_late or (feed.live and feed.wait_s(now) is not None)
                 if bars:
-                    groups.append(Group(feed.prefix, short_prefix(task), bars))
+                    groups.append(StreamBars(feed.prefix, short_prefix(task), bars))
             lines = chosen(groups, self._status, columns, rows)
         self._send(self._fds["err"], before + self._region.draw(lines, columns))
 
@@ -331,7 +331,7 @@ class Writer:
         try:
             if path is None:
                 raise FileNotFoundError(2, "no log file")
-            from distrun_runtime.coordinator.logfiles import LogFile  # for slow readers only
+            from distrun_runtime.coordinator.logs import LogFile  # for slow readers only
 
             with LogFile(path) as log:
                 while left and fd not in self._broken:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from distrun.dashboard.loop import Ended
     from distrun.dashboard.terminal import Appearance
-    from distrun_runtime.coordinator.jobstore import JobFolder
+    from distrun_runtime.coordinator.jobfolder import JobFolder
 
 
 def watch(folder: JobFolder, look: Appearance) -> Ended:

@@ -5,9 +5,10 @@ No side effects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from distrun import formats
 from distrun.dashboard import read, text
 from distrun_runtime.contract import facts
 
@@ -15,7 +16,7 @@ DONE = "exit code 0"
 
 
 @dataclass(frozen=True)
-class Event:
+class EventLine:
     """One line of the panel of events."""
 
     time: float
@@ -40,7 +41,7 @@ class EventReader:
         """How messages that repeat a failure begin."""
         self._stalled: frozenset[str] = frozenset()
 
-    def take(self, event: Mapping[str, object]) -> Event | None:
+    def take(self, event: Mapping[str, object]) -> EventLine | None:
         """Return how the next event reads; None: it says nothing to a user, or nothing new."""
         kind, host, task = (read.text(event.get(name)) for name in ("event", "host", "task"))
         if kind == "bye":
@@ -77,7 +78,7 @@ class EventReader:
         return kind == "published" and (bool(event.get("stopped")) or lost in self._ended)
 
 
-def describe(event: Mapping[str, object]) -> Event | None:
+def describe(event: Mapping[str, object]) -> EventLine | None:
     """Return how an event reads; None: it says nothing to a user."""
     how = _READERS.get(read.text(event.get("event")))
     found = None if how is None else how(event)
@@ -85,7 +86,7 @@ def describe(event: Mapping[str, object]) -> Event | None:
         return None
     words, style = found
     is_message = event.get("event") in _MESSAGES
-    return Event(read.moment(event.get("time")) or 0.0, text.clean(" ".join(words.split())), style, is_message)
+    return EventLine(read.moment(event.get("time")) or 0.0, text.clean(" ".join(words.split())), style, is_message)
 
 
 Described = tuple[str, str] | None
@@ -167,3 +168,111 @@ _READERS: Mapping[str, Callable[[Mapping[str, object]], Described]] = {
     "finished": _finished,
     "condition": _condition,
 }
+
+
+# Reads a job's progress from a snapshot of its metrics and words it for all displays. No side effects.
+
+
+@dataclass(frozen=True)
+class ProgressView:
+    """How far a job is, by what its tasks reported. What is unknown is None or empty."""
+
+    step: int | None = None
+    total: int | None = None
+    phase: int = 0
+    fraction: float | None = None
+    eta_s: float | None = None
+    rate: float | None = None
+    """Steps a second."""
+    loss: float | None = None
+    values: Mapping[str, float] | None = None
+    """Other reported values, by name."""
+    slowest: str = ""
+    """The slowest rank; empty if all are in step."""
+    is_stalled: bool = False
+    """The slowest rank is stalled, so there is no ETA."""
+
+
+def of(metrics: Mapping[str, object]) -> ProgressView | None:
+    """Return the progress in a snapshot of metrics (`distrun.metrics/1`); None: no task has reported any."""
+    told = read.members(metrics.get("progress"))
+    if not told:
+        return None
+    tasks = {name: read.members(each) for name, each in read.members(metrics.get("tasks")).items()}
+    steps = {name: read.number(read.members(each.get("report")).get("step")) for name, each in tasks.items()}
+    slowest = read.text(told.get("slowest"))
+    is_stalled = tasks.get(slowest, {}).get("condition") == facts.STALLED
+    rate, eta_s = read.finite(told.get("rate")), read.finite(told.get("eta_s"))
+    return ProgressView(
+        step=read.whole(told.get("step")),
+        total=read.whole(told.get("total")),
+        phase=read.whole(told.get("phase")) or 0,
+        fraction=read.finite(told.get("fraction")),
+        eta_s=None if is_stalled or eta_s is None or not 0 <= eta_s < formats.LONG_S else eta_s,
+        rate=rate if rate is not None and rate > 0 else None,
+        loss=read.number(told.get("loss")),
+        values={name: value for name, value in read.numbers(told.get("values")).items() if name != "loss"},
+        slowest=slowest if slowest and (is_stalled or _is_behind(slowest, steps)) else "",
+        is_stalled=is_stalled,
+    )
+
+
+def _is_behind(name: str, steps: Mapping[str, float | None]) -> bool:
+    """Return whether a task is behind by more than the step in which all are: of ranks in step none is slow.
+
+    `steps`: what tasks have reported. A task that has not is behind.
+    """
+    known = {task: step for task, step in steps.items() if step is not None}
+    return name not in known or max(known.values()) - known[name] > 1
+
+
+# ---------------------------------------------------------------------- words
+
+
+def step(found: ProgressView) -> str:
+    """Return the step: `step 1200/5000`, `phase 2: step 7`; empty if it is not known."""
+    if found.step is None:
+        return ""
+    return (f"phase {found.phase + 1}: " if found.phase else "") + f"step {formats.steps(found.step, found.total)}"
+
+
+def eta(found: ProgressView) -> str:
+    """Return the time that is left, `ETA 0:12:05`, or why there is none; empty if it is not known."""
+    if found.is_stalled:
+        return f"no ETA: {found.slowest} is stalled"
+    return "" if found.eta_s is None else f"ETA {formats.elapsed(found.eta_s)}"
+
+
+def loss(found: ProgressView) -> str:
+    """Return the loss: `loss 0.3712`; empty if it is not known."""
+    return "" if found.loss is None else f"loss {formats.value(found.loss)}"
+
+
+def slowest(found: ProgressView) -> str:
+    """Return which rank is the slowest: `slowest worker-1`; empty if none is, or if `eta` says so."""
+    return f"slowest {found.slowest}" if found.slowest and not found.is_stalled else ""
+
+
+def line(found: ProgressView) -> Sequence[str]:
+    """Return the parts of a line: `step 1200/5000 (24 %)`, `5.25 steps/s`, `ETA 0:12:05`, `loss 0.3712`."""
+    share = "" if found.fraction is None else f" ({formats.percent(found.fraction)})"
+    rate = "" if found.rate is None else f"{_rounded(found.rate)} steps/s"
+    parts = (step(found) + share if step(found) else "", rate, eta(found), loss(found))
+    return [part for part in parts if part]
+
+
+def _rounded(rate: float) -> str:
+    return f"{rate:.3g}" if rate < 1000 else f"{rate:.0f}"
+
+
+def details(found: ProgressView) -> Sequence[str]:
+    """Return the parts of a line with other reported values and the slowest rank."""
+    values = [f"{name} {formats.value(each)}" for name, each in (found.values or {}).items()]
+    return [*line(found), *values, *([slowest(found)] if slowest(found) else [])]
+
+
+def short(found: ProgressView) -> str:
+    """Return the progress for a column: `24 %, ETA 0:12:05`; without a total `step 7`."""
+    if found.fraction is None:
+        return step(found)
+    return formats.percent(found.fraction) + ("" if found.eta_s is None else f", {eta(found)}")

@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from distrun import shell, units
+from distrun import formats
 from distrun.dashboard import keys, read, text
-from distrun.dashboard.loop import Ended
-from distrun.dashboard.signals import Signals
+from distrun.dashboard.loop import Ended, Signals
 from distrun.dashboard.tasks import STYLES
 from distrun.dashboard.terminal import Terminal
 from distrun.dashboard.text import Glyphs, Line
@@ -99,14 +98,14 @@ def _cells(state: Mapping[str, object], now: float) -> tuple[str, ...]:
     tasks = read.objects(state.get("tasks"))
     counts = [(sum(task.get("state") == each for task in tasks), each) for each in ("running", "failed", "lost")]
     code = read.whole(state.get("exit_code"))
-    command = shell.join(read.texts(state.get("command")))
+    command = formats.join(read.texts(state.get("command")))
     return (
         read.text(state.get("id")),
         word,
         "" if code is None else str(code),
         text.clean(read.text(state.get("name"))),
-        units.counted(len(tasks), counts) if tasks else "",
-        "" if created is None else units.elapsed((now if until is None else until) - created),
+        formats.counted(len(tasks), counts) if tasks else "",
+        "" if created is None else formats.elapsed((now if until is None else until) - created),
         str(len(read.texts(state.get("hosts"))) or ""),
         text.clean(command or read.text(state.get("message"))),
     )
@@ -134,7 +133,7 @@ class Jobs:
         self._terminal = terminal
         self._signals = signals
         self._glyphs = text.ASCII if is_ascii else text.UNICODE
-        self._decoder = keys.Decoder()
+        self._decoder = keys.KeyDecoder()
         self._look = JobsLook()
         self._ids: list[str] = []
         self._room = 1

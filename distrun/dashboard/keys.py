@@ -41,7 +41,7 @@ _PASTE_BEGINS = "[200~"
 _PASTE_ENDS = "\x1b[201~"
 
 
-class Decoder:
+class KeyDecoder:
     """Turns bytes into names of keys: a character, or `up`, `enter`, `esc` and so on."""
 
     def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import select
@@ -10,15 +11,67 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from distrun import report
 from distrun.dashboard import keys, read, text, user, view
 from distrun.dashboard.model import Model
-from distrun.dashboard.signals import Signals
-from distrun.dashboard.source import Frame, Source
+from distrun.dashboard.source import FrameSource, JobFrame
 from distrun.dashboard.terminal import Terminal
-from distrun.dashboard.user import Shown, User
+from distrun.dashboard.user import User, VisibleRows
+
+# The signals of the dashboard: the interpreter records them, and the loop handles them.
+
+
+HANDLED = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGTSTP", "SIGCONT", "SIGWINCH"))
+
+
+class Signals:
+    """Notes signals while it is entered; used by the main thread.
+
+    Arguments:
+        handled: the signals. Others keep their meaning.
+    """
+
+    def __init__(self, handled: Sequence[signal.Signals] = HANDLED) -> None:
+        self._handled = handled
+        self._before: list[tuple[signal.Signals, Any]] = []
+        self._wakeup_before = -1
+        self.wakeup = self._waking = -1
+        """Readable when one has come."""
+
+    def __enter__(self) -> Signals:
+        self.wakeup, self._waking = os.pipe()
+        os.set_blocking(self.wakeup, False)
+        os.set_blocking(self._waking, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._waking, warn_on_full_buffer=False)
+        for each in self._handled:
+            before = signal.getsignal(each)
+            # What was ignored from outside (nohup) stays so.
+            if before is not signal.SIG_IGN or each == signal.SIGWINCH:
+                self._before.append((each, signal.signal(each, _note)))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for each, before in self._before:
+            signal.signal(each, before)
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.close(self.wakeup)
+        os.close(self._waking)
+
+    def take(self) -> list[signal.Signals]:
+        """Return the signals that have come, in their order."""
+        found: list[signal.Signals] = []
+        with contextlib.suppress(BlockingIOError):
+            for number in os.read(self.wakeup, 4096):
+                with contextlib.suppress(ValueError):
+                    found.append(signal.Signals(number))
+        return found
+
+
+def _note(number: int, frame: object) -> None:
+    """Do nothing: the interpreter has written the number into the pipe."""
+
 
 INTERVAL_S = 0.5
 """Between two pictures, unless a key was pressed."""
@@ -70,7 +123,7 @@ class Dashboard:
     def __init__(
         self,
         job: str,
-        source: Source,
+        source: FrameSource,
         terminal: Terminal,
         signals: Signals,
         logs: Logs,
@@ -88,8 +141,8 @@ class Dashboard:
         self._glyphs = text.ASCII if is_ascii else text.UNICODE
         self._clock = clock
         self._user = User()
-        self._decoder = keys.Decoder()
-        self._shown = Shown()
+        self._decoder = keys.KeyDecoder()
+        self._shown = VisibleRows()
         self._held: tuple[Model, float] | None = None
         """The model, and the time, of a picture that is held."""
         self._stack: tuple[str, ...] = ()
@@ -168,7 +221,7 @@ class Dashboard:
         for frame in self._source.take():
             self._take(frame)
 
-    def _take(self, frame: Frame) -> None:
+    def _take(self, frame: JobFrame) -> None:
         now, header = self._clock(), frame.header
         if self.model.take(frame.kind, header, now):
             if frame.kind == "event":
@@ -191,7 +244,7 @@ class Dashboard:
         elif frame.kind == "failed_here":
             self._user.say(f"internal error: {read.text(header.get('error'))}; leave and begin again")
 
-    def _take_stack(self, frame: Frame) -> None:
+    def _take_stack(self, frame: JobFrame) -> None:
         header = frame.header
         lines = read.text(header.get("text")).splitlines()
         error, fix = read.text(header.get("error")), read.text(header.get("fix"))
@@ -256,7 +309,7 @@ class Dashboard:
         model, when = self._held or (self.model, wall)
         columns, rows = terminal.size()
         options = view.Options(columns, rows, self._glyphs)
-        extra = view.Extra(self._log, self._stack)
+        extra = view.TaskExtra(self._log, self._stack)
         picture = view.picture(model, look, options, when, extra)
         self._shown = picture.shown
         if look.mode == user.MAIN:

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from distrun.dashboard import events, progress, read
-from distrun.dashboard.events import Event
+from distrun.dashboard import events, read
+from distrun.dashboard.events import EventLine
 from distrun_runtime.contract import facts
-from distrun_runtime.coordinator.outcome import last_state
+from distrun_runtime.coordinator.failures import last_state
 
 LOST_WITH_HOST = "lost with its host"
 LONG_WAIT_S = 30.0
@@ -47,7 +47,7 @@ PROBLEM_LEVEL = 4
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskView:
     """One task, as it is shown. What is unknown is None or empty."""
 
     name: str
@@ -98,7 +98,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuView:
     """One GPU of a host."""
 
     index: int
@@ -109,7 +109,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostView:
     """One host, as it is shown."""
 
     name: str
@@ -125,11 +125,11 @@ class Host:
     net_rx: float | None = None
     net_tx: float | None = None
     offset_s: float | None = None
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[GpuView, ...] = ()
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerView:
     """One server of the store."""
 
     name: str
@@ -147,10 +147,10 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Store:
+class StoreView:
     """The parameter server as a whole."""
 
-    servers: tuple[Server, ...] = ()
+    servers: tuple[ServerView, ...] = ()
     push_s: float | None = None
     pull_s: float | None = None
     round_s: float | None = None
@@ -178,7 +178,7 @@ class Store:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobSummary:
     """What the state says of the job as a whole."""
 
     id: str
@@ -218,15 +218,15 @@ class Model:
     """
 
     def __init__(self, job: str) -> None:
-        self.job = Job(job)
-        self.tasks: Mapping[str, Task] = {}
-        self.hosts: Mapping[str, Host] = {}
-        self.store: Store | None = None
-        self.progress: progress.Progress | None = None
+        self.job = JobSummary(job)
+        self.tasks: Mapping[str, TaskView] = {}
+        self.hosts: Mapping[str, HostView] = {}
+        self.store: StoreView | None = None
+        self.progress: events.ProgressView | None = None
         self.history: Mapping[str, tuple[float | None, ...]] = {}
         self.traces: Mapping[str, tuple[float | None, ...]] = {}
         """What the dashboard itself saw, one value a second, by name."""
-        self.events: tuple[Event, ...] = ()
+        self.events: tuple[EventLine, ...] = ()
         self.culprit = ""
         """The task whose failure ended the job, once the outcome says so."""
         self.error_lines: tuple[str, ...] = ()
@@ -284,7 +284,7 @@ class Model:
 
     def _take_state(self, state: Mapping[str, object]) -> None:
         self._state = state
-        self.job = Job(
+        self.job = JobSummary(
             id=read.text(state.get("id")) or self.job.id,
             name=read.text(state.get("name")),
             state=read.text(state.get("state")),
@@ -310,7 +310,7 @@ class Model:
     def _take_metrics(self, metrics: Mapping[str, object], now: float) -> None:
         self._metrics = metrics
         self.metrics_at = now
-        self.progress = progress.of(metrics)
+        self.progress = events.of(metrics)
         store = read.members(metrics.get("store"))
         self.store = _store(store) if store else None
         self.history = {name: read.series(each) for name, each in read.members(metrics.get("history")).items()}
@@ -343,7 +343,7 @@ class Model:
     # ------------------------------------------------------------------ what is shown
 
     @property
-    def first_error(self) -> Task | None:
+    def first_error(self) -> TaskView | None:
         """The task that failed first, not as the consequence of another's end."""
         if self.culprit in self.tasks:
             return self.tasks[self.culprit]
@@ -385,7 +385,7 @@ class Model:
         self._lost |= {task.host for task in tasks.values() if task.word == facts.LOST}
         self.hosts = {name: self._host(name, read.members(known.get(name))) for name in names}
 
-    def _host(self, name: str, told: Mapping[str, object]) -> Host:
+    def _host(self, name: str, told: Mapping[str, object]) -> HostView:
         heard_s = read.finite(told.get("heard_s"))
         if name in self._lost:
             word = facts.LOST
@@ -393,7 +393,7 @@ class Model:
             word = "silent"
         else:
             word = "ok" if told else ""
-        return Host(
+        return HostView(
             name=name,
             word=word,
             heard_s=heard_s,
@@ -426,7 +426,7 @@ def _moment(value: object) -> float | None:
     return read.moment(value) if isinstance(value, str) else read.finite(value)
 
 
-def _task(state: Mapping[str, object], told: Mapping[str, object], *, waited_s: float, silent_s: float) -> Task:
+def _task(state: Mapping[str, object], told: Mapping[str, object], *, waited_s: float, silent_s: float) -> TaskView:
     word = read.text(state.get("state"))
     reason = read.text(state.get("reason"))
     condition = read.text(told.get("condition"))
@@ -445,7 +445,7 @@ def _task(state: Mapping[str, object], told: Mapping[str, object], *, waited_s: 
     code, signal = read.whole(state.get("code")), read.text(state.get("signal"))
     report, history = read.members(told.get("report")), read.members(told.get("history"))
     peak_kb, quiet_s = read.finite(state.get("max_rss_kb")), read.finite(told.get("output_age_s"))
-    return Task(
+    return TaskView(
         name=read.text(state.get("name")),
         role=read.text(state.get("role")),
         rank=read.whole(state.get("rank")) or 0,
@@ -475,8 +475,8 @@ def _task(state: Mapping[str, object], told: Mapping[str, object], *, waited_s: 
     )
 
 
-def _gpu(told: Mapping[str, object]) -> Gpu:
-    return Gpu(
+def _gpu(told: Mapping[str, object]) -> GpuView:
+    return GpuView(
         index=read.whole(told.get("index")) or 0,
         name=read.text(told.get("name")),
         util=read.finite(told.get("util")),
@@ -485,10 +485,10 @@ def _gpu(told: Mapping[str, object]) -> Gpu:
     )
 
 
-def _store(told: Mapping[str, object]) -> Store:
+def _store(told: Mapping[str, object]) -> StoreView:
     scheduler = read.members(told.get("scheduler"))
     servers = [
-        Server(
+        ServerView(
             name=name,
             keys=read.whole(each.get("keys")),
             size=read.finite(each.get("bytes")),
@@ -504,7 +504,7 @@ def _store(told: Mapping[str, object]) -> Store:
         )
         for name, each in ((name, read.members(value)) for name, value in read.members(told.get("servers")).items())
     ]
-    return Store(
+    return StoreView(
         servers=tuple(servers),
         push_s=read.finite(told.get("push_s")),
         pull_s=read.finite(told.get("pull_s")),

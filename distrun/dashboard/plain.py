@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distrun import units
-from distrun.dashboard import progress as words
-from distrun.dashboard import rows, text
-from distrun.dashboard.events import Event
-from distrun.dashboard.model import Model, Task
+from distrun import formats
+from distrun.dashboard import events, text
+from distrun.dashboard import tasks as rows
+from distrun.dashboard.events import EventLine
+from distrun.dashboard.model import Model, TaskView
 from distrun_runtime.contract import facts
-from distrun_runtime.contract.duration import time_of_day
+from distrun_runtime.contract.facts import time_of_day
 
 PROGRESS_S = 30.0
 """Minimum time between two lines of progress,"""
@@ -29,7 +29,7 @@ class Plain:
         self._link = ""
         self._words: dict[str, str] = {}
         self._hosts: dict[str, str] = {}
-        self._event: Event | None = None
+        self._event: EventLine | None = None
         self._has_begun = False
         self._told_s = 0.0
         self._told_share = 0.0
@@ -54,10 +54,10 @@ class Plain:
         more = "" if job.exit_code is None else f", exit code {job.exit_code}"
         if job.is_over and job.message:
             more += f": {job.message}"
-        return [f"job {job.id}: {job.state} after {units.elapsed(job.elapsed(now)) or '0:00:00'}{more}"]
+        return [f"job {job.id}: {job.state} after {formats.elapsed(job.elapsed(now)) or '0:00:00'}{more}"]
 
     def _of_tasks(self, model: Model) -> list[str]:
-        changed: dict[tuple[str, str], list[Task]] = {}
+        changed: dict[tuple[str, str], list[TaskView]] = {}
         for task in model.tasks.values():
             # A short wait in the store is how a job works.
             word = facts.RUNNING if task.word == facts.WAITING and not task.is_problem else task.word
@@ -87,7 +87,7 @@ class Plain:
 
     def _of_events(self, model: Model) -> list[str]:
         """Return warnings and errors; what concerns a task's state is told with the state."""
-        fresh: list[Event] = []
+        fresh: list[EventLine] = []
         for event in reversed(model.events):
             if event is self._event:
                 break
@@ -111,4 +111,4 @@ class Plain:
         if now < self._told_s + PROGRESS_S and abs(share - self._told_share) < PROGRESS_SHARE:
             return []
         self._told_s, self._told_share, self._told_step = now, share, progress.step
-        return ["progress: " + ", ".join(words.line(progress))]
+        return ["progress: " + ", ".join(events.line(progress))]

@@ -19,7 +19,7 @@ from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
     from distrun.client import ControlConnection
-    from distrun_runtime.coordinator.jobstore import JobFolder
+    from distrun_runtime.coordinator.jobfolder import JobFolder
 
 RETRY_S = 2.0
 """Between two looks for a coordinator that is gone."""
@@ -32,7 +32,7 @@ WAITING = 10_000
 END_S = 2.0
 
 
-class Frame:
+class JobFrame:
     """A frame of the coordinator, or what stands for one: kind `link` says why nothing comes, empty if it does."""
 
     __slots__ = ("body", "header", "kind")
@@ -43,7 +43,7 @@ class Frame:
         self.body = body
 
 
-class Source:
+class FrameSource:
     """The frames of one job.
 
     Arguments:
@@ -62,7 +62,7 @@ class Source:
         self._connect = connect
         self._refresh = refresh
         self._lock = threading.Lock()
-        self._frames: deque[Frame] = deque(maxlen=WAITING)
+        self._frames: deque[JobFrame] = deque(maxlen=WAITING)
         self._connection: ControlConnection | None = None
         self._wanted: Mapping[str, object] = {"events": True, "metrics": True}
         self._is_ending = threading.Event()
@@ -87,7 +87,7 @@ class Source:
             self._greet(connection)
         self._thread.start()
 
-    def take(self) -> list[Frame]:
+    def take(self) -> list[JobFrame]:
         """Return the frames that have come."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.wakeup, 4096)
@@ -132,7 +132,7 @@ class Source:
                     break
                 self._reconnect()
         except Exception as err:  # a fault of ours must not leave a dashboard that looks alive
-            self._put(Frame("failed_here", {"error": f"{type(err).__name__}: {err}"}))
+            self._put(JobFrame("failed_here", {"error": f"{type(err).__name__}: {err}"}))
             raise
         finally:
             connection, self._connection = self._connection, None
@@ -141,7 +141,7 @@ class Source:
 
     def _read(self, connection: ControlConnection) -> None:
         for frame in connection.frames():
-            self._put(Frame(frame.type, frame.header, frame.body))
+            self._put(JobFrame(frame.type, frame.header, frame.body))
         self._connection = None
         connection.close()
 
@@ -159,7 +159,7 @@ class Source:
             except (DistrunError, JobStoreError) as err:
                 where = self._control()
                 if where is not None:
-                    self._put(Frame("link", {"why": f"{err}; what is shown is the last that is known"}))
+                    self._put(JobFrame("link", {"why": f"{err}; what is shown is the last that is known"}))
                 if self._is_ending.wait(FOLDER_S if where is None else RETRY_S) or self._has_ended():
                     return
                 continue
@@ -175,7 +175,7 @@ class Source:
         return found if found is not None and found["path"] else None
 
     def _greet(self, connection: ControlConnection) -> None:
-        self._put(Frame("link", {"why": ""}))
+        self._put(JobFrame("link", {"why": ""}))
         connection.send("state")
         connection.send("subscribe", **self._wanted)
 
@@ -184,25 +184,25 @@ class Source:
         try:
             state = self._folder.state()
         except JobStoreError as err:
-            self._put(Frame("link", {"why": str(err)}))
+            self._put(JobFrame("link", {"why": str(err)}))
             return facts.RUNNING
-        self._put(Frame("state", {"state": state}))
+        self._put(JobFrame("state", {"state": state}))
         if state["state"] in facts.OVER:
             with contextlib.suppress(JobStoreError):
                 outcome = self._folder.outcome()
                 if outcome is not None:
-                    self._put(Frame("outcome", {"outcome": outcome}))
+                    self._put(JobFrame("outcome", {"outcome": outcome}))
         if state["state"] == facts.LOST:
             self._put(
-                Frame("link", {"why": f"its coordinator is gone; distrun kill {self._folder.id} ends what is left"})
+                JobFrame("link", {"why": f"its coordinator is gone; distrun kill {self._folder.id} ends what is left"})
             )
         return str(state["state"])
 
     def _put_past_events(self) -> None:
         for event in self._folder.last_events(EVENTS_SIZE):
-            self._put(Frame("event", {"event": event}))
+            self._put(JobFrame("event", {"event": event}))
 
-    def _put(self, frame: Frame) -> None:
+    def _put(self, frame: JobFrame) -> None:
         with self._lock:
             if frame.kind == "metrics":
                 # Only the newest counts.

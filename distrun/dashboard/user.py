@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from distrun.dashboard.rows import SORTS
+from distrun.dashboard.tasks import SORTS
 
 MAIN, DETAIL, LOG, STACK, HELP = "main", "detail", "log", "stack", "help"
 PANELS = ("all", "hosts", "store", "events", "error", "none")
@@ -58,7 +58,7 @@ Action = Leave | StopJob | ShowStack | ShowLog | Redraw
 
 
 @dataclass(frozen=True)
-class Look:
+class ViewSelection:
     """What of the job is looked at, and how."""
 
     mode: str = MAIN
@@ -79,7 +79,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Shown:
+class VisibleRows:
     """What the last picture showed, so that keys mean what the user sees."""
 
     keys: Sequence[str] = ()
@@ -93,8 +93,8 @@ class Shown:
 class User:
     """The state of the user's view."""
 
-    def __init__(self, look: Look | None = None) -> None:
-        self.look = look or Look()
+    def __init__(self, look: ViewSelection | None = None) -> None:
+        self.look = look or ViewSelection()
         self._has_just_asked = False
         """The question whether to stop came up in this read of keys."""
 
@@ -107,7 +107,7 @@ class User:
         """Show a message until the next key."""
         self.look = replace(self.look, message=message)
 
-    def press(self, key: str, shown: Shown, *, is_next: bool = False) -> list[Action]:
+    def press(self, key: str, shown: VisibleRows, *, is_next: bool = False) -> list[Action]:
         """Take a key; return what is to be done.
 
         An answer to the question whether to stop that comes in the same read as the key that asked was pasted, not
@@ -126,7 +126,7 @@ class User:
         self._has_just_asked |= self.look.prompt == STOP and not was_asking
         return actions
 
-    def _press(self, key: str, shown: Shown) -> list[Action]:
+    def _press(self, key: str, shown: VisibleRows) -> list[Action]:
         look = self.look = replace(self.look, message="")
         if key == "ctrl-l":
             return [Redraw()]
@@ -139,7 +139,7 @@ class User:
             return self._press_in_text(key, shown)
         return self._press_in_main(key, shown)
 
-    def _press_in_main(self, key: str, shown: Shown) -> list[Action]:
+    def _press_in_main(self, key: str, shown: VisibleRows) -> list[Action]:
         look = self.look
         if key == "q":
             return [Leave()]
@@ -176,7 +176,7 @@ class User:
             return [ShowLog(task)]
         return [ShowStack(task)] if mode == STACK else []
 
-    def _press_in_text(self, key: str, shown: Shown) -> list[Action]:
+    def _press_in_text(self, key: str, shown: VisibleRows) -> list[Action]:
         look = self.look
         if key in ("q", "esc", "left", "backspace") or (key == "enter" and look.mode == DETAIL):
             self.look = replace(look, mode=MAIN, first=0)
@@ -201,7 +201,7 @@ class User:
             self.look = replace(look, first=most if is_start == (look.mode == LOG) else 0)
         return []
 
-    def _move(self, key: str, shown: Shown) -> None:
+    def _move(self, key: str, shown: VisibleRows) -> None:
         if not shown.keys:
             return
         at = shown.keys.index(self.look.chosen) if self.look.chosen in shown.keys else 0

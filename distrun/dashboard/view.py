@@ -10,15 +10,219 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from distrun import shell, units
-from distrun.dashboard import panels, progress, rows, text, user
-from distrun.dashboard.events import Event
-from distrun.dashboard.model import Model
-from distrun.dashboard.rows import Row
-from distrun.dashboard.tasks import STYLES, Scene, Table
+from distrun import formats
+from distrun.dashboard import events as progress
+from distrun.dashboard import tasks, text, user
+from distrun.dashboard.events import EventLine
+from distrun.dashboard.model import HostView, Model, ServerView
+from distrun.dashboard.tasks import STYLES, Scene, TaskRow, TaskTable
 from distrun.dashboard.text import Glyphs, Line, Span
-from distrun.dashboard.user import Look, Shown
-from distrun_runtime.contract.duration import time_of_day
+from distrun.dashboard.user import ViewSelection, VisibleRows
+from distrun_runtime.contract.facts import time_of_day
+
+# The panels below the table: hosts, store, events, and the end of the log of the first error.
+#
+# No side effects. Each function returns the lines of a panel for a given width. The most important lines come first,
+# because a panel that has too little room is cut at its end.
+
+
+SPARKLINE = 24
+"""Columns of a chart in the store's panel."""
+
+
+def hosts_panel(
+    model: Model, wanted: str, is_folded: bool, columns: int, glyphs: Glyphs, *, since_s: float
+) -> list[Line]:
+    """Return the table of hosts. `since_s`: age of the metrics, seconds."""
+    groups = tasks.hosts(model.hosts.values(), wanted, is_folded)
+    table: list[tuple[str, ...]] = [
+        ("HOST", "STATE", "HEARD", "CPU", "LOAD", "MEM", "DISK FREE", "NET IN", "NET OUT", "GPU", "CLOCK")
+    ]
+    table += [_host_cells(group, since_s) for group in groups]
+    styles = [text.BOLD, *(_host_style(group[0]) for group in groups)]
+    return _aligned(table, styles, columns, glyphs, left=(0, 1), dispensable=(10, 8, 7, 2, 4, 6))
+
+
+def _host_style(host: HostView) -> str:
+    return {"lost": text.RED, "silent": text.YELLOW}.get(host.word, text.PLAIN)
+
+
+def _host_cells(group: Sequence[HostView], since_s: float) -> tuple[str, ...]:
+    first = group[0]
+    name = first.name if len(group) == 1 else tasks.folded(tuple(host.name for host in group))
+    word = first.word if len(group) == 1 or not first.word else f"{len(group)} {first.word}"
+    heard_s = max((host.heard_s for host in group if host.heard_s is not None), default=None)
+    load = _mean([host.load for host in group])
+    gpus = [gpu.util for host in group for gpu in host.gpus if gpu.util is not None]
+    offset_s = max((host.offset_s for host in group if host.offset_s is not None), key=abs, default=None)
+    return (
+        text.clean(name),
+        word,
+        "" if heard_s is None else formats.age(heard_s + since_s),
+        formats.percent(_mean([host.cpu for host in group])),
+        "" if load is None else f"{load:.1f}",
+        _part(_sum([host.mem_used for host in group]), _sum([host.mem_total for host in group])),
+        formats.short_size(min((host.disk_free for host in group if host.disk_free is not None), default=None)),
+        _per_s(_sum([host.net_rx for host in group])),
+        _per_s(_sum([host.net_tx for host in group])),
+        "" if not gpus else f"{len(gpus)}x {formats.percent(sum(gpus) / len(gpus))}",
+        "" if offset_s is None else f"{round(offset_s, 1) + 0.0:+.1f}s",  # never -0.0
+    )
+
+
+def store(model: Model, columns: int, glyphs: Glyphs, room: int) -> list[Line]:
+    """Return the store's panel: totals with charts, then a line for each server. `room`: lines."""
+    found = model.store
+    if found is None:
+        return []
+    slowest = found.slowest
+    rates = [
+        ("push/s", _rate(found.push_s), "push_s"),
+        ("pull/s", _rate(found.pull_s), "pull_s"),
+        ("queue", _rate(found.queue), "queue"),
+        ("staleness", _rate(found.staleness), "staleness"),
+        ("lag", f"{slowest[1]:.2f}s {_rank(slowest[0])}" if slowest else "", "lag"),
+    ]
+    cell = max(24, min(columns, 96) // 3)
+    charts: list[Line] = []
+    for name, value, key in rates:
+        if not value:
+            continue
+        trace = model.history.get(key) or ()
+        trace = trace if len(trace) > 1 else model.traces.get(key, ())
+        head = f"{name} {value} "
+        chart = text.spark(trace, max(0, min(SPARKLINE, cell - 1 - text.width(head))), glyphs)
+        charts.append(text.padded(((name, text.DIM), (f" {value} ", text.BOLD), (chart, text.CYAN)), cell))
+    per_line = max(1, columns // cell)
+    lines: list[Line] = [
+        text.cut(tuple(span for chart in charts[at : at + per_line] for span in chart), columns, glyphs.ellipsis)
+        for at in range(0, len(charts), per_line)
+    ]
+    more = []
+    if found.barriers is not None:
+        more.append(f"barriers {found.barriers}")
+    if found.barrier_waiting:
+        more.append(f"a barrier waits for {found.barrier_waiting}")
+    if found.round_s is not None:
+        more.append(f"rounds/s {_rate(found.round_s)}")
+    table: list[tuple[str, ...]] = [
+        ("SERVER", "KEYS", "SIZE", "PUSH/S", "PULL/S", "IN", "OUT", "QUEUE", "WAITING", "STALE", "LAST RANK", "DEVICE")
+    ]
+    table += [_server_cells(server) for server in found.servers]
+    styles = [text.BOLD, *([text.PLAIN] * len(found.servers))]
+    if room - len(lines) < 2:
+        return lines  # a heading alone says nothing
+    lines += _aligned(table, styles, columns, glyphs, left=(0, 10, 11), dispensable=(6, 5, 1, 11, 9, 8, 2))
+    if more:
+        lines.append((("  ".join(more), text.DIM),))
+    return lines
+
+
+def _server_cells(server: ServerView) -> tuple[str, ...]:
+    last = max(server.lags.items(), key=lambda item: item[1], default=None)
+    return (
+        server.name,
+        str(server.keys if server.keys is not None else ""),
+        formats.short_size(server.size),
+        _rate(server.push_s),
+        _rate(server.pull_s),
+        _per_s(server.in_s),
+        _per_s(server.out_s),
+        "" if server.queue is None else str(server.queue),
+        "" if server.waiting is None else str(server.waiting),
+        _rate(server.staleness_max),
+        "" if last is None or last[1] <= 0 else f"{_rank(last[0])} +{last[1]:.2f}s",
+        server.device,
+    )
+
+
+def _rank(rank: str) -> str:
+    return f"worker-{rank}" if rank.isdigit() else rank
+
+
+def events(model: Model, room: int, columns: int, glyphs: Glyphs) -> list[Line]:
+    """Return the last events, the newest at the end, as many as there is room for."""
+    return [
+        text.cut(((time_of_day(event.time)[:8] + " ", text.DIM), (event.words, event.style)), columns, glyphs.ellipsis)
+        for event in model.events[-room:]
+    ]
+
+
+def error(model: Model, room: int, columns: int, glyphs: Glyphs) -> list[Line]:
+    """Return the end of the log of the task that failed first."""
+    shown = [line.rstrip() for line in model.error_lines]
+    while shown and not shown[-1]:
+        shown.pop()
+    return [(((text.fit(text.clean(line), columns, glyphs.ellipsis)).rstrip(), text.PLAIN),) for line in shown[-room:]]
+
+
+def error_title(model: Model) -> str:
+    """Return what stands above the panel of the first error."""
+    task = model.first_error
+    if task is None:
+        return ""
+    how = f"exit code {task.code}" if task.code.isdigit() else f"signal {task.code}" if task.code else task.word
+    return f"first error: {task.name} on {task.host}, {how}"
+
+
+def _aligned(
+    table: Sequence[Sequence[str]],
+    styles: Sequence[str],
+    columns: int,
+    glyphs: Glyphs,
+    *,
+    left: Sequence[int],
+    dispensable: Sequence[int],
+) -> list[Line]:
+    """Return a table whose columns are as wide as they need. What is empty, or for what there is no room, is left out.
+
+    Args:
+        table: the headings, then the rows.
+        styles: of each row.
+        left: columns that are aligned at their left.
+        dispensable: columns in the order in which they are left out.
+    """
+    shown = [at for at in range(len(table[0])) if at in left[:1] or any(row[at] for row in table[1:])]
+    widths = [max(text.width(row[at]) for row in table) for at in range(len(table[0]))]
+    for at in dispensable:
+        if sum(widths[each] + 2 for each in shown) - 2 > columns and at in shown:
+            shown.remove(at)
+    widths[0] = min(widths[0], max(12, columns - sum(widths[each] + 2 for each in shown[1:])))
+    lines = []
+    for row, style in zip(table, styles, strict=True):
+        cells = [(text.fit if at in left else text.right)(row[at], widths[at], glyphs.ellipsis) for at in shown]
+        lines.append(text.cut((("  ".join(cells).rstrip(), style),), columns, glyphs.ellipsis))
+    return lines
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _part(used: float | None, total: float | None) -> str:
+    return (
+        ""
+        if used is None
+        else formats.short_size(used)
+        if total is None
+        else f"{formats.short_size(used)}/{formats.short_size(total)}"
+    )
+
+
+def _per_s(value: float | None) -> str:
+    return "" if value is None else f"{formats.short_size(value)}/s"
+
+
+def _rate(value: float | None) -> str:
+    """Return how many a second, below a heading that says so."""
+    return formats.per_second(value).removesuffix("/s")
+
 
 COLUMNS, ROWS = 80, 24
 """A smaller terminal has no panels."""
@@ -45,7 +249,7 @@ HELP = (
     ("Enter", "all that is known of the task"),
     ("l", "follow the log of the task"),
     ("S", "where the task's program is now (its stack)"),
-    ("s", "sort by: " + ", ".join(rows.SORTS)),
+    ("s", "sort by: " + ", ".join(tasks.SORTS)),
     ("/", "show only tasks and hosts with these words in name, host or state; Esc: all"),
     ("f", "fold what is alike: worker-[0-7] on gpu[01-08]"),
     ("Tab", "which panels: " + ", ".join(user.PANELS)),
@@ -66,7 +270,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Extra:
+class TaskExtra:
     """What is shown beside the model: of the task that is looked at."""
 
     log: Sequence[str] = ()
@@ -78,16 +282,16 @@ class Picture:
     """Lines for the terminal, and what they show."""
 
     lines: Sequence[Line]
-    shown: Shown
+    shown: VisibleRows
     first: int = 0
     """First visible row of the table."""
     hosts: tuple[str, ...] = ()
     """Hosts of the visible tasks."""
 
 
-def picture(model: Model, look: Look, options: Options, now: float, extra: Extra | None = None) -> Picture:
+def picture(model: Model, look: ViewSelection, options: Options, now: float, extra: TaskExtra | None = None) -> Picture:
     """Return the picture. `now`: wall clock, seconds."""
-    extra = extra or Extra()
+    extra = extra or TaskExtra()
     if look.mode == user.MAIN:
         return _main(model, look, options, now)
     bottom = _bottom(model, look, options)
@@ -103,15 +307,15 @@ def picture(model: Model, look: Look, options: Options, now: float, extra: Extra
     task = model.tasks.get(look.chosen)
     return Picture(
         lines[: options.rows],
-        Shown((look.chosen,) if look.chosen else (), room, len(content)),
+        VisibleRows((look.chosen,) if look.chosen else (), room, len(content)),
         hosts=(task.host,) if task is not None else (),
     )
 
 
-def _main(model: Model, look: Look, options: Options, now: float) -> Picture:
+def _main(model: Model, look: ViewSelection, options: Options, now: float) -> Picture:
     columns = options.columns
     head, bottom = _header(model, look, options, now), _bottom(model, look, options)
-    found = rows.table(model.tasks.values(), look.wanted, look.order, look.is_folded)
+    found = tasks.table(model.tasks.values(), look.wanted, look.order, look.is_folded)
     keys = tuple(row.key for row in found)
     at = keys.index(look.chosen) if look.chosen in keys else 0
     why = text.clean(found[at].first.why) if found else ""
@@ -128,7 +332,7 @@ def _main(model: Model, look: Look, options: Options, now: float) -> Picture:
     if at >= first + count:
         first = at - count + 1
     visible = found[first : first + count]
-    table = Table(visible, columns, Scene(now, _since(model, now)), options.glyphs)
+    table = TaskTable(visible, columns, Scene(now, _since(model, now)), options.glyphs)
     body = [table.heading(), *(table.line(number, first + number == at) for number in range(len(visible)))]
     if not found:
         body.append(((_no_tasks(model, look), text.DIM),))
@@ -139,16 +343,16 @@ def _main(model: Model, look: Look, options: Options, now: float) -> Picture:
     body += [()] * (room - len(body))
     lines = [_to_width(line, options) for line in (*head, *body)] + [*below, *bottom]
     hosts = tuple(dict.fromkeys(task.host for row in visible for task in row.tasks[:1]))
-    return Picture(lines[: options.rows], Shown(keys, count, 0), first, hosts)
+    return Picture(lines[: options.rows], VisibleRows(keys, count, 0), first, hosts)
 
 
-def _no_tasks(model: Model, look: Look) -> str:
+def _no_tasks(model: Model, look: ViewSelection) -> str:
     if look.wanted:
         return f"no task matches {look.wanted!r}; Esc shows all"
     return model.job.message or "no tasks yet"
 
 
-def _hidden(above: Sequence[Row], below: Sequence[Row], glyphs: Glyphs) -> Line:
+def _hidden(above: Sequence[TaskRow], below: Sequence[TaskRow], glyphs: Glyphs) -> Line:
     """Return the line that counts rows for which there is no room."""
     words: dict[str, int] = {}
     for row in (*above, *below):
@@ -161,26 +365,26 @@ def _hidden(above: Sequence[Row], below: Sequence[Row], glyphs: Glyphs) -> Line:
 # ---------------------------------------------------------------------- header
 
 
-def _header(model: Model, look: Look, options: Options, now: float) -> list[Line]:
+def _header(model: Model, look: ViewSelection, options: Options, now: float) -> list[Line]:
     job = model.job
     state = job.state or "no state yet"
     first: list[Span] = [
         (job.id, text.BOLD),
         ("  ", text.PLAIN),
         (state, STYLES.get(state, text.PLAIN)),
-        (f" {units.elapsed(job.elapsed(now))}", text.PLAIN),
+        (f" {formats.elapsed(job.elapsed(now))}", text.PLAIN),
     ]
     if job.exit_code is not None:
         first.append((f"  exit code {job.exit_code}", text.PLAIN))
     if look.is_paused:
         first.append(("  PAUSED", text.YELLOW))
     first.append((f"  {job.backend}  ", text.DIM))
-    first.append((text.clean(shell.join(job.command)), text.PLAIN))
+    first.append((text.clean(formats.join(job.command)), text.PLAIN))
     second: list[Span] = [(f"tasks {len(model.tasks)}: ", text.DIM)]
     for number, (word, count) in enumerate(model.counts):
         second += [(", " if number else "", text.DIM), (f"{count} {word}", STYLES.get(word, text.PLAIN))]
     second.append((f"  hosts {len(model.hosts)}", text.DIM))
-    if look.order != rows.SORTS[0]:
+    if look.order != tasks.SORTS[0]:
         second.append((f"  sorted by {look.order}", text.YELLOW))
     if look.wanted:
         second.append((f"  only {look.wanted!r}", text.YELLOW))
@@ -198,7 +402,7 @@ def _notes(model: Model, now: float) -> list[Line]:
     if model.link:
         notes.append((("! ", text.RED), (text.clean(model.link), text.YELLOW)))
     elif model.metrics_at is not None and _since(model, now) > OLD_S and not model.job.is_over:
-        notes.append(((f"! no metrics for {units.age(_since(model, now))}", text.YELLOW),))
+        notes.append(((f"! no metrics for {formats.age(_since(model, now))}", text.YELLOW),))
     if model.job.is_over and model.job.message:
         style = text.GREEN if model.exit_code == 0 else text.RED
         notes.append(((text.clean(model.job.message), style),))
@@ -218,12 +422,12 @@ def _progress(model: Model, options: Options) -> Line:
     if found.fraction is not None:
         room = max(6, min(40, options.columns // 5 - 10))
         spans.append((text.bar(found.fraction, room, options.glyphs), text.CYAN))
-        spans.append((f" {units.percent(found.fraction)}", text.BOLD))
+        spans.append((f" {formats.percent(found.fraction)}", text.BOLD))
     step, eta, slowest = progress.step(found), progress.eta(found), progress.slowest(found)
     if step:
         spans.append((f"  {step}", text.PLAIN))
     if found.rate is not None:
-        spans.append((f" ({units.per_second(found.rate)})", text.PLAIN))
+        spans.append((f" ({formats.per_second(found.rate)})", text.PLAIN))
     if eta and not model.job.is_over:
         spans.append((f"  {eta}", text.YELLOW if found.is_stalled else text.BOLD))
     if found.loss is not None:
@@ -249,31 +453,33 @@ class _Panel:
     """Return the content for rows and columns."""
 
 
-def _panels(model: Model, look: Look, options: Options, *, room: int, table: int, since_s: float) -> list[Line]:
+def _panels(
+    model: Model, look: ViewSelection, options: Options, *, room: int, table: int, since_s: float
+) -> list[Line]:
     """Return the lines of all panels. `table`: rows that the table would like to have."""
     if options.columns < COLUMNS or options.rows < ROWS or look.panel == "none":
         return []
-    glyphs, hosts = options.glyphs, len(rows.hosts(model.hosts.values(), look.wanted, False))
+    glyphs, hosts = options.glyphs, len(tasks.hosts(model.hosts.values(), look.wanted, False))
     is_one = look.panel != "all"
     folds = look.is_folded or (hosts > HOSTS_MOST and not is_one)
 
     def host_lines(height: int, columns: int) -> Sequence[Line]:
-        found = panels.hosts(model, look.wanted, folds, columns, glyphs, since_s=since_s)
+        found = hosts_panel(model, look.wanted, folds, columns, glyphs, since_s=since_s)
         if len(found) > height and not is_one:
-            found = panels.hosts(model, look.wanted, True, columns, glyphs, since_s=since_s)
+            found = hosts_panel(model, look.wanted, True, columns, glyphs, since_s=since_s)
         if len(found) <= height:
             return found
         if height < PANEL_LEAST:  # better a row without its heading than a heading without rows
             return [*found[1:height], ((f"{len(found) - height} more (f folds them)", text.DIM),)]
         return [*found[: height - 1], ((f"{len(found) - height + 1} more hosts (f folds them)", text.DIM),)]
 
-    groups = rows.hosts(model.hosts.values(), look.wanted, folds)
+    groups = tasks.hosts(model.hosts.values(), look.wanted, folds)
     every = [
         _Panel(
             "error",
-            panels.error_title(model),
+            error_title(model),
             len(model.error_lines),
-            lambda height, columns: panels.error(model, height, columns, glyphs),
+            lambda height, columns: error(model, height, columns, glyphs),
         ),
         _Panel(
             "hosts",
@@ -285,13 +491,13 @@ def _panels(model: Model, look: Look, options: Options, *, room: int, table: int
             "store",
             "store",
             0 if model.store is None else len(model.store.servers) + 4,
-            lambda height, columns: panels.store(model, columns, glyphs, height),
+            lambda height, columns: store(model, columns, glyphs, height),
         ),
         _Panel(
             "events",
             "events",
             len(model.events),
-            lambda height, columns: panels.events(model, height, columns, glyphs),
+            lambda height, columns: events(model, height, columns, glyphs),
         ),
     ]
     if is_one:
@@ -372,7 +578,7 @@ def _side_by_side(wanted: Sequence[_Panel], space: int, options: Options) -> lis
 # ---------------------------------------------------------------------- bottom, and texts
 
 
-def _bottom(model: Model, look: Look, options: Options) -> list[Line]:
+def _bottom(model: Model, look: ViewSelection, options: Options) -> list[Line]:
     lines: list[Line] = []
     if look.prompt == user.STOP:
         lines.append(
@@ -390,7 +596,7 @@ def _bottom(model: Model, look: Look, options: Options) -> list[Line]:
     return [_to_width(line, options) for line in lines]
 
 
-def _keys(look: Look, options: Options) -> str:
+def _keys(look: ViewSelection, options: Options) -> str:
     """Return the line of keys. Those for which there is no room are left out, the last ones first."""
     arrows = options.glyphs.arrows
     if look.mode == user.MAIN:
@@ -407,7 +613,7 @@ def _keys(look: Look, options: Options) -> str:
     return "  ".join(keys)
 
 
-def _text(model: Model, look: Look, options: Options, now: float, extra: Extra) -> tuple[str, list[Line]]:
+def _text(model: Model, look: ViewSelection, options: Options, now: float, extra: TaskExtra) -> tuple[str, list[Line]]:
     """Return title and content of a view that is a text."""
     columns = options.columns
     if look.mode == user.HELP:
@@ -432,30 +638,30 @@ def _short_path(line: str, columns: int, glyphs: Glyphs) -> str:
     return line if room < len(path.rsplit("/", 1)[-1]) else f"{before}{glyphs.ellipsis}{path[-room:]}{after}"
 
 
-def _detail(model: Model, look: Look, options: Options, now: float) -> list[Line]:
+def _detail(model: Model, look: ViewSelection, options: Options, now: float) -> list[Line]:
     columns = options.columns
     task = model.tasks.get(look.chosen)
     if task is None:
         return [(("there is no such task any more", text.DIM),)]
     since_s = _since(model, now)
     quiet_s = None if task.quiet_s is None else task.quiet_s + since_s
-    cpu = units.percent(task.cpu)
+    cpu = formats.percent(task.cpu)
     pairs = [
         ("state", task.word),
         ("why", text.clean(task.why)),
         ("host", task.host),
         ("pid", "" if task.pid is None else str(task.pid)),
         ("exit code" if task.code.isdigit() else "signal", task.code),
-        ("up", units.elapsed(task.uptime(now))),
+        ("up", formats.elapsed(task.uptime(now))),
         ("step", "" if task.step is None else f"{task.step}" + (f" of {task.total}" if task.total else "")),
-        *((text.clean(name), units.value(value)) for name, value in task.values.items()),
+        *((text.clean(name), formats.value(value)) for name, value in task.values.items()),
         ("cpu", f"{cpu} of one core" if cpu else ""),
-        ("memory", units.short_size(task.rss) + (f" of {units.short_size(task.limit)}" if task.limit else "")),
+        ("memory", formats.short_size(task.rss) + (f" of {formats.short_size(task.limit)}" if task.limit else "")),
         ("processes", "" if task.processes is None else str(task.processes)),
         ("disk", _both(task.read_s, task.write_s, "read", "written")),
-        ("gpu", units.percent(task.gpu)),
-        ("gpu memory", units.short_size(task.gpu_mem)),
-        ("last line", "" if quiet_s is None or task.is_over else f"{units.age(quiet_s)} ago"),
+        ("gpu", formats.percent(task.gpu)),
+        ("gpu memory", formats.short_size(task.gpu_mem)),
+        ("last line", "" if quiet_s is None or task.is_over else f"{formats.age(quiet_s)} ago"),
     ]
     wide = max(len(name) for name, value in pairs if value)
     lines: list[Line] = []
@@ -472,9 +678,9 @@ def _detail(model: Model, look: Look, options: Options, now: float) -> list[Line
             lines.append(((f"  {name:{wide}}  ", text.DIM), (chart, text.CYAN), (f"  {TRACE_SPAN}", text.DIM)))
     host = model.hosts.get(task.host)
     for gpu in host.gpus if host is not None else ():
-        memory = f"{units.short_size(gpu.mem_used)}/{units.short_size(gpu.mem_total)}"
+        memory = f"{formats.short_size(gpu.mem_used)}/{formats.short_size(gpu.mem_total)}"
         lines.append(
-            ((f"  gpu {gpu.index} of {task.host}: {units.percent(gpu.util)} {memory} {gpu.name}", text.PLAIN),)
+            ((f"  gpu {gpu.index} of {task.host}: {formats.percent(gpu.util)} {memory} {gpu.name}", text.PLAIN),)
         )
     mine = [event for event in model.events if task.name in event.words.split(":")[0].split()]
     if mine:
@@ -483,14 +689,14 @@ def _detail(model: Model, look: Look, options: Options, now: float) -> list[Line
     return lines
 
 
-def _event_lines(found: Sequence[Event]) -> list[Line]:
+def _event_lines(found: Sequence[EventLine]) -> list[Line]:
     return [((time_of_day(each.time)[:8] + " ", text.DIM), (each.words, each.style)) for each in found]
 
 
 def _both(one: float | None, other: float | None, first: str, second: str) -> str:
     if one is None and other is None:
         return ""
-    return f"{units.short_size(one or 0.0)}/s {first}, {units.short_size(other or 0.0)}/s {second}"
+    return f"{formats.short_size(one or 0.0)}/s {first}, {formats.short_size(other or 0.0)}/s {second}"
 
 
 def _to_width(line: Line, options: Options) -> Line:

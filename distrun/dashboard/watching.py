@@ -8,20 +8,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from distrun import client, elsewhere
+from distrun import client, remote_jobs
 from distrun.dashboard.jobs import Jobs
-from distrun.dashboard.loop import INTERVAL_S, STATE_S, Dashboard, Ended, FolderLogs
+from distrun.dashboard.loop import INTERVAL_S, STATE_S, Dashboard, Ended, FolderLogs, Signals
 from distrun.dashboard.model import Model
 from distrun.dashboard.plain import Plain
-from distrun.dashboard.signals import Signals
-from distrun.dashboard.source import Source
+from distrun.dashboard.source import FrameSource
 from distrun.dashboard.terminal import Appearance, Terminal
 from distrun.errors import DistrunError
 from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
     from distrun.client import ControlConnection
-    from distrun_runtime.coordinator.jobstore import JobFolder
+    from distrun_runtime.coordinator.jobfolder import JobFolder
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -60,7 +59,7 @@ def follow(folder: JobFolder, write: Callable[[str], bool]) -> Ended:
     model, plain = Model(folder.id), Plain()
     with Signals(ENDING) as signals:
         source = _source(folder)
-        source.start(connection, has_events=not elsewhere.is_elsewhere(folder))
+        source.start(connection, has_events=not remote_jobs.is_elsewhere(folder))
         try:
             asked = 0.0
             while True:
@@ -89,7 +88,7 @@ def _show(
     signals: Signals,
     look: Appearance,
 ) -> Ended:
-    source, is_elsewhere = _source(folder), elsewhere.is_elsewhere(folder)
+    source, is_elsewhere = _source(folder), remote_jobs.is_elsewhere(folder)
     source.start(connection, has_events=not is_elsewhere)
     try:
         logs = FolderLogs(folder)
@@ -100,8 +99,8 @@ def _show(
         source.close()
 
 
-def _source(folder: JobFolder) -> Source:
-    return Source(folder, lambda found: _connect(found, may_ask=False), _refresh)
+def _source(folder: JobFolder) -> FrameSource:
+    return FrameSource(folder, lambda found: _connect(found, may_ask=False), _refresh)
 
 
 def _first_connection(folder: JobFolder) -> ControlConnection | None:
@@ -111,8 +110,8 @@ def _first_connection(folder: JobFolder) -> ControlConnection | None:
             return None
         return _connect(folder)
     except (DistrunError, JobStoreError):
-        if elsewhere.is_elsewhere(folder):
-            elsewhere.refreshed(folder, may_ask=False)  # as a rule the job is over, and its folder says so
+        if remote_jobs.is_elsewhere(folder):
+            remote_jobs.refreshed(folder, may_ask=False)  # as a rule the job is over, and its folder says so
             if not folder.is_finished:
                 raise
         return None
@@ -130,4 +129,4 @@ def _connect(folder: JobFolder, may_ask: bool = True) -> ControlConnection:
 
 
 def _refresh(folder: JobFolder) -> str:
-    return elsewhere.refreshed(folder, may_ask=False)
+    return remote_jobs.refreshed(folder, may_ask=False)

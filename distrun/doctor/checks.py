@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from distrun.formats import join, quiet, quote
 from distrun.hosts import fold
-from distrun.shell import join, quiet, quote
 from distrun_runtime.contract import gpus as contract
 from distrun_runtime.contract.plan import SERVER_MODULES, Host
-from distrun_runtime.coordinator.outcome import Problem
+from distrun_runtime.coordinator.failures import Problem
 
 OK = "ok"
 WARN = "warn"
@@ -69,7 +69,7 @@ class Ways:
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckRow:
     """What was found on one host in one respect."""
 
     host: str
@@ -91,11 +91,11 @@ class Row:
         return self.fix.replace(ON, ways.typed(list(hosts) or [self.host], self.script, asks))
 
 
-def folded(rows: Iterable[Row]) -> list[tuple[Row, list[str]]]:
+def folded(rows: Iterable[CheckRow]) -> list[tuple[CheckRow, list[str]]]:
     """Return rows that say the same of several hosts once, with these hosts, in the order of the checks. Pure."""
     rows = list(rows)
     order = {check: index for index, check in reversed(list(enumerate(row.check for row in rows)))}
-    groups: dict[tuple[str, ...], tuple[Row, list[str]]] = {}
+    groups: dict[tuple[str, ...], tuple[CheckRow, list[str]]] = {}
     for row in rows:
         key = row.check, row.mark, row.text, row.fix, row.script
         groups.setdefault(key, (row, []))[1].append(row.host)
@@ -148,7 +148,7 @@ class ExaminedHost:
     """Where its tasks start, if the hosts file says so."""
 
 
-def check(host: ExaminedHost, request: DoctorRequest) -> list[Row]:
+def check(host: ExaminedHost, request: DoctorRequest) -> list[CheckRow]:
     """Return all rows of one host."""
     rows = list(reach(host))
     if host.noise:
@@ -159,80 +159,80 @@ def check(host: ExaminedHost, request: DoctorRequest) -> list[Row]:
     return rows
 
 
-def reach(host: ExaminedHost) -> Iterator[Row]:
+def reach(host: ExaminedHost) -> Iterator[CheckRow]:
     """Yield how far the way to the host goes: name, connection, host key, login, agent."""
     problem = host.problem
     if problem is None or host.is_met:
-        yield Row(host.name, "reach", OK, "name, connection, host key, login")
+        yield CheckRow(host.name, "reach", OK, "name, connection, host key, login")
         if problem is not None:
             yield _failed(host.name, "agent", problem)
         return
     failed = next((step for step, kinds in STEPS if problem.kind in kinds), "agent")
     passed = [step for step, _ in STEPS][: [*(step for step, _ in STEPS), "agent"].index(failed)]
     if passed:
-        yield Row(host.name, "reach", OK, ", ".join(passed))
+        yield CheckRow(host.name, "reach", OK, ", ".join(passed))
     yield _failed(host.name, failed, problem)
 
 
-def noise(host: ExaminedHost, request: DoctorRequest) -> Row:
+def noise(host: ExaminedHost, request: DoctorRequest) -> CheckRow:
     """Return the row of a login shell that prints: rsync cannot work over it."""
     fix = quiet(host.facts.get("shell", ""))
-    return Row(host.name, "shell", BAD if request.dst else WARN, host.noise, fix)
+    return CheckRow(host.name, "shell", BAD if request.dst else WARN, host.noise, fix)
 
 
-def activation(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
+def activation(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
     """Yield whether --activate works."""
     if not request.activate:
         return
     error = host.facts["activation"]["error"]
     if not error:
-        yield Row(host.name, "activation", OK, "works")
+        yield CheckRow(host.name, "activation", OK, "works")
     elif request.dst and request.is_activated_later:
         text = f"{error}; it may come with the files that --sync-dst-dir copies"
-        yield Row(host.name, "activation", WARN, text)
+        yield CheckRow(host.name, "activation", WARN, text)
     else:
         fix = f"try the text of --activate in the shell that this starts: {ON}"
-        yield Row(host.name, "activation", BAD, error, fix, "bash -l")
+        yield CheckRow(host.name, "activation", BAD, error, fix, "bash -l")
 
 
-def python(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
+def python(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
     """Yield the interpreters: the agent's, and that of servers with the modules they need."""
     agent = host.facts["agent_python"]
     text = "{} {}".format(agent["version"], agent["path"])
     if version(agent["version"]) < AGENT_PYTHON:
-        yield Row(host.name, "python", BAD, text + ": older than 3.8", OTHER_PYTHON)
+        yield CheckRow(host.name, "python", BAD, text + ": older than 3.8", OTHER_PYTHON)
     else:
-        yield Row(host.name, "python", OK, text)
+        yield CheckRow(host.name, "python", OK, text)
     if request.needs_servers and not host.facts["activation"]["error"]:
         yield _server_python(host, request)
 
 
-def _server_python(host: ExaminedHost, request: DoctorRequest) -> Row:
+def _server_python(host: ExaminedHost, request: DoctorRequest) -> CheckRow:
     found, check = host.facts["python"], "server python"
     if found.get("error"):
         fix = f"{OTHER_PYTHON}; --no-servers if there will be none (launch with -s 0)"
-        return Row(host.name, check, BAD, str(found["error"]), fix)
+        return CheckRow(host.name, check, BAD, str(found["error"]), fix)
     text = "{} {}".format(found["version"], found["path"])
     if version(found["version"]) < SERVER_PYTHON:
         fix = f"{OTHER_PYTHON}, of one that is 3.10 or newer"
-        return Row(host.name, check, BAD, text + ": servers need 3.10 or newer", fix)
+        return CheckRow(host.name, check, BAD, text + ": servers need 3.10 or newer", fix)
     missing = [name for name in SERVER_MODULES if not found.get(name)]
     if not missing:
-        return Row(host.name, check, OK, "{}, numpy {}, zmq {}".format(text, found["numpy"], found["zmq"]))
+        return CheckRow(host.name, check, OK, "{}, numpy {}, zmq {}".format(text, found["numpy"], found["zmq"]))
     lacks = "{}: no {}".format(text, ", no ".join(missing))
     other = found["environment"]
     if other:
         own = "{} {}, numpy {}, zmq {}".format(other["version"], other["path"], other["numpy"], other["zmq"])
-        return Row(host.name, check, OK, f"{lacks}; servers use {own}")
+        return CheckRow(host.name, check, OK, f"{lacks}; servers use {own}")
     why = "; ".join(str(found.get(name + "_error") or "no " + name) for name in missing)
     script = needed_for_venv(host)
     if script:
-        return Row(host.name, check, BAD, f"{text}: {why}", f"{ON}\nthen: {request.doctor} --fix", script)
+        return CheckRow(host.name, check, BAD, f"{text}: {why}", f"{ON}\nthen: {request.doctor} --fix", script)
     fixes = [f"for servers: {request.doctor} --fix"]
     if found["install"]:
         then = ", then --activate venv:~/venv" if "~/venv" in found["install"] else ""
         fixes.append(f"for servers and workers: {ON}{then}")
-    return Row(host.name, check, BAD, f"{text}: {why}", "\n".join(fixes), found["install"])
+    return CheckRow(host.name, check, BAD, f"{text}: {why}", "\n".join(fixes), found["install"])
 
 
 def needed_for_venv(host: ExaminedHost) -> str:
@@ -243,23 +243,25 @@ def needed_for_venv(host: ExaminedHost) -> str:
     return apt(host, "python{}.{}-venv".format(*version(found["version"])))
 
 
-def rsync(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
+def rsync(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
     """Yield whether files can be copied to it."""
     found = host.facts["rsync"]
     if found["version"]:
-        yield Row(host.name, "rsync", OK, " ".join(str(found["version"]).split()[:3]))
+        yield CheckRow(host.name, "rsync", OK, " ".join(str(found["version"]).split()[:3]))
     else:
         script = apt(host, "rsync")
-        yield Row(host.name, "rsync", BAD if request.dst else WARN, "not there: {}".format(found["error"]), ON, script)
+        yield CheckRow(
+            host.name, "rsync", BAD if request.dst else WARN, "not there: {}".format(found["error"]), ON, script
+        )
 
 
-def folders(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
+def folders(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
     """Yield the folder in which tasks will start, and the one for temporary files."""
     found = host.facts["folders"]
     if request.dst:
         place = found["dst"]
         if place["fault"]:
-            yield Row(host.name, "sync folder", BAD, place["fault"], place["fix"])
+            yield CheckRow(host.name, "sync folder", BAD, place["fault"], place["fix"])
         elif place["is_folder"] and place["writable"]:
             how = "there" if place["exists"] else "can be made"
             yield _space(host.name, "sync folder", place, "{} {}".format(place["path"], how))
@@ -276,39 +278,39 @@ def folders(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
     tmp = host.facts["tmp"]
     if not tmp["writable"]:
         script = as_root(host, "chmod 1777 {}".format(quote(tmp["path"])))
-        yield Row(host.name, "temporary files", BAD, "{} cannot be written".format(tmp["path"]), ON, script)
+        yield CheckRow(host.name, "temporary files", BAD, "{} cannot be written".format(tmp["path"]), ON, script)
     else:
         yield _space(host.name, "temporary files", tmp, tmp["path"])
 
 
-def _unusable(host: ExaminedHost, check: str, place: Mapping[str, Any], what: str, other: str) -> Row:
+def _unusable(host: ExaminedHost, check: str, place: Mapping[str, Any], what: str, other: str) -> CheckRow:
     """Return the row of a folder that is missing or not this user's to write to."""
     path = quote(place["path"])
     if not place["is_folder"]:
         text = "{}: {} is not a folder".format(place["path"], place["near"])
         fix = f"{other}see what it is: {ON}"
-        return Row(host.name, check, BAD, text, fix, "ls -l {}".format(quote(place["near"])))
+        return CheckRow(host.name, check, BAD, text, fix, "ls -l {}".format(quote(place["near"])))
     script = f"mkdir -p {path}"
     if not place["writable"]:
         script = as_root(host, script, f"chown $(id -u) {path}")
-    return Row(host.name, check, BAD, "{} {}".format(place["path"], what), other + ON, script)
+    return CheckRow(host.name, check, BAD, "{} {}".format(place["path"], what), other + ON, script)
 
 
-def clock(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
+def clock(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
     """Yield how much its clock differs: exits are ordered by the clocks of hosts."""
     offset = host.offset_s
     if offset is None:
         return
     if abs(offset) < CLOCK_S:
-        yield Row(host.name, "clock", OK, f"less than {CLOCK_S:g} s off")
+        yield CheckRow(host.name, "clock", OK, f"less than {CLOCK_S:g} s off")
     else:
         text = "{:.1f} s {} of this machine".format(abs(offset), "ahead" if offset > 0 else "behind")
         sudo = sudo_of(host)
         script = f"{sudo}chronyc makestep || {sudo}timedatectl set-ntp true"
-        yield Row(host.name, "clock", BAD, text, ON, script)
+        yield CheckRow(host.name, "clock", BAD, text, ON, script)
 
 
-def limits(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
+def limits(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
     """Yield open files and locked memory."""
     found = host.facts["limits"]
     files, memory = found["nofile"][0], found["memlock"][0]
@@ -320,76 +322,80 @@ def limits(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
         # `*` is every user but root.
         line = f"echo '{'root' if host.facts['uid'] == 0 else '*'} - nofile 65536'"
         script = f"{line} | {sudo_of(host)}tee /etc/security/limits.d/90-nofile.conf"
-        yield Row(host.name, "limits", WARN, text, f"{ON} (at the next login)", script)
+        yield CheckRow(host.name, "limits", WARN, text, f"{ON} (at the next login)", script)
     else:
-        yield Row(host.name, "limits", OK, text)
+        yield CheckRow(host.name, "limits", OK, text)
 
 
-def shm(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
+def shm(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
     """Yield the shared memory: data loaders and collective libraries use it."""
     total = host.facts["shm"]["size"]
     if total is None:
         script = as_root(host, "mkdir -p /dev/shm", "mount -t tmpfs shm /dev/shm")
-        yield Row(host.name, "shared memory", WARN, "no /dev/shm", ON, script)
+        yield CheckRow(host.name, "shared memory", WARN, "no /dev/shm", ON, script)
     elif total < SHM:
         script = as_root(host, "mount -o remount,size=50% /dev/shm")
         fix = f"{ON} (in a container: docker run --shm-size=8g)"
-        yield Row(host.name, "shared memory", WARN, f"/dev/shm has {size(total)} only", fix, script)
+        yield CheckRow(host.name, "shared memory", WARN, f"/dev/shm has {size(total)} only", fix, script)
     else:
-        yield Row(host.name, "shared memory", OK, f"/dev/shm has {size(total)}")
+        yield CheckRow(host.name, "shared memory", OK, f"/dev/shm has {size(total)}")
 
 
-def logout(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
+def logout(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
     """Yield whether the system ends what a login leaves behind: a job outlives no connection then."""
     found = host.facts["logind"]
     if found["kill_user_processes"] and not found["linger"]:
         script = as_root(host, "loginctl enable-linger {}".format(quote(host.facts["user"])))
-        yield Row(host.name, "logout", WARN, "KillUserProcesses=yes: what runs ends with the login", ON, script)
+        yield CheckRow(host.name, "logout", WARN, "KillUserProcesses=yes: what runs ends with the login", ON, script)
     else:
-        yield Row(host.name, "logout", OK, "what runs may stay" + (" (linger)" if found["linger"] else ""))
+        yield CheckRow(host.name, "logout", OK, "what runs may stay" + (" (linger)" if found["linger"] else ""))
 
 
-def network(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
+def network(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
     """Yield the address that peers would use for data."""
     found = host.facts["network"]
     if found["error"]:
-        yield Row(host.name, "address", BAD, found["error"], "--interface NAME or --subnet CIDR that all hosts have")
+        yield CheckRow(
+            host.name, "address", BAD, found["error"], "--interface NAME or --subnet CIDR that all hosts have"
+        )
         return
     names = [name for name, ip, _ in found["interfaces"] if ip == found["address"]]
     every = ", ".join(dict.fromkeys(name for name, _, _ in found["interfaces"]))
     text = "{} ({})".format(found["address"], f"on {names[0]} of {every}" if names else f"on none of {every}")
     if request.count > 1 and (found["address"].startswith("127.") or found["address"] == "::1"):
         fix = "--interface NAME or --subnet CIDR of the network that the hosts share"
-        yield Row(host.name, "address", BAD, text + ": no other host can use it", fix)
+        yield CheckRow(host.name, "address", BAD, text + ": no other host can use it", fix)
     elif not names:
-        yield Row(host.name, "address", BAD, text, "addr= in the hosts file must be an address of the host itself")
+        yield CheckRow(host.name, "address", BAD, text, "addr= in the hosts file must be an address of the host itself")
     else:
-        yield Row(host.name, "address", OK, text)
+        yield CheckRow(host.name, "address", OK, text)
 
 
-def gpus(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
+def gpus(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
     """Yield what the driver tells, if there is one, and whether that is what the hosts file says."""
     told = host.facts["gpus"]
     found, said = contract.found_of(told), request.gpus.get(host.name, "")
     try:
         contract.view(said, told["visible"], found, host.name, request.where.get(host.name, ""))
-    except contract.Unfit as err:
-        yield Row(host.name, "GPUs", BAD, str(err), err.fix)
+    except contract.GpusUnfit as err:
+        yield CheckRow(host.name, "GPUs", BAD, str(err), err.fix)
         return
     if found.error:
-        yield Row(host.name, "GPUs", WARN, found.error, ON, "nvidia-smi")
+        yield CheckRow(host.name, "GPUs", WARN, found.error, ON, "nvidia-smi")
     elif found.gpus:
         visible = "" if told["visible"] is None else f"; {contract.VISIBLE}={told['visible']}"
-        yield Row(host.name, "GPUs", OK, f"{found.kinds}; driver {found.driver}{visible}")
+        yield CheckRow(host.name, "GPUs", OK, f"{found.kinds}; driver {found.driver}{visible}")
     elif said and not found.how:
-        yield Row(host.name, "GPUs", WARN, f"gpus={said} cannot be checked: {contract.NO_DRIVER}", ON, "nvidia-smi -L")
+        yield CheckRow(
+            host.name, "GPUs", WARN, f"gpus={said} cannot be checked: {contract.NO_DRIVER}", ON, "nvidia-smi -L"
+        )
 
 
-def loose(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
+def loose(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
     """Yield permissions that make sshd refuse keys (StrictModes)."""
     if host.facts["loose"]:
         text = "others may write {}: sshd then refuses keys".format(", ".join(host.facts["loose"]))
-        yield Row(host.name, "permissions", WARN, text, ON, join(["chmod", "go-w", *host.facts["loose"]]))
+        yield CheckRow(host.name, "permissions", WARN, text, ON, join(["chmod", "go-w", *host.facts["loose"]]))
 
 
 def sudo_of(host: ExaminedHost) -> str:
@@ -421,28 +427,28 @@ def size(count: int) -> str:
     return f"{count >> 10} KiB"
 
 
-def _space(host: str, check: str, place: Mapping[str, Any], text: str) -> Row:
+def _space(host: str, check: str, place: Mapping[str, Any], text: str) -> CheckRow:
     free = place["free"]
     if free is None:
-        return Row(host, check, OK, text)
+        return CheckRow(host, check, OK, text)
     text = f"{text}, {size(free)} free"
     if free >= FREE:
-        return Row(host, check, OK, text)
+        return CheckRow(host, check, OK, text)
     fix = f"{ON} shows what fills it"
-    return Row(host, check, BAD if free < FREE_LEAST else WARN, text, fix, "df -h {}".format(quote(place["near"])))
+    return CheckRow(host, check, BAD if free < FREE_LEAST else WARN, text, fix, "df -h {}".format(quote(place["near"])))
 
 
 def _number(text: str) -> int:
     return int("".join(filter(str.isdigit, text)) or 0)
 
 
-def _failed(host: str, check: str, problem: Problem) -> Row:
+def _failed(host: str, check: str, problem: Problem) -> CheckRow:
     if problem.fix:
-        return Row(host, check, BAD, problem.text, problem.fix)
-    return Row(host, check, BAD, problem.text, f"does this print ok? {ON}", "echo ok")
+        return CheckRow(host, check, BAD, problem.text, problem.fix)
+    return CheckRow(host, check, BAD, problem.text, f"does this print ok? {ON}", "echo ok")
 
 
-def between(examined: Sequence[ExaminedHost], request: DoctorRequest) -> list[Row]:
+def between(examined: Sequence[ExaminedHost], request: DoctorRequest) -> list[CheckRow]:
     """Return what is wrong only between hosts: different versions, one address twice."""
     known = [each for each in examined if each.facts]
     rows = []
@@ -452,15 +458,15 @@ def between(examined: Sequence[ExaminedHost], request: DoctorRequest) -> list[Ro
         if len(found) > 1:
             what = "python" if name == "version" else name
             text = "{} differs: {}".format(what, "; ".join(f"{v} on {fold(h)}" for v, h in found.items()))
-            rows.append(Row("", "versions", WARN, text, "--python PATH, or --activate, of the same on all hosts"))
+            rows.append(CheckRow("", "versions", WARN, text, "--python PATH, or --activate, of the same on all hosts"))
     drivers = _by({each.name: contract.found_of(each.facts["gpus"]).driver for each in known})
     if len(drivers) > 1:
         text = "GPU drivers differ: {}".format("; ".join(f"{v} on {fold(h)}" for v, h in drivers.items()))
-        rows.append(Row("", "versions", WARN, text))
+        rows.append(CheckRow("", "versions", WARN, text))
     for address, names in _by({each.name: str(each.facts["network"]["address"]) for each in known}).items():
         if len(names) > 1:
             text = f"{address} is the address of {fold(names)}: are they one machine?"
-            rows.append(Row("", "address", WARN, text, "name each machine once in the hosts file"))
+            rows.append(CheckRow("", "address", WARN, text, "name each machine once in the hosts file"))
     return rows
 
 

@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import re
 import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distrun import __version__
-from distrun.doctor import checks
-from distrun.doctor.checks import BAD, HERE, OK, WARN, DoctorRequest, ExaminedHost, Row
-from distrun.fleet import Answer, Fleet, Problem
+from distrun.doctor import checks, making
+from distrun.doctor.checks import (
+    BAD,
+    HERE,
+    OK,
+    ON,
+    SERVER_PYTHON,
+    WARN,
+    CheckRow,
+    DoctorRequest,
+    ExaminedHost,
+    needed_for_venv,
+    version,
+)
+from distrun.fleet import Fleet, Ran, run
+from distrun.fleet.questions import HostAnswer
+from distrun.formats import quote
 from distrun.hosts import fold
-from distrun_runtime.contract.plan import ACTIVATE_S
+from distrun_runtime.contract.facts import duration
+from distrun_runtime.contract.plan import ACTIVATE_S, SERVER_MODULES
+from distrun_runtime.coordinator.failures import Problem
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
+    from distrun.doctor.checks import ExaminedHost
     from distrun_runtime.contract.plan import Host
+
 
 PROBE_S = 60.0
 """A probe runs a few programs that may each take up to ten seconds."""
@@ -40,7 +61,7 @@ Pair = tuple[str, str]
 class DoctorReport:
     """What was found."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[CheckRow, ...]
     facts: Mapping[str, Mapping[str, Any]]
     """By host, as its agent told them."""
     examined: tuple[ExaminedHost, ...] = ()
@@ -78,12 +99,12 @@ def questions(name: str, hosts: Sequence[Host], request: DoctorRequest) -> dict[
     return {key: value for key, value in asked.items() if value}
 
 
-def _examined(fleet: Fleet, name: str, answer: Answer | Problem, request: DoctorRequest) -> ExaminedHost:
+def _examined(fleet: Fleet, name: str, answer: HostAnswer | Problem, request: DoctorRequest) -> ExaminedHost:
     hello = fleet.hellos.get(name)
     offset = None if hello is None else float(hello.facts.get("time", hello.arrived)) - hello.arrived
     return ExaminedHost(
         name,
-        facts=answer.value if isinstance(answer, Answer) else {},
+        facts=answer.value if isinstance(answer, HostAnswer) else {},
         problem=answer if isinstance(answer, Problem) else None,
         is_met=hello is not None,
         noise=" ".join(each.text for each in fleet.warnings if each.host == name),
@@ -92,7 +113,9 @@ def _examined(fleet: Fleet, name: str, answer: Answer | Problem, request: Doctor
     )
 
 
-def _ports(fleet: Fleet, hosts: Sequence[Host], examined: Sequence[ExaminedHost], request: DoctorRequest) -> list[Row]:
+def _ports(
+    fleet: Fleet, hosts: Sequence[Host], examined: Sequence[ExaminedHost], request: DoctorRequest
+) -> list[CheckRow]:
     """Have the hosts listen and connect to each other; return what came of it."""
     addresses = {each.name: str(each.facts["network"]["address"]) for each in examined if each.facts}
     names = [name for name, address in addresses.items() if address]
@@ -102,11 +125,11 @@ def _ports(fleet: Fleet, hosts: Sequence[Host], examined: Sequence[ExaminedHost]
         "listen", lambda name: {"address": addresses[name], "port_range": request.port_range}, LISTEN_S, names
     )
     rows = [
-        Row(name, "data ports", BAD, each.text, "--port-range A-B with free ports, or another --interface")
+        CheckRow(name, "data ports", BAD, each.text, "--port-range A-B with free ports, or another --interface")
         for name, each in opened.items()
         if isinstance(each, Problem)
     ]
-    listening = {name: int(each.value["port"]) for name, each in opened.items() if isinstance(each, Answer)}
+    listening = {name: int(each.value["port"]) for name, each in opened.items() if isinstance(each, HostAnswer)}
     nonces = {pair: secrets.token_hex(16) for pair in pairs(names) if pair[1] in listening}
 
     def targets(name: str) -> dict[str, Any]:
@@ -122,9 +145,9 @@ def _ports(fleet: Fleet, hosts: Sequence[Host], examined: Sequence[ExaminedHost]
     results: dict[Pair, str] = {}
     for source, to in nonces:
         told = connected[source]
-        if isinstance(told, Answer) and isinstance(closed[to], Answer):
+        if isinstance(told, HostAnswer) and isinstance(closed[to], HostAnswer):
             results[source, to] = str(told.value["results"].get(to, "was not tried"))
-    arrived = {name: each.value["nonces"] for name, each in closed.items() if isinstance(each, Answer)}
+    arrived = {name: each.value["nonces"] for name, each in closed.items() if isinstance(each, HostAnswer)}
     places = {name: _endpoint(addresses[name], port) for name, port in listening.items()}
     return rows + port_rows(nonces, results, arrived, places)
 
@@ -133,10 +156,10 @@ def _endpoint(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def this_machine(uses_ssh: bool) -> list[Row]:
+def this_machine(uses_ssh: bool) -> list[CheckRow]:
     """Return the rows of this machine. Runs `ssh -V` and `rsync --version`."""
     text = f"distrun {__version__}, python {platform.python_version()} {sys.executable}"
-    found = [Row(HERE, "this machine", OK, text)]
+    found = [CheckRow(HERE, "this machine", OK, text)]
     if uses_ssh:
         sudo = "" if os.geteuid() == 0 else "sudo "
         install = f"{sudo}apt-get update && {sudo}apt-get install -y %s"
@@ -147,12 +170,12 @@ def this_machine(uses_ssh: bool) -> list[Row]:
             version = first_line(argv)
             package = "openssh-client" if name == "ssh" else name
             if not version:
-                found.append(Row(HERE, "this machine", WARN, f"no {name}: {need}", install % package))
+                found.append(CheckRow(HERE, "this machine", WARN, f"no {name}: {need}", install % package))
             elif version.startswith("openrsync"):
                 fix = "brew install rsync"
-                found.append(Row(HERE, "this machine", WARN, version + " lacks what --sync-dst-dir needs", fix))
+                found.append(CheckRow(HERE, "this machine", WARN, version + " lacks what --sync-dst-dir needs", fix))
             else:
-                found.append(Row(HERE, "this machine", OK, version))
+                found.append(CheckRow(HERE, "this machine", OK, version))
     return found
 
 
@@ -190,7 +213,7 @@ def port_rows(
     results: Mapping[Pair, str],
     arrived: Mapping[str, Sequence[str]],
     places: Mapping[str, str],
-) -> list[Row]:
+) -> list[CheckRow]:
     """Return a row for each host that was to be reached.
 
     Args:
@@ -215,8 +238,159 @@ def port_rows(
         if wrong:
             text = "; ".join(f"{fold(who)} cannot reach {places[name]}: {why}" for why, who in wrong.items())
             fix = "open the data ports between the hosts (a firewall?), name open ones by --port-range A-B, or choose "
-            rows.append(Row(name, "data ports", BAD, text, fix + "another network by --interface or --subnet"))
+            rows.append(CheckRow(name, "data ports", BAD, text, fix + "another network by --interface or --subnet"))
         elif count:
             peers = f"all {count} asked" if count > 1 else "its peer"
-            rows.append(Row(name, "data ports", OK, f"reached by {peers}"))
+            rows.append(CheckRow(name, "data ports", OK, f"reached by {peers}"))
     return rows
+
+
+# `distrun doctor --fix`: an environment with what servers need, on each host whose Python lacks it.
+#
+# It is kept in the user's data folder of the host, one for each version of Python and kind of processor
+# (`distrun_runtime.agent.preflight` says where, and has servers use it). Workers never use it.
+
+
+REQUIREMENTS = ("numpy>=1.23", "pyzmq>=25")
+"""What pip is asked for, as in pyproject.toml. Which index it asks is its own configuration's business."""
+PACKAGES = tuple(requirement.partition(">")[0] for requirement in REQUIREMENTS)
+LIMIT_S = 900.0
+SEE = f"see what it says there: {ON}"
+STEPS = {
+    "folder": ("its folder cannot be used", "make it writable for this user only, or set XDG_DATA_HOME there"),
+    "venv": ("python -m venv failed", SEE),
+    "pip": (
+        "pip failed",
+        "if pip reaches no package index there, name one or a folder of wheels in its configuration (index-url, or"
+        f" no-index and find-links, in ~/.config/pip/pip.conf), then type the same again\n{SEE}",
+    ),
+    "check": ("it was made, but does not work", f"type the same again\n{SEE}"),
+    "shared": ("it was not made", "see what is said of that host"),
+}
+"""What failed and what to do about it, by step of `making`."""
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """One environment that is to be made."""
+
+    host: str
+    python: str
+    """The interpreter that it is made by."""
+    version: str
+    place: str
+
+
+@dataclass(frozen=True)
+class Made:
+    """What came of it on one host."""
+
+    host: str
+    text: str
+    is_made: bool = False
+    fix: str = ""
+    """What to do, a line each; ON stands for what runs `script` on the host."""
+    script: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Path and versions of the environment."""
+
+
+def wanted(examined: Sequence[ExaminedHost]) -> list[EnvironmentSpec]:
+    """Return the environments that are missing and can be made. Pure."""
+    found = []
+    for host in examined:
+        python = host.facts.get("python", {})
+        if not python or python.get("error") or version(python["version"]) < SERVER_PYTHON:
+            continue
+        is_missing = not all(python.get(name) for name in SERVER_MODULES) and not python["environment"]
+        if is_missing and not needed_for_venv(host):
+            found.append(EnvironmentSpec(host.name, python["path"], python["version"], python["place"]))
+    return found
+
+
+def told(rows: Sequence[EnvironmentSpec]) -> list[str]:
+    """Return what will be done, a line for each kind of it. Pure."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        alike.setdefault((row.python, row.place), []).append(row.host)
+    text = "%s: %s -m venv makes %s, and pip installs %s there"
+    return [text % (fold(hosts), python, place, ", ".join(PACKAGES)) for (python, place), hosts in alike.items()]
+
+
+def make(
+    backend: Backend,
+    hosts: Sequence[Host],
+    rows: Sequence[EnvironmentSpec],
+    *,
+    activate: str = "",
+    say: Callable[[str, str], None] = lambda host, line: None,
+) -> list[Made]:
+    """Make the environments, on all hosts at once.
+
+    Args:
+        backend: what reaches the hosts.
+        hosts: all that are known; others than those of `rows` are left alone.
+        rows: what to make.
+        activate: shell text that is run before, as in a launch.
+        say: is told what goes on, in a thread of its own: host and line.
+
+    Raises:
+        KeyboardInterrupt: after it was ended everywhere; nothing that is half made is used.
+    """
+    text = Path(making.__file__).read_text(encoding="utf-8")
+    same = secrets.token_hex(8)
+    argv = {row.host: (row.python, "-I", "-c", text, same, row.place, *REQUIREMENTS) for row in rows}
+    heard: dict[str, bytes] = {}
+
+    def hear(host: str, stream: str, data: bytes) -> None:
+        if stream == "err":
+            *lines, heard[host] = (heard.get(host, b"") + data).split(b"\n")
+            for line in lines:
+                say(host, line.decode("utf-8", "replace"))
+
+    ran = run(
+        backend,
+        [host for host in hosts if host.name in argv],
+        argv,
+        limit_s=LIMIT_S,
+        on_output=hear,
+        activate=activate,
+    )
+    return [outcome(row, ran[row.host]) for row in rows]
+
+
+def outcome(row: EnvironmentSpec, ran: Ran | Problem) -> Made:
+    """Return what came of one environment. Pure."""
+    if isinstance(ran, Problem):
+        return Made(row.host, ran.text, fix=ran.fix or "type the same again")
+    if ran.is_late:
+        text = f"not done within {duration(LIMIT_S)}; what was begun is removed"
+        return Made(row.host, text, fix=f"see what takes so long: {ON}", script=by_hand(row))
+    try:
+        value: dict[str, str] = json.loads(bytes(ran.out).decode("utf-8", "replace").strip().splitlines()[-1])
+    except (ValueError, IndexError):
+        lines = [line for line in bytes(ran.err).decode("utf-8", "replace").splitlines() if line.strip()]
+        how = ran.reason or f"exit code {ran.code}"
+        text = "\n".join([f"it did not end well ({how})", *lines[-3:]])
+        return Made(row.host, text, fix=SEE, script=by_hand(row))
+    if "path" in value:
+        text = "{} (Python {}, numpy {}, zmq {})".format(
+            *tuple(value[name] for name in ("path", "version", *SERVER_MODULES))
+        )
+        return Made(row.host, text, is_made=True, facts=value)
+    what, fix = STEPS[value["step"]]
+    words = pip_words(value["words"]) if value["step"] == "pip" else value["words"]
+    return Made(row.host, f"{what}:\n{words}", fix=fix, script=by_hand(row))
+
+
+def pip_words(words: str) -> str:
+    """Return the errors among the last lines of pip, after why it reached no index. Pure."""
+    why = re.search(r"\[Errno -?\d+\] [\w ]+", words)
+    errors = [line for line in words.splitlines() if line.startswith("ERROR")]
+    return "\n".join([why.group(), *errors]) if why and errors else "\n".join(errors) or words
+
+
+def by_hand(row: EnvironmentSpec) -> str:
+    """Return shell text that tries the same, for the user to see what happens. Pure."""
+    packages = " ".join(PACKAGES)
+    return f'at=$(mktemp -d) && {quote(row.python)} -m venv "$at" && "$at"/bin/pip install {packages}; rm -r "$at"'

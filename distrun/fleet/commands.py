@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from distrun.fleet.agents import END_S, SIGNALS, Agents
-from distrun.shell import quote
+from distrun.fleet.questions import END_S, SIGNALS, Agents
+from distrun.formats import quote
 from distrun_runtime.contract import environ, facts
 from distrun_runtime.contract.plan import ACTIVATE_S, WORKER, Host, Limits, Plan, Secrets, Task
-from distrun_runtime.coordinator import events, frames
-from distrun_runtime.coordinator.actions import Ack, AgentAction, Begin, Show, Spawn, StopTasks
+from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.channel import Put
+from distrun_runtime.coordinator.failures import Problem
 from distrun_runtime.coordinator.loop import HostLoop
-from distrun_runtime.coordinator.outcome import Problem
+from distrun_runtime.coordinator.messages import Ack, AgentAction, Begin, Show, Spawn, StopTasks
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
@@ -80,7 +80,7 @@ def run(
     loop = HostLoop(
         reader,
         channels,
-        encoders={Begin: lambda action: frames.begin(plan, Secrets(), action.host)},
+        encoders={Begin: lambda action: messages.begin(plan, Secrets(), action.host)},
         signals=SIGNALS,
     )
     try:
@@ -158,7 +158,7 @@ class Ran:
         kept += data[: max(0, self.keep - len(kept))]
         self.taken[stream] += len(data)
 
-    def end(self, event: events.Exited) -> None:
+    def end(self, event: messages.Exited) -> None:
         """Note its end."""
         self.code = facts.EXIT_TIMEOUT if self.is_late else facts.exit_code(event.code, event.signal)
         self.reason, self.sizes = event.reason, {"out": event.out, "err": event.err}
@@ -214,13 +214,13 @@ class RunCommand:
         """Return after how many seconds at most the next Tick is wanted."""
         return self.agents.wake_s(self._by.values())
 
-    def handle(self, event: events.Event, now: float) -> list[AgentAction | Show]:
+    def handle(self, event: messages.Event, now: float) -> list[AgentAction | Show]:
         """Return what is to be done about `event`."""
         self.agents.note(event, now)
         if not self._has_begun:
             self._has_begun = True
             self._by = dict.fromkeys(self._tasks, self.agents.hello_by)
-        if isinstance(event, events.Interrupt):
+        if isinstance(event, messages.Interrupt):
             # The agents end their tasks gently when they see the end of their input; a second Ctrl-C does not wait.
             limit_s = 0.0 if self.agents.is_closing else GRACE_S + SETTLE_S
             return [*self.agents.let_go(limit_s, end=False)]
@@ -229,7 +229,7 @@ class RunCommand:
         found: list[AgentAction | Show] = [*self._take(event, now), *self._acknowledge(now)]
         for host in [host for host in self._by if self._ran[host].is_whole or host in self.agents.problems]:
             del self._by[host]
-        if isinstance(event, events.Tick):
+        if isinstance(event, messages.Tick):
             for host in list(self._by):
                 found += self._look(host, now)
         if not self._by:
@@ -237,8 +237,8 @@ class RunCommand:
             found += self.agents.let_go(END_S)
         return found
 
-    def _take(self, event: events.Event, now: float) -> list[AgentAction | Show]:
-        if isinstance(event, events.Shown):
+    def _take(self, event: messages.Event, now: float) -> list[AgentAction | Show]:
+        if isinstance(event, messages.Shown):
             self._unread -= event.size
             return []
         host = getattr(event, "host", "")
@@ -246,14 +246,14 @@ class RunCommand:
             return []
         ran = self._ran[host]
         match event:
-            case events.AgentHello():
+            case messages.AgentHello():
                 self._by[host] = now + self._begin_s
                 return [Begin(host)]
-            case events.AgentReady():
+            case messages.AgentReady():
                 self._spawned.add(host)
                 self._by[host] = now + self._limit_s
                 return [Spawn(host, self._tasks[host])]
-            case events.Output():
+            case messages.Output():
                 ran.take(event.stream, event.data)
                 end = event.offset + len(event.data)
                 self._acks[host, event.task, event.stream] = Ack(host, event.task, event.stream, end)
@@ -262,7 +262,7 @@ class RunCommand:
                 if self._is_shown:
                     self._unread += len(event.data)
                     return [Show(host, event.stream, event.data)]
-            case events.Exited():
+            case messages.Exited():
                 ran.end(event)
                 self._by[host] = now + SETTLE_S
         return []
@@ -345,7 +345,7 @@ class _OutputThread:
     def wake_s(self) -> float:
         return self._command.wake_s()
 
-    def handle(self, event: events.Event, now: float) -> list[AgentAction]:
+    def handle(self, event: messages.Event, now: float) -> list[AgentAction]:
         """Have the command decide; queue what is to be shown."""
         found: list[AgentAction] = []
         for action in self._command.handle(event, now):
@@ -362,4 +362,4 @@ class _OutputThread:
                     self._on_output(piece.host, piece.stream, piece.data)
                 except Exception as err:  # the caller's: it is raised where the caller is
                     self._error = err
-            self._put(events.Shown(len(piece.data)))
+            self._put(messages.Shown(len(piece.data)))

@@ -9,33 +9,132 @@ coordinator's loop drives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from distrun.fleet.agents import END_S, SIGNALS, Agents
+from distrun.errors import UsageError
+from distrun.formats import age
+from distrun_runtime.contract import facts
 from distrun_runtime.contract.plan import Host
-from distrun_runtime.coordinator import events
-from distrun_runtime.coordinator.actions import AgentAction, AskAgent
+from distrun_runtime.coordinator import messages
+from distrun_runtime.coordinator.failures import Problem
 from distrun_runtime.coordinator.loop import HostLoop
-from distrun_runtime.coordinator.outcome import Problem
+from distrun_runtime.coordinator.messages import AgentAction, AskAgent, Close, Drop, EndAgent
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
+
+
+# The agents of some hosts while no job runs: who is there, who cannot be used, and how they are let go.
+
+
+HELLO_S = 60.0
+"""How long the first frame of an agent is waited for, and HELLO_EACH_S more for each host: they come in turns."""
+HELLO_EACH_S = 0.5
+END_S = 3.0
+"""How long the end of agents that were told to end is waited for."""
+TICK_S = 1.0
+"""Seconds between two looks at the clock, at most."""
+SIGNALS = ("INT",)
+"""Signals that the loop turns into events; all others keep their usual effect."""
+
+
+class Agents:
+    """What events tell of the agents of `hosts`. `now`: monotonic clock, seconds. No side effects."""
+
+    def __init__(self, hosts: Iterable[str], hello_s: float | None = None) -> None:
+        self.hosts = tuple(hosts)
+        self.hello_s = HELLO_S + HELLO_EACH_S * len(self.hosts) if hello_s is None else hello_s
+        self.hello_by = 0.0
+        """When an agent that has not sent a frame is late."""
+        self.hellos: dict[str, messages.AgentHello] = {}
+        self.problems: dict[str, Problem] = {}
+        """Hosts that cannot be used any more, and why."""
+        self.warnings: list[messages.Warned] = []
+        self.is_interrupted = False
+        """Ctrl-C came while the loop ran."""
+        self._gone: set[str] = set()
+        self._heard: dict[str, float] = {}
+        self._now = 0.0
+        self._close_by: float | None = None
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the agents were let go."""
+        return self._close_by is not None
+
+    @property
+    def have_gone(self) -> bool:
+        """Whether the agents were let go and have ended, or are not waited for any longer."""
+        return self._close_by is not None and (self._gone >= self.hellos.keys() or self._now >= self._close_by)
+
+    def note(self, event: messages.Event, now: float) -> None:
+        """Take in an event. The first one starts the time within which agents have to answer."""
+        self.hello_by = self.hello_by or now + self.hello_s
+        self._now = now
+        host = getattr(event, "host", "")
+        if host:
+            self._heard[host] = now
+        match event:
+            case messages.AgentHello():
+                self.hellos[host] = event
+            case messages.StartFailed():
+                self._gone.add(host)
+                self.problems.setdefault(host, Problem(host, event.kind or "other", event.reason, event.fix))
+            case messages.AgentLost():
+                self._gone.add(host)
+                self.problems.setdefault(host, Problem(host, "other", event.reason))
+            case messages.Warned():
+                self.warnings.append(event)
+            case messages.Interrupt():
+                self.is_interrupted = True
+
+    def silence_s(self, host: str) -> float:
+        """Return for how long nothing has come from a host that was there; the loop pings it."""
+        return self._now - self._heard.get(host, self._now)
+
+    def give_up(self, problem: Problem) -> list[AgentAction]:
+        """Have nothing more to do with a host."""
+        self.problems.setdefault(problem.host, problem)
+        return [Close(problem.host)]
+
+    def let_go(self, limit_s: float, end: bool = True) -> list[AgentAction]:
+        """Close all channels; the ends of the agents are waited for at most so long.
+
+        Args:
+            limit_s: seconds.
+            end: tell the agents to end at once; else the end of their input makes them end their tasks gently.
+        """
+        self._close_by = self._now + limit_s
+        found: list[AgentAction] = []
+        for host in self.hosts:
+            if end and host in self.hellos and host not in self._gone:
+                found.append(EndAgent(host))
+            found.append(Close(host) if host in self.hellos else Drop(host))
+        return found
+
+    def wake_s(self, deadlines: Iterable[float]) -> float:
+        """Return how long nothing has to be done, if it has to be at these times."""
+        due = [self._close_by] if self._close_by is not None else [*deadlines]
+        return max(0.0, min([TICK_S, *(each - self._now for each in due)]))
+
 
 Args = Mapping[str, Any] | Callable[[str], Mapping[str, Any]]
 """Arguments of a tool: the same for all hosts, or by host."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class HostAnswer:
     """What a host's agent answered."""
 
     value: Any
 
 
-def ask(backend: Backend, hosts: Sequence[Host], what: str, args: Args, limit_s: float) -> dict[str, Answer | Problem]:
+def ask(
+    backend: Backend, hosts: Sequence[Host], what: str, args: Args, limit_s: float
+) -> dict[str, HostAnswer | Problem]:
     """Connect to all hosts, ask one question (see `Fleet.ask`), and end the agents."""
     with Fleet(backend, hosts) as fleet:
         return fleet.ask(what, args, limit_s)
@@ -66,18 +165,18 @@ class Fleet:
                 channel.kill()
 
     @property
-    def hellos(self) -> Mapping[str, events.AgentHello]:
+    def hellos(self) -> Mapping[str, messages.AgentHello]:
         """The first frame of each agent."""
         return self._questions.agents.hellos
 
     @property
-    def warnings(self) -> Sequence[events.Warned]:
+    def warnings(self) -> Sequence[messages.Warned]:
         """What agents and channels had to say."""
         return self._questions.agents.warnings
 
     def ask(
         self, what: str, args: Args, limit_s: float, hosts: Sequence[str] | None = None
-    ) -> dict[str, Answer | Problem]:
+    ) -> dict[str, HostAnswer | Problem]:
         """Return the answer of each host's agent to one question, or why there is none, in the order of `hosts`.
 
         Args:
@@ -113,7 +212,7 @@ class Questions:
         self._args: Args = {}
         self._limit_s = 0.0
         self._asked: tuple[str, ...] = ()
-        self._found: dict[str, Answer | Problem] = {}
+        self._found: dict[str, HostAnswer | Problem] = {}
         self._new: list[str] = []
         """Hosts that this question has not reached: no deadline is known."""
         self._by: dict[str, float] = {}
@@ -127,7 +226,7 @@ class Questions:
         self._asked = self.agents.hosts if hosts is None else tuple(hosts)
         self._found, self._new, self._by = {}, list(self._asked), {}
 
-    def answers(self) -> dict[str, Answer | Problem]:
+    def answers(self) -> dict[str, HostAnswer | Problem]:
         """Return what the question brought, in the order of its hosts."""
         return {host: self._found[host] for host in self._asked}
 
@@ -146,22 +245,22 @@ class Questions:
         """Return after how many seconds at most the next Tick is wanted."""
         return self.agents.wake_s(self._by.values())
 
-    def handle(self, event: events.Event, now: float) -> list[AgentAction]:
+    def handle(self, event: messages.Event, now: float) -> list[AgentAction]:
         """Return what is to be done about `event`."""
         self.agents.note(event, now)
         if self._close_s is not None:
             return [] if self.agents.is_closing else self.agents.let_go(self._close_s)
         found: list[AgentAction] = []
         match event:
-            case events.AgentHello(host=host) if host in self._by:
+            case messages.AgentHello(host=host) if host in self._by:
                 found += self._put(host, now)
-            case events.Answered(host=host) if event.id == self._number and host in self._by:
-                self._take(host, Problem(host, "other", event.error) if event.error else Answer(event.value))
-            case events.Tick():
+            case messages.Answered(host=host) if event.id == self._number and host in self._by:
+                self._take(host, Problem(host, "other", event.error) if event.error else HostAnswer(event.value))
+            case messages.Tick():
                 found += self._begin(now)
         for host in [host for host in self._by if host in self.agents.problems]:
             self._take(host, self.agents.problems[host])
-        if isinstance(event, events.Tick):
+        if isinstance(event, messages.Tick):
             for host in [host for host, deadline in self._by.items() if now >= deadline]:
                 found += self._late(host)
         return found
@@ -181,7 +280,7 @@ class Questions:
         args = self._args(host) if callable(self._args) else self._args
         return [AskAgent(host, self._number, self._what, args)]
 
-    def _take(self, host: str, answer: Answer | Problem) -> None:
+    def _take(self, host: str, answer: HostAnswer | Problem) -> None:
         self._found[host] = answer
         del self._by[host]
 
@@ -193,3 +292,145 @@ class Questions:
         problem = Problem(host, "timeout", f"no agent answered within {self.agents.hello_s:g} s")
         self._take(host, problem)
         return self.agents.give_up(problem)
+
+
+# Jobs on hosts and their processes, read from the answers of agents' tools.
+
+
+SHOWN = 100
+"""Characters of a command line in a table; the JSON has all."""
+_OWN = ("agent", "guard", facts.HELPER)
+"""Processes of a job that are no tasks, by what they are called in place of one."""
+
+
+@dataclass(frozen=True)
+class JobProcess:
+    """One process of a host."""
+
+    pid: int
+    start: str
+    """Opaque: tells it from a later one of the same pid."""
+    command: str
+    task: str = ""
+    """Which task of the job it belongs to, `agent`, `guard` or `helper`; empty: not known."""
+    age_s: float | None = None
+
+
+@dataclass(frozen=True)
+class HostJob:
+    """A job on one host."""
+
+    host: str
+    """What we call it."""
+    job: str
+    agent: str
+    """alive, stopped, dead or none."""
+    guard: str
+    processes: tuple[JobProcess, ...]
+    quiet_s: float | None = None
+    """How long ago its agent heard from its launcher, at most."""
+    lease_s: float | None = None
+    grace_s: float | None = None
+    """What its tasks have between TERM and KILL; None: nothing tells."""
+    nonce: str = ""
+    """Tells it from a job of another store by the same id."""
+
+    @property
+    def mark(self) -> str:
+        """Which job it is of all stores: `ID/NONCE`; of an older version the id."""
+        return f"{self.job}/{self.nonce}" if self.nonce else self.job
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The names of its tasks that have a process here."""
+        names = (each.task for each in self.processes if each.task not in ("", *_OWN))
+        return tuple(dict.fromkeys(names))
+
+    @property
+    def age_s(self) -> float | None:
+        """How old its oldest process is; None: nothing tells."""
+        return max((each.age_s for each in self.processes if each.age_s is not None), default=None)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether nobody looks after it: its agent is dead, stopped, or past its lease."""
+        return self.agent != facts.AGENT_ALIVE or self.is_past_lease
+
+    @property
+    def is_past_lease(self) -> bool:
+        """Whether its agent has not heard from its launcher for so long that it should have ended the job."""
+        return self.quiet_s is not None and self.lease_s is not None and self.quiet_s > self.lease_s
+
+    def state(self) -> str:
+        """Return how its agent stands, in words."""
+        if self.agent == facts.AGENT_ALIVE:
+            return f"silent {age(self.quiet_s)}" if self.is_past_lease else "runs"
+        return "agent " + {facts.AGENT_STOPPED: "stopped", facts.AGENT_NONE: "unknown"}.get(self.agent, "gone")
+
+
+def read(host: str, answer: Mapping[str, Any]) -> list[HostJob]:
+    """Return the jobs of a host from what its agent's `survey` answered."""
+    return [
+        HostJob(
+            host,
+            str(each["job"]),
+            str(each["agent"]),
+            str(each["guard"]),
+            tuple(processes(each["processes"])),
+            each.get("quiet_s"),
+            each.get("lease_s"),
+            each.get("grace_s"),
+            str(each.get("nonce") or ""),
+        )
+        for each in answer["jobs"]
+    ]
+
+
+def processes(rows: Iterable[Mapping[str, Any]]) -> list[JobProcess]:
+    """Return the processes that a tool told of."""
+    return [
+        JobProcess(
+            int(row["pid"]), str(row["start"]), str(row["command"]), str(row.get("task") or ""), row.get("age_s")
+        )
+        for row in rows
+    ]
+
+
+def chosen(found: Iterable[HostJob], jobs: Sequence[str] = (), stale: bool = False) -> list[HostJob]:
+    """Return the jobs that are meant, stale ones if so: those named; all without names.
+
+    A name is an id, the beginning of one, or `ID/NONCE` where two stores have a job of that id.
+
+    Raises:
+        UsageError: a name could be several jobs, or is empty.
+    """
+    rows = [each for each in found if each.is_stale or not stale]
+    ids: dict[str, str] = {each.mark: each.job for each in rows}
+    meant = {each for word in jobs for each in _meant(word, ids)} if jobs else set(ids)
+    return [each for each in rows if each.mark in meant]
+
+
+def names(rows: Iterable[HostJob]) -> dict[str, str]:
+    """Return what jobs are called, by `mark`: the id; `ID/NONCE` where two of them have the same id."""
+    ids = {each.mark: each.job for each in rows}
+    alike = list(ids.values())
+    return {mark: mark if alike.count(job) > 1 else job for mark, job in ids.items()}
+
+
+def _meant(word: str, ids: Mapping[str, str]) -> list[str]:
+    """Return the marks of the one job that `word` names, none if there is none. `ids`: by mark."""
+    if not word.strip():
+        raise UsageError(f"there is no job {word!r}", "leave it out to mean all of mine on these hosts, or type an id")
+    exact = [mark for mark, job in ids.items() if word in (mark, job)]
+    found = exact or [mark for mark in ids if mark.startswith(word)]
+    if len(found) > 1:
+        told = found if len({ids[mark] for mark in found}) < len(found) else [ids[mark] for mark in found]
+        raise UsageError(f"{word!r} could be {', '.join(told)}", "type more of the id, or name each of them")
+    return found
+
+
+def shown(process: JobProcess) -> str:
+    """Return a process's command for a table: ours by its name, for theirs is long; others cut."""
+    if process.task in _OWN:
+        return f"distrun's {process.task}"
+    return process.command if len(process.command) <= SHOWN else process.command[:SHOWN] + "..."

@@ -4,10 +4,9 @@
 """
 
 from distrun.hosts.find import VARIABLES, WAYS, find, of_file, read
-from distrun.hosts.grammar import FORMATS
+from distrun.hosts.grammar import FORMATS, HostSpec, Inventory, local, named, write
 from distrun.hosts.parse import parse, parse_list
 from distrun.hosts.ranges import expand, fold, generic
-from distrun.hosts.spec import HostSpec, Inventory, local, named, write
 
 __all__ = [
     "FORMATS",

@@ -10,9 +10,8 @@ from typing import BinaryIO
 
 from distrun.errors import HostsError, UsageError
 from distrun.hosts import grammar, ranges
-from distrun.hosts.grammar import FORMATS, Fault, Finding, error_of
+from distrun.hosts.grammar import FORMATS, Fault, Finding, HostSpec, Inventory, error_of
 from distrun.hosts.parse import parse, parse_list
-from distrun.hosts.spec import HostSpec, Inventory
 
 STDIN = "<stdin>"
 FILES = ("DEEPLEARNING_WORKERS_PATH", "DISTRUN_HOSTFILE")

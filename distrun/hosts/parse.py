@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from distrun.hosts import grammar, ranges
-from distrun.hosts.grammar import Fault, Finding, Word, error_of
-from distrun.hosts.spec import HostSpec, Inventory, is_loopback, key_of
+from distrun.hosts.grammar import Fault, Finding, HostSpec, Inventory, Word, error_of, is_loopback, key_of
 
 ReadText = Callable[[str], str]
 """Gives the text of an included file.

@@ -13,10 +13,10 @@ from distrun.ssh import redial
 from distrun.ssh.abort import Abort, Aborted
 from distrun.ssh.connector import Connector, Link
 from distrun.ssh.failure import SshFailure, unforeseen
-from distrun.ssh.target import Target, remote_command
-from distrun_runtime.contract.wire import Frame
+from distrun.ssh.resolve import Target, remote_command
+from distrun_runtime.contract.session import Frame
 from distrun_runtime.coordinator.channel import Put, SessionChannel
-from distrun_runtime.coordinator.events import StartFailed, Warned
+from distrun_runtime.coordinator.messages import StartFailed, Warned
 
 RETRIES = 3
 """Further attempts where the host dropped the connection before the key exchange."""
@@ -178,7 +178,7 @@ class SshChannel(SessionChannel):
         Raises:
             Aborted: it was given up.
         """
-        command = remote_command(redial.RELAY, self._target.python, [self.waiting_at])
+        command = remote_command(redial.REDIAL_RELAY, self._target.python, [self.waiting_at])
         with self._connector.turn(self._abort):
             try:
                 link = self._connector.open(self._target, command, self._abort)

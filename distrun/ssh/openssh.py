@@ -16,8 +16,7 @@ import time
 from typing import IO
 
 from distrun.ssh.failure import OTHER, LastLines, SshFailure, classify, no_agent, proxy_failed
-from distrun.ssh.resolve import Resolved, shell
-from distrun.ssh.target import PROGRAM
+from distrun.ssh.resolve import PROGRAM, Resolved, shell
 
 OWN_FAILURE = 255
 """Exit code of the program when it failed itself; a command that ended with 255 looks the same."""

@@ -11,7 +11,7 @@ import time
 
 from distrun.ssh.abort import Abort
 from distrun.ssh.connector import Link
-from distrun_runtime.contract import session, wire
+from distrun_runtime.contract import session
 from distrun_runtime.coordinator.channel import Greeting
 from distrun_runtime.errors import WireError
 
@@ -20,7 +20,7 @@ GONE = "distrun: no agent waits here"
 
 # In no quotes but these, and without a `!`: see `target.remote_command`. It goes to the folder of the socket because
 # the path may be too long for a socket's address.
-RELAY = (
+REDIAL_RELAY = (
     'exec("import os,socket,sys,threading\\n'
     "def copy(read,write):\\n"
     " try:\\n"
@@ -68,13 +68,13 @@ def prove(link: Link, key: str, limit_s: float, abort: Abort) -> bytes:
         rest = greeting.feed(read())
     nonce = secrets.token_hex(16)
     proof = session.proof(key, session.COORDINATOR, greeting.nonce, nonce)
-    data = wire.encode({"type": "prove", "nonce": nonce, "proof": proof})
+    data = session.encode({"type": "prove", "nonce": nonce, "proof": proof})
     while data:
         data = data[link.write(data) :]
         abort.check()
-    frame, rest = wire.first(rest)
+    frame, rest = session.first(rest)
     while frame is None:
-        frame, rest = wire.first(rest + read())
+        frame, rest = session.first(rest + read())
     given = str(frame.header.get("proof", ""))
     if not session.is_proof(given, key, session.AGENT, greeting.nonce, nonce):
         raise WireError("it is not the agent of this job that answers")

@@ -10,13 +10,365 @@ import shlex
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from distrun.ssh.alike import Alike
+from distrun.errors import UsageError
+from distrun.formats import exact
 from distrun.ssh.failure import OTHER, SshFailure, Where
-from distrun.ssh.target import CONNECT_S, PROGRAM, Options, Target, ssh_arguments, ssh_flags
 from distrun_runtime.contract import environ
+
+if TYPE_CHECKING:
+    from distrun.hosts import HostSpec
+
+
+# A host as the user named it, and the command lines that lead there: of `ssh` here, of sshd there. No side effects.
+
+
+FABRIC = "fabric"
+OPENSSH = "openssh"
+TRANSPORTS = (FABRIC, OPENSSH)
+CONNECT_S = 10.0
+"""Until a host has answered and shown its key, unless the user's configuration or command line says otherwise."""
+YES = "yes"
+
+PROGRAM = "ssh"
+ALIVE_S = 5
+"""Seconds between two signs of life that the `ssh` program asks a host for."""
+ALIVE_COUNT = 3
+"""It gives a host up that owes so many."""
+
+Options = Mapping[str, Sequence[str]]
+"""What `ssh -G` says: keywords in lower case, each with the values of its lines."""
+
+PYTHONS = (
+    "python3",
+    "/usr/bin/python3",
+    "/usr/local/bin/python3",
+    "$HOME/miniconda3/bin/python3",
+    "$HOME/miniforge3/bin/python3",
+    "$HOME/anaconda3/bin/python3",
+    "/opt/conda/bin/python3",
+    "/opt/homebrew/bin/python3",
+    "$HOME/.local/bin/python3",
+    "$HOME/.pyenv/shims/python3",
+)
+"""Where a python3 is looked for, in order; the first by PATH."""
+
+# -S: the program needs nothing of what site adds, and it is a tenth of its start.
+# No single quote, no newline and no `!`: whatever the login shell is, it hands this on to /bin/sh as it stands.
+_SEARCH = (
+    'm=$1; b=$2; n=$3; p=$3; shift 3; until [ "$1" = -- ]; do export "$1"; shift; done; shift; '
+    'case $p in "~/"*) p=$HOME/${p#??};; esac; for p in ${p:+"$p"} %s; do '
+    'if command -v "$p" >/dev/null 2>&1; then exec "$p" -I -S -c "$b" "$@"; fi; done; '
+    'echo "$m there is no python3 on this host${n:+, nor $n} (looked along PATH=$PATH and in the usual places)" '
+    ">&2; exit 127"
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One host as the user named it. Empty members are left to the user's ssh configuration."""
+
+    host: str
+    """What one would type after `ssh`: an alias, a name or an address."""
+    user: str = ""
+    port: int | None = None
+    identity: str = ""
+    """Key file (ssh -i)."""
+    jump: str = ""
+    """ssh -J."""
+    config: str = ""
+    """ssh -F."""
+    transport: str = FABRIC
+    """One of TRANSPORTS."""
+    strict: bool = False
+    """Unknown host keys are refused too."""
+    connect_s: float = CONNECT_S
+    python: str = ""
+    """An interpreter there to run the agent, if it can be found before anything is activated."""
+
+    @staticmethod
+    def parse(texts: Mapping[str, str]) -> Target:
+        """Return the target whose members `texts` gives; other names are passed over.
+
+        Raises:
+            UsageError: a value is not of its kind.
+        """
+        known = {each.name for each in fields(Target)}
+        values: dict[str, object] = {name: value for name, value in texts.items() if name in known and value}
+        if "host" not in values:
+            raise UsageError(f"there is no host in {dict(texts)!r}")
+        if "port" in values:
+            values["port"] = int(_number("port", texts["port"]))
+        if "connect_s" in values:
+            values["connect_s"] = _number("connect_s", texts["connect_s"])
+        values["strict"] = texts.get("strict", "") in (YES, "1", "true", "True")
+        if values.get("transport", FABRIC) not in TRANSPORTS:
+            raise UsageError(f"--transport: there is no {values['transport']!r}", f"one of: {', '.join(TRANSPORTS)}")
+        return Target(**values)  # type: ignore[arg-type]  # checked above, member by member
+
+    def texts(self) -> dict[str, str]:
+        """Return the members that are set, as text; `parse` gives the target back."""
+        plain = Target(self.host)
+        found = {"host": self.host}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value != getattr(plain, each.name):
+                found[each.name] = YES if value is True else exact(value) if isinstance(value, float) else str(value)
+        return found
+
+    @staticmethod
+    def of(spec: HostSpec, **options: str) -> Target:
+        """Return the target of a line of the hosts file; `options` are the command line's, for all hosts."""
+        given = {
+            "host": spec.name,
+            "user": spec.user,
+            "port": "" if spec.port is None else str(spec.port),
+            "identity": spec.identity,
+            "jump": spec.jump,
+            "python": spec.python,
+        }
+        return Target.parse({**options, **{name: value for name, value in given.items() if value}})
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"{name}: {text!r} is not a number") from None
+
+
+def ssh_flags(target: Target) -> list[str]:
+    """Return what a target adds to an `ssh` command line, without the host. Pure."""
+    found: list[str] = []
+    for flag, value in (
+        ("-F", target.config),
+        ("-p", "" if target.port is None else str(target.port)),
+        ("-l", target.user),
+        ("-i", target.identity),
+        ("-J", target.jump),
+    ):
+        found += [flag, value] if value else []
+    return found
+
+
+def ssh_arguments(target: Target, options: Options, connect_s: float, only: bool | None = None) -> list[str]:
+    """Return the `ssh` program and what it needs to be told so that nothing ever asks or hangs. Pure.
+
+    What the user's configuration says stands, but for a StrictHostKeyChecking of "no". `only`: no key of the
+    ssh-agent is offered that was not named. The program offers those first, and a host hangs up after a few wrong
+    ones. None: so if the target names its key.
+    """
+    found = [PROGRAM, *ssh_flags(target), "-T"]
+
+    def say(name: str, value: object) -> None:
+        found.extend(["-o", f"{name}={value}"])
+
+    def unset(name: str, *defaults: str) -> bool:
+        return (options.get(name) or ("",))[0].strip().lower() in ("", *defaults)
+
+    say("BatchMode", "yes")
+    if (bool(target.identity) if only is None else only) and unset("identitiesonly", "no"):
+        say("IdentitiesOnly", "yes")
+    if unset("connecttimeout", "none", "0") or connect_s != target.connect_s:
+        say("ConnectTimeout", max(1, round(connect_s)))
+    if unset("serveraliveinterval", "0"):
+        say("ServerAliveInterval", ALIVE_S)
+        say("ServerAliveCountMax", ALIVE_COUNT)
+    if target.strict:
+        say("StrictHostKeyChecking", "yes")
+    elif unset("stricthostkeychecking", "ask", "no", "false", "off"):
+        say("StrictHostKeyChecking", "accept-new")
+    say("ForwardX11", "no")
+    say("ClearAllForwardings", "yes")
+    if unset("loglevel", "info"):
+        say("LogLevel", "ERROR")
+    for name, keyword, default in (
+        ("remotecommand", "RemoteCommand", "none"),
+        ("permitlocalcommand", "PermitLocalCommand", "no"),
+        ("stdinnull", "StdinNull", "no"),
+        ("forkafterauthentication", "ForkAfterAuthentication", "no"),
+        ("sessiontype", "SessionType", "default"),
+    ):
+        if not unset(name, default):
+            say(keyword, default)
+    return found
+
+
+def remote_command(
+    boot: str,
+    python: str = "",
+    words: Sequence[str] = (),
+    *,
+    env: Mapping[str, str] = MappingProxyType({}),
+    begin: str = "",
+    missing: str = "distrun:",
+) -> str:
+    """Return the command for a login shell of any kind: sh, csh and fish read it alike.
+
+    Args:
+        boot: the one line of Python that reads the program.
+        python: an interpreter to try first. Servers may find it only once the environment is activated, so the usual
+            ones do for the agent where it is not there yet.
+        words: arguments of the program.
+        env: variables that it is started with.
+        begin: a line that is written to stderr at once.
+        missing: what the line begins with that says that there is no python3.
+    """
+    search = _SEARCH % " ".join(f'"{place}"' for place in PYTHONS)
+    if begin:
+        search = f'echo "{begin}" >&2; {search}'
+    added = [f"{name}={value}" for name, value in env.items()]
+    return "exec " + shlex.join(["/bin/sh", "-c", search, "distrun", missing, boot, python, *added, "--", *words])
+
+
+# Asks `ssh -G` once for hosts that the user's ssh configuration does not tell apart.
+#
+# A run of the program takes 5 ms of processor time, a quarter of all that a connection costs here. What it says of a
+# host follows from the host's name and from the patterns of `Host` lines that match it. So of the hosts that match the
+# same patterns two are asked for. If their answers differ in nothing but the name, those of the others are made from
+# them. Where a configuration decides in any other way (`Match`, CanonicalizeHostname), every host is asked for.
+
+
+Answer = dict[str, list[str]]
+"""What `ssh -G` says of a host: keywords in lower case, each with the values of its lines."""
+
+NAMED = ("host", "hostname")
+"""Keywords whose value is the host's name, unless the configuration says otherwise."""
+UNUSED = ("controlpath",)
+"""Keywords that may hold the name in other forms, and that nothing here reads."""
+FEW = 4
+"""So many hosts are asked for at once; it is not worth comparing them."""
+_READ = re.compile(r"^debug1: Reading configuration data (.+)$", re.MULTILINE)
+_LINE = re.compile(r"\s*(host|match)(?:\s*=\s*|\s+)(.*)", re.IGNORECASE)
+
+
+class Alike:
+    """What `ssh -G` says of the hosts of a launch. Of any thread's use."""
+
+    def __init__(self, ask: Callable[[Target], Answer], read: Callable[[Target], str], few: int = FEW) -> None:
+        """
+        Args:
+            ask: returns the program's answer for a target, or raises SshFailure.
+            read: returns what the program says, with -v, while it reads the configuration for a target.
+            few: so many are asked for in any case.
+        """
+        self._ask = ask
+        self._read = read
+        self._few = few
+        self._lock = threading.Lock()
+        self._patterns: dict[str, Patterns | None] = {}
+        """By configuration file (ssh -F)."""
+        self._groups: dict[tuple[Target, tuple[bool, ...]], _SamePatterns] = {}
+
+    def options(self, target: Target) -> Answer:
+        """Return the program's answer for a target. Waits for the program, at most three times.
+
+        Raises:
+            SshFailure: the configuration cannot be used.
+        """
+        group = self._group(target)
+        return self._ask(target) if group is None else group.options(target)
+
+    def _group(self, target: Target) -> _SamePatterns | None:
+        if target.host != target.host.lower():
+            return None
+        with self._lock:
+            if self._few:
+                self._few -= 1
+                return None
+            if target.config not in self._patterns:
+                self._patterns[target.config] = patterns(self._read(target))
+            found = self._patterns[target.config]
+            if found is None:
+                return None
+            key = (dataclasses.replace(target, host="", python=""), matches(found, target.host))
+            return self._groups.setdefault(key, _SamePatterns(self._ask))
+
+
+class _SamePatterns:
+    """Hosts that match the same patterns."""
+
+    def __init__(self, ask: Callable[[Target], Answer]) -> None:
+        self._ask = ask
+        self._lock = threading.Lock()
+        self._first: tuple[str, Answer] | None = None
+        self._is_alike: bool | None = None
+        """None: not known before a second host was asked for."""
+
+    def options(self, target: Target) -> Answer:
+        with self._lock:
+            if self._is_alike is None:
+                return self._compare(target)
+        if self._is_alike and self._first is not None:
+            return renamed(*self._first, target.host)
+        return self._ask(target)
+
+    def _compare(self, target: Target) -> Answer:
+        answer = self._ask(target)
+        if self._first is None:
+            self._first = (target.host, answer)
+        elif target.host != self._first[0]:
+            expected = renamed(*self._first, target.host)
+            self._is_alike = expected == _used(answer) and _only_by_name(answer)
+        return answer
+
+
+Patterns = Sequence[re.Pattern[str]]
+
+
+def patterns(said: str) -> Patterns | None:
+    """Return the patterns of all `Host` lines of the files that `ssh -v -G` says it has read.
+
+    None: there is more to it than such lines, or nobody knows which files count.
+    """
+    found: list[re.Pattern[str]] = []
+    paths = _READ.findall(said)
+    try:
+        texts = [Path(path.strip()).read_text(encoding="utf-8", errors="surrogateescape") for path in paths]
+    except OSError:
+        return None
+    for line in "\n".join(texts).splitlines():
+        match = _LINE.match(line)
+        if match is None:
+            continue
+        if match[1].lower() == "match":
+            return None
+        found += [_pattern(word) for word in match[2].replace('"', " ").split()]
+    return found if texts else None
+
+
+def _pattern(word: str) -> re.Pattern[str]:
+    letters = {"*": ".*", "?": "."}
+    return re.compile("".join(letters.get(each) or re.escape(each) for each in word.lstrip("!")), re.DOTALL)
+
+
+def matches(found: Patterns, host: str) -> tuple[bool, ...]:
+    """Return which patterns match a host's name. Pure."""
+    return tuple(each.fullmatch(host) is not None for each in found)
+
+
+def renamed(name: str, answer: Answer, host: str) -> Answer:
+    """Return the answer for the host `name` as it is for another one that is alike. Pure."""
+    return {
+        key: [host if key in NAMED and value == name else value for value in values]
+        for key, values in _used(answer).items()
+    }
+
+
+def _used(answer: Answer) -> Answer:
+    return {key: values for key, values in answer.items() if key not in UNUSED}
+
+
+def _only_by_name(answer: Answer) -> bool:
+    """Return whether the answer needed no look at the network."""
+    return all(value.lower() in ("no", "none", "false") for value in answer.get("canonicalizehostname", ()))
+
 
 ASK_S = 10.0
 """`ssh -G` takes 10 ms, longer only where the configuration runs commands or looks up names."""

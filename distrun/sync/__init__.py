@@ -3,8 +3,7 @@
 from distrun.sync.channels import ChannelCopier
 from distrun.sync.copier import REPORT_S, Copier, CopyRequest, CopyResult, FileCopier, Says, error
 from distrun.sync.rules import CopyRules, check_folder, make_rules
-from distrun.sync.snapshot import Snapshot, check_channel_size, take_snapshot
-from distrun.sync.tree import Tree, scan
+from distrun.sync.tree import Snapshot, Tree, check_channel_size, scan, take_snapshot
 
 __all__ = [
     "REPORT_S",

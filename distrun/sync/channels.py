@@ -19,18 +19,16 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Union
 
+from distrun.formats import size as size_text
 from distrun.sync.copier import INTERRUPTED, CopyRequest, Says, failure_text, marked_source, progress_text
-from distrun.sync.patterns import keep_rules
-from distrun.sync.rsync import Progress, Rate
-from distrun.sync.rules import check_folder, filters
-from distrun.sync.snapshot import Snapshot, left_out_text, take_snapshot
-from distrun.sync.tree import count
-from distrun.units import size as size_text
-from distrun_runtime.contract.duration import duration
+from distrun.sync.rsync import Rate, RsyncProgress
+from distrun.sync.rules import check_folder, filters, keep_rules
+from distrun.sync.tree import Snapshot, count, left_out_text, take_snapshot
+from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.folder import ON, PARTIAL
 from distrun_runtime.contract.plan import Plan
-from distrun_runtime.coordinator import frames
-from distrun_runtime.coordinator.events import (
+from distrun_runtime.coordinator import messages
+from distrun_runtime.coordinator.messages import (
     AllPrepared,
     Copied,
     CopyFailed,
@@ -243,7 +241,7 @@ class ChannelCopier:
         with marked_source(self._source, PARTIAL + self._run + ON):
             for channel in self._channels.values():
                 channel.divert(_KINDS, self._told.put)
-                channel.send(frames.copy(self._run, rules))
+                channel.send(messages.copy(self._run, rules))
             self._deliver(deliveries, snapshot)
         sent = f"{count(snapshot.files * deliveries.wanting, 'file')}, {size_text(snapshot.size * deliveries.wanting)}"
         self._sink.say(f"{self._ready(deliveries)} ({sent}) in {time.monotonic() - begun:.1f} s", "info")
@@ -259,7 +257,7 @@ class ChannelCopier:
             now = time.monotonic()
             for place in deliveries.next(now):
                 self._sink.say(f"copy {os.path.join(self._source, '')} -> {self._name(place)}:{self._dst}", "info")
-                self._channels[place].send_large(*frames.files(self._run, self._pieces(place, snapshot)))
+                self._channels[place].send_large(*messages.files(self._run, self._pieces(place, snapshot)))
             deliveries.check(now, self._moved)
             self._rate.add(now, self._progress(snapshot).size)
             if now > shown + self._report_s:
@@ -305,7 +303,7 @@ class ChannelCopier:
         text = progress_text(sent, snapshot.total * deliveries.wanting, self._rate.value())
         return f"{self._ready(deliveries)}: {text}"
 
-    def _progress(self, snapshot: Snapshot) -> Progress:
+    def _progress(self, snapshot: Snapshot) -> RsyncProgress:
         with self._lock:
             sent = list(self._sent.values())
-        return Progress(sum(map(snapshot.passed, sent)), sum(sent), sum(sent))
+        return RsyncProgress(sum(map(snapshot.passed, sent)), sum(sent), sum(sent))

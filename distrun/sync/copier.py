@@ -22,23 +22,23 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 from distrun.errors import DistrunError, SyncError
+from distrun.formats import size as size_text
 from distrun.ssh.abort import Abort
-from distrun.sync import askpass, remote_shell, rsync
+from distrun.sync import remote_shell, rsync
 from distrun.sync.receiver import NOTE, SAME, SHARED, UNFIT
 from distrun.sync.remote_shell import RemoteShell, Shells
-from distrun.sync.rsync import Ended, Progress, Rate, Transfer
+from distrun.sync.rsync import Rate, RsyncProgress, RsyncResult, Transfer
 from distrun.sync.rules import CopyRules, Extra, check_folder, extra_filters, filters
 from distrun.sync.tree import Tree, chosen, count
-from distrun.units import size as size_text
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.folder import ON, PARTIAL, SOURCE, STALE_S
 from distrun_runtime.contract.folder import identity as folder_identity
-from distrun_runtime.coordinator.events import AllPrepared, PrepareFailed
+from distrun_runtime.coordinator.messages import AllPrepared, PrepareFailed
 
 if TYPE_CHECKING:
-    from distrun.ssh.ask import Asker
     from distrun.ssh.failure import SshFailure
-    from distrun.ssh.target import Target
+    from distrun.ssh.login import Asker
+    from distrun.ssh.resolve import Target
     from distrun_runtime.coordinator.channel import Put
 
 WINDOW = 8
@@ -151,7 +151,7 @@ class CopyResult:
 
 
 @dataclass(frozen=True)
-class _Common:
+class _CopySettings:
     """What is the same for all hosts of a copy."""
 
     tool: rsync.Tool
@@ -198,7 +198,7 @@ class Copier:
         self._answer_s = answer_s
         self._report_s = request.report_s
         self._on_progress = request.on_progress or (lambda text: sink.say(text, "info"))
-        self._helpers = askpass.Helpers()
+        self._helpers = remote_shell.Helpers()
         self._abort = Abort()
         self._shells: Shells = remote_shell.SshShells(asker, self._helpers, self._abort, request.may_ask)
         if shell is not None:
@@ -209,7 +209,7 @@ class Copier:
         self._cancelled = threading.Event()
         self._waiting: deque[tuple[str, ...]] = deque()
         self._running: dict[str, Transfer] = {}
-        self._past = Progress()
+        self._past = RsyncProgress()
         """What the runs that have ended have sent."""
         self._done: dict[str, int] = {}
         """Bytes of the tree that a host has, by the runs that have ended."""
@@ -301,7 +301,7 @@ class Copier:
         reason = "" if other.cancelled else f"it has the same directory as {other.host}, to which the copy failed"
         return replace(result, cancelled=other.cancelled, code=other.code, reason=reason, fix=other.fix)
 
-    def _prepare(self, scratch: str) -> _Common:
+    def _prepare(self, scratch: str) -> _CopySettings:
         tool = rsync.find()
         options = filters(self._rules, self._source)
         names = chosen(tool, self._rules, options, self._source)
@@ -310,7 +310,7 @@ class Copier:
             files_from = os.path.join(scratch, "files")
             with open(files_from, "wb") as file:
                 file.write(b"\0".join(names))
-        return _Common(tool, tuple(options), files_from, scratch, PARTIAL + secrets.token_hex(8))
+        return _CopySettings(tool, tuple(options), files_from, scratch, PARTIAL + secrets.token_hex(8))
 
     def _wait(self, threads: Sequence[threading.Thread]) -> None:
         """Wait for the threads; report progress; after a failure cancel the others soon."""
@@ -335,7 +335,7 @@ class Copier:
 
     # ------------------------------------------------------------------ one host, in one of the threads
 
-    def _copy_to_waiting(self, common: _Common) -> None:
+    def _copy_to_waiting(self, common: _CopySettings) -> None:
         """Copy to one host after the other until none is waiting."""
         while True:
             with self._lock:
@@ -354,7 +354,7 @@ class Copier:
             if not result.ok and not result.cancelled:
                 self._sink.say(f"sync to {result.line()}", "warning")
 
-    def _copy_to(self, names: tuple[str, ...], common: _Common) -> CopyResult:
+    def _copy_to(self, names: tuple[str, ...], common: _CopySettings) -> CopyResult:
         host = names[0]
         begun = time.monotonic()
         files = size = 0
@@ -411,7 +411,7 @@ class Copier:
         if note and is_new:
             self._sink.say(f"{host}: {note}", "warning")
 
-    def _commands(self, common: _Common, name: str, shell: RemoteShell) -> list[list[str]]:
+    def _commands(self, common: _CopySettings, name: str, shell: RemoteShell) -> list[list[str]]:
         """Return the rsync commands for a host, in order: the folder, then each extra."""
         target = self._targets[name]
         remote = rsync.rsync_path(
@@ -461,7 +461,7 @@ class Copier:
             )
         return commands
 
-    def _link(self, common: _Common, number: int, extra: Extra) -> str:
+    def _link(self, common: _CopySettings, number: int, extra: Extra) -> str:
         """Return a folder with nothing but a link to an extra that is a file: so rsync gives the file its new name."""
         folder = os.path.join(common.scratch, str(number))
         link = os.path.join(folder, os.path.basename(extra.name))
@@ -473,7 +473,7 @@ class Copier:
 
     def _run(
         self, host: str, argv: list[str], shell: RemoteShell, sums: Sequence[int]
-    ) -> tuple[Ended, SshFailure | None]:
+    ) -> tuple[RsyncResult, SshFailure | None]:
         """Run rsync, again if the host accepts no more connections just now; return why ssh failed, if it did."""
         for wait_s in (*AGAIN_S, None):
             ended = self._run_once(host, argv, shell, sums)
@@ -489,7 +489,7 @@ class Copier:
                 return ended, failure
         return ended, None
 
-    def _run_once(self, host: str, argv: list[str], shell: RemoteShell, sums: Sequence[int]) -> Ended:
+    def _run_once(self, host: str, argv: list[str], shell: RemoteShell, sums: Sequence[int]) -> RsyncResult:
         # Not what the user's environment tells rsync (another shell, a partial folder).
         env = {name: value for name, value in environ.snapshot().items() if not name.startswith("RSYNC_")}
         transfer = Transfer(argv, {**env, **shell.env, "LC_ALL": "C"}, answer_s=self._answer_s, sums=sums)
@@ -497,7 +497,7 @@ class Copier:
             if self._cancelled.is_set():
                 transfer.cancel()
             self._running[host] = transfer
-        ended = Ended(-1)
+        ended = RsyncResult(-1)
         try:
             ended = transfer.run()
             return ended
@@ -532,12 +532,12 @@ class Copier:
         done = sum(len(each.names) for each in results if each.ok and (each.shared or each.host) in have)
         return f"sync {done}/{len(self._targets)}"
 
-    def _sent(self) -> Progress:
+    def _sent(self) -> RsyncProgress:
         with self._lock:
             running = [each.progress for each in self._running.values()]
             files = self._past.files + sum(each.files for each in running)
             size = self._past.size + sum(each.size for each in running)
-            return Progress(files, size, sum(self._done.values()) + sum(each.done for each in running))
+            return RsyncProgress(files, size, sum(self._done.values()) + sum(each.done for each in running))
 
 
 @contextlib.contextmanager
@@ -563,7 +563,7 @@ def marked_source(source: str, mark: str) -> Iterator[None]:
                 os.unlink(path)
 
 
-def progress_text(sent: Progress, total: int, rate: float | None) -> str:
+def progress_text(sent: RsyncProgress, total: int, rate: float | None) -> str:
     """Return how far a copy is: `64%, 38 files, 14.4 MiB sent, 1.2 MiB/s, 0:00:07 left`. Bytes, and bytes a second."""
     done = min(total, sent.done)
     parts = [f"{min(99, 100 * done // total)}%"] if total else []

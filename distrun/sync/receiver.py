@@ -16,7 +16,7 @@ import sys
 import time
 from typing import Any, Dict, List, Sequence
 
-from distrun_runtime.contract.folder import ON, STALE_S, Unfit, copied_to, holder, note_copy, prepare
+from distrun_runtime.contract.folder import ON, STALE_S, FolderUnfit, copied_to, holder, note_copy, prepare
 
 SAYS = "distrun-sync: "
 SAME = "same"
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
             _say(SAME)
             return 0
         return _copy(options, argv[1:])
-    except Unfit as err:
+    except FolderUnfit as err:
         _say(UNFIT, json.dumps([str(err), err.fix]))
     except OSError as err:
         _say(UNFIT, json.dumps([f"the folder cannot be used: {err}", ""]))

@@ -5,25 +5,166 @@ rsync's ssh logs in as our own connections do: with the same parameters, keys an
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import shlex
 import shutil
 import socket
+import sys
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from distrun.errors import DistrunError, SyncError
 from distrun.ssh.abort import Abort, Aborted
-from distrun.sync import askpass
 from distrun_runtime.contract import environ
 
 if TYPE_CHECKING:
-    from distrun.ssh.ask import Asker
     from distrun.ssh.failure import SshFailure
-    from distrun.ssh.resolve import Resolved
-    from distrun.ssh.target import Target
+    from distrun.ssh.login import Asker
+    from distrun.ssh.resolve import Resolved, Target
+
+
+# Answers the prompts of rsync's ssh with the passwords and passphrases that the user typed for this command.
+#
+# ssh runs a helper for an answer (SSH_ASKPASS). The helper gets the answer over a socket, in a folder that only this
+# user may enter and that is removed after the copy. So no answer is ever on a command line, in an environment or on a
+# disk. Each remote shell has a helper of its own with a rule of its own; a host gets only what was typed for it.
+
+
+LIMIT_S = 10.0
+"""How long a helper may take to send its prompt."""
+PROMPT_BYTES = 4096
+PATH_BYTES = 100
+"""About the longest name that a socket may have."""
+
+_HELPER = (
+    "import socket, sys; s = socket.socket(socket.AF_UNIX); s.settimeout(%g); s.connect(sys.argv[1]); "
+    "s.sendall((sys.argv[2] + chr(0) + sys.argv[3]).encode('utf-8', 'surrogateescape')); s.shutdown(1); "
+    "got = s.makefile('rb').read(); sys.stdout.buffer.write(got); sys.exit(not got)"
+) % LIMIT_S
+_PASSPHRASE = re.compile(r"Enter passphrase for key '(.*)': ")
+_LOGIN = re.compile(r"(?:\((.+?@.+?)\) .*|(.+@.+)'s password: )", re.DOTALL)
+
+Rule = Callable[[str], "str | None"]
+"""Returns the answer to a prompt, or None."""
+
+
+def passphrases(recall: Rule) -> Rule:
+    """Return the rule of an ssh that may only unlock keys: it answers prompts for a key file, no others."""
+
+    def answer(prompt: str) -> str | None:
+        found = _PASSPHRASE.fullmatch(prompt)
+        return recall("key " + found[1]) if found else None
+
+    return answer
+
+
+def passwords(recall: Rule, user: str, names: tuple[str, ...], is_direct: bool) -> Rule:
+    """Return the rule of an ssh of which the host may ask the user's password.
+
+    A prompt of ssh names user and host; only an old ssh passes the host's own prompt on (keyboard-interactive). That
+    is answered only if no other ssh, a ProxyCommand of the user's, may be asking for another host (`is_direct`).
+    `names`: what ssh may call the host.
+    """
+    logins = {f"{who}@{name.lower()}" for who in (user, user[:30]) for name in names}
+
+    def answer(prompt: str) -> str | None:
+        if _PASSPHRASE.fullmatch(prompt) or "(yes/no" in prompt:
+            return None
+        found = _LOGIN.fullmatch(prompt)
+        who, _, name = (found[1] or found[2]).rpartition("@") if found else ("", "", "")
+        is_ours = f"{who}@{name.lower()}" in logins if found else is_direct
+        return recall("password of " + user) if is_ours else None
+
+    return answer
+
+
+class Helpers:
+    """Makes helpers for ssh and answers them until it is closed. `env` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rules: list[Rule] = []
+        self._folder = ""
+        self._server: socket.socket | None = None
+        self._is_closed = False
+
+    def __enter__(self) -> Helpers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._is_closed = True
+            self._rules.clear()
+            if self._server is not None:
+                with contextlib.suppress(OSError):
+                    self._server.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+                self._server.close()
+            if self._folder:
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+    def env(self, rule: Rule, outer: Mapping[str, str]) -> dict[str, str]:
+        """Return what to add to the environment `outer` of an ssh whose prompts `rule` answers.
+
+        Raises:
+            OSError: there is no place for a helper.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise OSError("the copy is over")
+            if self._server is None:
+                self._open()
+            number = len(self._rules)
+            self._rules.append(rule)
+            path = os.path.join(self._folder, f"ask{number}")
+            words = [sys.executable, "-I", "-S", "-c", _HELPER, self._place, str(number)]
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700), "w", encoding="utf-8") as file:
+                file.write(f'#!/bin/sh\nexec {shlex.join(words)} "$1"\n')
+        # Before 8.4, OpenSSH runs a helper only if there is a display and no terminal.
+        return {"SSH_ASKPASS": path, "SSH_ASKPASS_REQUIRE": "force", "DISPLAY": outer.get("DISPLAY") or ":0"}
+
+    @property
+    def _place(self) -> str:
+        return os.path.join(self._folder, "socket")
+
+    def _open(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="distrun-ask-")
+        if len(os.fsencode(self._place)) > PATH_BYTES:
+            os.rmdir(self._folder)
+            self._folder = tempfile.mkdtemp(prefix="distrun-ask-", dir="/tmp")
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(self._place)
+        server.listen(64)
+        self._server = server
+        threading.Thread(target=self._serve, args=(server,), name="answer ssh", daemon=True).start()
+
+    def _serve(self, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                asking, _ = server.accept()
+                with contextlib.suppress(OSError, ValueError, IndexError), asking:
+                    asking.settimeout(LIMIT_S)
+                    asking.sendall(self._answer(asking))
+
+    def _answer(self, asking: socket.socket) -> bytes:
+        asked = b""
+        while piece := asking.recv(PROMPT_BYTES):
+            asked += piece
+            if len(asked) > PROMPT_BYTES:
+                return b""
+        number, _, prompt = asked.decode("utf-8", "surrogateescape").partition("\0")
+        found = self._rules[int(number)](prompt)
+        return b"" if found is None else found.encode() + b"\n"
+
 
 AUTH = "auth"
 """Kind of the failure of a user whom a host does not let in."""
@@ -66,7 +207,7 @@ class SshShells:
     the user is asked for a password if nothing else works.
     """
 
-    def __init__(self, asker: Asker | None, helpers: askpass.Helpers, abort: Abort, may_ask: bool = False) -> None:
+    def __init__(self, asker: Asker | None, helpers: Helpers, abort: Abort, may_ask: bool = False) -> None:
         self._asker = asker
         self._helpers = helpers
         self._abort = abort
@@ -98,7 +239,7 @@ class SshShells:
         # The connections to our own jump hosts ask nothing; a ProxyCommand of the user's may, for any host.
         is_ours = bool(found.jump) or not found.proxy_command
         if asker is not None and is_ours and any(asker.recall("key " + path) for path in found.identities):
-            env, options = self._env(askpass.passphrases(asker.recall)), (*_ASKS, *_KEYS)
+            env, options = self._env(passphrases(asker.recall)), (*_ASKS, *_KEYS)
         failure = None
         for argv in [named, plain] if named != plain else [plain]:
             failure = yield RemoteShell(_with(argv, *options), env)
@@ -117,11 +258,11 @@ class SshShells:
             if answer is None or answer == refused:
                 return
             names = (found.target.host, found.hostname, found.host_key_alias or found.hostname)
-            rule = askpass.passwords(asker.recall, found.user, names, is_ours)
+            rule = passwords(asker.recall, found.user, names, is_ours)
             yield RemoteShell(_with(plain, *_ASKS, *_PASSWORD), self._env(rule))
             refused = answer
 
-    def _env(self, rule: askpass.Rule) -> dict[str, str]:
+    def _env(self, rule: Rule) -> dict[str, str]:
         try:
             return self._helpers.env(rule, environ.snapshot())
         except OSError as err:

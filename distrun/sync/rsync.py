@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distrun.errors import SyncError
-from distrun.shell import quiet
-from distrun.ssh.target import remote_command
+from distrun.formats import quiet
+from distrun.ssh.resolve import remote_command
 from distrun.sync import receiver
 from distrun.sync.receiver import NO_RSYNC, SAYS, SHELL, UNFIT
 from distrun_runtime.contract import environ
@@ -307,7 +307,7 @@ _BYTES = re.compile(rb"Total transferred file size: ([\d,.]+)")
 
 
 @dataclass
-class Progress:
+class RsyncProgress:
     """What has been sent so far."""
 
     files: int = 0
@@ -318,7 +318,7 @@ class Progress:
 
 
 @dataclass
-class Ended:
+class RsyncResult:
     """How a run ended."""
 
     code: int
@@ -352,14 +352,14 @@ class Transfer:
         self._out = b""
         self._err = b""
         self._open: dict[int, Callable[[bytes], None]] = {}
-        self.progress = Progress()
-        self._ended = Ended(0)
+        self.progress = RsyncProgress()
+        self._ended = RsyncResult(0)
 
     def cancel(self) -> None:
         """End it soon."""
         self._cancelled = True
 
-    def run(self) -> Ended:
+    def run(self) -> RsyncResult:
         """Run it to its end. Blocks, but not forever: rsync has its own timeout once the host has answered.
 
         Raises:
@@ -524,7 +524,7 @@ _SUMS = ("rsync error:", "rsync: connection unexpectedly closed", "rsync warning
 _RACES = ("File exists", "No such file or directory", "file has vanished", "Directory not empty", "non-empty directory")
 
 
-def explain(ended: Ended, host: str, *, answer_s: float = 0.0, stall_s: float = 0.0) -> tuple[str, str]:
+def explain(ended: RsyncResult, host: str, *, answer_s: float = 0.0, stall_s: float = 0.0) -> tuple[str, str]:
     """Return why a run failed, and what to do about it; two empty texts if it did not."""
     says, code = ended.says, meaning(ended.code)
     # Not rsync's summary at the end, nor that a pipe broke.
@@ -553,12 +553,12 @@ def explain(ended: Ended, host: str, *, answer_s: float = 0.0, stall_s: float = 
     return f"rsync: {code}: {last}" if last else f"rsync: {code}", ""
 
 
-def met_a_loud_shell(ended: Ended) -> bool:
+def met_a_loud_shell(ended: RsyncResult) -> bool:
     """Return whether a run failed because the login shell there had printed something before rsync spoke."""
     return any(_UNCLEAN in word for word in ended.words)
 
 
-def met_another_copy(ended: Ended) -> bool:
+def met_another_copy(ended: RsyncResult) -> bool:
     """Return whether a run failed only because another copy into the same folder ran at the same time.
 
     A file that was removed here during the copy looks the same. The next run will succeed, or say what is wrong.

@@ -36,19 +36,19 @@ class Kubernetes(engine.Engine):
         text = json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=1)
         return engine.Script({"job.json": text}, (("kubectl", "create", "-f", f"{submission.folder}/job.json"),))
 
-    def look(self, handle: engine.Handle) -> engine.Standing:
+    def look(self, handle: engine.Handle) -> engine.QueueStatus:
         jobs = items("jobs", f"--field-selector=metadata.name={handle.id}")
         ends = [each for job in jobs for each in job["status"].get("conditions", ()) if each["status"] == "True"]
         if not jobs or any(each["type"] in ("Complete", "Failed") for each in ends):
-            return engine.Standing(engine.ENDED, " ".join(each.get("message", "") for each in ends))
+            return engine.QueueStatus(engine.ENDED, " ".join(each.get("message", "") for each in ends))
         pods = {pod["metadata"]["annotations"][INDEX]: pod for pod in items("pods", f"--selector=job-name={handle.id}")}
         roles = jobs[0]["metadata"]["annotations"]["roles"].split()
         nodes = [pods.get(str(i), {"spec": {}})["spec"].get("nodeName") for i in range(len(roles))]
         if not all(nodes):
-            return engine.Standing(engine.QUEUED, f"{sum(map(bool, nodes))} of {len(nodes)} pods have a node")
+            return engine.QueueStatus(engine.QUEUED, f"{sum(map(bool, nodes))} of {len(nodes)} pods have a node")
         grants = [engine.Grant(str(i), nodes[i], {role: 1}) for i, role in enumerate(roles)]
         gone = {index: "its pod failed" for index, pod in pods.items() if pod["status"]["phase"] == "Failed"}
-        return engine.Standing(engine.RUNNING, "", tuple(grants), gone)
+        return engine.QueueStatus(engine.RUNNING, "", tuple(grants), gone)
 
     def cancel(self, handle: engine.Handle) -> None:
         kubectl("delete", "job,secret", handle.id, "--ignore-not-found", "--cascade=foreground")
@@ -61,13 +61,13 @@ class Kubernetes(engine.Engine):
                     return engine.Explanation(REASONS[reason][0], f"Kubernetes: {REASONS[reason][1]}")
         return None
 
-    def find(self) -> list[engine.Found]:
+    def find(self) -> list[engine.FoundJob]:
         names = [job["metadata"]["name"] for job in items("jobs", "--selector=app=distrun")]
-        return [engine.Found(engine.Handle(self.name, name), name, "there") for name in names]
+        return [engine.FoundJob(engine.Handle(self.name, name), name, "there") for name in names]
 
-    def examine(self) -> list[engine.Finding]:
+    def examine(self) -> list[engine.CheckResult]:
         may_create = kubectl("auth", "can-i", "create", "jobs").strip() == "yes"
-        return [engine.Finding(may_create, "jobs may be created", "ask the cluster's administrators for that")]
+        return [engine.CheckResult(may_create, "jobs may be created", "ask the cluster's administrators for that")]
 
 
 def items(*words: str) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
         given = environ.read("DMLC_ROLE")
         if given not in (None, role):
             raise ContractError("DMLC_ROLE=%s, but the command says %s: make them agree" % (given, role))
-        from distrun_runtime.ps.serve import serve
+        from distrun_runtime.ps.node import serve
 
         return serve(role)
     except ContractError as err:

@@ -42,8 +42,7 @@ from distrun_runtime.store.keys import Key, KeyRecord, named, twice
 from distrun_runtime.store.kinds import TYPES, KVStoreBase
 from distrun_runtime.store.pending import BackgroundCall, BorrowedArrays, CompletedCall, Pending
 from distrun_runtime.store.reducer import is_gpu_array
-from distrun_runtime.store.sparse import Lookup, RowSparse
-from distrun_runtime.store.values import Value
+from distrun_runtime.store.values import Lookup, RowSparse, Value
 
 if TYPE_CHECKING:  # most processes use no GPU
     from distrun_runtime.arrays.gpu import GpuArray
@@ -125,7 +124,7 @@ def create(name: str = "local", *, staleness: int | None = None, deterministic: 
     if not isinstance(name, str):
         raise TypeError("a store is created by name (%s), not by %s" % (", ".join(TYPES), type(name).__name__))
     kind = name.lower()
-    found = None if kind in TYPES else kinds.find(kind)
+    found = None if kind in TYPES else kinds.find_type(kind)
     if kind not in TYPES and found is None:
         known = [*TYPES, *kinds.names()]
         if kind in kinds.OLD_NAMES:
@@ -149,9 +148,9 @@ def create(name: str = "local", *, staleness: int | None = None, deterministic: 
 def _report_crashes(name: object) -> None:
     """Have the agent, and the job's other nodes, told why the script ends; also if the store cannot be created."""
     if environ.text("DISTRUN_PUBLISH_FD") or (isinstance(name, str) and kinds.is_dist(name.lower())):
-        from distrun_runtime.ps import crash
+        from distrun_runtime.ps import session
 
-        crash.watch()
+        session.watch()
 
 
 def _staleness(kind: str, staleness: object) -> dict[str, Any]:

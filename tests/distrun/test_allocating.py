@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from distrun.allocating import HURRY_S, SILENT_S, WITHDRAW_S, Waiting, Withdrawing
-from distrun.backends.engine import ENDED, QUEUED, RUNNING, Explanation, Grant, Standing
+from distrun.allocating import HURRY_S, SILENT_S, WITHDRAW_S, QueueWait, Withdrawing
+from distrun.backends.engine import ENDED, QUEUED, RUNNING, Explanation, Grant, QueueStatus
 from distrun_runtime.contract import facts
-from distrun_runtime.coordinator.events import EngineLetGo, EngineTold, Event, Interrupt, Tick
+from distrun_runtime.coordinator.messages import EngineLetGo, EngineTold, Event, Interrupt, Tick
 
 GRANTS = (Grant("0", "h1"),)
 
@@ -18,7 +18,7 @@ class Told:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.noted: list[str] = []
-        self.waiting = Waiting(
+        self.waiting = QueueWait(
             "slurm", lambda text, level: self.said.append(f"{level}: {text}"), self._note, self._touch
         )
         self.touched = 0
@@ -29,7 +29,7 @@ class Told:
     def _touch(self) -> None:
         self.touched += 1
 
-    def hears(self, *standings: Standing) -> None:
+    def hears(self, *standings: QueueStatus) -> None:
         for standing in standings:
             self.waiting.handle(EngineTold(standing), 0.0)
 
@@ -40,22 +40,22 @@ def told() -> Told:
 
 
 def test_what_a_job_waits_for_is_said_when_it_changes(told: Told) -> None:
-    told.hears(*(Standing(QUEUED, text) for text in ("position 2", "position 2", "position 1")))
+    told.hears(*(QueueStatus(QUEUED, text) for text in ("position 2", "position 2", "position 1")))
     assert told.said == ["info: slurm: queued, position 2", "info: slurm: queued, position 1"]
     assert told.noted == ["queued: slurm: queued, position 2", "queued: slurm: queued, position 1"]
     assert not told.waiting.is_over
 
 
 def test_a_job_with_its_places_is_planned_and_was_perhaps_never_queued(told: Told) -> None:
-    told.hears(Standing(RUNNING, "", GRANTS))
+    told.hears(QueueStatus(RUNNING, "", GRANTS))
     assert told.waiting.is_over
-    assert told.waiting.granted == Standing(RUNNING, "", GRANTS)
+    assert told.waiting.granted == QueueStatus(RUNNING, "", GRANTS)
     assert told.noted == []
 
 
 def test_a_job_that_is_stopped_in_the_same_moment_is_not_planned(told: Told) -> None:
     told.waiting.handle(Interrupt("INT"), 0.0)
-    told.hears(Standing(RUNNING, "", GRANTS))
+    told.hears(QueueStatus(RUNNING, "", GRANTS))
     assert told.waiting.granted is None
     outcome = told.waiting.outcome("calm-otter")
     assert (outcome.exit_code, outcome.reason) == (130, facts.INTERRUPTED)
@@ -70,7 +70,7 @@ def test_a_signal_gives_the_exit_code(signal: str, code: int, told: Told) -> Non
 
 
 def test_a_job_that_the_engine_ended_was_not_submitted_well(told: Told) -> None:
-    told.hears(Standing(QUEUED, "no room"), Standing(ENDED, "cancelled by ann"))
+    told.hears(QueueStatus(QUEUED, "no room"), QueueStatus(ENDED, "cancelled by ann"))
     outcome = told.waiting.outcome("calm-otter")
     assert (outcome.exit_code, outcome.reason) == (5, facts.SUBMIT)
     assert outcome.message == "slurm ended the job before it gave it any place: cancelled by ann"
@@ -78,14 +78,14 @@ def test_a_job_that_the_engine_ended_was_not_submitted_well(told: Told) -> None:
 
 def test_a_time_limit_that_was_reached_in_the_queue_gives_its_code(told: Told) -> None:
     why = Explanation(facts.EXIT_TIMEOUT, "YARN: the job's time is over (--time)")
-    told.hears(Standing(QUEUED, "no room"), Standing(ENDED, "killed", why=why))
+    told.hears(QueueStatus(QUEUED, "no room"), QueueStatus(ENDED, "killed", why=why))
     outcome = told.waiting.outcome("calm-otter")
     assert (outcome.exit_code, outcome.reason) == (124, facts.TIMEOUT)
     assert outcome.message.endswith("place: killed; YARN: the job's time is over (--time)")
 
 
 def test_what_an_engine_says_of_an_end_and_of_its_reason_is_told_once(told: Told) -> None:
-    told.hears(Standing(ENDED, "it was deleted", why=Explanation(143, "Grid Engine: it was deleted (qdel)")))
+    told.hears(QueueStatus(ENDED, "it was deleted", why=Explanation(143, "Grid Engine: it was deleted (qdel)")))
     outcome = told.waiting.outcome("calm-otter")
     assert (outcome.exit_code, outcome.reason) == (143, facts.TERMINATED)
     assert outcome.message.endswith("gave it any place; Grid Engine: it was deleted (qdel)")
@@ -102,7 +102,7 @@ def test_silence_of_the_engine_is_told_once_until_it_answers(told: Told) -> None
         told.waiting.handle(EngineTold(None, "it is down"), now)
     assert [text.partition(":")[0] for text in told.said] == ["warning"]
     assert "it is down; it is asked again" in told.said[0]
-    told.hears(Standing(QUEUED))
+    told.hears(QueueStatus(QUEUED))
     told.waiting.handle(EngineTold(None, "it is down"), SILENT_S + 2)
     assert len(told.said) == 2
     assert not told.waiting.is_over

@@ -8,14 +8,14 @@ import sys
 import zipfile
 from pathlib import Path
 
-from distrun import ship
-from distrun_runtime.contract import wire
+from distrun import shipping
+from distrun_runtime.contract import session
 
 
 def test_the_digest_is_that_of_the_bytes_and_the_same_every_time() -> None:
-    digest, data = ship.archive()
+    digest, data = shipping.archive()
     assert digest == hashlib.sha256(data).hexdigest()
-    assert ship.archive() == (digest, data)
+    assert shipping.archive() == (digest, data)
 
 
 def test_times_and_modes_of_the_files_do_not_matter_but_their_text_does(tmp_path: Path) -> None:
@@ -25,26 +25,26 @@ def test_times_and_modes_of_the_files_do_not_matter_but_their_text_does(tmp_path
         (folder / "__init__.py").write_text("X = 1\n")
     os.utime(second / "__init__.py", (1, 1))
     (second / "__init__.py").chmod(0o600)
-    assert ship.archive(first) == ship.archive(second)
+    assert shipping.archive(first) == shipping.archive(second)
     (second / "__init__.py").write_text("X = 2\n")
-    assert ship.archive(first)[0] != ship.archive(second)[0]
+    assert shipping.archive(first)[0] != shipping.archive(second)[0]
 
 
 def test_it_holds_the_sources_and_nothing_else(tmp_path: Path) -> None:
-    names = zipfile.ZipFile(io.BytesIO(ship.archive()[1])).namelist()
+    names = zipfile.ZipFile(io.BytesIO(shipping.archive()[1])).namelist()
     assert names == sorted(names)
     assert "distrun_runtime/contract/plan.py" in names
     assert all(name.startswith("distrun_runtime/") and name.endswith((".py", ".typed", ".c")) for name in names)
 
 
 def test_it_goes_in_one_frame() -> None:
-    digest, data = ship.archive()
-    (frame,) = wire.Decoder().feed(wire.encode({"type": "runtime", "digest": digest}, data))
+    digest, data = shipping.archive()
+    (frame,) = session.Decoder().feed(session.encode({"type": "runtime", "digest": digest}, data))
     assert frame.body == data
 
 
 def test_unpacked_elsewhere_the_store_works(tmp_path: Path) -> None:
-    with zipfile.ZipFile(io.BytesIO(ship.archive()[1])) as packed:
+    with zipfile.ZipFile(io.BytesIO(shipping.archive()[1])) as packed:
         packed.extractall(tmp_path)
     code = (
         "import numpy, zmq, distrun_runtime; from distrun_runtime import kvstore\n"

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from distrun import client, ending, planning
+from distrun import client, killing, planning
 from distrun.client import CoordinatorLost
 from distrun.errors import UsageError
 from distrun.request import JobRequest
-from distrun_runtime.contract import process, wire
-from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
+from distrun_runtime.contract import process, session
+from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.jobstore import JobStore
 
 LIMIT_S = 20.0
 
@@ -39,12 +40,12 @@ class Coordinator:
     def _serve(self) -> None:
         with contextlib.suppress(OSError), self._listener:
             connection, _ = self._listener.accept()
-            decoder = wire.Decoder()
+            decoder = session.Decoder()
             with connection:
                 while self._answers and (data := connection.recv(65536)):
                     for frame in decoder.feed(data):
                         self.asked.append(frame.header)
-                        connection.sendall(wire.encode(self._answers.pop(0)))
+                        connection.sendall(session.encode(self._answers.pop(0)))
                 connection.shutdown(socket.SHUT_WR)
                 while connection.recv(65536):
                     pass
@@ -78,9 +79,9 @@ def test_a_coordinator_that_is_silent_is_asked_for_a_sign_of_life_and_given_up()
     with client.ControlConnection(ours) as connection, its:
         with pytest.raises(TimeoutError):
             next(connection.frames(0.05))
-        asked = wire.Decoder().feed(its.recv(65536))
+        asked = session.Decoder().feed(its.recv(65536))
         assert [frame.type for frame in asked] == ["state"] * (client.PROBES - 1)
-        its.sendall(wire.encode({"type": "state", "state": {}}))
+        its.sendall(session.encode({"type": "state", "state": {}}))
         assert next(connection.frames(60.0)).type == "state"
 
 
@@ -158,6 +159,6 @@ def test_control_json_says_where_the_coordinator_is(folder: JobFolder) -> None:
 def test_kill_falls_back_on_a_signal_where_nobody_answers(folder: JobFolder, place: Path) -> None:
     folder.write_control(str(place))
     other = Coordinator(place, hello(folder, 1, 0))  # it answers nothing more
-    with contextlib.closing(ending._Asked(folder)) as asked:
+    with contextlib.closing(killing._StopQuery(folder)) as asked:
         assert not asked.stop()
     other.close()

@@ -14,9 +14,10 @@ import pytest
 from fakecoordinator import METRICS, Coordinator
 from sample_plan import sample_plan
 
-from distrun import cli, jobviews, relay
-from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
-from distrun_runtime.coordinator.outcome import Outcome, TaskResult
+from distrun import cli, jobviews, remote_jobs
+from distrun_runtime.coordinator.failures import Outcome, TaskResult
+from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.jobstore import JobStore
 
 DROPS = "kex_exchange_identification: Connection closed by remote host"
 RUNS = 'shift $(($# - 1)); exec sh -c "$1"\n'
@@ -162,7 +163,7 @@ def test_what_ssh_says_is_the_reason_and_the_fix_is_to_try_it(store: JobStore, t
 def test_a_host_that_drops_a_connection_is_asked_again(
     store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(remote_jobs, "FIRST_PAUSE_S", 0.02)
     folder = new(store, "busy-1", "starting")
     calls = shlex.quote(str(tmp_path / "calls"))
     text = f"[ $(wc -l <{calls}) -gt 2 ] || {{ echo '{DROPS}' >&2; exit 255; }}\n{RUNS}"

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distrun import keep
-from distrun.backends import blob
+from distrun import shipping
 
 
 @pytest.fixture
@@ -17,79 +16,79 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_was_made_once_is_not_made_again(place: Path) -> None:
-    assert keep.kept("one", ".x", lambda: b"made") == b"made"
-    assert keep.kept("one", ".x", lambda: b"again") == b"made"
-    assert keep.kept("two", ".x", lambda: b"other") == b"other"
+    assert shipping.kept("one", ".x", lambda: b"made") == b"made"
+    assert shipping.kept("one", ".x", lambda: b"again") == b"made"
+    assert shipping.kept("two", ".x", lambda: b"other") == b"other"
     assert place.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_file_that_others_may_write_to_is_not_believed(place: Path) -> None:
-    keep.kept("one", ".x", lambda: b"made")
+    shipping.kept("one", ".x", lambda: b"made")
     (place / "one.x").chmod(0o666)
-    assert keep.kept("one", ".x", lambda: b"again") == b"again"
+    assert shipping.kept("one", ".x", lambda: b"again") == b"again"
 
 
 @pytest.mark.parametrize("which", ["", "distrun"])
 def test_folders_of_ours_that_others_may_write_to_are_mended(which: str, place: Path) -> None:
-    keep.kept("one", ".x", lambda: b"made")
+    shipping.kept("one", ".x", lambda: b"made")
     folder = place.parent if which else place
     folder.chmod(0o777)
-    assert keep.kept("one", ".x", lambda: b"again") == b"made"
+    assert shipping.kept("one", ".x", lambda: b"again") == b"made"
     assert folder.stat().st_mode & 0o777 == 0o755
 
 
 def test_what_was_damaged_or_bears_another_name_is_made_again(place: Path) -> None:
-    keep.kept("one", ".x", lambda: b"made")
+    shipping.kept("one", ".x", lambda: b"made")
     file = place / "one.x"
     whole = file.read_bytes()
     for content in (b"\0" * len(whole), whole[:-1], whole + b"x", b"", b"made", whole.replace(b"made", b"fake")):
         file.write_bytes(content)
-        assert keep.kept("one", ".x", lambda: b"anew") == b"anew", content
-        assert keep.kept("one", ".x", lambda: b"never") == b"anew"
+        assert shipping.kept("one", ".x", lambda: b"anew") == b"anew", content
+        assert shipping.kept("one", ".x", lambda: b"never") == b"anew"
     file.rename(place / "two.x")
-    assert keep.kept("two", ".x", lambda: b"other") == b"other"
+    assert shipping.kept("two", ".x", lambda: b"other") == b"other"
 
 
 def test_what_is_damaged_goes_even_where_it_cannot_be_made(place: Path) -> None:
-    keep.kept("one", ".x", lambda: b"made")
+    shipping.kept("one", ".x", lambda: b"made")
     (place / "one.x").write_bytes(b"\0" * 100)
 
     def fail() -> bytes:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        keep.kept("one", ".x", fail)
+        shipping.kept("one", ".x", fail)
     assert list(place.iterdir()) == []
 
 
 def test_a_link_is_not_followed(place: Path, tmp_path: Path) -> None:
-    keep.kept("one", ".x", lambda: b"made")
+    shipping.kept("one", ".x", lambda: b"made")
     (tmp_path / "theirs").write_bytes(b"theirs")
     (tmp_path / "theirs").chmod(0o666)
     (place / "one.x").unlink()
     (place / "one.x").symlink_to(tmp_path / "theirs")
-    assert keep.kept("one", ".x", lambda: b"again") == b"again"
+    assert shipping.kept("one", ".x", lambda: b"again") == b"again"
     assert (tmp_path / "theirs").read_bytes() == b"theirs"
 
 
 def test_without_a_place_it_is_made_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert keep.kept("one", ".x", lambda: b"made") == b"made"
-    assert keep.kept("one", ".x", lambda: b"again") == b"again"
+    assert shipping.kept("one", ".x", lambda: b"made") == b"made"
+    assert shipping.kept("one", ".x", lambda: b"again") == b"again"
 
 
 def test_only_the_latest_of_a_kind_stay(place: Path) -> None:
     for number in range(7):
-        keep.kept("n%d" % number, ".x", lambda: b"x")
-    keep.kept("one", ".y", lambda: b"y")
-    assert len(list(place.glob("*.x"))) == keep.COPIES
+        shipping.kept("n%d" % number, ".x", lambda: b"x")
+    shipping.kept("one", ".y", lambda: b"y")
+    assert len(list(place.glob("*.x"))) == shipping.COPIES
     assert [path.name for path in place.iterdir() if path.suffix != ".x"] == ["one.y"]
 
 
 def test_the_agent_of_the_cache_is_the_one_of_the_sources(place: Path) -> None:
-    blob.agent.cache_clear()
-    made = blob.agent()
-    blob.agent.cache_clear()
+    shipping.agent.cache_clear()
+    made = shipping.agent()
+    shipping.agent.cache_clear()
     assert len(list(place.iterdir())) == 1
-    assert blob.agent() == made
+    assert shipping.agent() == made

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from distrun import backends, ending, launching, planning
+from distrun import backends, killing, launching, planning
 from distrun.backends.base import Swept
 from distrun.errors import UsageError
 from distrun.request import JobRequest
 from distrun_runtime.contract import process
 from distrun_runtime.contract.plan import Plan
-from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
-from distrun_runtime.coordinator.outcome import Culprit, Outcome
+from distrun_runtime.coordinator.failures import Culprit, Outcome
+from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.jobstore import JobStore
 
 
 @pytest.fixture
@@ -71,14 +72,14 @@ def test_a_job_that_is_over_is_swept_of_what_would_not_die_then(
     calls = swept(monkeypatch)
     folder = make(store)
     folder.finish(Outcome(0, "succeeded", "all well"))
-    assert ending.kill(folder).lines == ["is over already: succeeded", *SWEPT]
+    assert killing.kill(folder).lines == ["is over already: succeeded", *SWEPT]
     assert calls == [(folder.id, 0.0)]
 
 
 def test_a_job_of_another_machine_is_refused(store: JobStore) -> None:
     folder = make(store, host="elsewhere")
     with pytest.raises(UsageError, match="was launched on elsewhere"):
-        ending.kill(folder)
+        killing.kill(folder)
 
 
 def test_a_dead_launchers_job_is_swept(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,17 +88,17 @@ def test_a_dead_launchers_job_is_swept(store: JobStore, monkeypatch: pytest.Monk
     pid, start = process.identity(child.pid)
     child.wait()
     folder = make(store, pid=pid, start=start)
-    assert ending.kill(folder).lines == ["its launcher (pid %d) is gone" % pid, *SWEPT]
+    assert killing.kill(folder).lines == ["its launcher (pid %d) is gone" % pid, *SWEPT]
     assert calls == [(folder.id, 10.0)]
     state = folder.state()
     assert (state["state"], [task["state"] for task in state["tasks"]]) == ("killed", ["stopped"])
-    assert ending.kill(folder).lines[0] == "is over already: killed"
+    assert killing.kill(folder).lines[0] == "is over already: killed"
 
 
 def test_another_process_of_that_pid_is_not_touched(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     swept(monkeypatch)
     folder = make(store, pid=os.getpid(), start="proc:another-boot:1")
-    assert ending.kill(folder, 1.0).lines[1:] == SWEPT
+    assert killing.kill(folder, 1.0).lines[1:] == SWEPT
 
 
 @pytest.mark.parametrize("obeys", [True, False])
@@ -111,7 +112,7 @@ def test_a_living_launcher_is_asked_and_one_that_does_not_end_is_killed(
     assert child.stdout is not None
     child.stdout.readline()
     pid, start = process.identity(child.pid)
-    done = ending.kill(make(store, pid=pid, start=start), grace_s=0.2, wait_s=0.3 if not obeys else 60.0).lines
+    done = killing.kill(make(store, pid=pid, start=start), grace_s=0.2, wait_s=0.3 if not obeys else 60.0).lines
     assert child.wait(60) == (-15 if obeys else -9)
     child.stdout.close()
     assert done[0] == "asked its launcher (pid %d) to stop the job" % pid
@@ -125,7 +126,7 @@ def test_a_living_launcher_is_asked_and_one_that_does_not_end_is_killed(
 def test_processes_that_do_not_end_are_told(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     swept(monkeypatch, left=("pid 8 (stuck)",))
     folder = make(store, pid=os.getpid(), start="proc:another-boot:1")
-    assert ending.kill(folder, 1.0).lines[1:] == ["ended pid 9 (sleep)", "pid 8 (stuck) did not end"]
+    assert killing.kill(folder, 1.0).lines[1:] == ["ended pid 9 (sleep)", "pid 8 (stuck) did not end"]
     outcome = folder.outcome()
     assert outcome is not None
     assert outcome["survivors"] == ["pid 8 (stuck)"]
@@ -139,12 +140,12 @@ def test_a_lost_job_whose_hosts_cannot_be_asked_stays_lost(store: JobStore, monk
     sweeping(monkeypatch, h1=Swept(("pid 9 (sleep)",)), h2=Swept(problem="no route"))
     folder = make(store, pid=os.getpid(), start="proc:another-boot:1")
     for _ in range(2):
-        killed = ending.kill(folder, 0.0)
+        killed = killing.kill(folder, 0.0)
         assert killed.unasked == ["h2: cannot be asked: no route"]
         assert killed.lines[1:] == ["h1: ended pid 9 (sleep)", "h1: all its processes have ended", *killed.unasked]
         assert (folder.state()["state"], folder.outcome()) == ("lost", None)
     sweeping(monkeypatch, h1=Swept(), h2=Swept())
-    assert ending.kill(folder, 0.0).unasked == []
+    assert killing.kill(folder, 0.0).unasked == []
     assert folder.state()["state"] == "killed"
 
 
@@ -154,7 +155,7 @@ def test_a_job_that_is_over_is_quiet_only_about_hosts_that_answered(
     sweeping(monkeypatch, h1=Swept(), h2=Swept(problem="no route"))
     folder = make(store)
     folder.finish(Outcome(0, "succeeded", "all well"))
-    killed = ending.kill(folder)
+    killed = killing.kill(folder)
     assert killed.lines == ["is over already: succeeded", "h2: cannot be asked: no route"]
     assert (killed.left, killed.unasked) == ([], ["h2: cannot be asked: no route"])
 
@@ -162,7 +163,7 @@ def test_a_job_that_is_over_is_quiet_only_about_hosts_that_answered(
 def test_what_a_command_is_called_says_nothing_about_its_end(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     sweeping(monkeypatch, h1=Swept(("pid 8 (echo cannot be asked)", "pid 9 did not end")))
     folder = make(store, pid=os.getpid(), start="proc:another-boot:1")
-    killed = ending.kill(folder, 0.0)
+    killed = killing.kill(folder, 0.0)
     assert (killed.left, killed.unasked) == ([], [])
     assert "ended pid 9 did not end" in killed.lines
 

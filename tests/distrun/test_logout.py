@@ -12,7 +12,7 @@ import pytest
 
 from distrun.errors import UsageError
 from distrun.logout import outlive_logout
-from distrun_runtime.contract import logout
+from distrun_runtime.contract import daemon
 
 USER = pwd.getpwuid(os.geteuid()).pw_name
 LOGIN = "0::/user.slice/user-1000.slice/session-3.scope\n"
@@ -47,7 +47,7 @@ def machine(root: Path, cgroup: str = LOGIN, **files: str) -> str:
 def test_whether_a_logout_ends_processes_is_read_from_the_system(
     cgroup: str, files: dict[str, str], ends: bool, tmp_path: Path
 ) -> None:
-    assert logout.ends_at_logout(machine(tmp_path, cgroup, **files)) is ends
+    assert daemon.ends_at_logout(machine(tmp_path, cgroup, **files)) is ends
 
 
 def test_where_it_does_not_nothing_is_done(tmp_path: Path) -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from distrun import cli, client, elsewhere, planning, relay
+from distrun import cli, client, planning, remote_jobs
 from distrun.client import CoordinatorLost
-from distrun.elsewhere import NotAsked
+from distrun.remote_jobs import NotAsked
 from distrun.request import JobRequest
-from distrun_runtime.contract import wire
-from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
-from distrun_runtime.coordinator.outcome import Outcome
+from distrun_runtime.contract import session
+from distrun_runtime.coordinator.failures import Outcome
+from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.jobstore import JobStore
 
 DROPS = "kex_exchange_identification: Connection closed by remote host\r\nConnection closed by 10.0.0.1 port 22\r"
 OTHERS = "Permission denied (publickey).\r"
@@ -43,9 +44,9 @@ def stand(tmp_path: Path) -> Stand:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "RETRY_S", 0.2)
-    monkeypatch.setattr(relay, "FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(relay, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(remote_jobs, "RETRY_S", 0.2)
+    monkeypatch.setattr(remote_jobs, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(remote_jobs, "LONGEST_PAUSE_S", 0.05)
 
 
 def calls(tmp_path: Path) -> int:
@@ -76,7 +77,7 @@ def answers(path: Path, job: str) -> socket.socket:
         connection, _ = listener.accept()
         with connection:
             connection.recv(65536)
-            connection.sendall(wire.encode({"type": "hello", "version": [1, 0], "job": job, "pid": 7, "host": "d1"}))
+            connection.sendall(session.encode({"type": "hello", "version": [1, 0], "job": job, "pid": 7, "host": "d1"}))
             while connection.recv(65536):
                 pass
 
@@ -85,10 +86,10 @@ def answers(path: Path, job: str) -> socket.socket:
 
 
 def test_pauses_grow_and_are_bounded_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "RETRY_S", 30.0)
-    monkeypatch.setattr(relay, "FIRST_PAUSE_S", 0.25)
-    monkeypatch.setattr(relay, "LONGEST_PAUSE_S", 4.0)
-    found = list(relay.pauses())
+    monkeypatch.setattr(remote_jobs, "RETRY_S", 30.0)
+    monkeypatch.setattr(remote_jobs, "FIRST_PAUSE_S", 0.25)
+    monkeypatch.setattr(remote_jobs, "LONGEST_PAUSE_S", 4.0)
+    found = list(remote_jobs.pauses())
     assert sum(found) == pytest.approx(30.0)
     assert found[0] <= 0.25
     assert max(found) <= 4.0
@@ -113,7 +114,7 @@ def test_pauses_grow_and_are_bounded_in_all(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_a_dropped_connection_is_known_by_code_and_words(code: int | None, said: str, is_dropped: bool) -> None:
-    assert relay.is_dropped(code, said) is is_dropped
+    assert remote_jobs.is_dropped(code, said) is is_dropped
 
 
 def test_a_client_whose_connection_the_host_drops_tries_again_and_says_nothing_of_it(
@@ -163,7 +164,7 @@ def test_a_state_is_fetched_also_from_a_host_that_drops_connections(
     there = theirs(tmp_path, folder)
     (folder.path / "state.json").write_text("older")
     place(folder, stand(2), theirs=there)
-    assert elsewhere.refreshed(folder) == ""
+    assert remote_jobs.refreshed(folder) == ""
     assert (folder.path / "state.json").read_bytes() == Path(there, "state.json").read_bytes()
     assert calls(tmp_path) == 3
 
@@ -178,7 +179,7 @@ def test_a_fetched_state_that_cannot_be_written_here_is_no_failure_of_ssh(
 
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(NotAsked, match=f"cannot be written to {folder.path}: No space left on device") as caught:
-        elsewhere.refresh(folder)
+        remote_jobs.refresh(folder)
     assert "ssh" not in str(caught.value)
     assert not list(folder.path.glob("*.tmp"))
 
@@ -191,7 +192,7 @@ def test_hosts_that_share_the_folder_fetch_into_files_of_different_names(
     monkeypatch.setattr(os, "replace", lambda fresh, path: (used.add(str(fresh)), real(fresh, path)))
     for host in ("h1", "h2"):
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
-        elsewhere.save(folder, "state.json", 0.0, [b"{}"])
+        remote_jobs.save(folder, "state.json", 0.0, [b"{}"])
     assert len(used) == 2
 
 
@@ -199,7 +200,7 @@ def test_a_host_without_the_jobs_folder_cannot_be_asked(folder: JobFolder, stand
     (tmp_path / "empty").mkdir()
     place(folder, stand(0), theirs=str(tmp_path / "empty"))
     with pytest.raises(NotAsked, match="host d1 cannot be asked: it has no state of this job"):
-        elsewhere.refresh(folder)
+        remote_jobs.refresh(folder)
 
 
 def test_logs_of_a_job_that_runs_on_hosts_say_where_they_are_and_how_to_read_them(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from distrun import report
-from distrun_runtime.coordinator.outcome import Culprit, Outcome, TaskResult
+from distrun_runtime.coordinator.failures import Culprit, Outcome, TaskResult
 
 
 def test_a_success_has_no_report() -> None:

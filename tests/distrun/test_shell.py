@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distrun import shell
+from distrun import formats
 
 
 @pytest.mark.parametrize(
@@ -22,12 +22,12 @@ from distrun import shell
     ],
 )
 def test_only_a_single_word_with_shell_characters_is_shell_text(words: list[str], argv: tuple[str, ...]) -> None:
-    assert shell.to_argv(words) == argv
+    assert formats.to_argv(words) == argv
 
 
 def test_shell_and_no_shell_force_it() -> None:
-    assert shell.to_argv(["echo", "$HOME"], shell=True) == ("bash", "-c", "echo $HOME")
-    assert shell.to_argv(["my prog"], shell=False) == ("my prog",)
+    assert formats.to_argv(["echo", "$HOME"], shell=True) == ("bash", "-c", "echo $HOME")
+    assert formats.to_argv(["my prog"], shell=False) == ("my prog",)
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,13 @@ def test_shell_and_no_shell_force_it() -> None:
     ],
 )
 def test_quoted_words_come_back_from_bash_byte_for_byte(word: str) -> None:
-    out = subprocess.run(["bash", "-c", "printf %s " + shell.quote(word)], stdout=subprocess.PIPE, check=True).stdout
+    out = subprocess.run(["bash", "-c", "printf %s " + formats.quote(word)], stdout=subprocess.PIPE, check=True).stdout
     assert out == word.encode()
 
 
 def test_bytes_that_are_no_utf8_come_back_too() -> None:
     raw = b"\xff7\xfe'\n\\x"
-    quoted = shell.join(["printf", "%s", os.fsdecode(raw)])
+    quoted = formats.join(["printf", "%s", os.fsdecode(raw)])
     assert subprocess.run(["bash", "-c", quoted], stdout=subprocess.PIPE, check=True).stdout == raw
 
 
@@ -70,11 +70,11 @@ def test_a_login_shell_prints_nothing_with_the_line_that_is_shown(name: str, fil
         return subprocess.check_output([program, "-c", "echo hi"], env=env, cwd=tmp_path)
 
     assert printed() == b"Welcome\nhi\n"
-    advice = shell.quiet("/bin/" + name)
+    advice = formats.quiet("/bin/" + name)
     assert file in advice
     assert printed(advice.partition(": ")[2]) == b"hi\n"
 
 
 def test_an_unknown_login_shell_is_named() -> None:
-    assert shell.quiet("/usr/bin/elvish").startswith("let the start-up files of elvish there print only")
-    assert "the login shell" in shell.quiet("")
+    assert formats.quiet("/usr/bin/elvish").startswith("let the start-up files of elvish there print only")
+    assert "the login shell" in formats.quiet("")

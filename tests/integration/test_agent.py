@@ -15,7 +15,7 @@ import agentkit
 import pytest
 from agentkit import WAIT_S, AgentDriver, agent, poll, python, shell, task
 
-from distrun_runtime.agent import record, sweep
+from distrun_runtime.agent import record, stopping
 from distrun_runtime.contract import facts, process
 from distrun_runtime.contract.plan import HOLD, Limits
 from distrun_runtime.contract.process import Identity
@@ -757,18 +757,18 @@ def test_sweep_ends_what_a_dead_agent_and_guard_left(way: Mapping[str, str], mon
         with monkeypatch.context() as patch:
             for name, value in way.items():
                 patch.setenv(name, value)
-            report = sweep.sweep(driver.job, 0.5)
+            report = stopping.sweep(driver.job, 0.5)
             assert report.left == ()
             assert len(report.ended) >= 2
             assert record.folders(driver.job) == []
-            assert sweep.sweep(driver.job, 0.5).ended == ()
+            assert stopping.sweep(driver.job, 0.5).ended == ()
         assert driver.leftovers() == []
 
 
 def test_sweep_asks_a_living_agent_to_end_its_job() -> None:
     with agent(shell("trap 'echo gently; exit 0' TERM; echo ready; while :; do sleep 0.05; done")) as driver:
         run(driver)
-        report = sweep.sweep(driver.job, 30.0)
+        report = stopping.sweep(driver.job, 30.0)
         assert report.left == ()
         assert b"gently" in driver.text() or driver.exited()
         assert driver.child.wait(agentkit.WAIT_S) == 143
@@ -779,7 +779,7 @@ def test_sweep_ends_a_frozen_agent_too() -> None:
     with agent(shell("echo ready; sleep 600"), limits=SHORT) as driver:
         run(driver)
         os.kill(driver.agent_pid(), signal.SIGSTOP)
-        report = sweep.sweep(driver.job, 0.3)
+        report = stopping.sweep(driver.job, 0.3)
         assert report.left == ()
         assert driver.leftovers() == []
         assert driver.child.wait(agentkit.WAIT_S) != 0

@@ -14,8 +14,8 @@ import agentkit
 import pytest
 from agentkit import AgentDriver, agent, leftovers, poll, python, shell
 
-from distrun.backends import blob
-from distrun_runtime.agent import sweep
+from distrun import shipping
+from distrun_runtime.agent import stopping
 from distrun_runtime.agent.helper import NAME
 from distrun_runtime.contract import process
 from distrun_runtime.contract.process import Identity
@@ -124,9 +124,9 @@ subprocess.run(["sh", "-c", "sleep 600; :"])
 @pytest.fixture
 def quick_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents start their helper at once, and ask it often."""
-    importer, modules = blob.agent().split()
+    importer, modules = shipping.agent().split()
     text = zlib.decompress(binascii.a2b_base64(importer)).decode()
-    at = text.index(blob.START_AGENT)
+    at = text.index(shipping.START_AGENT)
     sooner = "from distrun_runtime.agent import metrics\nmetrics.HELPER_AFTER_S = 0.0\nmetrics.SMI_S = 0.1\n"
     changed = binascii.b2a_base64(zlib.compress((text[:at] + sooner + text[at:]).encode()), newline=False)
     monkeypatch.setattr(agentkit.blob, "agent", lambda with_origin=False: changed + b" " + modules + b"\n")
@@ -147,7 +147,7 @@ def test_the_helper_ends_with_its_agent(how: str) -> None:
         while "disk_free" not in driver.wait("metrics").header["host"]:
             pass
         [helper] = helpers(driver.job)
-        [job] = [each for each in sweep.survey()["jobs"] if each["job"] == driver.job]
+        [job] = [each for each in stopping.survey()["jobs"] if each["job"] == driver.job]
         assert {row["task"] for row in job["processes"]} >= {"helper", "agent", "worker-0"}
         if how == "stop":
             driver.stop("worker-0")

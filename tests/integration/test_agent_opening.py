@@ -18,10 +18,10 @@ import pytest
 from agentkit import HOST, WAIT_S, AgentDriver, agent, poll, shell, task
 
 from distrun_runtime.contract import plan as plans
-from distrun_runtime.contract import wire
+from distrun_runtime.contract import session
 from distrun_runtime.contract.plan import Host, Runtime, Sync, Task
-from distrun_runtime.coordinator import frames
-from distrun_runtime.coordinator.actions import AskAgent
+from distrun_runtime.coordinator import messages
+from distrun_runtime.coordinator.messages import AskAgent
 
 both_ways = pytest.mark.parametrize(
     "way",
@@ -144,7 +144,7 @@ def test_what_an_activation_leaves_in_the_background_is_not_waited_for_and_ends_
 
 def begin_of(driver: AgentDriver) -> dict[str, object]:
     plan = plans.to_json(driver.plan)
-    return {"version": wire.VERSION, "plan": plan, "token": "", "secret_env": {}, "host": HOST}
+    return {"version": session.VERSION, "plan": plan, "token": "", "secret_env": {}, "host": HOST}
 
 
 def test_the_login_files_of_the_user_count(home: Path) -> None:
@@ -187,7 +187,7 @@ def synced(driver: AgentDriver, folder: Path, *, brings: bool = True, **members:
     return change(driver, sync=sync, cwd=str(folder), tasks=tasks, **members)
 
 
-def settle(driver: AgentDriver) -> wire.Frame:
+def settle(driver: AgentDriver) -> session.Frame:
     driver.say("settle")
     return driver.wait("settled", "refused")
 
@@ -429,7 +429,7 @@ def test_the_runtime_is_asked_for_once_and_comes_first_on_the_path(tmp_path: Pat
             driver.say("begin", **begin_of(driver))
             if attempt == 0:
                 assert driver.wait("need").header["digest"] == digest
-                driver.send(frames.runtime(digest, data))
+                driver.send(messages.runtime(digest, data))
             assert driver.wait("ready", "refused", "need").type == "ready"
             assert run(driver) == "from the cache\n"
             folder = str(tmp_path / "distrun" / "runtime" / digest)
@@ -449,7 +449,7 @@ def test_a_runtime_that_is_there_already_is_only_put_on_the_path() -> None:
 
 def test_a_runtime_that_nobody_asked_for_is_ignored() -> None:
     with agent(shell("true")) as driver:
-        driver.send(frames.runtime("ab", b"x"))
+        driver.send(messages.runtime("ab", b"x"))
         assert "was not asked for" in str(driver.wait("warning").header["text"])
         assert driver.begin().type == "ready"
 
@@ -497,10 +497,10 @@ def test_workers_of_several_hosts_are_told_the_interface_unless_the_user_did(own
 
 def test_questions_are_answered_before_a_job_only() -> None:
     with agent(shell("true")) as driver:
-        driver.send(frames.ask(AskAgent(HOST, 3, "no such tool", {})))
+        driver.send(messages.ask(AskAgent(HOST, 3, "no such tool", {})))
         answer = driver.wait("answer").header
         assert answer["id"] == 3
         assert "no such tool" in str(answer["error"])
         driver.begin()
-        driver.send(frames.ask(AskAgent(HOST, 4, "survey", {})))
+        driver.send(messages.ask(AskAgent(HOST, 4, "survey", {})))
         assert "before a job" in str(driver.wait("answer").header["error"])

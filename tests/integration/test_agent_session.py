@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from agentkit import WAIT_S, AgentDriver, agent, poll, shell, task
 
-from distrun_runtime.contract import session, wire
+from distrun_runtime.contract import session
 from distrun_runtime.contract.plan import HOLD, Limits, Runtime
-from distrun_runtime.coordinator import frames
+from distrun_runtime.coordinator import messages
 
 KEY = "00ff" * 16
 LINES = "for i in $(seq 2000); do echo line $i; done; sleep 600"
@@ -46,9 +46,9 @@ def proves(sock: socket.socket, key: str) -> bool:
         line += sock.recv(1)
     nonce = line.split()[1].decode()
     proof = session.proof(key, session.COORDINATOR, nonce, "11")
-    sock.sendall(wire.encode({"type": "prove", "nonce": "11", "proof": proof}))
-    answer: list[wire.Frame] = []
-    decoder = wire.Decoder()
+    sock.sendall(session.encode({"type": "prove", "nonce": "11", "proof": proof}))
+    answer: list[session.Frame] = []
+    decoder = session.Decoder()
     while not answer:
         data = sock.recv(1)
         if not data:
@@ -188,7 +188,7 @@ def test_a_begin_that_comes_again_is_answered_again_and_another_one_ignored() ->
         again = driver.begin().header
         assert {**first, "seq": 0} == {**again, "seq": 0}
         driver.plan = driver.plan._replace(name="another")
-        driver.say("begin", version=wire.VERSION, plan={}, token="", secret_env={}, host="here")
+        driver.say("begin", version=session.VERSION, plan={}, token="", secret_env={}, host="here")
         assert "second `begin`" in str(driver.wait("warning").header["text"])
         driver.finish()
 
@@ -200,7 +200,7 @@ def test_pongs_come_while_an_agent_receives_80_mib() -> None:
         driver.say_begin()
         assert driver.wait("need").header["digest"] == digest
         pieces = (bytes(1024 * 1024) for _ in range(80))
-        driver.send(frames.Large({"type": "runtime", "digest": digest}, pieces))
+        driver.send(messages.Large({"type": "runtime", "digest": digest}, pieces))
         answered = 0
         while True:
             with contextlib.suppress(BrokenPipeError):  # it has refused just now, and gone

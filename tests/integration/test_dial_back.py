@@ -14,8 +14,8 @@ from fakeengine import Cable, FakeEngine, Shown, opened, planned, wait_for
 from pythons import VERSIONS, need
 
 from distrun import launching
+from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.coordinator.jobstore import JobStore
-from distrun_runtime.coordinator.outcome import Outcome
 
 TELL = ("sh", "-c", 'echo "$DISTRUN_PLACE of $DISTRUN_RANK"')
 STAY = ("sh", "-c", 'trap "echo bye; exit 0" INT TERM; echo up; while :; do sleep 0.05; done')

@@ -16,8 +16,8 @@ from pythons import need
 from distrun import launching
 from distrun.sync import CopyRules
 from distrun_runtime.contract.folder import MARKER
+from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.coordinator.jobstore import JobStore
-from distrun_runtime.coordinator.outcome import Outcome
 
 ALL = CopyRules()
 SHOW = ("sh", "-c", "cat hello")

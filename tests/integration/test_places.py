@@ -12,8 +12,8 @@ import agentkit
 import pytest
 from agentkit import AgentDriver, agent, python, shell
 
-from distrun_runtime.agent import record, sweep
-from distrun_runtime.agent.nodelock import NodeLock
+from distrun_runtime.agent import record, stopping
+from distrun_runtime.agent.preflight import NodeLock
 from distrun_runtime.contract.plan import Place
 
 TELL = "import os; print(os.environ['DISTRUN_PLACE'], os.environ['DISTRUN_HOST'])"
@@ -81,10 +81,10 @@ def test_a_place_waits_for_its_turn_while_another_one_makes_what_they_share(tmp_
 
 def begin(driver: AgentDriver, place: str) -> dict[str, object]:
     from distrun_runtime.contract import plan as plans
-    from distrun_runtime.contract import wire
+    from distrun_runtime.contract import session
 
     return {
-        "version": wire.VERSION,
+        "version": session.VERSION,
         "plan": plans.to_json(driver.plan),
         "token": "c0ffee",
         "secret_env": {},
@@ -118,7 +118,7 @@ def test_a_survey_tells_the_places_of_a_host_apart() -> None:
         for driver, place, name in ((one, "7", "worker-0"), (other, "8", "worker-1")):
             driver.begin(place=place)
             driver.spawn(name)
-        found = {each["host"]: each for each in sweep.survey()["jobs"] if each["job"] == one.job}
+        found = {each["host"]: each for each in stopping.survey()["jobs"] if each["job"] == one.job}
         assert sorted(found) == ["7", "8"]
         for place, name in (("7", "worker-0"), ("8", "worker-1")):
             assert found[place]["agent"] == "alive"

@@ -19,12 +19,12 @@ from distrun.backends.ssh import Ssh
 from distrun.ssh.abort import Abort
 from distrun.ssh.channel import SshChannel
 from distrun.ssh.connector import Connector
-from distrun.ssh.target import TRANSPORTS, Target
-from distrun_runtime.agent import record, sweep
+from distrun.ssh.resolve import TRANSPORTS, Target
+from distrun_runtime.agent import record, stopping
 from distrun_runtime.contract import process
 from distrun_runtime.contract.plan import Host, Limits, Plan, Reach, Secrets
 from distrun_runtime.contract.process import Identity
-from distrun_runtime.coordinator import actions, events, frames
+from distrun_runtime.coordinator import messages
 
 WAIT_S = 60.0
 
@@ -35,13 +35,13 @@ def running_sshd(tmp_path: Path) -> Iterator[Sshd]:
         yield server
 
 
-def wait(found: queue.SimpleQueue[events.Event], kind: type) -> Any:
+def wait(found: queue.SimpleQueue[messages.Event], kind: type) -> Any:
     until = time.monotonic() + WAIT_S
     while True:
         event = found.get(timeout=max(until - time.monotonic(), 0.001))
         if isinstance(event, kind):
             return event
-        assert not isinstance(event, (events.StartFailed, events.AgentLost)), event
+        assert not isinstance(event, (messages.StartFailed, messages.AgentLost)), event
 
 
 def begin(
@@ -49,7 +49,7 @@ def begin(
     backend: Ssh,
     script: str,
     transport: str = TRANSPORTS[0],
-    found: queue.SimpleQueue[events.Event] | None = None,
+    found: queue.SimpleQueue[messages.Event] | None = None,
 ) -> tuple[Plan, SshChannel, Any, Any]:
     """Start a job of one task; return its plan, channel, hello and Started. What comes then is put into `found`."""
     host = Host("here", "127.0.0.1", reach=Reach({"host": "d1", "config": sshd.config(), "transport": transport}))
@@ -57,11 +57,11 @@ def begin(
     (channel,) = backend.connect(plan.hosts, plan.job)
     found = queue.SimpleQueue() if found is None else found
     channel.start(found.put)
-    hello = wait(found, events.AgentHello)
-    channel.send(frames.begin(plan, Secrets(token="ab"), "here"))
-    wait(found, events.AgentReady)
-    channel.send(frames.spawn(actions.Spawn("here", "worker-0", {})))
-    started = wait(found, events.Started)
+    hello = wait(found, messages.AgentHello)
+    channel.send(messages.begin(plan, Secrets(token="ab"), "here"))
+    wait(found, messages.AgentReady)
+    channel.send(messages.spawn(messages.Spawn("here", "worker-0", {})))
+    started = wait(found, messages.Started)
     assert isinstance(channel, SshChannel)
     return plan, channel, hello, started
 
@@ -127,10 +127,10 @@ def test_agent_and_guard_carry_the_marks_of_their_job(sshd: Sshd) -> None:
     assert channel.join(WAIT_S)
 
 
-def finish(channel: SshChannel, found: queue.SimpleQueue[events.Event]) -> None:
+def finish(channel: SshChannel, found: queue.SimpleQueue[messages.Event]) -> None:
     """End a job well, as the loop does."""
-    channel.send(frames.end(actions.EndAgent("here")))
-    wait(found, events.Bye)
+    channel.send(messages.end(messages.EndAgent("here")))
+    wait(found, messages.Bye)
     channel.close()
 
 
@@ -140,7 +140,7 @@ def test_a_guard_that_is_frozen_when_the_job_is_over_is_noticed_and_ended(
 ) -> None:
     monkeypatch.setattr(ssh, "GUARD_S", 0.5)
     backend = Ssh()
-    found: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+    found: queue.SimpleQueue[messages.Event] = queue.SimpleQueue()
     plan, channel, hello, _ = begin(sshd, backend, "sleep 1000", transport, found)
     guard = Identity(**hello.facts["guard"])
     os.kill(guard.pid, signal.SIGSTOP)
@@ -148,7 +148,7 @@ def test_a_guard_that_is_frozen_when_the_job_is_over_is_noticed_and_ended(
     left = backend.release((channel,), WAIT_S)
     assert left == ("here",)
     assert process.is_alive(guard)
-    (job,) = [each for each in sweep.survey()["jobs"] if each["job"] == plan.job]
+    (job,) = [each for each in stopping.survey()["jobs"] if each["job"] == plan.job]
     assert (job["agent"], job["guard"]) == ("dead", "stopped")
     assert [row["task"] for row in job["processes"]] == ["guard"]
     swept = backend.sweep(plan, 1.0, left)["here"]
@@ -160,7 +160,7 @@ def test_a_guard_that_is_frozen_when_the_job_is_over_is_noticed_and_ended(
 def test_a_frozen_guard_whose_record_is_lost_is_found_by_its_marks(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ssh, "GUARD_S", 0.5)
     backend = Ssh()
-    found: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+    found: queue.SimpleQueue[messages.Event] = queue.SimpleQueue()
     plan, channel, hello, _ = begin(sshd, backend, "sleep 1000", found=found)
     guard = Identity(**hello.facts["guard"])
     os.kill(guard.pid, signal.SIGSTOP)
@@ -168,7 +168,7 @@ def test_a_frozen_guard_whose_record_is_lost_is_found_by_its_marks(sshd: Sshd, m
     left = backend.release((channel,), WAIT_S)
     for folder in record.folders(plan.job):
         record.remove(folder)  # as when somebody tidies up
-    assert [each["job"] for each in sweep.survey()["jobs"]].count(plan.job) == 1
+    assert [each["job"] for each in stopping.survey()["jobs"]].count(plan.job) == 1
     swept = backend.sweep(plan, 1.0, left)["here"]
     assert swept.ended == ("pid %d (distrun's agent or distrun's guard)" % guard.pid,)
     assert not process.is_alive(guard)
@@ -177,7 +177,7 @@ def test_a_frozen_guard_whose_record_is_lost_is_found_by_its_marks(sshd: Sshd, m
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_job_that_ends_well_leaves_nothing_to_a_sweep(transport: str, sshd: Sshd) -> None:
     backend = Ssh()
-    found: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+    found: queue.SimpleQueue[messages.Event] = queue.SimpleQueue()
     plan, channel, hello, _ = begin(sshd, backend, "sleep 1000", transport, found)
     finish(channel, found)
     assert backend.release((channel,), WAIT_S) == ()

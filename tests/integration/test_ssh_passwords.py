@@ -10,9 +10,9 @@ from sshd import Meeting, PasswordServer, key, meet, running
 from terminal import Terminal
 
 from distrun.ssh.abort import Abort, Aborted
-from distrun.ssh.ask import Asker, read_secret
-from distrun.ssh.target import Target
-from distrun_runtime.coordinator import events
+from distrun.ssh.login import Asker, read_secret
+from distrun.ssh.resolve import Target
+from distrun_runtime.coordinator import messages
 
 WAIT_S = 60.0
 
@@ -29,7 +29,7 @@ def test_a_password_is_asked_once_for_all_hosts_of_a_user(
     with Meeting(*targets(ssh_config, server, 4), asker=Asker(terminal.path)) as meeting:
         terminal.expect("Password of me@d")
         terminal.type("secret word\n")
-        assert all(isinstance(event, events.AgentHello) for event in meeting.wait().values())
+        assert all(isinstance(event, messages.AgentHello) for event in meeting.wait().values())
     server.close()
     assert terminal.read_rest().count("Password of") == 1
     assert "secret" not in terminal.shown
@@ -101,6 +101,6 @@ def test_a_locked_key_is_unlocked_by_a_passphrase_that_is_asked_once(tmp_path: P
             terminal.type("open\n")
             terminal.expect("Passphrase of %s: " % locked, 2)
             terminal.type("open sesame\n")
-            assert all(isinstance(event, events.AgentHello) for event in meeting.wait().values())
+            assert all(isinstance(event, messages.AgentHello) for event in meeting.wait().values())
     assert terminal.read_rest().count("Passphrase of") == 2
     assert "sesame" not in terminal.shown

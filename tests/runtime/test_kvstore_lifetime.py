@@ -21,7 +21,7 @@ from cluster import DEADLINE_S, Cluster, open_store
 from distrun_runtime import kvstore
 from distrun_runtime.errors import KVError, PeerLost, StoreClosed, TimedOut
 from distrun_runtime.kvstore import KVStore, RowSparse
-from distrun_runtime.ps.session import Session
+from distrun_runtime.ps.session import NodeSession
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_a_with_block_left_by_an_error_ends_the_job_of_all(error: BaseException)
 
 @pytest.mark.parametrize("code", [0, None])
 def test_a_with_block_left_by_a_good_exit_closes_and_the_job_goes_on(code: int | None) -> None:
-    def script(session: Session) -> None:
+    def script(session: NodeSession) -> None:
         kv = open_store("dist_sync", session)
         kv.init("w", ones())
         with pytest.raises(SystemExit), kv:

@@ -13,13 +13,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from distrun.backends import blob
+from distrun import shipping
 from distrun_runtime.contract import plan as plans
-from distrun_runtime.contract import process, wire
+from distrun_runtime.contract import process, session
 from distrun_runtime.contract.plan import Host, Limits, Plan, Task
 from distrun_runtime.contract.process import Identity
 from distrun_runtime.contract.session import Session
-from distrun_runtime.coordinator import frames
+from distrun_runtime.coordinator import messages
 
 WAIT_S = 60.0
 HOST = "here"
@@ -80,7 +80,7 @@ class AgentDriver:
             unset=tuple(unset),
             **plan_members,  # type: ignore[arg-type]
         )
-        self.frames: list[wire.Frame] = []
+        self.frames: list[session.Frame] = []
         self.output: dict[tuple[str, str], bytearray] = {}
         self.acks = True
         """Acknowledge output as it arrives."""
@@ -91,27 +91,27 @@ class AgentDriver:
         self._session = Session()
         self._session.connect()
         self.child = subprocess.Popen(
-            blob.command(python),
+            shipping.command(python),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
             env=None if env is None else dict(os.environ, **env),
         )
         assert self.child.stdin is not None
-        self._send(blob.agent(with_origin))
+        self._send(shipping.agent(with_origin))
 
     # Saying
 
     def say(self, kind: str, **members: object) -> None:
-        self.send(wire.Frame(dict(members, type=kind)))
+        self.send(session.Frame(dict(members, type=kind)))
 
-    def begin(self, token: str = "c0ffee", **members: object) -> wire.Frame:
+    def begin(self, token: str = "c0ffee", **members: object) -> session.Frame:
         self.say_begin(token, **members)
         return self.wait("ready", "refused")
 
     def say_begin(self, token: str = "c0ffee", **members: object) -> None:
         fields: dict[str, object] = {
-            "version": wire.VERSION,
+            "version": session.VERSION,
             "plan": plans.to_json(self.plan),
             "token": token,
             "secret_env": {},
@@ -120,9 +120,9 @@ class AgentDriver:
         fields.update(members)
         self.say("begin", **fields)
 
-    def send(self, message: wire.Frame | frames.Large) -> None:
+    def send(self, message: session.Frame | messages.Large) -> None:
         """Send a frame, or a large body as far as the agent takes it: the rest leaves as it is heard."""
-        if isinstance(message, frames.Large):
+        if isinstance(message, messages.Large):
             self._session.send_large(*message)
         else:
             self._session.say(*message)
@@ -132,7 +132,7 @@ class AgentDriver:
         """Send bytes as they are."""
         self._send(data)
 
-    def spawn(self, name: str = "worker-0", **env: str) -> wire.Frame:
+    def spawn(self, name: str = "worker-0", **env: str) -> session.Frame:
         self.say("spawn", task=name, env=env)
         return self.wait("started", "exited", task=name)
 
@@ -169,7 +169,7 @@ class AgentDriver:
 
     # Hearing
 
-    def wait(self, *kinds: str, limit_s: float = WAIT_S, **members: object) -> wire.Frame:
+    def wait(self, *kinds: str, limit_s: float = WAIT_S, **members: object) -> session.Frame:
         """Return the first frame of one of these kinds (with these members) that was not returned before."""
         deadline = time.monotonic() + limit_s
         seen = 0
@@ -256,7 +256,7 @@ class AgentDriver:
     def leftovers(self) -> list[str]:
         return leftovers(self.job)
 
-    def _keep(self, frame: wire.Frame) -> None:
+    def _keep(self, frame: session.Frame) -> None:
         name, stream = str(frame.header["task"]), str(frame.header["stream"])
         kept = self.output.setdefault((name, stream), bytearray())
         assert frame.header["offset"] == len(kept), "a gap or a repetition in %s.%s" % (name, stream)

@@ -16,18 +16,17 @@ from distrun_runtime.arrays.segments import Pool
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ps import engine as engines
 from distrun_runtime.ps.config import Config
-from distrun_runtime.ps.engine import Engine
+from distrun_runtime.ps.counters import Counters
+from distrun_runtime.ps.engine import WorkEngine
 from distrun_runtime.ps.loop import Loop
-from distrun_runtime.ps.profile import Recorder
+from distrun_runtime.ps.node import bind, placement_of, wrapped
 from distrun_runtime.ps.scheduler import Scheduler
-from distrun_runtime.ps.serve import bind, placement_of, wrapped
 from distrun_runtime.ps.server import Server
-from distrun_runtime.ps.session import Memory, Session
-from distrun_runtime.ps.stats import Counters
-from distrun_runtime.ps.trace import Trace
+from distrun_runtime.ps.session import ExportedMemory, NodeSession
+from distrun_runtime.ps.trace import Recorder, Trace
 from distrun_runtime.store.dist import DistBackend
 from distrun_runtime.transport.base import Heartbeat, Transport
-from distrun_runtime.transport.bulk import BulkTransport
+from distrun_runtime.transport.host_paths import BulkTransport
 from distrun_runtime.transport.inproc import InprocNetwork
 from distrun_runtime.transport.zeromq import ZmqTransport
 
@@ -84,7 +83,7 @@ def config(role: str, **changes: Any) -> Config:
 
 
 def open_store(
-    type_name: str, session: Session, staleness: int | None = None, *, deterministic: bool = False
+    type_name: str, session: NodeSession, staleness: int | None = None, *, deterministic: bool = False
 ) -> KVStore:
     """Return a store of the job of an open session, as `kvstore.create` makes it in a worker process."""
     return KVStore(DistBackend(type_name, session, staleness, deterministic))
@@ -106,7 +105,7 @@ def server_loop(
     host = devices.get("cpu:0", memory=memory)
     placement = placement_of(own, host)
     placement.open()
-    engine = Engine(host, counters, recorder, imports, placement=placement, much_bytes=MUCH_BYTES)
+    engine = WorkEngine(host, counters, recorder, imports, placement=placement, much_bytes=MUCH_BYTES)
     if isinstance(transport, Stepped):
         transport.is_busy = lambda: engine.is_busy
     return loop_of(server, transport, engine=engine, token=own.token, **more)
@@ -162,24 +161,24 @@ class Cluster:
         """Whether values for servers of another host go over relays."""
         return self._over.startswith("relays")
 
-    def session(self, rank: int = -1, **changes: Any) -> Session:
+    def session(self, rank: int = -1, **changes: Any) -> NodeSession:
         """Return a worker's session, not opened yet."""
         node = self._config("worker", **{"rank": rank, "root_port": self.root_port, **changes})
         pool, transport = self._pool_of(node), self._transport(node)
         del self._pools["worker-%d" % rank]  # It is closed with the session; the next one of this rank has its own.
-        return Session(node, transport, Memory(pool, pool))
+        return NodeSession(node, transport, ExportedMemory(pool, pool))
 
     def run(
         self, script: Callable[[KVStore], Any], type_name: str = "dist_sync", staleness: int | None = None
     ) -> list[Any]:
         """Run `script(kv)` in every worker; return what each returned, by rank. The first error is raised."""
 
-        def work(session: Session) -> Any:
+        def work(session: NodeSession) -> Any:
             return script(open_store(type_name, session, staleness))
 
         return self.run_sessions(work)
 
-    def run_sessions(self, script: Callable[[Session], Any]) -> list[Any]:
+    def run_sessions(self, script: Callable[[NodeSession], Any]) -> list[Any]:
         """Run `script(session)` in every worker, the session open; return what each returned, by rank."""
         workers = self._changes["workers"]
         results: list[Any] = [None] * workers
@@ -232,7 +231,7 @@ class Cluster:
             transport = BulkTransport(transport, node.token, pools, offers=node.role == "server", large_bytes=1)
         return wrapped(transport, node)
 
-    def _share(self, session: Session) -> None:
+    def _share(self, session: NodeSession) -> None:
         """Wait until the servers read the memory of a worker, where they are to do so."""
         deadline = time.monotonic() + DEADLINE_S
         while self._over == "segments" and not all(

@@ -39,7 +39,7 @@ from distrun_runtime.arrays.cuda import (
     Argument,
     DriverError,
     Event,
-    Host,
+    HostMemory,
     Loaded,
     Place,
     Pointer,
@@ -354,7 +354,7 @@ class StandIn:
         block.data[:] = NAN
 
     @call
-    def register(self, host: Host, is_readonly: bool) -> None:
+    def register(self, host: HostMemory, is_readonly: bool) -> None:
         for block in self._registered:
             if host.address < block.end and block.address < host.address + host.nbytes:
                 raise error(712)
@@ -367,7 +367,7 @@ class StandIn:
         self._mappings[host.address] = mapping
 
     @call
-    def unregister(self, host: Host) -> None:
+    def unregister(self, host: HostMemory) -> None:
         for block in self._registered:
             if block.address == host.address:
                 self._end(block, "unregistered")
@@ -402,12 +402,12 @@ class StandIn:
         for place in (into, source):
             if isinstance(place, Pointer) and place.device != stream.device:
                 raise self.mistake("copy on gpu:%d of memory of gpu:%d" % (stream.device, place.device))
-        if isinstance(into, Host) and isinstance(source, Host):
+        if isinstance(into, HostMemory) and isinstance(source, HostMemory):
             raise self.mistake("copy from the host to the host")
-        if isinstance(into, Host):
+        if isinstance(into, HostMemory):
             assert isinstance(source, Pointer)
             self._copy_out(into, source, nbytes, stream)
-        elif isinstance(source, Host):
+        elif isinstance(source, HostMemory):
             self._copy_in(into, source, nbytes, stream)
         else:
             self._copy_across("copy", into, source, nbytes, stream)
@@ -591,7 +591,7 @@ class StandIn:
         accesses = [(target, begin, begin + nbytes, True), (origin, first, first + nbytes, False)]
         self._enqueue(what, stream, run, accesses)
 
-    def _copy_in(self, into: Pointer, source: Host, nbytes: int, stream: Stream) -> None:
+    def _copy_in(self, into: Pointer, source: HostMemory, nbytes: int, stream: Stream) -> None:
         view, access = self._view(into, nbytes, stream)
         accesses = [(*access, True)]
         before = _host_bytes(source)[:nbytes].copy()
@@ -612,7 +612,7 @@ class StandIn:
 
         self._enqueue("copy in", stream, run, [*accesses, (locked, begin, begin + nbytes, False)])
 
-    def _copy_out(self, into: Host, source: Pointer, nbytes: int, stream: Stream) -> None:
+    def _copy_out(self, into: HostMemory, source: Pointer, nbytes: int, stream: Stream) -> None:
         view, access = self._view(source, nbytes, stream)
         accesses = [(*access, False)]
         locked = self._locked(into, nbytes)
@@ -637,7 +637,7 @@ class StandIn:
 
         self._enqueue("copy out", stream, run, accesses, poison=memory if is_checked else None)
 
-    def _locked(self, host: Host, nbytes: int) -> Block | None:
+    def _locked(self, host: HostMemory, nbytes: int) -> Block | None:
         for block in self._registered:
             if block.address <= host.address and host.address + nbytes <= block.end:
                 return block
@@ -752,7 +752,7 @@ def _mapping_of(address: int) -> str:
     return ""
 
 
-def _host_bytes(host: Host) -> np.ndarray[Any, Any]:
+def _host_bytes(host: HostMemory) -> np.ndarray[Any, Any]:
     memory = (ctypes.c_uint8 * host.nbytes).from_address(host.address)
     return np.ctypeslib.as_array(memory)
 

@@ -15,11 +15,10 @@ import snapshots
 
 from distrun.client import ControlConnection
 from distrun.dashboard import view
-from distrun.dashboard.loop import Dashboard
-from distrun.dashboard.signals import Signals
-from distrun.dashboard.source import Source
+from distrun.dashboard.loop import Dashboard, Signals
+from distrun.dashboard.source import FrameSource
 from distrun.dashboard.terminal import Terminal
-from distrun_runtime.contract import wire
+from distrun_runtime.contract import session
 
 TASKS = 40
 
@@ -49,9 +48,9 @@ class Folder:
 def play(stream: socket.socket, record: Path) -> None:
     """Be the coordinator: send what was recorded, and note what is asked for."""
     for event in snapshots.events():
-        stream.sendall(wire.encode({"type": "event", "event": event}))
-    stream.sendall(wire.encode({"type": "metrics", "metrics": snapshots.metrics(TASKS)}))
-    decoder = wire.Decoder()
+        stream.sendall(session.encode({"type": "event", "event": event}))
+    stream.sendall(session.encode({"type": "metrics", "metrics": snapshots.metrics(TASKS)}))
+    decoder = session.Decoder()
     while data := stream.recv(65536):
         for frame in decoder.feed(data):
             with record.open("a") as file:
@@ -66,7 +65,7 @@ def main() -> int:
     folder: Any = Folder()
     connection = ControlConnection(its)
     with Signals() as signals, Terminal() as terminal:
-        source = Source(folder, lambda found: connection)
+        source = FrameSource(folder, lambda found: connection)
         source.start(connection)
         ended = Dashboard(folder.id, source, terminal, signals, folder).run()
     return ended.exit_code if ended.signal is None else 128 + ended.signal

@@ -16,7 +16,7 @@ import pytest
 
 from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps.request import Request
-from distrun_runtime.transport import admission, segments
+from distrun_runtime.transport import admission, host_segments
 from distrun_runtime.transport.admission import Admission
 from distrun_runtime.transport.inproc import InprocTransport
 from distrun_runtime.transport.resend import kind_of
@@ -28,7 +28,7 @@ POINTS: tuple[tuple[Any, str], ...] = (
     (ZmqTransport, "wake"),
     (InprocTransport, "wake"),
     (Request, "resolve"),
-    (segments, "_tell"),
+    (host_segments, "_tell"),
     (Admission, "_answer"),
 )
 """What lets others go on: messages, the wake of a node's thread, the answer to a call, a descriptor that is passed to

@@ -21,7 +21,7 @@ import pytest
 from cudastandin import Mistake
 
 from distrun_runtime.arrays import dlpack
-from distrun_runtime.arrays.cuda import Cuda, Host, Pointer, Stream
+from distrun_runtime.arrays.cuda import Cuda, HostMemory, Pointer, Stream
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.segments import address_of
 
@@ -467,7 +467,7 @@ class Library:
     def found(self) -> Array:
         """Return what its stream has read."""
         result = np.empty((2, 3), np.float32)
-        self.cuda.copy(Host(address_of(result), NBYTES), self.memory, NBYTES, self.stream)
+        self.cuda.copy(HostMemory(address_of(result), NBYTES), self.memory, NBYTES, self.stream)
         return result
 
     def wait(self) -> None:

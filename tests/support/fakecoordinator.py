@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from distrun_runtime.contract import wire
+from distrun_runtime.contract import session
 
 METRICS: dict[str, Any] = {
     "schema": "distrun.metrics/1",
@@ -114,7 +114,7 @@ class Coordinator:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _plainly(self, kind: str) -> Iterable[bytes]:
-        return [wire.encode({"type": "metrics", "metrics": METRICS})] if kind == "subscribe" else []
+        return [session.encode({"type": "metrics", "metrics": METRICS})] if kind == "subscribe" else []
 
     def _accept(self) -> None:
         while True:
@@ -125,7 +125,7 @@ class Coordinator:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        decoder = wire.Decoder()
+        decoder = session.Decoder()
         with connection, contextlib.suppress(OSError):
             while data := connection.recv(65536):
                 for frame in decoder.feed(data):
@@ -135,7 +135,7 @@ class Coordinator:
     def _answer(self, connection: socket.socket, kind: str) -> None:
         if kind == "hello":
             told = {"type": "hello", "version": [1, 0], "job": self._job, "pid": 1, "host": "d1"}
-            connection.sendall(wire.encode(told))
+            connection.sendall(session.encode(told))
         for data in self._answers(kind):
             connection.sendall(data)
 

@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distrun import planning
-from distrun.backends.base import Backend, Listening, Rendered, Swept
-from distrun.backends.dialback import Callers
+from distrun.backends.base import Backend, Callers, Listening, Rendered, Swept
 from distrun.backends.local import Local
 from distrun.hosts import Inventory
 from distrun.request import JobRequest
 from distrun.sync import ChannelCopier, CopyRequest, CopyRules, Says, scan
 from distrun_runtime.contract import folder as folders
 from distrun_runtime.contract.plan import HOLD, Host, Limits, Place, Plan, Sync
-from distrun_runtime.coordinator.channel import Channel
-from distrun_runtime.coordinator.events import Event
-from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
+from distrun_runtime.coordinator.channel import AgentChannel
+from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.jobstore import JobStore
+from distrun_runtime.coordinator.messages import Event
 from distrun_runtime.coordinator.output import Sink, Watcher
 
 WAIT_S = 60.0
@@ -65,10 +65,10 @@ class FakeEngine(Backend):
     def render(self, plan: Plan) -> Rendered:
         raise NotImplementedError
 
-    def connect(self, hosts: Sequence[Host], job: str = "", *more: str) -> tuple[Channel, ...]:
+    def connect(self, hosts: Sequence[Host], job: str = "", *more: str) -> tuple[AgentChannel, ...]:
         raise NotImplementedError
 
-    def channels(self, plan: Plan) -> tuple[Channel, ...]:
+    def channels(self, plan: Plan) -> tuple[AgentChannel, ...]:
         self._plan = plan
         self.callers = Callers(plan.job, plan.limits.start_s, self.listening)
         channels = self.callers.expect(plan)
@@ -78,7 +78,7 @@ class FakeEngine(Backend):
             self.callers.addresses = (f"127.0.0.1:{self.cable.port}",)
         return channels
 
-    def boot(self, channels: Sequence[Channel]) -> None:
+    def boot(self, channels: Sequence[AgentChannel]) -> None:
         for place in self._plan.all_places:
             if place.name not in self.skipped:
                 self.children[place.name] = self.start(place.name)
@@ -94,7 +94,7 @@ class FakeEngine(Backend):
             env={**os.environ, "FAKE_ENGINE_ID": place},
         )
 
-    def release(self, channels: Sequence[Channel], limit_s: float) -> tuple[str, ...]:
+    def release(self, channels: Sequence[AgentChannel], limit_s: float) -> tuple[str, ...]:
         self.callers.agents.close()
         self.secret_file.unlink()
         left = []

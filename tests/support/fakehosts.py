@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distrun.ssh.target import Target
+from distrun.ssh.resolve import Target
 
 _SHELL = """#!/bin/sh
 # $1 is the name of the host; the rest is its command line, which ssh would hand to the login shell as one text.

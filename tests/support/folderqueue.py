@@ -18,20 +18,20 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distrun import shell
+from distrun import formats
 from distrun.backends.engine import (
     ENDED,
     QUEUED,
     RUNNING,
+    CheckResult,
     Engine,
     EngineError,
     Explanation,
-    Finding,
-    Found,
+    FoundJob,
     Grant,
     Handle,
+    QueueStatus,
     Script,
-    Standing,
     Submission,
 )
 from distrun_runtime.contract import process
@@ -76,7 +76,7 @@ class FolderQueue(Engine):
 
     def render(self, submission: Submission) -> Script:
         command = submission.bootstrap.command(submission.python, "env:PLACE", str(submission.secret_file))
-        return Script({"job.sh": f"#!/bin/sh\nexec {shell.join(command)}\n"}, (("folderqueue", "job.sh"),))
+        return Script({"job.sh": f"#!/bin/sh\nexec {formats.join(command)}\n"}, (("folderqueue", "job.sh"),))
 
     def submit(self, submission: Submission, script: Script) -> Handle:
         why = self._is("refuse")
@@ -87,34 +87,34 @@ class FolderQueue(Engine):
         path.write_text(json.dumps({"script": str(submission.folder / "job.sh"), "places": places, "pids": []}))
         return Handle(self.name, submission.marker)
 
-    def look(self, handle: Handle) -> Standing:
+    def look(self, handle: Handle) -> QueueStatus:
         self._check()
         if self._is("fault") is not None:
             (self.folder / "fault").unlink()
             1 / 0  # noqa: B018
         path = self.folder / f"{handle.id}.json"
         if not path.exists():
-            return Standing(ENDED, "unknown")
+            return QueueStatus(ENDED, "unknown")
         job = json.loads(path.read_text())
         if job.get("cancelled") and self._is("stays") is None:
             path.unlink()
-            return Standing(ENDED, "cancelled")
+            return QueueStatus(ENDED, "cancelled")
         if not job["pids"]:
             why = self._is("full")
             if why is not None:
-                return Standing(QUEUED, why)
+                return QueueStatus(QUEUED, why)
             job["pids"] = [self._start(job["script"], place) for place in job["places"]]
             path.write_text(json.dumps(job))
         living = [process.is_alive(process.Identity(*each)) for each in job["pids"]]
         if not any(living):
-            return Standing(ENDED, "all its processes have ended")
+            return QueueStatus(ENDED, "all its processes have ended")
         grants = tuple(Grant(place, "here", {place.partition("-")[0]: 1}) for place in job["places"])
         gone = {
             place: "its process was killed"
             for place, is_there in zip(job["places"], living, strict=True)
             if not is_there
         }
-        return Standing(RUNNING, "", grants, gone)
+        return QueueStatus(RUNNING, "", grants, gone)
 
     def _start(self, script: str, place: str) -> tuple[int, str]:
         with (self.folder / f"{place}.out").open("wb") as out:
@@ -148,10 +148,10 @@ class FolderQueue(Engine):
         code, _, text = (self._is("why") or "").partition(" ")
         return Explanation(int(code), text) if code else None
 
-    def find(self) -> Sequence[Found]:
+    def find(self) -> Sequence[FoundJob]:
         self._check()
         paths = self.folder.glob("distrun-*.json")
-        return [Found(Handle(self.name, path.stem), path.stem, "there") for path in sorted(paths)]
+        return [FoundJob(Handle(self.name, path.stem), path.stem, "there") for path in sorted(paths)]
 
-    def examine(self) -> Sequence[Finding]:
-        return [Finding(True, f"the queue is {self.folder}")]
+    def examine(self) -> Sequence[CheckResult]:
+        return [CheckResult(True, f"the queue is {self.folder}")]

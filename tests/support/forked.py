@@ -32,7 +32,7 @@ USED_LATER = (
     "distrun.launching",
     "distrun.report",
     "distrun_runtime.coordinator.service",
-    "distrun_runtime.coordinator.serving",
+    "distrun_runtime.coordinator.service",
 )
 """What a launch imports besides the modules of the commands."""
 

@@ -9,7 +9,7 @@ import pytest
 from gpukit import Machine, values
 
 from distrun_runtime.arrays.cpu import CpuDevice
-from distrun_runtime.arrays.cuda import Host, Pointer, Stream
+from distrun_runtime.arrays.cuda import HostMemory, Pointer, Stream
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 from distrun_runtime.arrays.segments import address_of
@@ -171,7 +171,7 @@ def arrays_are_borrowed(machine: Machine) -> None:
     check(device.host(mine), np.full(600, 7, np.uint8).view(F32))
     found = np.empty(300, F32)
     for copied, (_, stream), part in zip(copies, halves, (found[:150], found[150:]), strict=True):
-        cuda.copy(Host(address_of(part), 600), copied, 600, stream)
+        cuda.copy(HostMemory(address_of(part), 600), copied, 600, stream)
     check(found, out)
 
 
@@ -192,7 +192,7 @@ def a_borrowed_output_is_read_until_it_is_written(machine: Machine) -> None:
     check(device.host(mine), sevens)
     for copied, expected in ((before, sevens), (after, out)):
         found = np.empty(150, F32)
-        cuda.copy(Host(address_of(found), 600), copied, 600, stream)
+        cuda.copy(HostMemory(address_of(found), 600), copied, 600, stream)
         check(found, expected)
 
 
@@ -352,7 +352,7 @@ def a_rule_steps_over_a_list(machine: Machine) -> None:
         given = [values(weight.shape, F32, 10 * turn + number) for number, weight in enumerate(weights)]
         parts = [device.put(each) for each in given]
         for on, *lists in ((device, mine, parts, there), (CpuDevice(), weights, given, states)):
-            items = [update.Item(w, [p], s, optimizers.PLAIN) for w, p, s in zip(*lists, strict=True)]
+            items = [update.WeightStep(w, [p], s, optimizers.PLAIN) for w, p, s in zip(*lists, strict=True)]
             update.step_all(rule, items, device=on)
         del items
         if turn == 5:

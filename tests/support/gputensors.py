@@ -19,7 +19,7 @@ from fakearrays import FakeTorch, Memory, Tensor
 from gpukit import Machine
 
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.cuda import CudaError, Host, Pointer, Stream
+from distrun_runtime.arrays.cuda import CudaError, HostMemory, Pointer, Stream
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.segments import address_of
 
@@ -139,7 +139,7 @@ class GpuTensor(Tensor):
         given = np.ascontiguousarray(array, self.kind)
         if given.nbytes:
             cuda = self.torch.cuda_calls
-            cuda.copy(self.pointer, Host(address_of(given), given.nbytes), given.nbytes, self._stream)
+            cuda.copy(self.pointer, HostMemory(address_of(given), given.nbytes), given.nbytes, self._stream)
         _increment(self)
 
     def get(self) -> Array:
@@ -147,7 +147,7 @@ class GpuTensor(Tensor):
         result = np.empty(self.shape, self.kind)
         if result.nbytes:
             cuda = self.torch.cuda_calls
-            cuda.copy(Host(address_of(result), result.nbytes), self.pointer, result.nbytes, self._stream)
+            cuda.copy(HostMemory(address_of(result), result.nbytes), self.pointer, result.nbytes, self._stream)
         return result
 
     def backward(self, gradient: Any) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from distrun_runtime.contract import wire
+from distrun_runtime.contract import session
 from distrun_runtime.contract.plan import Plan
-from distrun_runtime.coordinator import events
-from distrun_runtime.coordinator.actions import Action, Announce, EndAgent, FinishJob, StopTasks
-from distrun_runtime.coordinator.outcome import Outcome
+from distrun_runtime.coordinator import messages
+from distrun_runtime.coordinator.failures import Outcome
+from distrun_runtime.coordinator.messages import Action, Announce, EndAgent, FinishJob, StopTasks
 from distrun_runtime.coordinator.supervisor import Supervisor
 
 WALL = 1_000_000.0
@@ -26,9 +26,9 @@ class History:
         self.obedient = obedient
         self.now = 0.0
         self.done: list[Action] = []
-        self.tell(events.Tick(WALL))
+        self.tell(messages.Tick(WALL))
 
-    def tell(self, event: events.Event) -> History:
+    def tell(self, event: messages.Event) -> History:
         self._act(self.supervisor.handle(event, self.now))
         return self
 
@@ -36,7 +36,7 @@ class History:
         """Let time pass, with all agents that were not told to be silent answering pings."""
         while self.now < now and self.outcome is None:
             self.now = min(now, self.now + 0.5)
-            self.tell(events.Tick(WALL + self.now))
+            self.tell(messages.Tick(WALL + self.now))
         return self
 
     def beat_to(self, now: float, *hosts: str) -> History:
@@ -45,8 +45,8 @@ class History:
             self.now = min(now, self.now + 0.5)
             for host in self.plan.hosts:
                 if not hosts or host.name in hosts:
-                    self.tell(events.Pong(host.name))
-            self.tell(events.Tick(WALL + self.now))
+                    self.tell(messages.Pong(host.name))
+            self.tell(messages.Tick(WALL + self.now))
         return self
 
     def start(self) -> History:
@@ -66,28 +66,28 @@ class History:
 
     def bad(self, host: str, kind: str = "", text: str = "no route to host", **more: Any) -> History:
         """Have a host turn out to be unusable; without a kind, its agent just did not come up."""
-        return self.tell(events.StartFailed(host, text, WALL + self.now, kind=kind, **more))
+        return self.tell(messages.StartFailed(host, text, WALL + self.now, kind=kind, **more))
 
     def hello(self, host: str, /, **facts: Any) -> History:
         time = WALL + self.now
-        return self.tell(events.AgentHello(host, {"version": wire.VERSION, "time": time, **facts}, time))
+        return self.tell(messages.AgentHello(host, {"version": session.VERSION, "time": time, **facts}, time))
 
     def ready(self, host: str, **ports: int) -> History:
-        return self.tell(events.AgentReady(host, "10.0.0.%s" % host[1:], ports))
+        return self.tell(messages.AgentReady(host, "10.0.0.%s" % host[1:], ports))
 
     def settled(self, host: str) -> History:
-        return self.tell(events.Settled(host))
+        return self.tell(messages.Settled(host))
 
     def started(self, task: str) -> History:
-        return self.tell(events.Started(self.host(task), task, 100, "x", WALL + self.now))
+        return self.tell(messages.Started(self.host(task), task, 100, "x", WALL + self.now))
 
     def publish(self, task: str, **values: Any) -> History:
-        return self.tell(events.Published(self.host(task), task, values, WALL + self.now))
+        return self.tell(messages.Published(self.host(task), task, values, WALL + self.now))
 
     def fails(self, task: str, why: str = "ValueError: my bug", at: float | None = None, **more: Any) -> History:
         """Have a task say that it begins to abort."""
         time = WALL + (self.now if at is None else at)
-        return self.tell(events.Published(self.host(task), task, {"failed": why}, time, **more))
+        return self.tell(messages.Published(self.host(task), task, {"failed": why}, time, **more))
 
     def loses(self, task: str, peer: str, code: int = 1) -> History:
         """Have a task die of a lost peer."""
@@ -95,16 +95,16 @@ class History:
 
     def exited(self, task: str, code: int | None = 0, at: float | None = None, **more: Any) -> History:
         time = WALL + (self.now if at is None else at)
-        return self.tell(events.Exited(self.host(task), task, code=code, time=time, **more))
+        return self.tell(messages.Exited(self.host(task), task, code=code, time=time, **more))
 
     def killed(self, task: str, signal: str, **more: Any) -> History:
         return self.exited(task, code=None, signal=signal, **more)
 
     def interrupt(self, signal: str) -> History:
-        return self.tell(events.Interrupt(signal, WALL + self.now))
+        return self.tell(messages.Interrupt(signal, WALL + self.now))
 
     def lost(self, host: str, at: float | None = None) -> History:
-        return self.tell(events.AgentLost(host, "its connection ended", WALL + (self.now if at is None else at)))
+        return self.tell(messages.AgentLost(host, "its connection ended", WALL + (self.now if at is None else at)))
 
     def host(self, task: str) -> str:
         return self.plan.task(task).host
@@ -138,6 +138,6 @@ class History:
                 for name in action.tasks:
                     if not self.supervisor.roster.tasks[name].is_over:
                         self.killed(name, action.steps[0][0], stopped=True)
-                self.tell(events.Cleared(action.host))
+                self.tell(messages.Cleared(action.host))
             elif isinstance(action, EndAgent):
-                self.tell(events.Bye(action.host))
+                self.tell(messages.Bye(action.host))

@@ -22,14 +22,13 @@ from scripted_transport import Stepped
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.errors import KVError
-from distrun_runtime.ops import compression
-from distrun_runtime.ops import rows as rowcodec
+from distrun_runtime.ops import compression, reduce
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol import message as protocol
 from distrun_runtime.protocol.handshake import Acceptor, NodeIdentity, Opener
 from distrun_runtime.protocol.message import DTYPE_CODES, DTYPES, Entry, Kind, Message, Payload
 from distrun_runtime.ps import role
-from distrun_runtime.ps.engine import Engine
+from distrun_runtime.ps.engine import WorkEngine
 from distrun_runtime.ps.server import Server
 from distrun_runtime.transport.base import Arrived, Down, Event, Rejected, Up
 
@@ -107,7 +106,7 @@ def offset_of(name: str) -> int:
 def codec_number(name: str) -> int:
     """Return the number of a codec by its name, `rows` included; 0 for the empty name."""
     if name == "rows":
-        return rowcodec.ROWS
+        return reduce.ROWS
     return compression.CODECS[name].number if name else compression.NONE
 
 
@@ -121,8 +120,8 @@ def rows_of(rows: Sequence[int], values: Any = None, dtype: Any = np.float32) ->
     """Return the payload of a push of rows, or (without values) of a pull of them."""
     numbers = np.array(rows, np.int64)
     if values is None:
-        return rowcodec.encode_rows(numbers)
-    return rowcodec.encode(numbers, np.asarray(values, dtype))
+        return reduce.encode_rows(numbers)
+    return reduce.encode(numbers, np.asarray(values, dtype))
 
 
 @dataclass(frozen=True)
@@ -150,12 +149,12 @@ class Sent:
     def codecs(self) -> dict[str, str]:
         """How each piece is carried: `2bit`, `rows`, or empty."""
         names = {codec.number: name for name, codec in compression.CODECS.items()}
-        names.update({compression.NONE: "", rowcodec.ROWS: "rows"})
+        names.update({compression.NONE: "", reduce.ROWS: "rows"})
         return {piece.name: names[piece.codec] for piece in self.pieces}
 
     def _value(self, piece: Piece) -> Array:
         assert piece.payload is not None
-        if piece.codec in (compression.NONE, rowcodec.ROWS):
+        if piece.codec in (compression.NONE, reduce.ROWS):
             is_empty = not memoryview(piece.payload).nbytes
             return np.empty(0, piece.type) if is_empty else np.frombuffer(piece.payload, piece.type)
         codec = compression.numbered(piece.codec)
@@ -488,7 +487,7 @@ class History:
     def breaks(self, why: str) -> list[Sent]:
         """Let the server's device fail for good."""
         engine = self._loop._engine
-        assert isinstance(engine, Engine)
+        assert isinstance(engine, WorkEngine)
         engine._placement._failed = KVError(why)
         return self.step()
 

@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
-def launch(step: fuse.Step, arrays: dict[str, Array], compiled: cxx.Compiled, length: int) -> None:
+def launch(step: fuse.FusedStep, arrays: dict[str, Array], compiled: cxx.Compiled, length: int) -> None:
     """Run a step's kernel; what it may only write is NaN before, what it may only read is as before afterwards."""
     pointers, read = [], {}
     for each in step.kernel.parameters:

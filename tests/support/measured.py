@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from distrun_runtime.contract.plan import Plan
-from distrun_runtime.coordinator import events
-from distrun_runtime.coordinator.actions import (
+from distrun_runtime.coordinator import messages
+from distrun_runtime.coordinator.conditions import JobMeasurement
+from distrun_runtime.coordinator.messages import (
     Announce,
     GiveMetrics,
     KeepMetrics,
     MetricsAction,
-    Record,
+    RecordEvent,
     Sample,
     ShowMetrics,
 )
-from distrun_runtime.coordinator.measuring import Measuring
 
 WALL = 1_000_000.0
 """The wall clock when the coordinator's own shows 0; the agents' monotonic clock shows BOOT then."""
@@ -27,7 +27,7 @@ class MeasuredJob:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.measuring = Measuring(plan)
+        self.measuring = JobMeasurement(plan)
         self.now = 0.0
         self.done: list[MetricsAction] = []
         self.cpu: dict[str, float] = {}
@@ -36,9 +36,9 @@ class MeasuredJob:
         """Members of a task's frame, by its name."""
         self.ended: set[str] = set()
         self._used = {task.name: 10.0 for task in plan.tasks}
-        self.tell(events.Tick(WALL))
+        self.tell(messages.Tick(WALL))
 
-    def tell(self, event: events.Event) -> None:
+    def tell(self, event: messages.Event) -> None:
         self.done += self.measuring.handle(event, self.now)
 
     def frame(self, host: str) -> dict[str, Any]:
@@ -58,14 +58,14 @@ class MeasuredJob:
             for name in self._used:
                 self._used[name] += self.cpu.get(name, 0.5)
             for host in self.plan.hosts:
-                self.tell(events.Measured(host.name, self.frame(host.name), WALL + self.now))
-            self.tell(events.Tick(WALL + self.now))
+                self.tell(messages.Measured(host.name, self.frame(host.name), WALL + self.now))
+            self.tell(messages.Tick(WALL + self.now))
         return self
 
     def snapshot(self) -> dict[str, Any]:
         """Return a snapshot of now."""
         found: list[dict[str, Any]] = []
-        self.done += self.measuring.handle(events.MetricsAsked(found.append), self.now)
+        self.done += self.measuring.handle(messages.MetricsAsked(found.append), self.now)
         [given] = [each for each in self.done if isinstance(each, GiveMetrics)]
         self.done.remove(given)
         return dict(given.snapshot)
@@ -85,7 +85,7 @@ class MeasuredJob:
 
     @property
     def recorded(self) -> list[tuple[str, ...]]:
-        return [tuple(each.members.values()) for each in self.done if isinstance(each, Record)]
+        return [tuple(each.members.values()) for each in self.done if isinstance(each, RecordEvent)]
 
     @property
     def intervals(self) -> list[tuple[str, float]]:

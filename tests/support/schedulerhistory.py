@@ -46,7 +46,7 @@ class Job:
         request = body.pop("request", self.requests)
         store = body.pop("store", 1)
         message = Message(kind, flags, store=store, request=request, body=body)
-        return self.scheduler.handle(role.Heard(link, message), self.now)
+        return self.scheduler.handle(role.MessageReceived(link, message), self.now)
 
     def answer(self, actions: list[role.Action], error: str = "", **more: Any) -> list[role.Action]:
         """Let the servers answer what was sent to them; `more` is in their replies."""

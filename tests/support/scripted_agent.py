@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from distrun_runtime.contract import wire
+from distrun_runtime.contract import session
 from distrun_runtime.coordinator.channel import StreamChannel
 
 Script = Callable[["ScriptedAgent"], None]
@@ -24,27 +24,27 @@ class ScriptedAgent:
         self._in, theirs_out = os.pipe()
         theirs_in, self._out = os.pipe()
         self.channel = StreamChannel(host, theirs_in, theirs_out)
-        self.heard: list[wire.Frame] = []
+        self.heard: list[session.Frame] = []
         self.error: BaseException | None = None
         self._script = script
         self._greeting = greeting
         self._seq = 0
-        self._decoder = wire.Decoder()
-        self._ready: list[wire.Frame] = []
+        self._decoder = session.Decoder()
+        self._ready: list[session.Frame] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def say(self, kind: str, /, body: bytes = b"", **members: Any) -> None:
         """Send one frame."""
         self._seq += 1
-        self.raw(wire.encode({"type": kind, "seq": self._seq, **members}, body))
+        self.raw(session.encode({"type": kind, "seq": self._seq, **members}, body))
 
     def raw(self, data: bytes) -> None:
         """Send bytes as they are."""
         while data:
             data = data[os.write(self._out, data) :]
 
-    def hear(self) -> wire.Frame:
+    def hear(self) -> session.Frame:
         """Return the next frame; EOFError at the end of input, TimeoutError when none comes."""
         until = time.monotonic() + LIMIT_S
         while not self._ready:
@@ -59,7 +59,7 @@ class ScriptedAgent:
         self.heard.append(frame)
         return frame
 
-    def wait(self, kind: str) -> wire.Frame:
+    def wait(self, kind: str) -> session.Frame:
         """Return the next frame of a kind; pings on the way are answered."""
         while True:
             frame = self.hear()
@@ -77,9 +77,9 @@ class ScriptedAgent:
                 else:
                     self.hear()
 
-    def begin(self) -> wire.Frame:
+    def begin(self) -> session.Frame:
         """Say hello, take the plan, say ready."""
-        self.say("hello", version=wire.VERSION, host="d1", time=time.time(), agent={"pid": 1}, guard={"pid": 2})
+        self.say("hello", version=session.VERSION, host="d1", time=time.time(), agent={"pid": 1}, guard={"pid": 2})
         frame = self.wait("begin")
         self.say("ready", address="127.0.0.1", ports={})
         return frame

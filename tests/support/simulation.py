@@ -23,13 +23,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from distrun_runtime.contract import wire
+from distrun_runtime.contract import session
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER, Host, Plan, Secrets, Task
 from distrun_runtime.contract.session import Session, Source
-from distrun_runtime.coordinator import events, jobrun, loop
+from distrun_runtime.coordinator import jobrun, loop, messages
 from distrun_runtime.coordinator.channel import Inlet, Put
+from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
-from distrun_runtime.coordinator.outcome import Outcome
 
 WALL = 1_000_000.0
 """The wall clock when the virtual one shows 0."""
@@ -131,12 +131,12 @@ class _Inbox:
         self.ready: deque[Callable[[], None]] = deque()
         """Bytes that have arrived and wait to be read."""
         self._clock = clock
-        self._found: deque[events.Event] = deque()
+        self._found: deque[messages.Event] = deque()
 
-    def put(self, event: events.Event) -> None:
+    def put(self, event: messages.Event) -> None:
         self._found.append(event)
 
-    def get(self, timeout: float = 0.0) -> events.Event:
+    def get(self, timeout: float = 0.0) -> messages.Event:
         """Return the next event. What arrived as bytes is read here: elsewhere a thread of this process does."""
         self._clock.pause()
         until = self._clock.now + timeout
@@ -151,7 +151,7 @@ class _Inbox:
                 raise queue.Empty
             is_late = not self._clock.happen(until)
 
-    def get_nowait(self) -> events.Event:
+    def get_nowait(self) -> messages.Event:
         if not self._found and not self._read():
             raise queue.Empty
         return self._found.popleft()
@@ -189,7 +189,7 @@ class SimulatedAgent:
         self._put = put
         self._job.clock.after(self._job.connect_s(self._host), self._connected)
 
-    def send(self, frame: wire.Frame) -> None:
+    def send(self, frame: session.Frame) -> None:
         self._near.say(frame.header, frame.body)
         data = b""
         while self._near.is_ready:
@@ -213,7 +213,7 @@ class SimulatedAgent:
         self._near.connect()
         self._far.connect()
         self._job.arrive(self, GREETING)
-        self._say("hello", version=wire.VERSION, host=self._host, time=WALL + self._job.clock.now)
+        self._say("hello", version=session.VERSION, host=self._host, time=WALL + self._job.clock.now)
 
     def _say(self, kind: str, /, **members: Any) -> None:
         self._far.say({"type": kind, **members})

@@ -20,12 +20,12 @@ import pytest
 import sizes
 from ports import free_port
 
-from distrun.backends import blob
-from distrun.ssh.ask import Asker
+from distrun import shipping
 from distrun.ssh.channel import SshChannel
 from distrun.ssh.connector import Connector
-from distrun.ssh.target import CONNECT_S, Target, remote_command
-from distrun_runtime.coordinator import events
+from distrun.ssh.login import Asker
+from distrun.ssh.resolve import CONNECT_S, Target, remote_command
+from distrun_runtime.coordinator import messages
 
 PROGRAM = "/usr/sbin/sshd"
 USER = getpass.getuser()
@@ -141,14 +141,18 @@ class Meeting:
         self.connector = connector or Connector(asker)
         # A busy machine takes its time; who tests the time says how long.
         targets = tuple(replace(each, connect_s=WAIT_S) if each.connect_s == CONNECT_S else each for each in targets)
-        self._queue: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[messages.Event] = queue.SimpleQueue()
         self.channels = {
             target.host: SshChannel(
-                target.host, target, command or remote_command(blob.BOOT, target.python), blob.agent(), self.connector
+                target.host,
+                target,
+                command or remote_command(shipping.BOOT, target.python),
+                shipping.agent(),
+                self.connector,
             )
             for target in targets
         }
-        self.events: dict[str, list[events.Event]] = {name: [] for name in self.channels}
+        self.events: dict[str, list[messages.Event]] = {name: [] for name in self.channels}
 
     def __enter__(self) -> Meeting:
         for channel in self.channels.values():
@@ -164,7 +168,7 @@ class Meeting:
 
     def wait(self, *kinds: type, limit_s: float = WAIT_S) -> dict[str, Any]:
         """Return each host's first event of one of these kinds (an agent, or none, if no kind is given)."""
-        wanted = kinds or (events.AgentHello, events.StartFailed, events.AgentLost)
+        wanted = kinds or (messages.AgentHello, messages.StartFailed, messages.AgentLost)
         until = time.monotonic() + limit_s
         while True:
             found = {

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from distrun_runtime import kvstore
 from distrun_runtime.data import SplitSampler
 from distrun_runtime.errors import KVError
-from distrun_runtime.trainer import Parameter, Trainer, fit, overlap
+from distrun_runtime.trainer import Parameter, Trainer, fit, trainer
 
 X = torch.linspace(-1, 1, 96).reshape(24, 4)
 Y = (X.sum(1, keepdim=True) * 3).sin()
@@ -360,7 +360,7 @@ def memory(net: nn.Module, value: float) -> None:
 
 
 CHANGES = (inplace, loading, memory)
-overlap.GROUP_BYTES = 1  # Every parameter is a group.
+trainer.GROUP_BYTES = 1  # Every parameter is a group.
 PLAIN = {"learning_rate": 1.0}
 
 

@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, List, Optional
 from distrun_runtime.agent import preflight, record, stopping
 from distrun_runtime.agent.channel import Channel, Connection, MakeReconnector, Reconnector
 from distrun_runtime.agent.guard import GuardLink, Wakeup, beat_s
-from distrun_runtime.agent.measuring import Hooks, Measuring
+from distrun_runtime.agent.measuring import Hooks, HostMeasurement
 from distrun_runtime.agent.preflight import Preflight
-from distrun_runtime.agent.processes import TaskRunner
 from distrun_runtime.agent.record import Record
 from distrun_runtime.agent.share import Share, take
 from distrun_runtime.agent.stopping import Stopping, StopSequence
-from distrun_runtime.contract import facts, process, wire
+from distrun_runtime.agent.tasks import TaskRunner
+from distrun_runtime.contract import facts, process, session
 from distrun_runtime.contract.plan import HOLD, STOP, WORKER
 from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
 
 if TYPE_CHECKING:
-    from distrun_runtime.agent.stacks import Answer
+    from distrun_runtime.agent.stacks import StackAnswer
     from distrun_runtime.agent.unpack import Unpacking  # most agents get no files
 
 FIRST_LEASE_S = facts.LEASE_S
@@ -86,7 +86,7 @@ class Agent:
         self._is_settled = False
         self._unpacking: Optional[Unpacking] = None
         """The copy of the files, if they come over the channel."""
-        self._measuring = Measuring(
+        self._measuring = HostMeasurement(
             self._runner.tasks,
             self._selector,
             Hooks(self._say, channel.takes_metrics, self._task_of, self._may_help),
@@ -268,12 +268,12 @@ class Agent:
         self._heard_at = time.monotonic()
         self._hear(self._channel.feed(ahead))
 
-    def _hear(self, frames: List[wire.Frame]) -> None:
+    def _hear(self, frames: List[session.Frame]) -> None:
         self._take(frames)
         if self._channel.is_over:
             self._on_lost()
 
-    def _take(self, frames: List[wire.Frame]) -> None:
+    def _take(self, frames: List[session.Frame]) -> None:
         for frame in frames:
             handler = self._HANDLERS.get(frame.type)
             if handler is None:
@@ -344,10 +344,10 @@ class Agent:
             return self._make_reconnector(self._selector, self._on_connection)
         if not header.get("resume_key"):
             return None
-        from distrun_runtime.agent.waiting import Waiting  # most agents have one connection
+        from distrun_runtime.agent.waiting import RedialListener  # most agents have one connection
 
         try:
-            waiting = Waiting(share.folder, str(header["resume_key"]), self._selector, self._on_connection)
+            waiting = RedialListener(share.folder, str(header["resume_key"]), self._selector, self._on_connection)
         except OSError as err:
             self._warn(f"should the connection be cut, there will be no other: {err}")
             return None
@@ -368,9 +368,9 @@ class Agent:
         self._share = share
         self._ready = {"address": share.address, "ports": share.ports(), "python": dict(share.python)}
         if share.devices is not None:
-            from distrun_runtime.agent import gpus
+            from distrun_runtime.agent import helper
 
-            self._ready["gpus"] = gpus.report(share)
+            self._ready["gpus"] = helper.report(share)
         self._say("ready", **self._ready)
         self._channel.flush()  # the coordinator need not wait for what follows
         self._measuring.listen(share)
@@ -378,7 +378,7 @@ class Agent:
     def _on_stack(self, header: Dict[str, Any]) -> None:
         number, task = int(header["id"]), str(header["task"])
 
-        def give(answer: Answer) -> None:
+        def give(answer: StackAnswer) -> None:
             self._say("stack", id=number, **answer._asdict())
 
         if self._share is None or self._is_leaving:
@@ -568,7 +568,7 @@ class Agent:
         note = {"type": "begin", "folder": share.folder, "marks": share.marks}
         os.set_blocking(self._guard.notes, False)  # a guard that is stopped reads nothing
         with contextlib.suppress(OSError):  # it is dead: the loop will notice
-            os.write(self._guard.notes, wire.encode(dict(note, grace_s=self._grace_s())))
+            os.write(self._guard.notes, session.encode(dict(note, grace_s=self._grace_s())))
         self._beat_at = 0.0
         self._beat(time.monotonic())
 
@@ -580,7 +580,7 @@ class Agent:
         self._beat_at = now + beat_s(lease_s)
         limit_s = lease_s if self._runner.tasks else max(lease_s, PREPARING_S)
         with contextlib.suppress(OSError):
-            os.write(self._guard.notes, wire.encode({"type": "beat", "limit_s": limit_s}))
+            os.write(self._guard.notes, session.encode({"type": "beat", "limit_s": limit_s}))
 
     def _save(self) -> None:
         """Update the record. A full disk only makes a later sweep less reliable."""

@@ -15,7 +15,7 @@ import os
 import stat
 from typing import List, Mapping, Optional
 
-from distrun_runtime.contract.caches import folder, is_private, make
+from distrun_runtime.contract.cache_file import folder, is_private, make
 from distrun_runtime.errors import PreflightFailure
 
 # What unpacks is imported where it is used: usually the folder exists. Those modules are a tenth of an agent's start.

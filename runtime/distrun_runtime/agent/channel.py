@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Callable, List, Optional, Protocol
 
-from distrun_runtime.contract import wire
+from distrun_runtime.contract import session
 from distrun_runtime.contract.session import Session
 from distrun_runtime.errors import WireError
 
@@ -98,7 +98,7 @@ class Descriptors:
         os.close(self.writing)
 
 
-class Socket:
+class StreamSocket:
     """A connection over a socket, plain or TLS, which it owns and makes non-blocking."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -225,7 +225,7 @@ class Channel:
         if self.is_over:
             self._session.forget_sent()  # nothing will say that it came
 
-    def feed(self, data: bytes) -> List[wire.Frame]:
+    def feed(self, data: bytes) -> List[session.Frame]:
         """Return the frames that `data` completes; a stream that is not ours ends the channel."""
         try:
             return self._session.feed(data)
@@ -234,7 +234,7 @@ class Channel:
             self.fault = str(err)
             return []
 
-    def receive(self) -> List[wire.Frame]:
+    def receive(self) -> List[session.Frame]:
         """Return the frames that have arrived, without waiting."""
         try:
             data = self.connection.receive() if self.connection is not None else None

@@ -14,7 +14,7 @@ import time
 from typing import Dict, List, Mapping, Sequence
 
 from distrun_runtime.agent import record
-from distrun_runtime.contract import daemon, environ, logout
+from distrun_runtime.contract import daemon, environ
 from distrun_runtime.errors import ContractError
 
 PYTHON = "{python}"
@@ -53,12 +53,12 @@ def start(argv: Sequence[str], data: bytes, env: Mapping[str, str], limit_s: flo
 
 
 def _surviving(argv: List[str]) -> List[str]:
-    if not logout.ends_at_logout():
+    if not daemon.ends_at_logout():
         return argv
-    line = logout.needs_linger()
+    line = daemon.needs_linger()
     if line is not None:
-        raise ContractError(f"{logout.WHY}; allow yours to go on, once: {line}")
-    return ["systemd-run", *logout.SCOPE, *argv]
+        raise ContractError(f"{daemon.WHY}; allow yours to go on, once: {line}")
+    return ["systemd-run", *daemon.SCOPE, *argv]
 
 
 def _file(data: bytes) -> int:

@@ -18,7 +18,7 @@ import ssl
 import time
 from typing import TYPE_CHECKING, Callable, Dict, List, NamedTuple, Sequence, Tuple
 
-from distrun_runtime.agent.channel import Connection, Socket
+from distrun_runtime.agent.channel import Connection, StreamSocket
 from distrun_runtime.contract import enrolment
 from distrun_runtime.contract.enrolment import AGENT, CLAIM, COORDINATOR, REDIAL, Claim, Talk
 from distrun_runtime.errors import ContractError, Refused, WireError
@@ -242,9 +242,9 @@ def redialing(
     credentials = Credentials((peer, *others), pin, job, place, nonce, key)
 
     def make_reconnector(selector: selectors.BaseSelector, on_connection: OnConnection) -> Dialer:
-        return Dialer(credentials, selector, lambda dialed: on_connection(Socket(dialed.socket), dialed.first))
+        return Dialer(credentials, selector, lambda dialed: on_connection(StreamSocket(dialed.socket), dialed.first))
 
-    return Socket(tls), make_reconnector
+    return StreamSocket(tls), make_reconnector
 
 
 def client_context() -> ssl.SSLContext:

@@ -18,7 +18,7 @@ import time
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Protocol
 
 from distrun_runtime.agent.channel import Channel, Connection, Descriptors, MakeReconnector
-from distrun_runtime.contract import facts, process, streams, wire
+from distrun_runtime.contract import facts, process, session, streams
 from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import WireError
 
@@ -143,10 +143,10 @@ def _serve_as_agent(
     channel = Channel(connection or Descriptors(os.dup(0), os.dup(1)))
     _leave_standard_streams()
     if connection is None:
-        channel.greet(b"DISTRUN/%d %s\n" % (wire.VERSION, os.urandom(8).hex().encode("ascii")))
+        channel.greet(b"DISTRUN/%d %s\n" % (session.VERSION, os.urandom(8).hex().encode("ascii")))
     channel.say(
         "hello",
-        version=wire.VERSION,
+        version=session.VERSION,
         agent=me._asdict(),
         guard=guard.identity._asdict(),
         host=os.uname().nodename,
@@ -205,7 +205,7 @@ class _Notes:
         self.pipe = pipe
         self.job: Optional[Dict[str, Any]] = None
         """What must be known to do the agent's work; None until a job begins."""
-        self._decoder = wire.Decoder()
+        self._decoder = session.Decoder()
         os.set_blocking(pipe, False)
 
     def read(self) -> Optional[float]:
@@ -286,7 +286,10 @@ def _kill(agent: int) -> int:
 
 def _clean_up(note: Dict[str, Any]) -> None:
     """End what the agent started and left, and remove the job's folder."""
-    from distrun_runtime.agent import record, sweep  # not before the first frame; their code is in memory
+    from distrun_runtime.agent import (
+        record,  # not before the first frame; their code is in memory
+        stopping,
+    )
 
     folder = str(note["folder"])
     found = record.find(folder)
@@ -294,14 +297,14 @@ def _clean_up(note: Dict[str, Any]) -> None:
     marks: Dict[str, str] = note["marks"]
 
     def find() -> List[Process]:
-        return sweep.belongings(records, marks, below=[os.getpid()], is_fresh=True)
+        return stopping.belongings(records, marks, below=[os.getpid()], is_fresh=True)
 
     def reap() -> None:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
 
-    sweep.end_all(find, float(note["grace_s"]), reap)
+    stopping.end_all(find, float(note["grace_s"]), reap)
     record.remove(folder)
 
 

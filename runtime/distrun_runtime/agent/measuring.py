@@ -14,13 +14,12 @@ import time
 from typing import TYPE_CHECKING, Any, Callable, Dict, Mapping, NamedTuple, Optional
 
 from distrun_runtime.agent.share import Share
-from distrun_runtime.contract.duration import duration
+from distrun_runtime.contract.facts import duration
 
 if TYPE_CHECKING:
-    from distrun_runtime.agent.metrics import Metrics
+    from distrun_runtime.agent.metrics import Metrics, Reports
     from distrun_runtime.agent.procfs import Running
-    from distrun_runtime.agent.reports import Reports
-    from distrun_runtime.agent.stacks import Give, Stacks
+    from distrun_runtime.agent.stacks import Give, StackReader
 
 AGAIN_S = 60.0
 """After a fault nothing is measured for so long."""
@@ -41,7 +40,7 @@ class Hooks(NamedTuple):
     """Returns whether a helper may be started."""
 
 
-class Measuring:
+class HostMeasurement:
     """The numbers of one host.
 
     Arguments:
@@ -66,7 +65,7 @@ class Measuring:
         """None before the job has begun."""
         self._reports: Optional[Reports] = None
         """None before the job has begun."""
-        self._stacks: Optional[Stacks] = None
+        self._stacks: Optional[StackReader] = None
         """None as long as no task has said anything of its stacks, and nobody has asked for them."""
         self._metrics: Optional[Metrics] = None
         """None until the coordinator asks for samples."""
@@ -106,11 +105,11 @@ class Measuring:
 
     def ask_stack(self, task: str, give: Give) -> None:
         """Have the stacks of a task given, now or later."""
-        from distrun_runtime.agent.stacks import Answer
+        from distrun_runtime.agent.stacks import StackAnswer
 
         if self._again_at is not None:
             fix = f"py-spy dump --pid PID, on the host of {task}"
-            give(Answer(task, error="the agent itself has failed to measure", fix=fix))
+            give(StackAnswer(task, error="the agent itself has failed to measure", fix=fix))
             return
         self._shielded(lambda: self._ask_stack(task, give))
 
@@ -157,7 +156,7 @@ class Measuring:
                 self._agent.say("warning", text=text)
 
     def _listen(self, share: Share) -> None:
-        from distrun_runtime.agent.reports import Reports  # `hello` and `ready` do not need it
+        from distrun_runtime.agent.metrics import Reports  # `hello` and `ready` do not need it
 
         self._reports = Reports(share.folder, self._selector)
         self._reports.on_stacks = self._heard_of_stacks
@@ -165,12 +164,12 @@ class Measuring:
     def _heard_of_stacks(self, task: str, told: Mapping[str, object]) -> None:
         self._shielded(lambda: self._made_stacks().heard(task, told))
 
-    def _made_stacks(self) -> Stacks:
-        from distrun_runtime.agent.stacks import Stacks  # only once a task has said something of them
+    def _made_stacks(self) -> StackReader:
+        from distrun_runtime.agent.stacks import StackReader  # only once a task has said something of them
 
         if self._stacks is None:
             assert self._share is not None
-            self._stacks = Stacks(self._share.folder, self._tasks, self._selector)
+            self._stacks = StackReader(self._share.folder, self._tasks, self._selector)
         return self._stacks
 
     def _ask_stack(self, task: str, give: Give) -> None:

@@ -10,16 +10,21 @@ sent the result. `Preflight` does these things for the agent's loop. Nothing her
 
 from __future__ import annotations
 
+import fcntl
+import json
 import math
 import os
+import re
 import selectors
+import stat
 import sys
 import time
-from typing import Any, Callable, Dict, Generator, Mapping, NamedTuple, Optional, Union
+from typing import Any, Callable, Dict, Generator, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 from distrun_runtime.agent.commands import FD, NOT_FOUND, SCRIPT, TIMED_OUT, Command, CommandResult, RunningCommand
-from distrun_runtime.agent.share import Share
-from distrun_runtime.contract.plan import ACTIVATE_S, Plan
+from distrun_runtime.agent.share import Share, exact, words
+from distrun_runtime.contract import environ
+from distrun_runtime.contract.plan import ACTIVATE_S, Host, Plan
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
 
 _END = b"distrun-end"
@@ -67,8 +72,6 @@ def steps(share: Share) -> Steps:
     if len(plan.places) < 2:  # on this node
         share = yield from _shared(share)
     else:
-        from distrun_runtime.agent.nodelock import TURN_S, NodeLock
-
         lock = NodeLock(share.folder)
         try:
             yield NodeTurn(lock.take, TURN_S)
@@ -76,9 +79,9 @@ def steps(share: Share) -> Steps:
         finally:
             lock.release()
     if plan.gives_gpus:
-        from distrun_runtime.agent import gpus  # most jobs give their tasks none
+        from distrun_runtime.agent import helper  # most jobs give their tasks none
 
-        share = yield from gpus.looked(share)
+        share = yield from helper.looked(share)
     return share if _may_be_copied(share) else (yield from _environment(share))
 
 
@@ -130,13 +133,11 @@ def _environment(share: Share) -> Steps:
         command = activation(plan.activate, share.base, share.marks, share.cwd)
         share = share._replace(base=activated((yield command), command, share.host))
         if share.devices is not None:
-            from distrun_runtime.agent import gpus
+            from distrun_runtime.agent import helper
 
-            share = gpus.chosen(share)  # the activation may have set which are visible
+            share = helper.chosen(share)  # the activation may have set which are visible
     if any(task.needs for task in plan.tasks):
-        from distrun_runtime.agent import interpreters
-
-        share = yield from interpreters.chosen(share)
+        share = yield from chosen(share)
     return share._replace(has_environment=True)
 
 
@@ -261,12 +262,12 @@ def check_folders(plan: Plan, host: str) -> None:
     """
     sync = plan.sync
     if sync is not None:
-        from distrun_runtime.contract.folder import Unfit, prepare
+        from distrun_runtime.contract.folder import FolderUnfit, prepare
 
         size, files, delete, source = sync.size, sync.files, sync.delete, sync.identity
         try:
             prepare(plan.cwd, f" on {host}", size=size, files=files, delete=delete, source=source)
-        except Unfit as err:
+        except FolderUnfit as err:
             raise PreflightFailure(err.kind, str(err), err.fix) from None
     for cwd in dict.fromkeys(task.cwd for task in plan.tasks if task.cwd):
         if not is_copied(cwd, plan):
@@ -364,3 +365,277 @@ def _fix(host: str) -> str:
 def _quoted(text: str) -> str:
     """Return text as one word of a shell."""
     return "'" + text.replace("'", "'\\''") + "'"
+
+
+# Checks the interpreters of tasks that need modules (bundled servers): their version, and whether they import those.
+#
+# If the interpreter of the command cannot import them, servers use the environment that `distrun doctor --fix` made on
+# the host, if there is one. Workers never use it.
+#
+#     $XDG_DATA_HOME/distrun/servers/python3.11-x86_64   a link to an environment that is whole
+#
+# Hosts may share that folder and have their interpreters in different places. If the interpreter of that environment is
+# not on this host, it is made under another name here: `python3.11-x86_64-3f2a9c`.
+
+
+OLDEST = (3, 10)
+LIMIT_S = 60.0
+PACKAGES = {"zmq": "pyzmq"}
+"""What pip calls a module, where that differs."""
+WITHOUT = "add -s 0 if the command does not use the store"
+OTHER = "name another interpreter with --python, python= in the hosts file, or --activate"
+
+# Read by whatever Python is there: nothing in it is newer than 2.7.
+_LOOK = """\
+import json, os, sys
+fd, names = int(sys.argv[1]), sys.argv[2:]
+found = {"version": ".".join(str(part) for part in sys.version_info[:3]), "path": sys.executable or ""}
+if sys.version_info >= (3, 10):
+    from importlib.util import find_spec
+    found["is_own"] = sys.prefix != sys.base_prefix or os.path.isdir(os.path.join(sys.prefix, "conda-meta"))
+    found["lacks"] = [name for name in ("pip", "venv", "ensurepip") if find_spec(name) is None]
+    for name in names:
+        try:
+            found[name] = str(getattr(__import__(name), "__version__", "?"))
+        except BaseException as err:
+            found[name], found[name + "_error"] = "", "%s: %s" % (type(err).__name__, err)
+os.write(fd, json.dumps(found).encode("ascii"))
+"""
+
+
+class InterpreterCheck(NamedTuple):
+    """One interpreter to check, and the tasks that use it."""
+
+    name: str
+    """argv[0] of the tasks."""
+    command: Command
+    needs: Tuple[str, ...]
+    tasks: Tuple[str, ...]
+
+
+def chosen(share: Share) -> Generator[Command, CommandResult, Share]:
+    """Check the interpreters of tasks with needs; return the share with those that they will use.
+
+    Yields commands, and is sent how each ended.
+
+    Raises:
+        PreflightFailure: kind python (not there, does not run, too old) or module (named, with what pip calls them).
+    """
+    found: Dict[str, str] = {}
+    instead: Dict[str, str] = {}
+    for check in _checks(share):
+        look = told(check.command, (yield check.command), check.name, share.host)
+        path = str(look["path"])
+        if not fits(look, check.needs):
+            for path in environments(str(look["version"])):
+                command = check.command._replace(argv=(os.fsencode(path), *check.command.argv[1:]))
+                done = yield command
+                other = _parsed(done)
+                if other is not None and fits(other, check.needs):
+                    look = other
+                    instead.update((name, path) for name in check.tasks)
+                    break
+            else:
+                raise _failure(share, check, look)
+        found[check.name] = f"{look['version']} {path}"
+    plan = share.plan._replace(
+        tasks=tuple(
+            task._replace(argv=(instead.get(task.name, task.argv[0]), *task.argv[1:])) for task in share.plan.tasks
+        ),
+    )
+    return share._replace(python=found, plan=plan)
+
+
+def command(
+    name: bytes, needs: Sequence[str], env: Mapping[bytes, bytes], cwd: bytes, limit_s: float = LIMIT_S
+) -> Command:
+    """Return the command that looks at an interpreter; `told` reads its result."""
+    modules = [exact(module) for module in needs]
+    return Command((name, b"-c", _LOOK.encode("ascii"), FD, *modules), env, cwd, limit_s)
+
+
+def told(asked: Command, done: CommandResult, name: str, host: str) -> Dict[str, Any]:
+    """Return what an interpreter told: `version`, `path`, and by module its version (with `MODULE_error` if empty).
+
+    Also `is_own`: it belongs to a virtual environment or to conda, so that pip may install there. `lacks`: which of
+    pip, venv and ensurepip it has not.
+
+    Raises:
+        PreflightFailure: there is none, or it does not work.
+    """
+    found = _parsed(done)
+    if found is not None:
+        return found
+    other = OTHER
+    if done.fault == NOT_FOUND:
+        where = "" if "/" in name else " (in no folder of the tasks' PATH)"
+        if name == "python":
+            other = "type python3 in the command, if that is what this host has, or " + other
+        raise PreflightFailure("python", f"there is no program {name} on {host}{where}", other)
+    if done.fault == TIMED_OUT:
+        modules = ", ".join(os.fsdecode(each) for each in asked.argv[4:])
+        what, kind = f"{name} on {host} did not import {modules} within {asked.limit_s:g} s", "module"
+    else:
+        how = "" if done.code is None else f" (exit code {done.code})"
+        what, kind = f"{name} on {host} is not a working Python{how}", "python"
+    raise PreflightFailure(kind, "\n".join([what, *done.last_lines.splitlines()]), other)
+
+
+def fits(look: Mapping[str, Any], needs: Sequence[str]) -> bool:
+    """Return whether servers can use an interpreter."""
+    return is_new(look) and not missing(look, needs)
+
+
+def is_new(look: Mapping[str, Any]) -> bool:
+    """Return whether an interpreter is new enough for servers."""
+    return tuple(int(part) for part in str(look["version"]).split(".")[:2]) >= OLDEST
+
+
+def missing(look: Mapping[str, Any], needs: Sequence[str]) -> List[str]:
+    """Return the modules that an interpreter cannot import."""
+    return [module for module in needs if not look.get(module)]
+
+
+def place(version: str, path: str) -> str:
+    """Return where the environment of servers is, or would be made, for the Python of that version at `path`."""
+    usual = os.path.join(_home(), _name(version))
+    if not os.path.islink(usual) or os.path.exists(os.path.join(usual, "bin", "python")):
+        return usual
+    import hashlib  # rarely needed
+
+    return f"{usual}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:6]}"
+
+
+def environments(version: str) -> Iterator[str]:
+    """Yield the interpreters of the environments for servers: that version's first, then newer before older ones."""
+    first, machine = _name(version), re.escape(os.uname().machine)
+    rows: List[Tuple[bool, int, int, str]] = []
+    try:
+        for name in os.listdir(_home()) if _is_private(os.lstat(_home())) else ():
+            match = re.fullmatch(r"python(\d+)\.(\d+)-" + machine + "(-[0-9a-f]{6})?", name)
+            if match is not None:
+                rows.append((name.startswith(first), int(match.group(1)), int(match.group(2)), name))
+    except OSError:
+        return
+    for _, _, _, name in sorted(rows, reverse=True):
+        path = os.path.join(_home(), name)
+        try:
+            if _is_private(os.stat(path)):
+                yield os.path.join(path, "bin", "python")
+        except OSError:  # a link to nothing
+            continue
+
+
+def _name(version: str) -> str:
+    return f"python{'.'.join(version.split('.')[:2])}-{os.uname().machine}"
+
+
+def how_to_install(look: Mapping[str, Any], modules: Sequence[str]) -> str:
+    """Return shell text that installs modules for servers and workers; empty where venv lacks what it needs.
+
+    Many systems let pip write to virtual environments only (PEP 668), so it does not install anywhere else.
+    """
+    import shlex  # for a message only
+
+    path, packages = shlex.quote(str(look["path"])), " ".join(PACKAGES.get(module, module) for module in modules)
+    if look["is_own"] and "pip" not in look["lacks"]:
+        return f"{path} -m pip install {packages}"
+    if "ensurepip" in look["lacks"] or "venv" in look["lacks"]:
+        return ""
+    return f"{path} -m venv ~/venv && ~/venv/bin/pip install {packages}"
+
+
+def _home() -> str:
+    named = environ.text("XDG_DATA_HOME")
+    data = named if os.path.isabs(named) else os.path.join(os.path.expanduser("~"), ".local", "share")
+    return os.path.join(data, "distrun", "servers")
+
+
+def _is_private(info: os.stat_result) -> bool:
+    """Whether it is a folder of this user's to which nobody else may write: what is in it will be executed."""
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022
+
+
+def _checks(share: Share) -> Iterator[InterpreterCheck]:
+    """Yield a check for each distinct interpreter (name, path it is looked for in, modules) of tasks with needs."""
+    alike: Dict[Tuple[object, ...], List[str]] = {}
+    for task in share.plan.tasks:
+        if task.needs:
+            env = share.environment(task, task.env)
+            key = (task.argv[0], task.needs, task.cwd, env.get(b"PATH"), env.get(b"PYTHONPATH"))
+            alike.setdefault(key, []).append(task.name)
+    for names in alike.values():
+        task = share.plan.task(names[0])
+        env, cwd = share.environment(task, task.env), exact(working_folder(task.cwd))
+        asked = command(words(task)[0], task.needs, env, cwd)
+        yield InterpreterCheck(task.argv[0], asked, task.needs, tuple(names))
+
+
+def _failure(share: Share, check: InterpreterCheck, look: Mapping[str, Any]) -> PreflightFailure:
+    """Return why servers cannot use an interpreter that works, with everything that the user can do."""
+    plan, path, version = share.plan, look["path"] or check.name, look["version"]
+    host = next((each for each in plan.hosts if each.name == share.host), Host(share.host))
+    needs_store = any(task.env.get("DISTRUN_SERVER_IMPORT") for task in plan.tasks)
+    fixes = [] if needs_store else [WITHOUT]
+    if not is_new(look):
+        oldest = ".".join(str(part) for part in OLDEST)
+        text = f"{path} on {share.host} is Python {version}; servers and scheduler need {oldest} or newer"
+        return PreflightFailure("python", text, "\n".join([*fixes, ("or " if fixes else "") + OTHER]))
+    modules = missing(look, check.needs)
+    text = f"{path} on {share.host} (Python {version}) cannot import {', '.join(modules)}"
+    lines = [f"{module}: {look[module + '_error']}" for module in modules]
+    fixes += [f"for servers: {plan.doctor} --fix"] if plan.doctor else []
+    script = how_to_install(look, modules)
+    then = ", then --activate venv:~/venv" if "~/venv" in script else ""
+    fixes += [f"for servers and workers: {host.typed(script)}{then}"] if script else []
+    return PreflightFailure("module", "\n".join([text, *lines]), "\n".join([*fixes, "or " + OTHER]))
+
+
+def _parsed(done: CommandResult) -> Optional[Dict[str, Any]]:
+    try:
+        value: Dict[str, Any] = json.loads(done.result.decode("ascii"))
+        return value if value["version"] and "path" in value else None
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+# The lock by which the places of one node take turns where they share something.
+#
+# They share the unpacked runtime, and the folder that files are copied to: one of them makes it, the others find it.
+# The lock is a file in the user's private folder on the host, which stays there. The system releases it if its holder
+# dies.
+
+
+NAME = ".lock"
+"""Begins with a dot, so that it is no job's."""
+TURN_S = 30.0
+"""How long an agent waits for its turn. Then it goes on without: what is shared is made so that this does no harm."""
+
+
+class NodeLock:
+    """One agent's handle of the lock. It never waits.
+
+    `folder`: the agent's private folder, HOSTDIR/JOB/PLACE (`record`).
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._path = os.path.join(os.path.dirname(os.path.dirname(folder)), NAME)
+        self._descriptor = -1
+
+    def take(self) -> bool:
+        """Take the lock, or go on without where none can be had; return False while another agent has it."""
+        try:
+            if self._descriptor < 0:
+                self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # a full disk, a file system without locks
+            self.release()
+        return True
+
+    def release(self) -> None:
+        """Let the others have their turn. May be repeated."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

@@ -15,8 +15,7 @@ import tempfile
 import time
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from distrun_runtime.agent import commands, interpreters, preflight
-from distrun_runtime.agent import gpus as devices
+from distrun_runtime.agent import commands, helper, preflight
 from distrun_runtime.contract import address, environ
 from distrun_runtime.contract import folder as destination
 from distrun_runtime.contract.gpus import VISIBLE
@@ -71,27 +70,27 @@ def python(name: str, base: Optional[Mapping[bytes, bytes]] = None) -> Dict[str,
     the modules for servers and workers, if that is possible.
     """
     env = environ.snapshot_bytes() if base is None else base
-    asked = interpreters.command(os.fsencode(os.path.expanduser(name)), SERVER_MODULES, env, b"", PROGRAM_S)
+    asked = preflight.command(os.fsencode(os.path.expanduser(name)), SERVER_MODULES, env, b"", PROGRAM_S)
     try:
-        found = interpreters.told(asked, commands.run(asked), name, socket.gethostname())
+        found = preflight.told(asked, commands.run(asked), name, socket.gethostname())
     except PreflightFailure as err:
         return {"error": str(err)}
-    if not interpreters.is_new(found):
+    if not preflight.is_new(found):
         return found
     found.update(
-        place=interpreters.place(found["version"], found["path"]),
+        place=preflight.place(found["version"], found["path"]),
         environment=_environment(found["version"], env),
-        install=interpreters.how_to_install(found, interpreters.missing(found, SERVER_MODULES)),
+        install=preflight.how_to_install(found, preflight.missing(found, SERVER_MODULES)),
     )
     return found
 
 
 def _environment(version: str, env: Mapping[bytes, bytes]) -> Dict[str, Any]:
-    for path in interpreters.environments(version):
-        asked = interpreters.command(os.fsencode(path), SERVER_MODULES, env, b"", PROGRAM_S)
+    for path in preflight.environments(version):
+        asked = preflight.command(os.fsencode(path), SERVER_MODULES, env, b"", PROGRAM_S)
         with contextlib.suppress(PreflightFailure):
-            found = interpreters.told(asked, commands.run(asked), path, "")
-            if interpreters.fits(found, SERVER_MODULES):
+            found = preflight.told(asked, commands.run(asked), path, "")
+            if preflight.fits(found, SERVER_MODULES):
                 return dict(found, path=path)
     return {}
 
@@ -125,7 +124,7 @@ def unfit(path: str) -> Tuple[str, str]:
     try:
         found, notes = destination.follow(destination.expand(path), path)
         destination.own(found, path, notes)
-    except destination.Unfit as err:
+    except destination.FolderUnfit as err:
         return str(err), err.fix
     except OSError:  # it is missing, or `folder` says what is wrong with it
         pass
@@ -172,7 +171,7 @@ def gpus(base: Optional[Mapping[bytes, bytes]] = None) -> Dict[str, Any]:
     `how`, by what it tells: `nvml`, `smi` or, if nothing does, nothing; then `error` may say why. `driver`, its
     version; `gpus`, each with `number`, `uuid`, `name`, `memory` (bytes) and `instances` (of MIG; null: not divided).
     """
-    found = devices.told(commands.run(devices.command({})))
+    found = helper.told(commands.run(helper.command({})))
     env = environ.snapshot_bytes() if base is None else base
     visible = env.get(os.fsencode(VISIBLE))
     told = dict(found._asdict(), gpus=[gpu._asdict() for gpu in found.gpus])

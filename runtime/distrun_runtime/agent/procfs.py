@@ -11,9 +11,171 @@ import contextlib
 import os
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Protocol, Set, Tuple
 
-from distrun_runtime.agent import sampling
-from distrun_runtime.agent.sampling import Rising
 from distrun_runtime.contract.process import Identity
+
+# Parsers of the system's data about processes and the host: files of /proc and the output of `ps`. No side effects.
+#
+# Kernels and containers differ. A parser returns None for missing data, or leaves it out. Standard library only, Python
+# 3.8.
+
+
+class Stat(NamedTuple):
+    """What is wanted of /proc/PID/stat."""
+
+    ppid: int
+    sid: int
+    ticks: int
+    """CPU time of the process, and of the children that it has waited for, in clock ticks."""
+    start: int
+    """Clock ticks from boot to its start."""
+
+
+class PsRow(NamedTuple):
+    """One process, as `ps` tells."""
+
+    pid: int
+    ppid: int
+    pgid: int
+    rss: int
+    """Bytes."""
+    cpu_s: float
+
+
+class Rising:
+    """A counter that never goes back, made of a sum that does.
+
+    The CPU time of a child that ended goes to its parent, unless that does not wait for it: then the sum falls.
+    """
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._sum = 0.0
+
+    def note(self, total: float) -> float:
+        """Take the sum as it is now; return the counter."""
+        self.value += max(0.0, total - self._sum)
+        self._sum = total
+        return self.value
+
+
+def parse_stat(data: bytes) -> Optional[Stat]:
+    """Parse /proc/PID/stat. The command may hold blanks and brackets; the last bracket ends it (proc(5))."""
+    fields = data[data.rfind(b")") + 2 :].split(None, 20)
+    try:
+        ticks = int(fields[11]) + int(fields[12]) + int(fields[13]) + int(fields[14])
+        return Stat(int(fields[1]), int(fields[3]), ticks, int(fields[19]))
+    except (IndexError, ValueError):
+        return None
+
+
+def parse_statm(data: bytes) -> Optional[Tuple[int, int]]:
+    """Parse /proc/PID/statm: pages that are resident, and how many of those are shared."""
+    fields = data.split(None, 3)
+    try:
+        return int(fields[1]), int(fields[2])
+    except (IndexError, ValueError):
+        return None
+
+
+def parse_io(data: bytes) -> Optional[Tuple[int, int]]:
+    """Parse /proc/PID/io: bytes that were read from disks, and written."""
+    found = _named(data)
+    try:
+        return found[b"read_bytes"], found[b"write_bytes"]
+    except KeyError:
+        return None
+
+
+def busy_ticks(data: bytes) -> Optional[int]:
+    """Parse /proc/stat: clock ticks in which a core was busy. The time of guests is in that of users."""
+    fields = data[: data.find(b"\n")].split()
+    try:
+        user, nice, system, _, _, irq, softirq = (int(field) for field in fields[1:8])
+        steal = int(fields[8]) if len(fields) > 8 else 0
+    except ValueError:
+        return None
+    return user + nice + system + irq + softirq + steal if fields[0] == b"cpu" else None
+
+
+def parse_load(data: bytes) -> Optional[float]:
+    """Parse /proc/loadavg: the load of the last minute."""
+    try:
+        return float(data.split(None, 1)[0])
+    except (IndexError, ValueError):
+        return None
+
+
+def parse_memory(data: bytes) -> Optional[Tuple[int, int]]:
+    """Parse /proc/meminfo: bytes in all, and how many of those cannot be given to programs."""
+    found = _named(data)
+    total, free = found.get(b"MemTotal"), found.get(b"MemAvailable", found.get(b"MemFree"))
+    return None if total is None or free is None else (total * 1024, max(0, total - free) * 1024)
+
+
+def parse_network(data: bytes) -> Dict[str, Tuple[int, int]]:
+    """Parse /proc/net/dev: for each interface the bytes that were received, and sent."""
+    found = {}
+    for line in data.split(b"\n"):
+        name, colon, rest = line.rpartition(b":")  # a name may hold colons
+        fields = rest.split()
+        if colon and len(fields) >= 9 and fields[0].isdigit() and fields[8].isdigit():
+            found[name.strip().decode("utf-8", "surrogateescape")] = (int(fields[0]), int(fields[8]))
+    return found
+
+
+def memory_group(data: bytes) -> Tuple[str, str]:
+    """Parse /proc/PID/cgroup: the path of the memory controller's group, of version 1 and of version 2; empty: none."""
+    one = two = ""
+    for line in data.decode("utf-8", "surrogateescape").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if "memory" in controllers.split(","):
+            one = path
+        elif number == "0" and not controllers:
+            two = path
+    return one, two
+
+
+def limit(data: bytes) -> Optional[int]:
+    """Parse a group's limit of memory: bytes. A huge one means none, as the word `max` does."""
+    text = data.strip()
+    return int(text) if text.isdigit() and int(text) < 1 << 60 else None
+
+
+def ps(text: str) -> List[PsRow]:
+    """Parse lines of `ps -A -o pid=,ppid=,pgid=,rss=,time=`; what is no such line is left out."""
+    rows = []
+    for line in text.splitlines():
+        fields = line.split()
+        try:
+            pid, ppid, pgid, rss = (int(field) for field in fields[:4])
+            rows.append(PsRow(pid, ppid, pgid, rss * 1024, _seconds(fields[4])))
+        except (IndexError, ValueError):
+            continue
+    return rows
+
+
+def _named(data: bytes) -> Dict[bytes, int]:
+    """Parse lines of `name: number`, a unit behind it or not."""
+    found = {}
+    for line in data.split(b"\n"):
+        name, _, rest = line.partition(b":")
+        fields = rest.split(None, 1)
+        if fields and fields[0].isdigit():
+            found[name] = int(fields[0])
+    return found
+
+
+def _seconds(text: str) -> float:
+    """Parse a time of `ps`: [DAYS-][HOURS:]MINUTES:SECONDS, on some systems with a fraction."""
+    days, _, rest = text.rpartition("-")
+    seconds = 0.0
+    for part in rest.split(":"):
+        if not part.replace(".", "", 1).isdigit():
+            raise ValueError(text)
+        seconds = seconds * 60 + float(part)
+    return seconds + 86400 * int(days or 0)
+
 
 LOOK_S = 5.0
 """Interval of looks at which processes belong to which task."""
@@ -66,7 +228,7 @@ class Usage(NamedTuple):
     """Bytes of memory that it may have at most."""
 
 
-class _Member:
+class _TaskProcess:
     """A process of a task, with its last numbers."""
 
     __slots__ = ("cpu", "files", "io", "is_leader", "memory", "pid", "start", "task")
@@ -86,7 +248,7 @@ class Tasks:
     def __init__(self, task_of: Callable[[int], str]) -> None:
         self.processes = 0
         """On the whole host, at the last look."""
-        self.members: Dict[int, _Member] = {}
+        self.members: Dict[int, _TaskProcess] = {}
         """Processes of tasks, by their id. Those that were read longest ago come first."""
         self._task_of = task_of
         self._me = os.getpid()
@@ -114,7 +276,7 @@ class Tasks:
                 self.members[pid] = member  # behind the others
             else:
                 self._forget(member)
-        by_task: Dict[str, List[_Member]] = {name: [] for name in leaders}
+        by_task: Dict[str, List[_TaskProcess]] = {name: [] for name in leaders}
         for member in self.members.values():
             by_task[member.task].append(member)
         return {name: self._usage(name, mine, is_look) for name, mine in by_task.items()}
@@ -133,7 +295,7 @@ class Tasks:
             if was.get(name) != who:
                 start = who.start.rpartition(":")[2]
                 self._owners[who.pid] = name
-                self.members[who.pid] = _Member(who.pid, int(start) if start.isdigit() else -1, name, True)
+                self.members[who.pid] = _TaskProcess(who.pid, int(start) if start.isdigit() else -1, name, True)
                 self._look_at = 0.0
 
     def _look(self) -> bool:
@@ -147,9 +309,9 @@ class Tasks:
         fresh = [
             pid for pid in found if pid not in self._owners or (pid % AGAIN == turn and self._owners[pid] == NOT_OURS)
         ]
-        rows: Dict[int, sampling.Stat] = {}
+        rows: Dict[int, Stat] = {}
         for pid in sorted(fresh)[:LOOKS]:
-            row = sampling.stat(_read(f"{_PROC}/{pid}/stat"))
+            row = parse_stat(_read(f"{_PROC}/{pid}/stat"))
             if row is not None:
                 rows[pid] = row
         sessions = {who.pid: name for name, who in self._leaders.items()}
@@ -159,13 +321,11 @@ class Tasks:
             owner = self._owner(pid, rows, known, sessions)
             self._owners[pid] = owner
             if owner != NOT_OURS:
-                self.members[pid] = _Member(pid, row.start, owner, False)
+                self.members[pid] = _TaskProcess(pid, row.start, owner, False)
                 is_changed = True
         return is_changed
 
-    def _owner(
-        self, pid: int, rows: Mapping[int, sampling.Stat], known: Dict[int, str], sessions: Mapping[int, str]
-    ) -> str:
+    def _owner(self, pid: int, rows: Mapping[int, Stat], known: Dict[int, str], sessions: Mapping[int, str]) -> str:
         """Return the task of a process: that of its session, or of the nearest process above it that has one."""
         path: List[int] = []
         owner = NOT_OURS
@@ -186,7 +346,7 @@ class Tasks:
         known.update((each, owner) for each in path)
         return owner
 
-    def _read(self, member: _Member, with_disks: bool) -> bool:
+    def _read(self, member: _TaskProcess, with_disks: bool) -> bool:
         """Read a process's numbers; return whether it is there."""
         if not member.files and self._kept < KEPT:
             self._kept += 1
@@ -196,19 +356,19 @@ class Tasks:
             stat, statm, *io = map(_again, member.files[:wanted])
         else:
             stat, statm, *io = (_read(f"{_PROC}/{member.pid}/{name}") for name in _FILES[:wanted])
-        row = sampling.stat(stat)
+        row = parse_stat(stat)
         if row is None or (row.start != member.start and member.start >= 0):
             return False
         member.cpu = row.ticks
-        pages = sampling.statm(statm)
+        pages = parse_statm(statm)
         if pages is not None:
             # What children share with their parent is counted once.
             member.memory = pages[0] if member.is_leader else max(0, pages[0] - pages[1])
         if io:
-            member.io = sampling.io(io[0]) or member.io
+            member.io = parse_io(io[0]) or member.io
         return True
 
-    def _forget(self, member: _Member) -> None:
+    def _forget(self, member: _TaskProcess) -> None:
         """Let go of a process that has ended, or belongs to no task any more."""
         self._owners.pop(member.pid, None)
         self._kept -= bool(member.files)
@@ -217,7 +377,7 @@ class Tasks:
                 os.close(descriptor)
         member.files = []
 
-    def _usage(self, name: str, mine: List[_Member], with_disks: bool) -> Usage:
+    def _usage(self, name: str, mine: List[_TaskProcess], with_disks: bool) -> Usage:
         cpu, read, write = self._counters.setdefault(name, (Rising(), Rising(), Rising()))
         disks = [each.io for each in mine if each.io is not None] if with_disks else []
         if disks:
@@ -235,7 +395,7 @@ class Tasks:
         )
 
 
-class Host:
+class HostSampler:
     """Samples the host."""
 
     def __init__(self) -> None:
@@ -250,14 +410,14 @@ class Host:
         """Return what is known of the host, by the names of the frame `metrics`."""
         found: Dict[str, Any] = {"cores": self._cores}
         stat, load, meminfo, network = map(_again, self._files)
-        ticks = sampling.busy_ticks(stat)
+        ticks = busy_ticks(stat)
         if ticks is not None:
             found["cpu_s"] = round(ticks * self._ticks_s, 2)
-        found["load"] = sampling.load(load)
-        memory = sampling.memory(meminfo)
+        found["load"] = parse_load(load)
+        memory = parse_memory(meminfo)
         if memory is not None:
             found["mem_total"], found["mem_used"] = memory
-        counted = self._network(sampling.network(network))
+        counted = self._network(parse_network(network))
         if counted:
             found["net_rx"], found["net_tx"] = (sum(pair) for pair in zip(*counted))
         return {name: value for name, value in found.items() if value is not None}
@@ -293,14 +453,14 @@ class PortableTasks:
         """The task of each process, by its id."""
         self._counters: Dict[str, Rising] = {}
 
-    def sample(self, leaders: Mapping[str, Identity], rows: List[sampling.PsRow]) -> Dict[str, Usage]:
+    def sample(self, leaders: Mapping[str, Identity], rows: List[PsRow]) -> Dict[str, Usage]:
         """Return what tasks have used, by name."""
         tasks = {who.pid: name for name, who in leaders.items()}
         below = {row.pid: row for row in rows}
-        by_task: Dict[str, List[sampling.PsRow]] = {name: [] for name in leaders}
+        by_task: Dict[str, List[PsRow]] = {name: [] for name in leaders}
         self.members = {}
         for row in rows:
-            above: Optional[sampling.PsRow] = row
+            above: Optional[PsRow] = row
             owner = NOT_OURS
             for _ in range(100):  # the table may hold a circle: it was not read in one moment
                 if above is None or owner:
@@ -321,11 +481,11 @@ class PortableTasks:
 
 def limit_of(pid: int) -> Optional[int]:
     """Return how many bytes of memory a process may have: the least of its control groups, and of its own limit."""
-    one, two = sampling.memory_group(_read(f"{_PROC}/{pid}/cgroup"))
+    one, two = memory_group(_read(f"{_PROC}/{pid}/cgroup"))
     found = []
     for root, path, file in ((f"{_GROUPS}/memory", one, "memory.limit_in_bytes"), (_GROUPS, two, "memory.max")):
         while path.startswith("/"):
-            found.append(sampling.limit(_read(os.path.join(root, path.strip("/"), file))))
+            found.append(limit(_read(os.path.join(root, path.strip("/"), file))))
             path = os.path.dirname(path) if path != "/" else ""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         import resource

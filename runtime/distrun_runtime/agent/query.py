@@ -18,7 +18,7 @@ import socket
 import time
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
-from distrun_runtime.agent import sweep
+from distrun_runtime.agent import stopping
 from distrun_runtime.contract.ports import ports_to_try
 from distrun_runtime.errors import ContractError
 
@@ -46,7 +46,7 @@ def answer(what: str, args: Mapping[str, Any]) -> Dict[str, Any]:
 
 def _survey(args: Mapping[str, Any]) -> Dict[str, Any]:
     del args
-    return sweep.survey()
+    return stopping.survey()
 
 
 def _sweep(args: Mapping[str, Any]) -> Dict[str, Any]:
@@ -65,7 +65,7 @@ def _parted(name: str) -> Tuple[str, str]:
 
 def _ended(job: str, nonce: str, args: Mapping[str, Any]) -> Dict[str, Any]:
     grace_s: Optional[float] = None if args.get("grace_s") is None else float(args["grace_s"])
-    report = sweep.sweep(job, grace_s, nonce)
+    report = stopping.sweep(job, grace_s, nonce)
     return {"ended": [list(each) for each in report.ended], "left": [list(each) for each in report.left]}
 
 
@@ -101,7 +101,7 @@ _ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], Dict[str, Any]]] = {
     "survey": _survey,
     "sweep": _sweep,
     "sweeps": _sweeps,
-    "match": sweep.match,
+    "match": stopping.match,
     "probe": _probe,
     "listen": _listen,
     "connect": _connect,

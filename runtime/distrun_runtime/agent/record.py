@@ -66,7 +66,7 @@ class Record(NamedTuple):
         }
 
 
-def from_json(value: Any) -> Record:
+def record_from_json(value: Any) -> Record:
     """Return the record that `Record.to_json` gave.
 
     Raises:
@@ -195,7 +195,7 @@ def load(folder: str) -> Record:
     with open(os.path.join(folder, RECORD), "rb") as file:
         text = file.read().decode("utf-8", "surrogateescape")
     try:
-        return from_json(json.loads(text))
+        return record_from_json(json.loads(text))
     except (RecursionError, OverflowError) as err:
         raise ContractError(f"this is not an agent record: {err!r}") from None
 

@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, NamedTuple, Optional
 
 from distrun_runtime.agent import record
-from distrun_runtime.contract import environ, gpus, process, wire
+from distrun_runtime.contract import environ, gpus, process, session
 from distrun_runtime.contract.plan import HOLD, WORKER, Host, Plan, Task, from_json
 from distrun_runtime.contract.ports import ports_to_try
 from distrun_runtime.errors import ContractError, PreflightFailure
@@ -44,7 +44,7 @@ class Share(NamedTuple):
     """Folder that goes first on the tasks' PYTHONPATH; empty: none."""
     python: Mapping[str, str] = {}
     """`VERSION PATH` of the interpreters of tasks that need modules, by the name they are called by."""
-    devices: Optional[gpus.Found] = None
+    devices: Optional[gpus.HostGpus] = None
     """What the driver tells of the GPUs; None: it was not asked."""
     sees: Optional[gpus.View] = None
     """The GPUs that tasks may see; None: that is not distrun's business."""
@@ -130,10 +130,10 @@ def take(header: Mapping[str, Any]) -> Share:
         PreflightFailure, ContractError, OSError, LookupError, TypeError, ValueError: it cannot be taken; the message
             says why.
     """
-    if header["version"] != wire.VERSION:
+    if header["version"] != session.VERSION:
         raise PreflightFailure(
             "protocol",
-            f"the coordinator speaks version {header['version']!r} of the agent protocol, this agent {wire.VERSION}",
+            f"the coordinator speaks version {header['version']!r} of the agent protocol, this agent {session.VERSION}",
             "use one release of distrun on both",
         )
     plan = from_json(header["plan"])

@@ -45,7 +45,7 @@ BY_PY_SPY = "py-spy"
 BY_SIGNAL = "faulthandler"
 
 
-class Answer(NamedTuple):
+class StackAnswer(NamedTuple):
     """What the coordinator is told."""
 
     task: str
@@ -57,10 +57,10 @@ class Answer(NamedTuple):
     """What would help."""
 
 
-Give = Callable[[Answer], None]
+Give = Callable[[StackAnswer], None]
 
 
-class Stacks:
+class StackReader:
     """Gets the stacks of tasks.
 
     Arguments:
@@ -99,7 +99,7 @@ class Stacks:
         """Have the stacks of a task given, now or later."""
         running = self._tasks.get(task)
         if running is None or running.is_reaped:
-            give(Answer(task, error=f"{task} {'does not run on this host' if running is None else 'has ended'}"))
+            give(StackAnswer(task, error=f"{task} {'does not run on this host' if running is None else 'has ended'}"))
             return
         target = self._target(task, running)
         program = self._find(target)
@@ -167,7 +167,7 @@ class Stacks:
     def _spied(self, task: str, target: Identity, found: Tuple[str, str], give: Give) -> None:
         text, error = found
         if text:
-            give(Answer(task, text, BY_PY_SPY))
+            give(StackAnswer(task, text, BY_PY_SPY))
         else:
             self._by_signal(task, target, error, give)
 
@@ -180,7 +180,7 @@ class Stacks:
             dump = _Dump(task, target, os.path.join(self._folder, metrics.STACKS_FILE % target.pid), before, give)
         except OSError as err:
             why = f"its stacks cannot be read: {err}"
-            give(Answer(task, error=f"{before}; {why}" if before else why))
+            give(StackAnswer(task, error=f"{before}; {why}" if before else why))
         else:
             self._dumps.append(dump)
 
@@ -192,16 +192,18 @@ def program_first(text: str) -> str:
     return "\n\n".join(threads)
 
 
-def _unknown(task: str, target: Identity, before: str) -> Answer:
+def _unknown(task: str, target: Identity, before: str) -> StackAnswer:
     """Return the answer if neither way can be gone."""
     command = process.command_of(target.pid, 60)
     if not _is_python(target.pid):
-        return Answer(task, error=f"process {target.pid} is no Python: {command}", fix=f"gdb -p {target.pid}, there")
+        return StackAnswer(
+            task, error=f"process {target.pid} is no Python: {command}", fix=f"gdb -p {target.pid}, there"
+        )
     why = before or "py-spy is not installed where the task runs"
     no_offer = "has not used distrun_runtime, or handles SIGURG itself"
     error = f"{why}, and process {target.pid} {no_offer}: {command}"
     fix = f"sudo py-spy dump --pid {target.pid}, there" if before else "pip install py-spy, in the task's environment"
-    return Answer(task, error=error, fix=f"{fix}; or call distrun_runtime.report in the script")
+    return StackAnswer(task, error=error, fix=f"{fix}; or call distrun_runtime.report in the script")
 
 
 def _is_python(pid: int) -> bool:
@@ -336,7 +338,7 @@ class _Dump:
         if not is_whole and now < self._until:
             return False
         text = self._read() if size else ""
-        self._give(Answer(self._task, text, BY_SIGNAL) if text else self._none())
+        self._give(StackAnswer(self._task, text, BY_SIGNAL) if text else self._none())
         return True
 
     def _read(self) -> str:
@@ -347,13 +349,13 @@ class _Dump:
         except OSError:
             return ""
 
-    def _none(self) -> Answer:
+    def _none(self) -> StackAnswer:
         pid = self._target.pid
         rows = [row for row in process.table([pid]) if row.identity == self._target]
         if not rows or rows[0].is_dead:
-            return Answer(self._task, error=f"process {pid} has ended")
+            return StackAnswer(self._task, error=f"process {pid} has ended")
         before = f"{self._before}, and " if self._before else ""
         if rows[0].state.upper().startswith("T"):
-            return Answer(self._task, error=f"{before}process {pid} is stopped", fix=f"kill -CONT {pid}, there")
+            return StackAnswer(self._task, error=f"{before}process {pid} is stopped", fix=f"kill -CONT {pid}, there")
         error = f"{before}process {pid} did not write its stacks within {SIGNAL_S:g} s"
-        return Answer(self._task, error=error, fix=f"sudo py-spy dump --pid {pid}, there (pip install py-spy)")
+        return StackAnswer(self._task, error=error, fix=f"sudo py-spy dump --pid {pid}, there (pip install py-spy)")

@@ -8,14 +8,18 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import signal
-from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Set, Tuple
+import time
+from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Pattern, Set, Tuple
 
-from distrun_runtime.agent.processes import JOB, RunningTask, owners
-from distrun_runtime.contract import process
-from distrun_runtime.contract.facts import GIVE_UP_S
+from distrun_runtime.agent import record
+from distrun_runtime.agent.record import Record
+from distrun_runtime.agent.tasks import JOB, RunningTask, owners
+from distrun_runtime.contract import facts, lasting, process, ps
+from distrun_runtime.contract.facts import GIVE_UP_S, GRACE_S
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER
-from distrun_runtime.contract.process import Process
+from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import ContractError
 
 LOOK_S = 0.5
@@ -250,3 +254,399 @@ def _signal(name: Any) -> signal.Signals:
         return signal.Signals[text if text.startswith("SIG") else "SIG" + text]
     except KeyError:
         raise ContractError(f"no signal is called {name!r} here; write it as TERM, INT or KILL") from None
+
+
+# Finds and ends what jobs run on this host: by the records of agents, by descent, and by marks in environments.
+#
+# `survey` tells of all jobs, `sweep` ends what a job left, `match` finds processes by a pattern of their command line.
+# The guard uses this if the agent died, and `distrun kill` if both did.
+#
+# Only processes of the calling user count, also for root. A signal goes to a process whose identity was just verified;
+# never by name, never to this process or its ancestors. What runs in another container (pid namespace) of this machine
+# belongs to another host: its records cannot be seen from here.
+
+
+POLL_S = 0.05
+AGENT = "import binascii,json,os,sys,zlib"
+"""Stands in the command line of every agent and guard: how their program begins."""
+NAMES = ("distrun's agent", "distrun's guard")
+"""What the two are called in a report: their command lines say nothing to a reader."""
+DAEMONS = ("sshd", "sshd-session", "sshd-auth")
+"""No record names it, and none is above the tasks: only marks tell of the job."""
+_WHOLE = 100000
+"""Characters of a command line that are looked at."""
+
+Key = Tuple[str, str, str]
+"""A job, its nonce, and what it calls this host."""
+
+
+# Ending what a job left
+
+
+class SweepReport(NamedTuple):
+    """What a sweep did. Processes are (pid, command)."""
+
+    job: str
+    ended: Tuple[Tuple[int, str], ...]
+    """What existed and was ended."""
+    left: Tuple[Tuple[int, str], ...]
+    """What did not die, or belongs to another user by now."""
+    folders: Tuple[str, ...]
+    """The job's private folders that were removed."""
+
+
+def sweep(job: str, grace_s: Optional[float], nonce: str = "") -> SweepReport:
+    """End every process of a job of the calling user on this machine, and remove its private folders.
+
+    A job of another store by the same id has another nonce, and is left alone.
+
+    A living agent is asked to do it (SIGTERM, and SIGCONT in case it is frozen) and gets `grace_s` and two seconds.
+    Then, or without an agent, everything recorded or marked gets TERM, `grace_s`, KILL. Nothing to end is no error.
+    Waits until it is over. `grace_s` None: the job's own, as recorded.
+    """
+    folders = record.folders(job, nonce)
+    records = [found for found in map(record.find, folders) if found is not None]
+    if grace_s is None:
+        grace_s = max((found.grace_s for found in records), default=GRACE_S)
+    ours = {who: name for found in records for who, name in zip((found.agent, found.guard), NAMES)}
+
+    def find() -> List[Process]:
+        return process.mine(belongings(records, process.marks(job, nonce)))
+
+    there = {row.identity: _named(row.identity, ours) for row in find()}
+    for folder in folders:
+        record.note_kill(folder)
+    agents = [found.agent for found in records if process.is_alive(found.agent)]
+    for agent in agents:
+        _send(agent, signal.SIGTERM)
+        _send(agent, signal.SIGCONT)
+    deadline = time.monotonic() + grace_s + 2.0
+    while any(process.is_alive(agent) for agent in agents) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    more, left = end_all(find, grace_s)
+    there.update((who, command) for who, command in more.items() if who not in there)
+    guards = [found.guard for found in records if process.is_alive(found.guard)]
+    deadline = time.monotonic() + 1.0
+    while any(process.is_alive(guard) for guard in guards) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    gone = [folder for folder in folders if not left]
+    for folder in gone:
+        record.remove(folder)
+    for root in lasting.owned(lasting.root()):
+        lasting.remove_dead(lasting.socket_path(job, root))  # if a coordinator died here
+    remaining = tuple((row.pid, process.command_of(row.pid)) for row in left)
+    stuck = {row.identity for row in left}
+    ended = tuple((who.pid, text) for who, text in there.items() if who not in stuck)
+    return SweepReport(job, ended, remaining, tuple(gone))
+
+
+def belongings(
+    records: Iterable[Record],
+    marks: Dict[str, str],
+    below: Iterable[int] = (),
+    is_fresh: bool = False,
+    seen: Optional[ProcessSnapshot] = None,
+) -> List[Process]:
+    """Return the living processes of a job: recorded, marked, below the processes `below`, and all beneath those.
+
+    Args:
+        records: of the job's agents here. The agents and guards themselves count.
+        marks: what the environment of the job's processes holds.
+        below: process ids whose descendants all belong to the job.
+        is_fresh: the records were true a moment ago, so that groups count even when their leader is dead.
+        seen: the processes to look among; None: those that there are now.
+    """
+    rows = process.table() if seen is None else seen.rows
+    living, by_pid = _without_us(rows), {row.pid: row for row in rows}
+    seeds = process.marked(marks, living) if seen is None else seen.marked(marks)
+    for found in records:
+        leaders = [who for _, who in found.tasks if is_fresh or process.is_among(who, by_pid)]
+        groups = {who.pid for who in leaders}
+        recorded = set(leaders) | set(found.known) | {found.agent, found.guard}
+        recorded_ids = {who.pid for who in recorded if process.is_among(who, by_pid)}
+        seeds += [row for row in living if row.pid in recorded_ids or row.pgid in groups or row.sid in groups]
+    seeds += process.descendants(list(below), living)
+    every = seeds + process.descendants([row.pid for row in seeds], living)
+    return list({row.pid: row for row in every}.values())
+
+
+def end_all(
+    find: Callable[[], List[Process]], grace_s: float, reap: Callable[[], object] = lambda: None
+) -> Tuple[Dict[Identity, str], List[Process]]:
+    """Send TERM to what `find` returns, KILL after `grace_s` until nothing is found, for at most GIVE_UP_S more.
+
+    `reap` is called before each look. Returns what was signalled (with its command) and what is left. Waits.
+    """
+    signalled: Dict[Identity, str] = {}
+    kill_at = time.monotonic() + grace_s
+    while True:
+        reap()
+        found = find()
+        now = time.monotonic()
+        if not found or now >= kill_at + GIVE_UP_S:
+            return signalled, found
+        for row in found:
+            if now >= kill_at:
+                signalled.setdefault(row.identity, process.command_of(row.pid))
+                _send(row.identity, signal.SIGKILL)
+            elif row.identity not in signalled:
+                signalled[row.identity] = process.command_of(row.pid)
+                _send(row.identity, signal.SIGTERM)
+                _send(row.identity, signal.SIGCONT)
+        time.sleep(POLL_S)
+
+
+def is_ours(pid: int) -> bool:
+    """Return whether a process is an agent or a guard."""
+    return AGENT in process.command_of(pid, len(AGENT) + 1000)
+
+
+def _named(who: Identity, ours: Mapping[Identity, str]) -> str:
+    """Return what a process is called in a report; `ours`: agents and guards by their records."""
+    return ours.get(who) or (" or ".join(NAMES) if is_ours(who.pid) else process.command_of(who.pid))
+
+
+def _send(who: Identity, number: int) -> None:
+    with contextlib.suppress(OSError):  # another user's: it stays, and is reported
+        process.send_signal(who, number)
+
+
+# What runs here
+
+
+class RecordedJob(NamedTuple):
+    """A job on this host that has a record."""
+
+    record: Record
+    folder: str
+    written: float
+    """When the agent last wrote it, wall clock."""
+
+
+class ProcessSnapshot:
+    """The processes of this host at one moment. Without /proc each look at them is a run of ps: one serves all jobs."""
+
+    def __init__(self) -> None:
+        self.rows = process.table()
+        self._mine = process.mine(_without_us(self.rows))
+        self.environs = _environs(self._mine)
+        """By pid, of the calling user's processes that carry a job's mark."""
+
+    def mine(self, rows: Iterable[Process]) -> List[Process]:
+        """Return the processes of `rows` that the calling user started."""
+        pids = {each.pid for each in self._mine}
+        return [each for each in rows if each.pid in pids]
+
+    def marked(self, marks: Mapping[str, str]) -> List[Process]:
+        """Return the calling user's processes whose environment has all `marks`."""
+        return [each for each in self._mine if process.has_marks(self.environs.get(each.pid, {}), marks)]
+
+    def jobs(self) -> List[Key]:
+        """Return the jobs whose mark a process of this container carries."""
+        here = _of_this_container([each for each in self._mine if each.pid in self.environs])
+        found = [self.environs[each.pid] for each in here]
+        return sorted({(env["DISTRUN_JOB_ID"], env.get("DISTRUN_JOB_NONCE", ""), _place(env)) for env in found})
+
+
+def survey() -> Dict[str, Any]:
+    """Return all jobs of the calling user on this host, the ones with most processes last."""
+    kept = {(each.record.job, each.record.nonce, each.record.host): each for each in _kept()}
+    seen = ProcessSnapshot()
+    keys = list(dict.fromkeys([*kept, *seen.jobs()]))
+    return {
+        "jobs": [_job(key, kept.get(key), seen) for key in keys],
+        "uid": os.geteuid(),
+        "hostname": os.uname().nodename,
+    }
+
+
+def age_s(start: str) -> Optional[float]:
+    """Return the age in seconds of a process with this start (`Identity.start`); None if that does not tell."""
+    kind, _, rest = start.partition(":")
+    try:
+        if kind == "proc":
+            ticks = float(rest.rpartition(":")[2])
+            return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+        return max(0.0, time.time() - float(rest)) if kind == "ps" else None
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def described(each: Process, task: str = "") -> Dict[str, Any]:
+    """Return a process as answers describe it."""
+    age = age_s(each.start)
+    return {
+        "pid": each.pid,
+        "start": each.start,
+        "command": process.command_of(each.pid),
+        "task": task,
+        "age_s": None if age is None else round(age, 1),
+        "state": each.state,
+    }
+
+
+def _job(key: Key, found: Optional[RecordedJob], seen: ProcessSnapshot) -> Dict[str, Any]:
+    marks = process.marks(key[0], key[1])
+    records = [found.record] if found else []
+    environs = seen.environs
+    every = belongings(records, dict(marks, DISTRUN_PLACE=key[2]) if key[2] else marks, seen=seen)
+    if key[2]:  # agents, guards and what older versions started are marked with their host only
+        known = {each.pid for each in every}
+        every += [each for each in belongings([], dict(marks, DISTRUN_HOST=key[2]), seen=seen) if each.pid not in known]
+    # A host may have several places, and a mark without a name means just that, not any of them.
+    processes = [each for each in seen.mine(every) if _place(environs.get(each.pid, {}), key[2]) == key[2]]
+    rows = {each.pid: each for each in seen.rows}
+    agent, guard = (found.record.agent, found.record.guard) if found else _above(processes, rows)
+    names = _names(records)
+    return {
+        "job": key[0],
+        "nonce": key[1],
+        "host": key[2],
+        "agent": _state(agent, rows),
+        "guard": _state(guard, rows),
+        "quiet_s": max(0.0, round(time.time() - found.written, 1)) if found else None,
+        "lease_s": found.record.lease_s if found else None,
+        "grace_s": found.record.grace_s if found else None,
+        "processes": [
+            described(each, names.get(each.identity) or _task(environs.get(each.pid, {}))) for each in processes
+        ],
+        "folder": found.folder if found else "",
+    }
+
+
+def _place(env: Mapping[str, str], unmarked: str = "") -> str:
+    """Return the place that a process's marks name; `unmarked` if it has none."""
+    return (env.get("DISTRUN_PLACE") or env.get("DISTRUN_HOST", "")) if env else unmarked
+
+
+def _names(records: Iterable[Record]) -> Dict[Identity, str]:
+    names: Dict[Identity, str] = {}
+    for each in records:
+        names.update({who: name for name, who in each.tasks})
+        names.update({each.agent: "agent", each.guard: "guard"})
+    return names
+
+
+def _task(env: Dict[str, str]) -> str:
+    return facts.task_name(env.get("DISTRUN_ROLE", ""), env.get("DISTRUN_RANK", ""))
+
+
+def _above(processes: List[Process], rows: Mapping[int, Process]) -> Tuple[Optional[Identity], Optional[Identity]]:
+    """Return agent and guard of a job whose record is lost (/tmp was cleaned), by what they run.
+
+    The agent is the nearest such process above the tasks, the guard its parent.
+    """
+    for each in processes:
+        above = rows.get(each.ppid)
+        while above is not None and above.pid > 1:
+            if is_ours(above.pid):
+                guard = rows.get(above.ppid)
+                return above.identity, guard.identity if guard else None
+            above = rows.get(above.ppid)
+    return None, None
+
+
+def _state(who: Optional[Identity], rows: Mapping[int, Process]) -> str:
+    if who is None:
+        return facts.AGENT_NONE
+    if not process.is_among(who, rows):
+        return facts.AGENT_DEAD
+    # T: a signal stopped it; t: a debugger did.
+    return facts.AGENT_STOPPED if rows[who.pid].state in "Tt" else facts.AGENT_ALIVE
+
+
+def _kept() -> List[RecordedJob]:
+    found = []
+    for folder in record.every():
+        with contextlib.suppress(OSError, ContractError, ValueError):
+            written = os.stat(os.path.join(folder, record.RECORD)).st_mtime
+            found.append(RecordedJob(record.load(folder), folder, written))
+    return found
+
+
+def _without_us(rows: List[Process]) -> List[Process]:
+    """Return the living processes except this one and its ancestors."""
+    spared = process.ancestors(os.getpid(), rows) | {os.getpid()}
+    return [each for each in rows if not each.is_dead and each.pid not in spared]
+
+
+def _of_this_container(rows: List[Process]) -> List[Process]:
+    """Return the processes of this container (pid namespace)."""
+    ours = _namespace(os.getpid())
+    return [each for each in rows if _namespace(each.pid) in ("", ours)]
+
+
+def _namespace(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:
+        return ""
+
+
+def _environs(rows: List[Process]) -> Dict[int, Dict[str, str]]:
+    """Return the environments of those of `rows` that carry a job's mark, by pid."""
+    pids = [each.pid for each in rows]
+    found = ps.environs(pids) if process.is_portable() else {pid: process.environ_of(pid) for pid in pids}
+    return {pid: env for pid, env in found.items() if env.get("DISTRUN_JOB_ID")}
+
+
+# By a pattern, whoever started it
+
+
+def match(args: Mapping[str, Any]) -> Dict[str, Any]:
+    """Return the processes in whose command line the pattern is found, and end them if that is wanted.
+
+    Never the first process, this one or those above it, an agent, a guard, or an ssh daemon. Arguments: `regex`;
+    `kill`, whether to end them; `grace_s`, seconds between TERM and KILL; `only`, pairs of pid and start: of those
+    found only these; `spare`, such pairs that are left alone.
+
+    Raises:
+        ContractError: the pattern is not a regular expression.
+    """
+    try:
+        pattern = re.compile(str(args["regex"]))
+    except re.error as err:
+        raise ContractError(f"--match {args['regex']}: this is not a regular expression: {err}") from None
+    found = matching(process.table(), pattern, _identities(args.get("spare")))
+    if args.get("only") is not None:
+        only = _identities(args["only"])
+        found = [each for each in found if each.identity in only]
+    rows = [described(each) for each in found]
+    if not args.get("kill"):
+        return {"found": rows, "ended": [], "left": []}
+    chosen = {each.identity for each in found}
+
+    def find() -> List[Process]:
+        return [
+            each for each in process.table([who.pid for who in chosen]) if each.identity in chosen and not each.is_dead
+        ]
+
+    signalled, left = end_all(find, float(args.get("grace_s") or 0.0))
+    remaining = {each.pid for each in left}
+    return {
+        "found": rows,
+        "ended": [[who.pid, text] for who, text in signalled.items() if who.pid not in remaining],
+        "left": [[each.pid, process.command_of(each.pid)] for each in left],
+    }
+
+
+def matching(rows: List[Process], pattern: Pattern[str], spare: Set[Identity]) -> List[Process]:
+    """Return the processes of the calling user in `rows` that match the pattern and may be ended."""
+    spared = process.ancestors(os.getpid(), rows) | {os.getpid(), 1}
+    candidates = [each for each in rows if not each.is_dead and each.pid not in spared and each.identity not in spare]
+    found = []
+    for each in process.mine(candidates):
+        command = process.command_of(each.pid, _WHOLE)
+        if AGENT not in command and not is_daemon(command) and pattern.search(command):
+            found.append(each)
+    return found
+
+
+def is_daemon(command: str) -> bool:
+    """Return whether a command line is one of the ssh server's."""
+    first = command.partition(" ")[0].rstrip(":").strip("[]")
+    return os.path.basename(first) in DAEMONS
+
+
+def _identities(pairs: Any) -> Set[Identity]:
+    return {Identity(int(pid), str(start)) for pid, start in pairs or ()}

@@ -23,7 +23,7 @@ import time
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 from distrun_runtime.contract import folder
-from distrun_runtime.contract.folder import MARKER, ON, PARTIAL, STAGE, STALE_S, Unfit
+from distrun_runtime.contract.folder import MARKER, ON, PARTIAL, STAGE, STALE_S, FolderUnfit
 from distrun_runtime.contract.plan import Plan
 
 BLOCK = 512
@@ -38,7 +38,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _LONG = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
 
-class _Member(NamedTuple):
+class _ArchiveEntry(NamedTuple):
     """A folder, file or link of the archive. What a file holds is in the stage, under its number."""
 
     path: str
@@ -59,7 +59,7 @@ class Archive:
     """
 
     def __init__(self, stage: int, where: str, own: Tuple[str, ...]) -> None:
-        self.members: List[_Member] = []
+        self.members: List[_ArchiveEntry] = []
         self.files = self.size = 0
         """Files and links, and their bytes."""
         self.kinds: Dict[str, bool] = {}
@@ -138,7 +138,7 @@ class Archive:
         self._check(path, info.isdir())
         if info.issym() and folder.leads_out(path, target):
             raise _refused(f"the link {path!r} leads out of {self._where}, to {target!r}")
-        member = _Member(path, info.type, info.mode & 0o777, info.mtime, target, str(len(self.members)))
+        member = _ArchiveEntry(path, info.type, info.mode & 0o777, info.mtime, target, str(len(self.members)))
         self.members.append(member)
         self.files += not info.isdir()
         if is_file:
@@ -213,7 +213,7 @@ class Unpacking:
         sync = self._plan.sync
         try:
             if sync is None:
-                raise Unfit("protocol", "the plan has no files to copy", "")
+                raise FolderUnfit("protocol", "the plan has no files to copy", "")
             found = folder.prepare(
                 self._plan.cwd,
                 self._on,
@@ -225,7 +225,7 @@ class Unpacking:
             )
             self._path = found.path
             state = "source" if found.is_source else "mine" if self._claim() else "shared"
-        except Unfit as err:
+        except FolderUnfit as err:
             self._fail(err)
         except OSError as err:
             self._fail(self._unfit(err))
@@ -243,10 +243,10 @@ class Unpacking:
         try:
             archive.feed(piece)
             if fault:
-                raise Unfit("other", f"the files were not sent whole: {fault}", "")
+                raise FolderUnfit("other", f"the files were not sent whole: {fault}", "")
             if is_last and not archive.is_whole:
                 raise _refused("the archive ends too early")
-        except Unfit as err:
+        except FolderUnfit as err:
             self._fail(err)
         except OSError as err:
             self._fail(self._unfit(err, archive.members[-1].path if archive.members else ""))
@@ -269,7 +269,7 @@ class Unpacking:
                     self._say("copying", files=self._count)
                 if now >= until:
                     return
-        except Unfit as err:
+        except FolderUnfit as err:
             self._fail(err)
         except OSError as err:
             self._fail(self._unfit(err, self._at))
@@ -289,17 +289,17 @@ class Unpacking:
         self._archive = self._placing = None
         self._near, self._in_stage, self._top = ("", -1), -1, -1
 
-    def _fail(self, err: Unfit) -> None:
+    def _fail(self, err: FolderUnfit) -> None:
         self.close()
         self._say("copy_failed", reason=str(err), kind=err.kind, fix=err.fix)
 
-    def _unfit(self, err: OSError, name: str = "") -> Unfit:
+    def _unfit(self, err: OSError, name: str = "") -> FolderUnfit:
         """Return what to say of an error of the system."""
         where = (os.path.join(self._path or self._plan.cwd, name) if name else self._path or self._plan.cwd) + self._on
         why = err.strerror or str(err)
         if err.errno in (errno.ENOSPC, errno.EDQUOT):
-            return Unfit("disk", f"there is no room for the files: {where}: {why}", ROOM)
-        return Unfit("folder", f"the files cannot be written: {where}: {why}", "")
+            return FolderUnfit("disk", f"there is no room for the files: {where}: {why}", ROOM)
+        return FolderUnfit("folder", f"the files cannot be written: {where}: {why}", "")
 
     def _claim(self) -> bool:
         """Make the stage; return False if another agent has made it. Old ones of killed agents are removed."""
@@ -387,7 +387,7 @@ class Unpacking:
             self._made.add(path)
         return os.open(name, _FOLDER, dir_fd=parent)
 
-    def _give_way(self, parent: int, name: str, member: _Member) -> None:
+    def _give_way(self, parent: int, name: str, member: _ArchiveEntry) -> None:
         """Take a folder away where a file or link belongs, if it is empty or files are to be deleted."""
         if self._delete:
             os.rename(name, member.number + "-old", src_dir_fd=parent, dst_dir_fd=self._in_stage)
@@ -396,11 +396,11 @@ class Unpacking:
             os.rmdir(name, dir_fd=parent)
         except OSError as err:
             where = os.path.join(self._path, member.path) + self._on
-            raise Unfit(
+            raise FolderUnfit(
                 "folder", f"{where} is a folder ({err.strerror}), and here it is a file", "remove it there"
             ) from None
 
-    def _rename(self, member: _Member, parent: int, name: str, mode: int) -> None:
+    def _rename(self, member: _ArchiveEntry, parent: int, name: str, mode: int) -> None:
         """Put a file into place, with mode and time; a mounted file system below the folder gets a copy."""
         number, times = member.number, (time.time(), member.mtime)
         os.chmod(number, mode, dir_fd=self._in_stage)
@@ -456,8 +456,8 @@ class Unpacking:
         return False
 
 
-def _refused(text: str) -> Unfit:
-    return Unfit("protocol", text, "")
+def _refused(text: str) -> FolderUnfit:
+    return FolderUnfit("protocol", text, "")
 
 
 def _look(parent: int, name: str) -> Optional[os.stat_result]:

@@ -21,8 +21,8 @@ import struct
 import time
 from typing import Callable, Dict, Iterator
 
-from distrun_runtime.agent.channel import Connection, Socket
-from distrun_runtime.contract import session, wire
+from distrun_runtime.agent.channel import Connection, StreamSocket
+from distrun_runtime.contract import session
 from distrun_runtime.errors import WireError
 
 NAME = "agent.s"
@@ -36,7 +36,7 @@ PATH_BYTES = 100
 """A longer path does not fit into a socket's address everywhere."""
 
 
-class Waiting:
+class RedialListener:
     """Listens for one job. `on_connection` gets each connection that has proved itself, and what was read ahead."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Waiting:
         guest = _Guest(connection, now + PROOF_S)
         self._guests[guest.descriptor] = guest
         self._selector.register(guest.descriptor, selectors.EVENT_READ, lambda: self._hear(guest))
-        if not guest.is_of_this_user() or not guest.send(b"DISTRUN/%d %s\n" % (wire.VERSION, guest.nonce.encode())):
+        if not guest.is_of_this_user() or not guest.send(b"DISTRUN/%d %s\n" % (session.VERSION, guest.nonce.encode())):
             self._dismiss(guest)
 
     def _hear(self, guest: _Guest) -> None:
@@ -96,7 +96,7 @@ class Waiting:
         if answer and guest.send(answer):
             self._selector.unregister(guest.descriptor)
             del self._guests[guest.descriptor]
-            self._on_connection(Socket(guest.socket), guest.rest)
+            self._on_connection(StreamSocket(guest.socket), guest.rest)
         elif answer:
             self._dismiss(guest)
 
@@ -147,7 +147,7 @@ class _Guest:
         self._received += data
         if not data or len(self._received) > PROOF_BYTES:
             raise WireError("it does not prove who it is")
-        frame, self.rest = wire.first(self._received)
+        frame, self.rest = session.first(self._received)
         if frame is None:
             return b""
         theirs = str(frame.header["nonce"])
@@ -155,7 +155,7 @@ class _Guest:
             str(frame.header["proof"]), key, session.COORDINATOR, self.nonce, theirs
         ):
             raise WireError("a wrong proof")
-        return wire.encode({"type": "proven", "proof": session.proof(key, session.AGENT, self.nonce, theirs)})
+        return session.encode({"type": "proven", "proof": session.proof(key, session.AGENT, self.nonce, theirs)})
 
 
 def _listen(folder: str) -> socket.socket:

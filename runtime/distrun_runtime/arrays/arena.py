@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Device, DeviceArray, Place
+from distrun_runtime.arrays.device import ArrayPlace, Device, DeviceArray
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.arrays.segments import PAGE
 
@@ -93,11 +93,11 @@ class Arena:
         """Elements of each block, whether it was used yet or not."""
         return self._sizes
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[ArrayPlace]:
         """Yield where the blocks that were used are referred to; `device.move` takes them elsewhere."""
         for blocks in self._sides:
             for number, block in blocks.items():
-                yield Place(block, partial(blocks.__setitem__, number), self._is_sent)
+                yield ArrayPlace(block, partial(blocks.__setitem__, number), self._is_sent)
 
     def make_on(self, device: Device) -> None:
         """Make further blocks on another device."""

@@ -24,7 +24,7 @@ from distrun_runtime.arrays.cuda import Pointer, Stream, never_freed
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.foreign import DeviceView, Streams
 from distrun_runtime.arrays.gpumemory import Memory
-from distrun_runtime.arrays.queues import Mark, Order, Queue, Uses
+from distrun_runtime.arrays.queues import Mark, StreamOrdering, StreamQueue, Uses
 
 if TYPE_CHECKING:
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
@@ -43,7 +43,7 @@ class _KeptOwner:
 class Keeper:
     """Keeps the owners of borrowed memory until our work on it is over. It never waits. Threads: any."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: StreamOrdering) -> None:
         self.dropped: deque[int] = deque()
         """Numbers of what nothing of ours refers to any more."""
         self._order = order
@@ -121,14 +121,14 @@ class Borrowing:
         device: gives the device of a GPU's number.
     """
 
-    def __init__(self, order: Order, device: Callable[[int], GpuDevice]) -> None:
+    def __init__(self, order: StreamOrdering, device: Callable[[int], GpuDevice]) -> None:
         self.keeper = Keeper(order)
         self.order = order
         self._device = device
         self._devices: dict[int, GpuDevice] = {}
-        self._callers: dict[tuple[int, int, int], Queue] = {}
+        self._callers: dict[tuple[int, int, int], StreamQueue] = {}
         """The program's streams, by device, handle and, of a thread's own, thread."""
-        self._arrivals: dict[int, Queue] = {}
+        self._arrivals: dict[int, StreamQueue] = {}
 
     def value(self, value: object, streams: Streams | None = None) -> GpuArray:
         """Return an array in GPU memory, to be read.
@@ -139,7 +139,7 @@ class Borrowing:
         Raises:
             KVError: it cannot be read; says what to do.
         """
-        asked: list[Queue] = []
+        asked: list[StreamQueue] = []
 
         def ours(device: int) -> Stream:
             asked.append(self.arrivals(device))
@@ -177,21 +177,21 @@ class Borrowing:
         finally:
             loan.end()
 
-    def arrivals(self, device: int) -> Queue:
+    def arrivals(self, device: int) -> StreamQueue:
         """Return a queue of ours that only waits: for libraries, and for all uses of memory that is shared."""
         with self.order.locked():
             if device not in self._arrivals:
                 self._arrivals[device] = self.order.queue(device, "waits for other libraries")
             return self._arrivals[device]
 
-    def caller(self, device: int, handle: int) -> Queue:
+    def caller(self, device: int, handle: int) -> StreamQueue:
         """Return the queue of a stream of the program's; the per-thread default stream is that of this thread."""
         place = (device, handle, threading.get_ident() if handle == foreign.PER_THREAD else 0)
         with self.order.locked():
             if place not in self._callers:
                 event = self.order.cuda.event(device)
                 # A plain Stream: nothing of ours ends it.
-                self._callers[place] = Queue(Stream(device, handle), event, is_ours=False)
+                self._callers[place] = StreamQueue(Stream(device, handle), event, is_ours=False)
             return self._callers[place]
 
     def _array(self, view: DeviceView | None) -> GpuArray:
@@ -253,20 +253,20 @@ class Loan:
             self._order.finish(mark)
         self._borrowing.keeper.collect()
 
-    def _let_follow(self, streams: dict[Queue, list[Borrowed]]) -> None:
+    def _let_follow(self, streams: dict[StreamQueue, list[Borrowed]]) -> None:
         with self._order.locked():
             for queue, memories in streams.items():
                 self._order.follow(queue, [place for memory in memories for place in memory.uses.before_writing()])
 
-    def _by_stream(self, memories: Iterable[Borrowed]) -> dict[Queue, list[Borrowed]]:
+    def _by_stream(self, memories: Iterable[Borrowed]) -> dict[StreamQueue, list[Borrowed]]:
         by_handle: dict[tuple[int, int], list[Borrowed]] = {}
         for memory in memories:
             if memory.stream is not None:
                 by_handle.setdefault((memory.pointer.device, memory.stream), []).append(memory)
         return {self._borrowing.caller(*place): its for place, its in by_handle.items()}
 
-    def _by_current_stream(self, memories: Iterable[Borrowed]) -> dict[Queue, list[Borrowed]]:
-        found: dict[Queue, list[Borrowed]] = {}
+    def _by_current_stream(self, memories: Iterable[Borrowed]) -> dict[StreamQueue, list[Borrowed]]:
+        found: dict[StreamQueue, list[Borrowed]] = {}
         by_library: dict[tuple[str, int], list[Borrowed]] = {}
         for memory in memories:
             by_library.setdefault((memory.library, memory.pointer.device), []).append(memory)

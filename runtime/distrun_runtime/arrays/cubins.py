@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 
-from distrun_runtime.contract import caches, keptfiles, lasting
+from distrun_runtime.contract import cache_file, lasting
 
 __all__ = ["find_folder", "kept"]
 
@@ -34,7 +34,7 @@ def find_folder(env: Mapping[str, str] | None = None, temporary: str | None = No
         temporary: instead of the system's temporary folder.
     """
     with contextlib.suppress(OSError):
-        found = caches.make(KIND, env)
+        found = cache_file.make(KIND, env)
         if os.access(found, os.W_OK | os.X_OK):
             return found
     path = os.path.join(temporary or tempfile.gettempdir(), "distrun-%s-%d" % (KIND, os.geteuid()))
@@ -63,14 +63,14 @@ def kept(folder: str, key: str, architecture: str, compiler: str, compile: Calla
     name = "-".join(re.sub(r"[^\w.]", "_", part) for part in (key, architecture, compiler)) + SUFFIX
     path = os.path.join(folder, name)
     with contextlib.suppress(OSError):
-        code = keptfiles.read(path)
+        code = cache_file.read(path)
         if code:
             with contextlib.suppress(OSError):
                 os.utime(path)
             return code
     code = compile()
     with contextlib.suppress(OSError):
-        keptfiles.write(path, code)
+        cache_file.write(path, code)
         _thin_out(folder)
     return code
 
@@ -81,5 +81,5 @@ def _thin_out(folder: str) -> None:
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
         with contextlib.suppress(OSError):  # another process removed it
-            if (name.endswith(SUFFIX) or name.startswith(keptfiles.FRESH)) and os.lstat(path).st_mtime < before:
+            if (name.endswith(SUFFIX) or name.startswith(cache_file.FRESH)) and os.lstat(path).st_mtime < before:
                 os.unlink(path)

@@ -48,7 +48,7 @@ __all__ = [
     "Driver",
     "DriverError",
     "Event",
-    "Host",
+    "HostMemory",
     "Loaded",
     "Place",
     "Pointer",
@@ -94,19 +94,19 @@ class Pointer:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostMemory:
     """Memory of the host. Whoever passes it keeps it alive until the copy is done."""
 
     address: int
     nbytes: int
 
-    def at(self, offset: int, nbytes: int) -> Host:
+    def at(self, offset: int, nbytes: int) -> HostMemory:
         """Return a part of this memory."""
         assert 0 <= offset <= offset + nbytes <= self.nbytes, (self, offset, nbytes)
-        return Host(self.address + offset, nbytes)
+        return HostMemory(self.address + offset, nbytes)
 
 
-Place = Union[Pointer, Host]
+Place = Union[Pointer, HostMemory]
 
 
 @dataclass(frozen=True)
@@ -303,8 +303,8 @@ class Driver(Protocol):
     def memory(self, device: int) -> tuple[int, int]: ...
     def alloc(self, device: int, nbytes: int) -> int: ...
     def free(self, pointer: Pointer) -> None: ...
-    def register(self, host: Host, is_readonly: bool) -> None: ...
-    def unregister(self, host: Host) -> None: ...
+    def register(self, host: HostMemory, is_readonly: bool) -> None: ...
+    def unregister(self, host: HostMemory) -> None: ...
     def make_stream(self, device: int) -> int: ...
     def end_stream(self, device: int, handle: int) -> None: ...
     def make_event(self, device: int) -> int: ...
@@ -395,7 +395,7 @@ class Cuda:
         """Give back memory as `alloc` returned it. No operation that uses it may be under way."""
         self._made("free", pointer.device, self._driver.free, pointer)
 
-    def register(self, host: Host, *, is_readonly: bool = False) -> None:
+    def register(self, host: HostMemory, *, is_readonly: bool = False) -> None:
         """Page-lock memory of the host: copies from and to it do not hold up the calling thread.
 
         Arguments:
@@ -403,7 +403,7 @@ class Cuda:
         """
         self._made("register", None, self._driver.register, host, is_readonly)
 
-    def unregister(self, host: Host) -> None:
+    def unregister(self, host: HostMemory) -> None:
         """Undo `register`. No copy that uses the memory may be under way."""
         self._made("unregister", None, self._driver.unregister, host)
 

@@ -25,7 +25,7 @@ from distrun_runtime.arrays.cuda import (
     CudaMissing,
     DriverError,
     Event,
-    Host,
+    HostMemory,
     Loaded,
     Place,
     Pointer,
@@ -57,7 +57,7 @@ _REGISTERS_READ_ONLY = 113
 """cudaDevAttrHostRegisterReadOnlySupported."""
 
 
-class _Runtime(Protocol):
+class _CupyRuntime(Protocol):
     """What is used of `cupy.cuda.runtime`, of cupy 14."""
 
     def getDeviceCount(self) -> int: ...
@@ -102,12 +102,12 @@ class _Function(Protocol):
     """A loaded kernel: `cupy.cuda.function.Function`."""
 
     def __call__(
-        self, grid: tuple[int], block: tuple[int], args: tuple[object, ...], shared_mem: int, *, stream: _Handle
+        self, grid: tuple[int], block: tuple[int], args: tuple[object, ...], shared_mem: int, *, stream: _StreamHandle
     ) -> None: ...
 
 
 @dataclass(frozen=True)
-class _Handle:
+class _StreamHandle:
     """What cupy takes for a stream: anything with `ptr`."""
 
     ptr: int
@@ -126,7 +126,7 @@ class CupyDriver:
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
-        self._runtime = cast(_Runtime, cupy.cuda.runtime)
+        self._runtime = cast(_CupyRuntime, cupy.cuda.runtime)
         self._driver = cast(_Contexts, cupy.cuda.driver)
         self._failures: tuple[type[Exception], ...] = (
             cupy.cuda.runtime.CUDARuntimeError,
@@ -140,7 +140,7 @@ class CupyDriver:
         self._folder = cubins.find_folder()
 
     @contextlib.contextmanager
-    def _told(self, device: int | None = None) -> Iterator[_Runtime]:
+    def _told(self, device: int | None = None) -> Iterator[_CupyRuntime]:
         """Translate cupy's errors; make a device the current one of this thread meanwhile."""
         try:
             if device is None:
@@ -202,14 +202,14 @@ class CupyDriver:
         with self._told(pointer.device) as runtime:
             runtime.free(pointer.address)
 
-    def register(self, host: Host, is_readonly: bool) -> None:
+    def register(self, host: HostMemory, is_readonly: bool) -> None:
         device = self._used
         with self._told(device) as runtime:
             if is_readonly and not runtime.deviceGetAttribute(_REGISTERS_READ_ONLY, device or 0):
                 raise DriverError(NOT_SUPPORTED, "cudaErrorNotSupported", "read-only memory cannot be registered")
             runtime.hostRegister(host.address, host.nbytes, _PORTABLE | (_READ_ONLY if is_readonly else 0))
 
-    def unregister(self, host: Host) -> None:
+    def unregister(self, host: HostMemory) -> None:
         with self._told(self._used) as runtime:
             runtime.hostUnregister(host.address)
 
@@ -279,7 +279,7 @@ class CupyDriver:
             for each in arguments
         )
         with self._told(device):
-            function((blocks,), (THREADS,), (*values, np.int64(elements)), 0, stream=_Handle(stream.handle))
+            function((blocks,), (THREADS,), (*values, np.int64(elements)), 0, stream=_StreamHandle(stream.handle))
 
     def record(self, event: Event, stream: Stream) -> None:
         with self._told(stream.device) as runtime:

@@ -9,7 +9,7 @@ import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array, DType
 
-__all__ = ["Buffer", "Device", "DeviceArray", "Place", "copy", "is_on_host", "move", "on_host"]
+__all__ = ["ArrayPlace", "Buffer", "Device", "DeviceArray", "copy", "is_on_host", "move", "on_host"]
 
 Buffer = Union[bytes, bytearray, memoryview]
 """Bytes in the host's memory."""
@@ -109,7 +109,7 @@ class Device(Protocol):
         """Copy an array that is here into a numpy array of the same shape and dtype, of any strides."""
 
 
-class Place(NamedTuple):
+class ArrayPlace(NamedTuple):
     """Where an array is referred to."""
 
     array: DeviceArray
@@ -119,7 +119,7 @@ class Place(NamedTuple):
     """As for `Device.empty`."""
 
 
-def move(places: Iterable[Place], device: Device) -> None:
+def move(places: Iterable[ArrayPlace], device: Device) -> None:
     """Have arrays on another device: all of them, or none if a call fails.
 
     Raises:

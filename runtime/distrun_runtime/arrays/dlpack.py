@@ -110,7 +110,7 @@ _Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 """Called without the interpreter's lock: a deleter takes it where it needs it."""
 
 
-class Owner:
+class ProducerMemory:
     """Keeps a producer's memory: the producer is told once, when nothing refers to this any more.
 
     A forked child never tells: the producer's memory is its parent's, and the call may be one of CUDA.
@@ -141,7 +141,7 @@ class Tensor:
     """In bytes."""
     is_readonly: bool | None
     """None: the producer's version of DLPack does not say."""
-    owner: Owner
+    owner: ProducerMemory
 
 
 def name_of(device_type: int) -> str:
@@ -187,7 +187,7 @@ def read(capsule: object) -> Tensor:
         address = _pointer(capsule, _NEW)
         versioned = _Versioned.from_address(address)
         _set_name(capsule, _USED_NEW)
-        owner = Owner(address, versioned.deleter)
+        owner = ProducerMemory(address, versioned.deleter)
         if versioned.major != _VERSION[0]:
             raise BufferError(f"DLPack {versioned.major}.{versioned.minor}: expected {_VERSION[0]}.x")
         return _tensor(versioned.tensor, bool(versioned.flags & _READ_ONLY), owner)
@@ -195,11 +195,11 @@ def read(capsule: object) -> Tensor:
         address = _pointer(capsule, _PLAIN)
         managed = _Managed.from_address(address)
         _set_name(capsule, _USED_PLAIN)
-        return _tensor(managed.tensor, None, Owner(address, managed.deleter))
+        return _tensor(managed.tensor, None, ProducerMemory(address, managed.deleter))
     raise BufferError(f"expected a DLPack capsule that was not used yet, found {capsule!r:.80}")
 
 
-def _tensor(found: _DLTensor, is_readonly: bool | None, owner: Owner) -> Tensor:
+def _tensor(found: _DLTensor, is_readonly: bool | None, owner: ProducerMemory) -> Tensor:
     shape = tuple(found.shape[axis] for axis in range(found.ndim))
     itemsize = (found.bits * found.lanes + 7) // 8
     if found.strides:

@@ -24,12 +24,12 @@ from typing import Any, Union, cast
 import numpy as np
 
 from distrun_runtime.arrays import programs
-from distrun_runtime.arrays.cuda import Argument, CudaError, Host, Loaded, Pointer, Read, Table, Use, Write
+from distrun_runtime.arrays.cuda import Argument, CudaError, HostMemory, Loaded, Pointer, Read, Table, Use, Write
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
 from distrun_runtime.arrays.gpumemory import GpuPool, Memory, PageLocked, Staging
 from distrun_runtime.arrays.programs import Program
-from distrun_runtime.arrays.queues import Order
+from distrun_runtime.arrays.queues import StreamOrdering
 from distrun_runtime.arrays.segments import address_of
 
 __all__ = ["GpuArray", "GpuDevice"]
@@ -112,7 +112,7 @@ AnyArray = Union[Array, GpuArray]
 
 
 @dataclass
-class _Batch:
+class _CopyBatch:
     """What is copied from elsewhere at once, to be added up."""
 
     tensors: list[list[AnyArray]]
@@ -186,7 +186,7 @@ class GpuDevice:
 
     def __init__(
         self,
-        order: Order,
+        order: StreamOrdering,
         physical: int,
         name: str,
         locked: PageLocked,
@@ -366,7 +366,7 @@ class GpuDevice:
                 for begin, size in _pieces(flat.nbytes):
                     with self._order.using(self._outward, reads=[array.memory.uses]):
                         source = array.memory.pointer.at(array.begin + begin, size)
-                        self._cuda.copy(Host(address_of(flat) + begin, size), source, size, self._outward.stream)
+                        self._cuda.copy(HostMemory(address_of(flat) + begin, size), source, size, self._outward.stream)
             self._staging.copy_out(staged, self._outward)
         for out, copy in strided:
             np.copyto(out, copy)
@@ -387,7 +387,7 @@ class GpuDevice:
                 for begin, size in _pieces(flat.nbytes):
                     with self._order.using(self._inward, writes=[into.memory.uses]):
                         target = into.memory.pointer.at(into.begin + begin, size)
-                        self._cuda.copy(target, Host(address_of(flat) + begin, size), size, self._inward.stream)
+                        self._cuda.copy(target, HostMemory(address_of(flat) + begin, size), size, self._inward.stream)
             self._staging.copy_in(staged, self._inward)
 
     def launch(
@@ -534,9 +534,9 @@ class GpuDevice:
             yield brought, slice(done, done + size)
             done += size
 
-    def _batches(self, lists: Sequence[Sequence[AnyArray]], limit: int) -> Iterator[_Batch]:
+    def _batches(self, lists: Sequence[Sequence[AnyArray]], limit: int) -> Iterator[_CopyBatch]:
         """Yield runs of the tensors' elements, of whose parts those that are not here take at most `limit` bytes."""
-        batch = _Batch([], 0)
+        batch = _CopyBatch([], 0)
         for parts in lists:
             flats = [part.reshape(-1) for part in parts]
             widths = [part.dtype.itemsize for part in parts if not self._is_here(part)]
@@ -549,12 +549,12 @@ class GpuDevice:
                     break
                 if batch.tensors:
                     yield batch
-                    batch = _Batch([], 0)
+                    batch = _CopyBatch([], 0)
                     continue
                 # Larger than the room: a part of it, whose end is aligned as its beginning is.
                 size = max(1, limit // sum(widths) - ALIGNED)
                 size -= size % ALIGNED if size > ALIGNED else 0
-                yield _Batch(
+                yield _CopyBatch(
                     [[flat[begin : begin + size] for flat in flats]], sum(_padded(width * size) for width in widths)
                 )
                 begin += size

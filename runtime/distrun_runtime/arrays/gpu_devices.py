@@ -8,7 +8,7 @@ from distrun_runtime.arrays.borrowing import Borrowing
 from distrun_runtime.arrays.cuda import Cuda
 from distrun_runtime.arrays.gpu import GpuDevice
 from distrun_runtime.arrays.gpumemory import PageLocked
-from distrun_runtime.arrays.queues import Order
+from distrun_runtime.arrays.queues import StreamOrdering
 from distrun_runtime.arrays.segments import Blocks
 from distrun_runtime.errors import KVError
 
@@ -27,7 +27,7 @@ class Gpus:
     def __init__(self, cuda: Cuda, *, wait_s: float, has_peers: bool = True, blocks: Blocks | None = None) -> None:
         self._blocks = blocks
         self._has_peers = has_peers
-        self.order = Order(cuda, wait_s=wait_s)
+        self.order = StreamOrdering(cuda, wait_s=wait_s)
         self.locked = PageLocked(self.order)
         self.borrowing = Borrowing(self.order, self.get)
         """Arrays of other libraries on these devices."""

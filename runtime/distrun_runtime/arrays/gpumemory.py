@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from distrun_runtime.arrays.cuda import CudaError, CudaOutOfMemory, Host, Pointer
+from distrun_runtime.arrays.cuda import CudaError, CudaOutOfMemory, HostMemory, Pointer
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.arrays.queues import Mark, Order, Queue, Uses
+from distrun_runtime.arrays.queues import Mark, StreamOrdering, StreamQueue, Uses
 from distrun_runtime.arrays.segments import LINE, address_of
 
 __all__ = ["Copies", "GpuPool", "Memory", "PageLocked", "Staging", "rounded"]
@@ -53,7 +53,7 @@ class Memory:
 class GpuPool:
     """Blocks of one GPU. Threads: any."""
 
-    def __init__(self, order: Order, device: int) -> None:
+    def __init__(self, order: StreamOrdering, device: int) -> None:
         self.limit: int | None = None
         """Bytes that the pool takes at most, free blocks included; None: what is there."""
         self.spares: Callable[[], None] = lambda: None
@@ -175,8 +175,8 @@ def rounded(nbytes: int) -> int:
 
 
 @dataclass(eq=False)
-class _Slot:
-    host: Host
+class _HostSlot:
+    host: HostMemory
     bytes: Array
     uses: Uses = field(default_factory=Uses)
     mark: Mark | None = None
@@ -194,11 +194,11 @@ class Staging:
     the next. Where the system allows no page-locked memory, it is ordinary memory, and each copy holds up its caller.
     """
 
-    def __init__(self, order: Order, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS) -> None:
+    def __init__(self, order: StreamOrdering, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS) -> None:
         self._order = order
         self._slot_bytes = slot_bytes
         self._count = slots
-        self._slots: deque[_Slot] = deque()
+        self._slots: deque[_HostSlot] = deque()
         self.is_locked = True
         """Whether it is page-locked; not known before it was to be registered."""
         self._lock = threading.Lock()
@@ -209,7 +209,7 @@ class Staging:
         with self._lock:
             self._register()
 
-    def copy_in(self, pairs: Sequence[tuple[Array, Memory, int]], queue: Queue) -> None:
+    def copy_in(self, pairs: Sequence[tuple[Array, Memory, int]], queue: StreamQueue) -> None:
         """Copy flat bytes, each to a GPU's memory at an offset; when this returns, they may be overwritten."""
         self._order.cuda.check()
         with self._lock:
@@ -225,11 +225,11 @@ class Staging:
                         self._order.cuda.copy(target, slot.host.at(place, size), size, queue.stream)
                 slot.mark = self._order.mark(queue)
 
-    def copy_out(self, pairs: Sequence[tuple[Memory, int, Array]], queue: Queue) -> None:
+    def copy_out(self, pairs: Sequence[tuple[Memory, int, Array]], queue: StreamQueue) -> None:
         """Copy from a GPU's memory, each from an offset to flat bytes; return when they are there."""
         self._order.cuda.check()
         with self._lock:
-            under_way: deque[tuple[_Slot, list[_Piece]]] = deque()
+            under_way: deque[tuple[_HostSlot, list[_Piece]]] = deque()
             for portion in self._portions([len(out) for _, _, out in pairs]):
                 if len(under_way) == self._count:
                     self._arrive(pairs, *under_way.popleft())
@@ -262,12 +262,12 @@ class Staging:
         if portion:
             yield portion
 
-    def _arrive(self, pairs: Sequence[tuple[Memory, int, Array]], slot: _Slot, portion: Sequence[_Piece]) -> None:
+    def _arrive(self, pairs: Sequence[tuple[Memory, int, Array]], slot: _HostSlot, portion: Sequence[_Piece]) -> None:
         self._finish(slot)
         for index, run, place in portion:
             pairs[index][2][run] = slot.bytes[place : place + run.stop - run.start]
 
-    def _finish(self, slot: _Slot) -> None:
+    def _finish(self, slot: _HostSlot) -> None:
         """Return when no copy from or to a slot is under way."""
         if slot.mark is not None:
             self._order.finish(slot.mark)
@@ -275,7 +275,7 @@ class Staging:
         # If a call failed after a copy had been given, there is no mark behind it.
         self._order.finish_uses(slot.uses, writes=True)
 
-    def _oldest_slot(self) -> _Slot:
+    def _oldest_slot(self) -> _HostSlot:
         """Return the slot that was used longest ago; a copy from it may be under way."""
         self._register()
         slot = self._slots.popleft()
@@ -291,13 +291,13 @@ class Staging:
             memory.madvise(mmap.MADV_DONTFORK)  # a copy-on-write page would not be the one that is locked
         whole = np.frombuffer(memory, np.uint8)
         try:
-            self._order.cuda.register(Host(address_of(whole), len(whole)))
+            self._order.cuda.register(HostMemory(address_of(whole), len(whole)))
         except CudaError as err:
             if err.is_sticky:
                 raise
             self.is_locked = False
         runs = (whole[at : at + self._slot_bytes] for at in range(0, len(whole), self._slot_bytes))
-        self._slots.extend(_Slot(Host(address_of(run), len(run)), run) for run in runs)
+        self._slots.extend(_HostSlot(HostMemory(address_of(run), len(run)), run) for run in runs)
 
 
 @dataclass(eq=False)
@@ -313,8 +313,8 @@ class _Locked:
     is_ending: bool = False
 
     @property
-    def host(self) -> Host:
-        return Host(self.begin, self.end - self.begin)
+    def host(self) -> HostMemory:
+        return HostMemory(self.begin, self.end - self.begin)
 
 
 class PageLocked:
@@ -323,7 +323,7 @@ class PageLocked:
     Copies from and to it are made directly. It is kept as long as it is page-locked.
     """
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: StreamOrdering) -> None:
         self._order = order
         self._locking = threading.Lock()
         """While memory is registered: that takes long."""
@@ -373,7 +373,7 @@ class PageLocked:
         """Tell whether all of some contiguous memory is page-locked, by one `lock`."""
         return self._place_of(memory) is not None
 
-    def copies(self, queue: Queue) -> Copies:
+    def copies(self, queue: StreamQueue) -> Copies:
         """Return what makes copies of a queue, in a `with` block."""
         return Copies(self, self._order, queue)
 
@@ -420,7 +420,7 @@ class Copies:
     Memory that `takes` names stays page-locked meanwhile. If the wait fails, it stays so for ever.
     """
 
-    def __init__(self, locked: PageLocked, order: Order, queue: Queue) -> None:
+    def __init__(self, locked: PageLocked, order: StreamOrdering, queue: StreamQueue) -> None:
         self._locked = locked
         self._order = order
         self._queue = queue

@@ -17,7 +17,7 @@ from importlib import resources
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.dtypes import DType
 
-__all__ = ["KINDS", "OPTIONS", "THREADS", "Access", "Kernel", "Parameter", "Program", "prelude", "program"]
+__all__ = ["KINDS", "OPTIONS", "THREADS", "Access", "Kernel", "KernelParameter", "Program", "prelude", "program"]
 
 KINDS = ("i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "f16", "bf16", "f32", "f64")
 """The prelude's types, by which parameters are declared."""
@@ -45,7 +45,7 @@ class Access(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Parameter:
+class KernelParameter:
     """One parameter of a kernel."""
 
     name: str
@@ -67,7 +67,7 @@ class Kernel:
     """A function that is launched. After `parameters` it takes one more, `i64 n`: for how many elements."""
 
     name: str
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[KernelParameter, ...]
 
     def head(self) -> str:
         """Return how C declares it."""
@@ -165,12 +165,12 @@ def sums(parts: str, out: str) -> Program:
     """
     if (parts, out) not in SUMS:
         raise ValueError("no sum of %s in %s" % (parts, out))
-    table, number = Parameter("table", parts, Access.TABLE), Parameter("number", "i64", Access.SCALAR)
-    offsets, tensors = Parameter("offsets", "i64", Access.READ), Parameter("tensors", "i64", Access.SCALAR)
-    into, flags = Parameter("out", out, Access.WRITE), Parameter("wide", "u8", Access.READ)
+    table, number = KernelParameter("table", parts, Access.TABLE), KernelParameter("number", "i64", Access.SCALAR)
+    offsets, tensors = KernelParameter("offsets", "i64", Access.READ), KernelParameter("tensors", "i64", Access.SCALAR)
+    into, flags = KernelParameter("out", out, Access.WRITE), KernelParameter("wide", "u8", Access.READ)
     functions = []
     for k in range(1, FEW + 1):
-        few, given = "Few<%s, %d>" % (parts, k), [Parameter("part%d" % p, parts, Access.READ) for p in range(k)]
+        few, given = "Few<%s, %d>" % (parts, k), [KernelParameter("part%d" % p, parts, Access.READ) for p in range(k)]
         listed = ", ".join(each.name for each in given)
         functions += [
             (
@@ -198,9 +198,9 @@ def sums(parts: str, out: str) -> Program:
         functions.append((Kernel("sum_mixed", (table, flags, into, number)), body))
     if parts == out:
         work = "i64" if parts.startswith("u") else "f64" if parts == "f64" else "f32"
-        array, factor = Parameter("array", parts, Access.READ), Parameter("factor", work, Access.SCALAR)
+        array, factor = KernelParameter("array", parts, Access.READ), KernelParameter("factor", work, Access.SCALAR)
         given_factor = "(%s)factor" % parts if work == "i64" else "factor"
-        bucket = Parameter("bucket", parts, Access.READ)
+        bucket = KernelParameter("bucket", parts, Access.READ)
         functions += [
             (
                 Kernel("scatter", (bucket, offsets, table, tensors)),
@@ -250,20 +250,25 @@ def codecs() -> Program:
     above, and of some that equal it, in their order: of piece p from place shares[2 p] on, and of those that equal the
     bound the first shares[2 p + 1]. It leaves 0 there. The values are those that `find_top` has counted.
     """
-    values, number = Parameter("values", "f32", Access.READ), Parameter("number", "i64", Access.SCALAR)
-    kept, kept_only_read = Parameter("residual", "f32", Access.UPDATE), Parameter("residual", "f32", Access.READ)
-    written, added_to = Parameter("out", "f32", Access.WRITE), Parameter("out", "f32", Access.UPDATE)
-    encoded, payload = Parameter("payload", "u8", Access.WRITE), Parameter("payload", "u8", Access.READ)
-    quantum, threshold, step = (Parameter(name, "f32", Access.SCALAR) for name in ("quantum", "threshold", "step"))
-    one_bit = (threshold, step, Parameter("is_inclusive", "u32", Access.SCALAR))
-    places, taken = Parameter("places", "u32", Access.WRITE), Parameter("taken", "f32", Access.WRITE)
+    values, number = KernelParameter("values", "f32", Access.READ), KernelParameter("number", "i64", Access.SCALAR)
+    kept, kept_only_read = (
+        KernelParameter("residual", "f32", Access.UPDATE),
+        KernelParameter("residual", "f32", Access.READ),
+    )
+    written, added_to = KernelParameter("out", "f32", Access.WRITE), KernelParameter("out", "f32", Access.UPDATE)
+    encoded, payload = KernelParameter("payload", "u8", Access.WRITE), KernelParameter("payload", "u8", Access.READ)
+    quantum, threshold, step = (
+        KernelParameter(name, "f32", Access.SCALAR) for name in ("quantum", "threshold", "step")
+    )
+    one_bit = (threshold, step, KernelParameter("is_inclusive", "u32", Access.SCALAR))
+    places, taken = KernelParameter("places", "u32", Access.WRITE), KernelParameter("taken", "f32", Access.WRITE)
     numbers = ("bound", "prefix", "shift", "width")
-    bound, prefix, shift, width = (Parameter(name, "u32", Access.SCALAR) for name in numbers)
-    shares = Parameter("shares", "i64", Access.READ)
-    wrong, partial = Parameter("wrong", "u32", Access.UPDATE), Parameter("sums", "f64", Access.WRITE)
+    bound, prefix, shift, width = (KernelParameter(name, "u32", Access.SCALAR) for name in numbers)
+    shares = KernelParameter("shares", "i64", Access.READ)
+    wrong, partial = KernelParameter("wrong", "u32", Access.UPDATE), KernelParameter("sums", "f64", Access.WRITE)
     functions: list[tuple[Kernel, str]] = []
 
-    def add(name: str, parameters: Sequence[Parameter], body: str) -> None:
+    def add(name: str, parameters: Sequence[KernelParameter], body: str) -> None:
         functions.append((Kernel(name, tuple(parameters)), "    " + body))
 
     for keeps, suffix, rest in (("false", "", "(f32 *)0"), ("true", "_keeping", "residual")):
@@ -289,7 +294,7 @@ def codecs() -> Program:
             [values, *looked_at, partial, number],
             "add_magnitudes<%s>(values, %s, sums, number, n);" % (keeps, rest),
         )
-    halves, halves_out = Parameter("payload", "f16", Access.READ), Parameter("payload", "f16", Access.WRITE)
+    halves, halves_out = KernelParameter("payload", "f16", Access.READ), KernelParameter("payload", "f16", Access.WRITE)
     add("half_encode", [values, halves_out], "const Few<f32, 1> parts = {{values}};\n    sum_all(parts, payload, n);")
     for adds, suffix, out in (("false", "", written), ("true", "_adding", added_to)):
         add("two_bit_decode" + suffix, [payload, quantum, out], "decode<%s, 2>(payload, quantum, out, n);" % adds)
@@ -299,21 +304,28 @@ def codecs() -> Program:
     for suffix, element in (("", "values[i]"), ("_adding", "out[places[i]] + values[i]")):
         add(
             "top_decode" + suffix,
-            [Parameter("places", "u32", Access.READ), values, added_to],
+            [KernelParameter("places", "u32", Access.READ), values, added_to],
             "EACH (i, n)\n        out[places[i]] = %s;" % element,
         )
     add(
         "count_sizes",
-        [values, prefix, shift, width, Parameter("counts", "u64", Access.UPDATE)],
+        [values, prefix, shift, width, KernelParameter("counts", "u64", Access.UPDATE)],
         "count_all_sizes(values, prefix, shift, width, counts, n);",
     )
-    add("find_top", [values, bound, Parameter("found", "u32", Access.WRITE)], "find_all_top(values, bound, found, n);")
+    add(
+        "find_top",
+        [values, bound, KernelParameter("found", "u32", Access.WRITE)],
+        "find_all_top(values, bound, found, n);",
+    )
     add(
         "take_top",
-        [Parameter("values", "f32", Access.UPDATE), bound, shares, places, taken],
+        [KernelParameter("values", "f32", Access.UPDATE), bound, shares, places, taken],
         "take_all_top(values, bound, shares, places, taken, n);",
     )
-    doubles, doubles_out = Parameter("doubles", "f64", Access.READ), Parameter("doubles", "f64", Access.WRITE)
+    doubles, doubles_out = (
+        KernelParameter("doubles", "f64", Access.READ),
+        KernelParameter("doubles", "f64", Access.WRITE),
+    )
     add("double_narrow", [doubles, written], "EACH (i, n)\n        out[i] = (f32)doubles[i];")
     add("double_widen", [values, doubles_out], "EACH (i, n)\n        doubles[i] = values[i];")
     return program("codecs", functions, helpers=_kernels())

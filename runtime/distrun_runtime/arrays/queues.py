@@ -31,14 +31,14 @@ from queue import SimpleQueue
 
 from distrun_runtime.arrays.cuda import Cuda, CudaTimedOut, Event, Stream
 
-__all__ = ["Mark", "Order", "Queue", "Uses"]
+__all__ = ["Mark", "StreamOrdering", "StreamQueue", "Uses"]
 
 ASKS = 16
 """How often a wait asks whether it is over, about 3 us each, before a sleeper is given it: that takes as long."""
 
 
 @dataclass(eq=False)
-class Queue:
+class StreamQueue:
     """A stream of a device. Only `Order` changes it."""
 
     stream: Stream
@@ -48,11 +48,11 @@ class Queue:
     """Else it is a stream of the program's own."""
     count: int = 0
     """Operations that it was given."""
-    seen: dict[Queue, int] = field(default_factory=dict)
+    seen: dict[StreamQueue, int] = field(default_factory=dict)
     """How many operations of other queues are over before its next one begins."""
     recorded: int = 0
     """How many of its operations come before the event."""
-    known: dict[Queue, int] = field(default_factory=dict)
+    known: dict[StreamQueue, int] = field(default_factory=dict)
     """What is over once the event is."""
     what: str = "work"
     """What the operations are, for errors: `copies out`."""
@@ -64,15 +64,15 @@ class Queue:
 class Uses:
     """The last uses of some memory: queues, and each one's count after the operation."""
 
-    writer: tuple[Queue, int] | None = None
-    readers: dict[Queue, int] = field(default_factory=dict)
+    writer: tuple[StreamQueue, int] | None = None
+    readers: dict[StreamQueue, int] = field(default_factory=dict)
 
-    def before_reading(self) -> Iterator[tuple[Queue, int]]:
+    def before_reading(self) -> Iterator[tuple[StreamQueue, int]]:
         """Yield what has to be over before the memory is read."""
         if self.writer is not None:
             yield self.writer
 
-    def before_writing(self) -> Iterator[tuple[Queue, int]]:
+    def before_writing(self) -> Iterator[tuple[StreamQueue, int]]:
         """Yield what has to be over before the memory is written."""
         yield from self.readers.items()
         yield from self.before_reading()
@@ -82,13 +82,13 @@ class Uses:
 class Mark:
     """A place in a queue's work that the host can wait for, once."""
 
-    queue: Queue
+    queue: StreamQueue
     event: Event
-    known: dict[Queue, int]
+    known: dict[StreamQueue, int]
     """What is over once the event is."""
 
 
-class Order:
+class StreamOrdering:
     """Orders the work of all queues of a process. Threads: any.
 
     No thread waits for a GPU, allocates or frees while it holds the lock, so others can give work meanwhile.
@@ -102,7 +102,7 @@ class Order:
         self.cuda = cuda
         self.wait_s = wait_s
         self._locked = OrderLock(cuda)
-        self._known: dict[Queue, int] = {}
+        self._known: dict[StreamQueue, int] = {}
         """What the host knows to be over."""
         self._events: dict[int, list[Event]] = {}
         """Those that no mark uses, by device."""
@@ -111,15 +111,15 @@ class Order:
         """Let no other thread give work meanwhile. In a forked child: raise StoreClosed; the lock may be held there."""
         return self._locked
 
-    def queue(self, device: int, what: str = "work") -> Queue:
+    def queue(self, device: int, what: str = "work") -> StreamQueue:
         """Return a new queue of a device.
 
         Arguments:
             what: its operations, for errors: `copies out`.
         """
-        return Queue(self.cuda.stream(device), self.cuda.event(device), what=what)
+        return StreamQueue(self.cuda.stream(device), self.cuda.event(device), what=what)
 
-    def note_program_use(self, queue: Queue, uses: Iterable[Uses], *, reads: bool = False) -> None:
+    def note_program_use(self, queue: StreamQueue, uses: Iterable[Uses], *, reads: bool = False) -> None:
         """Let the last use of some memory be all that the program has given a stream of its own so far.
 
         Call it in the program's thread, if the stream is the per-thread default one.
@@ -139,7 +139,7 @@ class Order:
                     each.writer = (queue, queue.count)
 
     def using(
-        self, queue: Queue, reads: Sequence[Uses] = (), writes: Sequence[Uses] = (), *, blocks: bool = False
+        self, queue: StreamQueue, reads: Sequence[Uses] = (), writes: Sequence[Uses] = (), *, blocks: bool = False
     ) -> AbstractContextManager[None]:
         """Give a queue one operation, in the block, that reads and writes some memory.
 
@@ -149,7 +149,7 @@ class Order:
         """
         return _Operation(self, queue, reads, writes, blocks)
 
-    def mark(self, queue: Queue) -> Mark:
+    def mark(self, queue: StreamQueue) -> Mark:
         """Return a mark behind all that a queue was given so far."""
         with self.locked():
             device = queue.stream.device
@@ -211,7 +211,7 @@ class Order:
         """Tell whether the host knows that all uses by queues of ours are over."""
         return all(self._known.get(queue, 0) >= count for queue, count in uses.before_writing() if queue.is_ours)
 
-    def follow(self, queue: Queue, before: Iterable[tuple[Queue, int]]) -> None:
+    def follow(self, queue: StreamQueue, before: Iterable[tuple[StreamQueue, int]]) -> None:
         """Let later operations of a queue wait for some of other queues."""
         for other, count in _covering_first([place for place in before if place[0] is not queue]):
             if max(queue.seen.get(other, 0), self._known.get(other, 0)) >= count:
@@ -222,7 +222,7 @@ class Order:
             _raise_counts(queue.seen, other.known)
             queue.seen.pop(queue, None)
 
-    def _record(self, queue: Queue) -> None:
+    def _record(self, queue: StreamQueue) -> None:
         self.cuda.record(queue.event, queue.stream)
         queue.recorded, queue.known = queue.count, {**queue.seen, queue: queue.count}
 
@@ -282,7 +282,9 @@ class _Operation:
 
     __slots__ = ("_blocks", "_order", "_queue", "_reads", "_writes")
 
-    def __init__(self, order: Order, queue: Queue, reads: Sequence[Uses], writes: Sequence[Uses], blocks: bool) -> None:
+    def __init__(
+        self, order: StreamOrdering, queue: StreamQueue, reads: Sequence[Uses], writes: Sequence[Uses], blocks: bool
+    ) -> None:
         self._order = order
         self._queue = queue
         self._reads = reads
@@ -317,9 +319,9 @@ class _Operation:
         self._order.locked().__exit__(None, None, None)
 
 
-def _covering_first(before: Iterable[tuple[Queue, int]]) -> list[tuple[Queue, int]]:
+def _covering_first(before: Iterable[tuple[StreamQueue, int]]) -> list[tuple[StreamQueue, int]]:
     """Return places in queues, those first that come after most of the others: these are over then, too."""
-    last: dict[Queue, int] = {}
+    last: dict[StreamQueue, int] = {}
     for queue, count in before:  # of many arrays, mostly in few queues
         last[queue] = max(count, last.get(queue, 0))
     places = list(last.items())
@@ -328,7 +330,7 @@ def _covering_first(before: Iterable[tuple[Queue, int]]) -> list[tuple[Queue, in
     return sorted(places, key=lambda place: -sum(place[0].seen.get(queue, 0) >= count for queue, count in places))
 
 
-def _raise_counts(counts: dict[Queue, int], others: dict[Queue, int]) -> None:
+def _raise_counts(counts: dict[StreamQueue, int], others: dict[StreamQueue, int]) -> None:
     for queue, count in others.items():
         if counts.get(queue, 0) < count:
             counts[queue] = count

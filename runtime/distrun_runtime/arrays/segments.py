@@ -62,7 +62,7 @@ _SHRINK, _GROW, _FUTURE_WRITE, _ADD_SEALS, _GET_SEALS = 0x2, 0x4, 0x10, 1033, 10
 """Of fcntl(2): Python names them from 3.13 on, or not at all."""
 
 
-class Watcher(Protocol):
+class BlockWatcher(Protocol):
     """Who wants to know of blocks of shared memory, such as the GPUs of this process, which page-lock them."""
 
     why_not: str
@@ -85,7 +85,7 @@ class Blocks:
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[mmap.mmap], bool]] = {}
         """By id: the block, and whether it is read-only."""
-        self._watcher: tuple[int, Watcher] | None = None
+        self._watcher: tuple[int, BlockWatcher] | None = None
         """With its process."""
         self._say: Callable[[str], None] = lambda text: None
         self._has_said = False
@@ -109,7 +109,7 @@ class Blocks:
             with contextlib.suppress(RuntimeFault):
                 watcher[1].unlock(np.frombuffer(memory, np.uint8))
 
-    def watch(self, watcher: Watcher | None) -> None:
+    def watch(self, watcher: BlockWatcher | None) -> None:
         """Tell a watcher of all blocks, those of now and later ones; None: no watcher."""
         self._watcher = None if watcher is None else (os.getpid(), watcher)
         for reference, is_readonly in list(self._known.values()):
@@ -129,7 +129,7 @@ class Blocks:
             elif id(memory) not in self._known:
                 watcher.unlock(block)
 
-    def _refused(self, watcher: Watcher, nbytes: int) -> None:
+    def _refused(self, watcher: BlockWatcher, nbytes: int) -> None:
         if not self._has_said:
             self._has_said = True
             text = "%d bytes of shared memory are not page-locked, so copies between them and GPUs take longer: %s"

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
-from distrun_runtime.contract import facts, process, wire
+from distrun_runtime.contract import facts, process, session
 from distrun_runtime.errors import RuntimeFault
 
 VERSION = (1, 0)
@@ -141,7 +141,7 @@ class Conversation:
         self.has_greeted = is_launcher
         self.is_same_major = is_launcher
 
-    def take(self, frame: wire.Frame) -> Request:
+    def take(self, frame: session.Frame) -> Request:
         """Return what a frame asks for.
 
         Raises:
@@ -169,14 +169,14 @@ class Conversation:
         return request
 
 
-def _hello(frame: wire.Frame) -> Hello:
+def _hello(frame: session.Frame) -> Hello:
     version = frame.header["version"]
     if not isinstance(version, list) or len(version) < 2 or not all(_is_count(each) for each in version):
         raise ValueError(f"version: expected [major, minor], found {version!r:.40}")
     return Hello(tuple(version))
 
 
-def _stop(frame: wire.Frame) -> Stop:
+def _stop(frame: session.Frame) -> Stop:
     by = str(frame.header.get("by", ""))[:BY_LIMIT]
     return Stop(
         _one_of("signal", frame.header.get("signal", STOPS[0]), STOPS),
@@ -184,7 +184,7 @@ def _stop(frame: wire.Frame) -> Stop:
     )
 
 
-def _subscribe(frame: wire.Frame) -> Subscribe:
+def _subscribe(frame: session.Frame) -> Subscribe:
     header = frame.header
     wanted = header.get("output", False)
     if wanted is False or wanted is None:
@@ -197,16 +197,16 @@ def _subscribe(frame: wire.Frame) -> Subscribe:
     return Subscribe(bool(header.get("events", False)), bool(header.get("metrics", False)), output, look)
 
 
-def _signal(frame: wire.Frame) -> Signal:
+def _signal(frame: session.Frame) -> Signal:
     return Signal(_one_of("name", frame.header["name"], SIGNALS))
 
 
-def _answer(frame: wire.Frame) -> PromptAnswer:
+def _answer(frame: session.Frame) -> PromptAnswer:
     text = frame.body.decode("utf-8", "replace") if frame.header.get("given") else None
     return PromptAnswer(int(frame.header["id"]), text)
 
 
-_READERS: Mapping[str, Callable[[wire.Frame], Request]] = {
+_READERS: Mapping[str, Callable[[session.Frame], Request]] = {
     "hello": _hello,
     "state": lambda frame: State(),
     "stop": _stop,
@@ -266,28 +266,28 @@ class Chunk(NamedTuple):
 
 def hello(job: str, pid: int, host: str) -> bytes:
     """Return the coordinator's `hello`."""
-    return wire.encode({"type": "hello", "version": list(VERSION), "job": job, "pid": pid, "host": host})
+    return session.encode({"type": "hello", "version": list(VERSION), "job": job, "pid": pid, "host": host})
 
 
 def client_hello() -> bytes:
     """Return a client's `hello`."""
-    return wire.encode({"type": "hello", "version": list(VERSION)})
+    return session.encode({"type": "hello", "version": list(VERSION)})
 
 
 def state(value: Mapping[str, Any], missed: int = 0) -> bytes:
     """Return the job's state. `missed`: so many events and messages were left out before it."""
     header = {"type": "state", "state": dict(value)}
-    return wire.encode(dict(header, missed=missed) if missed else header)
+    return session.encode(dict(header, missed=missed) if missed else header)
 
 
 def event(value: Mapping[str, Any]) -> bytes:
     """Return what is a line of events.jsonl."""
-    return wire.encode({"type": "event", "event": dict(value)})
+    return session.encode({"type": "event", "event": dict(value)})
 
 
 def metrics(snapshot: Mapping[str, Any]) -> bytes:
     """Return a snapshot of the job's numbers, of schema METRICS_SCHEMA."""
-    return wire.encode({"type": "metrics", "metrics": dict(snapshot)})
+    return session.encode({"type": "metrics", "metrics": dict(snapshot)})
 
 
 def output(chunk: Chunk) -> bytes:
@@ -296,48 +296,48 @@ def output(chunk: Chunk) -> bytes:
     header.update(at=chunk.at, length=chunk.length)
     if chunk.cursor is not None:
         header["cursor"] = chunk.cursor
-    return wire.encode(header, chunk.data)
+    return session.encode(header, chunk.data)
 
 
 def gap(length: int, cursor: int) -> bytes:
     """Return that `length` bytes of output are not in the logs any more."""
-    return wire.encode({"type": "gap", "length": length, "cursor": cursor})
+    return session.encode({"type": "gap", "length": length, "cursor": cursor})
 
 
 def said(text: str, level: str, phase: str = "") -> bytes:
     """Return a message of distrun's own. `phase`: it tells how far that phase of the start is ("sync")."""
     header = {"type": "said", "text": text, "level": level}
-    return wire.encode(dict(header, phase=phase) if phase else header)
+    return session.encode(dict(header, phase=phase) if phase else header)
 
 
 def prompt(number: int, text: str, limit_s: float) -> bytes:
     """Return a question to the user."""
-    return wire.encode({"type": "prompt", "id": number, "text": text, "limit_s": limit_s})
+    return session.encode({"type": "prompt", "id": number, "text": text, "limit_s": limit_s})
 
 
 def withdrawn(number: int) -> bytes:
     """Return that a question needs no answer any more."""
-    return wire.encode({"type": "withdrawn", "id": number})
+    return session.encode({"type": "withdrawn", "id": number})
 
 
 def done(kind: str, **members: Any) -> bytes:
     """Return the answer to `stop`, `kill` or `detach`: a frame of the same type."""
-    return wire.encode({"type": kind, **members})
+    return session.encode({"type": kind, **members})
 
 
 def stack(members: Mapping[str, Any]) -> bytes:
     """Return where a task stands: task, text, how, error, fix; and how many answers are still to come: left."""
-    return wire.encode({"type": "stack", **members})
+    return session.encode({"type": "stack", **members})
 
 
 def detached(cursor: Optional[int]) -> bytes:
     """Return, to the client that launched the job, that it goes on without it. `cursor`: where its output ended."""
-    return wire.encode({"type": "detached", "cursor": cursor})
+    return session.encode({"type": "detached", "cursor": cursor})
 
 
 def outcome(value: Mapping[str, Any]) -> bytes:
     """Return the job's outcome (`coordinator.outcome.Outcome` as JSON-able values)."""
-    return wire.encode({"type": "outcome", "outcome": dict(value)})
+    return session.encode({"type": "outcome", "outcome": dict(value)})
 
 
 def failure(err: BaseException, exit_code: Optional[int] = None, hint: str = "") -> Dict[str, Any]:
@@ -360,9 +360,9 @@ def failure(err: BaseException, exit_code: Optional[int] = None, hint: str = "")
 
 def failed(error: Mapping[str, Any]) -> bytes:
     """Return why there is no outcome, as `failure` says it."""
-    return wire.encode({"type": "failed", **error})
+    return session.encode({"type": "failed", **error})
 
 
 def refused(refusal: Refusal) -> bytes:
     """Return why a client does not get what it asked for."""
-    return wire.encode({"type": "refused", "message": str(refusal), "hint": refusal.hint})
+    return session.encode({"type": "refused", "message": str(refusal), "hint": refusal.hint})

@@ -47,7 +47,7 @@ _LAST = "The last copy: "
 _OWN = "give a directory of your own, such as --sync-dst-dir '~/job' (in quotes: your home directory there)"
 
 
-class Unfit(Exception):
+class FolderUnfit(Exception):
     """The folder cannot be used. `kind` is `folder` or `disk`, `fix` what to do about it."""
 
     def __init__(self, kind: str, text: str, fix: str) -> None:
@@ -92,17 +92,17 @@ def prepare(
         names = os.listdir(path)
         own(path, where, notes)
     except OSError as err:
-        raise Unfit(_kind(err), f"cannot make {where}: {err.filename}: {err.strerror}", _OWN) from None
+        raise FolderUnfit(_kind(err), f"cannot make {where}: {err.filename}: {err.strerror}", _OWN) from None
     is_source = (bool(source) and identity(path) == source) or (bool(mark) and holder(path, mark) == SOURCE)
     if not is_source:
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-            raise Unfit("folder", f"{where} cannot be written to", _OWN)
+            raise FolderUnfit("folder", f"{where} cannot be written to", _OWN)
         if not names:
             _check_room(path, where, size, files)
             if marks:
                 _mark(path, where)
         elif delete and MARKER not in names:
-            raise Unfit(
+            raise FolderUnfit(
                 "folder",
                 f"--sync-delete would remove your own files: {where} has files that distrun did not copy (no {MARKER} "
                 "in it)",
@@ -121,7 +121,7 @@ def expand(folder: str, on: str = "") -> str:
     path = os.path.expanduser(folder)
     if path.startswith("~"):  # as it stands it would be a folder `~NAME`
         name = path.partition("/")[0]
-        raise Unfit("folder", f"there is no user {name}{on}", _OWN)
+        raise FolderUnfit("folder", f"there is no user {name}{on}", _OWN)
     return os.path.join(os.path.expanduser("~"), path)
 
 
@@ -196,7 +196,7 @@ def own(path: str, where: str, notes: Dict[str, None], limit_s: float = LOOK_S) 
                     break
     if found:
         more = " and others" if len(found) >= SHOWN else ""
-        raise Unfit(
+        raise FolderUnfit(
             "folder",
             "{} has files that others own or can change, and the job could run them: {}{}".format(
                 where, ", ".join(sorted(found)[: SHOWN - 1]), more
@@ -269,7 +269,7 @@ def _judge(path: str, info: os.stat_result, where: str, notes: Dict[str, None], 
         which = "the link " + path if stat.S_ISLNK(info.st_mode) else path
         named = where if (where + " ").startswith(path + " ") else f"{where}: {which}"
         is_mine = info.st_uid == os.geteuid() and not info.st_mode & stat.S_ISVTX
-        raise Unfit(
+        raise FolderUnfit(
             "folder",
             f"{named} is {fault}, so others could change what the job runs",
             f"on that host: chmod go-w {path}; or {_OWN}" if is_mine else _OWN,
@@ -346,7 +346,7 @@ def _check_room(path: str, where: str, size: int, files: int) -> None:
         short.append("%d more files possible, %d needed" % (info.f_favail, files))
     if short:
         text = "too little room in {}: {}".format(where, "; ".join(short))
-        raise Unfit("disk", text, "make room, or leave files out with --sync-exclude")
+        raise FolderUnfit("disk", text, "make room, or leave files out with --sync-exclude")
 
 
 def _mark(path: str, where: str) -> None:
@@ -358,7 +358,7 @@ def _mark(path: str, where: str) -> None:
             os.close(descriptor)
     except OSError as err:
         text = f"cannot write into {where}: {err.strerror}"
-        raise Unfit(_kind(err), text, _OWN) from None
+        raise FolderUnfit(_kind(err), text, _OWN) from None
 
 
 def _kind(err: OSError) -> str:

@@ -41,7 +41,7 @@ class Gpu(NamedTuple):
     """UUIDs of its MIG instances; None: it is not divided, and is used whole."""
 
 
-class Found(NamedTuple):
+class HostGpus(NamedTuple):
     """What a host's driver tells of its GPUs."""
 
     how: str = ""
@@ -86,7 +86,7 @@ class View(NamedTuple):
     """They are those of the CUDA_VISIBLE_DEVICES that the place has, or some of them."""
 
 
-class Unfit(Exception):
+class GpusUnfit(Exception):
     """The GPUs of a place are not those that are wanted. The text says what is wanted and what was found."""
 
     def __init__(self, text: str, fix: str) -> None:
@@ -125,7 +125,7 @@ def server_device(text: str) -> str:
     return ANY_GPU if number is None else f"{ANY_GPU}:{int(number[1:])}"
 
 
-def found_of(value: Any) -> Found:
+def found_of(value: Any) -> HostGpus:
     """Return what the helper's program tells of the driver; nothing if that is malformed."""
     try:
         gpus = tuple(
@@ -138,12 +138,12 @@ def found_of(value: Any) -> Found:
             )
             for each in value["gpus"]
         )
-        return Found(str(value["how"]), str(value.get("driver") or ""), gpus, str(value.get("error") or ""))
+        return HostGpus(str(value["how"]), str(value.get("driver") or ""), gpus, str(value.get("error") or ""))
     except (LookupError, TypeError, ValueError, AttributeError):
-        return Found(error="what it tells of its GPUs cannot be read")
+        return HostGpus(error="what it tells of its GPUs cannot be read")
 
 
-def view(said: str, inherited: Optional[str], found: Found, host: str, where: str = "") -> View:
+def view(said: str, inherited: Optional[str], found: HostGpus, host: str, where: str = "") -> View:
     """Return the GPUs that tasks may see: those that are there, narrowed to what the hosts file says of the host.
 
     What is there: what the place's own CUDA_VISIBLE_DEVICES lists (an engine or a login set it: that is only narrowed),
@@ -175,14 +175,14 @@ def view(said: str, inherited: Optional[str], found: Found, host: str, where: st
     if lacks:
         which = "how many" if is_count(said) else "which"
         by = f" ({where})" if where else ""
-        raise Unfit(
+        raise GpusUnfit(
             f"gpus={said} for {host}{by}, but {has(told)}",
             f"correct gpus= in the hosts file: it says {which} GPUs the job may use there",
         )
     return told._replace(names=chosen)
 
 
-def seen(value: str, found: Found) -> Tuple[str, ...]:
+def seen(value: str, found: HostGpus) -> Tuple[str, ...]:
     """Return the GPUs of a CUDA_VISIBLE_DEVICES as CUDA reads it: up to the first that is no GPU, or one of before."""
     names: Dict[str, None] = {}
     for item in value.split(","):
@@ -212,7 +212,7 @@ def check_room(host: str, workers: int, each: int, has_now: View) -> None:
         fixes.append(
             f"at most {most} worker{'' if most == 1 else 's'} there (-n, or slots={most} with --placement pack)"
         )
-    raise Unfit(
+    raise GpusUnfit(
         f"{who} on {host} with --gpus-per-worker {each} need{'s' if workers == 1 else ''} {need}"
         f" GPU{'' if need == 1 else 's'}, but {has(has_now)}",
         ", or ".join([*fixes, "hosts with more GPUs"]),
@@ -222,7 +222,7 @@ def check_room(host: str, workers: int, each: int, has_now: View) -> None:
 def _check_instances(host: str, each: int, names: Sequence[str]) -> None:
     """CUDA shows a process one MIG instance only. Raises Unfit."""
     if each > 1 and any(name.upper().startswith("MIG-") for name in names):
-        raise Unfit(
+        raise GpusUnfit(
             f"--gpus-per-worker {each} on {host}, whose GPUs are divided (MIG): a process sees one instance only",
             "--gpus-per-worker 1",
         )
@@ -246,7 +246,7 @@ def variables(sees: View, first: int, count: int, order: str = "") -> Dict[str, 
     return found
 
 
-def _is_same(one: str, other: str, found: Found) -> bool:
+def _is_same(one: str, other: str, found: HostGpus) -> bool:
     """Return whether two names are of one GPU."""
     numbers = [int(name) if _NUMBER.fullmatch(name) else None for name in (one, other)]
     if None not in numbers:
@@ -261,5 +261,5 @@ def _begins(uuid: str, name: str) -> bool:
     return uuid.lower().startswith(name.lower())
 
 
-def _uuids(found: Found) -> Sequence[str]:
+def _uuids(found: HostGpus) -> Sequence[str]:
     return [uuid for gpu in found.gpus for uuid in (gpu.uuid, *(gpu.instances or ()))]

@@ -15,11 +15,134 @@ Pure: `feed` takes what has arrived, `next` returns what is to be written. `docs
 
 from __future__ import annotations
 
+import json
+import re
+import struct
 from collections import deque
-from typing import Any, BinaryIO, Deque, Dict, Iterable, Iterator, List, NamedTuple, Tuple, Union
+from typing import Any, BinaryIO, Deque, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple, Union
 
-from distrun_runtime.contract import wire
 from distrun_runtime.errors import WireError
+
+# Frames between a coordinator and an agent.
+#
+# A frame is a 4-byte big-endian length, that many bytes of JSON (an object, UTF-8), and then as many raw bytes
+# as the object's "size" says (none when it is absent). Both directions use the same frames, over any byte
+# stream: a pipe, an ssh channel, a socket. `docs/protocol.md` lists the messages; its golden bytes are tests.
+#
+# Pure: nothing here reads or writes. `Decoder.feed` takes what arrived and gives back whole frames.
+
+
+VERSION = 3
+"""Version of the agent protocol; both hellos carry it and a difference is refused."""
+
+HEADER_LIMIT = 16 * 1024 * 1024
+BODY_LIMIT = 16 * 1024 * 1024
+
+_LENGTH = struct.Struct(">I")
+_HALF_CHARACTER = "[\ud800-\udc7f\udd00-\udfff]"
+"""Surrogates that stand for no byte: UTF-8 cannot write them, JSON can (as an escape)."""
+
+
+class Frame(NamedTuple):
+    """One message: its JSON header and its raw bytes."""
+
+    header: Dict[str, Any]
+    body: bytes = b""
+
+    @property
+    def type(self) -> str:
+        """The message's kind: the header's "type"."""
+        return str(self.header["type"])
+
+
+def encode(header: Dict[str, Any], body: bytes = b"") -> bytes:
+    """Return the bytes of one frame; "size" is filled in from `body`."""
+    return head(dict(header, size=checked(len(body))) if body else header) + body
+
+
+def checked(size: int) -> int:
+    """Return a body's size. Raises WireError: it is over the limit."""
+    if size > BODY_LIMIT:
+        raise WireError("a body of %d bytes is over the limit of %d" % (size, BODY_LIMIT))
+    return size
+
+
+def head(header: Dict[str, Any]) -> bytes:
+    """Return the bytes of a frame before its body."""
+    # Arguments and values may hold bytes that are not UTF-8; os.fsdecode made surrogates of them.
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+    try:
+        data = text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        text = re.sub(_HALF_CHARACTER, lambda found: f"\\u{ord(found.group()):04x}", text)
+        data = text.encode("utf-8", "surrogateescape")
+    if len(data) > HEADER_LIMIT:
+        raise WireError("a frame header of %d bytes is over the limit of %d" % (len(data), HEADER_LIMIT))
+    return _LENGTH.pack(len(data)) + data
+
+
+def first(data: bytes) -> Tuple[Optional[Frame], bytes]:
+    """Return the first frame of `data` and what comes after it; None and `data` if it is not whole.
+
+    Raises:
+        WireError: as `Decoder.feed`.
+    """
+    decoder = Decoder()
+    for end in range(1, len(data) + 1):  # short frames of a handshake only
+        frames = decoder.feed(data[end - 1 : end])
+        if frames:
+            return frames[0], data[end:]
+    return None, data
+
+
+class Decoder:
+    """Cuts a byte stream into frames, whatever the pieces it arrives in."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> List[Frame]:
+        """Add what arrived and return the frames that are now whole.
+
+        Raises:
+            WireError: the stream is not ours (length, JSON or "size" out of bounds); it cannot be resumed.
+        """
+        self._buffer += data
+        return list(self._frames())
+
+    @property
+    def pending(self) -> int:
+        """Bytes that arrived but do not make a whole frame yet."""
+        return len(self._buffer)
+
+    def _frames(self) -> Iterator[Frame]:
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if length > HEADER_LIMIT:
+                raise WireError("a frame header of %d bytes was announced; the limit is %d" % (length, HEADER_LIMIT))
+            start = _LENGTH.size + length
+            if len(self._buffer) < start:
+                return
+            header = _header(bytes(self._buffer[_LENGTH.size : start]))
+            size = header.get("size", 0)
+            if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= BODY_LIMIT:
+                raise WireError("frame {!r} announces a body of {!r} bytes".format(header.get("type"), size))
+            if len(self._buffer) < start + size:
+                return
+            body = bytes(self._buffer[start : start + size])
+            del self._buffer[: start + size]
+            yield Frame(header, body)
+
+
+def _header(text: bytes) -> Dict[str, Any]:
+    try:
+        header = json.loads(text.decode("utf-8", "surrogateescape"))
+    except (ValueError, RecursionError) as err:  # the latter: brackets without end
+        raise WireError(f"frame header is not JSON: {err}") from err
+    if not isinstance(header, dict) or not isinstance(header.get("type"), str):
+        raise WireError('frame header is not an object with a "type": %.80r' % text)
+    return header
+
 
 UNNUMBERED = frozenset(("ping", "pong", "metrics", "resume", "received", "credit"))
 """Types of frames that are lost in a cut, and need not be sent again."""
@@ -68,7 +191,7 @@ class Session:
         self.is_resumed = False
         """The connection is not the session's first, and the other side has said what it has."""
         self._limit = limit
-        self._decoder = wire.Decoder()
+        self._decoder = Decoder()
         self._connections = 0
         self._is_resume_due = False
         self._said_resume = False
@@ -145,7 +268,7 @@ class Session:
         """
         if header["type"] in UNNUMBERED:
             if self.is_connected:
-                self._first.append(wire.encode(header, body))
+                self._first.append(encode(header, body))
                 if len(self._first) > WAITING:
                     self._first.popleft()
             return
@@ -167,11 +290,11 @@ class Session:
             return b""
         if self._is_resume_due:
             self._is_resume_due, self._said_resume = False, True
-            return wire.encode({"type": "resume", "received": self._told_received(), "credit": self._told_credit()})
+            return encode({"type": "resume", "received": self._told_received(), "credit": self._told_credit()})
         if self._is_ack_due:
-            return wire.encode({"type": "received", "seq": self._told_received()})
+            return encode({"type": "received", "seq": self._told_received()})
         if self._is_credit_due:
-            return wire.encode({"type": "credit", "bytes": self._told_credit()})
+            return encode({"type": "credit", "bytes": self._told_credit()})
         if self._first:
             return self._first.popleft()
         if self._awaits_resume:
@@ -204,8 +327,8 @@ class Session:
     def _keep(self, header: Dict[str, Any], body: bytes) -> _Kept:
         numbered = dict(header, seq=self._number + 1)
         if body:
-            numbered["size"] = wire.checked(len(body))
-        kept = _Kept(self._number + 1, wire.head(numbered), body)
+            numbered["size"] = checked(len(body))
+        kept = _Kept(self._number + 1, head(numbered), body)
         if self._held + kept.size > self._limit:
             count = len(self._sent) + len(self._unsent)
             raise WireError(
@@ -229,7 +352,7 @@ class Session:
 
     # What comes
 
-    def feed(self, data: bytes) -> List[wire.Frame]:
+    def feed(self, data: bytes) -> List[Frame]:
         """Add what has arrived; return the frames that are whole and new, without those of the session itself.
 
         Raises:
@@ -237,7 +360,7 @@ class Session:
         """
         return [frame for frame in self._decoder.feed(data) if self._take(frame)]
 
-    def _take(self, frame: wire.Frame) -> bool:
+    def _take(self, frame: Frame) -> bool:
         """Take in one frame; return whether it is for who uses the session."""
         header = frame.header
         handler = _OWN.get(frame.type)
@@ -291,7 +414,7 @@ class Session:
         self.is_connected = self.is_resumed = self._awaits_resume = self._said_resume = False
         self._is_resume_due = self._is_ack_due = self._is_credit_due = False
         self._first.clear()
-        self._decoder = wire.Decoder()
+        self._decoder = Decoder()
 
     def _on_resume(self, header: Dict[str, int]) -> None:
         received = header["received"]

@@ -8,17 +8,173 @@ serves a child process's pipes.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import select
+import socket
 import threading
 import time
-from typing import Any, Callable, Dict, List, Optional, Protocol, Tuple
+from typing import Any, Callable, Dict, List, Optional, Protocol, Tuple, Type
 
-from distrun_runtime.contract import wire
+from distrun_runtime.contract import session
 from distrun_runtime.contract.session import Session, Source
-from distrun_runtime.coordinator import frames
-from distrun_runtime.coordinator.connection import Connection, Pipes
-from distrun_runtime.coordinator.events import AgentLost, Bye, Cut, Event, Holding, Pong, Resumed, StartFailed, Warned
+from distrun_runtime.coordinator import messages
+from distrun_runtime.coordinator.messages import AgentLost, Bye, Cut, Event, Holding, Pong, Resumed, StartFailed, Warned
 from distrun_runtime.errors import RuntimeFault, WireError
+
+# Connections that carry the session of an agent for a while, as their two threads use them: one reads, one writes.
+#
+# `Pipes` and `SocketConnection` are the coordinator's own; `distrun.ssh.link.Link` is another.
+
+
+READ_SIZE = 256 * 1024
+CHECK_MS = 500
+"""How long `read` and `write` wait at most."""
+
+
+class ByteStream(Protocol):
+    """Two-way bytes. `read` and `finish` are for one thread, `write` and `end_input` for another."""
+
+    def read(self) -> Optional[bytes]:
+        """Return what came, waiting at most about a second: empty at the end, None if nothing came.
+
+        Raises:
+            OSError, EOFError: it broke.
+        """
+
+    def write(self, data: bytes) -> int:
+        """Write some of `data`, waiting at most about a second; return how many bytes went.
+
+        Raises:
+            OSError: it takes no more.
+        """
+
+    def end_input(self) -> None:
+        """Let the other side see the end of its input. May be repeated."""
+
+    def kill(self) -> None:
+        """End it now. Any thread; does not wait. The other side sees the end of its input."""
+
+    def finish(self) -> str:
+        """Free everything, after the last `read`; return what else is known of its end, for a report."""
+
+
+class Pipes:
+    """A connection over two descriptors, ends of two pipes, which it owns.
+
+    `explain` is called by `finish` and may wait a moment: exit code, last words on stderr.
+    """
+
+    def __init__(self, read_fd: int, write_fd: int, explain: Callable[[], str] = lambda: "") -> None:
+        self._read_fd = read_fd
+        self._write_fd = write_fd
+        self._explain = explain
+        self._writing = threading.Lock()
+        self._is_open = True
+        self._is_killed = False
+        os.set_blocking(write_fd, False)  # a full pipe must not keep `kill` from closing it
+
+    def read(self) -> Optional[bytes]:
+        """Return what came."""
+        if not _is_ready(self._read_fd, select.POLLIN):
+            return b"" if self._is_killed else None
+        return os.read(self._read_fd, READ_SIZE)
+
+    def write(self, data: bytes) -> int:
+        """Write to the agent's input."""
+        with self._writing:
+            if self._is_killed or not self._is_open:
+                raise BrokenPipeError("the connection is closed")
+            try:
+                return os.write(self._write_fd, data) if _is_ready(self._write_fd, select.POLLOUT) else 0
+            except BlockingIOError:
+                return 0
+
+    def end_input(self) -> None:
+        """Close the agent's input."""
+        with self._writing:
+            if self._is_open:
+                self._is_open = False
+                os.close(self._write_fd)
+
+    def kill(self) -> None:
+        """Have both threads end; the one that writes closes the agent's input."""
+        self._is_killed = True
+
+    def finish(self) -> str:
+        """Close both descriptors."""
+        self.end_input()
+        os.close(self._read_fd)
+        return self._explain()
+
+
+class SocketConnection:
+    """A connection over a socket, plain or TLS, which it owns and makes non-blocking."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._using = threading.Lock()
+        """One thread at a time may use a TLS connection. Nobody waits while it holds this."""
+        self._is_killed = False
+        self._waits: Tuple[Type[OSError], ...] = (BlockingIOError,)
+        if hasattr(sock, "pending"):
+            import ssl  # its caller has imported it
+
+            self._waits = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+    def read(self) -> Optional[bytes]:
+        """Return what came."""
+        data = self._receive()
+        if data is None and not self._is_killed and _is_ready(self._sock.fileno(), select.POLLIN):
+            data = self._receive()
+        return b"" if data is None and self._is_killed else data
+
+    def write(self, data: bytes) -> int:
+        """Write to the agent."""
+        for _ in range(2):
+            if self._is_killed:
+                raise BrokenPipeError("the connection is closed")
+            with self._using, contextlib.suppress(*self._waits):
+                return self._sock.send(data)
+            _is_ready(self._sock.fileno(), select.POLLOUT)
+        return 0
+
+    def end_input(self) -> None:
+        """Shut the way to the agent."""
+        self._shut(socket.SHUT_WR)
+
+    def kill(self) -> None:
+        """Shut both ways, which wakes both threads."""
+        self._is_killed = True
+        self._shut(socket.SHUT_RDWR)
+
+    def finish(self) -> str:
+        """Close the socket."""
+        with self._using:
+            self._sock.close()
+        return ""
+
+    def _shut(self, how: int) -> None:
+        with contextlib.suppress(OSError):
+            # That of a TLS socket would have the other thread go on without TLS.
+            socket.socket.shutdown(self._sock, how)
+
+    def _receive(self) -> Optional[bytes]:
+        with self._using:
+            try:
+                return self._sock.recv(READ_SIZE)
+            except self._waits:
+                return None
+
+
+def _is_ready(fd: int, what: int) -> bool:
+    if fd < 0:
+        return True  # closed: using it says so
+    poll = select.poll()
+    poll.register(fd, what)
+    return bool(poll.poll(CHECK_MS))
+
 
 Put = Callable[[Event], None]
 
@@ -31,7 +187,7 @@ WRITE_SIZE = 256 * 1024
 SIGN_S = 1.0
 
 
-class Channel(Protocol):
+class AgentChannel(Protocol):
     """One agent's channel, as the loop uses it. No method waits."""
 
     @property
@@ -45,7 +201,7 @@ class Channel(Protocol):
         connection ends and another takes its place.
         """
 
-    def send(self, frame: wire.Frame) -> None:
+    def send(self, frame: session.Frame) -> None:
         """Send a frame, in order, some time soon."""
 
     def send_large(self, header: Dict[str, Any], source: Source) -> None:
@@ -145,7 +301,7 @@ class Inlet:
             self.greeted, data = True, rest
             if any(line.strip() for line in self._greeting.noise):
                 found.append(Warned(self._host, f"its shell printed before the agent: {self.noise}"))
-        found += [frames.to_event(self._host, frame, now) for frame in self._session.feed(data)]
+        found += [messages.to_event(self._host, frame, now) for frame in self._session.feed(data)]
         self.said_bye = self.said_bye or any(isinstance(event, Bye) for event in found)
         self.has_refused = self.has_refused or any(isinstance(event, StartFailed) for event in found)
         if data and not found and abs(now - self._sign_at) >= SIGN_S:
@@ -186,7 +342,7 @@ class SessionChannel:
         self._inlet = Inlet(host, self._session, greets)
         self._put: Optional[Put] = None
         self._diverted: Tuple[Tuple[type, ...], Optional[Put]] = ((), None)
-        self._connection: Optional[Connection] = None
+        self._connection: Optional[ByteStream] = None
         self._is_closing = False
         self._was_used = False
 
@@ -253,7 +409,7 @@ class SessionChannel:
         with self.changed:
             self._diverted = (kinds, put)
 
-    def send(self, frame: wire.Frame) -> None:
+    def send(self, frame: session.Frame) -> None:
         """Have a frame sent, after those before it. If the agent does not take them, it is given up."""
         with self.changed:
             if self._is_closing:
@@ -313,7 +469,7 @@ class SessionChannel:
                 self._session = Session()
                 self._inlet = Inlet(self._host, self._session, self._greets)
 
-    def attach(self, connection: Connection, ahead: bytes = b"") -> None:
+    def attach(self, connection: ByteStream, ahead: bytes = b"") -> None:
         """Serve a connection in a thread of its own. `ahead`: what was read from it already.
 
         It takes the place of one that is still there. Any thread; does not wait.
@@ -322,7 +478,7 @@ class SessionChannel:
             target=self._attached, args=(connection, ahead), name=f"read {self._host}", daemon=True
         ).start()
 
-    def _attached(self, connection: Connection, ahead: bytes) -> None:
+    def _attached(self, connection: ByteStream, ahead: bytes) -> None:
         reason = self.serve(connection, ahead=ahead)
         when = time.time()
         self.ended(reason, connection.finish(), when)
@@ -338,7 +494,7 @@ class SessionChannel:
 
     def serve(
         self,
-        connection: Connection,
+        connection: ByteStream,
         program: bytes = b"",
         ahead: bytes = b"",
         check: Callable[[], None] = lambda: None,
@@ -394,7 +550,7 @@ class SessionChannel:
                 self.changed.notify_all()
         return reason if is_ours else ""
 
-    def _hear(self, connection: Connection, data: bytes) -> None:
+    def _hear(self, connection: ByteStream, data: bytes) -> None:
         """Put what came."""
         with self.changed:
             if not data or self._connection is not connection:
@@ -419,7 +575,7 @@ class SessionChannel:
         if self._put is not None:
             self._put(event)
 
-    def _write(self, connection: Connection, program: bytes) -> None:
+    def _write(self, connection: ByteStream, program: bytes) -> None:
         """Write `program` and then frames, until the connection is not ours any more, or everything is written."""
         try:
             data = program
@@ -433,7 +589,7 @@ class SessionChannel:
             self._give_up(err)
         connection.end_input()
 
-    def _wait_to_write(self, connection: Connection) -> bool:
+    def _wait_to_write(self, connection: ByteStream) -> bool:
         """Wait until there is something to write; return False if there never will be."""
         with self.changed:
             while self._connection is connection and not self.is_killed:
@@ -448,11 +604,11 @@ class SessionChannel:
     def _may_write(self) -> bool:
         return self._is_eager or self._inlet.greeted
 
-    def _next(self, connection: Connection) -> bytes:
+    def _next(self, connection: ByteStream) -> bytes:
         is_ours = self._connection is connection and not self.is_killed
         return self._session.next() if is_ours and self._may_write else b""
 
-    def _push(self, connection: Connection, data: bytes) -> None:
+    def _push(self, connection: ByteStream, data: bytes) -> None:
         rest = memoryview(data)
         while rest and self._connection is connection and not self.is_killed:
             rest = rest[connection.write(bytes(rest[:WRITE_SIZE])) :]

@@ -17,13 +17,14 @@ import sys
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, NamedTuple, Tuple
 
-from distrun_runtime.contract import address, control, facts, process, wire
+from distrun_runtime.contract import address, control, facts, process, session
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.plan import Plan, Secrets
-from distrun_runtime.coordinator import jobrun, serving
-from distrun_runtime.coordinator.dialback import DialBack, with_port
+from distrun_runtime.coordinator import jobrun
+from distrun_runtime.coordinator import service as serving
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
+from distrun_runtime.coordinator.listener import DialBack, with_port
 from distrun_runtime.coordinator.service import Service
 from distrun_runtime.errors import ContractError, RuntimeFault
 
@@ -34,7 +35,7 @@ DIAL_SHARE = 0.75
 READ_SIZE = 256 * 1024
 
 
-class Order(NamedTuple):
+class HostedRequest(NamedTuple):
     """What the launcher gives."""
 
     plan: Plan
@@ -61,7 +62,7 @@ class Order(NamedTuple):
         """Return the frames that `read` understands."""
         head = {
             "type": "coordinate",
-            "version": wire.VERSION,
+            "version": session.VERSION,
             "plan": plans.to_json(self.plan),
             "token": self.secrets.token,
             "secret_env": dict(self.secrets.env),
@@ -75,19 +76,19 @@ class Order(NamedTuple):
             "login": self.login,
             "folder": self.folder,
         }
-        return wire.encode(head, self.program) + wire.encode({"type": "runtime"}, self.runtime)
+        return session.encode(head, self.program) + session.encode({"type": "runtime"}, self.runtime)
 
 
-def read(frames: Iterator[wire.Frame]) -> Order:
+def read(frames: Iterator[session.Frame]) -> HostedRequest:
     """Return what the launcher gives. Raises ContractError if it is of another version, or not whole."""
     try:
         first, second = next(frames), next(frames)
     except StopIteration:
         raise ContractError("the launcher's order is not whole") from None
     head = first.header
-    if head.get("version") != wire.VERSION:
-        raise ContractError(f"the launcher speaks version {head.get('version')!r}, this coordinator {wire.VERSION}")
-    return Order(
+    if head.get("version") != session.VERSION:
+        raise ContractError(f"the launcher speaks version {head.get('version')!r}, this coordinator {session.VERSION}")
+    return HostedRequest(
         plan=plans.from_json(head["plan"]),
         secrets=Secrets(head["token"], head["secret_env"]),
         enrolment=head["enrolment"],
@@ -147,7 +148,7 @@ def _serve(ahead: bytes) -> int:
     return code
 
 
-def _folder(order: Order) -> Tuple[JobFolder, bool]:
+def _folder(order: HostedRequest) -> Tuple[JobFolder, bool]:
     """Return the job's folder, and whether it is the launcher's, whose job store this host shares."""
     store = JobStore()
     shared = store.take_over(order.plan)
@@ -159,7 +160,7 @@ def _folder(order: Order) -> Tuple[JobFolder, bool]:
     return store.create(order.plan, run_dir, order.request, order.allocation), False
 
 
-def _run(order: Order, folder: JobFolder, agents: DialBack, service: Service) -> int:
+def _run(order: HostedRequest, folder: JobFolder, agents: DialBack, service: Service) -> int:
     try:
         outcome = jobrun.run(
             order.plan,
@@ -180,11 +181,11 @@ def _run(order: Order, folder: JobFolder, agents: DialBack, service: Service) ->
     return 0
 
 
-def _frames(ahead: bytes) -> Iterator[wire.Frame]:
-    decoder = wire.Decoder()
+def _frames(ahead: bytes) -> Iterator[session.Frame]:
+    decoder = session.Decoder()
     data = ahead
     while True:
-        found: List[wire.Frame] = decoder.feed(data)
+        found: List[session.Frame] = decoder.feed(data)
         yield from found
         data = os.read(0, READ_SIZE)
         if not data:

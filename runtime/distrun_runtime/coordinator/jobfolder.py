@@ -28,14 +28,56 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, Optional
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
 
 from distrun_runtime.contract import facts, process
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.plan import Plan
-from distrun_runtime.coordinator import fileclock, logfiles, spool, stored
-from distrun_runtime.coordinator.outcome import Outcome, TaskResult
+from distrun_runtime.coordinator import logs, stored
+from distrun_runtime.coordinator.failures import Outcome, TaskResult
 from distrun_runtime.errors import ContractError, JobStoreError
+
+# The clock of the machine that keeps a folder's files.
+#
+# On a shared file system a file's time is the server's, and the clock of this machine may be hours away from it. Ages
+# of files are measured with the server's own clock: by the time of a file that was just touched.
+
+
+KEPT_S = 60.0
+"""How long the difference of two clocks is believed."""
+
+_known: Dict[int, Tuple[float, float]] = {}
+"""By device: when it was measured (monotonic), and how far the server's clock is ahead of the monotonic one."""
+
+
+def now(folder: Path) -> float:
+    """Return the present time by the clock that the files of `folder` get their times from, in seconds since 1970.
+
+    Where nothing can be written, this machine's clock has to do.
+    """
+    here = time.monotonic()
+    try:
+        device = os.stat(str(folder)).st_dev
+        measured, ahead = _known.get(device, (-KEPT_S, 0.0))
+        if here - measured >= KEPT_S:
+            ahead = _touched(folder) - time.monotonic()
+            _known[device] = here, ahead
+    except OSError:
+        return time.time()
+    return time.monotonic() + ahead
+
+
+def _touched(folder: Path) -> float:
+    """Return the time of a file that is made in the folder for this. Raises OSError."""
+    path = str(folder / (".clock.%s.%d" % (socket.gethostname(), os.getpid())))
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    try:
+        os.utime(path)  # no time is sent along, so the server takes its own
+        return os.stat(path).st_mtime
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
 
 VERSION = 1
 SCHEMA = "distrun.job/1"
@@ -331,11 +373,11 @@ class JobFolder:
 
     def log_path(self, task: str) -> Path:
         """Return where the log of `task` is, or will be."""
-        return logfiles.log_path(self.logs, task)
+        return logs.log_path(self.logs, task)
 
     def tail(self, task: str, lines: int) -> List[str]:
         """Return the last lines of a task's log, decoded, without newlines; [] if there is none."""
-        return spool.tail(self.log_path(task), lines)
+        return logs.tail(self.log_path(task), lines)
 
     def request(self) -> Optional[Dict[str, Any]]:
         """Read request.json; None if there is none, as in folders of an older version. Raises JobStoreError."""
@@ -520,7 +562,7 @@ class JobFolder:
             with contextlib.suppress(OSError, JobStoreError):
                 with stored.opened(folder / name) as file:  # opening asks the server, where stat may remember
                     written = os.fstat(file.fileno()).st_mtime
-                return fileclock.now(folder.parent) - written
+                return now(folder.parent) - written
         return 0.0
 
     def _heard(self, updated: str) -> str:

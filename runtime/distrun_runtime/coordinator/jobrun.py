@@ -6,24 +6,149 @@ That is what is kept and shown of a job: its log files, its folder with states a
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 from distrun_runtime.contract import facts
 from distrun_runtime.contract import plan as plans
-from distrun_runtime.contract.plan import Plan, Secrets
-from distrun_runtime.coordinator import actions, events, frames, jobfolder, loop
-from distrun_runtime.coordinator.channel import Channel, Put
+from distrun_runtime.contract.plan import WORKER, Plan, Secrets
+from distrun_runtime.coordinator import jobfolder, loop, messages
+from distrun_runtime.coordinator.channel import AgentChannel, Put
+from distrun_runtime.coordinator.conditions import JobMeasurement
+from distrun_runtime.coordinator.failures import Outcome, TaskResult
 from distrun_runtime.coordinator.jobfolder import JobFolder
-from distrun_runtime.coordinator.measuring import Measuring
-from distrun_runtime.coordinator.outcome import Outcome
+from distrun_runtime.coordinator.logs import Spool
+from distrun_runtime.coordinator.messages import AskStack, StackFound, StackWanted
 from distrun_runtime.coordinator.output import Sink, Watcher
-from distrun_runtime.coordinator.spool import Spool
-from distrun_runtime.coordinator.stacks import Stacks, StackTold
 from distrun_runtime.coordinator.supervisor import Supervisor
 from distrun_runtime.errors import ContractError
 
 if TYPE_CHECKING:
-    from distrun_runtime.coordinator.metricsport import MetricsPort  # only imported where it is used
+    from distrun_runtime.coordinator.prometheus import MetricsPort  # only imported where it is used
+
+
+# Gets the stacks of tasks for clients: asks the agents and always answers. No side effects.
+#
+# A client asks for a task, a role or all workers. It gets one answer per task: the stacks, or why there are none and
+# how to fix that. If an agent does not answer in time, the coordinator answers in its place.
+
+
+ANSWER_S = 10.0
+"""How long an agent may take."""
+MOST = 1024
+"""Tasks that are asked for at a time."""
+
+
+class StackTold(NamedTuple):
+    """An answer for the client's question `number`, as `control.stack` takes it."""
+
+    number: int
+    members: Mapping[str, Any]
+
+
+class _StackQuery(NamedTuple):
+    """A task that was asked for."""
+
+    number: int
+    task: str
+    until: float
+
+
+class StackQueries:
+    """The questions that are not answered yet.
+
+    Arguments:
+        places: the place of each task.
+    """
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self._places = places
+        self._asked = 0
+        self._open: Dict[int, _StackQuery] = {}
+        """By the number that the agent answers with."""
+        self._left: Dict[int, int] = {}
+        """Question to the answers that are still to come."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether an answer is to come."""
+        return bool(self._open)
+
+    def wanted(
+        self, event: StackWanted, tasks: Mapping[str, TaskResult], reached: Set[str], now: float
+    ) -> Tuple[List[AskStack], List[StackTold]]:
+        """Take a client's question; return what agents are asked, and what can be answered now.
+
+        Arguments:
+            tasks: all tasks of the job, as they stand.
+            reached: places whose agents can be asked.
+        """
+        names = matching(event.task, tasks)
+        if not names:
+            known = ", ".join(list(tasks)[:8]) + (", ..." if len(tasks) > 8 else "")
+            error = f"no task {event.task!r} in this job; there is: {known}" if event.task else "the job has no workers"
+            return [], [StackTold(event.number, _stack_members(event.task, error=error, left=0))]
+        self._left[event.number] = len(names)
+        asked: List[AskStack] = []
+        told: List[StackTold] = []
+        for name in names:
+            place = self._places[name]
+            error, fix = _why_not(tasks[name])
+            if not error and place not in reached:
+                error = f"the agent of {place} cannot be reached"
+            if not error and len(self._open) >= MOST:
+                error, fix = f"more than {MOST} stacks are asked for at a time", "name the task"
+            if error:
+                told.append(self._told(event.number, name, error=error, fix=fix))
+            else:
+                self._asked += 1
+                self._open[self._asked] = _StackQuery(event.number, name, now + ANSWER_S)
+                asked.append(AskStack(place, self._asked, name))
+        return asked, told
+
+    def heard(self, event: StackFound) -> List[StackTold]:
+        """Take an agent's answer."""
+        found = self._open.get(event.id)
+        if found is None or event.host != self._places.get(found.task):
+            return []
+        del self._open[event.id]
+        members = {"text": event.text, "how": event.how, "error": event.error, "fix": event.fix}
+        return [self._told(found.number, found.task, **members)]
+
+    def expired(self, now: float) -> List[StackTold]:
+        """Answer for agents that have not answered in time."""
+        late = [number for number, each in self._open.items() if now >= each.until]
+        told = []
+        for found in (self._open.pop(number) for number in late):
+            error = f"the agent of {self._places[found.task]} did not answer within {ANSWER_S:g} s"
+            told.append(self._told(found.number, found.task, error=error))
+        return told
+
+    def _told(self, number: int, task: str, **members: str) -> StackTold:
+        self._left[number] -= 1
+        left = self._left[number]
+        if not left:
+            del self._left[number]
+        return StackTold(number, _stack_members(task, left=left, **members))
+
+
+def matching(wanted: str, tasks: Mapping[str, TaskResult]) -> List[str]:
+    """Return the names of the tasks that a client means: one, those of a role, or all workers. No side effects."""
+    return [name for name, task in tasks.items() if (wanted or WORKER) in (name, task.role)]
+
+
+def _stack_members(task: str, **members: Union[str, int]) -> Dict[str, Any]:
+    return {"task": task, "text": "", "how": "", "error": "", "fix": "", **members}
+
+
+def _why_not(task: TaskResult) -> Tuple[str, str]:
+    """Return why a task has no stacks, and what would help."""
+    if task.state == facts.RUNNING:
+        return "", ""
+    if not task.is_over:
+        return f"{task.name} has not started yet", ""
+    how = f"signal {task.signal}" if task.signal else f"exit code {task.code}"
+    return f"{task.name} has ended ({task.reason or how})", "distrun logs JOB " + task.name + " shows what it printed"
+
 
 STATE_S = 0.25
 """state.json is replaced at most so often."""
@@ -42,7 +167,7 @@ def _no_runtime() -> bytes:
 def run(
     plan: Plan,
     secrets: Secrets,
-    channels: Sequence[Channel],
+    channels: Sequence[AgentChannel],
     folder: JobFolder,
     sink: Sink,
     *,
@@ -96,7 +221,7 @@ class _JobRun:
         self,
         plan: Plan,
         secrets: Secrets,
-        channels: Sequence[Channel],
+        channels: Sequence[AgentChannel],
         folder: JobFolder,
         sink: Sink,
         *,
@@ -116,8 +241,8 @@ class _JobRun:
         self._watcher = watcher
         self._supervisor = Supervisor(plan, prepare is not None, ends_when_ready)
         self._ends_when_ready = ends_when_ready
-        self._stacks = Stacks(self._supervisor.roster.places)
-        self._measuring = None if ends_when_ready else Measuring(plan)
+        self._stacks = StackQueries(self._supervisor.roster.places)
+        self._measuring = None if ends_when_ready else JobMeasurement(plan)
         self._exporter: Optional[MetricsPort] = None
         self._spool = Spool(folder.logs, plan.log_limit)
         self._outcome: Optional[Outcome] = None
@@ -133,8 +258,8 @@ class _JobRun:
             self,
             channels,
             encoders={
-                actions.Begin: lambda action: frames.begin(shares.of(action.host), secrets, action.host),
-                actions.SendRuntime: lambda action: frames.runtime(plan.runtime.digest, self._archive),
+                messages.Begin: lambda action: messages.begin(shares.of(action.host), secrets, action.host),
+                messages.SendRuntime: lambda action: messages.runtime(plan.runtime.digest, self._archive),
             },
             ping_s=self._ping_s,
             after_turn=self._flush_logs,
@@ -171,23 +296,23 @@ class _JobRun:
         wake_s = self._supervisor.wake_s()
         return wake_s if self._measuring is None else min(wake_s, self._measuring.wake_s())
 
-    def handle(self, event: events.Event, now: float) -> List[actions.AgentAction]:
+    def handle(self, event: messages.Event, now: float) -> List[messages.AgentAction]:
         """Note an event, have the supervisor decide, and do what concerns no agent; return the rest."""
-        if isinstance(event, (events.MetricsWanted, events.MetricsAsked)):
+        if isinstance(event, (messages.MetricsWanted, messages.MetricsAsked)):
             return self._measure(lambda measuring: measuring.handle(event, now))
         if self._verbosity >= TRACE and not isinstance(event, _FREQUENT):
-            self._sink.say(f"< {_shown(event)}", actions.DEBUG)
-        if isinstance(event, events.PauseToggled):
+            self._sink.say(f"< {_shown(event)}", messages.DEBUG)
+        if isinstance(event, messages.PauseToggled):
             self._sink.toggle_pause()
             return []
-        if isinstance(event, events.StackWanted):
+        if isinstance(event, messages.StackWanted):
             return self._find_stacks(event, now)
         if self._stacks.is_waiting:
             self._tell_stacks(self._stacks.expired(now))
-        if isinstance(event, events.StackFound):
+        if isinstance(event, messages.StackFound):
             self._tell_stacks(self._stacks.heard(event))
-        found: List[actions.AgentAction] = []
-        if isinstance(event, events.Output):
+        found: List[messages.AgentAction] = []
+        if isinstance(event, messages.Output):
             found += self._write(event)
         elif type(event) in _RECORDED:
             self._is_dirty = True
@@ -205,7 +330,7 @@ class _JobRun:
         self._keep_folder(now)
         return found
 
-    def _find_stacks(self, event: events.StackWanted, now: float) -> List[actions.AgentAction]:
+    def _find_stacks(self, event: messages.StackWanted, now: float) -> List[messages.AgentAction]:
         roster = self._supervisor.roster
         reached = {name for name, host in roster.hosts.items() if host.is_ready and not (host.is_gone or host.is_cut)}
         asked, told = self._stacks.wanted(event, roster.tasks, reached, now)
@@ -217,14 +342,14 @@ class _JobRun:
             for each in told:
                 self._watcher.stack(each.number, each.members)
 
-    def _measure(self, decide: Callable[[Measuring], List[actions.MetricsAction]]) -> List[actions.AgentAction]:
+    def _measure(self, decide: Callable[[JobMeasurement], List[messages.MetricsAction]]) -> List[messages.AgentAction]:
         """Have decided what comes of the job's numbers, and do it; return what is for agents.
 
         A fault of ours there costs the numbers only, never the job.
         """
         if self._measuring is None:
             return []
-        found: List[actions.AgentAction] = []
+        found: List[messages.AgentAction] = []
         try:
             for action in decide(self._measuring):
                 found += self._perform_measuring(action)
@@ -234,20 +359,20 @@ class _JobRun:
             traceback.print_exc()  # to coordinator.log
             self._measuring = None
             text = f"distrun itself failed to count: {type(err).__name__}: {err}; this job's numbers end here"
-            self._sink.say(text, actions.WARNING)
+            self._sink.say(text, messages.WARNING)
         return found
 
-    def _perform_measuring(self, action: actions.MetricsAction) -> List[actions.AgentAction]:
-        if isinstance(action, actions.Sample):
+    def _perform_measuring(self, action: messages.MetricsAction) -> List[messages.AgentAction]:
+        if isinstance(action, messages.Sample):
             return [action]
-        if isinstance(action, actions.Announce):
+        if isinstance(action, messages.Announce):
             return self._perform(action)
-        if isinstance(action, actions.Record):
+        if isinstance(action, messages.RecordEvent):
             self._record(action.kind, **action.members)
-        elif isinstance(action, actions.KeepMetrics):
+        elif isinstance(action, messages.KeepMetrics):
             line = action.line
             self._try(lambda: self._folder.append_sample(line))
-        elif isinstance(action, actions.GiveMetrics):
+        elif isinstance(action, messages.GiveMetrics):
             action.give(action.snapshot)
         elif self._watcher is not None:
             self._watcher.metrics(action.snapshot)
@@ -258,7 +383,7 @@ class _JobRun:
         port = self._plan.metrics_port
         if port is None or self._ends_when_ready:
             return
-        from distrun_runtime.coordinator.metricsport import MetricsPort
+        from distrun_runtime.coordinator.prometheus import MetricsPort
 
         try:
             exporter = MetricsPort(self._plan, port, self._loop.put)
@@ -267,13 +392,13 @@ class _JobRun:
             where = f"{self._plan.metrics_address or facts.LOOPBACK} port {port}"
             why = getattr(err, "strerror", None) or err
             text = f"metrics: cannot listen at {where}: {why}; --metrics-port 0 takes any free port"
-            self._perform(actions.Announce(text, actions.WARNING))
+            self._perform(messages.Announce(text, messages.WARNING))
             return
         self._exporter = exporter
         self._record("metrics_port", url=exporter.url)
-        self._sink.say(f"metrics: {exporter.url}", actions.INFO)
+        self._sink.say(f"metrics: {exporter.url}", messages.INFO)
 
-    def _write(self, event: events.Output) -> List[actions.AgentAction]:
+    def _write(self, event: messages.Output) -> List[messages.AgentAction]:
         """Log and show output; return the acknowledgement."""
         if event.task not in self._supervisor.roster.tasks:
             return []  # the supervisor says what it thinks of that
@@ -284,35 +409,35 @@ class _JobRun:
         if written.fresh and written.at is None:
             warning = self._spool.warning()
             if warning:
-                self._sink.say(warning, actions.WARNING)
+                self._sink.say(warning, messages.WARNING)
             flood = self._spool.flood(event.task)
             if flood:
-                self._loop.put(events.DiskFilled(event.host, event.task, flood, time.time()))
-        return [actions.Ack(event.host, event.task, event.stream, written.offset)]
+                self._loop.put(messages.DiskFilled(event.host, event.task, flood, time.time()))
+        return [messages.Ack(event.host, event.task, event.stream, written.offset)]
 
     def _flush_logs(self) -> None:
         warning = self._spool.flush()
         if warning:
-            self._sink.say(warning, actions.WARNING)
+            self._sink.say(warning, messages.WARNING)
 
-    def _perform(self, action: actions.Action) -> List[actions.AgentAction]:
+    def _perform(self, action: messages.Action) -> List[messages.AgentAction]:
         """Do what an action says, or return it if the loop does that."""
-        if isinstance(action, actions.Announce):
+        if isinstance(action, messages.Announce):
             self._sink.say(action.text, action.level)
-            if action.level != actions.DEBUG:
+            if action.level != messages.DEBUG:
                 self._record("said", level=action.level, text=action.text)
             return []
         if self._verbosity >= TRACE:
-            self._sink.say(f"> {_shown(action)}", actions.DEBUG)
+            self._sink.say(f"> {_shown(action)}", messages.DEBUG)
         self._is_dirty = True
-        if isinstance(action, actions.FinishJob):
+        if isinstance(action, messages.FinishJob):
             self._outcome = action.outcome
             return []
-        if isinstance(action, actions.Prepare):
+        if isinstance(action, messages.Prepare):
             if self._prepare is not None:
                 self._prepare(self._loop.put)
             return []
-        if isinstance(action, actions.SendRuntime):
+        if isinstance(action, messages.SendRuntime):
             self._archive = self._archive or self._runtime()
         return [action]
 
@@ -323,7 +448,7 @@ class _JobRun:
             self._try(self._folder.touch)
             warning = self._spool.filling()
             if warning:
-                self._sink.say(warning, actions.WARNING)
+                self._sink.say(warning, messages.WARNING)
         if self._is_dirty and now >= self._saved + self._state_s and not self.is_over:
             self._saved = now
             self._is_dirty = False
@@ -349,7 +474,7 @@ class _JobRun:
             if not self._folder_warned:
                 self._folder_warned = True
                 text = f"cannot write to {self._folder.path}: {err}; `distrun status` will not know all"
-                self._sink.say(text, actions.WARNING)
+                self._sink.say(text, messages.WARNING)
 
     def _give_up(self, err: BaseException) -> None:
         """The loop failed: let the agents end their tasks, wait for that as long as it may take, and note it."""
@@ -360,28 +485,28 @@ class _JobRun:
         self._try(lambda: self._folder.finish(outcome))
 
 
-_FREQUENT = (events.Tick, events.Pong, events.Measured)
+_FREQUENT = (messages.Tick, messages.Pong, messages.Measured)
 """What is not said, however much is to be said."""
 _RECORDED = {
-    events.AgentHello: "hello",
-    events.AgentReady: "ready",
-    events.Settled: "settled",
-    events.AllPrepared: "prepared",
-    events.PrepareFailed: "prepare_failed",
-    events.StartFailed: "start_failed",
-    events.Started: "started",
-    events.Published: "published",
-    events.Exited: "exited",
-    events.Cleared: "cleared",
-    events.Warned: "warning",
-    events.AgentEnding: "ending",
-    events.Bye: "bye",
-    events.Cut: "cut",
-    events.Resumed: "resumed",
-    events.AgentLost: "lost",
-    events.PlaceClaimedTwice: "claimed_twice",
-    events.Interrupt: "interrupt",
-    events.DiskFilled: "disk_filled",
+    messages.AgentHello: "hello",
+    messages.AgentReady: "ready",
+    messages.Settled: "settled",
+    messages.AllPrepared: "prepared",
+    messages.PrepareFailed: "prepare_failed",
+    messages.StartFailed: "start_failed",
+    messages.Started: "started",
+    messages.Published: "published",
+    messages.Exited: "exited",
+    messages.Cleared: "cleared",
+    messages.Warned: "warning",
+    messages.AgentEnding: "ending",
+    messages.Bye: "bye",
+    messages.Cut: "cut",
+    messages.Resumed: "resumed",
+    messages.AgentLost: "lost",
+    messages.PlaceClaimedTwice: "claimed_twice",
+    messages.Interrupt: "interrupt",
+    messages.DiskFilled: "disk_filled",
 }
 """What is noted in events.jsonl, and under which name."""
 

@@ -10,11 +10,12 @@ import contextlib
 import os
 from collections import OrderedDict
 from pathlib import Path
-from typing import Callable, Collection, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Callable, Collection, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
-from distrun_runtime.coordinator import logindex, stored
-from distrun_runtime.coordinator.logfiles import LogFile, log_path
-from distrun_runtime.coordinator.logindex import NAME, OLDER, SIZE, IndexEntry
+from distrun_runtime.contract import control
+from distrun_runtime.coordinator import logs, stored
+from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.logs import NAME, OLDER, SIZE, IndexEntry, LogFile, log_path
 from distrun_runtime.errors import JobStoreError
 
 READ_LIMIT = 256 * 1024
@@ -24,7 +25,7 @@ _SCAN = 16 * 1024
 _BLOCK = 512 * SIZE
 
 
-class Piece(NamedTuple):
+class LogPiece(NamedTuple):
     """A piece of a task's output, as it came."""
 
     cursor: int
@@ -40,10 +41,10 @@ class Piece(NamedTuple):
     data: bytes
 
 
-class Read(NamedTuple):
+class LogRead(NamedTuple):
     """What one `LogReader.read` found."""
 
-    pieces: Tuple[Piece, ...]
+    pieces: Tuple[LogPiece, ...]
     cursor: int
     """Where to read on. Equal to the one given, and no pieces: there is no more at present."""
     gap: int
@@ -92,7 +93,7 @@ class LogReader:
         """Return the cursor `size` bytes before the end, or the first one."""
         return max(self.begin(), self.end() - size)
 
-    def read(self, cursor: int, limit: int = READ_LIMIT, tasks: Optional[Collection[str]] = None) -> Read:
+    def read(self, cursor: int, limit: int = READ_LIMIT, tasks: Optional[Collection[str]] = None) -> LogRead:
         """Return the output from `cursor` on, at most `limit` bytes of it; never waits.
 
         `tasks`: only theirs; the others' is passed over. A piece of the index may be given in two parts.
@@ -100,7 +101,7 @@ class LogReader:
         self._refresh()
         gap = max(0, self.begin() - cursor)
         cursor += gap
-        pieces: List[Piece] = []
+        pieces: List[LogPiece] = []
         used = 0
         for entry in self._entries(cursor):
             gap += max(0, entry.position - cursor)  # records that cannot be read
@@ -113,7 +114,7 @@ class LogReader:
                 size = min(entry.end - cursor, limit - used)
                 data = self._log(entry.task).read(at, size)
                 if data:
-                    pieces.append(Piece(cursor, entry.time, entry.task, entry.stream, entry.attempt, at, data))
+                    pieces.append(LogPiece(cursor, entry.time, entry.task, entry.stream, entry.attempt, at, data))
                     cursor += len(data)
                     used += len(data)
                 else:
@@ -122,9 +123,9 @@ class LogReader:
                     cursor += gone
             if used >= limit:
                 break
-        return Read(tuple(pieces), cursor, gap)
+        return LogRead(tuple(pieces), cursor, gap)
 
-    def rest(self, tasks: Collection[str]) -> Iterator[Piece]:
+    def rest(self, tasks: Collection[str]) -> Iterator[LogPiece]:
         """Give what is in these tasks' logs and not in the index, one task after the other, stream "".
 
         That is all of a job without index; of one whose coordinator died, the last it wrote.
@@ -148,7 +149,7 @@ class LogReader:
                     continue
                 if not data:
                     break
-                yield Piece(self.end(), time, task, logindex.UNKNOWN, 0, at, data)
+                yield LogPiece(self.end(), time, task, logs.UNKNOWN, 0, at, data)
                 at += len(data)
 
     def close(self) -> None:
@@ -168,7 +169,7 @@ class LogReader:
         """Close all files."""
         self.close()
 
-    def _between(self, start: int, stop: int, tasks: Optional[Collection[str]]) -> Iterator[Piece]:
+    def _between(self, start: int, stop: int, tasks: Optional[Collection[str]]) -> Iterator[LogPiece]:
         while start < stop:
             found = self.read(start, min(READ_LIMIT, stop - start), tasks)
             if found.cursor == start:
@@ -290,4 +291,78 @@ class _IndexFile:
         if not 0 <= start <= len(self._block) - SIZE:
             self._block_at, start = number * SIZE, 0
             self._block = os.pread(self.descriptor, _BLOCK, self._block_at)
-        return logindex.decode(self._block, start)
+        return logs.decode(self._block, start)
+
+
+# A job's output for one client of its coordinator: read from the logs, as frames.
+
+
+TAIL_LIMIT = 64 * 1024 * 1024
+"""Lines before the end are looked for in so many bytes: meanwhile other clients wait."""
+
+
+class LoggedOutput:
+    """An `OutputReader` of `service`, over `LogReader`. Raises JobStoreError (an OSError) where logs cannot be read."""
+
+    def __init__(self, folder: JobFolder, wanted: control.OutputWanted) -> None:
+        self._folder = folder
+        self._hosts: Dict[str, str] = {}
+        """By task; read when there is output: a job that waits in a queue has no plan yet."""
+        self._reader = LogReader(folder.logs)
+        try:
+            self.cursor = begin(self._reader, wanted)
+        except BaseException:
+            self._reader.close()
+            raise
+
+    def read(self, limit: int) -> bytes:
+        """Return frames with about `limit` bytes of output; empty: there is nothing new now."""
+        found = self._reader.read(self.cursor, limit)
+        while not found.pieces and not found.gap and found.cursor != self.cursor:
+            self.cursor = found.cursor
+            found = self._reader.read(self.cursor, limit)
+        frames = [control.gap(found.gap, found.cursor)] if found.gap else []
+        if found.pieces and not self._hosts:
+            self._hosts = {task.name: task.host for task in self._folder.plan().tasks}
+        ends = [piece.cursor for piece in found.pieces[1:]] + [found.cursor]
+        for piece, end in zip(found.pieces, ends):
+            host = self._hosts.get(piece.task, "")
+            chunk = control.Chunk(piece.task, host, piece.stream, piece.at, len(piece.data), piece.data, end)
+            frames.append(control.output(chunk))
+        self.cursor = found.cursor
+        return b"".join(frames)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._reader.close()
+
+
+def begin(reader: LogReader, wanted: control.OutputWanted) -> int:
+    """Return the cursor at which a client's output begins."""
+    if wanted.cursor is not None:
+        return max(reader.begin(), min(wanted.cursor, reader.end()))
+    return reader.end() if wanted.tail is None else _lines_back(reader, wanted.tail)
+
+
+def _lines_back(reader: LogReader, lines: int) -> int:
+    """Return a cursor with `lines` lines after it, or so, but no further back than TAIL_LIMIT."""
+    stop, left = reader.end(), lines + 1  # the newline before the first of these lines
+    first = reader.cursor_back(TAIL_LIMIT)
+    while stop > first:
+        start = max(first, stop - READ_LIMIT)
+        ends: List[int] = []
+        cursor = start
+        while cursor < stop:
+            found = reader.read(cursor, stop - cursor)
+            if found.cursor == cursor:
+                break
+            for piece in found.pieces:
+                at = -1
+                while (at := piece.data.find(b"\n", at + 1)) >= 0:
+                    ends.append(piece.cursor + at + 1)
+            cursor = found.cursor
+        if len(ends) >= left:
+            return ends[-left]
+        left -= len(ends)
+        stop = start
+    return stop

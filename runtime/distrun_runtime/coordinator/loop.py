@@ -7,15 +7,88 @@ do not end, and tells the decision class that time has passed. It waits for noth
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
+import threading
 import time
-from types import MappingProxyType
-from typing import Any, Callable, Dict, List, Mapping, Optional, Protocol, Sequence, Set, Tuple, Union
+from types import MappingProxyType, TracebackType
+from typing import Any, Callable, Dict, List, Mapping, Optional, Protocol, Sequence, Set, Tuple, Type, Union
 
 from distrun_runtime.contract import process
-from distrun_runtime.contract.wire import Frame
-from distrun_runtime.coordinator import actions, events, frames, interrupts
-from distrun_runtime.coordinator.channel import Channel
+from distrun_runtime.contract.session import Frame
+from distrun_runtime.coordinator import messages
+from distrun_runtime.coordinator.channel import AgentChannel
+from distrun_runtime.coordinator.messages import Event, Interrupt, PauseToggled, TasksSignal
+
+# Turns signals to this process into events.
+
+
+ALL = ("INT", "TERM", "HUP", "TSTP", *process.TASKS_SIGNALS)
+
+
+class Interrupts:
+    """While it is entered, in the main thread, the signals of `names` are events; elsewhere it does nothing.
+
+    A signal that was ignored before (nohup) stays ignored, and handlers of others for signals that are for tasks stay.
+    Everything is put back at the end.
+
+    A Python handler runs only when the main thread comes to it, and the system may deliver a signal to any thread:
+    then the main thread's wait is not interrupted, and two Ctrl-C within it become one. So the interpreter's wakeup
+    descriptor is used, which gets one byte for each signal whatever the threads do, and a thread of ours reads it.
+    """
+
+    def __init__(self, put: Callable[[Event], None], names: Sequence[str] = ALL) -> None:
+        self._put = put
+        self._names = names
+        self._before: Dict[int, Any] = {}
+        self._wakeup_before = -1
+        self._write_fd = -1
+        self._reader: Optional[threading.Thread] = None
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        self._reader = threading.Thread(target=self._read, args=(read_fd,), name="signals", daemon=True)
+        self._reader.start()
+        for name in self._names:
+            number = signal.Signals["SIG" + name]
+            before = signal.getsignal(number)
+            free = (signal.SIG_DFL, process.do_nothing)
+            # None: a handler that is not Python's; it could not be put back.
+            if before in free if name in process.TASKS_SIGNALS else before not in (signal.SIG_IGN, None):
+                self._before[number] = before
+                signal.signal(number, process.do_nothing)  # the byte on the wakeup descriptor has said it
+        return self
+
+    def __exit__(
+        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
+        if self._reader is None:
+            return
+        signal.set_wakeup_fd(self._wakeup_before)
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        os.close(self._write_fd)
+        self._reader.join()
+
+    def _read(self, read_fd: int) -> None:
+        while True:
+            numbers = os.read(read_fd, 64)
+            if not numbers:
+                os.close(read_fd)
+                return
+            for number in numbers:
+                if number in self._before:  # others of this process are not ours
+                    name = signal.Signals(number).name[3:]
+                    if name in process.TASKS_SIGNALS:
+                        self._put(TasksSignal(name))
+                    else:
+                        self._put(PauseToggled() if name == "TSTP" else Interrupt(name, time.time()))
+
 
 PING_S = 2.0
 FILES, FILES_A_CHANNEL = 256, 4
@@ -23,18 +96,18 @@ FILES, FILES_A_CHANNEL = 256, 4
 BATCH = 256
 """Events that are taken from the queue before acks, pings and ticks have their turn."""
 
-Encoder = Callable[[Any], Union[Frame, frames.Large]]
+Encoder = Callable[[Any], Union[Frame, messages.Large]]
 """Returns the message of an action."""
 
 _ENCODERS: Mapping[type, Encoder] = {
-    actions.Settle: frames.settle,
-    actions.Spawn: frames.spawn,
-    actions.StopTasks: frames.stop,
-    actions.SignalTasks: frames.signal,
-    actions.EndAgent: frames.end,
-    actions.AskAgent: frames.ask,
-    actions.AskStack: frames.stack,
-    actions.Sample: lambda action: frames.sample(action.interval_s),
+    messages.Settle: messages.settle,
+    messages.Spawn: messages.spawn,
+    messages.StopTasks: messages.stop,
+    messages.SignalTasks: messages.signal,
+    messages.EndAgent: messages.end,
+    messages.AskAgent: messages.ask,
+    messages.AskStack: messages.stack,
+    messages.Sample: lambda action: messages.sample(action.interval_s),
 }
 
 
@@ -45,7 +118,7 @@ class Decisions(Protocol):
     def is_over(self) -> bool:
         """Whether there is nothing more to do: `HostLoop.run` returns."""
 
-    def handle(self, event: events.Event, now: float) -> Sequence[actions.AgentAction]:
+    def handle(self, event: messages.Event, now: float) -> Sequence[messages.AgentAction]:
         """Return what is to be done about `event`. `now`: monotonic clock, seconds."""
 
     def wake_s(self) -> float:
@@ -67,12 +140,12 @@ class HostLoop:
     def __init__(
         self,
         decisions: Decisions,
-        channels: Sequence[Channel],
+        channels: Sequence[AgentChannel],
         *,
         encoders: Mapping[type, Encoder] = MappingProxyType({}),
         ping_s: Optional[float] = None,
         after_turn: Callable[[], None] = lambda: None,
-        signals: Sequence[str] = interrupts.ALL,
+        signals: Sequence[str] = ALL,
     ) -> None:
         self._decisions = decisions
         self._channels = {channel.host: channel for channel in channels}
@@ -80,24 +153,24 @@ class HostLoop:
         self._ping_s = PING_S if ping_s is None else ping_s
         self._after_turn = after_turn
         self._signals = signals
-        self._queue: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[messages.Event] = queue.SimpleQueue()
         self._has_started = False
         self._listening: Set[str] = set()
         """Hosts whose agents are there."""
         self._said_bye: Set[str] = set()
-        self._acks: Dict[Tuple[str, str, str], actions.Ack] = {}
+        self._acks: Dict[Tuple[str, str, str], messages.Ack] = {}
         self._ticked = 0.0
         self._pinged = 0.0
         self._pings = 0
 
-    def put(self, event: events.Event) -> None:
+    def put(self, event: messages.Event) -> None:
         """Have an event handled; for any thread."""
         self._queue.put(event)
 
     def run(self) -> None:
         """Drive the decisions until they are over. The first call starts the channels; none closes them."""
-        with interrupts.Interrupts(self.put, self._signals):
-            self._handle(events.Tick(time.time()))
+        with Interrupts(self.put, self._signals):
+            self._handle(messages.Tick(time.time()))
             if not self._has_started:
                 self._has_started = True
                 process.allow_open_files(FILES + FILES_A_CHANNEL * len(self._channels))
@@ -115,7 +188,7 @@ class HostLoop:
         until = time.monotonic() + limit_s
         while left and time.monotonic() < until:
             for event in self._wait(until - time.monotonic()):
-                if isinstance(event, (events.AgentLost, events.Bye)):
+                if isinstance(event, (messages.AgentLost, messages.Bye)):
                     left.discard(event.host)
         return left
 
@@ -133,16 +206,16 @@ class HostLoop:
             self._handle(event)
         self._after_turn()
         for ack in self._acks.values():
-            self._send(ack.host, frames.ack(ack))
+            self._send(ack.host, messages.ack(ack))
         self._acks.clear()
         now = time.monotonic()
         if now >= self._ticked + self._decisions.wake_s():
-            self._handle(events.Tick(time.time()))
+            self._handle(messages.Tick(time.time()))
         if now >= self._pinged + self._ping_s:
             self._ping(now)
 
-    def _wait(self, limit_s: float) -> List[events.Event]:
-        batch: List[events.Event] = []
+    def _wait(self, limit_s: float) -> List[messages.Event]:
+        batch: List[messages.Event] = []
         try:
             batch.append(self._queue.get(timeout=limit_s))  # a signal puts an event, which ends this wait
             while len(batch) < BATCH:
@@ -151,27 +224,27 @@ class HostLoop:
             pass
         return batch
 
-    def _handle(self, event: events.Event) -> None:
+    def _handle(self, event: messages.Event) -> None:
         now = time.monotonic()
-        if isinstance(event, events.Tick):
+        if isinstance(event, messages.Tick):
             self._ticked = now
-        elif isinstance(event, events.AgentHello):
+        elif isinstance(event, messages.AgentHello):
             self._listening.add(event.host)
-        elif isinstance(event, events.Bye):
+        elif isinstance(event, messages.Bye):
             self._said_bye.add(event.host)
             self._listening.discard(event.host)
-        elif isinstance(event, events.AgentLost):
+        elif isinstance(event, messages.AgentLost):
             self._listening.discard(event.host)
         for action in self._decisions.handle(event, now):
             self._perform(action)
 
-    def _perform(self, action: actions.AgentAction) -> None:
-        if isinstance(action, actions.Ack):
+    def _perform(self, action: messages.AgentAction) -> None:
+        if isinstance(action, messages.Ack):
             self._acks[action.host, action.task, action.stream] = action
-        elif isinstance(action, actions.Close):
+        elif isinstance(action, messages.Close):
             self._listening.discard(action.host)
             self._channels[action.host].close()
-        elif isinstance(action, actions.Drop):
+        elif isinstance(action, messages.Drop):
             self._drop(action.host)
         else:
             self._send(action.host, self._encoders[type(action)](action))
@@ -182,8 +255,8 @@ class HostLoop:
         if host not in self._said_bye:
             self._channels[host].kill()
 
-    def _send(self, host: str, message: Union[Frame, frames.Large]) -> None:
-        if isinstance(message, frames.Large):
+    def _send(self, host: str, message: Union[Frame, messages.Large]) -> None:
+        if isinstance(message, messages.Large):
             self._channels[host].send_large(*message)
         else:
             self._channels[host].send(message)
@@ -192,4 +265,4 @@ class HostLoop:
         self._pinged = now
         self._pings += 1
         for host in sorted(self._listening):
-            self._send(host, frames.ping(self._pings))
+            self._send(host, messages.ping(self._pings))

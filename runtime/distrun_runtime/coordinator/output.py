@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable, Deque, List, Mapping, Optional, Protocol
 
 if TYPE_CHECKING:
-    from distrun_runtime.coordinator.events import Event
+    from distrun_runtime.coordinator.messages import Event
 
 QUEUE_LIMIT = 8 * 1024 * 1024
 """Bytes of output that wait in memory for one reader. Past it, only their places in the log files are kept."""

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Set, Tuple
 from typing import Counter as Counts
 
-from distrun_runtime.contract import facts, words
+from distrun_runtime.contract import facts
 from distrun_runtime.contract.plan import ROLES, WORKER, Plan, Task, references
-from distrun_runtime.coordinator.events import Event, Output
-from distrun_runtime.coordinator.failures import listed
-from distrun_runtime.coordinator.outcome import TaskResult
+from distrun_runtime.coordinator.failures import TaskResult, listed
+from distrun_runtime.coordinator.messages import Event, Output
 
 SKEW_S = 1.0
 """A host's clock is corrected only when it is off by more: below that, NTP knows better than a hello's delay."""
@@ -256,7 +255,7 @@ class JobRoster:
             where = f"{name} on {self.tasks[name].host}"
             free = [each for each in free if each != where]
             verb = "needs" if len(needing) == 1 else "need"
-            texts.append(f"{where} ({words.listed(needing, 1)} {verb} its address)")
+            texts.append(f"{where} ({facts.listed(needing, 1)} {verb} its address)")
         return "; ".join([*texts, *([listed(free)] if free else [])])
 
     def unfinished(self) -> List[str]:

@@ -28,12 +28,17 @@ import socket
 import threading
 import time
 from collections import deque
-from typing import Any, Callable, Deque, Dict, List, Mapping, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Callable, Deque, Dict, List, Mapping, Optional, Protocol
 
-from distrun_runtime.contract import control, process, wire
-from distrun_runtime.coordinator.events import Event, Interrupt, MetricsWanted, StackWanted, TasksSignal
+from distrun_runtime.contract import control, process, session
+from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.messages import Event, Interrupt, MetricsWanted, StackWanted, TasksSignal
 from distrun_runtime.coordinator.output import Backlog, OutputPiece
 from distrun_runtime.errors import WireError
+
+if TYPE_CHECKING:
+    from distrun_runtime.contract.control import OutputWanted
+
 
 READ_SIZE = 256 * 1024
 INPUT_SIZE = 64 * 1024
@@ -94,7 +99,7 @@ class _Client:
         self.socket = connection
         self.is_launcher = is_launcher
         self.conversation = control.Conversation(is_launcher)
-        self.decoder = wire.Decoder()
+        self.decoder = session.Decoder()
         self.since = time.monotonic()
         self.progress = self.since
         self.backlog = Backlog()
@@ -462,7 +467,7 @@ class Service:
         if client.decoder.pending > control.FRAME_LIMIT:
             self._refuse(client, control.Refusal("the frame is too long", is_last=True))
 
-    def _take(self, client: _Client, frame: wire.Frame) -> None:
+    def _take(self, client: _Client, frame: session.Frame) -> None:
         try:
             self._do(client, client.conversation.take(frame))
         except control.Refusal as refusal:
@@ -762,3 +767,53 @@ def raise_signal(name: str) -> None:
     if is_deadly and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         number = signal.SIGINT  # the loop does not run: the other would end this process without a word
     os.kill(os.getpid(), number)
+
+
+# What the process of a coordinator needs beside the job itself: its streams, and clients by the control socket.
+
+
+LOG = "coordinator.log"
+
+
+def service_of(folder: JobFolder, launcher: Optional[socket.socket]) -> Service:
+    """Return the service of a job, which has started. `launcher`: the connection to the client that launched it."""
+    service = Service(launcher, folder.id, lambda wanted: _logged(folder, wanted), lambda by: _note_stop(folder, by))
+    service.state(folder.written)
+    service.start()
+    return service
+
+
+def listen(service: Service, folder: JobFolder) -> str:
+    """Let clients in by the control socket of a job; return its path.
+
+    Raises:
+        ContractError, OSError: there can be no socket.
+    """
+    from distrun_runtime.coordinator.control import ControlSocket
+
+    listener = ControlSocket(folder.id)
+    service.listen(listener)
+    return listener.path
+
+
+def leave_streams(folder: JobFolder) -> None:
+    """Read nothing, and write errors that nobody expected to a file of the job's folder."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    log = nothing
+    with contextlib.suppress(OSError):  # a full disk
+        log = os.open(str(folder.path / LOG), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for fd, to in ((0, nothing), (1, nothing), (2, log)):
+        os.dup2(to, fd)
+    for fd in {nothing, log}:
+        os.close(fd)
+
+
+def _logged(folder: JobFolder, wanted: OutputWanted) -> OutputReader:
+    from distrun_runtime.coordinator.logreader import LoggedOutput  # most jobs have one client, which needs it not
+
+    return LoggedOutput(folder, wanted)
+
+
+def _note_stop(folder: JobFolder, by: str) -> None:
+    with contextlib.suppress(OSError):  # it is for a message only
+        folder.ask_to_end(by)

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, List, Mapping, Optional
 
-from distrun_runtime.contract import facts, gpus, wire
+from distrun_runtime.contract import facts, gpus, session
 from distrun_runtime.contract import plan as plans
-from distrun_runtime.contract.duration import duration
-from distrun_runtime.contract.plan import SCHEDULER, WORKER, Plan
-from distrun_runtime.coordinator import events, failures, stopping
-from distrun_runtime.coordinator import outcome as ends
-from distrun_runtime.coordinator.actions import (
+from distrun_runtime.contract.facts import duration
+from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER, Limits, Plan
+from distrun_runtime.coordinator import failures, messages
+from distrun_runtime.coordinator.failures import ANSWERS_S, Cause
+from distrun_runtime.coordinator.messages import (
     DEBUG,
     INFO,
     WARNING,
@@ -30,15 +30,175 @@ from distrun_runtime.coordinator.actions import (
     Announce,
     Begin,
     Drop,
+    EndAgent,
     FinishJob,
     Prepare,
     SendRuntime,
     Settle,
     SignalTasks,
     Spawn,
+    Steps,
+    StopTasks,
 )
-from distrun_runtime.coordinator.failures import ANSWERS_S, Cause
 from distrun_runtime.coordinator.roster import SKEW_LIMIT_S, SKEW_S, HostState, JobRoster
+
+# The stop sequence of a job: which tasks are signalled when, and when an agent may end. No side effects.
+#
+# Levels follow each other, each harder than the one before: OPEN, ASK_WORKERS, ASK_ALL, KILL_ALL.
+
+
+OPEN = 0
+ASK_WORKERS = 1
+"""INT to the workers; the servers stay until those have ended."""
+ASK_ALL = 2
+"""TERM to everything."""
+KILL_ALL = 3
+
+LINGER_S = 3.0
+"""How long servers that are the user's own command may take to end by themselves after the workers."""
+MARGIN_S = 5.0
+"""Past the last step, an agent that has not reported is awaited for so long."""
+BYE_S = 5.0
+"""From `end` to `bye`; the agent itself gives up at 3 s."""
+ABSENT_S = 2.0
+"""The same for an agent that never answered."""
+OUTPUT_S = 10.0
+"""How long the rest of the output may make no progress."""
+INTERRUPTED_OUTPUT_S = 3.0
+"""After an interrupt: how long the rest of the output is waited for, though it comes."""
+SILENT_S = 5.0
+"""After a success, a host that has been silent for so long is waited for until it is lost: it may have output still."""
+
+LOOK_S = 0.1
+"""While many hosts report that they are done, all are looked at so often; each at once when it reports."""
+
+_ORDER = {WORKER: 0, SERVER: 1, SCHEDULER: 2}
+
+
+class JobStopSequence:
+    """Ends one job. It starts when `linger` or `escalate` is called."""
+
+    def __init__(self, roster: JobRoster, limits: Limits) -> None:
+        self._roster = roster
+        self._limits = limits
+        self.level = OPEN
+        self._is_success = False
+        self.is_interrupted = False
+        """The user has ended the job: who floods is not waited for."""
+        self._linger_until = 0.0
+        self._deadline = 0.0
+        self._looked = (-1, 0.0)
+        """The level and the time when all hosts were last looked at."""
+        self._until: Optional[float] = None
+        """When the grace time of a Ctrl-C is over."""
+
+    def steps(self, level: int, now: float) -> Steps:
+        """Return the steps of a level."""
+        grace = self._limits.grace_s
+        if level == ASK_WORKERS:
+            # Shares of the one grace time, so that with the servers' turn after them all is over when it is.
+            return (("INT", 0.7 * grace), ("TERM", 0.2 * grace), ("KILL", 0.0))
+        if level == ASK_ALL:
+            left = grace if self._until is None else max(self._until - now, 0.1 * grace)
+            return (("TERM", left), ("KILL", 0.0))
+        return (("KILL", 0.0),)
+
+    def linger(self, now: float, linger_s: float) -> None:
+        """Begin the end of a job whose workers are done: what is left is asked to go `linger_s` from now."""
+        self._is_success = True
+        self._linger_until = now + linger_s
+
+    def escalate(self, level: int, now: float) -> List[Action]:
+        """Return the stops of `level`, unless something as hard is under way."""
+        if level <= self.level:
+            return []
+        self.level = level
+        if level == ASK_WORKERS:
+            self._until = now + self._limits.grace_s
+        steps = self.steps(level, now)
+        self._deadline = now + sum(wait_s for _, wait_s in steps) + MARGIN_S
+        actions: List[Action] = []
+        for host in self._roster.hosts.values():
+            # Workers go before servers, servers before the scheduler: a task should not see a peer die that it needs.
+            tasks = sorted(self._roster.on_host(host.name), key=lambda task: _ORDER[task.role])
+            if level == ASK_WORKERS:
+                tasks = [task for task in tasks if task.role == WORKER]
+            else:
+                host.told_to_stop, host.cleared = True, False
+            # Tasks that ended already are named too: what they left behind goes with them.
+            if tasks and not host.is_gone and not host.was_ended:
+                actions.append(StopTasks(host.name, tuple(task.name for task in tasks), steps))
+        return actions
+
+    def advance(self, now: float, host: str = "") -> List[Action]:
+        """Return what is due: the next level, ends of agents whose tasks are gone, channels to give up.
+
+        `host`: only it has said something since the last call. The others, of which there may be thousands, are not
+        looked at if they were less than LOOK_S ago.
+        """
+        actions: List[Action] = []
+        lingered = self.level == OPEN and (self._roster.all_over or now >= self._linger_until)
+        if lingered or (self.level == ASK_WORKERS and (self._roster.workers_over or now >= self._deadline)):
+            actions += self.escalate(ASK_ALL, now)
+        level, when = self._looked
+        is_all = not host or level != self.level or now >= when + LOOK_S
+        if is_all:
+            self._looked = (self.level, now)
+        for state in self._roster.hosts.values() if is_all else (self._roster.hosts[host],):
+            actions += self._end(state, now)
+        return actions
+
+    def _end(self, host: HostState, now: float) -> List[Action]:
+        """Return what ends the agent of a host, or gives it up, if it is time."""
+        if host.is_gone:
+            return []
+        if host.was_ended:
+            is_awaited = host.is_cut and self.level < KILL_ALL  # until it is reached again, or lost
+            if now < host.ended_at + (BYE_S if host.greeted else ABSENT_S) or is_awaited:
+                return []
+            host.is_gone = True
+            self._survive(host)
+            return [Drop(host.name)]
+        if not self._may_end(host, now):
+            return []
+        host.ended_at = now
+        missing = self._roster.undrained(host.name)
+        if missing and self.is_interrupted:
+            text = f"the last output of {', '.join(missing)} is not waited for"
+            return [Announce(text, WARNING), EndAgent(host.name)]
+        return [EndAgent(host.name)]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no agent is left."""
+        return self._roster.all_gone
+
+    def _may_end(self, host: HostState, now: float) -> bool:
+        if self.level < ASK_ALL:
+            return False
+        tasks = self._roster.on_host(host.name)
+        if not tasks:
+            return True
+        silence = now - host.last_seen
+        if self._is_success and self.level < KILL_ALL and silence >= min(SILENT_S, self._limits.suspect_s):
+            return False
+        if now >= self._deadline + OUTPUT_S:
+            return True
+        if not (host.cleared and all(task.is_over for task in tasks)) and now < self._deadline:
+            return False
+        if host.over_at < 0:
+            host.over_at = now
+        if self.is_interrupted and now >= host.over_at + INTERRUPTED_OUTPUT_S:
+            return True
+        return self._roster.is_drained(host.name) or now >= host.last_output + OUTPUT_S
+
+    def _survive(self, host: HostState) -> None:
+        for task in self._roster.on_host(host.name):
+            if not task.is_over:
+                self._roster.survivors.append("{} (pid {}) on {}".format(task.name, task.pid or "unknown", host.name))
+        if host.greeted:
+            self._roster.survivors.append(f"the agent on {host.name}")
+
 
 GATHERING = "gathering"
 PREPARING = "preparing"
@@ -86,7 +246,7 @@ class Supervisor:
         self._unusable = failures.UnusableHosts([place.name for place in plan.all_places])
         self._actions: List[Action] = []
         self._now = 0.0
-        self._stop = stopping.JobStopSequence(self.roster, plan.limits)
+        self._stop = JobStopSequence(self.roster, plan.limits)
         self._analysis = failures.FailureAnalysis(plan.limits.verdict_s)
         self._origin: Optional[float] = None
         self._start_from = 0.0
@@ -109,7 +269,7 @@ class Supervisor:
         """The job's state in the words of the job store; meaningless once it is over (`Outcome.job_state`)."""
         return facts.RUNNING if self.phase == RUNNING else facts.STARTING if self.phase in UNDECIDED else facts.STOPPING
 
-    def handle(self, event: events.Event, now: float) -> List[Action]:
+    def handle(self, event: messages.Event, now: float) -> List[Action]:
         """Return what is to be done about `event`. After `FinishJob` there is nothing more."""
         if self.phase == OVER:
             return []
@@ -153,7 +313,7 @@ class Supervisor:
     def _say(self, text: str, level: str = INFO) -> None:
         self._actions.append(Announce(text, level))
 
-    def _hear(self, event: events.Event) -> None:
+    def _hear(self, event: messages.Event) -> None:
         host = self.roster.hosts.get(getattr(event, "host", ""))
         if host is None or isinstance(event, _NO_SIGNS_OF_LIFE):
             return
@@ -170,13 +330,13 @@ class Supervisor:
                 )
                 self._say(text, WARNING)
 
-    def _on_hello(self, event: events.AgentHello) -> None:
+    def _on_hello(self, event: messages.AgentHello) -> None:
         host = self.roster.hosts[event.host]
         version = event.facts.get("version")
-        if version != wire.VERSION:
-            why = "its agent speaks protocol version %r, this program %d" % (version, wire.VERSION)
+        if version != session.VERSION:
+            why = "its agent speaks protocol version %r, this program %d" % (version, session.VERSION)
             fix = "use one release of distrun everywhere"
-            self._on_start_failed(events.StartFailed(event.host, why, event.arrived, True, "protocol", fix))
+            self._on_start_failed(messages.StartFailed(event.host, why, event.arrived, True, "protocol", fix))
             return
         stamp = event.facts.get("time")
         skew = event.arrived - stamp if isinstance(stamp, (int, float)) and not self._is_one_machine else 0.0
@@ -187,7 +347,7 @@ class Supervisor:
             # Root needs no sudo, and often there is none.
             script = "sudo=$(command -v sudo); $sudo chronyc makestep || $sudo timedatectl set-ntp true"
             fix = of_plan.typed(script, asks=True)
-            self._on_start_failed(events.StartFailed(event.host, why, event.arrived, True, "clock", fix))
+            self._on_start_failed(messages.StartFailed(event.host, why, event.arrived, True, "clock", fix))
             return
         host.greeted = True
         host.machine = str(event.facts.get("host", ""))
@@ -199,7 +359,7 @@ class Supervisor:
         if not host.was_ended:
             self._actions.append(Begin(event.host))
 
-    def _on_ready(self, event: events.AgentReady) -> None:
+    def _on_ready(self, event: messages.AgentReady) -> None:
         host = self.roster.hosts[event.host]
         twin = self.roster.twin_of(host, event.address)
         if twin is not None:
@@ -208,7 +368,7 @@ class Supervisor:
             fix = "choose another network with --subnet CIDR or --interface NAME"
             if self.plan.of_role(SCHEDULER):
                 why = f"{text}, so tasks elsewhere cannot reach both"
-                self._on_start_failed(events.StartFailed(event.host, why, host.stamp, True, "interface", fix))
+                self._on_start_failed(messages.StartFailed(event.host, why, host.stamp, True, "interface", fix))
                 return
             self._say(f"{text}; {fix} if tasks are to reach both", WARNING)
         host.is_ready = True
@@ -218,7 +378,7 @@ class Supervisor:
         self._tell_python(event.host, event.python)
         self._tell_gpus(event.host, event.gpus)
 
-    def _on_settled(self, event: events.Settled) -> None:
+    def _on_settled(self, event: messages.Settled) -> None:
         self.roster.hosts[event.host].is_ready = True
         self._tell_python(event.host, event.python)
 
@@ -237,11 +397,11 @@ class Supervisor:
             why = found.get("error") or gpus.NO_DRIVER
             self._say(f"{host}: its GPUs cannot be checked: {why}; {sees}", INFO)
 
-    def _on_needed(self, event: events.Needed) -> None:
+    def _on_needed(self, event: messages.Needed) -> None:
         if event.digest == self.plan.runtime.digest and not self.roster.hosts[event.host].was_ended:
             self._actions.append(SendRuntime(event.host))
 
-    def _on_start_failed(self, event: events.StartFailed) -> None:
+    def _on_start_failed(self, event: messages.StartFailed) -> None:
         if self.roster.hosts[event.host].is_gone:
             return
         make = failures.bad_host if event.is_preflight else failures.no_agent
@@ -300,16 +460,16 @@ class Supervisor:
         """End the job because of the hosts that cannot be used."""
         self._fail(self._unusable.cause(self.roster.unanswered))
 
-    def _on_prepare_failed(self, event: events.PrepareFailed) -> None:
+    def _on_prepare_failed(self, event: messages.PrepareFailed) -> None:
         # Only what came before the end, if something else has ended the job: a copy that was cancelled fails too.
         self._fail(failures.not_prepared(event.host, event.reason, event.time, event.text))
 
-    def _on_lost(self, event: events.AgentLost) -> None:
+    def _on_lost(self, event: messages.AgentLost) -> None:
         host = self.roster.hosts[event.host]
         if host.is_gone:
             return
         if not host.greeted and not host.was_ended:
-            self._on_start_failed(events.StartFailed(event.host, event.reason, event.time))
+            self._on_start_failed(messages.StartFailed(event.host, event.reason, event.time))
             return
         is_asked = self.phase in (DRAINING, STOPPING)
         pending = self.roster.is_pending(event.host)
@@ -328,7 +488,7 @@ class Supervisor:
         elif host.greeted and not host.cleared and self.roster.on_host(event.host):
             self._say(f"the agent on {event.host} went without saying that nothing is left there", WARNING)
 
-    def _on_cut(self, event: events.Cut) -> None:
+    def _on_cut(self, event: messages.Cut) -> None:
         host = self.roster.hosts[event.host]
         if host.is_gone or host.is_cut:
             return
@@ -337,7 +497,7 @@ class Supervisor:
         self._say(f"{host.name}: connection lost, trying again", WARNING)
         self._say(f"{host.name}: {event.reason}", DEBUG)
 
-    def _on_resumed(self, event: events.Resumed) -> None:
+    def _on_resumed(self, event: messages.Resumed) -> None:
         host = self.roster.hosts[event.host]
         if host.is_cut:
             self._say(f"{host.name}: reconnected after {failures.rounded(self._now - host.cut_at)}")
@@ -345,7 +505,7 @@ class Supervisor:
             if host.was_ended:
                 host.ended_at = self._now  # what it was told reaches it only now
 
-    def _on_cleared(self, event: events.Cleared) -> None:
+    def _on_cleared(self, event: messages.Cleared) -> None:
         host = self.roster.hosts[event.host]
         host.cleared = host.told_to_stop
         for pid, command in event.left:
@@ -353,7 +513,7 @@ class Supervisor:
             if text not in self.roster.survivors:
                 self.roster.survivors.append(text)
 
-    def _on_agent_ending(self, event: events.AgentEnding) -> None:
+    def _on_agent_ending(self, event: messages.AgentEnding) -> None:
         host = self.roster.hosts[event.host]
         if host.was_ended or self.phase not in UNDECIDED:
             return
@@ -361,25 +521,25 @@ class Supervisor:
         if event.by_user or any(not task.is_over for task in self.roster.on_host(event.host)):
             self._fail(failures.agent_ended(event.host, event.reason, event.by_user, event.time + host.skew_s))
 
-    def _on_warned(self, event: events.Warned) -> None:
+    def _on_warned(self, event: messages.Warned) -> None:
         self._say(f"{event.host}: {event.text}" if event.host else event.text, WARNING)
 
-    def _on_claimed_twice(self, event: events.PlaceClaimedTwice) -> None:
+    def _on_claimed_twice(self, event: messages.PlaceClaimedTwice) -> None:
         cause = failures.claimed_twice(event.host, event.first, event.second, event.time)
         if self.phase in UNDECIDED:
             self._fail(cause)
         else:
             self._say(cause.text, WARNING)
 
-    def _on_bye(self, event: events.Bye) -> None:
+    def _on_bye(self, event: messages.Bye) -> None:
         host = self.roster.hosts[event.host]
         host.said_bye = True
         if not host.was_ended:
-            self._on_lost(events.AgentLost(event.host, "its agent left", self._wall_of(host)))
+            self._on_lost(messages.AgentLost(event.host, "its agent left", self._wall_of(host)))
             return
         host.is_gone = True
 
-    def _check_silence(self, event: events.Tick) -> None:
+    def _check_silence(self, event: messages.Tick) -> None:
         limits = self.plan.limits
         # An agent that goes on without a connection can be reached again until its lease ends.
         lost_s = limits.lease_s if self.plan.on_eof == plans.HOLD else limits.lost_s
@@ -394,7 +554,7 @@ class Supervisor:
             shown = failures.rounded(silence)
             if silence >= lost_s:
                 how = f"its connection was cut, and nothing came for {shown}" if host.is_cut else f"silent for {shown}"
-                self._on_lost(events.AgentLost(host.name, how, event.time - silence))
+                self._on_lost(messages.AgentLost(host.name, how, event.time - silence))
             elif not (host.is_suspect or host.is_cut):
                 host.is_suspect = True
                 if host.silence_s:
@@ -407,13 +567,13 @@ class Supervisor:
 
     # ------------------------------------------------------------------ tasks
 
-    def _on_started(self, event: events.Started) -> None:
+    def _on_started(self, event: messages.Started) -> None:
         task = self.roster.tasks[event.task]
         if not task.is_over:
             started = event.time + self.roster.hosts[event.host].skew_s
             self.roster.change(event.task, state=facts.RUNNING, pid=event.pid, started=started)
 
-    def _on_published(self, event: events.Published) -> None:
+    def _on_published(self, event: messages.Published) -> None:
         task = self.roster.tasks[event.task]
         if task.role == SCHEDULER:
             for name in ("address", "port"):
@@ -435,11 +595,11 @@ class Supervisor:
                 event.task, reason="it was asked to end by {}, not by distrun".format(event.values["told"])
             )
 
-    def _on_output(self, event: events.Output) -> None:
+    def _on_output(self, event: messages.Output) -> None:
         self.roster.received(event)
         self.roster.hosts[event.host].last_output = self._now
 
-    def _on_exited(self, event: events.Exited) -> None:
+    def _on_exited(self, event: messages.Exited) -> None:
         task = self.roster.tasks[event.task]
         if task.is_over:
             return
@@ -471,7 +631,7 @@ class Supervisor:
         if state == facts.EXITED and task.own_failure:
             self._analysis.note_denied(task)
 
-    def _on_failure(self, task: ends.TaskResult) -> None:
+    def _on_failure(self, task: failures.TaskResult) -> None:
         if self.phase == DRAINING:
             self._say(f"{task.name} on {task.host} ended after the workers were done: {_how(task)}", WARNING)
             return
@@ -501,7 +661,7 @@ class Supervisor:
         is_known = cause.reason == facts.HOST_LOST or cause in self._analysis.background
         is_late = self._now >= self._cause_until(self._consequence_at) and not self._is_in_doubt(self._consequence_at)
         if is_known or self.roster.all_over or is_late:
-            self._end(cause, stopping.ASK_ALL)
+            self._end(cause, ASK_ALL)
 
     def _note_silence(self) -> None:
         """Note which hosts have been silent for so long that they explain what tasks elsewhere lost."""
@@ -518,7 +678,7 @@ class Supervisor:
 
     # ------------------------------------------------------------------ ends
 
-    def _on_interrupt(self, event: events.Interrupt) -> None:
+    def _on_interrupt(self, event: messages.Interrupt) -> None:
         self._interrupts += 1
         self._stop.is_interrupted = True
         cause = failures.interrupted(event.signal, event.time)
@@ -527,16 +687,16 @@ class Supervisor:
             self._say("the job is being stopped already; press Ctrl-C again to kill what is left", WARNING)
         elif event.signal == "INT" and again:
             self._say("killing what is left", WARNING)
-            self._fail(cause, stopping.KILL_ALL)
+            self._fail(cause, KILL_ALL)
         elif event.signal == "INT":
             grace = duration(self.plan.limits.grace_s)
             self._say(f"{cause.text}: workers have {grace} to end; Ctrl-C again kills them now", WARNING)
-            self._fail(cause, stopping.ASK_WORKERS)
+            self._fail(cause, ASK_WORKERS)
         else:
             self._say(f"{cause.text}: stopping all tasks", WARNING)
-            self._fail(cause, stopping.ASK_ALL)
+            self._fail(cause, ASK_ALL)
 
-    def _on_tasks_signal(self, event: events.TasksSignal) -> None:
+    def _on_tasks_signal(self, event: messages.TasksSignal) -> None:
         if event.signal not in self.plan.forward_signals:
             text = f"SIG{event.signal} came, and nothing was done; --forward-signal {event.signal} gives it to workers"
             self._say(text)
@@ -550,11 +710,11 @@ class Supervisor:
                 given += names
         self._say(f"SIG{event.signal} was given to {failures.listed(given) or 'no worker: none runs'}")
 
-    def _on_disk_filled(self, event: events.DiskFilled) -> None:
+    def _on_disk_filled(self, event: messages.DiskFilled) -> None:
         if self.phase in UNDECIDED:
             self._fail(failures.disk_filled(self.roster.tasks[event.task], event.text, event.time))
 
-    def _fail(self, cause: Cause, level: int = stopping.ASK_ALL) -> None:
+    def _fail(self, cause: Cause, level: int = ASK_ALL) -> None:
         """Record a cause that may have ended the job, and stop the job (harder, if it is being stopped)."""
         if self.phase in ASKING and not self._unusable.is_clean and not cause.problems:
             # Something else ends the wait for the other hosts; what is known of the bad ones came before it.
@@ -570,11 +730,11 @@ class Supervisor:
                 self._say("%s; stopping the job" % (cause.short or cause.text), WARNING)
                 self._announced = cause
             self.phase = STOPPING
-        if cause.is_failure and self._stop.level != stopping.OPEN:
+        if cause.is_failure and self._stop.level != OPEN:
             return  # a death while the workers are being asked to end is no reason to hurry them
         self._actions += self._stop.escalate(level, self._now)
 
-    def _on_tick(self, event: events.Tick) -> None:
+    def _on_tick(self, event: messages.Tick) -> None:
         limits = self.plan.limits
         passed, starting = self._now - (self._origin or 0.0), self._now - self._start_from
         self._check_silence(event)
@@ -595,17 +755,17 @@ class Supervisor:
             self._comment_at = self._now + 2 * COMMENT_S
             self._say(f"waiting for {self.roster.missing()} ({duration(round(starting))})")
 
-    def _on_prepared(self, event: events.AllPrepared) -> None:
+    def _on_prepared(self, event: messages.AllPrepared) -> None:
         if self.phase == PREPARING:
             self._settle()
             self._start_from = self._now
             self._comment_at = self._now + COMMENT_S
 
-    def _outcome(self) -> ends.Outcome:
+    def _outcome(self) -> failures.Outcome:
         roster = self.roster
         return self._analysis.outcome(self.plan.job, roster.tasks, roster.survivors, roster.silent)
 
-    def _advance(self, event: events.Event) -> None:
+    def _advance(self, event: messages.Event) -> None:
         roster = self.roster
         if self.phase in ASKING:
             self._gather()
@@ -620,7 +780,7 @@ class Supervisor:
             if roster.workers_succeeded:
                 self.phase = DRAINING
                 self._say("all workers succeeded", DEBUG)
-                self._stop.linger(self._now, 0.0 if self._own_servers else stopping.LINGER_S)
+                self._stop.linger(self._now, 0.0 if self._own_servers else LINGER_S)
             else:
                 self._await_cause()
         if self.phase in (DRAINING, STOPPING):
@@ -632,7 +792,7 @@ class Supervisor:
                 self._tell_change(outcome)
                 self._actions.append(FinishJob(outcome))
 
-    def _tell_change(self, outcome: ends.Outcome) -> None:
+    def _tell_change(self, outcome: failures.Outcome) -> None:
         """Say why the job's end names another task than the one for which it was stopped."""
         said, culprit = self._announced, outcome.culprit
         if said is None or culprit is None or not culprit.task or not said.task or culprit.task == said.task:
@@ -642,46 +802,46 @@ class Supervisor:
             self._say(f"{first} failed before {second}, but the report of it came later", WARNING)
 
 
-def _host_of(event: events.Event) -> str:
+def _host_of(event: messages.Event) -> str:
     """Return the place that an event is of; empty: of none in particular."""
     return str(getattr(event, "host", ""))
 
 
-def _how(task: ends.TaskResult) -> str:
+def _how(task: failures.TaskResult) -> str:
     return f"signal {task.signal}" if task.signal is not None else f"exit code {task.code}"
 
 
 _NO_SIGNS_OF_LIFE = (
-    events.AgentLost,
-    events.StartFailed,
-    events.PrepareFailed,
-    events.PlaceClaimedTwice,
-    events.Cut,
-    events.DiskFilled,
+    messages.AgentLost,
+    messages.StartFailed,
+    messages.PrepareFailed,
+    messages.PlaceClaimedTwice,
+    messages.Cut,
+    messages.DiskFilled,
 )
-_STAMPED = (events.Started, events.Published, events.Exited, events.AgentEnding)
+_STAMPED = (messages.Started, messages.Published, messages.Exited, messages.AgentEnding)
 _HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
-    events.AgentHello: Supervisor._on_hello,
-    events.Settled: Supervisor._on_settled,
-    events.AgentReady: Supervisor._on_ready,
-    events.Needed: Supervisor._on_needed,
-    events.AllPrepared: Supervisor._on_prepared,
-    events.PrepareFailed: Supervisor._on_prepare_failed,
-    events.StartFailed: Supervisor._on_start_failed,
-    events.Started: Supervisor._on_started,
-    events.Published: Supervisor._on_published,
-    events.Output: Supervisor._on_output,
-    events.Exited: Supervisor._on_exited,
-    events.Cleared: Supervisor._on_cleared,
-    events.Warned: Supervisor._on_warned,
-    events.AgentEnding: Supervisor._on_agent_ending,
-    events.Bye: Supervisor._on_bye,
-    events.Cut: Supervisor._on_cut,
-    events.Resumed: Supervisor._on_resumed,
-    events.AgentLost: Supervisor._on_lost,
-    events.PlaceClaimedTwice: Supervisor._on_claimed_twice,
-    events.Interrupt: Supervisor._on_interrupt,
-    events.TasksSignal: Supervisor._on_tasks_signal,
-    events.DiskFilled: Supervisor._on_disk_filled,
-    events.Tick: Supervisor._on_tick,
+    messages.AgentHello: Supervisor._on_hello,
+    messages.Settled: Supervisor._on_settled,
+    messages.AgentReady: Supervisor._on_ready,
+    messages.Needed: Supervisor._on_needed,
+    messages.AllPrepared: Supervisor._on_prepared,
+    messages.PrepareFailed: Supervisor._on_prepare_failed,
+    messages.StartFailed: Supervisor._on_start_failed,
+    messages.Started: Supervisor._on_started,
+    messages.Published: Supervisor._on_published,
+    messages.Output: Supervisor._on_output,
+    messages.Exited: Supervisor._on_exited,
+    messages.Cleared: Supervisor._on_cleared,
+    messages.Warned: Supervisor._on_warned,
+    messages.AgentEnding: Supervisor._on_agent_ending,
+    messages.Bye: Supervisor._on_bye,
+    messages.Cut: Supervisor._on_cut,
+    messages.Resumed: Supervisor._on_resumed,
+    messages.AgentLost: Supervisor._on_lost,
+    messages.PlaceClaimedTwice: Supervisor._on_claimed_twice,
+    messages.Interrupt: Supervisor._on_interrupt,
+    messages.TasksSignal: Supervisor._on_tasks_signal,
+    messages.DiskFilled: Supervisor._on_disk_filled,
+    messages.Tick: Supervisor._on_tick,
 }

@@ -10,8 +10,16 @@ for data, label in Reader(dataset, 32, num_parts=kv.num_workers, part_index=kv.r
 
 from __future__ import annotations
 
-from distrun_runtime.data.datasets import CIFAR10, MNIST, cifar10_files, mnist_files, read_idx
-from distrun_runtime.data.images import ImageRecords, pack_image, unpack_image
+from distrun_runtime.data.datasets import (
+    CIFAR10,
+    MNIST,
+    ImageRecords,
+    cifar10_files,
+    mnist_files,
+    pack_image,
+    read_idx,
+    unpack_image,
+)
 from distrun_runtime.data.reader import Arrays, Dataset, Reader
 from distrun_runtime.data.recordio import IRHeader, RecordFile, RecordWriter, pack, unpack
 from distrun_runtime.data.sampling import (

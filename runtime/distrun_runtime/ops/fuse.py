@@ -28,11 +28,11 @@ import numpy as np
 
 from distrun_runtime.arrays.cuda import Argument, Pointer, Read, Update, Use, Write
 from distrun_runtime.arrays.dtypes import Array, DType, name_of, work_dtype
-from distrun_runtime.arrays.programs import Access, Kernel, Parameter, Program, program
+from distrun_runtime.arrays.programs import Access, Kernel, KernelParameter, Program, program
 from distrun_runtime.ops.optimizers import RULES, NormRule, Rates, Rule, State
-from distrun_runtime.ops.symbols import KINDS, Node, Symbol, Trace, Untraceable, apply, kind_of
+from distrun_runtime.ops.symbols import KINDS, Node, RuleTrace, Symbol, Untraceable, apply, kind_of
 
-__all__ = ["PART", "STATE", "USES", "WEIGHT", "Fused", "StateArray", "Step", "Untraceable", "together", "why_not"]
+__all__ = ["PART", "STATE", "USES", "WEIGHT", "Fused", "FusedStep", "StateArray", "Untraceable", "together", "why_not"]
 
 Outputs = Tuple[Tuple[str, int], ...]
 """Arrays that get a new value, by the parameter's name, and the node of that value."""
@@ -41,9 +41,9 @@ WEIGHT, PART, STATE = "weight", "part_%d", "state_%s"
 """Names of a kernel's arrays: of the weight, of a part of the gradient by its number, of a state array by its name."""
 
 
-TABLE = Parameter("table", "u8", Access.TABLE)
+TABLE = KernelParameter("table", "u8", Access.TABLE)
 """Of a list of weights: the addresses of the first array of each weight, then of the second ones, and so on."""
-OFFSETS, TENSORS = Parameter("offsets", "i64", Access.READ), Parameter("tensors", "i64", Access.SCALAR)
+OFFSETS, TENSORS = KernelParameter("offsets", "i64", Access.READ), KernelParameter("tensors", "i64", Access.SCALAR)
 """Weight t has the elements from offsets[t] to before offsets[t + 1] of the list; and how many weights there are."""
 
 _PIECE_BYTES = 8192
@@ -67,7 +67,7 @@ class StateArray:
 
 
 @dataclass(frozen=True)
-class Step:
+class FusedStep:
     """What to launch for one step of a weight, or of any run of its elements."""
 
     program: Program
@@ -148,7 +148,7 @@ class Fused:
         """The state's arrays, in the order of `Rule.new_state`."""
         self._codes: Dict[Tuple[Tuple[Node, ...], Outputs], _Code] = {}
         self._programs: Dict[str, Program] = {}
-        self._recent: Dict[Tuple[float, float, float, int], Step] = {}
+        self._recent: Dict[Tuple[float, float, float, int], FusedStep] = {}
         self._expected = self._steps_to_expect()
         self.program = together(f"{rule.name}_{self._kind}", [self])
         """The kernels of all steps that the rule's parameters let expect, whatever a key's multipliers are."""
@@ -158,7 +158,7 @@ class Fused:
         """Return how many kernels there are so far. More than before the first step: one was not to be expected."""
         return len(self._codes)
 
-    def step(self, rates: Rates) -> Step:
+    def step(self, rates: Rates) -> FusedStep:
         """Return what to launch for a step with these numbers.
 
         Takes about 0.1 ms, the time to run the rule's code, and 1 us if there was a step with equal numbers shortly
@@ -183,13 +183,13 @@ class Fused:
             found = self._programs[name] = _program(name, (code,))
         if len(self._recent) >= _RECENT:
             self._recent.clear()
-        result = self._recent[numbers] = Step(found, code.kernel, code.listed, scalars)
+        result = self._recent[numbers] = FusedStep(found, code.kernel, code.listed, scalars)
         return result
 
     # --- recording
 
     def _recorded(self, rates: Rates) -> tuple[_Code, tuple[np.generic, ...]]:
-        trace = Trace()
+        trace = RuleTrace()
         weight = self._loaded(trace, WEIGHT, self._kind)
         state: State = {"updates": rates.updates}
         loaded: Dict[str, Symbol] = {}
@@ -221,7 +221,7 @@ class Fused:
             raise Untraceable(text) from err
         return code, tuple(scalars)
 
-    def _loaded(self, trace: Trace, name: str, kind: str) -> Symbol:
+    def _loaded(self, trace: RuleTrace, name: str, kind: str) -> Symbol:
         node = trace.load(name, kind)
         if KINDS[kind].itemsize == 2 and kind in ("f16", "bf16"):
             node, kind = trace.add("widen", "f32", node), "f32"
@@ -240,7 +240,7 @@ class Fused:
         return (*result, (WEIGHT, work.value()))
 
     def _started(self) -> tuple[StateArray, ...]:
-        trace = Trace()
+        trace = RuleTrace()
         weight = self._loaded(trace, WEIGHT, self._kind)
         node = weight.node
         result = []
@@ -333,7 +333,7 @@ def _written(rule: str, kind: str, loads: tuple[str, ...], nodes: tuple[Node, ..
     """
     needed = _needed(nodes, outputs)
     arrays = _arrays(loads, nodes, outputs, needed)
-    scalars: List[Parameter] = []
+    scalars: List[KernelParameter] = []
     places, lines = [], []
     names, place = iter(loads), -1
     for number, (operation, result, arguments) in enumerate(nodes):
@@ -347,7 +347,7 @@ def _written(rule: str, kind: str, loads: tuple[str, ...], nodes: tuple[Node, ..
             form = (_OF_INTEGERS if result[0] in "iu" else _OF_FLOATS).get(operation) or _WRITTEN[operation]
             text = form.format(*(f"v{each}" for each in arguments), kind=result)
         if operation == "scalar":
-            scalars.append(Parameter(name, result, Access.SCALAR))
+            scalars.append(KernelParameter(name, result, Access.SCALAR))
             places.append(place)
         lines.append(f"const {result} v{number} = {text};")
     for name, number in outputs:
@@ -371,7 +371,7 @@ def _needed(nodes: tuple[Node, ...], outputs: Outputs) -> set[int]:
 
 def _arrays(
     loads: tuple[str, ...], nodes: tuple[Node, ...], outputs: Outputs, needed: set[int]
-) -> tuple[Parameter, ...]:
+) -> tuple[KernelParameter, ...]:
     """Return the arrays that are read or written, in the order of their loads."""
     written = {name for name, _ in outputs}
     loaded = [number for number, node in enumerate(nodes) if node[0] == "load"]
@@ -380,11 +380,11 @@ def _arrays(
         is_read = number in needed
         if is_read or name in written:
             access = Access.READ if name not in written else Access.UPDATE if is_read else Access.WRITE
-            result.append(Parameter(name, nodes[number][1], access))
+            result.append(KernelParameter(name, nodes[number][1], access))
     return tuple(result)
 
 
-def _one(arrays: tuple[Parameter, ...], lines: Sequence[str]) -> list[str]:
+def _one(arrays: tuple[KernelParameter, ...], lines: Sequence[str]) -> list[str]:
     """Return a function of one element of each array that does `lines`."""
     taken = ", ".join(
         f"const {each.kind} {each.name}" if each.access is Access.READ else f"{each.kind} &{each.name}"
@@ -393,12 +393,12 @@ def _one(arrays: tuple[Parameter, ...], lines: Sequence[str]) -> list[str]:
     return [f"const auto one = [=]({taken}) {{", *(f"    {line}" for line in lines), "};"]
 
 
-def _width(arrays: tuple[Parameter, ...]) -> int:
+def _width(arrays: tuple[KernelParameter, ...]) -> int:
     """Return how many elements are read and written at once: those of which the smallest make up 16 bytes."""
     return max(1, 16 // min(KINDS[each.kind].itemsize for each in arrays))
 
 
-def _wide(arrays: tuple[Parameter, ...], place: str) -> list[str]:
+def _wide(arrays: tuple[KernelParameter, ...], place: str) -> list[str]:
     """Return what does as many elements at once from `place` on."""
     count, runs = _width(arrays), [f"run_{each.name}" for each in arrays]
     text = []
@@ -412,7 +412,7 @@ def _wide(arrays: tuple[Parameter, ...], place: str) -> list[str]:
     return text
 
 
-def _loops(arrays: tuple[Parameter, ...]) -> list[str]:
+def _loops(arrays: tuple[KernelParameter, ...]) -> list[str]:
     """Return loops over the elements of one weight: by 16 bytes where all addresses allow it."""
     count, names = _width(arrays), [each.name for each in arrays]
     text = ["i64 done = 0;", f"if ({' && '.join(f'is_aligned({name})' for name in names)}) {{"]
@@ -421,7 +421,7 @@ def _loops(arrays: tuple[Parameter, ...]) -> list[str]:
     return [*text, "    }", "}", "EACH (i, n - done)", f"    one({', '.join(f'{name}[done + i]' for name in names)});"]
 
 
-def _loops_of_list(arrays: tuple[Parameter, ...]) -> list[str]:
+def _loops_of_list(arrays: tuple[KernelParameter, ...]) -> list[str]:
     """Return loops over the elements of a list of weights, which blocks share: by 16 bytes where a weight allows it."""
     count, names = _width(arrays), [each.name for each in arrays]
     finest = min(arrays, key=lambda each: KINDS[each.kind].itemsize)

@@ -39,7 +39,7 @@ _FOUR_TO_ONE = np.uint32(1 << 30 | 1 << 20 | 1 << 10 | 1)
 """Times this, a word of four codes, one in each byte, has all four in its highest byte, the first one uppermost."""
 
 
-class _Room(threading.local):
+class _Scratch(threading.local):
     """A thread's room for intermediate results of a block."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class _Room(threading.local):
         self.words = np.empty(_BLOCK // 4, np.uint32)
 
 
-_room = _Room()
+_room = _Scratch()
 
 
 def first_not_finite(values: Array, residual: Array | None) -> int:

@@ -23,7 +23,7 @@ import numpy as np
 from distrun_runtime.arrays.dtypes import BFLOAT16, DType
 from distrun_runtime.errors import KVError
 
-__all__ = ["KINDS", "Node", "Scalar", "Symbol", "Trace", "Untraceable", "kind_of"]
+__all__ = ["KINDS", "Node", "RuleTrace", "Scalar", "Symbol", "Untraceable", "kind_of"]
 
 Node = Tuple[str, str, Tuple[int, ...]]
 """Operation, kind of the result, and the numbers of the nodes that are its arguments."""
@@ -74,7 +74,7 @@ def _place() -> str:
     return "unknown place"
 
 
-class Trace:
+class RuleTrace:
     """The record of one run of a rule.
 
     Attributes:
@@ -139,7 +139,7 @@ class Symbol:
 
     __hash__ = None  # type: ignore[assignment]  # `==` compares elements
 
-    def __init__(self, trace: Trace, node: int | None, kind: str, *, is_fixed: bool = False) -> None:
+    def __init__(self, trace: RuleTrace, node: int | None, kind: str, *, is_fixed: bool = False) -> None:
         self.trace = trace
         self.node = node
         self.kind = kind
@@ -338,7 +338,7 @@ def apply(name: str, inputs: tuple[object, ...], out: object = None) -> Symbol:
     return out
 
 
-def _nodes(trace: Trace, inputs: tuple[object, ...], kind: str) -> list[int]:
+def _nodes(trace: RuleTrace, inputs: tuple[object, ...], kind: str) -> list[int]:
     """Return the nodes of inputs after their conversion to a kind."""
     result = []
     for each in inputs:  # the usual cases first: a rule is recorded at each step
@@ -351,7 +351,7 @@ def _nodes(trace: Trace, inputs: tuple[object, ...], kind: str) -> list[int]:
     return result
 
 
-def _common(inputs: tuple[object, ...], trace: Trace | None = None) -> tuple[Trace, str]:
+def _common(inputs: tuple[object, ...], trace: RuleTrace | None = None) -> tuple[RuleTrace, str]:
     """Return the kind that numpy calculates in: Python's numbers have that of the arrays, others have their own."""
     kind, is_plain = "", True
     for each in inputs:

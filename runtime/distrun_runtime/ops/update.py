@@ -24,10 +24,10 @@ from distrun_runtime.ops.optimizers import PLAIN, RULES, Knobs, NormRule, Rule, 
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuDevice
     from distrun_runtime.arrays.programs import Program
-    from distrun_runtime.ops.fuse import Fused, Step
+    from distrun_runtime.ops.fuse import Fused, FusedStep
 
 __all__ = [
-    "Item",
+    "WeightStep",
     "can_fuse",
     "is_flat",
     "new_state",
@@ -138,7 +138,7 @@ def update(
     if not is_on_host(weight):
         if rows is not None:
             raise KVError("rule %r: rows are updated in host memory, not on %s" % (rule.name, weight.device.name))
-        _steps_on_gpu(rule, [Item(weight, [gradient], state, knobs)])
+        _steps_on_gpu(rule, [WeightStep(weight, [gradient], state, knobs)])
         return
     arrays = [value for value in state.values() if isinstance(value, np.ndarray)]
     is_long = weight.size > CHUNK and rows is None and gradient.shape == weight.shape
@@ -171,7 +171,7 @@ def step(
         Untraceable: the weight is on a GPU, and the rule cannot be fused.
     """
     if not is_on_host(weight):
-        _steps_on_gpu(rule, [Item(weight, parts, state, knobs)])
+        _steps_on_gpu(rule, [WeightStep(weight, parts, state, knobs)])
         return
     _keep_memory()
     arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
@@ -189,7 +189,7 @@ def step(
         device.split(len(weight), step_over)
 
 
-class Item(NamedTuple):
+class WeightStep(NamedTuple):
     """One weight's step: what `step` takes."""
 
     weight: DeviceArray
@@ -198,7 +198,7 @@ class Item(NamedTuple):
     knobs: Knobs
 
 
-def step_all(rule: Rule, items: Sequence[Item], *, device: Device | None = None) -> None:
+def step_all(rule: Rule, items: Sequence[WeightStep], *, device: Device | None = None) -> None:
     """Make the steps of several weights, all in host memory or all on GPUs, none of which overlap: as `step` does.
 
     On a GPU, weights that take the same step share a kernel: those of one dtype, and of one learning rate, weight decay
@@ -242,15 +242,15 @@ def _program(rule: Rule, dtype: DType) -> Program:
 class _Ready(NamedTuple):
     """A step on a GPU that is checked and can be launched."""
 
-    item: Item
+    item: WeightStep
     arrays: Dict[str, Any]
     """By their names in the kernel."""
-    step: Step
+    step: FusedStep
     updates: int
     """Those of the state, with this one."""
 
 
-def _ready(rule: Rule, item: Item) -> _Ready:
+def _ready(rule: Rule, item: WeightStep) -> _Ready:
     """Return what to launch for a step; arrays of any shape, all on the weight's device."""
     from distrun_runtime.ops.fuse import PART, STATE, WEIGHT
 
@@ -270,7 +270,7 @@ def _ready(rule: Rule, item: Item) -> _Ready:
     return _Ready(item, arrays, made, cast(int, counted["updates"]))
 
 
-def _steps_on_gpu(rule: Rule, items: Sequence[Item]) -> None:
+def _steps_on_gpu(rule: Rule, items: Sequence[WeightStep]) -> None:
     """Make steps of different weights. Those of one structure with equal numbers are made by one kernel."""
     alike: Dict[Tuple[object, ...], List[_Ready]] = {}
     for each in [_ready(rule, item) for item in items]:

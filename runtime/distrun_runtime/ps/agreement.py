@@ -345,7 +345,7 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
 
 
 @dataclass(frozen=True)
-class _Change:
+class _PendingChange:
     """Something that wants its turn."""
 
     store: int
@@ -366,7 +366,7 @@ class Rules:
         self._specs: dict[int, RuleSpec] = {}
         self._setters: dict[int, int] = {}
         """Which worker has set a store's rule."""
-        self._waiting: deque[_Change] = deque()
+        self._waiting: deque[_PendingChange] = deque()
         self._is_changing = False
 
     def spec(self, store: int) -> RuleSpec | None:
@@ -387,15 +387,15 @@ class Rules:
         def then(answers: Answers | None) -> list[role.Action]:
             return [role.Send(call.link, answers.refusal(call.message) if answers else answer(call.message))]
 
-        return self._queue(_Change(store, wanted, then, call.rank))
+        return self._queue(_PendingChange(store, wanted, then, call.rank))
 
     def restore(
         self, store: int, spec: RuleSpec | None, then: Callable[[Answers | None], list[role.Action]]
     ) -> list[role.Action]:
         """Give a store the rule of its saved states, unless it has one."""
-        return self._queue(_Change(store, lambda old: old or spec, then))
+        return self._queue(_PendingChange(store, lambda old: old or spec, then))
 
-    def _queue(self, change: _Change) -> list[role.Action]:
+    def _queue(self, change: _PendingChange) -> list[role.Action]:
         self._waiting.append(change)
         return self._next()
 
@@ -420,7 +420,7 @@ class Rules:
             actions += self._try(change, wanted)
         return actions
 
-    def _try(self, change: _Change, wanted: RuleSpec | None) -> list[role.Action]:
+    def _try(self, change: _PendingChange, wanted: RuleSpec | None) -> list[role.Action]:
         def tried(answers: Answers) -> list[role.Action]:
             if answers.errors:
                 return self._over(change, answers)
@@ -428,7 +428,7 @@ class Rules:
 
         return self._tell(change.store, {"spec": _json(wanted), "check": True}, tried)
 
-    def _put(self, change: _Change, wanted: RuleSpec | None, answers: Answers) -> list[role.Action]:
+    def _put(self, change: _PendingChange, wanted: RuleSpec | None, answers: Answers) -> list[role.Action]:
         if answers.errors:
             back = {"spec": _json(self.spec(change.store))}
             return self._tell(change.store, back, lambda _: self._over(change, answers))
@@ -442,7 +442,7 @@ class Rules:
                 self._setters[change.store] = change.rank
         return self._over(change, None)
 
-    def _over(self, change: _Change, answers: Answers | None) -> list[role.Action]:
+    def _over(self, change: _PendingChange, answers: Answers | None) -> list[role.Action]:
         self._is_changing = False
         return [*change.then(answers), *self._next()]
 
@@ -499,7 +499,7 @@ class Subject:
 
 
 @dataclass
-class _Refusal:
+class _FailedCall:
     """A collective call that failed."""
 
     reason: str
@@ -508,7 +508,7 @@ class _Refusal:
 
 
 @dataclass
-class _Store:
+class _AgreedStore:
     """What the workers agreed on for one store."""
 
     awaited: set[int]
@@ -522,7 +522,7 @@ class _Store:
     gatherings: dict[int, Gathering] = field(default_factory=dict)
     filling: dict[int, Gathering] = field(default_factory=dict)
     """Declared keys whose first values rank 0 is sending to the servers."""
-    refused: dict[int, _Refusal] = field(default_factory=dict)
+    refused: dict[int, _FailedCall] = field(default_factory=dict)
     """Collective calls that failed and that not all workers have made."""
     joined: dict[int, Call] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
@@ -534,7 +534,7 @@ class _Store:
         elsewhere = {rank for rank, part in self.joined.items() if part.number == number}
         missing = self.awaited.difference(calls, elsewhere)
         if missing:
-            self.refused[number] = _Refusal(reason, missing)
+            self.refused[number] = _FailedCall(reason, missing)
 
     def told(self, number: int, rank: int) -> str:
         """Return why a call failed, for a worker that makes it now; empty: it did not."""
@@ -585,7 +585,7 @@ class CollectiveCalls:
         self._states = states
         self._roster = roster
         self._queries = queries
-        self._stores: dict[int, _Store] = {}
+        self._stores: dict[int, _AgreedStore] = {}
         self.barriers = 0
         """How many barriers all workers have come to."""
 
@@ -628,14 +628,14 @@ class CollectiveCalls:
             return _fail(store, call.number, _gone(missing[0], call.message))
         return self._complete(store, call.number) or self._started_over()
 
-    def _failed(self, store: _Store, call: Call) -> list[role.Action]:
+    def _failed(self, store: _AgreedStore, call: Call) -> list[role.Action]:
         """A worker fails at a call: it fails for all."""
         gathering = store.gatherings.setdefault(call.number, Gathering())
         gathering.calls[call.rank] = call
         reason = "worker-%d failed at %s: %s" % (call.rank, verb(call.message), call.message.body["error"])
         return _fail(store, call.number, reason)
 
-    def _taken_back(self, store: _Store, call: Call) -> list[role.Action]:
+    def _taken_back(self, store: _AgreedStore, call: Call) -> list[role.Action]:
         """A worker takes back its call of this number, unless all have made theirs."""
         gathering = store.gatherings.get(call.number)
         before = gathering.calls.pop(call.rank, None) if gathering is not None else None
@@ -691,7 +691,7 @@ class CollectiveCalls:
         others = [part for part in gathering.calls.values() if part.rank != call.rank]
         return [answered, *(role.Send(part.link, answer(part.message, body)) for part in others)]
 
-    def _unfilled(self, store: _Store, number: int, reason: str) -> list[role.Action]:
+    def _unfilled(self, store: _AgreedStore, number: int, reason: str) -> list[role.Action]:
         """The values of declared keys will not come from rank 0: tell the others."""
         gathering = store.filling.pop(number)
         first = gathering.calls.pop(0).message
@@ -766,7 +766,7 @@ class CollectiveCalls:
                     actions += self._reminders(number, store, gathering, now)
         return actions
 
-    def _reminders(self, number: int, store: _Store, gathering: Gathering, now: float) -> list[role.Action]:
+    def _reminders(self, number: int, store: _AgreedStore, gathering: Gathering, now: float) -> list[role.Action]:
         assert gathering.notice is not None
         missing = sorted(set(range(self._workers)) - set(gathering.calls) - store.left)
         parts = list(gathering.calls.values())
@@ -779,15 +779,15 @@ class CollectiveCalls:
             for part in parts
         ]
 
-    def _store(self, call: Call) -> _Store:
+    def _store(self, call: Call) -> _AgreedStore:
         number = call.message.store
         if number not in self._stores:
             ended = {member.who.rank for member in self._roster.left("worker")}
             present = set(range(self._workers)) - ended
-            self._stores[number] = _Store(present, present.copy(), Keys(self._placed_on))
+            self._stores[number] = _AgreedStore(present, present.copy(), Keys(self._placed_on))
         return self._stores[number]
 
-    def _complete(self, store: _Store, number: int) -> list[role.Action]:
+    def _complete(self, store: _AgreedStore, number: int) -> list[role.Action]:
         gathering = store.gatherings[number]
         if len(gathering.calls) < self._workers - sum(rank not in gathering.calls for rank in store.left):
             return []
@@ -808,7 +808,7 @@ class CollectiveCalls:
             return _declare(store, gathering)
         return self._states[call.kind](Subject(call.store, store.type, store.keys), gathering.calls)
 
-    def _all_joined(self, number: int, store: _Store) -> list[role.Action]:
+    def _all_joined(self, number: int, store: _AgreedStore) -> list[role.Action]:
         if not store.joined or len(store.joined) < self._roster.count_alive("worker") - len(store.left):
             return []
         present = {member.who.rank for member in self._roster.alive("worker")} - store.left
@@ -834,7 +834,7 @@ _DUTY = {
 }
 
 
-def _declare(store: _Store, gathering: Gathering) -> list[role.Action]:
+def _declare(store: _AgreedStore, gathering: Gathering) -> list[role.Action]:
     first = gathering.calls[0].message
     records = first.body["records"]
     body = store.keys.told(records) if first.body.get("assign") else store.keys.declare(records)
@@ -842,7 +842,7 @@ def _declare(store: _Store, gathering: Gathering) -> list[role.Action]:
     return [role.Send(gathering.calls[0].link, answer(first, body))]
 
 
-def _against(store: _Store, call: Call) -> str:
+def _against(store: _AgreedStore, call: Call) -> str:
     body = call.message.body
     if not isinstance(body.get("facts", {}), dict):
         raise ValueError("expected facts as an object, found %.80r" % (body["facts"],))
@@ -851,11 +851,11 @@ def _against(store: _Store, call: Call) -> str:
     return store.keys.against(body["records"], bool(body.get("assign")))
 
 
-def _fail(store: _Store, number: int, reason: str) -> list[role.Action]:
+def _fail(store: _AgreedStore, number: int, reason: str) -> list[role.Action]:
     return _refuse_all(store, number, store.gatherings.pop(number), reason)
 
 
-def _refuse_all(store: _Store, number: int, gathering: Gathering, reason: str) -> list[role.Action]:
+def _refuse_all(store: _AgreedStore, number: int, gathering: Gathering, reason: str) -> list[role.Action]:
     store.refuse(number, reason, gathering.calls)
     return [_refuse(part, reason) for part in gathering.calls.values()]
 

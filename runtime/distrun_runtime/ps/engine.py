@@ -27,16 +27,17 @@ from distrun_runtime.arrays.device import Device, on_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
-from distrun_runtime.ops import rows as rowcodec
+from distrun_runtime.ops import reduce
 from distrun_runtime.ops.reduce import read
 from distrun_runtime.protocol.message import DTYPES, Kind, Message, payloads_of, rows_of
-from distrun_runtime.ps import answers, checks, role, stages, statefile, sums, updates, work
-from distrun_runtime.ps.placement import Placement
-from distrun_runtime.ps.profile import Recorder
+from distrun_runtime.ps import arithmetic, checks, replies, role, statefile, work
+from distrun_runtime.ps import counters as stages
+from distrun_runtime.ps.counters import Counters
+from distrun_runtime.ps.device_choice import Placement
 from distrun_runtime.ps.replies import failed
 from distrun_runtime.ps.routing import MESSAGE_BYTES, ROUNDS_AT_ONCE
 from distrun_runtime.ps.shards import Store, relayed
-from distrun_runtime.ps.stats import Counters
+from distrun_runtime.ps.trace import Recorder
 from distrun_runtime.ps.values import Values
 from distrun_runtime.transport import base as transport
 
@@ -54,10 +55,10 @@ class Reply:
 
     link: str
     message: Message
-    lent: Sequence[answers.Lent] = ()
+    lent: Sequence[replies.ReplyValues] = ()
 
 
-class Engine:
+class WorkEngine:
     """Does a server's work on the arrays of its devices.
 
     Arguments:
@@ -89,20 +90,20 @@ class Engine:
         self._values: dict[int, Values] = {}
         self._rules: dict[int, tuple[rules.Rule, rules.RuleSpec]] = {}
         """By store; also of stores that have no values yet."""
-        self._lent: dict[int, list[answers.Lent]] = {}
+        self._lent: dict[int, list[replies.ReplyValues]] = {}
         """By the pull's ticket."""
         self._staged: dict[int, rules.RuleSpec | None] = {}
         """Stores whose saved states are being loaded, with the rule that these were read for."""
-        self._out: dict[transport.Lease, Sequence[answers.Lent]] = {}
+        self._out: dict[transport.Lease, Sequence[replies.ReplyValues]] = {}
         """What replies carry that have not left yet."""
-        self._returned: deque[Sequence[answers.Lent]] = deque()
+        self._returned: deque[Sequence[replies.ReplyValues]] = deque()
         """What replies carried that have left; the next work gives it back."""
         self._open = 0
         """How much work was handed to the thread whose result was not taken yet."""
         self._changed = threading.Condition()
         self._queue: deque[tuple[work.Work, int]] = deque()
         self._queued_bytes = 0
-        self._results: deque[role.Done] = deque()
+        self._results: deque[role.WorkDone] = deque()
         self._worked = stages.Worked()
         self._thread: threading.Thread | None = None
         self._wake: Callable[[], None] = lambda: None
@@ -112,11 +113,11 @@ class Engine:
             work.TryFill: self._try_fill,
             work.Assign: self._assign,
             work.Check: self._check,
-            work.Add: lambda what: sums.add(self._of(what.batch.store), what),
+            work.Add: lambda what: arithmetic.add(self._of(what.batch.store), what),
             work.Apply: self._apply,
-            work.Step: lambda what: updates.step(self._of(what.batch.store), what),
-            work.FinishUpdate: lambda what: updates.finish(self._of(what.store), what),
-            work.DropUpdate: lambda what: updates.drop(self._of(what.store), what),
+            work.Step: lambda what: arithmetic.step(self._of(what.batch.store), what),
+            work.FinishUpdate: lambda what: arithmetic.finish(self._of(what.store), what),
+            work.DropUpdate: lambda what: arithmetic.drop(self._of(what.store), what),
             work.Lend: self._lend,
             work.Deliver: self._deliver,
             work.Discard: self._discard,
@@ -132,7 +133,7 @@ class Engine:
 
     # The order of work
 
-    def do(self, what: work.Work) -> role.Done | None:
+    def do(self, what: work.Work) -> role.WorkDone | None:
         """Do one piece of work; what it raises is in the result. None: it is done later, and `result` has it then."""
         size = work.size_of(what)
         if not self._open and isinstance(what, (work.Deliver, work.Forward)):
@@ -161,7 +162,7 @@ class Engine:
         """Whether there is work whose result was not taken yet."""
         return self._open > 0
 
-    def result(self, waits: bool = False) -> role.Done | None:
+    def result(self, waits: bool = False) -> role.WorkDone | None:
         """Return what came of the first work that was left for later; None: it is not done yet.
 
         Arguments:
@@ -198,7 +199,7 @@ class Engine:
                 done = self._do(what)
             except BaseException as err:
                 # A user's rule may ask for the end of the process: the loop's thread hears of it.
-                done = role.Done(what, err, traceback.format_exc())
+                done = role.WorkDone(what, err, traceback.format_exc())
             with self._changed:
                 is_first = not self._results
                 self._results.append(done)
@@ -208,7 +209,7 @@ class Engine:
             if is_first:
                 self._wake()
 
-    def _do(self, what: work.Work) -> role.Done:
+    def _do(self, what: work.Work) -> role.WorkDone:
         self._give_back()
         began = time.monotonic()
         try:
@@ -219,10 +220,10 @@ class Engine:
                 value = self._does[type(what)](what)
         except Exception as err:
             # A user's rule may raise anything; the caller gets it with this traceback, the server lives.
-            return role.Done(what, err, traceback.format_exc())
+            return role.WorkDone(what, err, traceback.format_exc())
         if isinstance(what, (work.Add, work.Apply, work.Step, work.FinishUpdate)):
             self._worked.note(self._stage_of(what), began, time.monotonic())
-        return role.Done(what, value=value)
+        return role.WorkDone(what, value=value)
 
     def _stage_of(self, what: work.Add | work.Apply | work.Step | work.FinishUpdate) -> str:
         """Return what work counts as. A round's last contributions are added as the rule goes over them."""
@@ -233,7 +234,7 @@ class Engine:
 
     # Replies that are on their way
 
-    def sent(self, lent: Sequence[answers.Lent], by: transport.Lease | None) -> None:
+    def sent(self, lent: Sequence[replies.ReplyValues], by: transport.Lease | None) -> None:
         """A reply was given to the transport; None: it was not sent."""
         with self._changed:
             if by is None or by.is_over:
@@ -319,7 +320,7 @@ class Engine:
         self._settle(values, values.rule)
 
     def _write(self, values: Values, batch: work.Batch) -> None:
-        for code, given in sums.given_by(values, batch):
+        for code, given in arithmetic.given_by(values, batch):
             arena = values.arenas[code]
             for shards, piece, parts, side in values.cut(given.shards, given.runs, [[part] for part in given.parts]):
                 values.device.sum(parts, arena.view(piece.begin, piece.end, side))
@@ -376,9 +377,9 @@ class Engine:
             one = values.store.shard(shard)
             try:
                 if message.kind is Kind.PULL:
-                    rowcodec.decode_rows(payload, values.row_count(shard))
+                    reduce.decode_rows(payload, values.row_count(shard))
                 else:
-                    read(payload, one.length, DTYPES[one.dtype], one.row_size, sums.how_of(batch, codec))
+                    read(payload, one.length, DTYPES[one.dtype], one.row_size, arithmetic.how_of(batch, codec))
             except KVError as err:
                 first = "; row 0 here is row %d of the value" % (one.offset // one.row_size) if one.offset else ""
                 raise KVError("%s: %s%s" % (values.named(shard), err, first)) from None
@@ -387,31 +388,31 @@ class Engine:
         for number in (what.message.store, relayed(what.message.store)):
             values = self._values.get(number)
             if values is not None:
-                sums.keep_copies(values)
+                arithmetic.keep_copies(values)
 
     # Rounds
 
-    def _apply(self, what: work.Apply) -> updates.Applied:
+    def _apply(self, what: work.Apply) -> arithmetic.UpdateResult:
         values = self._of(what.store)
         lost = values.lost(what.round, what.shards)
         try:
             if lost is None:
-                return updates.apply(values, what)
+                return arithmetic.apply(values, what)
         except Exception:
             values.forget_sums(what.round, what.shards)
             raise
         # A contribution is missing: the sum must not be taken for that of all workers.
         values.forget_sums(what.round, what.shards)
-        return updates.Applied(dict.fromkeys(what.shards.tolist(), lost))
+        return arithmetic.UpdateResult(dict.fromkeys(what.shards.tolist(), lost))
 
     # Answers
 
     def _lend(self, what: work.Lend) -> None:
         values = self._of(what.store)
-        if not values.has_residuals and not what.rows and answers.leaves_rest(what.codec):
+        if not values.has_residuals and not what.rows and replies.leaves_rest(what.codec):
             values.has_residuals = True
             self._settle(values, values.rule)
-        self._lent.setdefault(what.ticket, []).append(answers.lend(values, what))
+        self._lent.setdefault(what.ticket, []).append(replies.lend(values, what))
 
     def _deliver(self, what: work.Deliver) -> Reply:
         """Whatever is wrong with the pull is said in the reply, and nothing raised."""
@@ -422,12 +423,12 @@ class Engine:
                 raise KVError(
                     "%d of %d values could not be made ready; this server's log says why" % (wanted - found, wanted)
                 )
-            message = answers.reply_of(what, lent)
+            message = replies.reply_of(what, lent)
             if stages.ASKED in what.message.body:
                 held = self._worked.since(what.since, time.monotonic())
                 message = replace(message, body={**message.body, stages.ASKED: held})
         except Exception as err:
-            message = failed(what.message, role.Done(what, err, traceback.format_exc()))
+            message = failed(what.message, role.WorkDone(what, err, traceback.format_exc()))
         if message.is_error or not all(each.values.is_on_host for each in lent):
             for each in lent:  # the reply carries copies of what is on a GPU
                 each.give_back()
@@ -437,7 +438,7 @@ class Engine:
 
     def _forward(self, what: work.Forward) -> Reply:
         lent = self._lent.pop(what.ticket)
-        payloads = answers.frames_of(lent[0])
+        payloads = replies.frames_of(lent[0])
         self._counters.sent(sum(memoryview(payload).nbytes for payload in payloads))
         return Reply(what.link, replace(what.message, payloads=payloads), lent)
 

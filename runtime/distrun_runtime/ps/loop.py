@@ -19,7 +19,7 @@ from distrun_runtime.errors import WireError
 from distrun_runtime.protocol import handshake, message
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role, work
-from distrun_runtime.ps.engine import Engine, Reply
+from distrun_runtime.ps.engine import Reply, WorkEngine
 from distrun_runtime.ps.replies import refusal
 from distrun_runtime.ps.trace import Trace
 from distrun_runtime.transport.base import (
@@ -82,7 +82,7 @@ class Loop:
         token: bytes,
         trace: Trace,
         *,
-        engine: Engine | None = None,
+        engine: WorkEngine | None = None,
         publish: Callable[[Mapping[str, str]], None] = lambda facts: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -108,13 +108,13 @@ class Loop:
 
     def ask(self, what: object) -> None:
         """Hand in what the process's own threads want. Threads: any."""
-        self._asked.append(role.Asked(what))
+        self._asked.append(role.CallSubmitted(what))
         self._transport.wake()
 
     def unheard(self) -> list[object]:
         """Return what was asked too late. Call it when `run` has ended."""
         left, self._asked = self._asked, deque()
-        return [event.what for event in left if isinstance(event, role.Asked)]
+        return [event.what for event in left if isinstance(event, role.CallSubmitted)]
 
     @property
     def queued(self) -> int:
@@ -123,7 +123,7 @@ class Loop:
 
     def tell(self, signal: int) -> None:
         """Hand in a signal. Threads: any, also from a signal handler."""
-        self._asked.append(role.Told(signal))
+        self._asked.append(role.SignalReceived(signal))
         self._transport.wake()
 
     def run(self) -> role.Finish:
@@ -212,7 +212,7 @@ class Loop:
     def _hear(self, link: str, arrived: Message) -> None:
         """Act on a message of a proven node. Whatever is wrong with it, this node lives."""
         try:
-            actions = self._role.handle(role.Heard(link, arrived), self._clock())
+            actions = self._role.handle(role.MessageReceived(link, arrived), self._clock())
         except Exception as err:
             # A body that lacks or garbles a member is its sender's mistake.
             self._malformed(link, arrived, err)
@@ -377,7 +377,7 @@ class Loop:
                     raise
                 self._malformed(link, cause, err)
 
-    def _worked(self, action: role.Work, done: role.Done) -> list[role.Action]:
+    def _worked(self, action: role.Work, done: role.WorkDone) -> list[role.Action]:
         """Take in what came of work, and return what follows."""
         assert self._engine is not None
         if done.error is not None and not isinstance(done.error, Exception):

@@ -28,7 +28,7 @@ from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import DTYPE_SIZES, ENTRY, Kind, Message, Payload, rows_of, sizes_of
 from distrun_runtime.ps import checks, role, work
-from distrun_runtime.ps.norms import Peers
+from distrun_runtime.ps.arithmetic import Peers
 from distrun_runtime.ps.pulls import Pull, Pulls, names_of
 from distrun_runtime.ps.replies import answer, refusal
 from distrun_runtime.ps.roster import relays_of, workers_of
@@ -486,7 +486,7 @@ class Relay:
         of.forget_values(every)
         return self._fetch_again(of, every)
 
-    def worked(self, event: role.Done) -> list[role.Action]:
+    def worked(self, event: role.WorkDone) -> list[role.Action]:
         """The engine has done work for a relay. There is none that fails but for want of memory."""
         if event.error is None:
             return []

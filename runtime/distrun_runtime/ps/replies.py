@@ -1,13 +1,29 @@
-"""Replies to a request: yes, and no with a reason. Pure."""
+"""The answers of a server to pulls: values that are lent until the reply has left, or what a codec made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
+from distrun_runtime.arrays.arena import runs
+from distrun_runtime.arrays.device import Buffer, DeviceArray
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
-from distrun_runtime.protocol.message import Flag, Message
-from distrun_runtime.ps import role
+from distrun_runtime.ops import compression as codecs
+from distrun_runtime.ops import reduce
+from distrun_runtime.ops.reduce import How
+from distrun_runtime.protocol.message import DTYPE_SIZES, DTYPES, Flag, Message, Payload
+from distrun_runtime.ps import role, work
+from distrun_runtime.ps.values import Values
+
+if TYPE_CHECKING:
+    from distrun_runtime.arrays.gpu import GpuDevice
+
+
+# Replies to a request: yes, and no with a reason. Pure.
 
 
 def answer(request: Message, body: Mapping[str, Any] | None = None) -> Message:
@@ -30,7 +46,7 @@ def refusal(
     return Message(request.kind, flags, store=request.store, request=request.request, body=body)
 
 
-def failed(request: Message, event: role.Done) -> Message:
+def failed(request: Message, event: role.WorkDone) -> Message:
     """Return the refusal of a request whose work failed."""
     assert event.error is not None
     if isinstance(event.error, KVError):
@@ -38,3 +54,210 @@ def failed(request: Message, event: role.Done) -> Message:
     # A user's class or function, most likely; where it failed is only known here.
     reason = "%s: %s" % (type(event.error).__name__, event.error)
     return refusal(request, reason, "RuleError", event.traceback)
+
+
+_JOINED_FRAMES = 16
+_JOINED_BYTES = 64 * 1024
+"""A reply of more frames than this is joined to one if it has fewer bytes than that a frame."""
+
+
+@dataclass(eq=False)
+class ReplyValues:
+    """What one Lend keeps for a pull."""
+
+    values: Values
+    shards: Array
+    at: Array
+    """Numbers of the entries."""
+    sides: Array
+    codec: int
+    payloads: list[Buffer] | None = None
+    """For each shard what was made of it; None: the values themselves go out."""
+    error: str = ""
+
+    @property
+    def copied_bytes(self) -> int:
+        """How many bytes are copied from a GPU to be sent."""
+        if self.payloads is not None or self.values.is_on_host:
+            return 0
+        table = self.values.store
+        return sum(
+            int(table.length[self.shards[table.dtype[self.shards] == code]].sum()) * DTYPES[code].itemsize
+            for code in np.unique(table.dtype[self.shards]).tolist()
+        )
+
+    def give_back(self) -> None:
+        """The values may be written again; once."""
+        if self.payloads is None:
+            self.values.lent[self.sides, self.shards] -= 1
+
+
+def leaves_rest(codec: int) -> bool:
+    """Tell whether answers in a codec leave something out, which a residual takes."""
+    return codec != codecs.NONE and codecs.numbered(codec).has_residual
+
+
+def lend(values: Values, what: work.Lend) -> ReplyValues:
+    """Keep the present values of shards for a pull: they are not written until they are given back."""
+    lent = ReplyValues(values, what.shards, what.at, values.side[what.shards], what.codec)
+    if not what.rows and what.codec == codecs.NONE:
+        values.lent[lent.sides, what.shards] += 1
+        return lent
+    lent.payloads = []
+    try:
+        encoder = None if what.rows else _Encoder(values, How(what.codec, what.params))
+    except KVError as err:  # its kernels are not compiled, or find no place
+        lent.error = str(err)
+        return lent
+    for number, shard in enumerate(what.shards.tolist()):
+        try:
+            if encoder is None:
+                wanted = reduce.decode_rows(what.rows[number], values.row_count(shard))
+                table = values.weight(shard).reshape(-1, int(values.store.row_size[shard]))
+                lent.payloads.append(values.device.frame(table[wanted].reshape(-1)))
+            else:
+                lent.payloads.append(encoder.payload(shard))
+        except KVError as err:
+            lent.error = lent.error or "%s: %s" % (values.named(shard), err)
+    return lent
+
+
+def reply_of(what: work.Deliver, lent: Sequence[ReplyValues]) -> Message:
+    """Return the answer to a pull from all that was lent to it."""
+    for each in lent:
+        if each.error:
+            return refusal(what.message, each.error)
+    body: dict[str, Any] = {"codec": dict(what.message.body["codec"])} if "codec" in what.message.body else {}
+    if what.skipped:
+        body["skipped"] = {
+            str(key): {str(rank): note for rank, note in notes.items()} for key, notes in what.skipped.items()
+        }
+    entries = what.entries.copy()
+    is_packed = all(each.payloads is None for each in lent) and _is_one_dtype(entries)
+    entries["payload"] = Payload.PACKED if is_packed else Payload.FRAME
+    for each in lent:
+        entries["codec"][each.at] = each.codec
+    one = is_packed and len(lent) == 1
+    payloads = frames_of(lent[0]) if one else _frames_in_order(lent, len(entries))
+    is_bucket = what.message.bucket and not len(what.message.entries) and not entries["codec"].any()
+    return Message(
+        what.message.kind,
+        Flag.REPLY,
+        store=what.message.store,
+        request=what.message.request,
+        bucket=what.message.bucket if is_bucket else 0,
+        step=what.message.step if is_bucket else 0,
+        entries=what.message.entries if is_bucket else entries,
+        body=body,
+        payloads=payloads,
+    )
+
+
+def frames_of(lent: ReplyValues) -> list[Buffer]:
+    """Return values of one dtype, end to end in the order of the entries, in as few frames as they allow."""
+    values = lent.values
+    if not values.is_on_host:
+        return [memory.data for _, memory in _copied(lent)]
+    found = [values.device.frame(array) for array in _arrays(values, lent.shards, lent.sides)]
+    size = sum(memoryview(each).nbytes for each in found)
+    if len(found) > _JOINED_FRAMES and size < _JOINED_BYTES * len(found):
+        return [b"".join(found)]
+    return found
+
+
+def _arrays(values: Values, shards: Array, sides: Array) -> list[DeviceArray]:
+    """Return what shards have, in their order: one array for those of one dtype and side that are end to end."""
+    codes = values.store.dtype[shards]
+    cuts = (np.flatnonzero((sides[1:] != sides[:-1]) | (codes[1:] != codes[:-1])) + 1).tolist()
+    return [
+        values.arenas[int(codes[run.first])].view(run.begin, run.end, int(sides[run.first]))
+        for run in runs(values.at[shards], values.store.length[shards], cuts)
+    ]
+
+
+def _frames_in_order(lent: Sequence[ReplyValues], count: int) -> list[Buffer]:
+    payloads: list[Buffer] = [b""] * count
+    for each in lent:
+        lent_now = each.payloads
+        if lent_now is None:
+            lent_now = _frames(each)
+        for at, payload in zip(each.at.tolist(), lent_now, strict=True):
+            payloads[at] = payload
+    return payloads
+
+
+def _frames(lent: ReplyValues) -> list[Buffer]:
+    """Return the bytes of each shard, to be sent."""
+    values = lent.values
+    if values.is_on_host:
+        sides = zip(lent.shards.tolist(), lent.sides.tolist(), strict=True)
+        return [values.device.frame(values.view(shard, side)) for shard, side in sides]
+    frames: list[Buffer] = []
+    for sizes, memory in _copied(lent):
+        ends = np.cumsum(sizes)
+        frames += [memory[begin:end].data for begin, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True)]
+    return frames
+
+
+def _copied(lent: ReplyValues) -> list[tuple[Array, Array]]:
+    """Return what is lent of a GPU, in memory that processes of this host read where it is.
+
+    What other replies carry now, such as those to other workers in a round, is carried by this one too. The rest is
+    copied; all of it if it would be many pieces.
+
+    Returns:
+        Pieces of memory in the order of the shards, each with the bytes of the shards that it has.
+    """
+    values, shards, sides = lent.values, lent.shards, lent.sides
+    sizes = values.store.length[shards] * DTYPE_SIZES[values.store.dtype[shards]]
+    numbers, places, memory = values.copies.find(shards, sides)
+    if len(_breaks(numbers, places, sizes)) > _JOINED_FRAMES:
+        numbers[:] = 0
+    new = np.flatnonzero(numbers == 0)
+    if len(new):
+        places[new] = np.cumsum(sizes[new]) - sizes[new]
+        made: Array = values.host.empty((int(sizes[new].sum()),), np.dtype(np.uint8), is_sent=True)
+        pairs, at = [], 0
+        for array in _arrays(values, shards[new], sides[new]):
+            pairs.append((array, made[at : at + array.nbytes].view(array.dtype)))
+            at += array.nbytes
+        gpu = cast("GpuDevice", values.device)
+        gpu.read_all(pairs)
+        number = values.copies.add(shards[new], sides[new], places[new], made)
+        numbers[new] = number
+        memory[number] = made
+    breaks = _breaks(numbers, places, sizes).tolist()
+    return [
+        (sizes[first:last], memory[int(numbers[first])][int(places[first]) : int(places[last - 1] + sizes[last - 1])])
+        for first, last in zip([0, *breaks], [*breaks, len(shards)], strict=True)
+    ]
+
+
+def _breaks(numbers: Array, places: Array, sizes: Array) -> Array:
+    """Return which shards do not lie behind the one before: those without a number do so among themselves."""
+    follow = (numbers[1:] == 0) | (places[1:] == places[:-1] + sizes[:-1])
+    return np.flatnonzero((numbers[1:] != numbers[:-1]) | ~follow) + 1
+
+
+def _is_one_dtype(entries: Array) -> bool:
+    return not len(entries) or bool((entries["dtype"] == entries["dtype"][0]).all())
+
+
+class _Encoder:
+    """Encodes the values of shards, for one pull."""
+
+    def __init__(self, values: Values, how: How) -> None:
+        self._values = values
+        self._codec = codecs.numbered(how.codec)
+        self._params = dict(how.params)
+        self._name = (how.codec, *sorted(how.params.items()))
+        self._codec.prepare(values.device, waits=False)
+
+    def payload(self, shard: int) -> Buffer:
+        """Return a value; the first pull of a round encodes it, and the residual takes the rest."""
+        values = self._values
+        known = values.encoded.setdefault(shard, {})
+        if self._name not in known:
+            residual = values.residual_of(shard) if self._codec.has_residual else None
+            known[self._name] = self._codec.encode(values.weight(shard), residual, self._params)
+        return known[self._name]

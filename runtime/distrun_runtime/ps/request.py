@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from distrun_runtime.contract.duration import duration
+from distrun_runtime.contract.facts import duration
 from distrun_runtime.errors import RuntimeFault, TimedOut
 from distrun_runtime.protocol.message import Message
 

@@ -67,7 +67,7 @@ class Broken:
 
 
 @dataclass(frozen=True)
-class Heard:
+class MessageReceived:
     """A message came in on a proven connection."""
 
     link: Link
@@ -75,14 +75,14 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Asked:
+class CallSubmitted:
     """The process's own threads want something (workers only): a `worker.Ask` or a `worker.Goodbye`."""
 
     what: Any
 
 
 @dataclass(frozen=True)
-class Done:
+class WorkDone:
     """The engine has done `work`; `error` is what it raised, else `value` what it returned."""
 
     work: Any
@@ -92,7 +92,7 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Told:
+class SignalReceived:
     """The process was told to stop, by a signal."""
 
     signal: int
@@ -105,7 +105,7 @@ class Failing:
     reason: str
 
 
-Event = Union[Welcomed, TurnedAway, Denied, Broken, Heard, Asked, Done, Told, Failing]
+Event = Union[Welcomed, TurnedAway, Denied, Broken, MessageReceived, CallSubmitted, WorkDone, SignalReceived, Failing]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from distrun_runtime.contract import words
+from distrun_runtime.contract import facts
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Message
 from distrun_runtime.ps.replies import refusal
@@ -208,7 +208,7 @@ def tasks_of(ranks: Iterable[int]) -> list[str]:
 
 def listed(names: Sequence[str]) -> str:
     """Return names with commas between them, and no more of them than a line should have."""
-    return words.listed(names, NAMED)
+    return facts.listed(names, NAMED)
 
 
 def _count(number: int, noun: str) -> str:

@@ -26,12 +26,11 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Kind, Message, rows_of
 from distrun_runtime.ps import role, work
-from distrun_runtime.ps.norms import Norms, Part, Peers
+from distrun_runtime.ps.arithmetic import Norms, Part, Peers, UpdateResult
+from distrun_runtime.ps.counters import Counters
 from distrun_runtime.ps.pulls import Pulls, names_of
 from distrun_runtime.ps.replies import answer, refusal
 from distrun_runtime.ps.shards import SYNC, Failure, Store, Turn
-from distrun_runtime.ps.stats import Counters
-from distrun_runtime.ps.updates import Applied
 
 
 class Rounds:
@@ -211,12 +210,12 @@ class Rounds:
 
     # What the engine reports
 
-    def applied(self, what: work.Apply, event: role.Done) -> list[role.Action]:
+    def applied(self, what: work.Apply, event: role.WorkDone) -> list[role.Action]:
         """A round is applied, or waits for norms."""
         store, shards = what.store, what.shards
-        result = event.value if isinstance(event.value, Applied) else Applied()
+        result = event.value if isinstance(event.value, UpdateResult) else UpdateResult()
         if event.error is not None:
-            result = Applied(dict.fromkeys(shards.tolist(), (event.error, event.traceback)))
+            result = UpdateResult(dict.fromkeys(shards.tolist(), (event.error, event.traceback)))
         special = {*result.failed, *result.squares}
         actions: list[role.Action] = []
         good = shards if not special else shards[~np.isin(shards, list(special))]
@@ -239,7 +238,7 @@ class Rounds:
             actions += self._complete(store, good)
         return actions
 
-    def stepped(self, what: work.Step, event: role.Done) -> list[role.Action]:
+    def stepped(self, what: work.Step, event: role.WorkDone) -> list[role.Action]:
         """An async push is applied, or half applied; it is acknowledged now in any case."""
         batch, store = what.batch, what.batch.store
         waiting: Mapping[int, tuple[float, ...]] = event.value or {}
@@ -277,7 +276,7 @@ class Rounds:
             actions += self._pulls.advanced(store, np.array([shard]))
         return actions
 
-    def finished(self, what: work.FinishUpdate, event: role.Done) -> list[role.Action]:
+    def finished(self, what: work.FinishUpdate, event: role.WorkDone) -> list[role.Action]:
         """The second half of an update is done, or has failed."""
         failure = None if event.error is None else self._failure(what.store, what.shard, event.error, event.traceback)
         logs = [] if failure is None else self._log(what.store, failure)

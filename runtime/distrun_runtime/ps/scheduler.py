@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from distrun_runtime.contract.duration import duration
+from distrun_runtime.contract.facts import duration
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Common, Kind, Message, SharedBody
 from distrun_runtime.ps import role
@@ -113,12 +113,12 @@ class Scheduler:
             return self._ended(event.link, event.reason)
         if isinstance(event, role.Denied):
             return self._note_denied(event, now)
-        if isinstance(event, role.Told):
+        if isinstance(event, role.SignalReceived):
             # Servers first: they would take our end for a death.
             name = role.signal_name(event.signal)
             stops = self._stop_servers(0, "the scheduler was told to end by %s" % name, self.me.name)
             return [role.Publish({"told": name}), *stops, *self._finish(0, "signal %d" % event.signal)]
-        if isinstance(event, role.Heard):
+        if isinstance(event, role.MessageReceived):
             member = self._roster.members.get(event.link)
             return self._heard(member, event.message) if member is not None else []
         return []

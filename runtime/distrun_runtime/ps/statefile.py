@@ -402,7 +402,7 @@ def stage(body: Mapping[str, Any], shards: Sequence[Saved], rule: rules.Rule | N
         KVError: a file is missing, torn, or of another save; it does not fit the shards: names file, key and host.
     """
     numbers = {int(number): (int(saved), key) for number, saved, key in body["numbers"]}
-    with _Source(body) as source:
+    with _SaveReader(body) as source:
         staged = [
             source.read(*numbers[shard.key], shard.offset, shard.weight) if shard.key in numbers else None
             for shard in shards
@@ -445,7 +445,7 @@ def _state(staged: Staged, rule: rules.Rule | None) -> dict[str, Any] | None:
     return dict(rules.carry_state(rule, staged.weight, state))
 
 
-class _Piece(NamedTuple):
+class _SavedPiece(NamedTuple):
     """One saved piece of one key; pieces sort by their offsets."""
 
     offset: int
@@ -455,22 +455,22 @@ class _Piece(NamedTuple):
     """What its arrays' names begin with."""
 
 
-class _Source:
+class _SaveReader:
     """The files of one save, opened as they are needed."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._folder, self._host, manifest = str(body["folder"]), str(body["host"]), body["manifest"]
         self._part = str(manifest["data"])
         self._holds: Mapping[str, Mapping[str, Any]] = manifest["files"]
-        self._pieces: dict[int, list[_Piece]] = {}
+        self._pieces: dict[int, list[_SavedPiece]] = {}
         for name, holds in self._holds.items():
             for number, offset, length in holds.get("pieces", ()):
-                piece = _Piece(int(offset), int(length), name, "%d.%d" % (number, offset))
+                piece = _SavedPiece(int(offset), int(length), name, "%d.%d" % (number, offset))
                 self._pieces.setdefault(int(number), []).append(piece)
         self._files: dict[str, StateFile] = {}
         self._cache: dict[tuple[str, str], Array] = {}
 
-    def __enter__(self) -> _Source:
+    def __enter__(self) -> _SaveReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -493,7 +493,7 @@ class _Source:
             )
         return staged
 
-    def _take(self, staged: Staged, piece: _Piece, target: slice, begin: int, key: object) -> None:
+    def _take(self, staged: Staged, piece: _SavedPiece, target: slice, begin: int, key: object) -> None:
         """Copy elements of one saved piece, from its element `begin` on, to their place in a shard."""
         source = slice(begin, begin + target.stop - target.start)
         saved = self._elements(piece, "weight", key)
@@ -515,7 +515,7 @@ class _Source:
             known = staged.counters.get(name)
             staged.counters[name] = max(known, value) if isinstance(known, (int, float)) else value
 
-    def _elements(self, piece: _Piece, member: str, key: object) -> Array:
+    def _elements(self, piece: _SavedPiece, member: str, key: object) -> Array:
         """Return one array of a piece, flat."""
         found = self._array(piece.file, "%s.%s" % (piece.prefix, member)).reshape(-1)
         if len(found) != piece.length:

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from distrun_runtime.arrays.arena import Arena, Run
-from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, Place, copy, is_on_host, move, on_host
+from distrun_runtime.arrays.device import ArrayPlace, Buffer, Device, DeviceArray, copy, is_on_host, move, on_host
 from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
@@ -33,7 +33,7 @@ Extent = Mapping[int, tuple[int, int]]
 
 
 @dataclass(eq=False)
-class Given:
+class PushedValues:
     """The elements that a message brings to shards of one dtype, cut where they are not neighbours in the arena."""
 
     shards: Array
@@ -41,13 +41,13 @@ class Given:
     parts: list[DeviceArray]
     """For each run its elements, in the dtype or its work dtype."""
 
-    def is_like(self, other: Given) -> bool:
+    def is_like(self, other: PushedValues) -> bool:
         """Whether both have the same runs of the same shards."""
         if self.shards is not other.shards and not np.array_equal(self.shards, other.shards):
             return False
         return self.runs == other.runs
 
-    def take(self, at: Array, values: Values) -> Given:
+    def take(self, at: Array, values: Values) -> PushedValues:
         """Return what is given to some of the shards, each by itself."""
         shards = self.shards[at]
         found: list[Run] = []
@@ -62,7 +62,7 @@ class Given:
             found.append(Run(index, index + 1, begin, begin + length, offset))
             parts.append(part[begin - run.begin : begin - run.begin + length])
             offset += length
-        return Given(shards, found, parts)
+        return PushedValues(shards, found, parts)
 
 
 class Layout(NamedTuple):
@@ -82,7 +82,7 @@ class Round:
     """For each shard the number of the contribution that is all of its sum, or where the sum is; 0: nothing came."""
     open: int = 0
     """How many shards have a sum here."""
-    held: dict[int, Given] = field(default_factory=dict)
+    held: dict[int, PushedValues] = field(default_factory=dict)
     """Contributions that are all of some shards' sums so far, by their numbers: they are referred to, not copied."""
     by_shard: dict[int, Sum] = field(default_factory=dict)
     """Sums that go by shard."""
@@ -228,22 +228,24 @@ class Values:
         for of in self.rounds.values():
             yield from of.arenas.values()
 
-    def _places(self) -> Iterator[Place]:
+    def _places(self) -> Iterator[ArrayPlace]:
         """Yield where arrays of the device are referred to."""
         for arena in self._arenas():
             yield from arena.places()
         for of in self.rounds.values():
             for given in of.held.values():
-                yield from (Place(part, partial(given.parts.__setitem__, at)) for at, part in enumerate(given.parts))
+                yield from (
+                    ArrayPlace(part, partial(given.parts.__setitem__, at)) for at, part in enumerate(given.parts)
+                )
             for total in of.by_shard.values():
                 if total.dense is not None:
-                    yield Place(total.dense.values, partial(_set_total, total))
+                    yield ArrayPlace(total.dense.values, partial(_set_total, total))
             for known in of.by_rank.values():
                 for at, (rank, each) in enumerate(known):
                     if isinstance(each, Dense):  # rows are only in the host's memory
-                        yield Place(each.values, partial(_set_contribution, known, at, rank))
+                        yield ArrayPlace(each.values, partial(_set_contribution, known, at, rank))
         for shard, rest in self.residual.items():
-            yield Place(rest, partial(self.residual.__setitem__, shard))
+            yield ArrayPlace(rest, partial(self.residual.__setitem__, shard))
 
     def _refuse(self, device: Device, rule: rules.Rule | None, shards: Array) -> None:
         """Refuse what a GPU does not do for these shards."""

@@ -30,7 +30,7 @@ from distrun_runtime.ops.params import did_you_mean
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ps.routing import DIRECT_BYTES, Portion
 from distrun_runtime.store.keys import Key, KeyRecord
-from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import RowSparse
 
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuDevice
@@ -108,7 +108,7 @@ class Compression:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _EncodedRun:
     """What one call encodes: a run of elements of one value, or several whole values."""
 
     items: list[int]
@@ -129,7 +129,7 @@ class _EncodingPlan:
     """Of the residuals."""
     gpus: list[Device | None]
     """The GPU of each value of the call, None for those in the host's memory; empty: all are there."""
-    runs: list[_Run]
+    runs: list[_EncodedRun]
     cuts: list[tuple[int, int]]
     """Where each shard's payload is in the buffer."""
     room: Array
@@ -328,7 +328,7 @@ class Compressor:
             is_whole = shard.length == record.size and record.size * record.dtype.itemsize < DIRECT_BYTES
             return is_whole and not shard.length % found.joins
 
-        runs: list[_Run] = []
+        runs: list[_EncodedRun] = []
         together: list[int] = []
 
         def close() -> None:
@@ -343,7 +343,7 @@ class Compressor:
                 elements = slice(0, sum(shards[number][1].length for number in some))
                 residual = _as_one(residuals[first], elements.stop) if found.has_residual else None
                 payload = slice(cuts[some[0]][0], cuts[some[-1]][1])
-                runs.append(_Run(items[first:last], elements, residual, payload))
+                runs.append(_EncodedRun(items[first:last], elements, residual, payload))
 
         for number, (item, shard) in enumerate(shards):
             if is_small(item, shard):
@@ -352,7 +352,7 @@ class Compressor:
             close()
             elements = slice(shard.offset, shard.end)
             residual = self._residual(records[item], 0, values[item])[elements] if found.has_residual else None
-            runs.append(_Run([item], elements, residual, slice(*cuts[number])))
+            runs.append(_EncodedRun([item], elements, residual, slice(*cuts[number])))
         close()
         gathered = max((run.elements.stop for run in runs if len(run.items) > 1), default=0)
         room, gathered_room = np.empty(at, np.uint8), np.empty(gathered, np.float32)

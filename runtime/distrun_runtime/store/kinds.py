@@ -27,7 +27,7 @@ __all__ = [
     "TYPES",
     "KVStoreBase",
     "canonical",
-    "find",
+    "find_type",
     "is_async",
     "is_dist",
     "names",
@@ -216,7 +216,7 @@ def _add(kind: type[Any]) -> None:
         _classes[name] = kind
 
 
-def find(name: str) -> type[Any] | None:
+def find_type(name: str) -> type[Any] | None:
     """Return the class of a kind that is not built in, loaded; None if there is none.
 
     Raises:

@@ -22,7 +22,7 @@ from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps.request import Request
 from distrun_runtime.ps.role import SCHEDULER_LINK
-from distrun_runtime.ps.session import Session
+from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.ps.worker import EntriesOf
 from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.keys import KeyRecord
@@ -36,7 +36,7 @@ _NO_RELAYS: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True)
-class Together:
+class CollectiveCall:
     """A call that all workers make together."""
 
     kind: Kind
@@ -55,7 +55,7 @@ class StoreLink:
     Threads: any.
     """
 
-    def __init__(self, node: Session, facts: Mapping[str, Any], unused: Sequence[int] = ()) -> None:
+    def __init__(self, node: NodeSession, facts: Mapping[str, Any], unused: Sequence[int] = ()) -> None:
         self.node = node
         self.facts = facts
         self.unused = list(unused)
@@ -75,7 +75,7 @@ class StoreLink:
         self._failed: set[int] = set()
         """Numbers of calls that failed for all workers."""
         self._is_used = False
-        self._held: Together | None = None
+        self._held: CollectiveCall | None = None
         """A call whose caller has stopped waiting for it, and which could not be taken back."""
 
     @property
@@ -178,7 +178,7 @@ class StoreLink:
 
     def begin(
         self, what: str, kind: Kind, number: int, body: Mapping[str, Any], after: Sequence[Request] = ()
-    ) -> Together:
+    ) -> CollectiveCall:
         """As `agree`, but without waiting for the answer; the call is made once `after` are done."""
         with self._lock:
             held, self._held = self._held, None
@@ -193,9 +193,9 @@ class StoreLink:
                 raise KVError("join was left waiting and cannot be taken back, as others count on it; call join again")
         request = self.call(what, kind, {**body, "number": number}, after)
         request.then(lambda error: self._answered(kind, number, error))
-        return Together(kind, number, body, request)
+        return CollectiveCall(kind, number, body, request)
 
-    def leave(self, call: Together) -> None:
+    def leave(self, call: CollectiveCall) -> None:
         """Take back a call whose caller stops waiting, if that can be."""
         if call.number in self._failed:
             return
@@ -294,7 +294,7 @@ class _ProcessLinks:
     """That of a store whose `create` was left waiting, and could not be taken back."""
 
 
-def open_link(node: Session, what: str, facts: Mapping[str, Any], on_devices: bool = False) -> StoreLink:
+def open_link(node: NodeSession, what: str, facts: Mapping[str, Any], on_devices: bool = False) -> StoreLink:
     """Make the call `create` with all workers, and return the link of the store.
 
     Arguments:
@@ -333,7 +333,7 @@ def close_link(link: StoreLink) -> None:
     _made(link.node).open.pop(link.store, None)
 
 
-def _made(node: Session) -> _ProcessLinks:
+def _made(node: NodeSession) -> _ProcessLinks:
     if not isinstance(node.stores, _ProcessLinks):
         node.stores = _ProcessLinks()
     return node.stores

@@ -13,15 +13,14 @@ from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops.optimizers import RuleSpec
-from distrun_runtime.ps import profile
-from distrun_runtime.ps.stats import Counters
+from distrun_runtime.ps import trace
+from distrun_runtime.ps.counters import Counters
 from distrun_runtime.store.base import CallOptions, Contribution, Lifetime, RowsItem, Selection, StoreBackend, Updater
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import Key, KeyRecord, named
 from distrun_runtime.store.pending import CompletedCall, Pending
 from distrun_runtime.store.reducer import DeviceReducer, reducer_for
-from distrun_runtime.store.sparse import RowSparse
-from distrun_runtime.store.values import Value
+from distrun_runtime.store.values import RowSparse, Value
 from distrun_runtime.store.weights import Weights
 
 if TYPE_CHECKING:  # Most processes use no GPU.
@@ -48,7 +47,7 @@ class LocalBackend(StoreBackend):
             self.reducer.prepares.append(self._weights.prepare)
         self._counters = Counters()
         self._pushes: dict[Key, int] = {}
-        self._recorder = profile.Recorder()
+        self._recorder = trace.Recorder()
 
     @property
     def rank(self) -> int:
@@ -190,14 +189,14 @@ class LocalBackend(StoreBackend):
         compressor = self._compressor()
         with self._open():
             residuals = compressor.residuals() if compressor else {}
-            localstates.save(folder, self.type, self._records.values(), self._weights, residuals)
+            localstates.save_local(folder, self.type, self._records.values(), self._weights, residuals)
 
     def load(self, folder: str) -> None:
         from distrun_runtime.store import localstates
 
         compressor = self._compressor()
         with self._open():
-            residuals = localstates.load(folder, self._records.values(), self._weights)
+            residuals = localstates.load_local(folder, self._records.values(), self._weights)
             if compressor is not None:
                 compressor.restore(residuals)
 
@@ -212,12 +211,12 @@ class LocalBackend(StoreBackend):
     def _recording(self, folder: str) -> Iterator[None]:
         if self._recorder.is_on:
             raise KVError("this %r store is being profiled already" % self.type)
-        profile.prepare(folder)
+        trace.prepare(folder)
         self._recorder.start()
         try:
             yield
         finally:
-            profile.write(folder, "worker-0.json", self._recorder.stop("worker-0@%s" % platform.node()))
+            trace.write(folder, "worker-0.json", self._recorder.stop("worker-0@%s" % platform.node()))
 
     def profile(self, folder: str) -> AbstractContextManager[None]:
         return self._recording(folder)

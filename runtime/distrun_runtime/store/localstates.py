@@ -20,10 +20,10 @@ from distrun_runtime.ps.agreement import Keys
 from distrun_runtime.store.keys import Key, KeyRecord
 from distrun_runtime.store.weights import Weights
 
-__all__ = ["load", "save"]
+__all__ = ["load_local", "save_local"]
 
 
-def save(
+def save_local(
     folder: str, kind: str, records: Iterable[KeyRecord], weights: Weights, residuals: Mapping[Key, Array]
 ) -> None:
     """Write weights, rule states and residuals into a folder, all or nothing.
@@ -52,7 +52,7 @@ def save(
         raise
 
 
-def load(folder: str, records: Collection[KeyRecord], weights: Weights) -> dict[Key, Array]:
+def load_local(folder: str, records: Collection[KeyRecord], weights: Weights) -> dict[Key, Array]:
     """Take up what was saved, also by a job of any size; return the residuals, if they are one worker's.
 
     Raises:

@@ -29,8 +29,7 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.store import kinds
 from distrun_runtime.store.compress import Compressor
 from distrun_runtime.store.keys import Key, KeyRecord, named
-from distrun_runtime.store.sparse import RowSparse
-from distrun_runtime.store.values import Value
+from distrun_runtime.store.values import RowSparse, Value
 
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice

@@ -6,6 +6,8 @@ rows of row-sparse values at each call. Here are the payloads, this worker's rou
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,27 +23,154 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.segments import Stitched, stitched
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
-from distrun_runtime.ops import rows as rowcodec
+from distrun_runtime.ops import reduce
 from distrun_runtime.ops.compression import NONE, ROWS
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import PLAIN, How
 from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Flag, Kind, Message, Payload, payloads_of
-from distrun_runtime.ps import stages
+from distrun_runtime.ps import counters
+from distrun_runtime.ps.counters import COPY_IN
 from distrun_runtime.ps.request import Request
-from distrun_runtime.ps.routing import MESSAGE_BYTES, SHARED_MESSAGE_BYTES, Buckets, Portion, Route, portions_of
+from distrun_runtime.ps.routing import (
+    GATHERED_BYTES,
+    MESSAGE_BYTES,
+    SHARED_MESSAGE_BYTES,
+    SMALL_CALL_BYTES,
+    Buckets,
+    Portion,
+    Route,
+    portions_of,
+)
 from distrun_runtime.ps.shards import Notes
 from distrun_runtime.store.base import CallOptions, Selection
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import Key, KeyRecord
 from distrun_runtime.store.link import StoreLink
-from distrun_runtime.store.outcome import Take
-from distrun_runtime.store.sparse import RowSparse
-from distrun_runtime.store.values import Value
+from distrun_runtime.store.pending import Late, Pending, check_process, check_seconds
+from distrun_runtime.store.values import RowSparse, Value
 
-if TYPE_CHECKING:  # Most processes use no GPU.
+if TYPE_CHECKING:
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 
-__all__ = ["Taking", "Transfers"]
+
+# What becomes of a call that was sent to servers: its replies, taken in by whoever waits for them.
+
+
+Take = Callable[["tuple[Message, ...]"], Notes]
+"""Takes the replies in: fills the outputs, and returns what is to be known of a skipped round."""
+
+
+class SentCall(Pending):
+    """A request of a store. Outputs are filled by the first `wait` that finds all replies there.
+
+    Arguments:
+        left: called by `left_waiting`.
+        settle: called by `wait` when all replies are there; may wait for servers, never for workers.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        link: StoreLink,
+        late: Late,
+        take: Take | None = None,
+        left: Callable[[], None] = lambda: None,
+        *,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.what = request.what
+        self._request = request
+        self._link = link
+        self._late = late
+        self._take = take
+        self._left = left
+        self._settle = settle
+        self._is_left = False
+        self._is_over = False
+        """Whether a `wait` has returned: there is nothing more to be told."""
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all replies are there, or an error is."""
+        return self._request.is_done
+
+    def left_waiting(self) -> None:
+        """Note that the call which made it has stopped waiting before it was done; no later call raises its error."""
+        self._is_left = True
+        self._left()
+
+    def fill(self, take: Take) -> None:
+        """Let `wait` take the replies in so. Before anybody waits."""
+        self._take = take
+
+    def disregard(self) -> None:
+        """Note that nobody wants its replies; what goes wrong is told all the same."""
+        self._request.then(lambda error: self._request.forget())
+
+    def watch(self) -> None:
+        """Let the store's next call raise its error, unless `wait` does before."""
+        self._request.then(lambda error: None if error is None or self._is_left else self._late.add(self, error))
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when it is done; raise what went wrong, with this call or with an earlier push of the store."""
+        check_process(self._pid, self.what)
+        timeout_s = check_seconds(timeout_s)
+        if self._is_over:
+            return
+        with self._link.span("wait", call=self.what):
+            with self._late.told(self):
+                if timeout_s is None:
+                    replies = self._request.wait(self._link.limit_s)
+                else:
+                    replies = self._request.wait(timeout_s, "as long as wait was to wait")
+            self._finish(replies)
+            self._settle()
+        self._is_over = True
+
+    def _finish(self, replies: tuple[Message, ...]) -> None:
+        if self._take is None:
+            return
+        # An earlier push may have been refused: then the servers answered that first, and this is not its result.
+        self._late.raise_first()
+        with self._lock:
+            if self._take is not None:
+                with self._link.stage(COPY_IN):
+                    self.skipped = self._take(replies)
+            # Last: one that was interrupted is to be waited for again.
+            self._take = None
+            self._request.forget()
+
+
+class Both(Pending):
+    """A push and what follows it, as one call."""
+
+    def __init__(self, what: str, push: Pending, then: Pending) -> None:
+        self.what = what
+        self._push = push
+        self._then = then
+
+    @property
+    def is_done(self) -> bool:
+        """Whether both are."""
+        return self._push.is_done and self._then.is_done
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when both are done; raise the push's error rather than that of what followed."""
+        timeout_s = check_seconds(timeout_s)
+        started = time.monotonic()
+        self._push.wait(timeout_s)
+        self._then.wait(None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - started)))
+        self.skipped = self._then.skipped
+
+
+__all__ = [
+    "BatchedCall",
+    "CallBatch",
+    "Taking",
+    "Transfers",
+]
 
 BY_ROWS = How(ROWS)
 """How values of row-sparse keys travel."""
@@ -136,7 +265,7 @@ class Transfers:
         # What the script may write when the call has returned is not read in place: it would have to wait for that.
         if call.own or (lent and not call.waits):
             in_place = self._in_place(route, arrays)
-        with self._link.stage(stages.COPY_OUT):
+        with self._link.stage(counters.COPY_OUT):
             for portion in route.portions:
                 # Memory that this server reads where it is, if it is on this host; else None.
                 staging = self._link.node.staging(portion.link)
@@ -190,7 +319,7 @@ class Transfers:
         # if the call waits; of a push that waits only the store's own sums are lent, which nobody else has.
         in_place = self._in_place(route, values) if call.lent else frozenset()
         loaded: list[Loaded] = []
-        with self._link.stage(stages.COPY_OUT):
+        with self._link.stage(counters.COPY_OUT):
             for portion in route.portions:
                 staging = self._link.node.staging(portion.link)
                 loaded.append((portion, portion.gather(values, False, staging, in_place), Payload.PACKED))
@@ -249,9 +378,9 @@ class Transfers:
             assert isinstance(value, RowSparse)
             one = value.canonical()
             for shard in self.shards[record.key]:
-                here = rowcodec.within(one.rows, shard.first_row, shard.row_count)
+                here = reduce.within(one.rows, shard.first_row, shard.row_count)
                 shards.append((item, shard))
-                frames.append(rowcodec.encode(one.rows[here] - shard.first_row, one.values[here]))
+                frames.append(reduce.encode(one.rows[here] - shard.first_row, one.values[here]))
         sizes = [memoryview(frame).nbytes for frame in frames]
         return [
             (portion, [frames[place] for place in portion.places], Payload.FRAME)
@@ -304,11 +433,11 @@ class Transfers:
         sizes: list[int] = []
         for item, (record, numbers, _) in enumerate(items):
             for shard in self.shards[record.key] if record.row_size else ():
-                here = rowcodec.within(numbers, shard.first_row, shard.row_count)
+                here = reduce.within(numbers, shard.first_row, shard.row_count)
                 if here.stop > here.start:
                     shards.append((item, shard))
                     runs.append(here)
-                    frames.append(rowcodec.encode_rows(numbers[here] - shard.first_row))
+                    frames.append(reduce.encode_rows(numbers[here] - shard.first_row))
                     # The answer is what there is most of.
                     sizes.append((here.stop - here.start) * record.row_size * record.dtype.itemsize)
         portions = portions_of(shards, (), [BY_ROWS] * len(items), sizes)
@@ -345,7 +474,7 @@ class Transfers:
         measured = self._link.node.stages
         is_measured = measured.is_on and kind is not Kind.PUSH
         if is_measured:
-            body = {**body, stages.ASKED: True}
+            body = {**body, counters.ASKED: True}
         messages = [self._message(kind, each, rounds, body, priority) for each in loaded]
         began = time.monotonic()
         # From here on it is the node's thread: `ps.worker` is told (`role.Asked`), and the loop sends.
@@ -602,3 +731,137 @@ def _skipped_in(replies: Sequence[Message]) -> dict[int, Notes]:
 def _said(skipped: Mapping[int, Notes]) -> Notes:
     """Return what the workers said of a skipped call: of any of its keys."""
     return next(iter(skipped.values()), {})
+
+
+# Batches of small calls: calls that are made one after the other share messages.
+#
+# A program that pushes and pulls key by key, without waiting, would pay for a message and an answer each time. So a
+# small call that follows others which are still under way is kept until one of them is answered, until there is a
+# message full, or until somebody waits. No clock is involved, and the calls on one key keep their order.
+
+
+KNOWN_KEYS = 1 << 16
+"""Lists of keys that were sent together are forgotten when they have more keys than this."""
+
+
+class BatchedCall(Pending):
+    """A call that goes with others; `sent` is what became of all of them, once they have gone."""
+
+    def __init__(self, keys: Selection, call: str, flush: Callable[[], None]) -> None:
+        self._call = call
+        self._keys = keys
+        self._flush = flush
+        self.sent: Pending | None = None
+
+    @property
+    def what(self) -> str:  # type: ignore[override]
+        """The call, for people."""
+        return "%s of %s" % (self._call, self._keys.named)
+
+    @property
+    def skipped(self) -> Mapping[int, Any]:  # type: ignore[override]
+        """As of the calls that it went with."""
+        return {} if self.sent is None else self.sent.skipped
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the calls that it goes with are done."""
+        return self.sent is not None and self.sent.is_done
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Have it sent now, and return when it is done."""
+        if self.sent is None:
+            self._flush()
+        if self.sent is None:
+            raise KVError("%s was not sent" % self.what)
+        self.sent.wait(timeout_s)
+
+
+class _CallQueue:
+    """Calls of one kind that wait to be sent."""
+
+    def __init__(self) -> None:
+        self.keys: list[Selection] = []
+        self.arrays: list[Any] = []
+        self.names: set[Key] = set()
+        self.waiting: list[BatchedCall] = []
+
+
+class CallBatch:
+    """The small calls of a store that wait to be sent. Threads: one at a time.
+
+    Arguments:
+        flush: sends all of them (calls `take`); any thread may call it.
+    """
+
+    def __init__(self, flush: Callable[[], None]) -> None:
+        self._flush = flush
+        self._pushes, self._pulls = _CallQueue(), _CallQueue()
+        self._scale = 1.0
+        """Of all of them."""
+        self._priority = 0
+        """The highest: small calls cost too little to be sent apart by their priorities."""
+        self._size = 0
+        self._known: dict[tuple[Key, ...], Selection] = {}
+        self._known_keys = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._pushes.waiting or self._pulls.waiting)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is enough for a message."""
+        return self._size >= GATHERED_BYTES
+
+    def push(self, keys: Selection, values: Sequence[Array], call: CallOptions) -> BatchedCall:
+        """Take in a push; the values are copied unless they are lent."""
+        self._settle(keys, call, self._pushes, self._pulls)
+        given = values if call.lent else [value.copy() for value in values]
+        return self._put(self._pushes, keys, given, "push")
+
+    def pull(self, keys: Selection, outs: Sequence[Sequence[Array]], call: CallOptions) -> BatchedCall:
+        """Take in a pull."""
+        self._settle(keys, call, self._pulls)
+        return self._put(self._pulls, keys, outs, "pull")
+
+    def _settle(self, keys: Selection, call: CallOptions, *before: _CallQueue) -> None:
+        """Send what is here if the call has to come after it, or cannot share a message with it."""
+        names = [record.key for record in keys.records]
+        if self and (call.scale != self._scale or not all(kind.names.isdisjoint(names) for kind in before)):
+            self._flush()
+        self._priority = max(self._priority, call.priority) if self else call.priority
+        self._scale = call.scale
+
+    def _put(self, kind: _CallQueue, keys: Selection, arrays: Sequence[Any], call: str) -> BatchedCall:
+        gathered = BatchedCall(keys, call, self._flush)
+        kind.keys.append(keys)
+        kind.arrays += arrays
+        kind.names.update([record.key for record in keys.records])
+        kind.waiting.append(gathered)
+        self._size += keys.size_bytes
+        return gathered
+
+    def take(self) -> list[tuple[bool, Selection, list[Any], CallOptions, list[BatchedCall]]]:
+        """Return what is to be sent, pushes first: whether it is a push, keys, arrays, how, and who waits for it."""
+        kinds = [(True, self._pushes), (False, self._pulls)]
+        self._pushes, self._pulls, self._size = _CallQueue(), _CallQueue(), 0
+        call = CallOptions(self._priority, lent=True, scale=self._scale)
+        return [(is_push, self._joined(k.keys), k.arrays, call, k.waiting) for is_push, k in kinds if k.waiting]
+
+    def _joined(self, keys: Sequence[Selection]) -> Selection:
+        """Return all keys as one selection; the same calls come in every step."""
+        if len(keys) == 1:
+            return keys[0]
+        names = tuple([record.key for each in keys for record in each.records])
+        found = self._known.get(names)
+        if found is None:
+            if self._known_keys > KNOWN_KEYS:
+                self._known, self._known_keys = {}, 0
+            found = self._known[names] = Selection(record for each in keys for record in each.records)
+            self._known_keys += len(names)
+        return found
+
+
+def is_small(keys: Selection) -> bool:
+    """Whether a call on these keys may go with others."""
+    return keys.size_bytes < SMALL_CALL_BYTES

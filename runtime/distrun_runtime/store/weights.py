@@ -16,12 +16,20 @@ from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.optimizers import RuleSpec
-from distrun_runtime.ops.update import Item, can_fuse, new_state, prepare, state_on, state_on_host, step_all, update
+from distrun_runtime.ops.update import (
+    WeightStep,
+    can_fuse,
+    new_state,
+    prepare,
+    state_on,
+    state_on_host,
+    step_all,
+    update,
+)
 from distrun_runtime.store.base import Updater
 from distrun_runtime.store.keys import Key, KeyRecord, named
 from distrun_runtime.store.reducer import is_gpu_array
-from distrun_runtime.store.sparse import RowSparse
-from distrun_runtime.store.values import Value
+from distrun_runtime.store.values import RowSparse, Value
 
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
@@ -145,7 +153,7 @@ class Weights:
 
     def _update_on_gpus(self, sums: Sequence[Sum], scale: float) -> Iterator[Sum]:
         ready: list[Sum] = []
-        items: list[Item] = []
+        items: list[WeightStep] = []
         copied = 0
         for record, value in sums:
             gpu, given = self._gpu_for(record, value), cast(Any, value)
@@ -170,15 +178,15 @@ class Weights:
                 ready, items, copied = [], [], 0
         yield from self._stepped(ready, items)
 
-    def _item(self, rule: rules.Rule, record: KeyRecord, value: GpuArray) -> Item:
+    def _item(self, rule: rules.Rule, record: KeyRecord, value: GpuArray) -> WeightStep:
         """Return the step of a key on a GPU."""
         assert self.spec is not None
         flat = self.values[record.key].reshape(-1)
         if record.key not in self.states:
             self.states[record.key] = new_state(rule, flat)
-        return Item(flat, [value.reshape(-1)], self.states[record.key], self.spec.knobs(record.key))
+        return WeightStep(flat, [value.reshape(-1)], self.states[record.key], self.spec.knobs(record.key))
 
-    def _stepped(self, ready: Sequence[Sum], items: Sequence[Item]) -> Sequence[Sum]:
+    def _stepped(self, ready: Sequence[Sum], items: Sequence[WeightStep]) -> Sequence[Sum]:
         """Return sums when the steps that they are for are made."""
         if self.rule is not None:
             try:

@@ -6,7 +6,7 @@ loss.backward()  # of the mean over the batch
 trainer.step()
 """
 
-from distrun_runtime.trainer.loop import fit
+from distrun_runtime.trainer.fit import fit
 from distrun_runtime.trainer.parameters import Parameter
 from distrun_runtime.trainer.trainer import Trainer
 

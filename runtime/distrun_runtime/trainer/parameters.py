@@ -22,7 +22,7 @@ import numpy as np
 from distrun_runtime.arrays import dtypes, find, foreign
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
-from distrun_runtime.store.sparse import RowSparse, refuse_mask
+from distrun_runtime.store.values import RowSparse, refuse_mask
 
 __all__ = [
     "ArrayReplica",

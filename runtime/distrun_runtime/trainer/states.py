@@ -30,7 +30,16 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import RowSparse
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.optimizers import Rule, RuleSpec, State
-from distrun_runtime.ops.update import Item, can_fuse, new_state, prepare, state_on, state_on_host, step_all, update
+from distrun_runtime.ops.update import (
+    WeightStep,
+    can_fuse,
+    new_state,
+    prepare,
+    state_on,
+    state_on_host,
+    step_all,
+    update,
+)
 from distrun_runtime.store.keys import named
 from distrun_runtime.store.pending import BorrowedArrays
 from distrun_runtime.store.weights import COPIED_BYTES
@@ -52,7 +61,7 @@ SavedRule = tuple[RuleSpec, int]
 
 
 @dataclass(frozen=True)
-class _Step:
+class _WeightUpdate:
     """One update of a weight."""
 
     place: Place
@@ -67,7 +76,7 @@ class _Step:
 class _GpuStep:
     """A step that is made on a GPU."""
 
-    step: _Step
+    step: _WeightUpdate
     grad: GpuArray
     weights: Sequence[DeviceArray]
     """The weight, and its copies on other devices."""
@@ -107,7 +116,9 @@ class LocalRule:
 
     def update(self, sums: Iterable[tuple[int, Gradient, float]]) -> None:
         """Update parameters by one gradient each, times a number, on the first device; the others get a copy."""
-        self._make([_Step((index, 0), grad, scale, self._params[index].replicas[1:]) for index, grad, scale in sums])
+        self._make(
+            [_WeightUpdate((index, 0), grad, scale, self._params[index].replicas[1:]) for index, grad, scale in sums]
+        )
 
     def update_each_device(self, indices: Iterable[int], scale: float) -> None:
         """Update each device of parameters by its own gradient, where that is fresh."""
@@ -116,7 +127,7 @@ class LocalRule:
             for device, replica in enumerate(self._params[index].replicas):
                 grad = replica.gradient() if replica.is_fresh else None
                 if grad is not None:
-                    steps.append(_Step((index, device), grad, scale))
+                    steps.append(_WeightUpdate((index, device), grad, scale))
         self._make(steps)
 
     def renew_masters(self, index: int) -> None:
@@ -142,7 +153,7 @@ class LocalRule:
                 counters["%d.%d.%s" % (*place, name)] = None if isinstance(part, np.ndarray) else str(part)
         return digest(arrays) + json.dumps(counters, sort_keys=True)
 
-    def _make(self, steps: Iterable[_Step]) -> None:
+    def _make(self, steps: Iterable[_WeightUpdate]) -> None:
         on_gpus = []
         for step in steps:
             if is_near(step.grad) and can_fuse(self._rule):
@@ -152,7 +163,7 @@ class LocalRule:
         if on_gpus:
             self._make_on_gpus(on_gpus)
 
-    def _make_on_host(self, step: _Step) -> None:
+    def _make_on_host(self, step: _WeightUpdate) -> None:
         replica = self._replica(step.place)
         weight = replica.weight()
         if step.place not in self.states:
@@ -169,7 +180,7 @@ class LocalRule:
         for other in step.others:
             write_weight(other, weight)
 
-    def _make_on_gpus(self, steps: Sequence[_Step]) -> None:
+    def _make_on_gpus(self, steps: Sequence[_WeightUpdate]) -> None:
         """Make steps whose gradients, and so their weights, are on GPUs: one kernel for all that are alike."""
         borrowing, streams = find.gpus().borrowing, foreign.Streams()
         buffers = [[(replica, replica.weight_buffer()) for replica in self._written(step)] for step in steps]
@@ -199,7 +210,7 @@ class LocalRule:
     def _make_groups(self, steps: Sequence[_GpuStep], made: list[tuple[Replica, Buffer]]) -> None:
         """Make steps in groups that need little memory at a time; `made` gets what was written, after an error too."""
         group: list[_GpuStep] = []
-        items: list[Item] = []
+        items: list[WeightStep] = []
         copied = 0
         for number, each in enumerate(steps, 1):
             with self._naming([each]):
@@ -212,7 +223,9 @@ class LocalRule:
             self._make_group(group, items, made)
             group, items, copied = [], [], 0
 
-    def _make_group(self, group: Sequence[_GpuStep], items: Sequence[Item], made: list[tuple[Replica, Buffer]]) -> None:
+    def _make_group(
+        self, group: Sequence[_GpuStep], items: Sequence[WeightStep], made: list[tuple[Replica, Buffer]]
+    ) -> None:
         before = [item.state["updates"] for item in items]
         try:
             with self._naming(group):
@@ -229,7 +242,7 @@ class LocalRule:
                         copy(one.weights[0], other)
                 made += one.buffers[1:]
 
-    def _item(self, each: _GpuStep) -> Item:
+    def _item(self, each: _GpuStep) -> WeightStep:
         """Return what a step takes; its state is brought to the weight's GPU."""
         step, weight, grad = each.step, each.weights[0], each.grad
         gpu, state = weight.device, self.states.get(step.place)
@@ -245,7 +258,7 @@ class LocalRule:
             gpu.sum([grad.reshape(-1)], wide.reshape(-1))
             gpu.scale(wide, step.scale)
             grad = wide
-        return Item(weight, [grad], state, self.spec.knobs(step.place[0]))
+        return WeightStep(weight, [grad], state, self.spec.knobs(step.place[0]))
 
     @contextmanager
     def _naming(self, steps: Sequence[_GpuStep]) -> Iterator[None]:
@@ -278,7 +291,7 @@ class LocalRule:
                 return {name: state[name] for name in begun}
         return rules.carry_state(rule, self._replica(place).weight(), self.saved_state(place))
 
-    def _written(self, step: _Step) -> list[Replica]:
+    def _written(self, step: _WeightUpdate) -> list[Replica]:
         return [self._replica(step.place), *step.others]
 
     def _replica(self, place: Place) -> Replica:

@@ -82,11 +82,11 @@ class Lease(Protocol):
         """Whether the transport has stopped reading the buffers, so that they may be written; stays true."""
 
 
-class _Copied:
+class _CopiedLease:
     is_over = True
 
 
-COPIED: Lease = _Copied()
+COPIED: Lease = _CopiedLease()
 """The lease of a message whose buffers were all copied: it is over from the start."""
 
 

@@ -243,7 +243,7 @@ class Incoming(Generic[Item]):
 # The transport
 
 
-class _Sent:
+class _SentMessage:
     """A message and the lease of its buffers."""
 
     def __init__(self, frames: Sequence[Buffer]) -> None:
@@ -262,11 +262,11 @@ class _Sent:
         return all(lease.is_over for lease in self.leases)
 
 
-class _Stream:
+class _ResendStream:
     """One connection, both ways."""
 
     def __init__(self, timeout_s: float) -> None:
-        self.out: Outgoing[_Sent] = Outgoing(timeout_s, lambda sent: sent.has_left)
+        self.out: Outgoing[_SentMessage] = Outgoing(timeout_s, lambda sent: sent.has_left)
         self.into: Incoming[Sequence[Buffer]] = Incoming()
         self.incarnation: int | None = None
         """The other side's, by its first message."""
@@ -291,13 +291,13 @@ class Resending:
         self._timeout_s = timeout_s
         self._incarnation = incarnation
         self._clock = clock
-        self._streams: dict[Link, _Stream] = {}
+        self._streams: dict[Link, _ResendStream] = {}
         """The connections that are welcome."""
         self._given_up: set[Link] = set()
         """Connections that were given up. What still comes on them is dropped."""
         self._direct: set[Lease] = set()
         """Leases of messages without a number."""
-        self._leaving: list[_Sent] = []
+        self._leaving: list[_SentMessage] = []
         """Messages that are acknowledged or given up and whose release was not told yet."""
         self.repeats = 0
         """How many messages were sent again."""
@@ -322,9 +322,9 @@ class Resending:
             if not lease.is_over:
                 self._direct.add(lease)
             if kind is Kind.WELCOME:
-                self._streams[link] = _Stream(self._timeout_s)
+                self._streams[link] = _ResendStream(self._timeout_s)
             return lease
-        sent = _Sent(frames)
+        sent = _SentMessage(frames)
         self._transmit(link, stream.out.put(sent, self._clock()), sent)
         return sent
 
@@ -355,7 +355,7 @@ class Resending:
         stream = self._streams.pop(link, None)
         self._forget(stream.out.clear() if stream is not None else ())
 
-    def _forget(self, messages: Sequence[_Sent]) -> None:
+    def _forget(self, messages: Sequence[_SentMessage]) -> None:
         for sent in messages:
             sent.is_acknowledged = True
         self._leaving += messages
@@ -370,7 +370,7 @@ class Resending:
                 self._leaving.append(sent)
         return events
 
-    def _transmit(self, link: Link, number: int, sent: _Sent) -> None:
+    def _transmit(self, link: Link, number: int, sent: _SentMessage) -> None:
         envelope = Envelope(DATA, self._incarnation, number).encode()
         sent.leases = [lease for lease in sent.leases if not lease.is_over]
         sent.leases.append(self._inner.send(link, [envelope, *sent.frames]))
@@ -395,7 +395,7 @@ class Resending:
         envelope = read(event.frames) if stream is not None else None
         if stream is None or envelope is None:
             if stream is None and kind_of(event.frames) is Kind.WELCOME:
-                self._streams[event.link] = _Stream(self._timeout_s)
+                self._streams[event.link] = _ResendStream(self._timeout_s)
             return [event]  # Of the handshake; or malformed, which its decoder refuses.
         if stream.incarnation is None:
             stream.incarnation = envelope.incarnation
@@ -437,7 +437,7 @@ class Resending:
         return given_up
 
 
-def _in_vain(sent: _Sent, waited_s: float) -> str:
+def _in_vain(sent: _SentMessage, waited_s: float) -> str:
     kind = kind_of(sent.frames)
     return "it did not acknowledge a message (%s) that was sent %d times in %.1f s" % (
         kind.name if kind else "of unknown kind",

@@ -32,7 +32,7 @@ from collections.abc import Sequence
 import zmq
 from zmq.backend import Socket as _Compiled
 
-from distrun_runtime.contract.duration import duration
+from distrun_runtime.contract.facts import duration
 from distrun_runtime.protocol.message import FRAME_LIMIT
 from distrun_runtime.transport.admission import Admission, next_of, refusal
 from distrun_runtime.transport.base import (

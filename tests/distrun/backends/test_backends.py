@@ -15,14 +15,14 @@ import pytest
 from distrun import backends, hosts
 from distrun.backends import local
 from distrun.backends.base import Backend, Swept
-from distrun.backends.engine import Bootstrap, Group, Handle, Submission, marker
+from distrun.backends.engine import Bootstrap, Handle, RoleGroup, Submission, marker
 from distrun.backends.queue import QueueBackend
 from distrun.errors import DistrunError, UsageError
 from distrun.request import EngineOptions, Needs
 from distrun.sync import CopyRequest, CopyRules
-from distrun_runtime.contract import wire
+from distrun_runtime.contract import session
 from distrun_runtime.contract.plan import Host, Plan, Task
-from distrun_runtime.coordinator.events import AgentLost, Event, StartFailed
+from distrun_runtime.coordinator.messages import AgentLost, Event, StartFailed
 
 PLAN = Plan(
     job="calm-otter-7f3",
@@ -94,7 +94,7 @@ def submission(name: str, **more: Any) -> Submission:
     backend = backends.load(name)
     assert isinstance(backend, QueueBackend)
     inventory = hosts.named(["h1", "h2"], "--hosts")
-    groups = (Group("server", 2, Needs()), Group("worker", 4, Needs(cores=2, memory=1 << 30)))
+    groups = (RoleGroup("server", 2, Needs()), RoleGroup("worker", 4, Needs(cores=2, memory=1 << 30)))
     found = Submission(
         job="calm-otter-7f3",
         marker=marker("calm-otter-7f3", "00112233445566aa"),
@@ -170,7 +170,7 @@ def test_a_python_that_is_not_there_is_a_failed_start() -> None:
     events: list[Event] = []
     channel = local.ChildChannel("here", ("/nowhere/python",))
     channel.start(events.append)
-    channel.send(wire.Frame({"type": "x"}))
+    channel.send(session.Frame({"type": "x"}))
     channel.close()
     channel.kill()
     channel.join(0.1)

@@ -21,19 +21,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pythons import TOO_OLD, VERSIONS, need
 
-from distrun import keep
-from distrun.backends import blob
-from distrun_runtime.contract import caches, environ
+from distrun import shipping
+from distrun_runtime.contract import cache_file, environ
 
 ROOT = Path(__file__).parents[3]
 PROGRAMS = ("agent", "dialed", "coordinator")
-START = blob.START_AGENT
+START = shipping.START_AGENT
 FULL = 0.88
 """Share of the limit at which a module has to leave its blob."""
 
 
 def built(program: str, start: str = "") -> bytes:
-    return {"agent": blob.agent, "dialed": blob.dialed, "coordinator": lambda: blob.coordinator(start)}[program]()
+    return {"agent": shipping.agent, "dialed": shipping.dialed, "coordinator": lambda: shipping.coordinator(start)}[
+        program
+    ]()
 
 
 def unpack(line: bytes) -> tuple[str, dict[str, str]]:
@@ -56,20 +57,22 @@ def with_start(line: bytes, start: str, before: str = START) -> bytes:
 
 
 def test_the_blob_of_an_agent_that_dials_back_is_that_of_any_other_and_what_dials() -> None:
-    importer, modules = unpack(blob.agent())
-    other, the_same = unpack(blob.dialed())
+    importer, modules = unpack(shipping.agent())
+    other, the_same = unpack(shipping.dialed())
     more = {"distrun_runtime.agent.dial", "distrun_runtime.agent.unpack", "distrun_runtime.contract.enrolment"}
     less = {f"distrun_runtime.agent.{name}" for name in ("waiting", "probe", "daemon")}
     less |= {f"distrun_runtime.contract.{name}" for name in ("daemon", "logout")}
     assert set(the_same) == set(modules) - less | more
-    assert other.endswith(importer[importer.index("if sys.version_info") : -len(blob.START_AGENT)] + blob.START_DIALED)
+    assert other.endswith(
+        importer[importer.index("if sys.version_info") : -len(shipping.START_AGENT)] + shipping.START_DIALED
+    )
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_blob_is_one_line_and_far_from_its_limit(program: str) -> None:
-    lines = [built(program), blob.agent(with_origin=True)] if program == "agent" else [built(program)]
+    lines = [built(program), shipping.agent(with_origin=True)] if program == "agent" else [built(program)]
     for line in lines:
-        limit = blob.LIMITS["coordinator" if program == "coordinator" else "agent"]
+        limit = shipping.LIMITS["coordinator" if program == "coordinator" else "agent"]
         full = len(line) / limit
         figure = f"the blob of the {program} has {len(line):,} of {limit:,} bytes: it is {full:.0%} full"
         print(figure)
@@ -79,18 +82,18 @@ def test_blob_is_one_line_and_far_from_its_limit(program: str) -> None:
 
 
 def test_the_limit_of_the_agents_blob_is_120_kib_and_the_overview_says_so() -> None:
-    assert blob.LIMITS == {"agent": 120 * 1024, "coordinator": 160 * 1024}
+    assert shipping.LIMITS == {"agent": 120 * 1024, "coordinator": 160 * 1024}
     overview = (ROOT / "docs" / "overview.md").read_text("utf-8")
     assert "of at most 120 KiB" in overview
     assert "of at most 160 KiB" in overview
 
 
 def test_a_blob_over_its_limit_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = len(blob.coordinator("")) - 1
-    monkeypatch.setitem(blob.LIMITS, "coordinator", size - 1)
-    monkeypatch.setattr(keep, "kept", lambda name, suffix, make: make())
+    size = len(shipping.coordinator("")) - 1
+    monkeypatch.setitem(shipping.LIMITS, "coordinator", size - 1)
+    monkeypatch.setattr(shipping, "kept", lambda name, suffix, make: make())
     with pytest.raises(ValueError, match=f"the blob of the coordinator is {size} bytes, the limit is {size - 1}"):
-        blob.coordinator("")
+        shipping.coordinator("")
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -99,7 +102,7 @@ def test_blob_holds_the_program_and_what_it_imports_of_the_contract(program: str
     root = Path(str(importlib.resources.files("distrun_runtime")))
     package = "coordinator" if program == "coordinator" else "agent"
     own = {f"distrun_runtime.{package}.{file.stem}".removesuffix(".__init__") for file in (root / package).glob("*.py")}
-    own -= set({"agent": blob.DIALING, "dialed": blob.DIALED}.get(program, ()))
+    own -= set({"agent": shipping.DIALING, "dialed": shipping.DIALED}.get(program, ()))
     contract = {f"distrun_runtime.contract.{file.stem}" for file in (root / "contract").glob("*.py")}
     imported = set()
     for source in modules.values():
@@ -123,11 +126,11 @@ print(json.dumps([sorted(loaded), sorted({type(module.__loader__).__name__ for m
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_everything_a_blob_holds_is_imported_from_memory(program: str, version: str) -> None:
-    starts = {"agent": blob.START_AGENT, "dialed": blob.START_DIALED}
-    line = blob.coordinator(IMPORT_ALL)
+    starts = {"agent": shipping.START_AGENT, "dialed": shipping.START_DIALED}
+    line = shipping.coordinator(IMPORT_ALL)
     if program in starts:
         line = with_start(built(program), IMPORT_ALL, starts[program])
-    command = [need(version), "-I", "-S", "-c", blob.BOOT]
+    command = [need(version), "-I", "-S", "-c", shipping.BOOT]
     done = subprocess.run(command, input=line, capture_output=True, timeout=60, check=False, cwd="/")
     assert done.returncode == 0, done.stderr.decode()
     loaded, loaders, path = json.loads(done.stdout)
@@ -144,17 +147,17 @@ def test_blob_names_no_place_unless_asked() -> None:
     for line in map(built, PROGRAMS):
         importer, modules = unpack(line)
         assert str(root) not in importer + json.dumps(modules)
-    importer, _ = unpack(blob.agent(with_origin=True))
+    importer, _ = unpack(shipping.agent(with_origin=True))
     facts: dict[str, dict[str, str]] = {}
     exec(importer[: importer.index("if sys.version_info")], facts)
     assert {Path(path).exists() for path in facts["origin"].values()} == {True}
 
 
 def test_boot_line_needs_no_quoting_beyond_single_quotes() -> None:
-    assert "\n" not in blob.BOOT
-    assert "'" not in blob.BOOT
-    assert not set("!$`") & set(blob.BOOT)
-    ast.parse(blob.BOOT)
+    assert "\n" not in shipping.BOOT
+    assert "'" not in shipping.BOOT
+    assert not set("!$`") & set(shipping.BOOT)
+    ast.parse(shipping.BOOT)
 
 
 def sources() -> Iterator[Path]:
@@ -169,7 +172,7 @@ def plain(tree: ast.AST) -> str:
     without the types of functions."""
     tree = _Untyped().visit(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == blob.TABLE_ROW:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == shipping.TABLE_ROW:
             del node.args[3]
         body = getattr(node, "body", None)
         if isinstance(body, list):
@@ -206,7 +209,7 @@ def _is_text(node: ast.AST) -> bool:
 def test_bare_source_means_the_same_on_the_same_lines() -> None:
     for path in sources():
         source = path.read_text("utf-8")
-        bare, untyped = ast.parse(blob.bare(source)), _Untyped().visit(ast.parse(source))
+        bare, untyped = ast.parse(shipping.bare(source)), _Untyped().visit(ast.parse(source))
         lines = {(type(n), n.lineno) for n in ast.walk(bare) if isinstance(n, ast.stmt)}
         before = {(type(n), n.lineno) for n in ast.walk(untyped) if isinstance(n, ast.stmt)}
         assert lines == before, path
@@ -215,13 +218,13 @@ def test_bare_source_means_the_same_on_the_same_lines() -> None:
 
 def test_lines_of_long_strings_stay() -> None:
     source = 'if x:\n    y = """a\n    # b\n"""  # gone\n    pass\n'
-    assert blob.bare(source) == 'if x:\n    y = """a\n    # b\n"""\n    pass\n'
+    assert shipping.bare(source) == 'if x:\n    y = """a\n    # b\n"""\n    pass\n'
 
 
 @given(st.text(alphabet="#'\" ab", max_size=12))
 def test_strings_that_look_like_comments_stay(text: str) -> None:
     source = "x = %r  # gone\n" % text
-    assert ast.literal_eval(blob.bare(source).strip().partition("= ")[2]) == text
+    assert ast.literal_eval(shipping.bare(source).strip().partition("= ")[2]) == text
 
 
 @pytest.mark.slow  # scripts/check asks vermin, too
@@ -282,15 +285,15 @@ def test_agent_ends_its_tasks_under_every_python_that_is_here(version: str) -> N
 
 @pytest.mark.parametrize("version", TOO_OLD)
 def test_python_that_is_too_old_is_named_with_the_fix(version: str) -> None:
-    command = blob.command(need(version))
-    done = subprocess.run(command, input=blob.agent(), capture_output=True, timeout=60, check=False)
+    command = shipping.command(need(version))
+    done = subprocess.run(command, input=shipping.agent(), capture_output=True, timeout=60, check=False)
     assert done.returncode == 1
     assert b"the agent needs 3.8 or newer" in done.stderr
     assert done.stdout == b""
 
 
 def test_input_that_ends_too_early_is_said_plainly() -> None:
-    done = subprocess.run(blob.command(sys.executable), input=b"abc", capture_output=True, timeout=60, check=False)
+    done = subprocess.run(shipping.command(sys.executable), input=b"abc", capture_output=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr.strip() == b"distrun: standard input ended before the agent had arrived"
 
@@ -307,10 +310,10 @@ def test_modules_of_the_users_folder_are_not_imported(tmp_path: Path, monkeypatc
 
 
 def test_traceback_of_the_agent_names_file_and_line_of_the_checkout() -> None:
-    failing = "from distrun_runtime.contract import wire\nwire.encode({'type': 'x', 'bad': {1, 2}})\n"
-    line = with_start(blob.agent(), failing)
-    done = subprocess.run(blob.command(sys.executable), input=line, capture_output=True, timeout=60, check=False)
-    found = re.search(r'File "<distrun agent>/distrun_runtime/contract/wire.py", line (\d+)', done.stderr.decode())
+    failing = "from distrun_runtime.contract import session\nsession.encode({'type': 'x', 'bad': {1, 2}})\n"
+    line = with_start(shipping.agent(), failing)
+    done = subprocess.run(shipping.command(sys.executable), input=line, capture_output=True, timeout=60, check=False)
+    found = re.search(r'File "<distrun agent>/distrun_runtime/contract/session.py", line (\d+)', done.stderr.decode())
     assert found
     source = next(path for path in sources() if path.name == "wire.py").read_text("utf-8")
     assert "head(dict(header" in source.splitlines()[int(found.group(1)) - 1]
@@ -345,8 +348,10 @@ def test_the_first_agent_keeps_its_modules_compiled_for_the_next(tmp_path: Path)
     codes["distrun_runtime.agent.guard"] = marshal.dumps(stand_in)
     file.write_bytes(marshal.dumps(codes))
     environment = dict(os.environ, XDG_CACHE_HOME=str(tmp_path))
-    command = blob.command(sys.executable)
-    done = subprocess.run(command, input=blob.agent(), capture_output=True, timeout=60, check=False, env=environment)
+    command = shipping.command(sys.executable)
+    done = subprocess.run(
+        command, input=shipping.agent(), capture_output=True, timeout=60, check=False, env=environment
+    )
     assert (done.returncode, done.stdout) == (5, b"kept\n"), "it was used"
     codes["distrun_runtime.agent.guard"] = b"broken"
     file.write_bytes(marshal.dumps(codes))
@@ -367,7 +372,7 @@ def test_the_importer_and_the_agent_agree_on_which_folders_can_be_used(tmp_path:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", str(tmp_path))
             folder.chmod(0o775)
-            assert caches.folder("agent") == str(file.parent)
+            assert cache_file.folder("agent") == str(file.parent)
             assert folder.stat().st_mode & 0o777 == 0o755
     elsewhere = tmp_path / "elsewhere"
     file.parent.rename(elsewhere)
@@ -402,15 +407,15 @@ def test_an_agent_starts_without_the_modules_that_take_long_to_import() -> None:
         "import distrun_runtime.agent.guard, distrun_runtime.agent.agent\n"
         "print(json.dumps(sorted({name.partition('.')[0] for name in set(sys.modules) - before})))"
     )
-    line = with_start(blob.agent(), program)
-    done = subprocess.run(blob.command(sys.executable), input=line, capture_output=True, timeout=60, check=True)
+    line = with_start(shipping.agent(), program)
+    done = subprocess.run(shipping.command(sys.executable), input=line, capture_output=True, timeout=60, check=True)
     loaded = set(json.loads(done.stdout))
     assert "distrun_runtime" in loaded
     assert not loaded & HEAVY
 
 
 def test_what_the_table_of_variables_says_to_readers_stays_at_home() -> None:
-    source = unpack(blob.agent())[1]["distrun_runtime.contract.environ"]
+    source = unpack(shipping.agent())[1]["distrun_runtime.contract.environ"]
     module: dict[str, object] = {"__name__": "travelled"}
     exec(compile(source, "environ", "exec", dont_inherit=True), module)
     table = module["TABLE"]

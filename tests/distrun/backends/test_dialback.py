@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distrun.backends.base import Listening
-from distrun.backends.dialback import Callers
+from distrun.backends.base import Callers, Listening
 from distrun_runtime.contract import address
 from distrun_runtime.contract.address import Interface
 from distrun_runtime.contract.plan import Host, Plan

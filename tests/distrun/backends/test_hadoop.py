@@ -14,7 +14,7 @@ from webservers import Reply, Server, servers
 
 from distrun.backends import hadoop
 from distrun.backends.engine import EngineError
-from distrun.backends.hadoop import Files, Web
+from distrun.backends.hadoop import HdfsFiles, Web
 from distrun.errors import UsageError
 
 __all__ = ["servers"]
@@ -107,7 +107,7 @@ def test_a_standby_name_node_is_passed_over(servers: Callable[[], Server]) -> No
     standby, active = servers(), servers()
     standby.answer = lambda *_: (403, b'{"RemoteException":{"exception":"StandbyException"}}', {})
     active.answer = lambda *_: (200, b'{"Path":"/user/ann"}', {})
-    assert Files(Web("NameNode", (standby.url, active.url), "ann")).home() == "/user/ann"
+    assert HdfsFiles(Web("NameNode", (standby.url, active.url), "ann")).home() == "/user/ann"
 
 
 def test_all_addresses_are_named_when_none_answers() -> None:
@@ -124,7 +124,7 @@ def test_a_redirected_request_keeps_its_method_and_body(servers: Callable[[], Se
         (200, b'{"boolean":true}', {}) if "CREATE" not in path else (307, b"", {"Location": data_node.url + path})
     )
     data_node.answer = lambda *_: (201, b"", {})
-    Files(Web("NameNode", (name_node.url,), "ann")).write("/user/ann/.distrun/x/secret", b"word\n")
+    HdfsFiles(Web("NameNode", (name_node.url,), "ann")).write("/user/ann/.distrun/x/secret", b"word\n")
     [(method, path, body, _)] = data_node.asked
     assert (method, body) == ("PUT", b"word\n")
     assert path.startswith("/webhdfs/v1/user/ann/.distrun/x/secret?")
@@ -142,7 +142,7 @@ def test_what_hdfs_refuses_is_said(servers: Callable[[], Server]) -> None:
     }
     server.answer = lambda *_: (403, json.dumps(said).encode(), {})
     with pytest.raises(EngineError, match=r"HDFS: making /a/b: 403: Permission denied: user=ann$"):
-        Files(Web("NameNode", (server.url,), "ann")).write("/a/b/c", b"")
+        HdfsFiles(Web("NameNode", (server.url,), "ann")).write("/a/b/c", b"")
 
 
 def test_redirections_without_end_are_an_error(servers: Callable[[], Server]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from distrun import hosts
 from distrun.backends import bootstrap, mpi
-from distrun.backends.engine import ENDED, RUNNING, Bootstrap, EngineError, Grant, Group, Handle, Submission, marker
+from distrun.backends.engine import ENDED, RUNNING, Bootstrap, EngineError, Grant, Handle, RoleGroup, Submission, marker
 from distrun.errors import UsageError
 from distrun.hosts import HostSpec, Inventory
 from distrun.request import EngineOptions, Needs
@@ -30,7 +30,7 @@ def recorded(name: str) -> str:
 
 def submission(*specs: HostSpec, servers: int = 0, workers: int = 3, **more: Any) -> Submission:
     inventory = Inventory("--hosts", specs, tuple(spec.name for spec in specs))
-    groups = tuple(Group(role, n, Needs()) for role, n in (("server", servers), ("worker", workers)) if n)
+    groups = tuple(RoleGroup(role, n, Needs()) for role, n in (("server", servers), ("worker", workers)) if n)
     return Submission(
         **{
             "job": "calm-otter-7f3",

@@ -7,17 +7,17 @@ import json
 import pytest
 
 from distrun.backends import queue
-from distrun.backends.engine import EngineError, Explanation, Grant, Group, fill
+from distrun.backends.engine import EngineError, Explanation, Grant, RoleGroup, fill
 from distrun.errors import UsageError
 from distrun.request import EngineOptions, Needs
 from distrun_runtime.contract import facts
-from distrun_runtime.coordinator.outcome import Culprit, Outcome
+from distrun_runtime.coordinator.failures import Culprit, Outcome
 
-SERVERS = Group("server", 2, Needs())
-WORKERS = Group("worker", 3, Needs(cores=2))
+SERVERS = RoleGroup("server", 2, Needs())
+WORKERS = RoleGroup("worker", 3, Needs(cores=2))
 
 
-def placed(groups: list[Group], grants: list[Grant], scheduler: bool = False) -> list[str]:
+def placed(groups: list[RoleGroup], grants: list[Grant], scheduler: bool = False) -> list[str]:
     return [f"{slot.name}@{slot.place}" for slot in queue.place_tasks(groups, grants, scheduler)]
 
 
@@ -28,7 +28,7 @@ def test_servers_go_first_then_workers_one_at_each_place_in_turn() -> None:
 
 def test_a_place_gets_no_more_tasks_than_its_cores_allow() -> None:
     grants = [Grant("a", "h1", cores=2), Grant("b", "h2", cores=6)]
-    found = placed([SERVERS, Group("worker", 2, Needs(cores=2))], grants)
+    found = placed([SERVERS, RoleGroup("worker", 2, Needs(cores=2))], grants)
     assert found == ["server-0@a", "server-1@b", "worker-0@b", "worker-1@b"]
 
 
@@ -36,18 +36,18 @@ def test_full_places_take_turns_again_if_oversubscribed_up_to_what_they_take_at_
     grants = [Grant("a", "h1", cores=2, most=3), Grant("b", "h2", {"worker": 1}), Grant("c", "h3", cores=1)]
 
     def workers(count: int) -> list[str]:
-        slots = queue.place_tasks([Group("worker", count, Needs())], grants, False, oversubscribe=True)
+        slots = queue.place_tasks([RoleGroup("worker", count, Needs())], grants, False, oversubscribe=True)
         return [slot.place for slot in slots]
 
     assert workers(8) == ["a", "b", "c", "a", "b", "c", "a", "b"]
     assert workers(11).count("a") == 3
     with pytest.raises(EngineError, match="no room for worker-3"):
-        queue.place_tasks([Group("worker", 4, Needs())], [grants[0]], False, oversubscribe=True)
+        queue.place_tasks([RoleGroup("worker", 4, Needs())], [grants[0]], False, oversubscribe=True)
 
 
 def test_a_node_with_several_workers_and_no_server_gets_one_that_only_adds() -> None:
     grants = [Grant("a", "h1", cores=3), Grant("b", "h2", cores=2), Grant("c", "h3", cores=4)]
-    groups = [Group("server", 1, Needs()), Group("worker", 5, Needs())]
+    groups = [RoleGroup("server", 1, Needs()), RoleGroup("worker", 5, Needs())]
 
     def servers(*given: Grant, relays: bool = True) -> list[str]:
         slots = queue.place_tasks(groups, given, False, relays)
@@ -67,7 +67,7 @@ def test_roles_go_where_the_engine_says_that_they_go() -> None:
 
 def test_local_ranks_count_within_a_place_though_a_node_has_several() -> None:
     grants = [Grant("0", "h1", {"worker": 1}), Grant("1", "h1", {"worker": 1})]
-    slots = queue.place_tasks([Group("worker", 2, Needs())], grants, False)
+    slots = queue.place_tasks([RoleGroup("worker", 2, Needs())], grants, False)
     assert [(slot.host, slot.local_rank, slot.local_size) for slot in slots] == [("h1", 0, 1), ("h1", 0, 1)]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from distrun.backends import bootstrap, sge
-from distrun.backends.engine import ENDED, QUEUED, RUNNING, Bootstrap, EngineError, Group, Handle, Submission
+from distrun.backends.engine import ENDED, QUEUED, RUNNING, Bootstrap, EngineError, Handle, RoleGroup, Submission
 from distrun.backends.sge import Sge
 from distrun.errors import UsageError
 from distrun.request import EngineOptions, Needs
@@ -46,7 +46,7 @@ def submission(
     **options: object,
 ) -> Submission:
     engine = EngineOptions(**options)  # type: ignore[arg-type]
-    groups = (Group("server", servers, engine.server), Group("worker", workers, engine.worker))
+    groups = (RoleGroup("server", servers, engine.server), RoleGroup("worker", workers, engine.worker))
     return Submission(
         job=START.job,
         marker="distrun-merry-fox-1a2-0123456789abcdef",
@@ -309,7 +309,7 @@ def test_the_accounting_explains_an_end(name: str, code: int | None, text: str) 
 
 
 def test_memory_beyond_h_vmem_is_told_from_the_time_limit() -> None:
-    record = sge.Record("h2", "", 37, "qmaster enforced h_rt, h_cpu, or h_vmem limit", 137, 5.0, "2.1G", "")
+    record = sge.AccountingRecord("h2", "", 37, "qmaster enforced h_rt, h_cpu, or h_vmem limit", 137, 5.0, "2.1G", "")
     both = record._replace(category="-l h_rt=3600,h_vmem=2G -pe mpi 2")
     found = sge.explanation([both], {}, "h2")
     assert found is not None
@@ -322,7 +322,7 @@ def test_memory_beyond_h_vmem_is_told_from_the_time_limit() -> None:
 
 def test_a_host_that_stopped_at_the_time_limit_was_not_cancelled() -> None:
     """The limit is recorded at the first host only, and maybe later."""
-    other = sge.Record("h2", "", 0, "", 140, 10.0, "", "-l h_rt=12 -pe mpi 2")
+    other = sge.AccountingRecord("h2", "", 0, "", 140, 10.0, "", "-l h_rt=12 -pe mpi 2")
     head = other._replace(host="h1", failed=37, failure="qmaster enforced h_rt, h_cpu, or h_vmem limit", wall_s=12.0)
     for records in ([other], [other, head]):
         found = sge.explanation(records, {"kind": "parallel"}, "h2")
@@ -335,7 +335,7 @@ def test_a_host_that_stopped_at_the_time_limit_was_not_cancelled() -> None:
 
 def test_a_script_that_could_not_be_run_is_the_cause_of_what_was_ended_beside_it() -> None:
     """What was started beside it is the command that brings the secret."""
-    beside = sge.Record("h1", "", 100, "assumedly after job", 0, 0.0, "0.000B", "-pe mpi 1")
+    beside = sge.AccountingRecord("h1", "", 100, "assumedly after job", 0, 0.0, "0.000B", "-pe mpi 1")
     script = beside._replace(failed=28, failure="changing into working directory")
     for records in ([beside, script], [script, beside]):
         found = sge.explanation(records, {"kind": "parallel"}, "h1")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from distrun.backends import slurm_answers as answers
-from distrun.backends.engine import ENDED, QUEUED, RUNNING, Bootstrap, Grant, Group, Handle, Submission
+from distrun.backends.engine import ENDED, QUEUED, RUNNING, Bootstrap, Grant, Handle, RoleGroup, Submission
 from distrun.backends.slurm import Slurm, _hint, _most, components
 from distrun.backends.slurm_answers import Component
 from distrun.errors import UsageError
@@ -29,7 +29,7 @@ def told(name: str) -> str:
     return (HERE / name).read_text()
 
 
-def jobs(name: str) -> list[answers.Job]:
+def jobs(name: str) -> list[answers.ScontrolJob]:
     return answers.jobs(told(name + ".scontrol"))
 
 
@@ -41,7 +41,7 @@ def submission(
     outer: Mapping[str, str] | None = None,
 ) -> Submission:
     options = options or EngineOptions()
-    groups = (Group(SERVER, servers, options.server), Group(WORKER, workers, options.worker))
+    groups = (RoleGroup(SERVER, servers, options.server), RoleGroup(WORKER, workers, options.worker))
     return Submission(
         job=JOB,
         marker=MARKER,
@@ -358,7 +358,7 @@ def test_a_machine_without_slurm_is_told_and_a_dry_run_needs_none(monkeypatch: p
 def test_more_tasks_than_an_allocation_has_processors_are_told() -> None:
     found = answers.jobs(told("running.scontrol"))
     cpus = sum(count for job in found for count in job.cpus.values())
-    servers, workers = Group("server", 1, Needs()), Group("worker", cpus, Needs())
+    servers, workers = RoleGroup("server", 1, Needs()), RoleGroup("worker", cpus, Needs())
     assert answers.crowded(found, [workers]) == ""
     text = answers.crowded(found, [servers, workers])
     assert f"has {cpus} processors, and 1 server + {cpus} worker want {cpus + 1}" in text

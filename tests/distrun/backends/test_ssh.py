@@ -8,8 +8,10 @@ from sample_plan import sample_plan
 from distrun import hosts
 from distrun.backends.ssh import Ssh
 from distrun.errors import UsageError
-from distrun.fleet import Answer, Fleet, Problem
+from distrun.fleet import Fleet
+from distrun.fleet.questions import HostAnswer
 from distrun_runtime.contract.plan import Host, Reach
+from distrun_runtime.coordinator.failures import Problem
 
 PLAN = sample_plan()
 HOSTS = (Host("d1", reach=Reach({"host": "d1", "port": "2222", "python": "/py"})), Host("d2"))
@@ -59,10 +61,10 @@ def test_a_sweep_says_for_each_host_what_ended_what_stayed_and_why_it_could_not_
 ) -> None:
     asked: list[object] = []
 
-    def ask(self: Fleet, what: str, args: object, limit_s: float) -> dict[str, Answer | Problem]:
+    def ask(self: Fleet, what: str, args: object, limit_s: float) -> dict[str, HostAnswer | Problem]:
         asked.append((what, args))
         value = {"ended": [[7, "sleep 1"]], "left": [[8, "dd"]]}
-        return {"d1": Answer(value), "d2": Problem("d2", "refused", "nothing listens")}
+        return {"d1": HostAnswer(value), "d2": Problem("d2", "refused", "nothing listens")}
 
     monkeypatch.setattr(Fleet, "ask", ask)
     monkeypatch.setattr(Fleet, "__enter__", lambda self: self)

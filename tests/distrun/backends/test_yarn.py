@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from webservers import Reply, Server, servers
 
-from distrun.backends import yarn, yarnreports
+from distrun.backends import yarn, yarn_answers
 from distrun.backends.engine import (
     ENDED,
     QUEUED,
@@ -19,12 +19,12 @@ from distrun.backends.engine import (
     Bootstrap,
     EngineError,
     Explanation,
-    Group,
     Handle,
+    RoleGroup,
     Submission,
 )
 from distrun.backends.yarn import Yarn
-from distrun.backends.yarnreports import Container, Exit, Queue
+from distrun.backends.yarn_answers import Container, Exit, YarnQueue
 from distrun.errors import UsageError
 from distrun.request import EngineOptions, Needs
 from distrun_runtime.contract.plan import SERVER, WORKER
@@ -43,7 +43,7 @@ def submission(folder: Path = Path("/job/engine"), *, is_dry: bool = False, **op
     return Submission(
         job="calm-otter",
         marker=MARKER,
-        groups=(Group(SERVER, 1, Needs()), Group(WORKER, 2, Needs(cores=2, memory=3 * GIB))),
+        groups=(RoleGroup(SERVER, 1, Needs()), RoleGroup(WORKER, 2, Needs(cores=2, memory=3 * GIB))),
         options=EngineOptions(**options),
         bootstrap=Bootstrap("calm-otter", "ab" * 32, ("10.0.0.1:4000", "[fd00::1]:4000"), 120.0),
         folder=folder,
@@ -93,7 +93,7 @@ def test_gpus_label_and_image_are_asked_for() -> None:
     import dataclasses
 
     own = {"node_label": "gpu", "docker_image": "repo/image:1"}
-    groups = (Group(WORKER, 1, Needs(gpus=2)),)
+    groups = (RoleGroup(WORKER, 1, Needs(gpus=2)),)
     [worker] = yarn.service(dataclasses.replace(submission(own=own), groups=groups))["components"]
     assert worker["resource"] == {"cpus": 1, "memory": "1024", "additional": {"yarn.io/gpu": {"value": 2, "unit": ""}}}
     assert worker["placement_policy"]["constraints"][0]["node_partitions"] == ["gpu"]
@@ -138,51 +138,51 @@ def test_a_template_of_the_users_is_taken(tmp_path: Path) -> None:
     ],
 )
 def test_more_than_any_node_has_is_refused(needs: Needs, text: str) -> None:
-    nodes = yarnreports.nodes_of(recorded("nodes"))
-    yarnreports.refuse_too_big([Group(WORKER, 99, Needs(cores=4, memory=2 * GIB))], nodes)
+    nodes = yarn_answers.nodes_of(recorded("nodes"))
+    yarn_answers.refuse_too_big([RoleGroup(WORKER, 99, Needs(cores=4, memory=2 * GIB))], nodes)
     with pytest.raises(UsageError) as raised:
-        yarnreports.refuse_too_big([Group(WORKER, 1, needs)], nodes)
+        yarn_answers.refuse_too_big([RoleGroup(WORKER, 1, needs)], nodes)
     assert str(raised.value) == text
 
 
 def test_a_cluster_without_a_node_is_an_error() -> None:
     with pytest.raises(EngineError, match="no node that is up"):
-        yarnreports.refuse_too_big([], yarnreports.nodes_of({"nodes": None}))
+        yarn_answers.refuse_too_big([], yarn_answers.nodes_of({"nodes": None}))
 
 
 def test_an_unknown_queue_is_refused_with_those_that_there_are() -> None:
-    queues = yarnreports.queues_of(recorded("full-scheduler"))
-    yarnreports.refuse_queue("", queues)
-    yarnreports.refuse_queue("root.small", queues)
+    queues = yarn_answers.queues_of(recorded("full-scheduler"))
+    yarn_answers.refuse_queue("", queues)
+    yarn_answers.refuse_queue("root.small", queues)
     with pytest.raises(UsageError, match="no queue 'smal'; it has: default, small") as raised:
-        yarnreports.refuse_queue("smal", queues)
+        yarn_answers.refuse_queue("smal", queues)
     assert raised.value.hint.startswith("did you mean small?")
 
 
 def test_a_stopped_queue_is_refused() -> None:
     with pytest.raises(UsageError, match="it is stopped"):
-        yarnreports.refuse_queue("q", [Queue("q", "root.q", None, 0, "STOPPED")])
+        yarn_answers.refuse_queue("q", [YarnQueue("q", "root.q", None, 0, "STOPPED")])
 
 
 def test_the_fair_schedulers_queues_are_known() -> None:
     leaf = {"queueName": "root.a.b", "maxResources": {"memory": 200}, "usedResources": {"memory": 50}}
     root = {"queueName": "root", "childQueues": {"queue": {"queueName": "root.a", "childQueues": {"queue": [leaf]}}}}
     said = {"scheduler": {"schedulerInfo": {"type": "fairScheduler", "rootQueue": root}}}
-    assert yarnreports.queues_of(said) == (Queue("b", "root.a.b", 25.0),)
+    assert yarn_answers.queues_of(said) == (YarnQueue("b", "root.a.b", 25.0),)
 
 
 def test_an_unknown_label_is_refused() -> None:
-    yarnreports.refuse_label("gpu", {"nodeLabelInfo": [{"name": "gpu"}]})
+    yarn_answers.refuse_label("gpu", {"nodeLabelInfo": [{"name": "gpu"}]})
     with pytest.raises(UsageError, match="no node label 'gpu'; it has none"):
-        yarnreports.refuse_label("gpu", {})
+        yarn_answers.refuse_label("gpu", {})
 
 
 # How a job stands
 
 
 def test_a_job_in_a_full_queue_says_why_it_waits() -> None:
-    queue = yarnreports.queue_named(recorded("full-scheduler"), "root.small")
-    assert yarnreports.waiting(recorded("full-app")["app"], 0, 0, queue) == (
+    queue = yarn_answers.queue_named(recorded("full-scheduler"), "root.small")
+    assert yarn_answers.waiting(recorded("full-app")["app"], 0, 0, queue) == (
         "ACCEPTED: Application is Activated, waiting for resources to be assigned for AM; "
         "still asked for: 1 x 256 MiB, 1 core; queue small is 83 % full"
     )
@@ -190,13 +190,13 @@ def test_a_job_in_a_full_queue_says_why_it_waits() -> None:
 
 def test_a_job_with_some_of_its_places_says_what_it_still_asks_for() -> None:
     service = recorded("half-service")
-    placed, wanted = len(yarnreports.containers_of(service)), yarnreports.wanted_of(service)
-    text = yarnreports.waiting(recorded("half-app")["app"], placed, wanted, Queue("default", "root.default", 87.5))
+    placed, wanted = len(yarn_answers.containers_of(service)), yarn_answers.wanted_of(service)
+    text = yarn_answers.waiting(recorded("half-app")["app"], placed, wanted, YarnQueue("default", "root.default", 87.5))
     assert text == "5 of 9 places; still asked for: 4 x 1024 MiB, 1 core; queue default is 88 % full"
 
 
 def test_containers_are_ordered_by_role_and_rank() -> None:
-    found = yarnreports.containers_of(recorded("running-service"))
+    found = yarn_answers.containers_of(recorded("running-service"))
     assert [(each.place, each.role, each.node) for each in found] == [
         ("worker-0", "worker", "h4"),
         ("worker-1", "worker", "h3"),
@@ -216,7 +216,7 @@ def test_containers_are_ordered_by_role_and_rank() -> None:
     ],
 )
 def test_how_an_application_ended_is_told(name: str, text: str) -> None:
-    assert yarnreports.ending(recorded(name)["app"]) == text
+    assert yarn_answers.ending(recorded(name)["app"]) == text
 
 
 # Why it ended
@@ -227,23 +227,23 @@ def container(role: str = "worker") -> Container:
 
 
 def log(name: str) -> Mapping[str, Exit]:
-    return yarnreports.exits_of((RECORDED / f"serviceam-{name}.log").read_text())
+    return yarn_answers.exits_of((RECORDED / f"serviceam-{name}.log").read_text())
 
 
 def test_too_much_memory_is_explained() -> None:
-    found = yarnreports.explained(log("oom")["worker-0"], container())
+    found = yarn_answers.explained(log("oom")["worker-0"], container())
     assert found == Explanation(137, "YARN: out of memory (155.1 MB of 128 MB physical memory); raise --worker-memory")
 
 
 def test_a_container_that_ended_by_itself_is_not_explained() -> None:
     assert log("seven")["worker-0"].code == 7
-    assert yarnreports.explained(log("seven")["worker-0"], container()) is None
-    assert yarnreports.explained(None, container()) is None
+    assert yarn_answers.explained(log("seven")["worker-0"], container()) is None
+    assert yarn_answers.explained(None, container()) is None
 
 
 @pytest.mark.parametrize(("code", "word"), [(-100, "lost"), (-102, "preempted")])
 def test_a_lost_or_preempted_container_is_a_lost_host(code: int, word: str) -> None:
-    found = yarnreports.explained(Exit(code, ""), container())
+    found = yarn_answers.explained(Exit(code, ""), container())
     assert found is not None
     assert found.code == 7
     assert word in found.text
@@ -251,18 +251,18 @@ def test_a_lost_or_preempted_container_is_a_lost_host(code: int, word: str) -> N
 
 def test_the_last_words_of_the_bootstrap_are_told() -> None:
     text = "Exception from container-launch.\nLast 4096 bytes of stderr.txt :\ndistrun: no coordinator\n\n\nFor more"
-    assert yarnreports.told(Exit(6, text)) == ": exit code 6: distrun: no coordinator"
+    assert yarn_answers.told(Exit(6, text)) == ": exit code 6: distrun: no coordinator"
 
 
 @pytest.mark.parametrize(("name", "code"), [("killed-app", 143), ("life-app", 124)])
 def test_why_an_application_was_killed_is_explained(name: str, code: int) -> None:
-    found = yarnreports.explained_application(recorded(name)["app"])
+    found = yarn_answers.explained_application(recorded(name)["app"])
     assert found is not None
     assert found.code == code
 
 
 def test_an_application_that_ended_by_itself_is_not_explained() -> None:
-    assert yarnreports.explained_application(recorded("seven-app")["app"]) is None
+    assert yarn_answers.explained_application(recorded("seven-app")["app"]) is None
 
 
 # The engine, against answers
@@ -347,7 +347,7 @@ def of(rm: Rm, **options: Any) -> dict[str, Any]:
 def test_a_cluster_is_asked_before_anything_is_submitted(rm: Rm) -> None:
     import dataclasses
 
-    small = dataclasses.replace(submission(**of(rm)), groups=(Group(WORKER, 2, Needs()),))
+    small = dataclasses.replace(submission(**of(rm)), groups=(RoleGroup(WORKER, 2, Needs()),))
     assert Yarn().prepare(small) == {
         "home": "/user/ann",
         "rm": rm.server.url,
@@ -565,7 +565,8 @@ def shell_job(rm: Rm, folder: Path, **options: Any) -> tuple[Yarn, Submission]:
     rm.off = True
     engine = Yarn()
     made = dataclasses.replace(
-        submission(folder, **of(rm, **options)), groups=(Group(SERVER, 1, Needs()), Group(WORKER, 2, Needs(cores=2)))
+        submission(folder, **of(rm, **options)),
+        groups=(RoleGroup(SERVER, 1, Needs()), RoleGroup(WORKER, 2, Needs(cores=2))),
     )
     return engine, dataclasses.replace(made, found=engine.prepare(made))
 
@@ -638,4 +639,4 @@ def test_how_containers_of_the_shell_ended_is_in_its_log() -> None:
         "INFO distributedshell.ApplicationMaster: application_1_0007 got container status for "
         "containerID=container_1_0007_01_000002, state=COMPLETE, exitStatus=-104, diagnostics=[2026] It is over\n"
     )
-    assert yarnreports.exits_of(line) == {"container_1_0007_01_000002": Exit(-104, "[2026] It is over")}
+    assert yarn_answers.exits_of(line) == {"container_1_0007_01_000002": Exit(-104, "[2026] It is over")}

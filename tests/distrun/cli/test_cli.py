@@ -20,8 +20,7 @@ import pytest
 from distrun_cli import Distrun
 
 import distrun_runtime
-from distrun import cli
-from distrun.backends import blob
+from distrun import cli, shipping
 
 GOLDEN = Path(__file__).parent / "golden"
 UPDATE = os.environ.get("DISTRUN_UPDATE_GOLDEN") == "1"
@@ -46,7 +45,7 @@ def mask(text: str, distrun: Distrun) -> str:
     host = socket.gethostname().partition(".")[0]
     root = str(Path(distrun_runtime.__file__).resolve().parent.parent)
     for found, shown in (
-        (json.dumps(blob.BOOT)[1:-1], "BOOT"),
+        (json.dumps(shipping.BOOT)[1:-1], "BOOT"),
         (shlex.quote(sys.executable), "PYTHON"),
         (sys.executable, "PYTHON"),
         (root, "RUNTIME"),
@@ -324,11 +323,11 @@ def test_a_current_directory_that_is_gone_is_told(distrun: Distrun, words: str) 
 
 
 def test_what_the_ssh_options_may_be_stands_in_one_place() -> None:
-    from distrun.cli import reach
-    from distrun.ssh import target
+    from distrun.cli import common
+    from distrun.ssh import resolve
 
-    assert reach.TRANSPORTS is target.TRANSPORTS
-    assert reach.CONNECT_S is target.CONNECT_S
+    assert common.TRANSPORTS is resolve.TRANSPORTS
+    assert common.CONNECT_S is resolve.CONNECT_S
 
 
 def test_several_jobs_are_not_killed_unasked(distrun: Distrun) -> None:

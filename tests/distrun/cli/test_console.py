@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from screen import Screen
 
-from distrun import units
-from distrun.cli import top, writer
+from distrun import formats
+from distrun.cli import status, writer
 from distrun.cli.console import Console, has_symbols, wants_colour
 from distrun_runtime.coordinator import output
 
@@ -168,7 +168,7 @@ def test_after_an_interrupt_the_backlog_is_left_out_and_one_line_says_how_much(
     assert b"distrun: before\n" in got["err"]
     *_, said = got["err"].decode().splitlines()
     shown = len(got["out"]) + got["err"].count(line) * len(line) - len(b"the last words\n")
-    left_out = units.size(4000 * 1024 - shown)
+    left_out = formats.size(4000 * 1024 - shown)
     assert said == f"distrun: {left_out} of output are not shown: distrun logs calm-otter"
 
 
@@ -443,8 +443,8 @@ def test_the_dashboard_draws_symbols_where_the_job_line_does(
 ) -> None:
     monkeypatch.delenv("PYTHONIOENCODING", raising=False)
     monkeypatch.setenv("LC_ALL", locale)
-    assert top.look(False).is_ascii is is_ascii
-    assert top.look(True).is_ascii
+    assert status.look(False).is_ascii is is_ascii
+    assert status.look(True).is_ascii
 
 
 def test_lines_that_come_one_by_one_are_all_shown_above_the_region(watched: Watched) -> None:

@@ -13,9 +13,10 @@ from fakecoordinator import Coordinator
 from sample_plan import sample_plan
 
 from distrun import cli
-from distrun_runtime.contract import facts, wire
-from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
-from distrun_runtime.coordinator.outcome import TaskResult
+from distrun_runtime.contract import facts, session
+from distrun_runtime.coordinator.failures import TaskResult
+from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.jobstore import JobStore
 
 TASKS = [TaskResult("worker-0", "worker", 0, "d1", facts.RUNNING, pid=1)]
 DAMAGED: list[dict[str, Any]] = [
@@ -67,7 +68,7 @@ def test_a_damaged_frame_is_no_internal_error(
     verb: str, answering: dict[str, bytes], folder: JobFolder, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for frame in DAMAGED:
-        answering["others"] = wire.encode(frame)
+        answering["others"] = session.encode(frame)
         code = cli.run([verb, folder.id])
         said = capfd.readouterr().err
         assert "internal error" not in said, frame
@@ -86,7 +87,9 @@ def test_a_damaged_greeting_is_no_internal_error(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Coordinator, "_answer", lambda self, connection, kind: connection.sendall(wire.encode(hello)))
+    monkeypatch.setattr(
+        Coordinator, "_answer", lambda self, connection, kind: connection.sendall(session.encode(hello))
+    )
     made = Coordinator(tmp_path / "c.s", folder.id)
     try:
         assert cli.run([verb, folder.id]) == 7

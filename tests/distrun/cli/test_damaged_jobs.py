@@ -21,8 +21,8 @@ from distrun.backends.local import Local
 from distrun.backends.ssh import Ssh
 from distrun.cli import kill
 from distrun_runtime.contract import process
+from distrun_runtime.coordinator.failures import Culprit, Outcome, TaskResult
 from distrun_runtime.coordinator.jobstore import JobStore
-from distrun_runtime.coordinator.outcome import Culprit, Outcome, TaskResult
 
 RUNS = int(os.environ.get("DISTRUN_FUZZ_RUNS", "50"))
 """Folders that are damaged; each is shown to one command of every kind."""

@@ -11,10 +11,11 @@ import pytest
 from fakecoordinator import METRICS
 from sample_plan import sample_plan
 
-from distrun.cli import detail
+from distrun.cli import tables
 from distrun.jobviews import JobView
-from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
-from distrun_runtime.coordinator.outcome import Culprit, Outcome, TaskResult
+from distrun_runtime.coordinator.failures import Culprit, Outcome, TaskResult
+from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.jobstore import JobStore
 
 NOW = 1e9 + 65
 TASKS = [TaskResult("worker-0", "worker", 0, "d1", "running", 7, started=1e9)]
@@ -28,7 +29,7 @@ def folder(tmp_path: Path) -> JobFolder:
 
 
 def text(folder: JobFolder, **more: Any) -> str:
-    return detail.text(JobView(folder, folder.state(), **more), NOW, 400)
+    return tables.text(JobView(folder, folder.state(), **more), NOW, 400)
 
 
 def test_a_running_job_is_shown_with_what_is_measured(folder: JobFolder) -> None:
@@ -72,7 +73,7 @@ def test_a_job_of_which_nothing_is_heard_says_since_when_and_why(folder: JobFold
     view = JobView(
         folder, {**folder.state(), "state": "unknown"}, "d1", False, None, (), 180.0, "d1 cannot be asked: x"
     )
-    shown = detail.text(view, NOW, 80)
+    shown = tables.text(view, NOW, 80)
     assert shown.startswith("calm-1  unknown  ")
     assert "seen         3 min ago; d1 cannot be asked: x\n" in shown
     assert "coordinator  on d1\n" in shown
@@ -102,7 +103,7 @@ def test_the_first_task_that_failed_is_shown_while_others_still_end(folder: JobF
 
 def test_long_words_are_broken_at_the_width_of_the_screen(folder: JobFolder) -> None:
     view = JobView(folder, folder.state(), metrics=METRICS)
-    lines = [line for line in detail.text(view, NOW, 60).splitlines() if line.startswith(("progress", " " * 13))]
+    lines = [line for line in tables.text(view, NOW, 60).splitlines() if line.startswith(("progress", " " * 13))]
     assert len(lines) > 1
     assert all(len(line) <= 60 for line in lines)
 

@@ -15,9 +15,9 @@ import pytest
 import wheels
 from distrun_cli import Distrun, leaving_nothing
 
+from distrun.cli.common import HOST_OPTIONS, typed
 from distrun.cli.doctor import doctor
 from distrun.cli.launch import launch
-from distrun.cli.reach import HOST_OPTIONS, typed
 from distrun.hosts import parse
 
 LIMIT_S = 120.0

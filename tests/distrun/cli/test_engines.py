@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from folderqueue import FolderQueue
 
-from distrun.backends.engine import EngineError, Finding
+from distrun.backends.engine import CheckResult, EngineError
 from distrun.backends.queue import QueueBackend
 from distrun.cli import engines
 
@@ -14,23 +14,23 @@ from distrun.cli import engines
 class Examined(FolderQueue):
     """An engine that finds what a test says."""
 
-    def __init__(self, *findings: Finding) -> None:
+    def __init__(self, *findings: CheckResult) -> None:
         self.findings = findings
 
-    def examine(self) -> Sequence[Finding]:
+    def examine(self) -> Sequence[CheckResult]:
         if not self.findings:
             raise EngineError("kubectl says: connection refused", "kubectl cluster-info")
         return self.findings
 
 
-def rows(*findings: Finding) -> list[tuple[str, str, str]]:
+def rows(*findings: CheckResult) -> list[tuple[str, str, str]]:
     return [(row.mark, row.text, row.fix) for row in engines.rows(QueueBackend(Examined(*findings)))[:-1]]
 
 
 def test_a_fix_is_shown_only_of_what_is_missing() -> None:
-    there, missing = Finding(True, "controller: up", "ask"), Finding(False, "controller: down", "ask")
+    there, missing = CheckResult(True, "controller: up", "ask"), CheckResult(False, "controller: down", "ask")
     assert rows(there, missing) == [("ok", "controller: up", ""), ("bad", "controller: down", "ask")]
-    assert rows(Finding(False, "no queue")) == [("bad", "no queue", "see the page on it")]
+    assert rows(CheckResult(False, "no queue")) == [("bad", "no queue", "see the page on it")]
 
 
 def test_an_engine_that_does_not_answer_is_a_finding() -> None:

@@ -12,10 +12,10 @@ import pytest
 from sample_plan import sample_plan
 
 from distrun import cli
-from distrun_runtime.coordinator import fileclock, jobfolder
+from distrun_runtime.coordinator import jobfolder
+from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
-from distrun_runtime.coordinator.outcome import Outcome
 
 DAY_S = 86400.0
 
@@ -119,7 +119,7 @@ def test_a_job_that_may_run_on_another_host_is_never_removed(
 ) -> None:
     folder = store.create(sample_plan(job="away-1"))
     change(folder, "launcher.json", host="elsewhere")
-    when = fileclock.now(store.jobs) - 400 * DAY_S
+    when = jobfolder.now(store.jobs) - 400 * DAY_S
     os.utime(folder.path / "state.json", (when, when))
     assert folder.state()["state"] == "unknown"
     assert gc("--older-than", "0", "--lost") == 0

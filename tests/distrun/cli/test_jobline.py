@@ -8,7 +8,7 @@ import pytest
 
 from distrun.cli.jobline import JobLine
 from distrun.sync.copier import progress_text
-from distrun.sync.rsync import Progress
+from distrun.sync.rsync import RsyncProgress
 
 
 def event(what: str, **members: Any) -> Mapping[str, Any]:
@@ -53,7 +53,7 @@ def test_the_phases_of_a_start_are_counted_and_collapse_to_one_line() -> None:
 
 def test_what_a_copy_tells_is_understood_and_other_words_are_passed_on() -> None:
     job = line()
-    job.take("phase", {"text": "sync 1/2: " + progress_text(Progress(3, 10, 10), 20, 5.0)}, 0.0)
+    job.take("phase", {"text": "sync 1/2: " + progress_text(RsyncProgress(3, 10, 10), 20, 5.0)}, 0.0)
     assert re.search(r"sync 1/2 \(.*3 files, .*\)", job.text())
     assert job.take("phase", {"text": "job is below the home directory of each host"}, 0.0) == [
         "job is below the home directory of each host"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from distrun.cli import kill
-from distrun.fleet.jobs import HostJob
+from distrun.fleet.questions import HostJob
 
 
 class Asked:

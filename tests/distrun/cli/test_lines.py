@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from distrun.cli.lines import LINE_LIMIT, NAMES, PROGRESS_S, STDERR, Feed, prefix
-from distrun.cli.screen import HOLD_S, SETTLE_S
+from distrun.cli.screen import HOLD_S, LINE_LIMIT, NAMES, PROGRESS_S, SETTLE_S, STDERR, Feed, prefix
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 from screen import Screen
 
-from distrun.cli.region import HEIGHT, Group, Region, chosen, clip, width
+from distrun.cli.region import HEIGHT, Region, StreamBars, chosen, clip, width
 
 
-def group(name: str, *bars: str) -> Group:
-    return Group(f"{name}@a-host | ".encode(), f"{name} | ".encode(), [bar.encode() for bar in bars])
+def group(name: str, *bars: str) -> StreamBars:
+    return StreamBars(f"{name}@a-host | ".encode(), f"{name} | ".encode(), [bar.encode() for bar in bars])
 
 
 def texts(lines: list[bytes]) -> list[str]:

@@ -8,18 +8,18 @@ import re
 
 import pytest
 
-from distrun.cli.lines import Feed, in_order, prefix
-from distrun.cli.replay import Replay, Style
-from distrun_runtime.coordinator.logreader import Piece
+from distrun.cli.logs import Replay, Style
+from distrun.cli.screen import Feed, in_order, prefix
+from distrun_runtime.coordinator.logreader import LogPiece
 
 HOSTS = {"worker-0": "d1", "worker-1": "d2", "worker-10": "d2"}
 
 
-def piece(time: float, task: str, stream: str, data: bytes, at: int = 0, attempt: int = 0) -> Piece:
-    return Piece(0, time, task, stream, attempt, at, data)
+def piece(time: float, task: str, stream: str, data: bytes, at: int = 0, attempt: int = 0) -> LogPiece:
+    return LogPiece(0, time, task, stream, attempt, at, data)
 
 
-def printed(replay: Replay, *pieces: Piece) -> bytes:
+def printed(replay: Replay, *pieces: LogPiece) -> bytes:
     parts = [part for each in pieces for part in replay.add(each)]
     return b"".join(parts + replay.flush())
 

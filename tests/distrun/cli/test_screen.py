@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from screen import Screen as Terminal
 
-from distrun.cli.lines import PROGRESS_S, Feed
-from distrun.cli.screen import KEEP_S, ROWS, SETTLE_S, STRING_LIMIT, Screen, is_blank, shown
+from distrun.cli.screen import KEEP_S, PROGRESS_S, ROWS, SETTLE_S, STRING_LIMIT, Feed, Screen, is_blank, shown
 
 HISTORIES = Path(__file__).parent / "golden" / "tqdm"
 PREFIX = b"w | "

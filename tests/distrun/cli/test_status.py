@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from distrun.cli.console import render
-from distrun.cli.statustables import duration, heading, jobs_table, tasks_table
+from distrun.cli.tables import duration, heading, jobs_table, tasks_table
 from distrun.jobviews import JobView
 
 START = "2026-01-31T12:00:00.000Z"

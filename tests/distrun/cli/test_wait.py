@@ -10,8 +10,9 @@ from sample_plan import sample_plan
 from distrun import cli, client
 from distrun.client import ControlConnection, CoordinatorLost
 from distrun_runtime.contract import facts
-from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
-from distrun_runtime.coordinator.outcome import Outcome
+from distrun_runtime.coordinator.failures import Outcome
+from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.jobstore import JobStore
 
 
 @pytest.mark.parametrize("is_over", [True, False])

@@ -14,10 +14,11 @@ from fakecoordinator import METRICS, Coordinator
 from sample_plan import sample_plan
 
 from distrun import cli
-from distrun.cli import watchlines
-from distrun_runtime.contract import wire
-from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
-from distrun_runtime.coordinator.outcome import Outcome, TaskResult
+from distrun.cli import status
+from distrun_runtime.contract import session
+from distrun_runtime.coordinator.failures import Outcome, TaskResult
+from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.jobstore import JobStore
 
 Watched = Callable[[Callable[[str], list[bytes]]], list[dict[str, Any]]]
 TASKS = [TaskResult("worker-0", "worker", 0, "d1", "running", 7, started=1e9)]
@@ -26,7 +27,7 @@ TASKS = [TaskResult("worker-0", "worker", 0, "d1", "running", 7, started=1e9)]
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobFolder:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr(watchlines, "POLL_S", 0.05)
+    monkeypatch.setattr(status, "POLL_S", 0.05)
     made = JobStore().create(sample_plan(job="calm-1", name="calm"))
     made.write_state("running", TASKS)
     made.write_control(str(tmp_path / "c.s"))
@@ -55,7 +56,7 @@ def watched(folder: JobFolder, tmp_path: Path, capfdbinary: pytest.CaptureFixtur
 
 
 def frame(kind: str, /, **members: Any) -> bytes:
-    return wire.encode({"type": kind, **members})
+    return session.encode({"type": kind, **members})
 
 
 def state(folder: JobFolder, word: str) -> dict[str, Any]:

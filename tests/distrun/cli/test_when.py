@@ -4,8 +4,8 @@ import datetime
 
 import pytest
 
-from distrun.cli.when import lasting, point_in_time, size
 from distrun.errors import UsageError
+from distrun.formats import lasting, parse_size, point_in_time
 
 NOW = datetime.datetime(2026, 11, 24, 12, 30, 15).timestamp()
 
@@ -55,13 +55,13 @@ def test_what_is_no_time_is_refused_with_the_forms(text: str) -> None:
     ],
 )
 def test_sizes_have_units(text: str, number: int) -> None:
-    assert size("--log-limit", text, 1 << 20) == number
+    assert parse_size("--log-limit", text, 1 << 20) == number
 
 
 @pytest.mark.parametrize("text", ["", "0", "1000k", "M", "5x", "-1M", "9" * 30])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"--log-limit: expected a size from 1\.0 MiB on"):
-        size("--log-limit", text, 1 << 20)
+        parse_size("--log-limit", text, 1 << 20)
 
 
 @pytest.mark.parametrize(

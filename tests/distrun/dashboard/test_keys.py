@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from distrun.dashboard.keys import Decoder
+from distrun.dashboard.keys import KeyDecoder
 
 
 def all_keys(data: bytes, step: int = 1000) -> list[str]:
-    decoder = Decoder()
+    decoder = KeyDecoder()
     return [key for at in range(0, len(data), step) for key in decoder.feed(data[at : at + step])]
 
 
@@ -42,7 +42,7 @@ def test_what_is_pasted_is_dropped(step: int) -> None:
 
 
 def test_a_lone_escape_is_a_key_when_nothing_follows() -> None:
-    decoder = Decoder()
+    decoder = KeyDecoder()
     assert decoder.feed(b"\x1b") == []
     assert decoder.is_waiting
     assert decoder.expire() == ["esc"]
@@ -54,7 +54,7 @@ def test_a_lone_escape_is_a_key_when_nothing_follows() -> None:
 
 
 def test_a_sequence_that_never_ends_is_dropped() -> None:
-    decoder = Decoder()
+    decoder = KeyDecoder()
     assert decoder.feed(b"\x1b[" + b"1" * 200)[:1] == ["1"]
     assert decoder.feed(b"\x1b[1") == []
     assert decoder.expire() == []

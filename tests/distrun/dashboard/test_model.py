@@ -7,7 +7,7 @@ import pytest
 import snapshots
 from snapshots import NOW
 
-from distrun.dashboard import rows
+from distrun.dashboard import tasks
 from distrun.dashboard.model import LONG_WAIT_S, Model
 
 
@@ -22,7 +22,7 @@ def recorded(workers: int = 8, hosts: int = 4) -> Model:
 
 
 def names(model: Model, order: str = "problems", wanted: str = "", is_folded: bool = False) -> list[str]:
-    return [row.name for row in rows.table(model.tasks.values(), wanted, order, is_folded)]
+    return [row.name for row in tasks.table(model.tasks.values(), wanted, order, is_folded)]
 
 
 def with_task(model: Model, name: str, when: float = NOW, **members: Any) -> None:
@@ -125,7 +125,7 @@ def test_a_lost_host_and_a_silent_one_are_told_apart() -> None:
     model.take("event", {"event": {"event": "lost", "host": "gpu03", "reason": "silent for 30 s"}}, NOW)
     model.settle(NOW)
     assert [host.word for host in model.hosts.values()] == ["ok", "silent", "lost", "ok"]
-    assert [group[0].name for group in rows.hosts(model.hosts.values(), "", True)] == ["gpu02", "gpu03", "gpu01"]
+    assert [group[0].name for group in tasks.hosts(model.hosts.values(), "", True)] == ["gpu02", "gpu03", "gpu01"]
     model.take("event", {"event": {"event": "resumed", "host": "gpu02"}}, NOW)
     model.settle(NOW)
     assert model.hosts["gpu02"].word == "ok"

@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 
 from distrun.dashboard import user
-from distrun.dashboard.user import Action, Leave, ShowLog, Shown, ShowStack, StopJob, User
+from distrun.dashboard.user import Action, Leave, ShowLog, ShowStack, StopJob, User, VisibleRows
 
-SHOWN = Shown(tuple(f"worker-{rank}" for rank in range(10)), page=4, lines=100)
+SHOWN = VisibleRows(tuple(f"worker-{rank}" for rank in range(10)), page=4, lines=100)
 
 
-def press(man: User, *keys: str, shown: Shown = SHOWN) -> list[Action]:
+def press(man: User, *keys: str, shown: VisibleRows = SHOWN) -> list[Action]:
     """Press keys one by one, each in a read of its own."""
     return [action for key in keys for action in man.press(key, shown)]
 
@@ -118,4 +118,4 @@ def test_a_key_that_means_nothing_says_so() -> None:
 
 
 def test_nothing_can_be_opened_where_there_are_no_tasks() -> None:
-    assert press(User(), "enter", "l", "S", "down", shown=Shown()) == []
+    assert press(User(), "enter", "l", "S", "down", shown=VisibleRows()) == []

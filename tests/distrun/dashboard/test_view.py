@@ -9,11 +9,11 @@ from snapshots import NOW
 
 from distrun.dashboard import text, user, view
 from distrun.dashboard.model import Model
-from distrun.dashboard.user import Look
+from distrun.dashboard.user import ViewSelection
 
 GOLDEN = Path(__file__).with_name("golden")
 SIZES = [(80, 24), (200, 50)]
-MAIN = Look()
+MAIN = ViewSelection()
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def recorded(workers: int, hosts: int = 4) -> Model:
 
 
 def shown(
-    model: Model, look: Look = MAIN, size: tuple[int, int] = (80, 24), glyphs: text.Glyphs = text.ASCII
+    model: Model, look: ViewSelection = MAIN, size: tuple[int, int] = (80, 24), glyphs: text.Glyphs = text.ASCII
 ) -> list[str]:
     found = view.picture(model, look, view.Options(*size, glyphs), NOW + 1.0)
     assert len(found.lines) <= size[1]
@@ -56,14 +56,19 @@ def test_screens_are_as_recorded(size: tuple[int, int], workers: int) -> None:
 @pytest.mark.parametrize("columns", [10, 20, 40, 65, 66, 80])
 @pytest.mark.parametrize("mode", [user.MAIN, user.DETAIL, user.LOG, user.STACK, user.HELP])
 def test_a_job_of_which_no_task_is_shown_is_drawn_at_every_width(columns: int, mode: str) -> None:
-    for model, look in ((Model("calm-otter-7f3"), Look(mode=mode)), (recorded(4), Look(mode=mode, wanted="nothing"))):
+    for model, look in (
+        (Model("calm-otter-7f3"), ViewSelection(mode=mode)),
+        (recorded(4), ViewSelection(mode=mode, wanted="nothing")),
+    ):
         for rows in (1, 2, 6, 24):
             shown(model, look, (columns, rows))
 
 
 @pytest.mark.parametrize("size", [(20, 6), (40, 12), (79, 24), (80, 23), (80, 24), (120, 40), (200, 50), (300, 100)])
-@pytest.mark.parametrize("look", [Look(), Look(is_folded=True), *(Look(panel=each) for each in user.PANELS)])
-def test_every_size_is_filled_and_never_exceeded(size: tuple[int, int], look: Look) -> None:
+@pytest.mark.parametrize(
+    "look", [ViewSelection(), ViewSelection(is_folded=True), *(ViewSelection(panel=each) for each in user.PANELS)]
+)
+def test_every_size_is_filled_and_never_exceeded(size: tuple[int, int], look: ViewSelection) -> None:
     for glyphs in (text.ASCII, text.UNICODE):
         found = view.picture(recorded(40), look, view.Options(*size, glyphs), NOW)
         assert len(found.lines) == size[1]
@@ -81,7 +86,7 @@ def test_rows_that_are_hidden_are_counted() -> None:
     rows = [line for line in found if line[2:].startswith(("worker-", "server-", "scheduler"))]
     (counted,) = [line for line in found if " more (" in line]
     assert counted == f"  {43 - len(rows)} more ({43 - len(rows)} running)"
-    last = shown(recorded(40), Look(chosen="scheduler"))
+    last = shown(recorded(40), ViewSelection(chosen="scheduler"))
     (counted,) = [line for line in last if " more (" in line]
     assert counted.endswith(", above")
     assert "1 failed" in counted
@@ -95,12 +100,12 @@ def test_a_problem_is_a_word_and_why_is_told() -> None:
 
 
 def test_why_of_the_chosen_row_has_a_line_where_its_column_is_too_narrow() -> None:
-    found = shown(recorded(40), Look(chosen="worker-4"))
+    found = shown(recorded(40), ViewSelection(chosen="worker-4"))
     assert found[-2] == "worker-4: last in 14 of 20 rounds, 0.31 s behind"
 
 
 def test_the_chosen_row_has_a_mark() -> None:
-    found = shown(recorded(40), Look(chosen="worker-7"))
+    found = shown(recorded(40), ViewSelection(chosen="worker-7"))
     assert [line[:10] for line in found if line.startswith(">")] == ["> worker-7"]
 
 
@@ -111,17 +116,17 @@ def test_a_lost_coordinator_is_told_above_what_was_last_known() -> None:
 
 
 def test_metrics_that_are_old_are_said_to_be_so() -> None:
-    found = view.picture(recorded(4), Look(), view.Options(80, 24, text.ASCII), NOW + 60)
+    found = view.picture(recorded(4), ViewSelection(), view.Options(80, 24, text.ASCII), NOW + 60)
     assert "! no metrics for 60 s" in [text.plain(line) for line in found.lines]
 
 
 def test_text_of_tasks_cannot_control_the_terminal() -> None:
     model = recorded(4)
     model.error_lines = ("\x1b[2Jgone \x1b]0;title\x07\x9b31m\ttab\u202e",)
-    look = Look(mode=user.LOG, chosen="worker-0")
-    extra = view.Extra(log=["\x1b[31mred\x1b[0m", "\x07bell\x1b"])
+    look = ViewSelection(mode=user.LOG, chosen="worker-0")
+    extra = view.TaskExtra(log=["\x1b[31mred\x1b[0m", "\x07bell\x1b"])
     for picture in (
-        view.picture(model, Look(), view.Options(80, 24), NOW),
+        view.picture(model, ViewSelection(), view.Options(80, 24), NOW),
         view.picture(model, look, view.Options(80, 24), NOW, extra),
     ):
         for line in picture.lines:
@@ -138,8 +143,8 @@ def test_wide_characters_take_two_columns() -> None:
 
 
 def test_a_log_follows_its_end_and_is_scrolled_from_there() -> None:
-    extra = view.Extra(log=[f"line {number}" for number in range(100)])
-    look = Look(mode=user.LOG, chosen="worker-0")
+    extra = view.TaskExtra(log=[f"line {number}" for number in range(100)])
+    look = ViewSelection(mode=user.LOG, chosen="worker-0")
     options = view.Options(80, 24, text.ASCII)
     found = view.picture(recorded(4), look, options, NOW, extra)
     assert text.plain(found.lines[-2]) == "line 99"
@@ -149,16 +154,16 @@ def test_a_log_follows_its_end_and_is_scrolled_from_there() -> None:
 
 
 def test_detail_says_all_that_is_known_of_a_task() -> None:
-    found = "\n".join(shown(recorded(8), Look(mode=user.DETAIL, chosen="worker-3")))
+    found = "\n".join(shown(recorded(8), ViewSelection(mode=user.DETAIL, chosen="worker-3")))
     for part in ("stalled", "no output, step", "gpu04", "pid         4006", "615 of 1000", "0.41", "of 2.0G", "H100"):
         assert part in found
-    one = "\n".join(shown(recorded(8), Look(mode=user.DETAIL, chosen="worker-1")))
+    one = "\n".join(shown(recorded(8), ViewSelection(mode=user.DETAIL, chosen="worker-1")))
     assert "exit code  1" in one
     assert "worker-1 on gpu02: exit code 1" in one
 
 
 def test_hosts_of_visible_tasks_are_looked_at() -> None:
-    found = view.picture(recorded(200, 20), Look(wanted="gpu07"), view.Options(80, 24), NOW)
+    found = view.picture(recorded(200, 20), ViewSelection(wanted="gpu07"), view.Options(80, 24), NOW)
     assert found.hosts == ("gpu07",)
 
 
@@ -180,10 +185,12 @@ def test_keys_are_left_out_whole(columns: int) -> None:
 
 def test_lines_of_a_stack_keep_their_end() -> None:
     path = "/root/.cache/distrun/runtime/" + "0" * 64 + "/distrun_runtime/ps/role.py"
-    extra = view.Extra(
+    extra = view.TaskExtra(
         stack=[f'  File "{path}", line 468 in select', '  File "train.py", line 3 in <module>', "x" * 90]
     )
-    found = view.picture(recorded(4), Look(mode=user.STACK, chosen="worker-0"), view.Options(80, 24), NOW, extra)
+    found = view.picture(
+        recorded(4), ViewSelection(mode=user.STACK, chosen="worker-0"), view.Options(80, 24), NOW, extra
+    )
     first, second, third = [text.plain(line) for line in found.lines[2:5]]
     assert first.startswith('  File "…0')
     assert first.endswith('/distrun_runtime/ps/role.py", line 468 in select')

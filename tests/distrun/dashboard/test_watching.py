@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from sample_plan import sample_plan
 
-from distrun import elsewhere
+from distrun import remote_jobs
 from distrun.client import CoordinatorLost
 from distrun.dashboard import watching
 from distrun_runtime.contract import facts
-from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
-from distrun_runtime.coordinator.outcome import Outcome
+from distrun_runtime.coordinator.failures import Outcome
+from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.jobstore import JobStore
 
 
 @pytest.mark.parametrize("is_over", [True, False])
@@ -30,8 +31,8 @@ def test_a_job_elsewhere_that_has_ended_meanwhile_is_shown_and_is_no_error(
         return ""
 
     monkeypatch.setattr(watching, "_connect", refuse)
-    monkeypatch.setattr(elsewhere, "is_elsewhere", lambda folder: True)
-    monkeypatch.setattr(elsewhere, "refreshed", fetch)
+    monkeypatch.setattr(remote_jobs, "is_elsewhere", lambda folder: True)
+    monkeypatch.setattr(remote_jobs, "refreshed", fetch)
     if is_over:
         assert watching._first_connection(folder) is None
     else:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from distrun.doctor import checks
-from distrun.doctor.checks import BAD, OK, WARN, DoctorRequest, ExaminedHost, Row, Ways
-from distrun_runtime.coordinator.outcome import KINDS, Problem
+from distrun.doctor.checks import BAD, OK, WARN, CheckRow, DoctorRequest, ExaminedHost, Ways
+from distrun_runtime.coordinator.failures import KINDS, Problem
 
 PLACE = {
     "path": "/x",
@@ -73,11 +73,11 @@ def facts(**changes: Any) -> dict[str, Any]:
     return made
 
 
-def rows(request_: DoctorRequest = REQUEST, **changes: Any) -> list[Row]:
+def rows(request_: DoctorRequest = REQUEST, **changes: Any) -> list[CheckRow]:
     return checks.check(ExaminedHost("gpu01", facts(**changes), is_met=True, offset_s=0.1), request_)
 
 
-def only(mark: str, found: list[Row]) -> Row:
+def only(mark: str, found: list[CheckRow]) -> CheckRow:
     (row,) = [each for each in found if each.mark == mark]
     return row
 
@@ -125,7 +125,7 @@ def test_a_folder_that_the_hosts_file_names_is_looked_at_whatever_is_copied(requ
 )
 def test_a_host_that_cannot_be_reached_says_how_far_we_came(kind: str, check: str, passed: str) -> None:
     found = checks.check(ExaminedHost("gpu01", problem=Problem("gpu01", kind, "why", "do this")), REQUEST)
-    assert found[-1] == Row("gpu01", check, BAD, "why", "do this")
+    assert found[-1] == CheckRow("gpu01", check, BAD, "why", "do this")
     assert [row.text for row in found[:-1]] == ([passed] if passed else [])
 
 

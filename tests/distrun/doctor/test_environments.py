@@ -13,13 +13,14 @@ import pytest
 import wheels
 from distrun_cli import wait_until
 
-from distrun.doctor import environments, making
+from distrun.doctor import examine, making
 from distrun.doctor.checks import ExaminedHost
-from distrun.doctor.environments import Wanted, outcome, wanted
-from distrun.fleet import Problem, Ran
+from distrun.doctor.examine import EnvironmentSpec, outcome, wanted
+from distrun.fleet import Ran
+from distrun_runtime.coordinator.failures import Problem
 
 LIMIT_S = 120.0
-WANTED = Wanted("h1", "/usr/bin/python3", "3.11.2", "/data/distrun/servers/python3.11-x86_64")
+WANTED = EnvironmentSpec("h1", "/usr/bin/python3", "3.11.2", "/data/distrun/servers/python3.11-x86_64")
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def env(tmp_path: Path, *names: str) -> dict[str, str]:
 def make(tmp_path: Path, place: Path, *names: str) -> tuple[int, dict[str, str], str]:
     """Make an environment; return exit code, what was told, and what was said meanwhile."""
     done = subprocess.run(
-        argv(place, *environments.REQUIREMENTS),
+        argv(place, *examine.REQUIREMENTS),
         env=env(tmp_path, *names),
         capture_output=True,
         text=True,
@@ -72,7 +73,7 @@ def test_an_environment_has_what_servers_need_and_is_made_once(tmp_path: Path, p
 
 @pytest.mark.slow
 def test_hosts_that_share_the_folder_make_it_once(tmp_path: Path, place: Path) -> None:
-    command, variables = argv(place, *environments.REQUIREMENTS), env(tmp_path)
+    command, variables = argv(place, *examine.REQUIREMENTS), env(tmp_path)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     children = [subprocess.Popen(command, env=variables, **pipes) for _ in range(3)]  # type: ignore[call-overload]
     ended = [child.communicate(timeout=LIMIT_S) for child in children]
@@ -87,7 +88,7 @@ def test_who_waits_for_a_host_that_could_not_make_it_says_so(tmp_path: Path, pla
     mark = place.with_name(place.name + ".run")
     mark.symlink_to("h9")
     child = subprocess.Popen(
-        argv(place, *environments.REQUIREMENTS), env=env(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        argv(place, *examine.REQUIREMENTS), env=env(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert child.stderr is not None
     assert child.stderr.readline() == b"waiting for h9, which has the same folder and makes it there\n"
@@ -124,7 +125,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, place: Path) -> No
 
 def test_one_that_is_ended_half_way_leaves_nothing_that_is_used(tmp_path: Path, place: Path) -> None:
     child = subprocess.Popen(
-        argv(place, *environments.REQUIREMENTS), env=env(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        argv(place, *examine.REQUIREMENTS), env=env(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     wait_until(lambda: place.parent.is_dir() and bool(os.listdir(place.parent)), LIMIT_S, "it has begun")
     child.send_signal(signal.SIGTERM)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distrun.backends.ssh import Ssh
-from distrun.cli.reach import hosts_for
+from distrun.cli.common import hosts_for
 from distrun.doctor.checks import DoctorRequest
 from distrun.doctor.examine import questions
 from distrun.hosts import parse

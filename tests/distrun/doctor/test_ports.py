@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from distrun.doctor import examine
-from distrun.doctor.checks import BAD, OK, Row, Ways, folded
+from distrun.doctor.checks import BAD, OK, CheckRow, Ways, folded
 from distrun_runtime.contract.plan import Host
 
 NONCES = {("a", "b"): "n1", ("b", "a"): "n2", ("c", "b"): "n3"}
@@ -34,8 +34,8 @@ def test_a_host_is_reached_when_every_nonce_arrived() -> None:
     results = dict.fromkeys(NONCES, "")
     rows = examine.port_rows(NONCES, results, {"a": ["n2"], "b": ["n3", "n1"]}, PLACES)
     assert rows == [
-        Row("a", "data ports", OK, "reached by its peer"),
-        Row("b", "data ports", OK, "reached by all 2 asked"),
+        CheckRow("a", "data ports", OK, "reached by its peer"),
+        CheckRow("b", "data ports", OK, "reached by all 2 asked"),
     ]
 
 
@@ -59,10 +59,10 @@ def test_pairs_that_were_not_tried_say_nothing() -> None:
 
 def test_rows_that_say_the_same_are_folded_in_the_order_of_the_checks() -> None:
     rows = [
-        Row("a", "one", OK, "x"),
-        Row("a", "two", OK, "y"),
-        Row("b", "one", OK, "x"),
-        Row("b", "two", BAD, "z", "f"),
+        CheckRow("a", "one", OK, "x"),
+        CheckRow("a", "two", OK, "y"),
+        CheckRow("b", "one", OK, "x"),
+        CheckRow("b", "two", BAD, "z", "f"),
     ]
     assert [(row.check, row.text, names) for row, names in folded(rows)] == [
         ("one", "x", ["a", "b"]),
@@ -72,7 +72,7 @@ def test_rows_that_say_the_same_are_folded_in_the_order_of_the_checks() -> None:
 
 
 def test_several_hosts_are_fixed_by_one_line() -> None:
-    row = Row("h1", "one", BAD, "x", "look: {on}", "df -h")
+    row = CheckRow("h1", "one", BAD, "x", "look: {on}", "df -h")
     assert row.fix_text(Ways()) == "look: ssh h1 'df -h'"
     assert row.fix_text(Ways(), ["h1", "h2"]) == "look: distrun exec --hosts 'h[1-2]' 'df -h'"
 
@@ -80,7 +80,7 @@ def test_several_hosts_are_fixed_by_one_line() -> None:
 def test_hosts_are_fixed_over_the_connection_that_was_examined() -> None:
     hosts = {name: Host(name, login="ssh -F my/config -p 2222 %s" % name) for name in ("h1", "h2", "h3")}
     ways = Ways(hosts, "distrun exec -H hosts --ssh-config my/config")
-    row = Row("h1", "one", BAD, "x", "{on}", "df -h")
+    row = CheckRow("h1", "one", BAD, "x", "{on}", "df -h")
     assert row.fix_text(ways) == "ssh -F my/config -p 2222 h1 'df -h'"
     assert row.fix_text(ways, ["h1", "h2", "h3"]) == "distrun exec -H hosts --ssh-config my/config 'df -h'"
     assert row.fix_text(ways, ["h1", "h2"]) == (
@@ -89,11 +89,11 @@ def test_hosts_are_fixed_over_the_connection_that_was_examined() -> None:
 
 
 def test_what_may_ask_for_a_password_gets_a_terminal() -> None:
-    row = Row("h1", "one", BAD, "x", "{on}", "sudo reboot")
+    row = CheckRow("h1", "one", BAD, "x", "{on}", "sudo reboot")
     assert row.fix_text(Ways()) == "ssh -t h1 'sudo reboot'"
     assert row.fix_text(Ways(), ["h1", "h2"]) == "for host in h1 h2; do ssh -t $host 'sudo reboot'; done"
 
 
 def test_this_machine_is_fixed_without_ssh() -> None:
     ways = Ways({"here": Host("here")})
-    assert Row("here", "one", BAD, "x", "{on}", "sudo df").fix_text(ways) == "sudo df"
+    assert CheckRow("here", "one", BAD, "x", "{on}", "sudo df").fix_text(ways) == "sudo df"

@@ -17,12 +17,13 @@ from agentkit import poll
 from distrun import fleet
 from distrun.backends.local import ChildChannel
 from distrun.cli import exec as command
-from distrun.fleet import Problem, Ran, commands
-from distrun_runtime.contract import process, wire
+from distrun.fleet import Ran, commands
+from distrun_runtime.contract import process, session
 from distrun_runtime.contract.plan import Host
 from distrun_runtime.contract.session import Source
-from distrun_runtime.coordinator import events, loop
-from distrun_runtime.coordinator.channel import Channel, Put
+from distrun_runtime.coordinator import loop, messages
+from distrun_runtime.coordinator.channel import AgentChannel, Put
+from distrun_runtime.coordinator.failures import Problem
 
 HOSTS = (Host("a"), Host("b"))
 
@@ -34,9 +35,9 @@ class Broken:
         self.host = host
 
     def start(self, put: Put) -> None:
-        put(events.StartFailed(self.host, "no route", 0.0, kind="unreachable", fix="ping it"))
+        put(messages.StartFailed(self.host, "no route", 0.0, kind="unreachable", fix="ping it"))
 
-    def send(self, frame: wire.Frame) -> None: ...
+    def send(self, frame: session.Frame) -> None: ...
 
     def send_large(self, header: dict[str, Any], source: Source) -> None: ...
     def close(self) -> None: ...
@@ -46,7 +47,7 @@ class Broken:
 class Local:
     name = "local"
 
-    def connect(self, hosts: Sequence[Host]) -> tuple[Channel, ...]:
+    def connect(self, hosts: Sequence[Host]) -> tuple[AgentChannel, ...]:
         from distrun.backends import local
 
         return tuple(
@@ -119,8 +120,8 @@ class Silent(Broken):
     """An agent that begins, and then is never heard again."""
 
     def start(self, put: Put) -> None:
-        put(events.AgentHello(self.host))
-        put(events.AgentReady(self.host, "127.0.0.1"))
+        put(messages.AgentHello(self.host))
+        put(messages.AgentReady(self.host, "127.0.0.1"))
 
 
 def test_a_host_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +130,7 @@ def test_a_host_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -
     class Backend:
         name = "test"
 
-        def connect(self, hosts: Sequence[Host]) -> tuple[Channel, ...]:
+        def connect(self, hosts: Sequence[Host]) -> tuple[AgentChannel, ...]:
             return (Silent("a"),)
 
     found = fleet.run(Backend(), HOSTS[:1], ("true",))["a"]  # type: ignore[arg-type]
@@ -140,33 +141,33 @@ def test_a_host_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -
 class Scripted(Broken):
     """An agent whose answers to our frames are made up."""
 
-    def __init__(self, reply: Callable[[dict[str, Any]], Sequence[events.Event]]) -> None:
+    def __init__(self, reply: Callable[[dict[str, Any]], Sequence[messages.Event]]) -> None:
         super().__init__("a")
         self._reply = reply
         self._put: Put = lambda event: None
 
     def start(self, put: Put) -> None:
         self._put = put
-        put(events.AgentHello("a"))
+        put(messages.AgentHello("a"))
 
-    def send(self, frame: wire.Frame) -> None:
+    def send(self, frame: session.Frame) -> None:
         kind = frame.header["type"]
         if kind == "begin":
-            self._put(events.AgentReady("a", "127.0.0.1"))
+            self._put(messages.AgentReady("a", "127.0.0.1"))
         elif kind == "end":
-            self._put(events.Bye("a"))
-            self._put(events.AgentLost("a", "its connection ended"))
+            self._put(messages.Bye("a"))
+            self._put(messages.AgentLost("a", "its connection ended"))
         for event in self._reply(frame.header):
             self._put(event)
 
 
-def scripted(reply: Callable[[dict[str, Any]], Sequence[events.Event]], **more: Any) -> Ran:
+def scripted(reply: Callable[[dict[str, Any]], Sequence[messages.Event]], **more: Any) -> Ran:
     backend = SimpleNamespace(name="test", connect=lambda hosts: (Scripted(reply),))
     return ran(fleet.run(backend, HOSTS[:1], ("true",), **more))  # type: ignore[arg-type]
 
 
-def piece(offset: int, data: bytes) -> events.Output:
-    return events.Output("a", "worker-0", "out", offset, data)
+def piece(offset: int, data: bytes) -> messages.Output:
+    return messages.Output("a", "worker-0", "out", offset, data)
 
 
 def test_output_that_still_comes_after_the_end_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,9 +175,9 @@ def test_output_that_still_comes_after_the_end_is_waited_for(monkeypatch: pytest
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], time=time.time)
     monkeypatch.setattr(loop, "time", clock)
 
-    def reply(header: dict[str, Any]) -> Sequence[events.Event]:
+    def reply(header: dict[str, Any]) -> Sequence[messages.Event]:
         if header["type"] == "spawn":
-            return [events.Exited("a", "worker-0", 0, out=6), piece(0, b"a")]
+            return [messages.Exited("a", "worker-0", 0, out=6), piece(0, b"a")]
         if header["type"] == "ack" and header["offset"] < 6:
             passed[0] += 0.8 * commands.SETTLE_S
             return [piece(header["offset"], b"x")]
@@ -189,8 +190,8 @@ def test_output_that_still_comes_after_the_end_is_waited_for(monkeypatch: pytest
 def test_output_that_does_not_come_is_told_and_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "SETTLE_S", 0.2)
 
-    def reply(header: dict[str, Any]) -> Sequence[events.Event]:
-        return [piece(0, b"abc"), events.Exited("a", "worker-0", 0, out=5)] if header["type"] == "spawn" else []
+    def reply(header: dict[str, Any]) -> Sequence[messages.Event]:
+        return [piece(0, b"abc"), messages.Exited("a", "worker-0", 0, out=5)] if header["type"] == "spawn" else []
 
     found = scripted(reply)
     assert (found.code, bytes(found.out)) == (0, b"abc")
@@ -201,8 +202,8 @@ def test_output_that_does_not_come_is_told_and_no_success(monkeypatch: pytest.Mo
 
 
 def test_a_host_that_is_lost_before_all_output_came_is_told() -> None:
-    def reply(header: dict[str, Any]) -> Sequence[events.Event]:
-        ends = [events.Exited("a", "worker-0", 7, out=5), events.AgentLost("a", "its connection broke")]
+    def reply(header: dict[str, Any]) -> Sequence[messages.Event]:
+        ends = [messages.Exited("a", "worker-0", 7, out=5), messages.AgentLost("a", "its connection broke")]
         return ends if header["type"] == "spawn" else []
 
     found = scripted(reply)
@@ -217,9 +218,9 @@ def test_who_reads_slowly_is_no_reason_to_lose_a_host(monkeypatch: pytest.Monkey
     monkeypatch.setattr(commands, "SETTLE_S", 1.0)
     pings, taken, enough = [], [], threading.Event()
 
-    def reply(header: dict[str, Any]) -> Sequence[events.Event]:
+    def reply(header: dict[str, Any]) -> Sequence[messages.Event]:
         if header["type"] == "spawn":
-            return [piece(0, b"ab"), events.Exited("a", "worker-0", 0, out=4)]
+            return [piece(0, b"ab"), messages.Exited("a", "worker-0", 0, out=4)]
         if header["type"] == "ack" and header["offset"] == 2:
             assert taken, "more was asked for than there is room"
             return [piece(2, b"cd")]

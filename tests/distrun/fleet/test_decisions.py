@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 
 import pytest
 
-from distrun.fleet import Answer, Problem, Ran, commands
+from distrun.fleet import Ran, commands
 from distrun.fleet.commands import GRACE_S, LOST_S, SETTLE_S, RunCommand
-from distrun.fleet.questions import Questions
+from distrun.fleet.questions import HostAnswer, Questions
 from distrun_runtime.contract.plan import Host
-from distrun_runtime.coordinator import events
-from distrun_runtime.coordinator.actions import (
+from distrun_runtime.coordinator import messages
+from distrun_runtime.coordinator.failures import Problem
+from distrun_runtime.coordinator.messages import (
     Ack,
     AgentAction,
     AskAgent,
@@ -26,7 +27,7 @@ from distrun_runtime.coordinator.actions import (
 )
 
 A = TypeVar("A")
-NO_ROUTE = events.StartFailed("b", "no route", 0.0, kind="unreachable", fix="ping it")
+NO_ROUTE = messages.StartFailed("b", "no route", 0.0, kind="unreachable", fix="ping it")
 
 
 class History:
@@ -36,9 +37,9 @@ class History:
         self.decisions = decisions
         self.now = 100.0
         self.done: list[AgentAction | Show] = []
-        self.tell(events.Tick())
+        self.tell(messages.Tick())
 
-    def tell(self, *happened: events.Event) -> History:
+    def tell(self, *happened: messages.Event) -> History:
         for event in happened:
             self.done += self.decisions.handle(event, self.now)
         return self
@@ -48,11 +49,11 @@ class History:
         until = self.now + seconds
         while self.now < until and not self.decisions.is_over:
             self.now = min(until, self.now + max(0.01, self.decisions.wake_s()))
-            self.tell(*(events.Pong(host) for host in heard), events.Tick())
+            self.tell(*(messages.Pong(host) for host in heard), messages.Tick())
         return self
 
     def hello(self, *hosts: str) -> History:
-        return self.tell(*(events.AgentHello(host) for host in hosts))
+        return self.tell(*(messages.AgentHello(host) for host in hosts))
 
     def did(self, kind: type[A]) -> list[A]:
         return [action for action in self.done if isinstance(action, kind)]
@@ -70,8 +71,8 @@ def asked(hosts: Sequence[str] = ("a", "b"), limit_s: float = 30.0) -> tuple[Que
     return questions, History(questions)
 
 
-def answered(host: str, number: int = 1, value: object = "fine", **more: Any) -> events.Answered:
-    return events.Answered(host, number, value, **more)
+def answered(host: str, number: int = 1, value: object = "fine", **more: Any) -> messages.Answered:
+    return messages.Answered(host, number, value, **more)
 
 
 def test_an_agent_is_asked_when_it_is_there_and_the_question_ends_with_the_last_answer() -> None:
@@ -83,7 +84,7 @@ def test_an_agent_is_asked_when_it_is_there_and_the_question_ends_with_the_last_
     assert not questions.is_over
     history.tell(answered("a", value=[2]))
     assert questions.is_over
-    assert list(questions.answers().items()) == [("a", Answer([2])), ("b", Answer("fine"))]
+    assert list(questions.answers().items()) == [("a", HostAnswer([2])), ("b", HostAnswer("fine"))]
 
 
 def test_the_time_to_answer_begins_when_the_agent_is_there() -> None:
@@ -98,11 +99,11 @@ def test_an_agent_that_was_late_with_one_answer_is_asked_the_next_question() -> 
     questions, history = asked(["a"])
     history.hello("a").wait(30.0)
     questions.ask("probe", lambda host: {"me": host}, 30.0)
-    history.tell(events.Tick(), answered("a", 1, "late"))
+    history.tell(messages.Tick(), answered("a", 1, "late"))
     assert history.did(AskAgent)[1:] == [AskAgent("a", 2, "probe", {"me": "a"})]
     assert not questions.is_over
     history.tell(answered("a", 2, "right"))
-    assert questions.answers() == {"a": Answer("right")}
+    assert questions.answers() == {"a": HostAnswer("right")}
 
 
 def test_a_host_without_an_agent_is_closed_and_not_asked_again() -> None:
@@ -112,32 +113,32 @@ def test_a_host_without_an_agent_is_closed_and_not_asked_again() -> None:
     assert questions.answers()["b"] == late
     assert history.did(Close) == [Close("b")]
     questions.ask("probe", {}, 30.0)
-    history.tell(events.Tick(), answered("a", 2))
-    assert questions.answers() == {"a": Answer("fine"), "b": late}
+    history.tell(messages.Tick(), answered("a", 2))
+    assert questions.answers() == {"a": HostAnswer("fine"), "b": late}
     assert AskAgent not in history.to("b")
 
 
 def test_a_host_that_fails_or_is_lost_ends_only_its_own_part_of_the_question() -> None:
     questions, history = asked(["a", "b", "c"])
-    history.tell(NO_ROUTE).hello("a", "c").tell(events.AgentLost("a", "its connection ended"), answered("c"))
+    history.tell(NO_ROUTE).hello("a", "c").tell(messages.AgentLost("a", "its connection ended"), answered("c"))
     assert questions.answers() == {
         "a": Problem("a", "other", "its connection ended"),
         "b": Problem("b", "unreachable", "no route", "ping it"),
-        "c": Answer("fine"),
+        "c": HostAnswer("fine"),
     }
 
 
 def test_agents_are_ended_and_awaited_and_channels_without_one_are_cut() -> None:
     questions, history = asked(["a", "b", "c"])
-    history.hello("a", "c").tell(answered("a"), events.AgentLost("c", "broke")).wait(60.0)
+    history.hello("a", "c").tell(answered("a"), messages.AgentLost("c", "broke")).wait(60.0)
     questions.let_go(3.0)
-    history.tell(events.Tick())
+    history.tell(messages.Tick())
     assert history.to("a")[-2:] == [EndAgent, Close]
     assert history.to("b")[-1] == Drop
     assert EndAgent not in history.to("c")
-    history.tell(events.Bye("a"))
+    history.tell(messages.Bye("a"))
     assert not questions.is_over, "the guard still holds the connection"
-    history.tell(events.AgentLost("a", "its connection ended"))
+    history.tell(messages.AgentLost("a", "its connection ended"))
     assert questions.is_over
 
 
@@ -145,7 +146,7 @@ def test_agents_that_do_not_go_are_awaited_for_a_limited_time() -> None:
     questions, history = asked(["a"])
     history.hello("a").tell(answered("a"))
     questions.let_go(3.0)
-    history.tell(events.Tick()).wait(2.9)
+    history.tell(messages.Tick()).wait(2.9)
     assert not questions.is_over
     history.wait(0.1)
     assert questions.is_over
@@ -153,13 +154,13 @@ def test_agents_that_do_not_go_are_awaited_for_a_limited_time() -> None:
 
 def test_ctrl_c_ends_a_question_at_once_and_also_the_wait_for_the_agents() -> None:
     questions, history = asked(["a"])
-    history.hello("a").tell(events.Interrupt("INT"))
+    history.hello("a").tell(messages.Interrupt("INT"))
     assert questions.is_over
     questions.agents.is_interrupted = False
     questions.let_go(3.0)
-    history.tell(events.Tick())
+    history.tell(messages.Tick())
     assert not questions.is_over
-    history.tell(events.Interrupt("INT"))
+    history.tell(messages.Interrupt("INT"))
     assert questions.is_over
 
 
@@ -175,15 +176,15 @@ def commanded(*hosts: str, limit_s: float | None = None, **more: Any) -> tuple[R
 def running(*hosts: str, **more: Any) -> tuple[RunCommand, History]:
     command, history = commanded(*hosts, **more)
     history.hello(*hosts)
-    return command, history.tell(*(events.AgentReady(host, "127.0.0.1") for host in hosts))
+    return command, history.tell(*(messages.AgentReady(host, "127.0.0.1") for host in hosts))
 
 
-def output(offset: int, data: bytes, host: str = "a") -> events.Output:
-    return events.Output(host, "worker-0", "out", offset, data)
+def output(offset: int, data: bytes, host: str = "a") -> messages.Output:
+    return messages.Output(host, "worker-0", "out", offset, data)
 
 
-def exited(code: int = 0, out: int = 0) -> events.Exited:
-    return events.Exited("a", "worker-0", code, out=out)
+def exited(code: int = 0, out: int = 0) -> messages.Exited:
+    return messages.Exited("a", "worker-0", code, out=out)
 
 
 def ran(command: RunCommand, host: str = "a") -> Ran:
@@ -201,7 +202,7 @@ def problem(command: RunCommand, host: str = "a") -> Problem:
 def test_a_command_is_spawned_when_its_agent_is_ready_and_its_agent_ended_after_the_last_output() -> None:
     command, history = commanded("a")
     assert history.hello("a").done == [Begin("a")]
-    history.tell(events.AgentReady("a", "127.0.0.1"))
+    history.tell(messages.AgentReady("a", "127.0.0.1"))
     assert history.did(Spawn) == [Spawn("a", "worker-0")]
     history.tell(exited(3, out=2), output(0, b"x"))
     assert history.did(EndAgent) == []
@@ -209,7 +210,7 @@ def test_a_command_is_spawned_when_its_agent_is_ready_and_its_agent_ended_after_
     assert history.did(Ack)[-1] == Ack("a", "worker-0", "out", 2)
     assert history.to("a")[-2:] == [EndAgent, Close]
     assert (ran(command).code, bytes(ran(command).out), ran(command).problem) == (3, b"xy", None)
-    history.tell(events.Bye("a"), events.AgentLost("a", "its connection ended"))
+    history.tell(messages.Bye("a"), messages.AgentLost("a", "its connection ended"))
     assert command.is_over
 
 
@@ -225,7 +226,7 @@ def test_a_command_that_takes_too_long_is_stopped_and_then_given_up() -> None:
 
 def test_a_command_that_was_stopped_has_the_code_of_a_timeout() -> None:
     command, history = running("a", limit_s=20.0)
-    history.wait(20.0, "a").tell(events.Exited("a", "worker-0", signal="TERM"))
+    history.wait(20.0, "a").tell(messages.Exited("a", "worker-0", signal="TERM"))
     assert (ran(command).code, ran(command).is_late) == (124, True)
 
 
@@ -240,7 +241,7 @@ def test_a_silent_host_is_lost_and_one_that_answers_pings_is_not() -> None:
     command, history = running("a", "b")
     history.wait(LOST_S + 1.0, "b")
     assert history.did(Close) == [Close("a")]
-    history.tell(events.Exited("b", "worker-1", 0))
+    history.tell(messages.Exited("b", "worker-1", 0))
     assert problem(command).text.startswith(f"it was silent for {LOST_S:.0f} s")
     assert problem(command).fix == "distrun kill --hosts a --stale"
     assert ran(command, "b").code == 0
@@ -249,7 +250,7 @@ def test_a_silent_host_is_lost_and_one_that_answers_pings_is_not() -> None:
 def test_events_that_waited_while_this_process_slept_come_before_the_clock() -> None:
     command, history = running("a")
     history.now += 10 * LOST_S  # the loop hands over what is on its queue, then a Tick
-    history.tell(events.Pong("a"), events.Tick())
+    history.tell(messages.Pong("a"), messages.Tick())
     assert history.did(Close) == []
     history.tell(exited())
     assert ran(command).code == 0
@@ -272,7 +273,7 @@ def test_no_more_is_asked_for_than_the_reader_has_room_for(monkeypatch: pytest.M
     assert history.did(Show) == [Show("a", "out", b"a"), Show("a", "out", b"bc")]
     assert len(history.did(Ack)) == 1
     assert not command.found, "it is we who do not ask"
-    history.tell(events.Shown(1), events.Shown(2))
+    history.tell(messages.Shown(1), messages.Shown(2))
     assert history.did(Ack)[1:] == [Ack("a", "worker-0", "out", 3)]
     history.tell(output(3, b"d"))
     assert bytes(ran(command).out) == b"abcd"
@@ -280,12 +281,12 @@ def test_no_more_is_asked_for_than_the_reader_has_room_for(monkeypatch: pytest.M
 
 def test_ctrl_c_lets_the_commands_end_gently_and_a_second_one_does_not_wait() -> None:
     command, history = commanded("a", "b")
-    history.hello("a").tell(events.AgentReady("a", "127.0.0.1"), events.Interrupt("INT"))
+    history.hello("a").tell(messages.AgentReady("a", "127.0.0.1"), messages.Interrupt("INT"))
     assert history.to("a")[-1] == Close, "the end of its input makes the agent end its task"
     assert history.to("b") == [Drop]
     assert history.did(EndAgent) == []
     history.wait(GRACE_S + SETTLE_S - 0.1)
     assert not command.is_over
-    history.tell(events.Interrupt("INT"))
+    history.tell(messages.Interrupt("INT"))
     assert command.is_over
     assert command.agents.is_interrupted

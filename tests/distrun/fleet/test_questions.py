@@ -12,21 +12,23 @@ import pytest
 
 from distrun import fleet
 from distrun.backends.local import ChildChannel
-from distrun.fleet import Answer, Fleet, Problem
-from distrun_runtime.contract import wire
+from distrun.fleet import Fleet
+from distrun.fleet.questions import HostAnswer
+from distrun_runtime.contract import session
 from distrun_runtime.contract.plan import Host
 from distrun_runtime.contract.session import Source
-from distrun_runtime.coordinator import events
+from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.channel import Put
+from distrun_runtime.coordinator.failures import Problem
 
 HOSTS = (Host("a"), Host("b"), Host("c"))
-Reply = Callable[[dict[str, Any]], list[events.Event]]
+Reply = Callable[[dict[str, Any]], list[messages.Event]]
 
 
 class Scripted:
     """A channel whose agent answers as it is told to; what we sent is in `heard`."""
 
-    def __init__(self, host: str, first: Sequence[events.Event], reply: Reply = lambda header: []) -> None:
+    def __init__(self, host: str, first: Sequence[messages.Event], reply: Reply = lambda header: []) -> None:
         self.host = host
         self.heard: list[dict[str, Any]] = []
         self.is_closed = False
@@ -40,13 +42,13 @@ class Scripted:
         for event in self._first:
             put(event)
 
-    def send(self, frame: wire.Frame) -> None:
+    def send(self, frame: session.Frame) -> None:
         self.heard.append(frame.header)
         for event in self._reply(frame.header):
             self._put(event)
         if frame.type == "end":
-            self._put(events.Bye(self.host))
-            self._put(events.AgentLost(self.host, "its connection ended"))
+            self._put(messages.Bye(self.host))
+            self._put(messages.AgentLost(self.host, "its connection ended"))
 
     def send_large(self, header: dict[str, Any], source: Source) -> None: ...
 
@@ -68,20 +70,20 @@ class Backend:
 
 
 def answering(host: str, value: object) -> Scripted:
-    def reply(header: dict[str, Any]) -> list[events.Event]:
-        return [events.Answered(host, header["id"], value)] if header["type"] == "ask" else []
+    def reply(header: dict[str, Any]) -> list[messages.Event]:
+        return [messages.Answered(host, header["id"], value)] if header["type"] == "ask" else []
 
-    return Scripted(host, [events.AgentHello(host)], reply)
+    return Scripted(host, [messages.AgentHello(host)], reply)
 
 
-def ask(*channels: Scripted, limit_s: float = 60.0) -> dict[str, Answer | Problem]:
+def ask(*channels: Scripted, limit_s: float = 60.0) -> dict[str, HostAnswer | Problem]:
     hosts = [Host(channel.host) for channel in channels]
     return fleet.ask(Backend(*channels), hosts, "survey", {"x": 1}, limit_s)  # type: ignore[arg-type]
 
 
 def test_every_host_gives_its_value_and_its_agent_is_ended() -> None:
     channels = answering("a", 1), answering("b", [2])
-    assert ask(*channels) == {"a": Answer(1), "b": Answer([2])}
+    assert ask(*channels) == {"a": HostAnswer(1), "b": HostAnswer([2])}
     for channel in channels:
         assert [header["type"] for header in channel.heard] == ["ask", "end"]
         assert channel.heard[0]["args"] == {"x": 1}
@@ -90,23 +92,23 @@ def test_every_host_gives_its_value_and_its_agent_is_ended() -> None:
 
 
 def test_a_host_that_cannot_be_reached_stops_no_other() -> None:
-    failed = events.StartFailed("b", "no such host", 0.0, kind="dns", fix="check the name")
+    failed = messages.StartFailed("b", "no such host", 0.0, kind="dns", fix="check the name")
     found = ask(answering("a", 1), Scripted("b", [failed]), answering("c", 3))
-    assert found == {"a": Answer(1), "b": Problem("b", "dns", "no such host", "check the name"), "c": Answer(3)}
+    assert found == {"a": HostAnswer(1), "b": Problem("b", "dns", "no such host", "check the name"), "c": HostAnswer(3)}
     assert list(found) == ["a", "b", "c"]
 
 
 def test_an_agent_that_is_lost_before_it_answers_is_a_problem() -> None:
-    def reply(header: dict[str, Any]) -> list[events.Event]:
-        return [events.AgentLost("a", "its connection ended: killed")]
+    def reply(header: dict[str, Any]) -> list[messages.Event]:
+        return [messages.AgentLost("a", "its connection ended: killed")]
 
-    found = ask(Scripted("a", [events.AgentHello("a")], reply), answering("b", 2))
-    assert found == {"a": Problem("a", "other", "its connection ended: killed"), "b": Answer(2)}
+    found = ask(Scripted("a", [messages.AgentHello("a")], reply), answering("b", 2))
+    assert found == {"a": Problem("a", "other", "its connection ended: killed"), "b": HostAnswer(2)}
 
 
 def test_an_agent_that_does_not_answer_in_time_is_named() -> None:
-    found = ask(Scripted("a", [events.AgentHello("a")]), answering("b", 2), limit_s=1.0)
-    assert found["b"] == Answer(2)
+    found = ask(Scripted("a", [messages.AgentHello("a")]), answering("b", 2), limit_s=1.0)
+    assert found["b"] == HostAnswer(2)
     assert found["a"] == Problem("a", "timeout", "its agent did not answer 'survey' within 1 s")
 
 
@@ -122,30 +124,30 @@ def test_a_host_that_says_nothing_at_all_is_given_up_and_not_asked_again() -> No
 
 
 def test_an_error_of_a_tool_is_a_problem() -> None:
-    def reply(header: dict[str, Any]) -> list[events.Event]:
+    def reply(header: dict[str, Any]) -> list[messages.Event]:
         is_ask = header["type"] == "ask"
-        return [events.Answered("a", header["id"], None, "this agent has no tool 'x'")] if is_ask else []
+        return [messages.Answered("a", header["id"], None, "this agent has no tool 'x'")] if is_ask else []
 
-    found = ask(Scripted("a", [events.AgentHello("a")], reply))
+    found = ask(Scripted("a", [messages.AgentHello("a")], reply))
     assert found == {"a": Problem("a", "other", "this agent has no tool 'x'")}
 
 
 def test_an_answer_that_comes_late_is_not_taken_for_the_next_one() -> None:
-    def reply(header: dict[str, Any]) -> list[events.Event]:
+    def reply(header: dict[str, Any]) -> list[messages.Event]:
         if header["type"] != "ask" or header["id"] == 1:
             return []
-        return [events.Answered("a", 1, "late"), events.Answered("a", 2, "right")]
+        return [messages.Answered("a", 1, "late"), messages.Answered("a", 2, "right")]
 
-    channel = Scripted("a", [events.AgentHello("a")], reply)
+    channel = Scripted("a", [messages.AgentHello("a")], reply)
     with Fleet(Backend(channel), [Host("a")]) as talk:  # type: ignore[arg-type]
         assert isinstance(talk.ask("survey", {}, 0.05)["a"], Problem)
-        assert talk.ask("survey", {}, 60.0) == {"a": Answer("right")}
+        assert talk.ask("survey", {}, 60.0) == {"a": HostAnswer("right")}
 
 
 def test_arguments_may_differ_by_host_and_only_some_may_be_asked() -> None:
     channels = answering("a", 1), answering("b", 2)
     with Fleet(Backend(*channels), HOSTS[:2]) as talk:  # type: ignore[arg-type]
-        assert talk.ask("survey", lambda host: {"me": host}, 60.0, ["b"]) == {"b": Answer(2)}
+        assert talk.ask("survey", lambda host: {"me": host}, 60.0, ["b"]) == {"b": HostAnswer(2)}
     assert [header["type"] for header in channels[0].heard] == ["end"]
     assert channels[1].heard[0]["args"] == {"me": "b"}
 
@@ -162,13 +164,13 @@ def test_a_signal_while_agents_are_asked_is_a_ctrl_c_and_other_signals_keep_thei
     before = signal.getsignal(signal.SIGTERM)
     during: list[object] = []
 
-    def reply(header: dict[str, Any]) -> list[events.Event]:
+    def reply(header: dict[str, Any]) -> list[messages.Event]:
         if header["type"] == "ask":
             during.extend(signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGTSTP))
             os.kill(os.getpid(), signal.SIGINT)
         return []
 
-    channel = Scripted("a", [events.AgentHello("a")], reply)
+    channel = Scripted("a", [messages.AgentHello("a")], reply)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         ask(channel)
@@ -195,7 +197,7 @@ class Local:
 def test_real_agents_answer_and_refuse_what_they_do_not_know() -> None:
     with Fleet(Local(), HOSTS) as talk:  # type: ignore[arg-type]
         for each in talk.ask("survey", {}, 60.0).values():
-            assert isinstance(each, Answer)
+            assert isinstance(each, HostAnswer)
             assert set(each.value) == {"jobs", "uid", "hostname"}
         unknown = talk.ask("nonsense", {}, 60.0)["a"]
         assert isinstance(unknown, Problem)

@@ -84,7 +84,7 @@ def test_gpus_that_are_listed_are_those_that_are_seen(names: list[str], is_open:
     (spec,) = hosts.parse(f"h gpus={text}", "hosts").specs
     assert gpus.listed(spec.gpus) == tuple(names)
     assert spec.gpu_count == len(names)
-    assert gpus.seen(",".join(names), gpus.Found()) == tuple(names), "CUDA reads them so, too"
+    assert gpus.seen(",".join(names), gpus.HostGpus()) == tuple(names), "CUDA reads them so, too"
 
 
 @settings(deadline=None)

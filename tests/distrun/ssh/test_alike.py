@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distrun.ssh.alike import Alike, Answer, patterns, renamed
-from distrun.ssh.resolve import many, parse, resolve
-from distrun.ssh.target import Target, ssh_flags
+from distrun.ssh.resolve import Alike, Answer, Target, many, parse, patterns, renamed, resolve, ssh_flags
 
 needs_ssh = pytest.mark.skipif(shutil.which("ssh") is None, reason="needs the ssh program")
 

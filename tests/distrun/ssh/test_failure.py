@@ -12,7 +12,7 @@ from paramiko.ssh_exception import ChannelException, IncompatiblePeer, NoValidCo
 
 from distrun.ssh import failure
 from distrun.ssh.failure import Where, classify
-from distrun_runtime.coordinator.outcome import KINDS
+from distrun_runtime.coordinator.failures import KINDS
 
 WHERE = Where("d2", "10.0.0.3", 2222, "ubuntu", 10.0)
 

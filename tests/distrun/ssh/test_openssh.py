@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from distrun.ssh.openssh import OpensshLink, ProxyProgram
-from distrun.ssh.resolve import Resolved
-from distrun.ssh.target import Target
+from distrun.ssh.resolve import Resolved, Target
 
 LIMIT_S = 60.0
 

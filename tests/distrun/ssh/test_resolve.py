@@ -11,8 +11,7 @@ import pytest
 
 from distrun.ssh import resolve
 from distrun.ssh.failure import SshFailure
-from distrun.ssh.resolve import digest, hop, parse, shell
-from distrun.ssh.target import Target, ssh_arguments
+from distrun.ssh.resolve import Target, digest, hop, parse, shell, ssh_arguments
 
 needs_ssh = pytest.mark.skipif(shutil.which("ssh") is None, reason="needs the ssh program")
 

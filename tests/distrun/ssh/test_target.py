@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from distrun.backends import blob
+from distrun import shipping
 from distrun.errors import UsageError
 from distrun.hosts import HostSpec
-from distrun.ssh.target import Target, remote_command
+from distrun.ssh.resolve import Target, remote_command
 
 
 def test_a_target_survives_the_plan() -> None:
@@ -44,7 +44,9 @@ def test_a_target_that_makes_no_sense_is_an_error_of_the_users(texts: dict[str, 
 def test_any_login_shell_hands_the_agent_on_as_it_is(shell: str, python: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip("no %s here" % shell)
-    done = subprocess.run([shell, "-c", remote_command(blob.BOOT, python)], input=b"", capture_output=True, check=False)
+    done = subprocess.run(
+        [shell, "-c", remote_command(shipping.BOOT, python)], input=b"", capture_output=True, check=False
+    )
     assert done.stderr.strip() == b"distrun: standard input ended before the agent had arrived"
 
 
@@ -53,10 +55,10 @@ def test_a_python_that_is_named_comes_first_and_the_usual_ones_after_it(tmp_path
     (tmp_path / "my python").chmod(0o755)
     env = {**os.environ, "HOME": str(tmp_path)}
     for named in ("~/my python", str(tmp_path / "my python")):
-        command = remote_command(blob.BOOT, named)
+        command = remote_command(shipping.BOOT, named)
         done = subprocess.run(["sh", "-c", command], input=b"", capture_output=True, check=False, env=env)
         assert done.stdout == b"mine\n"
-    command = remote_command(blob.BOOT, "only-when-activated")
+    command = remote_command(shipping.BOOT, "only-when-activated")
     done = subprocess.run(["sh", "-c", command], input=b"", capture_output=True, check=False, env=env)
     assert b"before the agent had arrived" in done.stderr
     command = command.replace("python3", "python3-nowhere")
@@ -66,7 +68,7 @@ def test_a_python_that_is_named_comes_first_and_the_usual_ones_after_it(tmp_path
 
 
 def test_without_python3_the_host_says_where_it_was_looked_for() -> None:
-    command = remote_command(blob.BOOT).replace("python3", "python3-nowhere")
+    command = remote_command(shipping.BOOT).replace("python3", "python3-nowhere")
     done = subprocess.run(["sh", "-c", command], input=b"", capture_output=True, check=False)
     assert done.returncode == 127
     assert b"distrun: there is no python3-nowhere on this host (looked along PATH=/" in done.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distrun.sync.askpass import Helpers, passphrases, passwords
+from distrun.sync.remote_shell import Helpers, passphrases, passwords
 
 TYPED = {"password of ann": "secret", "key /keys/ann": "open sesame"}
 

@@ -12,11 +12,11 @@ import pytest
 
 from distrun.sync import ChannelCopier, CopyRequest, CopyRules
 from distrun.sync.channels import CopyError, Deliveries
-from distrun_runtime.contract import wire
+from distrun_runtime.contract import session
 from distrun_runtime.contract.plan import Host, Place, Plan
 from distrun_runtime.contract.session import Session
 from distrun_runtime.coordinator.channel import SessionChannel
-from distrun_runtime.coordinator.events import (
+from distrun_runtime.coordinator.messages import (
     AllPrepared,
     Copied,
     CopyFailed,
@@ -102,7 +102,7 @@ class OneAgent:
     def __init__(self, state: str, fails: str = "") -> None:
         self.is_slow = False
         """It does not say that it has the files."""
-        self.got: list[wire.Frame] = []
+        self.got: list[session.Frame] = []
         self._state = state
         self._fails = fails
         self._session = Session()

@@ -20,11 +20,11 @@ import pytest
 from fakehosts import FakeHosts, Sink, living, tree, write
 
 from distrun.errors import UsageError
-from distrun.shell import quiet
-from distrun.ssh.target import Target
+from distrun.formats import quiet
+from distrun.ssh.resolve import Target
 from distrun.sync import Copier, CopyRequest, CopyResult, CopyRules, Tree, error, make_rules, rsync
 from distrun.sync.copier import first_failure
-from distrun_runtime.coordinator.events import AllPrepared, PrepareFailed
+from distrun_runtime.coordinator.messages import AllPrepared, PrepareFailed
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 60.0
@@ -585,7 +585,7 @@ def test_a_launcher_that_is_killed_leaves_no_process(bench: Bench, tmp_path: Pat
         import sys
         sys.path[:0] = %r
         from fakehosts import FakeHosts, Sink
-        from distrun.ssh.target import Target
+        from distrun.ssh.resolve import Target
         from distrun.sync import Copier, CopyRequest, CopyRules
         hosts = FakeHosts.__new__(FakeHosts)
         from pathlib import Path

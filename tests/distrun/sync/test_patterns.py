@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distrun.sync.patterns import keep_rules
-from distrun.sync.rules import CopyRules, Extra, filters
+from distrun.sync.rules import CopyRules, Extra, filters, keep_rules
 from distrun_runtime.agent.unpack import Unpacking
 from distrun_runtime.contract.folder import MARKER, PARTIAL
 from distrun_runtime.contract.plan import Host, Plan, Sync

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from distrun.ssh.target import Target
+from distrun.ssh.resolve import Target
 from distrun.sync.remote_shell import distinct_hosts
 
 LIMIT_S = 60.0

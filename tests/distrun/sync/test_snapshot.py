@@ -16,10 +16,9 @@ import pytest
 from distrun import planning
 from distrun.errors import SyncError, UsageError
 from distrun.request import JobRequest
-from distrun.sync import snapshot as snapshots
+from distrun.sync import tree
 from distrun.sync.rules import CopyRules, Extra, filters
-from distrun.sync.snapshot import Snapshot, check_channel_size, left_out_text, take_snapshot
-from distrun.sync.tree import Tree
+from distrun.sync.tree import Snapshot, Tree, check_channel_size, left_out_text, take_snapshot
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator.jobstore import JobStore
 
@@ -127,8 +126,8 @@ def test_who_reads_it_when_it_is_closed_hears_that(source: Path) -> None:
 def test_a_file_that_is_removed_meanwhile_is_left_out_and_one_that_cannot_be_read_is_named(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = snapshots.members(str(source), CopyRules())
-    monkeypatch.setattr(snapshots, "members", lambda *more: found)
+    found = tree.members(str(source), CopyRules())
+    monkeypatch.setattr(tree, "members", lambda *more: found)
     (source / "a" / "run").unlink()
     snapshot = take_snapshot(str(source), CopyRules())
     assert "a/run" not in read(snapshot)

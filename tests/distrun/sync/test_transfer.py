@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from distrun.sync import rsync, scan, tree
-from distrun.sync.rsync import Progress, Rate, Transfer
+from distrun.sync.rsync import Rate, RsyncProgress, Transfer
 from distrun.sync.rules import CopyRules
 
 SUMS = [0, 0, 100, 100, 600, 1000]
 """The folder itself, a file of 100 bytes, a folder, files of 500 and 400 bytes."""
 
 
-def progress_after(*lines: str, sums: list[int] = SUMS) -> Progress:
+def progress_after(*lines: str, sums: list[int] = SUMS) -> RsyncProgress:
     """Return what is known once rsync has written these lines, ended as it ends them while it is under way."""
     text = "".join(line + "\r" for line in lines)
     transfer = Transfer(["printf", "%s", text], dict(os.environ), answer_s=60.0, sums=sums)
@@ -26,12 +26,12 @@ def progress_after(*lines: str, sums: list[int] = SUMS) -> Progress:
 
 
 def test_files_that_the_host_had_already_count_as_done() -> None:
-    assert progress_after("            400  40%    1.00MB/s    0:00:00  ") == Progress(0, 400, 400)
+    assert progress_after("            400  40%    1.00MB/s    0:00:00  ") == RsyncProgress(0, 400, 400)
     done = "            500  50%    1.00MB/s    0:00:00 (xfr#1, to-chk=1/5)"
-    assert progress_after(done) == Progress(1, 500, 600), "100 of the file that was not sent, and these 500"
-    assert progress_after(done, "            700  70%  1.00MB/s    0:00:00  ") == Progress(1, 700, 800)
+    assert progress_after(done) == RsyncProgress(1, 500, 600), "100 of the file that was not sent, and these 500"
+    assert progress_after(done, "            700  70%  1.00MB/s    0:00:00  ") == RsyncProgress(1, 700, 800)
     end = "            900  90%  1.00MB/s    0:00:00 (xfr#2, to-chk=0/5)  "
-    assert progress_after(done, end) == Progress(2, 900, 1000)
+    assert progress_after(done, end) == RsyncProgress(2, 900, 1000)
 
 
 def test_a_tree_that_has_grown_since_is_done_at_most_whole() -> None:
@@ -39,7 +39,9 @@ def test_a_tree_that_has_grown_since_is_done_at_most_whole() -> None:
 
 
 def test_without_a_listing_what_is_sent_is_what_is_done() -> None:
-    assert progress_after("      500  50%    1.00MB/s    0:00:00 (xfr#1, ir-chk=1/5)", sums=[]) == Progress(1, 500, 500)
+    assert progress_after("      500  50%    1.00MB/s    0:00:00 (xfr#1, ir-chk=1/5)", sums=[]) == RsyncProgress(
+        1, 500, 500
+    )
 
 
 def test_the_sums_of_a_listing_are_in_the_order_of_the_copy(tmp_path: Path) -> None:

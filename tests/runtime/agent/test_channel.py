@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from distrun_runtime.agent.channel import HELD_BYTES, Channel, Descriptors, Socket
-from distrun_runtime.contract import wire
+from distrun_runtime.agent.channel import HELD_BYTES, Channel, Descriptors, StreamSocket
+from distrun_runtime.contract import session
 
 
 class Ends:
@@ -45,7 +45,7 @@ def test_messages_are_numbered(ends: Ends) -> None:
     ends.channel.flush()
     data = os.read(ends.from_agent, 4096)
     assert data.startswith(b"DISTRUN/1 x\n")
-    assert [frame.header.get("seq") for frame in wire.Decoder().feed(data[12:])] == [None, 1, 2], "but for pings"
+    assert [frame.header.get("seq") for frame in session.Decoder().feed(data[12:])] == [None, 1, 2], "but for pings"
 
 
 def test_full_pipe_never_blocks_and_nothing_is_lost(ends: Ends) -> None:
@@ -54,7 +54,7 @@ def test_full_pipe_never_blocks_and_nothing_is_lost(ends: Ends) -> None:
     ends.channel.flush()
     assert ends.channel.wants_to_write
     assert not ends.channel.takes_output()
-    decoder, count = wire.Decoder(), 0
+    decoder, count = session.Decoder(), 0
     while count < 20:
         count += len(decoder.feed(os.read(ends.from_agent, 1 << 16)))
         ends.channel.flush()
@@ -63,7 +63,7 @@ def test_full_pipe_never_blocks_and_nothing_is_lost(ends: Ends) -> None:
 
 
 def test_end_of_input_is_noticed(ends: Ends) -> None:
-    os.write(ends.to_agent, wire.encode({"type": "ping"}))
+    os.write(ends.to_agent, session.encode({"type": "ping"}))
     assert [frame.type for frame in ends.channel.receive()] == ["ping"]
     assert ends.channel.receive() == []
     assert not ends.channel.is_over
@@ -90,14 +90,14 @@ def test_reader_that_is_gone_breaks_the_channel_quietly(ends: Ends) -> None:
 
 
 def test_output_waits_while_the_coordinator_does_not_say_that_it_has_what_was_sent(ends: Ends) -> None:
-    decoder, frames = wire.Decoder(), 0
+    decoder, frames = session.Decoder(), 0
     while ends.channel.takes_output():
         ends.channel.say("output", b"x" * 100_000)
         while ends.channel.wants_to_write:
             ends.channel.flush()
             frames += len(decoder.feed(os.read(ends.from_agent, 1 << 16)))
     assert frames == HELD_BYTES // 100_000 + 1
-    os.write(ends.to_agent, wire.encode({"type": "received", "seq": frames}))
+    os.write(ends.to_agent, session.encode({"type": "received", "seq": frames}))
     assert ends.channel.receive() == []
     assert ends.channel.takes_output()
 
@@ -108,12 +108,12 @@ def test_another_connection_goes_on_where_the_last_one_was_cut(ends: Ends) -> No
     assert not ends.channel.wants_to_write
     ends.channel.say("exited")
     ours, theirs = socket.socketpair()
-    ends.channel.attach(Socket(theirs))
+    ends.channel.attach(StreamSocket(theirs))
     with ours:
-        ours.sendall(wire.encode({"type": "resume", "received": 0, "credit": 0}))
+        ours.sendall(session.encode({"type": "resume", "received": 0, "credit": 0}))
         assert ends.channel.receive() == []
         ends.channel.flush()
-        found = wire.Decoder().feed(ours.recv(65536))
+        found = session.Decoder().feed(ours.recv(65536))
         assert [frame.type for frame in found] == ["resume", "started", "exited"]
     assert ends.channel.receive() == []
     assert ends.channel.is_over

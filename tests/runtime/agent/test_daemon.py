@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distrun_runtime.agent import daemon
-from distrun_runtime.contract import logout
+from distrun_runtime.contract import daemon as logout
 from distrun_runtime.errors import ContractError
 
 ABOUT = (

@@ -11,12 +11,12 @@ import nvidia
 import pytest
 from sample_plan import sample_plan
 
-from distrun_runtime.agent import commands, gpus
+from distrun_runtime.agent import commands, helper
 from distrun_runtime.agent.share import Share
-from distrun_runtime.contract.gpus import Found, Gpu
+from distrun_runtime.contract.gpus import Gpu, HostGpus
 from distrun_runtime.errors import PreflightFailure
 
-FOUR = Found("nvml", "550", tuple(Gpu(number, f"GPU-{number}") for number in range(4)))
+FOUR = HostGpus("nvml", "550", tuple(Gpu(number, f"GPU-{number}") for number in range(4)))
 
 
 @pytest.fixture(scope="module")
@@ -24,20 +24,20 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return nvidia.library(tmp_path_factory.mktemp("nvml")).parent
 
 
-Look = Callable[..., Found]
+Look = Callable[..., HostGpus]
 
 
 @pytest.fixture
 def look(tmp_path: Path) -> Look:
     """Ask the driver in an environment of the test's own."""
 
-    def look(*folders: Path, limit_s: float = gpus.LIMIT_S, **env: object) -> Found:
+    def look(*folders: Path, limit_s: float = helper.LIMIT_S, **env: object) -> HostGpus:
         made = {"PATH": str(tmp_path), "LD_LIBRARY_PATH": ":".join(map(str, folders))}
         made.update((name, str(value)) for name, value in env.items())
-        asked = gpus.command({"DISTRUN_JOB_ID": "x"})
+        asked = helper.command({"DISTRUN_JOB_ID": "x"})
         assert asked.env[b"DISTRUN_JOB_ID"] == b"x"
         own = {os.fsencode(name): os.fsencode(value) for name, value in made.items()}
-        return gpus.told(commands.run(asked._replace(env=own, limit_s=limit_s)))
+        return helper.told(commands.run(asked._replace(env=own, limit_s=limit_s)))
 
     return look
 
@@ -45,7 +45,7 @@ def look(tmp_path: Path) -> Look:
 def test_the_drivers_library_tells_of_gpus_and_their_instances(look: Look, libraries: Path) -> None:
     found = look(libraries, NVML_GPUS=2)
     gib = 40 << 30
-    assert found == Found(
+    assert found == HostGpus(
         "nvml",
         "550.54.15",
         (Gpu(0, "GPU-0000", "NVIDIA A100", gib), Gpu(1, "GPU-0001", "NVIDIA A100", gib)),
@@ -53,7 +53,7 @@ def test_the_drivers_library_tells_of_gpus_and_their_instances(look: Look, libra
     divided = look(libraries, NVML_GPUS=2, NVML_MIG=1)
     assert divided.names == ("0", "MIG-0010", "MIG-0012", "MIG-0014", "MIG-0016")
     assert look(libraries, NVML_GPUS=3, NVML_FORBIDDEN=0).names == ("0", "1"), "numbers are of those that may be used"
-    assert look(libraries) == Found("nvml", "550.54.15"), "there is a driver, and no GPU"
+    assert look(libraries) == HostGpus("nvml", "550.54.15"), "there is a driver, and no GPU"
 
 
 def test_without_the_library_nvidia_smi_is_asked(look: Look, tmp_path: Path, libraries: Path) -> None:
@@ -67,20 +67,20 @@ def test_without_the_library_nvidia_smi_is_asked(look: Look, tmp_path: Path, lib
 
 
 def test_a_driver_that_tells_nothing_says_why(look: Look, tmp_path: Path, libraries: Path) -> None:
-    assert look() == Found(), "there is none"
+    assert look() == HostGpus(), "there is none"
     mismatch = "libnvidia-ml.so.1: RM has detected an NVML/RM version mismatch."
-    assert look(libraries, NVML_INIT=18) == Found(error=mismatch)
+    assert look(libraries, NVML_INIT=18) == HostGpus(error=mismatch)
     nvidia.smi(tmp_path)
-    assert look(PATH=f"{tmp_path}:/usr/bin:/bin", SMI_SAYS="NVML: mismatch") == Found(error="NVML: mismatch")
+    assert look(PATH=f"{tmp_path}:/usr/bin:/bin", SMI_SAYS="NVML: mismatch") == HostGpus(error="NVML: mismatch")
 
 
 def test_a_driver_that_hangs_is_not_waited_for(look: Look, libraries: Path) -> None:
     found = look(libraries, NVML_HANGS=1, limit_s=0.5)
-    assert found == Found(error=f"NVIDIA's driver did not answer within {gpus.LIMIT_S:g} s")
+    assert found == HostGpus(error=f"NVIDIA's driver did not answer within {helper.LIMIT_S:g} s")
 
 
 def share(
-    found: Found,
+    found: HostGpus,
     ranges: list[tuple[int, int] | None],
     *,
     said: str = "",
@@ -100,7 +100,7 @@ def share(
     inherited = {} if base is None else {b"CUDA_VISIBLE_DEVICES": base.encode()}
     inherited.update((name.encode(), value.encode()) for name, value in env.items() if name != "order")
     made = Share(plan, "d1", "127.0.0.1", {}, "/", "", {}, base=inherited, place="d1", devices=found)
-    return gpus.chosen(made)
+    return helper.chosen(made)
 
 
 def seen(made: Share) -> list[Any]:
@@ -143,16 +143,18 @@ def test_a_value_of_the_users_own_is_left_alone() -> None:
         (FOUR, "", 4, None, "2 workers on d1 with --gpus-per-worker 4 need 8 GPUs, but there are 4 GPUs"),
         (FOUR, "", 2, "1,2", "but there are 2 GPUs (1,2, CUDA_VISIBLE_DEVICES=1,2 of its agent)"),
         (
-            Found(),
+            HostGpus(),
             "",
             1,
             None,
             "nobody says how many GPUs d1 has: neither the library of NVIDIA's driver nor",
         ),
-        (Found(error="mismatch"), "", 1, None, "nobody says how many GPUs d1 has: mismatch"),
+        (HostGpus(error="mismatch"), "", 1, None, "nobody says how many GPUs d1 has: mismatch"),
     ],
 )
-def test_a_host_with_too_few_gpus_is_refused(found: Found, said: str, each: int, base: str | None, text: str) -> None:
+def test_a_host_with_too_few_gpus_is_refused(
+    found: HostGpus, said: str, each: int, base: str | None, text: str
+) -> None:
     with pytest.raises(PreflightFailure) as caught:
         share(found, [(0, each or 1), (each, each or 1)], said=said, each=each, base=base)
     assert text in str(caught.value)
@@ -169,7 +171,7 @@ def test_a_driver_is_not_asked_for_tasks_that_get_no_gpu() -> None:
 
 def test_ready_says_what_was_found() -> None:
     made = share(FOUR, [(0, 1)], each=1, base="3,2")
-    assert gpus.report(made) == {
+    assert helper.report(made) == {
         "how": "nvml",
         "driver": "550",
         "kinds": "4 x of unknown kind",

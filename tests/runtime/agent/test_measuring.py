@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from distrun_runtime.agent import metrics
-from distrun_runtime.agent.measuring import AGAIN_S, TRIES, Hooks, Measuring
+from distrun_runtime.agent.measuring import AGAIN_S, TRIES, Hooks, HostMeasurement
 
 
 class Host:
@@ -21,7 +21,7 @@ class Host:
         self.now = 1000.0
         self.broken = False
         hooks = Hooks(self.say, lambda: True, lambda pid: "", lambda: False)
-        self.measuring = Measuring({}, selectors.SelectSelector(), hooks, lambda: self.now)
+        self.measuring = HostMeasurement({}, selectors.SelectSelector(), hooks, lambda: self.now)
         self.measuring.listen(SimpleNamespace(folder=str(folder)))  # type: ignore[arg-type]
         self.measuring.set_interval(1.0, self.now)
         look = metrics.Metrics._look

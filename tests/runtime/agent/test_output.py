@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distrun_runtime.agent import output
-from distrun_runtime.agent.output import Outlet, StreamSpool
+from distrun_runtime.agent import tasks
+from distrun_runtime.agent.tasks import Outlet, StreamSpool
 
 
 class Rig:
@@ -150,7 +150,7 @@ def test_full_disk_sends_the_stream_to_memory_within_a_bound(tmp_path: Path, mon
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(output.os, "pwrite", full)
+    monkeypatch.setattr(tasks.os, "pwrite", full)
     spool.append(b"in memory")
     assert spool.failure.endswith("No space left on device")
     assert not spool.is_full

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import pytest
 from agentkit import poll
 
-from distrun_runtime.agent.processes import JOB, LINE_LIMIT, Publisher, TaskProcesses, exit_facts, owners
+from distrun_runtime.agent.tasks import JOB, LINE_LIMIT, Publisher, TaskProcesses, exit_facts, owners
 from distrun_runtime.contract.process import Identity, Process
 
 AGENT = 10
@@ -174,15 +174,15 @@ def test_real_time_signal_goes_by_number() -> None:
 def test_children_are_reaped_without_waiting() -> None:
     code = (
         "import subprocess, sys, time\n"
-        "from distrun_runtime.agent import processes\n"
+        "from distrun_runtime.agent import tasks\n"
         "child = subprocess.Popen(['sleep', '600'])\n"
-        "assert list(processes.reaped()) == []\n"
+        "assert list(tasks.reaped()) == []\n"
         "child.kill()\n"
         "found = []\n"
-        "while not found: found = [(pid, status) for pid, status, usage in processes.reaped()]\n"
+        "while not found: found = [(pid, status) for pid, status, usage in tasks.reaped()]\n"
         "assert found == [(child.pid, 9)]\n"
         "child.returncode = 0\n"
-        "assert list(processes.reaped()) == []\n"
+        "assert list(tasks.reaped()) == []\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code])
     poll(lambda: child.poll() is not None, "the child is done")

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from distrun_runtime.agent import procfs
-from distrun_runtime.agent.procfs import LOOK_S, Tasks
-from distrun_runtime.agent.sampling import PsRow
+from distrun_runtime.agent.procfs import LOOK_S, PsRow, Tasks
 from distrun_runtime.contract.process import Identity
 
 TICK = os.sysconf("SC_CLK_TCK")
@@ -211,7 +210,7 @@ def test_the_least_limit_of_memory_counts(tmp_path: Path, proc: Proc, monkeypatc
 
 
 def test_a_host_has_what_its_system_tells(proc: Proc) -> None:
-    assert set(procfs.Host().sample()) == {"cores"}
+    assert set(procfs.HostSampler().sample()) == {"cores"}
     (proc.root / "net").mkdir()
     rows = "".join(
         f"{name}: {n} 1 0 0 0 0 0 0 {n} 1 0 0 0 0 0 0\n" for name, n in (("lo", 1), ("xy0", 20), ("veth7", 3))
@@ -219,7 +218,7 @@ def test_a_host_has_what_its_system_tells(proc: Proc) -> None:
     (proc.root / "net" / "dev").write_text(rows)
     (proc.root / "stat").write_text(f"cpu  {TICK} 0 {TICK} 9 9 0 0 0\n")
     (proc.root / "loadavg").write_text("0.50 0 0 1/2 3\n")
-    found = procfs.Host().sample()
+    found = procfs.HostSampler().sample()
     assert (found["cpu_s"], found["load"], found["net_rx"], found["net_tx"]) == (2, 0.5, 20, 20)
 
 

@@ -58,7 +58,7 @@ def test_record_comes_back() -> None:
 def test_record_of_another_version_is_refused() -> None:
     for broken in (dict(example().to_json(), version=9), {}, [], dict(example().to_json(), tasks=[1])):
         with pytest.raises(ContractError):
-            record.from_json(broken)
+            record.record_from_json(broken)
 
 
 def test_link_in_place_of_the_root_is_not_followed(runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

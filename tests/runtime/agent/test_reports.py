@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distrun_runtime.agent import metrics as frames
-from distrun_runtime.agent.reports import NAMES, TURN, Reports, checked
-from distrun_runtime.contract import metrics, wire
+from distrun_runtime.agent.metrics import NAMES, TURN, Reports, checked
+from distrun_runtime.contract import metrics, session
 from distrun_runtime.contract.metrics import Sender
 
 JSON = st.recursive(
@@ -118,7 +118,7 @@ def test_stacks_are_told_one_by_one(desk: Desk) -> None:
 def test_whatever_a_task_says_can_be_sent_on(kind: str, said: dict[str, Any]) -> None:
     kept = checked(kind, said)
     assert kept is not None or kind == "waiting"
-    wire.encode({"type": "metrics", "tasks": {"worker-0": {kind: kept}}})
+    session.encode({"type": "metrics", "tasks": {"worker-0": {kind: kept}}})
     for name, value in ((kept or {}).get("values") or {}).items():
         assert isinstance(name, str)
         float(value)
@@ -155,7 +155,7 @@ def test_datagrams_are_taken_in_few_turns_before_a_socket_is_full(
     """So many a second, for three seconds of a clock that is made up. The other task's find room anyway."""
     now = [0.0]
     clock = types.SimpleNamespace(monotonic=lambda: now[0], time=time.time)
-    monkeypatch.setattr("distrun_runtime.agent.reports.time", clock)
+    monkeypatch.setattr("distrun_runtime.agent.metrics.time", clock)
     took, missing, steps = 0, 0, 1000
     for at in range(3 * steps):
         now[0] = at / steps

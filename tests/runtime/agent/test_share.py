@@ -10,7 +10,7 @@ import pytest
 
 from distrun_runtime.agent import share as shares
 from distrun_runtime.contract import plan as plans
-from distrun_runtime.contract import wire
+from distrun_runtime.contract import session
 from distrun_runtime.contract.plan import Host, Plan, Task
 from distrun_runtime.errors import ContractError
 
@@ -24,7 +24,7 @@ def header(task_env: dict[str, str] | None = None, **members: object) -> dict[st
     task = Task("worker-0", "worker", 0, "d1", ("x",), "/", task_env or {}, secret_env=("KEY",))
     plan = Plan("j1", "", "local", ("x",), "/", (Host("d1", ports=("jax",)), Host("d2", "127.0.0.1")), (task,))
     whole = {
-        "version": wire.VERSION,
+        "version": session.VERSION,
         "plan": plans.to_json(plan),
         "host": "d1",
         "token": "t",

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from distrun_runtime.agent import stacks
-from distrun_runtime.agent.stacks import Answer, Stacks
+from distrun_runtime.agent.stacks import StackAnswer, StackReader
 from distrun_runtime.contract import process
 from distrun_runtime.contract.process import Identity
 
@@ -69,8 +69,8 @@ class Rig:
         self.folder = folder
         self.tasks: dict[str, Any] = {}
         self.selector = selectors.PollSelector()
-        self.stacks = Stacks(str(folder), self.tasks, self.selector)
-        self.answers: list[Answer] = []
+        self.stacks = StackReader(str(folder), self.tasks, self.selector)
+        self.answers: list[StackAnswer] = []
 
     def start(self, *argv: str, path: str = os.defpath) -> Task:
         made = self.tasks["worker-0"] = Task(*argv, path=path)
@@ -85,7 +85,7 @@ class Rig:
         told = {"pid": task.leader.pid, "start": task.leader.start, "how": "sigurg", "path": "ignored", **changes}
         self.stacks.heard("worker-0", told)
 
-    def ask(self) -> Answer:
+    def ask(self) -> StackAnswer:
         """Ask, and run the loop until there is an answer."""
         self.stacks.ask("worker-0", self.answers.append)
         until = time.monotonic() + LIMIT_S
@@ -164,7 +164,7 @@ def test_py_spy_is_asked_first(rig: Rig) -> None:
     task = rig.python(OFFERS, path=path)
     rig.offer(task)
     found = rig.ask()
-    assert found == Answer("worker-0", "stacks: dump --nonblocking --pid %d" % task.leader.pid, "py-spy")
+    assert found == StackAnswer("worker-0", "stacks: dump --nonblocking --pid %d" % task.leader.pid, "py-spy")
 
 
 @pytest.mark.parametrize("text", ["echo Permission denied >&2; exit 1", "exec sleep 1000", "exit 0"])
@@ -207,9 +207,9 @@ def test_a_file_that_is_none_is_not_read_and_nothing_is_signalled(rig: Rig, make
 def test_who_has_ended_or_is_elsewhere_is_told_so(rig: Rig) -> None:
     task = rig.start("sleep", "1000")
     task.is_reaped = True
-    assert rig.ask() == Answer("worker-0", error="worker-0 has ended")
+    assert rig.ask() == StackAnswer("worker-0", error="worker-0 has ended")
     rig.stacks.ask("worker-9", rig.answers.append)
-    assert rig.answers.pop() == Answer("worker-9", error="worker-9 does not run on this host")
+    assert rig.answers.pop() == StackAnswer("worker-9", error="worker-9 does not run on this host")
 
 
 def test_of_odd_datagrams_nothing_is_kept(rig: Rig) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from agentkit import HOST, WAIT_S, AgentDriver, agent, new_job, poll, python, shell
 
-from distrun_runtime.agent import query, record, sweep
+from distrun_runtime.agent import query, record, stopping
 from distrun_runtime.contract import process
 from distrun_runtime.contract.plan import Limits
 from distrun_runtime.errors import ContractError
@@ -191,7 +191,7 @@ def test_sweep_and_sweeps_end_what_was_left() -> None:
             assert driver.leftovers() == []
     finally:
         for driver in drivers:
-            sweep.sweep(driver.job, 0.0)
+            stopping.sweep(driver.job, 0.0)
             driver.close_input()
             assert driver.child.stdout is not None
             driver.child.stdout.close()
@@ -199,8 +199,8 @@ def test_sweep_and_sweeps_end_what_was_left() -> None:
 
 def test_without_a_grace_time_each_job_has_the_one_that_it_was_launched_with(monkeypatch: pytest.MonkeyPatch) -> None:
     graces: list[float] = []
-    end_all = sweep.end_all
-    monkeypatch.setattr(sweep, "end_all", lambda find, grace_s: (graces.append(grace_s), end_all(find, grace_s))[1])
+    end_all = stopping.end_all
+    monkeypatch.setattr(stopping, "end_all", lambda find, grace_s: (graces.append(grace_s), end_all(find, grace_s))[1])
     with agent(shell("echo ready; exec sleep 600"), limits=Limits(grace_s=4.5)) as driver:
         running(driver)
         freeze_and_kill(driver)
@@ -258,7 +258,7 @@ def test_a_pattern_finds_and_ends_what_it_means_and_nothing_else() -> None:
 def test_no_pattern_means_us_those_above_us_agents_or_the_first_process() -> None:
     with agent(python("import time; print('up', flush=True); time.sleep(600)")) as driver:
         running(driver)
-        pids = {row.pid for row in sweep.matching(process.table(), re.compile(""), set())}
+        pids = {row.pid for row in stopping.matching(process.table(), re.compile(""), set())}
         spared = {1, os.getpid(), *process.ancestors(os.getpid()), driver.child.pid, driver.agent_pid()}
         assert not pids & spared
         assert pids
@@ -277,7 +277,7 @@ def test_no_pattern_means_us_those_above_us_agents_or_the_first_process() -> Non
     ],
 )
 def test_the_ssh_daemon_is_known(command: str, is_daemon: bool) -> None:
-    assert sweep.is_daemon(command) is is_daemon
+    assert stopping.is_daemon(command) is is_daemon
 
 
 def test_what_is_no_pattern_is_refused() -> None:
@@ -290,7 +290,7 @@ def test_what_is_no_pattern_is_refused() -> None:
 
 @pytest.mark.parametrize("start", ["", "proc:x:y", "ps:", "other:1"])
 def test_a_start_that_tells_nothing_gives_no_age(start: str) -> None:
-    assert sweep.age_s(start) is None
+    assert stopping.age_s(start) is None
 
 
 @pytest.mark.parametrize("way", ["", pytest.param("1", marks=[pytest.mark.portable, pytest.mark.slow])])
@@ -316,5 +316,5 @@ def test_jobs_of_two_stores_by_one_id_are_told_apart_and_ended_apart(way: str, m
         (other,) = [each for each in query.answer("survey", {})["jobs"] if each["job"] == id_]
         assert other["nonce"] == "b" * 16
         assert {row["task"] for row in other["processes"]} == {"worker-0"}
-        assert sweep.sweep(id_, 0.1).ended == (), "without its nonce it is another job"
-        assert len(sweep.sweep(id_, 1.0, "b" * 16).ended) >= 2
+        assert stopping.sweep(id_, 0.1).ended == (), "without its nonce it is another job"
+        assert len(stopping.sweep(id_, 1.0, "b" * 16).ended) >= 2

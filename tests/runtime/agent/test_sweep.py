@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from agentkit import poll
 
-from distrun_runtime.agent import record, sweep
+from distrun_runtime.agent import record, stopping
 from distrun_runtime.agent.record import Record
 from distrun_runtime.contract import process
 from distrun_runtime.contract.process import Identity, Process
@@ -36,7 +36,7 @@ def start(script: str, job: str = "") -> tuple[subprocess.Popen[bytes], Process]
 def test_marked_processes_and_their_children_are_ended_and_reported(job: str) -> None:
     child, row = start("env -i sleep 600 & echo; wait", job)
     poll(lambda: len(process.descendants([child.pid])) == 1, "it has its child")
-    report = sweep.sweep(job, 60.0)
+    report = stopping.sweep(job, 60.0)
     assert child.wait(60) == -signal.SIGTERM
     assert report.left == ()
     assert row.pid in {pid for pid, _ in report.ended}
@@ -44,7 +44,7 @@ def test_marked_processes_and_their_children_are_ended_and_reported(job: str) ->
 
 
 def test_nothing_to_end_is_no_error(job: str) -> None:
-    report = sweep.sweep(job, 0.1)
+    report = stopping.sweep(job, 0.1)
     assert (report.ended, report.left, report.folders) == ((), (), ())
 
 
@@ -53,9 +53,9 @@ def test_the_control_socket_of_a_dead_coordinator_goes_and_that_of_a_living_one_
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
         listening.listen()
-        sweep.sweep(job, 0.1)
+        stopping.sweep(job, 0.1)
         assert path.is_socket()
-    sweep.sweep(job, 0.1)
+    stopping.sweep(job, 0.1)
     assert not path.exists()
 
 
@@ -65,7 +65,7 @@ def test_recorded_leader_must_still_be_that_very_process() -> None:
         stale = Identity(row.pid, row.start + "1")
         for leader, expected in ((stale, set()), (row.identity, {row.pid})):
             record = Record("j", "h", GONE, GONE, 1.0, (("worker-0", leader),))
-            found = sweep.belongings([record], {"DISTRUN_JOB_ID": "no-such-job"})
+            found = stopping.belongings([record], {"DISTRUN_JOB_ID": "no-such-job"})
             assert {each.pid for each in found if each.pid == row.pid} == expected
     finally:
         child.kill()
@@ -76,13 +76,13 @@ def test_neither_we_nor_our_ancestors_are_ever_found() -> None:
     me = process.identity(os.getpid())
     parent = process.identity(os.getppid())
     record = Record("j", "h", GONE, GONE, 1.0, (("worker-0", parent), ("worker-1", me)), (me, parent))
-    found = {each.pid for each in sweep.belongings([record], {"DISTRUN_JOB_ID": "no-such-job"})}
+    found = {each.pid for each in stopping.belongings([record], {"DISTRUN_JOB_ID": "no-such-job"})}
     assert not {me.pid, parent.pid} & found
 
 
 def test_what_will_not_die_is_left_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "GIVE_UP_S", 0.2)
+    monkeypatch.setattr(stopping, "GIVE_UP_S", 0.2)
     immortal = Process(2**22 + 7, 1, 5, 5, "proc:x:2", "D")
-    signalled, left = sweep.end_all(lambda: [immortal], 0.1)
+    signalled, left = stopping.end_all(lambda: [immortal], 0.1)
     assert left == [immortal]
     assert list(signalled) == [immortal.identity]

@@ -21,7 +21,7 @@ from distrun_runtime.arrays import foreign
 from distrun_runtime.arrays.borrowing import Borrowed, Borrowing, Keeper, Loan
 from distrun_runtime.arrays.cuda import Cuda, CudaError, Stream
 from distrun_runtime.arrays.gpu_devices import Gpus
-from distrun_runtime.arrays.queues import Order, Queue, Uses
+from distrun_runtime.arrays.queues import StreamOrdering, StreamQueue, Uses
 from distrun_runtime.errors import KVError, StoreClosed
 
 SEEDS = pytest.mark.parametrize("seed", range(4))
@@ -195,7 +195,7 @@ def test_an_array_may_be_used_or_dropped_as_soon_as_the_call_returns(
 
 
 def no_wait_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Order, "note_program_use", lambda *_: None)
+    monkeypatch.setattr(StreamOrdering, "note_program_use", lambda *_: None)
 
 
 def no_wait_after(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ def no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_reference_until_nothing_of_ours_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Order, "marks", lambda self, uses: [])
+    monkeypatch.setattr(StreamOrdering, "marks", lambda self, uses: [])
 
 
 def only_the_stream_of_the_beginning_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,11 +247,11 @@ def without(method: Any, owner: Any, name: str, careless: Any) -> Any:
 
 
 def the_stream_that_was_given_is_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    using = Order.using
+    using = StreamOrdering.using
     monkeypatch.setattr(
         Borrowing,
         "value",
-        without(Borrowing.value, Order, "using", lambda self, queue, writes: using(self, queue)),
+        without(Borrowing.value, StreamOrdering, "using", lambda self, queue, writes: using(self, queue)),
     )
 
 
@@ -315,9 +315,9 @@ def test_the_callers_stream_is_never_ended(world: Make) -> None:
 
 def test_a_new_stream_with_the_handle_of_an_old_one_is_not_taken_to_have_waited() -> None:
     cuda = Cuda(StandIn(1))
-    order = Order(cuda, wait_s=60)
+    order = StreamOrdering(cuda, wait_s=60)
     one, other = order.queue(0), order.queue(0)
-    theirs = Queue(cuda.stream(0), cuda.event(0), is_ours=False)
+    theirs = StreamQueue(cuda.stream(0), cuda.event(0), is_ours=False)
     pointer, mine, lent = cuda.alloc(0, 8), Uses(), Uses()
     with order.using(one, writes=[mine]):
         cuda.fill(pointer, 1, 8, one.stream)
@@ -383,7 +383,7 @@ def borrowed(borrowing: Borrowing, owner: object, address: int = 0x1000) -> Borr
     return Borrowed(view, borrowing.keeper)
 
 
-def used(borrowing: Borrowing, queue: Queue, memory: Borrowed) -> None:
+def used(borrowing: Borrowing, queue: StreamQueue, memory: Borrowed) -> None:
     with borrowing.order.using(queue, reads=[memory.uses]):
         borrowing.order.cuda.record(borrowing.order.cuda.event(0), queue.stream)
 

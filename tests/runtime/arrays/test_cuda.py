@@ -11,12 +11,7 @@ import pytest
 from children import exit_code_of
 from cudastandin import StandIn
 
-from distrun_runtime.arrays.cuda import (
-    Cuda,
-    CudaError,
-    CudaOutOfMemory,
-    Host,
-)
+from distrun_runtime.arrays.cuda import Cuda, CudaError, CudaOutOfMemory, HostMemory
 from distrun_runtime.errors import KVError, StoreClosed
 
 
@@ -106,7 +101,7 @@ def test_any_call_can_fail(name: str) -> None:
         "wait": lambda: cuda.wait(stream, event),
         "query": lambda: cuda.query(event),
         "synchronize": lambda: cuda.synchronize(event),
-        "register": lambda: cuda.register(Host(memory.ctypes.data, 8)),
+        "register": lambda: cuda.register(HostMemory(memory.ctypes.data, 8)),
     }
     standin.fail(name, code=719)
     with pytest.raises(CudaError, match="%s.* failed: cudaErrorLaunchFailure" % name):

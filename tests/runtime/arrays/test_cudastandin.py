@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from cudastandin import ASKS_BEFORE_DONE, Mistake, StandIn, outside_of_locks
 
-from distrun_runtime.arrays.cuda import Cuda, CudaError, Host, Pointer, Read, Table, Update, Write
-from distrun_runtime.arrays.programs import Access, Kernel, Parameter, Program
-from distrun_runtime.arrays.queues import Order
+from distrun_runtime.arrays.cuda import Cuda, CudaError, HostMemory, Pointer, Read, Table, Update, Write
+from distrun_runtime.arrays.programs import Access, Kernel, KernelParameter, Program
+from distrun_runtime.arrays.queues import StreamOrdering
 from distrun_runtime.arrays.segments import address_of
 
 F32 = "f32"
@@ -21,15 +21,15 @@ PROGRAM = Program(
     "test",
     "",
     (
-        Kernel("add", (Parameter("part", F32, Access.READ), Parameter("into", F32, Access.UPDATE))),
-        Kernel("wrong", (Parameter("part", F32, Access.READ), Parameter("into", F32, Access.READ))),
-        Kernel("half", (Parameter("out", F32, Access.WRITE),)),
+        Kernel("add", (KernelParameter("part", F32, Access.READ), KernelParameter("into", F32, Access.UPDATE))),
+        Kernel("wrong", (KernelParameter("part", F32, Access.READ), KernelParameter("into", F32, Access.READ))),
+        Kernel("half", (KernelParameter("out", F32, Access.WRITE),)),
         Kernel(
             "sum",
             (
-                Parameter("parts", F32, Access.TABLE),
-                Parameter("out", F32, Access.WRITE),
-                Parameter("number", "i32", Access.SCALAR),
+                KernelParameter("parts", F32, Access.TABLE),
+                KernelParameter("out", F32, Access.WRITE),
+                KernelParameter("number", "i32", Access.SCALAR),
             ),
         ),
     ),
@@ -68,12 +68,12 @@ class Bench:
         self.one, self.other = self.cuda.stream(0), self.cuda.stream(0)
         self.event = self.cuda.event(0)
         self.memory = np.zeros(4 * N, np.float32)
-        self.host = Host(address_of(self.memory), self.memory.nbytes)
+        self.host = HostMemory(address_of(self.memory), self.memory.nbytes)
         self.cuda.register(self.host)
         self.a, self.b = self.cuda.alloc(0, BYTES), self.cuda.alloc(0, BYTES)
         self.loaded = self.cuda.load(PROGRAM, 0)
 
-    def part(self, index: int) -> Host:
+    def part(self, index: int) -> HostMemory:
         return self.host.at(index * BYTES, BYTES)
 
     def values(self, index: int) -> np.ndarray[Any, Any]:
@@ -231,9 +231,9 @@ def test_host_memory_is_nan_until_a_copy_to_it_is_done() -> None:
 def test_copies_of_pageable_memory_do_not_outlive_the_call() -> None:
     bench = Bench()
     memory = np.full(N, 5, np.float32)
-    bench.cuda.copy(bench.a, Host(address_of(memory), BYTES), BYTES, bench.one)
+    bench.cuda.copy(bench.a, HostMemory(address_of(memory), BYTES), BYTES, bench.one)
     memory[...] = 0
-    bench.cuda.copy(Host(address_of(memory), BYTES), bench.a, BYTES, bench.one)
+    bench.cuda.copy(HostMemory(address_of(memory), BYTES), bench.a, BYTES, bench.one)
     assert memory.tolist() == [5.0] * N
     bench.cuda.free(bench.a)  # the host knows by the call's return
 
@@ -278,7 +278,7 @@ def test_a_table_has_to_be_in_memory_before_the_kernel_reads_it(seed: int) -> No
     cuda.copy(bench.a, bench.part(0), BYTES, bench.one)
     cuda.copy(bench.b, bench.part(1), BYTES, bench.one)
     addresses = np.array([bench.a.address, bench.b.address], np.uint64)
-    cuda.copy(table, Host(address_of(addresses), 16), 16, bench.one)
+    cuda.copy(table, HostMemory(address_of(addresses), 16), 16, bench.one)
     entries = (Read(bench.a, BYTES), Read(bench.b, BYTES))
     cuda.launch(bench.loaded, "sum", [Table(table, entries), Write(out, BYTES), np.int32(2)], N, bench.one)
     bench.standin.finish()
@@ -294,20 +294,20 @@ def test_a_table_has_to_be_in_memory_before_the_kernel_reads_it(seed: int) -> No
     [
         ("alloc", lambda it: it.cuda.alloc(0, 8)),
         ("free", lambda it: it.cuda.free(it.a)),
-        ("register", lambda it: it.cuda.register(Host(address_of(np.zeros(8)), 64))),
+        ("register", lambda it: it.cuda.register(HostMemory(address_of(np.zeros(8)), 64))),
         ("unregister", lambda it: it.cuda.unregister(it.host)),
         ("load", lambda it: it.cuda.load(PROGRAM, 0)),
         ("synchronize", lambda it: it.cuda.synchronize(it.event)),
         ("enable_peer", lambda it: it.cuda.enable_peer(0, 0)),
-        ("copy in", lambda it: it.cuda.copy(it.a, Host(address_of(np.zeros(8)), 8), 8, it.one)),
-        ("copy out", lambda it: it.cuda.copy(Host(address_of(np.zeros(8)), 8), it.a, 8, it.one)),
+        ("copy in", lambda it: it.cuda.copy(it.a, HostMemory(address_of(np.zeros(8)), 8), 8, it.one)),
+        ("copy out", lambda it: it.cuda.copy(HostMemory(address_of(np.zeros(8)), 8), it.a, 8, it.one)),
     ],
 )
 def test_what_may_take_long_is_a_mistake_while_the_thread_holds_the_lock_of_an_order(
     name: str, made: Callable[[Bench], object]
 ) -> None:
     bench = Bench()
-    order = Order(bench.cuda, wait_s=60)
+    order = StreamOrdering(bench.cuda, wait_s=60)
     with order.locked():
         bench.cuda.fill(bench.a, 0, BYTES, bench.one)
         with ThreadPoolExecutor(1) as thread:  # another thread holds nothing

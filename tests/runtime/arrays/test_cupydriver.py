@@ -27,7 +27,7 @@ from distrun_runtime.arrays.cuda import (
     CudaMissing,
     CudaOutOfMemory,
     Event,
-    Host,
+    HostMemory,
     Pointer,
     ProgramError,
     Properties,
@@ -37,7 +37,7 @@ from distrun_runtime.arrays.cuda import (
     Update,
     Write,
 )
-from distrun_runtime.arrays.programs import OPTIONS, Access, Kernel, Parameter, Program
+from distrun_runtime.arrays.programs import OPTIONS, Access, Kernel, KernelParameter, Program
 from distrun_runtime.errors import StoreClosed
 
 
@@ -122,7 +122,7 @@ PROGRAM = Program(
     "sums",
     "KERNEL add() {}",
     (
-        Kernel("add", tuple(Parameter(name, "f32", Access.READ) for name in "abcd")),
+        Kernel("add", tuple(KernelParameter(name, "f32", Access.READ) for name in "abcd")),
         Kernel("other", ()),
     ),
 )
@@ -145,7 +145,7 @@ def test_every_call_has_cupys_arguments_and_the_right_current_device(cupy: FakeC
     cuda = cupydriver.open_cupy()
     assert made(cupy) == [("getDeviceCount", 0)]
     far, near = Pointer(0x1000, 1, 64), Pointer(0x2000, 0, 64)
-    host, stream, event = Host(0x3000, 64), Stream(1, 77), Event(1, 88)
+    host, stream, event = HostMemory(0x3000, 64), Stream(1, 77), Event(1, 88)
     cupy.answers.update(streamCreateWithFlags=5, eventCreateWithFlags=6, deviceCanAccessPeer=1)
     assert cuda.memory(1) == (3, 10)
     assert cuda.alloc(1, 64) == far
@@ -189,7 +189,7 @@ def test_every_call_has_cupys_arguments_and_the_right_current_device(cupy: FakeC
 
 
 def test_read_only_memory_is_registered_where_a_gpu_can_that(cupy: FakeCupy) -> None:
-    cuda, host = cupydriver.open_cupy(), Host(0x3000, 64)
+    cuda, host = cupydriver.open_cupy(), HostMemory(0x3000, 64)
     stream = cuda.stream(1)  # a device that is in use: no context is made on another one
     made(cupy)
     cupy.answers["deviceGetAttribute"] = 1
@@ -227,7 +227,7 @@ def test_the_current_device_of_the_thread_stays_what_it_was(cupy: FakeCupy) -> N
 
 
 def every_call(cuda: Cuda, device: int) -> None:
-    place, host = cuda.alloc(device, 64), Host(0x3000, 64)
+    place, host = cuda.alloc(device, 64), HostMemory(0x3000, 64)
     stream, event = cuda.stream(device), cuda.event(device)
     cuda.register(host, is_readonly=True)
     cuda.copy(place, host, 64, stream)

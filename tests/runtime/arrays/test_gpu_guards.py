@@ -22,7 +22,7 @@ from distrun_runtime.arrays import gpu, gpucodecs, gpumemory, queues
 from distrun_runtime.arrays.cuda import Driver, Event
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 from distrun_runtime.arrays.gpumemory import GpuPool, Memory, Staging
-from distrun_runtime.arrays.queues import Mark, Order, Queue, Uses
+from distrun_runtime.arrays.queues import Mark, StreamOrdering, StreamQueue, Uses
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 
@@ -174,27 +174,31 @@ def sites() -> list[tuple[str, str, int]]:
 def test_no_use_of_memory_can_be_left_untold(
     monkeypatch: pytest.MonkeyPatch, function: str, kind: str, place: int
 ) -> None:
-    using = Order.using
+    using = StreamOrdering.using
 
-    def told(self: Order, queue: Queue, reads: Sequence[Uses] = (), writes: Sequence[Uses] = (), **how: bool) -> Any:
+    def told(
+        self: StreamOrdering, queue: StreamQueue, reads: Sequence[Uses] = (), writes: Sequence[Uses] = (), **how: bool
+    ) -> Any:
         given = {"reads": list(reads), "writes": list(writes)}
         if function_of(sys._getframe(1)) == function and -len(given[kind]) <= place < len(given[kind]):
             del given[kind][place]
         return using(self, queue, given["reads"], given["writes"], **how)
 
-    monkeypatch.setattr(Order, "using", told)
+    monkeypatch.setattr(StreamOrdering, "using", told)
     assert any(is_found(history) for history in HISTORIES.values())
 
 
 def test_all_places_that_tell_uses_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    using, seen = Order.using, set()
+    using, seen = StreamOrdering.using, set()
 
-    def told(self: Order, queue: Queue, reads: Sequence[Uses] = (), writes: Sequence[Uses] = (), **how: bool) -> Any:
+    def told(
+        self: StreamOrdering, queue: StreamQueue, reads: Sequence[Uses] = (), writes: Sequence[Uses] = (), **how: bool
+    ) -> Any:
         name = function_of(sys._getframe(1))
         seen.update((name, kind) for kind, uses in (("reads", reads), ("writes", writes)) if uses)
         return using(self, queue, reads, writes, **how)
 
-    monkeypatch.setattr(Order, "using", told)
+    monkeypatch.setattr(StreamOrdering, "using", told)
     for history in HISTORIES.values():
         run(history)
     assert seen == {(function, kind) for function, kind, _ in sites()}
@@ -203,11 +207,11 @@ def test_all_places_that_tell_uses_are_tried(monkeypatch: pytest.MonkeyPatch) ->
 # Guards in the code
 
 
-def nothing_is_read_before(self: Uses) -> Iterator[tuple[Queue, int]]:
+def nothing_is_read_before(self: Uses) -> Iterator[tuple[StreamQueue, int]]:
     return iter(())
 
 
-def readers_are_forgotten(self: Uses) -> Iterator[tuple[Queue, int]]:
+def readers_are_forgotten(self: Uses) -> Iterator[tuple[StreamQueue, int]]:
     return self.before_reading()
 
 
@@ -221,15 +225,15 @@ def the_memory_is_not_kept(self: GpuArray, device: Any, memory: Memory, *rest: A
     TRUE["array"](self, device, weak, *rest)
 
 
-def nothing_is_over_before_it_is_freed(self: Order, uses: Uses, *, writes: bool) -> None:
+def nothing_is_over_before_it_is_freed(self: StreamOrdering, uses: Uses, *, writes: bool) -> None:
     pass
 
 
-def a_mark_is_not_waited_for(self: Order, mark: Mark) -> None:
+def a_mark_is_not_waited_for(self: StreamOrdering, mark: Mark) -> None:
     pass
 
 
-def more_is_known_than_was_waited_for(counts: dict[Queue, int], others: dict[Queue, int]) -> None:
+def more_is_known_than_was_waited_for(counts: dict[StreamQueue, int], others: dict[StreamQueue, int]) -> None:
     counts.update((queue, queue.count + 1) for queue in others)
 
 
@@ -243,9 +247,9 @@ TRUE: dict[str, Any] = {"memory": Memory.__init__, "array": GpuArray.__init__}
         (Uses, "before_writing", readers_are_forgotten),
         (Memory, "__init__", a_block_forgets_its_uses),
         (GpuArray, "__init__", the_memory_is_not_kept),
-        (Order, "finish_uses", nothing_is_over_before_it_is_freed),
-        (Order, "finish", a_mark_is_not_waited_for),
-        (sys.modules[Order.__module__], "_raise_counts", more_is_known_than_was_waited_for),
+        (StreamOrdering, "finish_uses", nothing_is_over_before_it_is_freed),
+        (StreamOrdering, "finish", a_mark_is_not_waited_for),
+        (sys.modules[StreamOrdering.__module__], "_raise_counts", more_is_known_than_was_waited_for),
     ],
 )
 def test_no_guard_can_be_careless(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, careless: Any) -> None:

@@ -167,7 +167,7 @@ def test_steps_of_rules_have_the_bytes_of_the_cpus(gpus: Gpus, length: int, dtyp
             same(device.host(mine[fuse.STATE % each.name]), state[each.name], "%s: %s" % (rule.name, each.name))
 
 
-def launch(device: GpuDevice, step: fuse.Step, arrays: dict[str, GpuArray], length: int) -> None:
+def launch(device: GpuDevice, step: fuse.FusedStep, arrays: dict[str, GpuArray], length: int) -> None:
     used = [each for each in step.kernel.parameters if each.access is not Access.SCALAR]
     reads = [arrays[each.name] for each in used if each.access is not Access.WRITE]
     writes = [arrays[each.name] for each in used if each.access is not Access.READ]

@@ -248,7 +248,8 @@ def test_a_child_that_is_forked_while_a_block_is_page_locked_makes_no_call_and_w
 
 def test_a_process_that_uses_no_gpu_loads_nothing_for_its_blocks() -> None:
     code = (
-        "import sys, numpy\nfrom distrun_runtime.arrays.segments import Pool\nimport distrun_runtime.transport.bulk\n"
+        "import sys, numpy\nfrom distrun_runtime.arrays.segments import Pool\n"
+        "import distrun_runtime.transport.host_paths\n"
         "Pool().empty((3,), numpy.dtype('f4'))\nprint(*sys.modules)"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from distrun_runtime.arrays import dtypes, programs
 from distrun_runtime.arrays.cpu import CpuDevice
 from distrun_runtime.arrays.dtypes import BFLOAT16, DType
-from distrun_runtime.arrays.programs import FEW, SUMS, Access, Kernel, Parameter, program
+from distrun_runtime.arrays.programs import FEW, SUMS, Access, Kernel, KernelParameter, program
 
 Array = npt.NDArray[Any]
 
@@ -241,10 +241,10 @@ LIMITS = [
 @pytest.mark.parametrize("kind", ["f32", "f64"])
 def test_the_preludes_functions_are_numpys(kind: str) -> None:
     dtype = DTYPES[kind]
-    arrays = [Parameter("a", kind, Access.READ), Parameter("b", kind, Access.READ)]
+    arrays = [KernelParameter("a", kind, Access.READ), KernelParameter("b", kind, Access.READ)]
     out, limits = (
-        Parameter("out", kind, Access.WRITE),
-        [Parameter(name, kind, Access.SCALAR) for name in ("low", "high")],
+        KernelParameter("out", kind, Access.WRITE),
+        [KernelParameter(name, kind, Access.SCALAR) for name in ("low", "high")],
     )
     calls = {**dict.fromkeys(NUMPYS, "a[i]"), **dict.fromkeys(NUMPYS_OF_TWO, "a[i], b[i]"), "clip": "a[i], low, high"}
     functions = [
@@ -273,17 +273,17 @@ def test_a_kernel_declares_what_it_takes() -> None:
     kernel = Kernel(
         "name",
         (
-            Parameter("a", "f16", Access.READ),
-            Parameter("b", "f32", Access.UPDATE),
-            Parameter("c", "f64", Access.TABLE),
-            Parameter("d", "i32", Access.SCALAR),
+            KernelParameter("a", "f16", Access.READ),
+            KernelParameter("b", "f32", Access.UPDATE),
+            KernelParameter("c", "f64", Access.TABLE),
+            KernelParameter("d", "i32", Access.SCALAR),
         ),
     )
     assert kernel.head() == "KERNEL name(const f16 *a, f32 *b, const u64 *c, i32 d, i64 n)"
 
 
 def test_programs_of_the_same_source_have_the_same_key() -> None:
-    kernel = Kernel("one", (Parameter("a", "f32", Access.WRITE),))
+    kernel = Kernel("one", (KernelParameter("a", "f32", Access.WRITE),))
     one, other = (program("any", [(kernel, "    EACH (i, n)\n        a[i] = %d;" % value)]) for value in (1, 2))
     assert one.key == program("any", [(kernel, "    EACH (i, n)\n        a[i] = 1;")]).key
     assert one.key != other.key

@@ -8,7 +8,7 @@ import nvrtc
 import pytest
 
 from distrun_runtime.arrays import programs
-from distrun_runtime.arrays.programs import FEW, SUMS, Access, Kernel, Parameter, program
+from distrun_runtime.arrays.programs import FEW, SUMS, Access, Kernel, KernelParameter, program
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(300)]
 
@@ -60,7 +60,9 @@ def check_arithmetic(assembly: str) -> None:
 
 
 def test_the_options_keep_subnormal_numbers_and_round_each_operation() -> None:
-    a, b, out = (Parameter(name, "f32", Access.READ if name != "out" else Access.WRITE) for name in ("a", "b", "out"))
+    a, b, out = (
+        KernelParameter(name, "f32", Access.READ if name != "out" else Access.WRITE) for name in ("a", "b", "out")
+    )
     body = "    EACH (i, n)\n        out[i] = root(a[i] * b[i] + a[i]) / b[i];"
     _, assembly = nvrtc.compile(program("all", [(Kernel("all", (a, b, out)), body)]), 80)
     check_arithmetic(assembly)

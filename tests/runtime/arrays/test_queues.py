@@ -20,7 +20,7 @@ from gpukit import Machine, gpus_of_process
 
 from distrun_runtime.arrays import cupydriver, find, queues
 from distrun_runtime.arrays.cuda import Cuda, CudaError, CudaTimedOut, Event, Stream
-from distrun_runtime.arrays.queues import Order
+from distrun_runtime.arrays.queues import StreamOrdering
 from distrun_runtime.errors import StoreClosed
 
 F32 = np.dtype(np.float32)
@@ -67,11 +67,11 @@ class Bench:
         self.standin = StandIn(1)
         self.driver = Slow(self.standin)
         self.cuda = Cuda(self.driver)
-        self.order = Order(self.cuda, wait_s=wait_s)
+        self.order = StreamOrdering(self.cuda, wait_s=wait_s)
         self.memory = self.cuda.alloc(0, 8)
         self.one, self.other = self.order.queue(0, "copies out"), self.order.queue(0, "kernels")
 
-    def work(self, queue: queues.Queue) -> queues.Mark:
+    def work(self, queue: queues.StreamQueue) -> queues.Mark:
         with self.order.using(queue):
             self.cuda.fill(self.memory.at(4 * (queue is self.one), 4), 7, 4, queue.stream)
         return self.order.mark(queue)

@@ -8,7 +8,7 @@ import pytest
 
 from distrun_runtime.contract import control
 from distrun_runtime.contract.control import Conversation, Refusal
-from distrun_runtime.contract.wire import Frame
+from distrun_runtime.contract.session import Frame
 
 HELLO = {"type": "hello", "version": [1, 0]}
 

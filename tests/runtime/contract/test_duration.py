@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from distrun_runtime.contract.duration import duration, time_of_day
+from distrun_runtime.contract.facts import duration, time_of_day
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import NoReturn
 import pytest
 
 from distrun_runtime.contract import folder
-from distrun_runtime.contract.folder import Unfit, prepare
+from distrun_runtime.contract.folder import FolderUnfit, prepare
 
 MALLORY = 64321
 """A user id, and a group's, that nobody here has."""
@@ -29,8 +29,8 @@ def umask() -> Iterator[None]:
     os.umask(before)
 
 
-def refused(path: Path | str, **more: object) -> Unfit:
-    with pytest.raises(Unfit) as caught:
+def refused(path: Path | str, **more: object) -> FolderUnfit:
+    with pytest.raises(FolderUnfit) as caught:
         prepare(str(path), " on d2", **more)  # type: ignore[arg-type]
     assert caught.value.kind == "folder"
     return caught.value

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distrun_runtime.contract import gpus
-from distrun_runtime.contract.gpus import Found, Gpu, Unfit, View
+from distrun_runtime.contract.gpus import Gpu, GpusUnfit, HostGpus, View
 
-NONE = Found()
-FOUR = Found("nvml", "550", tuple(Gpu(number, f"GPU-{number}abc", "H100", 80 << 30) for number in range(4)))
-MIG = Found("smi", "550", (Gpu(0, "GPU-0", instances=("MIG-a", "MIG-b")), Gpu(1, "GPU-1"), Gpu(2, instances=())))
+NONE = HostGpus()
+FOUR = HostGpus("nvml", "550", tuple(Gpu(number, f"GPU-{number}abc", "H100", 80 << 30) for number in range(4)))
+MIG = HostGpus("smi", "550", (Gpu(0, "GPU-0", instances=("MIG-a", "MIG-b")), Gpu(1, "GPU-1"), Gpu(2, instances=())))
 
 
 def test_the_device_of_a_server_has_one_spelling() -> None:
@@ -58,7 +58,7 @@ def test_the_device_of_a_server_has_one_spelling() -> None:
     ],
 )
 def test_what_is_there_is_narrowed_to_what_the_hosts_file_says(
-    said: str, inherited: str | None, found: Found, seen: str
+    said: str, inherited: str | None, found: HostGpus, seen: str
 ) -> None:
     assert ",".join(gpus.view(said, inherited, found, "d1").names) == seen
 
@@ -68,7 +68,7 @@ def test_what_is_there_is_narrowed_to_what_the_hosts_file_says(
     [
         ("8", None, FOUR, "gpus=8 for d1 (hosts:3), but there are 4 GPUs (0,1,2,3, NVIDIA's driver 550)"),
         ("0,4", None, FOUR, "gpus=0,4 for d1 (hosts:3), but there are 4 GPUs (0,1,2,3, NVIDIA's driver 550)"),
-        ("1", None, Found("smi", "550"), "gpus=1 for d1 (hosts:3), but there is no GPU (NVIDIA's driver 550)"),
+        ("1", None, HostGpus("smi", "550"), "gpus=1 for d1 (hosts:3), but there is no GPU (NVIDIA's driver 550)"),
         (
             "4",
             "2,3",
@@ -80,9 +80,9 @@ def test_what_is_there_is_narrowed_to_what_the_hosts_file_says(
     ],
 )
 def test_a_host_that_has_not_what_the_hosts_file_says_is_refused_with_expected_and_found(
-    said: str, inherited: str | None, found: Found, text: str
+    said: str, inherited: str | None, found: HostGpus, text: str
 ) -> None:
-    with pytest.raises(Unfit) as caught:
+    with pytest.raises(GpusUnfit) as caught:
         gpus.view(said, inherited, found, "d1", "hosts:3")
     assert text in str(caught.value)
     assert "gpus= in the hosts file" in caught.value.fix
@@ -95,11 +95,11 @@ NAMES = st.lists(st.integers(0, 9).map(str), max_size=6, unique=True)
     NAMES, st.lists(st.integers(0, 9).map(str), min_size=1, max_size=4, unique=True) | st.integers(0, 6), st.booleans()
 )
 def test_what_an_engine_gave_is_never_widened(given_: list[str], said: list[str] | int, can_look: bool) -> None:
-    found = Found("nvml", "1", tuple(Gpu(at, f"GPU-{at}") for at in range(10))) if can_look else NONE
+    found = HostGpus("nvml", "1", tuple(Gpu(at, f"GPU-{at}") for at in range(10))) if can_look else NONE
     text = str(said) if isinstance(said, int) else ",".join(said) + ","
     try:
         seen = gpus.view(text, ",".join(given_), found, "d1").names
-    except Unfit:
+    except GpusUnfit:
         assert said > len(given_) if isinstance(said, int) else not set(said) <= set(given_)
         return
     assert set(seen) <= set(given_)
@@ -153,7 +153,7 @@ def test_numbers_that_a_place_was_given_stay_in_the_order_that_it_was_given_with
 def test_too_few_gpus_for_the_workers_of_a_host_are_refused_with_need_and_found(
     workers: int, each: int, names: tuple[str, ...], text: str, fix: str
 ) -> None:
-    with pytest.raises(Unfit) as caught:
+    with pytest.raises(GpusUnfit) as caught:
         gpus.check_room("d1", workers, each, view(*names))
     assert (str(caught.value), caught.value.fix) == (text, fix)
 
@@ -165,7 +165,7 @@ def test_as_many_gpus_as_workers_need_are_enough() -> None:
 
 @pytest.mark.parametrize("value", [None, {}, [], {"how": "smi"}, {"how": "smi", "gpus": [{}]}, {"how": 1, "gpus": "x"}])
 def test_what_is_no_answer_of_a_driver_tells_nothing(value: object) -> None:
-    assert gpus.found_of(value) == Found(error="what it tells of its GPUs cannot be read")
+    assert gpus.found_of(value) == HostGpus(error="what it tells of its GPUs cannot be read")
 
 
 def test_kinds_of_gpus_are_counted() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distrun_runtime.contract import session, wire
+from distrun_runtime.contract import session
 from distrun_runtime.contract.session import Session
 from distrun_runtime.errors import WireError
 
@@ -36,8 +36,8 @@ class Pair:
 
     def __init__(self) -> None:
         self.ends = (Session(), Session())
-        self.heard: tuple[list[wire.Frame], list[wire.Frame]] = ([], [])
-        self.on_frame: Callable[[int, wire.Frame], None] = lambda end, frame: None
+        self.heard: tuple[list[session.Frame], list[session.Frame]] = ([], [])
+        self.on_frame: Callable[[int, session.Frame], None] = lambda end, frame: None
         self.sent = [0, 0]
         """Bytes on the present connection, by who sent them."""
         self.connect()
@@ -86,7 +86,7 @@ def conversation() -> Pair:
     pair = Pair()
     coordinator, agent = pair.ends
 
-    def answer(end: int, frame: wire.Frame) -> None:
+    def answer(end: int, frame: session.Frame) -> None:
         if frame.type == "spawn":
             agent.say({"type": "started", "task": frame.header["task"]})
             agent.say({"type": "output"}, b"out of " + frame.header["task"].encode())
@@ -214,7 +214,7 @@ def test_frames_and_pings_overtake_a_large_body_in_their_order() -> None:
     coordinator.say({"type": "spawn"})
     coordinator.say({"type": "stop"})
     coordinator.say({"type": "ping"})
-    order = [wire.Decoder().feed(coordinator.next())[0].type for _ in range(4)]
+    order = [session.Decoder().feed(coordinator.next())[0].type for _ in range(4)]
     assert order == ["ping", "spawn", "stop", "runtime"]
 
 
@@ -226,7 +226,7 @@ def test_no_more_of_a_large_body_leaves_than_the_credit_allows() -> None:
     size = 0
     while coordinator.is_ready:
         data = coordinator.next()
-        size += len(wire.Decoder().feed(data)[0].body)
+        size += len(session.Decoder().feed(data)[0].body)
         agent.feed(data)
     assert size == session.WINDOW
     assert coordinator.held < session.WINDOW + 10_000, "a large body is read as it leaves"
@@ -317,7 +317,7 @@ def test_frames_that_fit_no_session_are_refused(frame: dict[str, object], words:
     end = Session()
     end.connect()
     with pytest.raises(WireError, match=words):
-        end.feed(wire.encode(frame))
+        end.feed(session.encode(frame))
 
 
 def test_an_end_that_lost_its_memory_cannot_go_on() -> None:
@@ -341,13 +341,13 @@ def test_golden_frames_of_the_session() -> None:
     """docs/protocol.md shows these bytes."""
     end = Session()
     end.connect()
-    end.feed(wire.encode({"type": "hello", "seq": 1}) + wire.encode({"type": "ping", "n": 1}))
+    end.feed(session.encode({"type": "hello", "seq": 1}) + session.encode({"type": "ping", "n": 1}))
     assert end.next() == frame(b'{"seq":1,"type":"received"}')
     end.say({"type": "spawn", "task": "worker-0"})
     assert end.next() == frame(b'{"seq":1,"task":"worker-0","type":"spawn"}')
     end.connect()
     assert end.next() == frame(b'{"credit":1048576,"received":1,"type":"resume"}')
-    end.feed(wire.encode({"type": "resume", "received": 0, "credit": 1048576}))
+    end.feed(session.encode({"type": "resume", "received": 0, "credit": 1048576}))
     assert end.next() == frame(b'{"seq":1,"task":"worker-0","type":"spawn"}')
     end.send_large({"type": "runtime", "digest": "ab"}, b"PK")
     assert end.next() == frame(b'{"chunk":0,"digest":"ab","last":true,"seq":2,"size":2,"type":"runtime"}') + b"PK"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrun_runtime.contract import wire
+from distrun_runtime.contract import session
 from distrun_runtime.errors import WireError
 
 # Text as argv has it: any characters, and single bytes that are no UTF-8 (as surrogates U+DC80..U+DCFF).
@@ -28,30 +28,30 @@ frames = st.tuples(headers, st.binary(max_size=2000))
 
 def test_frame_is_length_header_and_body() -> None:
     """Golden: docs/protocol.md shows these bytes."""
-    assert wire.encode({"type": "ping", "n": 7}) == b'\x00\x00\x00\x15{"n":7,"type":"ping"}'
+    assert session.encode({"type": "ping", "n": 7}) == b'\x00\x00\x00\x15{"n":7,"type":"ping"}'
     header = {"type": "output", "task": "worker-0", "stream": "out", "offset": 5, "seq": 9}
-    assert wire.encode(header, b"hello\n") == (
+    assert session.encode(header, b"hello\n") == (
         b'\x00\x00\x00N{"offset":5,"seq":9,"size":6,"stream":"out","task":"worker-0","type":"output"}hello\n'
     )
 
 
 def test_bytes_that_are_no_utf8_travel_as_they_are() -> None:
     word = b"a\xff\xc3".decode("utf-8", "surrogateescape")
-    data = wire.encode({"type": "spawn", "env": {"X": word}})
+    data = session.encode({"type": "spawn", "env": {"X": word}})
     assert b'"X":"a\xff\xc3"' in data
-    assert wire.Decoder().feed(data)[0].header["env"]["X"] == word
+    assert session.Decoder().feed(data)[0].header["env"]["X"] == word
 
 
 @given(st.lists(st.characters(categories=("Cs", "Lu")), max_size=6).map("".join))
 def test_any_text_travels_as_it_is_halves_of_characters_too(text: str) -> None:
-    assert wire.Decoder().feed(wire.encode({"type": "t", "text": text}))[0].header["text"] == text
+    assert session.Decoder().feed(session.encode({"type": "t", "text": text}))[0].header["text"] == text
 
 
 @given(st.lists(frames, max_size=4), st.data())
 def test_frames_come_back_whatever_the_pieces(sent: list[tuple[dict[str, object], bytes]], data: st.DataObject) -> None:
-    stream = b"".join(wire.encode(header, body) for header, body in sent)
+    stream = b"".join(session.encode(header, body) for header, body in sent)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
-    decoder = wire.Decoder()
+    decoder = session.Decoder()
     arrived = [
         frame
         for first, last in zip([0, *cuts], [*cuts, len(stream)], strict=True)
@@ -61,13 +61,13 @@ def test_frames_come_back_whatever_the_pieces(sent: list[tuple[dict[str, object]
     assert [(frame.body, frame.type) for frame in arrived] == [(body, header["type"]) for header, body in sent]
     for frame, (header, _) in zip(arrived, sent, strict=True):
         got = {name: value for name, value in frame.header.items() if name != "size"}
-        assert wire.encode(got) == wire.encode(header), "the same bytes again"
+        assert session.encode(got) == session.encode(header), "the same bytes again"
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_give_frames_or_a_wire_error(data: bytes) -> None:
     try:
-        for frame in wire.Decoder().feed(data):
+        for frame in session.Decoder().feed(data):
             assert isinstance(frame.header, dict)
     except WireError:
         pass
@@ -81,16 +81,16 @@ def test_any_bytes_give_frames_or_a_wire_error(data: bytes) -> None:
         (b"\x00\x00\x00\x02{}", '"type"'),
         (b"\x00\x00\x00\x03abc", "not JSON"),
         (b"\x00\x03\x0d\x40" + b"[" * 200_000, "not JSON"),
-        (wire.encode({"type": "x", "size": -1}), "body of -1"),
-        (wire.encode({"type": "x", "size": True}), "body of True"),
-        (wire.encode({"type": "x", "size": wire.BODY_LIMIT + 1}), "body of"),
+        (session.encode({"type": "x", "size": -1}), "body of -1"),
+        (session.encode({"type": "x", "size": True}), "body of True"),
+        (session.encode({"type": "x", "size": session.BODY_LIMIT + 1}), "body of"),
     ],
 )
 def test_what_is_no_frame_is_refused_with_the_reason(data: bytes, words: str) -> None:
     with pytest.raises(WireError, match=words):
-        wire.Decoder().feed(data)
+        session.Decoder().feed(data)
 
 
 def test_too_big_a_frame_is_refused_before_it_is_sent() -> None:
     with pytest.raises(WireError, match="over the limit"):
-        wire.encode({"type": "x"}, b"\0" * (wire.BODY_LIMIT + 1))
+        session.encode({"type": "x"}, b"\0" * (session.BODY_LIMIT + 1))

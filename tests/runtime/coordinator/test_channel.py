@@ -13,17 +13,15 @@ from unittest.mock import ANY
 
 import pytest
 
-from distrun_runtime.contract import session, wire
-from distrun_runtime.contract.session import Session
-from distrun_runtime.contract.wire import Frame
-from distrun_runtime.coordinator import events, frames
-from distrun_runtime.coordinator.channel import Greeting, Inlet, SessionChannel, StreamChannel
-from distrun_runtime.coordinator.connection import SocketConnection
+from distrun_runtime.contract import session
+from distrun_runtime.contract.session import Frame, Session
+from distrun_runtime.coordinator import messages
+from distrun_runtime.coordinator.channel import Greeting, Inlet, SessionChannel, SocketConnection, StreamChannel
 from distrun_runtime.errors import WireError
 
 LIMIT_S = 60.0
-HELLO = wire.encode({"type": "hello", "version": 1, "seq": 1})
-BYE = wire.encode({"type": "bye", "seq": 2})
+HELLO = session.encode({"type": "hello", "version": 1, "seq": 1})
+BYE = session.encode({"type": "bye", "seq": 2})
 
 
 class Pipes:
@@ -33,16 +31,16 @@ class Pipes:
         self.hear, theirs_out = os.pipe()
         theirs_in, self.say = os.pipe()
         self.channel = StreamChannel("d1", theirs_in, theirs_out, program=b"program\n", explain=lambda: "exit code 9")
-        self.events: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[messages.Event] = queue.SimpleQueue()
         self.channel.start(self.events.put)
         assert os.read(self.hear, 8) == b"program\n"
 
-    def next(self) -> events.Event:
+    def next(self) -> messages.Event:
         return self.events.get(timeout=LIMIT_S)
 
     def close(self) -> None:
         self.channel.kill()
-        while not isinstance(self.next(), events.AgentLost):
+        while not isinstance(self.next(), messages.AgentLost):
             pass
         for fd in (self.hear, self.say):
             with contextlib.suppress(OSError):
@@ -51,7 +49,7 @@ class Pipes:
 
 def lost(pipes: Pipes) -> str:
     event = pipes.next()
-    assert isinstance(event, events.AgentLost)
+    assert isinstance(event, messages.AgentLost)
     return event.reason
 
 
@@ -86,21 +84,21 @@ def test_an_inlet_makes_events_of_an_agents_bytes_and_knows_its_last_word() -> N
     assert not inlet.greeted
     assert inlet.noise == "welcome | DISTR"
     found = inlet.feed(b"UN/2 x\n" + HELLO + BYE[:7], 6.0)
-    assert [type(event) for event in found] == [events.Warned, events.AgentHello]
-    assert isinstance(found[1], events.AgentHello)
+    assert [type(event) for event in found] == [messages.Warned, messages.AgentHello]
+    assert isinstance(found[1], messages.AgentHello)
     assert found[1].arrived == 6.0
     assert (inlet.greeted, inlet.said_bye) == (True, False)
-    assert inlet.feed(BYE[7:9], 7.5) == [events.Pong("d1")], "a part of a frame is a sign of life"
+    assert inlet.feed(BYE[7:9], 7.5) == [messages.Pong("d1")], "a part of a frame is a sign of life"
     assert inlet.feed(BYE[9:10], 8.0) == []
-    assert inlet.feed(BYE[10:], 8.0) == [events.Bye("d1")]
+    assert inlet.feed(BYE[10:], 8.0) == [messages.Bye("d1")]
     assert inlet.said_bye
 
 
 def test_frames_become_events_and_the_end_is_explained() -> None:
     pipes = Pipes()
     os.write(pipes.say, b"welcome\nDISTRUN/1 x\n" + HELLO)
-    assert isinstance(pipes.next(), events.Warned)
-    assert isinstance(pipes.next(), events.AgentHello)
+    assert isinstance(pipes.next(), messages.Warned)
+    assert isinstance(pipes.next(), messages.AgentHello)
     os.close(pipes.say)
     assert lost(pipes) == "its connection ended: exit code 9"
     pipes.channel.kill()
@@ -124,7 +122,7 @@ def test_what_is_sent_arrives_in_order_before_the_end_of_input() -> None:
         pipes.channel.send(Frame({"type": "spawn", "n": number}, b"x" * 100))
     pipes.channel.close()
     pipes.channel.send(Frame({"type": "too late"}))
-    found = wire.Decoder().feed(read_all(pipes.hear))
+    found = session.Decoder().feed(read_all(pipes.hear))
     assert [(frame.header["n"], frame.header["seq"]) for frame in found] == [(n, n + 1) for n in range(5_000)]
     pipes.close()
 
@@ -179,7 +177,7 @@ class Far:
     def __init__(self, **members: Any) -> None:
         self.session = Session()
         self.channel = SessionChannel("d1", greets=False, **members)
-        self.events: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[messages.Event] = queue.SimpleQueue()
         self.heard: list[Frame] = []
         self.sock: socket.socket | None = None
         self._opened: list[socket.socket] = []
@@ -199,7 +197,7 @@ class Far:
             self.sock.sendall(self.session.next())
         self.heard += self.session.feed(self.sock.recv(65536))
 
-    def until(self, kind: type[events.Event]) -> events.Event:
+    def until(self, kind: type[messages.Event]) -> messages.Event:
         while True:
             event = self.events.get(timeout=LIMIT_S)
             if isinstance(event, kind):
@@ -230,17 +228,17 @@ def test_a_session_goes_on_over_another_connection(far: Far) -> None:
     far.channel.send(Frame({"type": "begin"}))
     while not far.heard:
         far.turn()
-    assert isinstance(far.until(events.AgentHello), events.AgentHello)
+    assert isinstance(far.until(messages.AgentHello), messages.AgentHello)
     far.cut()
-    assert isinstance(far.until(events.Cut), events.Cut)
+    assert isinstance(far.until(messages.Cut), messages.Cut)
     far.channel.send(Frame({"type": "spawn"}))
     far.session.say({"type": "warning", "text": "said without a connection"})
     far.connect()
     while len(far.heard) < 2:
         far.turn()
     assert [frame.type for frame in far.heard] == ["begin", "spawn"]
-    assert isinstance(far.until(events.Resumed), events.Resumed)
-    assert far.until(events.Warned) == events.Warned("d1", "said without a connection")
+    assert isinstance(far.until(messages.Resumed), messages.Resumed)
+    assert far.until(messages.Warned) == messages.Warned("d1", "said without a connection")
 
 
 def test_a_new_connection_takes_the_place_of_one_that_seems_to_be_there(far: Far) -> None:
@@ -249,7 +247,7 @@ def test_a_new_connection_takes_the_place_of_one_that_seems_to_be_there(far: Far
     far.session.say({"type": "hello", "version": 3})
     assert far.sock is not None
     far.sock.sendall(far.session.next())
-    assert isinstance(far.until(events.AgentHello), events.AgentHello)
+    assert isinstance(far.until(messages.AgentHello), messages.AgentHello)
     first = far.sock
     far.connect()
     far.channel.send(Frame({"type": "begin"}))
@@ -257,10 +255,10 @@ def test_a_new_connection_takes_the_place_of_one_that_seems_to_be_there(far: Far
         far.turn()
     first.settimeout(LIMIT_S)
     assert read_all(first.fileno()) == b"", "the other one is closed"
-    assert isinstance(far.until(events.Resumed), events.Resumed)
+    assert isinstance(far.until(messages.Resumed), messages.Resumed)
     with contextlib.suppress(queue.Empty):
         while True:
-            assert not isinstance(far.events.get(timeout=0.2), events.Cut)
+            assert not isinstance(far.events.get(timeout=0.2), messages.Cut)
 
 
 def test_the_end_of_a_channel_that_holds_is_said_to_the_agent_and_is_no_cut(far: Far) -> None:
@@ -271,7 +269,7 @@ def test_the_end_of_a_channel_that_holds_is_said_to_the_agent_and_is_no_cut(far:
         far.turn()
     assert [frame.type for frame in far.heard] == ["leave"]
     far.cut()
-    assert isinstance(far.until(events.AgentLost), events.AgentLost)
+    assert isinstance(far.until(messages.AgentLost), messages.AgentLost)
 
 
 def test_without_holding_the_end_of_a_connection_is_the_end() -> None:
@@ -279,7 +277,7 @@ def test_without_holding_the_end_of_a_connection_is_the_end() -> None:
     far.channel.start(far.events.put)
     far.connect()
     far.cut()
-    assert far.until(events.AgentLost) == events.AgentLost("d1", "its connection ended", ANY)
+    assert far.until(messages.AgentLost) == messages.AgentLost("d1", "its connection ended", ANY)
 
 
 def test_pings_are_answered_while_a_large_body_crawls_through_a_slow_link(far: Far) -> None:
@@ -301,17 +299,17 @@ def test_pings_are_answered_while_a_large_body_crawls_through_a_slow_link(far: F
         far.heard.clear()
         if taken - pinged_at > 4 * 1024 * 1024:
             number, pinged_at = number + 1, taken
-            far.channel.send(frames.ping(number))
+            far.channel.send(messages.ping(number))
     assert len(waited) > 10
     assert max(waited) <= 2 * session.WINDOW
 
 
 def test_events_can_be_put_elsewhere_by_their_kind() -> None:
     pipes = Pipes()
-    diverted: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
-    pipes.channel.divert((events.Copied, events.CopyFailed), diverted.put)
-    os.write(pipes.say, b"DISTRUN/3 n\n" + wire.encode({"type": "copied", "files": 1, "bytes": 2, "seq": 1}))
-    os.write(pipes.say, wire.encode({"type": "warning", "text": "hm", "seq": 2}))
-    assert pipes.next() == events.Warned("d1", "hm")
-    assert diverted.get(timeout=LIMIT_S) == events.Copied("d1", 1, 2)
+    diverted: queue.SimpleQueue[messages.Event] = queue.SimpleQueue()
+    pipes.channel.divert((messages.Copied, messages.CopyFailed), diverted.put)
+    os.write(pipes.say, b"DISTRUN/3 n\n" + session.encode({"type": "copied", "files": 1, "bytes": 2, "seq": 1}))
+    os.write(pipes.say, session.encode({"type": "warning", "text": "hm", "seq": 2}))
+    assert pipes.next() == messages.Warned("d1", "hm")
+    assert diverted.get(timeout=LIMIT_S) == messages.Copied("d1", 1, 2)
     pipes.close()

@@ -17,11 +17,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from distrun_runtime.agent.channel import Channel, Socket
-from distrun_runtime.contract.wire import Frame
-from distrun_runtime.coordinator import events
-from distrun_runtime.coordinator.channel import SessionChannel
-from distrun_runtime.coordinator.connection import SocketConnection
+from distrun_runtime.agent.channel import Channel, StreamSocket
+from distrun_runtime.contract.session import Frame
+from distrun_runtime.coordinator import messages
+from distrun_runtime.coordinator.channel import SessionChannel, SocketConnection
 
 LIMIT_S = 60.0
 
@@ -70,11 +69,11 @@ def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[socke
 
 def test_a_session_runs_both_ways_at_once(ends: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = ends
-    found: list[events.Event] = []
+    found: list[messages.Event] = []
     coordinator = SessionChannel("d1", greets=False)
     coordinator.start(found.append)
     coordinator.attach(SocketConnection(ours))
-    agent = Channel(Socket(theirs))
+    agent = Channel(StreamSocket(theirs))
     size = 3 * 1024 * 1024
     heard: list[Frame] = []
     for number in range(8):
@@ -90,7 +89,7 @@ def test_a_session_runs_both_ways_at_once(ends: tuple[socket.socket, socket.sock
         assert agent.connection is not None
         select.select([theirs], [theirs] if agent.wants_to_write else [], [], 0.05)
         heard += agent.receive()
-        outputs = [event for event in found if isinstance(event, events.Output)]
+        outputs = [event for event in found if isinstance(event, messages.Output)]
         if len(outputs) == 100 and heard and heard[-1].header.get("last"):
             break
     assert [event.offset for event in outputs] == [250_000 * number for number in range(100)]
@@ -104,9 +103,9 @@ def test_a_session_runs_both_ways_at_once(ends: tuple[socket.socket, socket.sock
         agent.receive()
     assert agent.is_over, "it sees the end of its input"
     agent.cut()
-    while not any(isinstance(event, events.AgentLost) for event in found) and time.monotonic() < until:
+    while not any(isinstance(event, messages.AgentLost) for event in found) and time.monotonic() < until:
         time.sleep(0.01)
-    assert isinstance(found[-1], events.AgentLost)
+    assert isinstance(found[-1], messages.AgentLost)
 
 
 def test_kill_ends_a_connection_whose_other_end_does_nothing(ends: tuple[socket.socket, socket.socket]) -> None:

@@ -21,8 +21,8 @@ import pytest
 from distrun_cli import wait_until
 
 from distrun_runtime.contract import control as frames
-from distrun_runtime.contract import lasting, wire
-from distrun_runtime.coordinator import events, service
+from distrun_runtime.contract import lasting, session
+from distrun_runtime.coordinator import messages, service
 from distrun_runtime.coordinator.control import ControlSocket
 from distrun_runtime.coordinator.service import Service
 from distrun_runtime.errors import ContractError
@@ -60,23 +60,23 @@ class Client:
         OPEN.append(self.socket)
         self.socket.settimeout(LIMIT_S)
         self.socket.connect(path)
-        self._decoder = wire.Decoder()
-        self._frames: list[wire.Frame] = []
+        self._decoder = session.Decoder()
+        self._frames: list[session.Frame] = []
         if version is not None:
             self.send("hello", version=list(version))
             self.hello = self.next()
 
     def send(self, kind: str, **members: Any) -> None:
-        self.socket.sendall(wire.encode({"type": kind, **members}))
+        self.socket.sendall(session.encode({"type": kind, **members}))
 
-    def next(self) -> wire.Frame:
+    def next(self) -> session.Frame:
         while not self._frames:
             data = self.socket.recv(65536)
             assert data, "the connection has ended"
             self._frames += self._decoder.feed(data)
         return self._frames.pop(0)
 
-    def rest(self) -> list[wire.Frame]:
+    def rest(self) -> list[session.Frame]:
         """Return all frames until the end of the connection."""
         with contextlib.suppress(ConnectionError):
             while data := self.socket.recv(65536):
@@ -84,7 +84,7 @@ class Client:
         found, self._frames = self._frames, []
         return found
 
-    def ask(self, kind: str, **members: Any) -> wire.Frame:
+    def ask(self, kind: str, **members: Any) -> session.Frame:
         self.send(kind, **members)
         return self.next()
 
@@ -145,7 +145,7 @@ class Job:
         self.log = Log()
         self.readers: list[Numbers] = []
         self.stops: list[str] = []
-        self.handled: list[events.Event] = []
+        self.handled: list[messages.Event] = []
         self.service = Service(launcher, "calm-otter-7f3", self.log.open, self.stops.append)
         self.service.state(STATE)
         self.service.start()
@@ -321,7 +321,7 @@ def test_a_client_of_another_version_can_stop_a_job_and_is_refused_anything_else
     refused = client.ask("subscribe", events=True)
     assert refused.header["message"].startswith("subscribe needs control protocol 1.x")
     assert client.ask("stop").type == "stop"
-    assert [type(event) for event in job.handled] == [events.Interrupt]
+    assert [type(event) for event in job.handled] == [messages.Interrupt]
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_stop_and_kill_are_signals_to_the_jobs_loop(request_: dict[str, Any], si
     job.opened()
     by = request_.get("by", "")
     assert Client(job.path).ask(request_.pop("type"), **request_).type in ("stop", "kill")
-    assert [event.signal for event in job.handled if isinstance(event, events.Interrupt)] == signals
+    assert [event.signal for event in job.handled if isinstance(event, messages.Interrupt)] == signals
     assert job.stops == ([by] if "TERM" in signals else [])
 
 
@@ -354,7 +354,7 @@ def test_who_asks_for_stacks_gets_the_answers_to_that_question(job: Job) -> None
     wait_until(lambda: len(job.handled) == 1, LIMIT_S)
     other.send("stack")
     wait_until(lambda: len(job.handled) == 2, LIMIT_S)
-    assert job.handled == [events.StackWanted(1, "worker-0"), events.StackWanted(2, "")]
+    assert job.handled == [messages.StackWanted(1, "worker-0"), messages.StackWanted(2, "")]
     job.service.stack(2, {"task": "worker-1", "text": "b", "left": 1})
     job.service.stack(1, {"task": "worker-0", "text": "a", "left": 0})
     job.service.stack(2, {"task": "worker-0", "text": "a", "left": 0})
@@ -380,7 +380,7 @@ def test_a_client_that_does_not_say_hello_is_dropped(job: Job, monkeypatch: pyte
     assert Client(job.path, None).rest() == []
 
 
-@pytest.mark.parametrize("wrong", [b"\xff" * 8, wire.encode({"type": "subscribe"}), b"\0\1\0\0" + b"x" * 65536])
+@pytest.mark.parametrize("wrong", [b"\xff" * 8, session.encode({"type": "subscribe"}), b"\0\1\0\0" + b"x" * 65536])
 def test_a_client_that_speaks_otherwise_is_told_and_dropped(wrong: bytes, job: Job) -> None:
     client = Client(job.path, None)
     client.socket.sendall(wrong)
@@ -532,7 +532,7 @@ def test_a_client_that_leaves_is_forgotten(job: Job) -> None:
 
 def wanted(job: Job) -> list[tuple[bool, tuple[str, ...]]]:
     """What the job's loop was told that clients want."""
-    return [tuple(event) for event in job.handled if isinstance(event, events.MetricsWanted)]
+    return [tuple(event) for event in job.handled if isinstance(event, messages.MetricsWanted)]
 
 
 def test_the_loop_is_told_whether_snapshots_are_wanted_and_of_which_hosts(job: Job) -> None:
@@ -578,7 +578,7 @@ def test_snapshot_that_is_too_large_for_a_frame_costs_no_client_its_connection(j
     client = Client(job.path)
     client.send("subscribe", metrics=True)
     client.ask("state")
-    job.service.metrics({"filling": "x" * (wire.HEADER_LIMIT + 1)})
+    job.service.metrics({"filling": "x" * (session.HEADER_LIMIT + 1)})
     assert client.ask("state").type == "state"
     job.service.metrics({"time": 2})
     assert client.next().header["metrics"] == {"time": 2}
@@ -614,8 +614,10 @@ def test_the_launching_client_may_have_snapshots_too(folder: str, signals: list[
     its.settimeout(LIMIT_S)
     job = Job(folder, ours)
     job.opened()
-    its.sendall(wire.encode({"type": "subscribe", "metrics": True, "look": ["d1"]}) + wire.encode({"type": "state"}))
-    decoder, seen = wire.Decoder(), []
+    its.sendall(
+        session.encode({"type": "subscribe", "metrics": True, "look": ["d1"]}) + session.encode({"type": "state"})
+    )
+    decoder, seen = session.Decoder(), []
     while not seen:
         seen += decoder.feed(its.recv(65536))
     assert wanted(job) == [(True, ("d1",))]
@@ -623,7 +625,7 @@ def test_the_launching_client_may_have_snapshots_too(folder: str, signals: list[
     while len(seen) < 2:
         seen += decoder.feed(its.recv(65536))
     assert [frame.type for frame in seen] == ["state", "metrics"]
-    its.sendall(wire.encode({"type": "detach"}))
+    its.sendall(session.encode({"type": "detach"}))
     while its.recv(65536):
         pass
     wait_until(lambda: wanted(job)[-1] == (False, ()), LIMIT_S)
@@ -641,7 +643,7 @@ def test_after_detach_the_end_of_the_launching_client_means_nothing(folder: str,
     job = Job(folder, ours)
     job.prints(b"hello\n")
     assert Client(job.path).ask("detach").header == {"type": "detach", "released": True}
-    decoder, seen = wire.Decoder(), []
+    decoder, seen = session.Decoder(), []
     while data := its.recv(65536):
         seen += decoder.feed(data)
     assert [frame.type for frame in seen] == ["output", "detached"]
@@ -657,14 +659,14 @@ def test_the_launching_client_may_release_itself_and_hear_events(folder: str, si
     ours, its = socket.socketpair()
     its.settimeout(LIMIT_S)
     job = Job(folder, ours)
-    its.sendall(wire.encode({"type": "subscribe", "events": True}) + wire.encode({"type": "state"}))
-    decoder, seen = wire.Decoder(), []
+    its.sendall(session.encode({"type": "subscribe", "events": True}) + session.encode({"type": "state"}))
+    decoder, seen = session.Decoder(), []
     while not seen:
         seen += decoder.feed(its.recv(65536))
     job.service.event({"event": "state", "state": "running"})
     while len(seen) < 2:
         seen += decoder.feed(its.recv(65536))
-    its.sendall(wire.encode({"type": "detach"}))
+    its.sendall(session.encode({"type": "detach"}))
     while data := its.recv(65536):
         seen += decoder.feed(data)
     assert [frame.type for frame in seen] == ["state", "event", "detached", "detach"]

@@ -6,8 +6,8 @@ from history import History
 from sample_plan import sample_plan
 
 from distrun_runtime.contract.plan import HOLD
-from distrun_runtime.coordinator import events
-from distrun_runtime.coordinator.actions import Drop, EndAgent
+from distrun_runtime.coordinator import messages
+from distrun_runtime.coordinator.messages import Drop, EndAgent
 
 
 def two_hosts(obedient: bool = False) -> History:
@@ -16,13 +16,13 @@ def two_hosts(obedient: bool = False) -> History:
 
 
 def cut(history: History, host: str = "d2") -> History:
-    return history.tell(events.Cut(host, "its connection ended", 0.0))
+    return history.tell(messages.Cut(host, "its connection ended", 0.0))
 
 
 def test_a_connection_that_is_made_again_is_said_and_changes_nothing() -> None:
     history = cut(two_hosts(obedient=True)).beat_to(7, "d1")
     assert "d2: connection lost, trying again" in history.said()
-    history.tell(events.Resumed("d2"))
+    history.tell(messages.Resumed("d2"))
     assert "d2: reconnected after 7 s" in history.said()
     assert history.exited("worker-0").exited("worker-1").end().exit_code == 0
     assert "suspect" not in history.said()
@@ -30,8 +30,8 @@ def test_a_connection_that_is_made_again_is_said_and_changes_nothing() -> None:
 
 
 def test_each_cut_of_a_host_is_said() -> None:
-    history = cut(two_hosts()).tell(events.Resumed("d2"))
-    cut(history).tell(events.Resumed("d2"))
+    history = cut(two_hosts()).tell(messages.Resumed("d2"))
+    cut(history).tell(messages.Resumed("d2"))
     assert history.said().count("d2: connection lost, trying again") == 2
     assert history.said().count("d2: reconnected after") == 2
 
@@ -43,7 +43,7 @@ def test_a_host_whose_connection_is_cut_is_lost_when_its_lease_is_over_and_not_b
     history.beat_to(46, "d1")
     assert Drop("d2") in history.done
     history.exited("worker-0", None, signal="TERM", stopped=True)
-    outcome = history.tell(events.Cleared("d1")).tell(events.Bye("d1")).end()
+    outcome = history.tell(messages.Cleared("d1")).tell(messages.Bye("d1")).end()
     assert outcome.exit_code == 7
     assert "its connection was cut, and nothing came for 45 s" in outcome.message
 
@@ -63,18 +63,18 @@ def test_an_agent_that_is_gone_when_the_connection_is_made_again_is_lost_at_once
 
 def test_a_host_whose_connection_is_cut_as_it_is_told_to_end_is_waited_for() -> None:
     history = two_hosts().exited("worker-0").exited("worker-1")
-    history.tell(events.Cleared("d1")).tell(events.Cleared("d2")).tell(events.Bye("d1"))
+    history.tell(messages.Cleared("d1")).tell(messages.Cleared("d2")).tell(messages.Bye("d1"))
     assert EndAgent("d2") in history.done
     cut(history).tick_to(20)
     assert history.outcome is None
-    outcome = history.tell(events.Resumed("d2")).tell(events.Bye("d2")).end()
+    outcome = history.tell(messages.Resumed("d2")).tell(messages.Bye("d2")).end()
     assert (outcome.exit_code, outcome.survivors) == (0, ())
 
 
 def test_a_second_interrupt_waits_for_no_connection_to_be_made_again() -> None:
     history = cut(two_hosts().tick_to(8)).interrupt("INT").interrupt("INT")
     history.exited("worker-0", None, signal="KILL", stopped=True)
-    history.tell(events.Cleared("d1")).tell(events.Bye("d1"))
+    history.tell(messages.Cleared("d1")).tell(messages.Bye("d1"))
     assert history.end().exit_code == 130
     assert history.now < 40
 

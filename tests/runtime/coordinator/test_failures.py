@@ -8,7 +8,7 @@ import pytest
 from history import WALL, History
 from sample_plan import sample_plan
 
-from distrun_runtime.coordinator.actions import StopTasks
+from distrun_runtime.coordinator.messages import StopTasks
 
 MISSING = "%s did not answer the other tasks, although it ran (frozen, still busy, or cut off from them?): "
 

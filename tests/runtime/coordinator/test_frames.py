@@ -6,72 +6,72 @@ import pytest
 from sample_plan import sample_plan
 
 from distrun_runtime.contract import plan as plans
-from distrun_runtime.contract import wire
+from distrun_runtime.contract import session
 from distrun_runtime.contract.plan import Secrets
-from distrun_runtime.contract.wire import Frame
-from distrun_runtime.coordinator import events, frames
-from distrun_runtime.coordinator.actions import Ack, EndAgent, Spawn, StopTasks
+from distrun_runtime.contract.session import Frame
+from distrun_runtime.coordinator import messages
+from distrun_runtime.coordinator.messages import Ack, EndAgent, Spawn, StopTasks
 from distrun_runtime.errors import ContractError
 
 
 def decoded(sent: Frame) -> dict[str, Any]:
-    [frame] = wire.Decoder().feed(wire.encode(*sent))
+    [frame] = session.Decoder().feed(session.encode(*sent))
     return frame.header
 
 
 @pytest.mark.parametrize(
     ("header", "event"),
     [
-        ({"type": "ready", "address": "::1", "ports": {"jax": 5}}, events.AgentReady("d1", "::1", {"jax": 5})),
+        ({"type": "ready", "address": "::1", "ports": {"jax": 5}}, messages.AgentReady("d1", "::1", {"jax": 5})),
         (
             {"type": "started", "task": "worker-0", "pid": 7, "start": "x", "time": 2},
-            events.Started("d1", "worker-0", 7, "x", 2.0, arrived=9.0),
+            messages.Started("d1", "worker-0", 7, "x", 2.0, arrived=9.0),
         ),
         (
             {"type": "published", "task": "s", "values": {"port": 1}},
-            events.Published("d1", "s", {"port": 1}, 9.0, arrived=9.0),
+            messages.Published("d1", "s", {"port": 1}, 9.0, arrived=9.0),
         ),
         (
             {"type": "published", "task": "w", "values": {"failed": "x"}, "time": 1.5, "stopped": True},
-            events.Published("d1", "w", {"failed": "x"}, 1.5, True, arrived=9.0),
+            messages.Published("d1", "w", {"failed": "x"}, 1.5, True, arrived=9.0),
         ),
         (
             {"type": "exited", "task": "w", "code": None, "signal": "KILL", "time": 1.5, "stopped": True, "out": 3},
-            events.Exited("d1", "w", None, "KILL", 1.5, True, out=3, arrived=9.0),
+            messages.Exited("d1", "w", None, "KILL", 1.5, True, out=3, arrived=9.0),
         ),
         (
             {"type": "exited", "task": "w", "code": 127, "reason": "no"},
-            events.Exited("d1", "w", 127, time=9.0, reason="no", arrived=9.0),
+            messages.Exited("d1", "w", 127, time=9.0, reason="no", arrived=9.0),
         ),
-        ({"type": "cleared", "left": [{"pid": 3, "command": "sh"}]}, events.Cleared("d1", ((3, "sh"),))),
-        ({"type": "folder", "state": "mine", "notes": ["n"]}, events.FolderFound("d1", "mine", ("n",))),
-        ({"type": "copying", "files": 7}, events.Copying("d1", 7)),
-        ({"type": "copied", "files": 7, "bytes": 9}, events.Copied("d1", 7, 9)),
+        ({"type": "cleared", "left": [{"pid": 3, "command": "sh"}]}, messages.Cleared("d1", ((3, "sh"),))),
+        ({"type": "folder", "state": "mine", "notes": ["n"]}, messages.FolderFound("d1", "mine", ("n",))),
+        ({"type": "copying", "files": 7}, messages.Copying("d1", 7)),
+        ({"type": "copied", "files": 7, "bytes": 9}, messages.Copied("d1", 7, 9)),
         (
             {"type": "copy_failed", "reason": "full", "kind": "disk", "fix": "x"},
-            events.CopyFailed("d1", "full", "disk", "x"),
+            messages.CopyFailed("d1", "full", "disk", "x"),
         ),
-        ({"type": "warning", "text": "hm"}, events.Warned("d1", "hm")),
-        ({"type": "pong", "n": 4}, events.Pong("d1", 4)),
-        ({"type": "refused", "reason": "version"}, events.StartFailed("d1", "version", 9.0, refused=True)),
+        ({"type": "warning", "text": "hm"}, messages.Warned("d1", "hm")),
+        ({"type": "pong", "n": 4}, messages.Pong("d1", 4)),
+        ({"type": "refused", "reason": "version"}, messages.StartFailed("d1", "version", 9.0, refused=True)),
         (
             {"type": "refused", "reason": "no numpy", "kind": "module", "fix": "pip install numpy"},
-            events.StartFailed("d1", "no numpy", 9.0, True, "module", "pip install numpy"),
+            messages.StartFailed("d1", "no numpy", 9.0, True, "module", "pip install numpy"),
         ),
-        ({"type": "need", "digest": "ab"}, events.Needed("d1", "ab")),
-        ({"type": "answer", "id": 3, "value": {"jobs": []}}, events.Answered("d1", 3, {"jobs": []})),
-        ({"type": "answer", "id": 3, "error": "no such tool"}, events.Answered("d1", 3, None, "no such tool")),
-        ({"type": "bye"}, events.Bye("d1")),
-        ({"type": "hello", "version": 1}, events.AgentHello("d1", {"type": "hello", "version": 1}, 9.0)),
+        ({"type": "need", "digest": "ab"}, messages.Needed("d1", "ab")),
+        ({"type": "answer", "id": 3, "value": {"jobs": []}}, messages.Answered("d1", 3, {"jobs": []})),
+        ({"type": "answer", "id": 3, "error": "no such tool"}, messages.Answered("d1", 3, None, "no such tool")),
+        ({"type": "bye"}, messages.Bye("d1")),
+        ({"type": "hello", "version": 1}, messages.AgentHello("d1", {"type": "hello", "version": 1}, 9.0)),
     ],
 )
-def test_a_frame_becomes_an_event(header: dict[str, Any], event: events.Event) -> None:
-    assert frames.to_event("d1", Frame(header), 9.0) == event
+def test_a_frame_becomes_an_event(header: dict[str, Any], event: messages.Event) -> None:
+    assert messages.to_event("d1", Frame(header), 9.0) == event
 
 
 def test_output_carries_its_bytes() -> None:
     frame = Frame({"type": "output", "task": "w", "stream": "err", "offset": 5}, b"\xff\n")
-    assert frames.to_event("d1", frame, 9.0) == events.Output("d1", "w", "err", 5, b"\xff\n")
+    assert messages.to_event("d1", frame, 9.0) == messages.Output("d1", "w", "err", 5, b"\xff\n")
 
 
 @pytest.mark.parametrize(
@@ -88,29 +88,29 @@ def test_output_carries_its_bytes() -> None:
 )
 def test_a_malformed_frame_is_an_error_that_names_its_type(header: dict[str, Any]) -> None:
     with pytest.raises(ContractError, match="malformed '%s'" % header["type"]):
-        frames.to_event("d1", Frame(header), 9.0)
+        messages.to_event("d1", Frame(header), 9.0)
 
 
 def test_an_unknown_frame_is_only_a_warning() -> None:
-    assert isinstance(frames.to_event("d1", Frame({"type": "gossip"}), 9.0), events.Warned)
+    assert isinstance(messages.to_event("d1", Frame({"type": "gossip"}), 9.0), messages.Warned)
 
 
 def test_begin_carries_the_hosts_own_tasks_and_only_their_secrets() -> None:
     plan = sample_plan(hosts=("d1", "d2"))
-    value = decoded(frames.begin(plan, Secrets("abc", {"MY_TOKEN": "s", "OTHER": "t"}), "d2"))
+    value = decoded(messages.begin(plan, Secrets("abc", {"MY_TOKEN": "s", "OTHER": "t"}), "d2"))
     assert (value["token"], value["host"], value["secret_env"]) == ("abc", "d2", {})
     assert [task.name for task in plans.from_json(value["plan"]).tasks] == ["worker-1"]
 
 
 def test_actions_become_frames() -> None:
-    assert decoded(frames.spawn(Spawn("d1", "w", {"A": "ü\udcff"}))) == {
+    assert decoded(messages.spawn(Spawn("d1", "w", {"A": "ü\udcff"}))) == {
         "type": "spawn",
         "task": "w",
         "attempt": 0,
         "env": {"A": "ü\udcff"},
     }
-    stop = decoded(frames.stop(StopTasks("d1", ("w",), (("TERM", 2.5), ("KILL", 0.0)))))
+    stop = decoded(messages.stop(StopTasks("d1", ("w",), (("TERM", 2.5), ("KILL", 0.0)))))
     assert stop == {"type": "stop", "tasks": ["w"], "steps": [["TERM", 2.5], ["KILL", 0.0]]}
-    assert decoded(frames.end(EndAgent("d1"))) == {"type": "end"}
-    assert decoded(frames.ack(Ack("d1", "w", "out", 7))) == {"type": "ack", "task": "w", "stream": "out", "offset": 7}
-    assert decoded(frames.ping(3)) == {"type": "ping", "n": 3}
+    assert decoded(messages.end(EndAgent("d1"))) == {"type": "end"}
+    assert decoded(messages.ack(Ack("d1", "w", "out", 7))) == {"type": "ack", "task": "w", "stream": "out", "offset": 7}
+    assert decoded(messages.ping(3)) == {"type": "ping", "n": 3}

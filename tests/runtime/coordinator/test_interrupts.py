@@ -5,8 +5,8 @@ import queue
 import signal
 import threading
 
-from distrun_runtime.coordinator.events import Event, Interrupt, PauseToggled, TasksSignal
-from distrun_runtime.coordinator.interrupts import Interrupts
+from distrun_runtime.coordinator.loop import Interrupts
+from distrun_runtime.coordinator.messages import Event, Interrupt, PauseToggled, TasksSignal
 
 LIMIT_S = 60.0
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from distrun_runtime.coordinator.jobid import new_id
+from distrun_runtime.coordinator.jobstore import new_id
 from distrun_runtime.errors import JobStoreError
 
 

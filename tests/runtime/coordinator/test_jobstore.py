@@ -14,9 +14,9 @@ import pytest
 from sample_plan import sample_plan
 
 from distrun_runtime.contract import facts, process
-from distrun_runtime.coordinator import fileclock, jobfolder, jobstore
+from distrun_runtime.coordinator import jobfolder, jobstore
+from distrun_runtime.coordinator.failures import Culprit, Outcome, TaskResult
 from distrun_runtime.coordinator.jobstore import JobStore
-from distrun_runtime.coordinator.outcome import Culprit, Outcome, TaskResult
 from distrun_runtime.errors import JobStoreError, NoSuchJob
 
 
@@ -468,7 +468,7 @@ def test_folders_of_an_older_version_have_neither_request_nor_allocation(tmp_pat
 def elsewhere(folder: jobfolder.JobFolder, silent_s: float) -> None:
     """Make another host the one that runs a job, and that has touched it so long ago by the server's clock."""
     (folder.path / "launcher.json").write_text(json.dumps(dict(folder.launcher(), host="elsewhere", boot="other")))
-    when = fileclock.now(folder.path.parent) - silent_s
+    when = jobfolder.now(folder.path.parent) - silent_s
     os.utime(folder.path / "state.json", (when, when))
 
 

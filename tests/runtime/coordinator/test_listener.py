@@ -17,7 +17,7 @@ from distrun_runtime.agent.dial import client_context
 from distrun_runtime.contract import enrolment
 from distrun_runtime.contract.enrolment import AGENT, CLAIM, COORDINATOR, REDIAL, Claim
 from distrun_runtime.coordinator import listener
-from distrun_runtime.coordinator.listener import Admitted, ClaimedTwice, Register, Rejected
+from distrun_runtime.coordinator.listener import Admitted, ClaimedTwice, ConnectionRejected, Register
 from distrun_runtime.errors import ContractError
 
 NONCE = "c" * 32
@@ -75,13 +75,15 @@ def test_the_agent_whose_answer_was_lost_may_claim_its_place_again() -> None:
 def test_a_redial_needs_the_key_of_its_place() -> None:
     places = register()
     early = places.decide(line(kind=REDIAL, key="1d" * 32), NONCE, "10.0.0.1:5")
-    assert isinstance(early, Rejected), "nobody has that place yet"
+    assert isinstance(early, ConnectionRejected), "nobody has that place yet"
     places.decide(line(), NONCE, "10.0.0.1:5")
     found = places.decide(line(kind=REDIAL, key="1d" * 32), NONCE, "10.0.0.1:6")
     assert isinstance(found, Admitted)
     assert "key" not in json.loads(found.reply)
-    assert isinstance(places.decide(line(kind=REDIAL), NONCE, "10.0.0.1:7"), Rejected), "the job's secret is not it"
-    assert isinstance(places.decide(line("1", kind=REDIAL, key="1d" * 32), NONCE, "10.0.0.1:8"), Rejected)
+    assert isinstance(places.decide(line(kind=REDIAL), NONCE, "10.0.0.1:7"), ConnectionRejected), (
+        "the job's secret is not it"
+    )
+    assert isinstance(places.decide(line("1", kind=REDIAL, key="1d" * 32), NONCE, "10.0.0.1:8"), ConnectionRejected)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_a_redial_needs_the_key_of_its_place() -> None:
 def test_a_wrong_proof_learns_nothing(wrong: bytes) -> None:
     places = register()
     found = places.decide(wrong, NONCE, "10.0.0.9:1")
-    assert isinstance(found, Rejected)
+    assert isinstance(found, ConnectionRejected)
     assert json.loads(found.reply) == {
         "type": "denied",
         "reason": "the proof is wrong: the secret, the key or the certificate is not that of this job",
@@ -109,7 +111,7 @@ def test_a_wrong_proof_learns_nothing(wrong: bytes) -> None:
 
 def test_an_agent_that_proves_itself_is_told_that_there_is_no_such_place() -> None:
     found = register().decide(line("7"), NONCE, "10.0.0.9:1")
-    assert isinstance(found, Rejected)
+    assert isinstance(found, ConnectionRejected)
     assert found.reason == "job calm-otter-7f3 has no place '7'"
 
 

@@ -13,13 +13,10 @@ import pytest
 from sample_plan import sample_plan
 
 from distrun_runtime.contract.control import OutputWanted
-from distrun_runtime.coordinator import logindex
+from distrun_runtime.coordinator import logs
 from distrun_runtime.coordinator.jobfolder import JobFolder
-from distrun_runtime.coordinator.logfiles import LogFile
-from distrun_runtime.coordinator.logged import LoggedOutput
-from distrun_runtime.coordinator.logindex import SIZE, IndexEntry, IndexWriter, decode, encode
-from distrun_runtime.coordinator.logreader import LogReader, Piece
-from distrun_runtime.coordinator.spool import Spool, tail
+from distrun_runtime.coordinator.logreader import LoggedOutput, LogPiece, LogReader
+from distrun_runtime.coordinator.logs import SIZE, IndexEntry, IndexWriter, LogFile, Spool, decode, encode, tail
 
 Open = Callable[[Path], LogReader]
 Chunk = tuple[str, str, bytes]
@@ -68,8 +65,8 @@ class Writing:
         self.clock.now += 1.0
 
 
-def everything(reader: LogReader, cursor: int = 0, limit: int = 1 << 20) -> tuple[list[Piece], int, int]:
-    pieces: list[Piece] = []
+def everything(reader: LogReader, cursor: int = 0, limit: int = 1 << 20) -> tuple[list[LogPiece], int, int]:
+    pieces: list[LogPiece] = []
     gap = 0
     while True:
         found = reader.read(cursor, limit)
@@ -91,7 +88,7 @@ def joined(chunks: list[Chunk]) -> list[Chunk]:
     return found
 
 
-def read_as_chunks(pieces: list[Piece]) -> list[Chunk]:
+def read_as_chunks(pieces: list[LogPiece]) -> list[Chunk]:
     return joined([(piece.task, piece.stream, piece.data) for piece in pieces])
 
 
@@ -335,7 +332,7 @@ def test_whatever_comes_is_given_again_as_it_came(seed: int, tmp_path: Path, ope
 def test_with_rotation_everything_is_given_or_counted(
     seed: int, tmp_path: Path, open_reader: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distrun_runtime.coordinator.spool.INDEX_BYTES", 10 * SIZE)
+    monkeypatch.setattr("distrun_runtime.coordinator.logs.INDEX_BYTES", 10 * SIZE)
     rng = random.Random(seed)
     writing = Writing(tmp_path, limit=2000)
     reader, cursor, pieces, gaps = open_reader(tmp_path), 0, [], 0
@@ -375,9 +372,9 @@ def test_a_record_is_read_as_it_was_written() -> None:
 
 def test_a_long_piece_is_several_records(tmp_path: Path, open_reader: Open) -> None:
     writing = Writing(tmp_path)
-    writing.turn(("worker-0", "out", b"x" * (logindex.PIECE_LIMIT * 2 + 5)))
+    writing.turn(("worker-0", "out", b"x" * (logs.PIECE_LIMIT * 2 + 5)))
     assert (tmp_path / "index").stat().st_size == 3 * SIZE
-    assert sum(len(piece.data) for piece in everything(open_reader(tmp_path))[0]) == logindex.PIECE_LIMIT * 2 + 5
+    assert sum(len(piece.data) for piece in everything(open_reader(tmp_path))[0]) == logs.PIECE_LIMIT * 2 + 5
 
 
 def test_a_client_that_came_while_the_job_waited_in_a_queue_gets_its_output(tmp_path: Path) -> None:

@@ -16,12 +16,13 @@ from sample_plan import sample_plan
 from scripted_agent import Script, ScriptedAgent
 
 from distrun import report
-from distrun_runtime.contract import facts, wire
+from distrun_runtime.contract import facts, session
 from distrun_runtime.contract.plan import Plan, Runtime, Secrets
-from distrun_runtime.coordinator import events, jobrun, loop, spool
+from distrun_runtime.coordinator import jobrun, logs, loop, messages
 from distrun_runtime.coordinator.channel import Put
-from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
-from distrun_runtime.coordinator.outcome import Outcome
+from distrun_runtime.coordinator.failures import Outcome
+from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.errors import ContractError
 
 LIMIT_S = 60.0
@@ -94,7 +95,7 @@ def one_worker(**limits: Any) -> Plan:
 
 def test_the_runtime_is_sent_to_whoever_asks_and_read_once(tmp_path: Path) -> None:
     def script(agent: ScriptedAgent) -> None:
-        agent.say("hello", version=wire.VERSION, time=time.time())
+        agent.say("hello", version=session.VERSION, time=time.time())
         agent.wait("begin")
         agent.say("need", digest="abc")
         frame = agent.wait("runtime")
@@ -136,7 +137,7 @@ def test_the_preparation_runs_beside_the_loop_once_all_hosts_are_ready(tmp_path:
     def prepare(put: Put) -> None:
         def work() -> None:
             assert pinged.wait(LIMIT_S), "agents are pinged while the preparation goes on"
-            put(events.AllPrepared() if works else events.PrepareFailed("d1", "disk full", time.time(), "a\nb"))
+            put(messages.AllPrepared() if works else messages.PrepareFailed("d1", "disk full", time.time(), "a\nb"))
 
         threading.Thread(target=work, daemon=True).start()
 
@@ -195,7 +196,7 @@ def test_a_job_that_is_silent_is_noted_to_live_at_every_ping(tmp_path: Path) -> 
 
 def test_problems_of_hosts_are_in_the_outcome_of_the_folder(tmp_path: Path) -> None:
     def script(agent: ScriptedAgent) -> None:
-        agent.say("hello", version=wire.VERSION, time=time.time())
+        agent.say("hello", version=session.VERSION, time=time.time())
         agent.wait("begin")
         agent.say("refused", reason="no module numpy", kind="module", fix="pip install numpy")
 
@@ -288,7 +289,7 @@ def test_a_task_that_fills_the_disk_with_its_output_ends_the_job_and_is_named(
 ) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full")
-    monkeypatch.setattr(spool, "HEAD_BYTES", 0)
+    monkeypatch.setattr(logs, "HEAD_BYTES", 0)
 
     def script(agent: ScriptedAgent) -> None:
         agent.begin()

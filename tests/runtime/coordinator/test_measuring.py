@@ -11,7 +11,7 @@ from sample_plan import sample_plan
 
 from distrun_runtime.contract import control
 from distrun_runtime.contract.plan import Host, Place
-from distrun_runtime.coordinator import events, minutes
+from distrun_runtime.coordinator import conditions, messages
 
 
 def hosts_of(count: int) -> tuple[str, ...]:
@@ -21,23 +21,23 @@ def hosts_of(count: int) -> tuple[str, ...]:
 @pytest.mark.parametrize(("hosts", "interval_s"), [(1, 1.0), (100, 1.0), (250, 2.5), (1000, 10.0)])
 def test_agents_of_a_large_job_measure_less_often(hosts: int, interval_s: float) -> None:
     job = MeasuredJob(sample_plan(hosts, 0, hosts_of(hosts)))
-    job.tell(events.AgentReady("h0", "10.0.0.1"))
+    job.tell(messages.AgentReady("h0", "10.0.0.1"))
     assert job.intervals == [("h0", interval_s)]
-    job.tell(events.AgentReady("h0", "10.0.0.1"))
+    job.tell(messages.AgentReady("h0", "10.0.0.1"))
     assert len(job.intervals) == 1, "it was told"
 
 
 def test_a_host_that_is_looked_at_measures_every_second_and_no_more_afterwards() -> None:
     job = MeasuredJob(sample_plan(500, 0, hosts_of(500)))
     for host in ("h0", "h1", "h2"):
-        job.tell(events.AgentReady(host, "10.0.0.1"))
+        job.tell(messages.AgentReady(host, "10.0.0.1"))
     job.done.clear()
-    job.tell(events.MetricsWanted(True, ("h1", "h2", "h77", "no host")))
+    job.tell(messages.MetricsWanted(True, ("h1", "h2", "h77", "no host")))
     assert job.intervals == [("h1", 1.0), ("h2", 1.0)]
-    job.tell(events.AgentReady("h77", "10.0.0.1"))
-    job.tell(events.MetricsWanted(True, ("h2",)))
+    job.tell(messages.AgentReady("h77", "10.0.0.1"))
+    job.tell(messages.MetricsWanted(True, ("h2",)))
     assert job.intervals[2:] == [("h77", 1.0), ("h1", 5.0), ("h77", 5.0)]
-    job.tell(events.MetricsWanted(False, ()))
+    job.tell(messages.MetricsWanted(False, ()))
     assert job.intervals[5:] == [("h2", 5.0)]
 
 
@@ -47,9 +47,9 @@ def test_to_look_at_a_node_is_to_look_at_all_its_agents() -> None:
     tasks = tuple(task._replace(place=str(task.rank)) for task in plan.tasks)
     job = MeasuredJob(plan._replace(hosts=(Host("d1"), Host("d2")), places=places, tasks=tasks))
     for place in places[:4]:
-        job.tell(events.AgentReady(place.name, "10.0.0.1"))
+        job.tell(messages.AgentReady(place.name, "10.0.0.1"))
     job.done.clear()
-    job.tell(events.MetricsWanted(True, ("d1",)))
+    job.tell(messages.MetricsWanted(True, ("d1",)))
     assert job.intervals == [("0", 1.0), ("2", 1.0)]
 
 
@@ -62,20 +62,20 @@ def test_no_snapshot_is_made_while_nobody_wants_one() -> None:
 def test_a_snapshot_comes_at_once_and_then_when_something_has_changed_twice_a_second_at_most() -> None:
     job = MeasuredJob(sample_plan(2, 0, ("d1", "d2")))
     job.run_to(3)
-    job.tell(events.MetricsWanted(True))
+    job.tell(messages.MetricsWanted(True))
     [first] = job.shown
     assert first["schema"] == control.METRICS_SCHEMA
     assert first["time"] == WALL + 3
     assert set(first["tasks"]) == {"worker-0", "worker-1"}
     for number in range(10):  # nothing has changed
         job.now = 3.1 + number / 5
-        job.tell(events.Tick(WALL + job.now))
+        job.tell(messages.Tick(WALL + job.now))
     assert len(job.shown) == 1
     for number in range(100):
         job.now = 6.0 + number / 10
-        job.tell(events.Measured("d1", job.frame("d1"), WALL + job.now))
+        job.tell(messages.Measured("d1", job.frame("d1"), WALL + job.now))
     assert 18 <= len(job.shown) - 1 <= 21
-    job.tell(events.MetricsWanted(False))
+    job.tell(messages.MetricsWanted(False))
     count = len(job.shown)
     job.run_to(30)
     assert len(job.shown) == count
@@ -83,30 +83,30 @@ def test_a_snapshot_comes_at_once_and_then_when_something_has_changed_twice_a_se
 
 def test_what_is_shown_late_is_shown_by_a_tick() -> None:
     job = MeasuredJob(sample_plan(1, 0, ("d1",)))
-    job.tell(events.MetricsWanted(True))
+    job.tell(messages.MetricsWanted(True))
     job.now = 0.1
-    job.tell(events.Measured("d1", job.frame("d1"), WALL + 0.1))
+    job.tell(messages.Measured("d1", job.frame("d1"), WALL + 0.1))
     assert len(job.shown) == 1
     assert job.measuring.wake_s() == 0.5
     job.now = 0.6
-    job.tell(events.Tick(WALL + 0.6))
+    job.tell(messages.Tick(WALL + 0.6))
     assert len(job.shown) == 2
     assert job.measuring.wake_s() == 1.0
 
 
 def test_snapshots_of_a_very_large_job_are_farther_apart() -> None:
     job = MeasuredJob(sample_plan(8000, 0, hosts_of(1000)))
-    job.tell(events.MetricsWanted(True))
+    job.tell(messages.MetricsWanted(True))
     for number in range(100):
         job.now = number / 10
-        job.tell(events.Measured("h0", job.frame("h0"), WALL + job.now))
+        job.tell(messages.Measured("h0", job.frame("h0"), WALL + job.now))
     assert 4 <= len(job.shown) <= 6
 
 
 def test_tasks_of_hosts_that_are_looked_at_have_a_history() -> None:
     job = MeasuredJob(sample_plan(2, 0, ("d1", "d2")))
     job.run_to(45)
-    job.tell(events.MetricsWanted(True, ("d2",)))
+    job.tell(messages.MetricsWanted(True, ("d2",)))
     shown = job.shown[-1]
     assert shown["tasks"]["worker-1"]["history"] == {"cpu": [0.5] * 4, "rss": [1048576] * 4}
     assert shown["hosts"]["d2"]["history"]["cpu"] == [2.0] * 4
@@ -117,7 +117,7 @@ def test_tasks_of_hosts_that_are_looked_at_have_a_history() -> None:
 def test_a_lost_host_has_no_running_tasks() -> None:
     job = MeasuredJob(sample_plan(2, 0, ("d1", "d2")))
     job.run_to(3)
-    job.tell(events.AgentLost("d2", "silent"))
+    job.tell(messages.AgentLost("d2", "silent"))
     assert set(job.snapshot()["tasks"]) == {"worker-0"}
 
 
@@ -148,7 +148,7 @@ def test_a_sample_a_minute_is_kept_and_one_at_the_end() -> None:
     assert len(kept) == 4
     for each in kept:
         schemas.check(each, "sample")
-    assert kept[0]["schema"] == minutes.SCHEMA
+    assert kept[0]["schema"] == conditions.SCHEMA
     assert [each["time"] for each in kept[:2]] == ["1970-01-12T13:47:41.000Z", "1970-01-12T13:48:41.000Z"]
     assert kept[2]["cpu"] == 1.0
     assert kept[2]["progress"] == {"step": 5, "total": 10, "phase": 0, "rate": 0, "loss": 0.25}
@@ -160,7 +160,7 @@ def test_a_job_that_nothing_was_measured_of_keeps_nothing() -> None:
     job = MeasuredJob(sample_plan(2, 0, ("d1",)))
     for second in range(200):
         job.now = float(second)
-        job.tell(events.Tick(WALL + second))
+        job.tell(messages.Tick(WALL + second))
     assert job.measuring.finish(200.0) == []
     assert job.kept == []
 
@@ -168,8 +168,8 @@ def test_a_job_that_nothing_was_measured_of_keeps_nothing() -> None:
 def test_a_line_has_at_most_4_kib_and_says_what_was_left_out() -> None:
     tasks = [(f"worker-{number}", {"cpu": 0.5, "rss": 123456789}) for number in range(1000)]
     hosts = [(f"a-host-with-a-name-{number}", {"cpu": 0.25}) for number in range(300)]
-    line = minutes.MinuteLines().line("2026-01-31T12:00:00.000Z", {"cpu": 500.0}, hosts, tasks)
-    assert 3800 < len(line) < minutes.LINE
+    line = conditions.MinuteLines().line("2026-01-31T12:00:00.000Z", {"cpu": 500.0}, hosts, tasks)
+    assert 3800 < len(line) < conditions.LINE
     found = json.loads(line)
     schemas.check(found, "sample")
     assert len(found["tasks"]) + found["tasks_left_out"] == 1000
@@ -178,12 +178,12 @@ def test_a_line_has_at_most_4_kib_and_says_what_was_left_out() -> None:
 
 
 def test_a_job_whose_totals_alone_fill_a_line_keeps_their_time() -> None:
-    line = minutes.MinuteLines().line("2026-01-31T12:00:00.000Z", {"x" * 5000: 1}, [], [])
+    line = conditions.MinuteLines().line("2026-01-31T12:00:00.000Z", {"x" * 5000: 1}, [], [])
     assert set(json.loads(line)) == {"schema", "time"}
 
 
 def test_a_full_file_ends_with_a_note() -> None:
-    lines = minutes.MinuteLines(limit=1000)
+    lines = conditions.MinuteLines(limit=1000)
     kept = [lines.line("2026-01-31T12:00:00.000Z", {"cpu": number}, [], []) for number in range(50)]
     *samples, note = [line for line in kept if line]
     assert sum(len(line) + 1 for line in (*samples, note)) <= 1000

@@ -147,9 +147,9 @@ def test_whatever_an_agent_sends_breaks_nothing_and_no_rate_is_negative() -> Non
 
 
 def metrics_of(value: dict[str, Any]) -> Any:
-    from distrun_runtime.coordinator import events
+    from distrun_runtime.coordinator import messages
 
-    return events.Measured("d1", value, WALL)
+    return messages.Measured("d1", value, WALL)
 
 
 def rates(snapshot: dict[str, Any]) -> list[float]:

@@ -9,10 +9,10 @@ from history import WALL, History
 from sample_plan import sample_plan
 
 from distrun_runtime.contract import plan as plans
-from distrun_runtime.contract import wire
+from distrun_runtime.contract import session
 from distrun_runtime.contract.plan import Host, Place, Plan, Resources, Secrets
-from distrun_runtime.coordinator import events, frames
-from distrun_runtime.coordinator.actions import Begin, Spawn
+from distrun_runtime.coordinator import messages
+from distrun_runtime.coordinator.messages import Begin, Spawn
 
 
 def two_places() -> Plan:
@@ -30,9 +30,9 @@ def running() -> History:
     history = History(two_places())
     for place in ("1", "2", "3"):
         history.hello(place)
-        history.tell(events.AgentReady(place, f"10.0.0.{place}"))
+        history.tell(messages.AgentReady(place, f"10.0.0.{place}"))
     for number, place in enumerate(("1", "2", "3")):
-        history.tell(events.Started(place, f"worker-{number}", 100 + number, "s", WALL + history.now))
+        history.tell(messages.Started(place, f"worker-{number}", 100 + number, "s", WALL + history.now))
     return history
 
 
@@ -51,7 +51,7 @@ def test_places_come_back_from_json() -> None:
 
 
 def test_a_place_gets_its_own_tasks_and_knows_the_places_of_its_node() -> None:
-    [frame] = wire.Decoder().feed(encoded(frames.begin(two_places(), Secrets(), "2")))
+    [frame] = session.Decoder().feed(encoded(messages.begin(two_places(), Secrets(), "2")))
     assert (frame.header["host"], frame.header["place"]) == ("d1", "2")
     share = plans.from_json(frame.header["plan"])
     assert [task.name for task in share.tasks] == ["worker-1"]
@@ -63,7 +63,7 @@ def test_a_place_gets_its_own_tasks_and_knows_the_places_of_its_node() -> None:
 
 def encoded(frame: object) -> bytes:
     """The bytes of a frame, whether it is encoded already or not."""
-    return frame if isinstance(frame, bytes) else wire.encode(*frame)  # type: ignore[misc]
+    return frame if isinstance(frame, bytes) else session.encode(*frame)  # type: ignore[misc]
 
 
 def test_each_agent_is_begun_and_spawns_the_tasks_of_its_place() -> None:
@@ -79,7 +79,7 @@ def test_each_agent_is_begun_and_spawns_the_tasks_of_its_place() -> None:
 
 def test_the_loss_of_one_place_is_not_that_of_the_other_on_its_node() -> None:
     history = running()
-    history.tell(events.AgentLost("1", "its connection ended", WALL + history.now))
+    history.tell(messages.AgentLost("1", "its connection ended", WALL + history.now))
     tasks = history.supervisor.roster.tasks
     assert tasks["worker-0"].state == "failed"
     assert tasks["worker-1"].state == "running"
@@ -95,6 +95,6 @@ def test_silence_of_a_place_counts_for_its_node() -> None:
 
 def test_a_task_of_another_place_of_the_same_node_is_not_believed() -> None:
     history = running()
-    event = events.Exited("2", "worker-0", code=0)
+    event = messages.Exited("2", "worker-0", code=0)
     assert not history.supervisor.roster.knows(event)
     assert history.supervisor.roster.knows(event._replace(host="1"))

@@ -8,9 +8,9 @@ from sample_plan import sample_plan
 
 from distrun import report
 from distrun_runtime.contract.plan import Sync
-from distrun_runtime.coordinator import events
-from distrun_runtime.coordinator.actions import Begin, Drop, EndAgent, Prepare, SendRuntime, Settle, Spawn
-from distrun_runtime.coordinator.outcome import Problem
+from distrun_runtime.coordinator import messages
+from distrun_runtime.coordinator.failures import Problem
+from distrun_runtime.coordinator.messages import Begin, Drop, EndAgent, Prepare, SendRuntime, Settle, Spawn
 
 HOSTS = ("d1", "d2", "d3", "d4", "d5")
 
@@ -29,7 +29,7 @@ def settling(**limits: float) -> History:
     """Files are on all hosts, and what came with them is to be activated and looked at."""
     plan = sample_plan(workers=2, servers=0, hosts=("d1", "d2"), **limits)
     plan = plan._replace(sync=Sync("/src", 1, 1), activate=". ./env.sh")
-    return History(plan, has_preparation=True).gather().beat_to(200).tell(events.AllPrepared())
+    return History(plan, has_preparation=True).gather().beat_to(200).tell(messages.AllPrepared())
 
 
 # ---------------------------------------------------------------------- hosts
@@ -135,10 +135,10 @@ def test_a_long_list_of_bad_hosts_is_cut_in_the_message_only() -> None:
 
 
 def test_an_agent_is_sent_the_runtime_that_it_asks_for() -> None:
-    history = gathering(("d1",)).hello("d1").tell(events.Needed("d1", ""))
+    history = gathering(("d1",)).hello("d1").tell(messages.Needed("d1", ""))
     assert history.did(Begin) == [Begin("d1")]
     assert history.did(SendRuntime) == [SendRuntime("d1")]
-    assert history.tell(events.Needed("d1", "another")).did(SendRuntime) == [SendRuntime("d1")]
+    assert history.tell(messages.Needed("d1", "another")).did(SendRuntime) == [SendRuntime("d1")]
 
 
 @pytest.mark.parametrize(("off", "words"), [(-301.0, "301 s behind"), (86400.0, "86400 s ahead of")])
@@ -173,19 +173,19 @@ def test_the_preparation_begins_when_all_hosts_are_ready_and_tasks_when_it_is_do
     assert history.hello("d1").ready("d1").hello("d2").did(Prepare) == []
     assert history.ready("d2").did(Prepare) == [Prepare()]
     assert history.beat_to(300).did(Spawn) == []
-    assert len(history.tell(events.AllPrepared()).did(Spawn)) == 2
+    assert len(history.tell(messages.AllPrepared()).did(Spawn)) == 2
     assert history.did(Prepare) == [Prepare()]
 
 
 def test_the_time_for_the_start_counts_from_the_end_of_the_preparation() -> None:
-    history = prepared(start_s=20.0).beat_to(100).tell(events.AllPrepared()).beat_to(115)
+    history = prepared(start_s=20.0).beat_to(100).tell(messages.AllPrepared()).beat_to(115)
     assert history.outcome is None
     assert history.beat_to(121).end().exit_code == 6
 
 
 def test_a_preparation_that_failed_gives_4_and_nothing_was_started() -> None:
     history = prepared().beat_to(3)
-    history.tell(events.PrepareFailed("d2", "rsync: No space left on device", WALL + 3, "a\nb"))
+    history.tell(messages.PrepareFailed("d2", "rsync: No space left on device", WALL + 3, "a\nb"))
     outcome = history.end()
     assert (outcome.exit_code, outcome.reason) == (4, "sync")
     assert outcome.message == "the files did not reach d2: rsync: No space left on device"
@@ -196,21 +196,21 @@ def test_a_preparation_that_failed_gives_4_and_nothing_was_started() -> None:
 
 
 def test_a_preparation_may_fail_on_no_host_in_particular() -> None:
-    outcome = prepared().tell(events.PrepareFailed("", "there is no rsync here", WALL)).end()
+    outcome = prepared().tell(messages.PrepareFailed("", "there is no rsync here", WALL)).end()
     assert (outcome.exit_code, outcome.message) == (4, "the files did not reach the hosts: there is no rsync here")
 
 
 def test_an_interrupt_during_the_preparation_ends_the_job_and_what_it_broke_is_no_cause() -> None:
-    history = prepared().beat_to(3).interrupt("INT").tell(events.PrepareFailed("d1", "cancelled", WALL + 3.1))
+    history = prepared().beat_to(3).interrupt("INT").tell(messages.PrepareFailed("d1", "cancelled", WALL + 3.1))
     outcome = history.end()
     assert (outcome.exit_code, outcome.reason) == (130, "interrupted")
     assert history.now < 4
-    assert prepared().interrupt("INT").tell(events.AllPrepared()).did(Spawn) == []
+    assert prepared().interrupt("INT").tell(messages.AllPrepared()).did(Spawn) == []
 
 
 def test_a_preparation_that_failed_before_the_interrupt_is_the_cause_though_reported_after_it() -> None:
     history = History(sample_plan(workers=1, servers=0), obedient=False, has_preparation=True).gather().beat_to(3)
-    history.interrupt("INT").tell(events.PrepareFailed("d1", "disk full", WALL + 2.9)).tell(events.Bye("d1"))
+    history.interrupt("INT").tell(messages.PrepareFailed("d1", "disk full", WALL + 2.9)).tell(messages.Bye("d1"))
     assert history.end().exit_code == 4
 
 
@@ -257,7 +257,7 @@ def test_what_differs_in_the_hosts_name_only_is_one_row() -> None:
 
 
 def test_the_report_of_files_that_did_not_arrive_has_the_last_words() -> None:
-    history = prepared().tell(events.PrepareFailed("d2", "code 11", WALL, "rsync: write failed\nNo space left"))
+    history = prepared().tell(messages.PrepareFailed("d2", "code 11", WALL, "rsync: write failed\nNo space left"))
     assert report.failure(history.end()).splitlines() == [
         "first failure: d2 did not get the files",
         "    | rsync: write failed",
@@ -268,7 +268,7 @@ def test_the_report_of_files_that_did_not_arrive_has_the_last_words() -> None:
 def test_two_machines_with_one_address_for_data_cannot_take_part_in_a_job_with_a_scheduler() -> None:
     history = History(sample_plan(hosts=("d1", "d2")))
     history.hello("d1", host="one").hello("d2", host="two").ready("d1")
-    history.tell(events.AgentReady("d2", "10.0.0.1"))
+    history.tell(messages.AgentReady("d2", "10.0.0.1"))
     outcome = history.end()
     assert (outcome.exit_code, outcome.problems[0].kind) == (3, "interface")
     assert "d2 and d1 both have 10.0.0.1 as their address for data" in outcome.message
@@ -277,10 +277,10 @@ def test_two_machines_with_one_address_for_data_cannot_take_part_in_a_job_with_a
 
 def test_two_names_of_one_machine_may_have_one_address_and_without_servers_it_is_a_warning() -> None:
     history = History(sample_plan(hosts=("d1", "d2")))
-    history.hello("d1", host="one").hello("d2", host="one").ready("d1").tell(events.AgentReady("d2", "10.0.0.1"))
+    history.hello("d1", host="one").hello("d2", host="one").ready("d1").tell(messages.AgentReady("d2", "10.0.0.1"))
     assert history.did(Spawn)
     history = History(sample_plan(servers=0, hosts=("d1", "d2")))
-    history.hello("d1", host="one").hello("d2", host="two").ready("d1").tell(events.AgentReady("d2", "10.0.0.1"))
+    history.hello("d1", host="one").hello("d2", host="two").ready("d1").tell(messages.AgentReady("d2", "10.0.0.1"))
     assert history.did(Spawn)
     assert "both have 10.0.0.1" in history.said()
 
@@ -299,7 +299,7 @@ def test_tasks_start_when_every_host_has_settled_with_what_was_copied() -> None:
 
 def test_without_anything_to_activate_or_to_import_no_host_is_asked_again() -> None:
     plan = sample_plan(workers=2, servers=0, hosts=("d1", "d2"))._replace(sync=Sync("/src", 1, 1))
-    history = History(plan, has_preparation=True).gather().tell(events.AllPrepared())
+    history = History(plan, has_preparation=True).gather().tell(messages.AllPrepared())
     assert history.did(Settle) == []
     assert len(history.did(Spawn)) == 2
 

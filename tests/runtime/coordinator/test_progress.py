@@ -9,8 +9,8 @@ import pytest
 from measured import MeasuredJob
 from sample_plan import sample_plan
 
+from distrun_runtime.coordinator.conditions import Progress
 from distrun_runtime.coordinator.metrics import Report
-from distrun_runtime.coordinator.progress import Progress
 
 
 class Script:

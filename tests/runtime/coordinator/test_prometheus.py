@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from sample_plan import sample_plan
 
 from distrun_runtime.contract import facts
-from distrun_runtime.coordinator import events, metricsport, prometheus
-from distrun_runtime.coordinator.metricsport import MetricsPort
+from distrun_runtime.coordinator import messages, prometheus
+from distrun_runtime.coordinator.prometheus import MetricsPort
 
 LIMIT_S = 20.0
 
@@ -87,7 +87,7 @@ def test_names_and_labels_are_safe_whatever_a_task_reports() -> None:
 def test_gpus_have_a_label() -> None:
     job = MeasuredJob(sample_plan(1, 0, ("d1",)))
     gpus = [{"uuid": "GPU-1", "index": 3, "name": "H100", "util": 0.5, "mem_used": 1, "mem_total": 2}]
-    job.tell(events.Measured("d1", {**job.frame("d1"), "gpus": gpus}, WALL))
+    job.tell(messages.Measured("d1", {**job.frame("d1"), "gpus": gpus}, WALL))
     found = [sample for sample in samples(prometheus.page(job.plan, job.snapshot())) if "gpu" in sample.labels]
     assert {(sample.name, sample.labels["gpu"]) for sample in found} >= {("distrun_gpu_ratio", "3")}
 
@@ -103,8 +103,8 @@ class Loop:
         self.asked = 0
         self.answers = True
 
-    def put(self, event: events.Event) -> None:
-        assert isinstance(event, events.MetricsAsked)
+    def put(self, event: messages.Event) -> None:
+        assert isinstance(event, messages.MetricsAsked)
         self.asked += 1
         if self.answers:
             threading.Thread(target=event.give, args=(self.job.snapshot(),)).start()
@@ -140,11 +140,11 @@ def test_numbers_are_made_when_somebody_reads_and_serve_all_for_a_second(
     port: MetricsPort, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert loop.asked == 0
-    monkeypatch.setattr(metricsport, "FRESH_S", 1000.0)
+    monkeypatch.setattr(prometheus, "FRESH_S", 1000.0)
     for _ in range(5):
         assert ask(port).status == 200
     assert loop.asked == 1
-    monkeypatch.setattr(metricsport, "FRESH_S", 0.0)
+    monkeypatch.setattr(prometheus, "FRESH_S", 0.0)
     assert ask(port).status == 200
     assert loop.asked == 2
 
@@ -182,7 +182,7 @@ def dropped(client: socket.socket) -> bool:
 def test_a_client_that_does_not_ask_is_dropped_and_holds_up_nobody(
     port: MetricsPort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metricsport, "REQUEST_S", 0.3)
+    monkeypatch.setattr(prometheus, "REQUEST_S", 0.3)
     with socket.create_connection((facts.LOOPBACK, port.port)) as slow:
         slow.sendall(b"GET /metr")
         assert ask(port).status == 200
@@ -190,7 +190,7 @@ def test_a_client_that_does_not_ask_is_dropped_and_holds_up_nobody(
 
 
 def test_a_client_that_asks_byte_by_byte_has_no_longer(port: MetricsPort, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metricsport, "REQUEST_S", 0.3)
+    monkeypatch.setattr(prometheus, "REQUEST_S", 0.3)
     until = time.monotonic() + LIMIT_S
     with socket.create_connection((facts.LOOPBACK, port.port)) as slow, contextlib.suppress(ConnectionError):
         while time.monotonic() < until:
@@ -203,7 +203,7 @@ def test_a_client_that_asks_byte_by_byte_has_no_longer(port: MetricsPort, monkey
 
 
 def test_a_client_that_does_not_read_is_dropped(port: MetricsPort, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metricsport, "ANSWER_S", 0.3)
+    monkeypatch.setattr(prometheus, "ANSWER_S", 0.3)
     monkeypatch.setattr(prometheus, "page", lambda plan, snapshot: "x" * 50_000_000)
     with socket.create_connection((facts.LOOPBACK, port.port)) as slow:
         slow.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
@@ -221,7 +221,7 @@ def test_a_scraper_is_answered_while_400_idle_connections_are_open(port: Metrics
         ]
         for _ in range(3):
             assert ask(port).status == 200
-        assert len(port._readers) <= metricsport.CLIENTS
+        assert len(port._readers) <= prometheus.CLIENTS
         assert dropped(idle[0]), "of those that have not asked, the oldest goes first"
 
 
@@ -231,7 +231,7 @@ def test_of_clients_that_have_all_asked_and_do_not_read_the_oldest_goes(
     page = prometheus.page
     monkeypatch.setattr(prometheus, "page", lambda plan, snapshot: page(plan, snapshot) + "x" * 20_000_000)
     with contextlib.ExitStack() as stack:
-        for _ in range(2 * metricsport.CLIENTS):
+        for _ in range(2 * prometheus.CLIENTS):
             client = stack.enter_context(socket.create_connection((facts.LOOPBACK, port.port), timeout=LIMIT_S))
             client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
         assert ask(port).status == 200
@@ -240,7 +240,7 @@ def test_of_clients_that_have_all_asked_and_do_not_read_the_oldest_goes(
 def test_a_loop_that_does_not_answer_is_said_to_be_busy(
     port: MetricsPort, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metricsport, "LOOP_S", 0.2)
+    monkeypatch.setattr(prometheus, "LOOP_S", 0.2)
     loop.answers = False
     assert ask(port).status == 503
     loop.answers = True

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from distrun_runtime.contract import wire
+from distrun_runtime.contract import session
 from distrun_runtime.coordinator import output, service
 from distrun_runtime.coordinator.service import Service
 
@@ -26,10 +26,10 @@ class Client:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.socket.settimeout(LIMIT_S)
-        self._decoder = wire.Decoder()
-        self._frames: list[wire.Frame] = []
+        self._decoder = session.Decoder()
+        self._frames: list[session.Frame] = []
 
-    def next(self) -> wire.Frame:
+    def next(self) -> session.Frame:
         """Return the next frame; fail if none comes."""
         while not self._frames:
             data = self.socket.recv(65536)
@@ -37,14 +37,14 @@ class Client:
             self._frames += self._decoder.feed(data)
         return self._frames.pop(0)
 
-    def rest(self) -> list[wire.Frame]:
+    def rest(self) -> list[session.Frame]:
         """Return all frames until the end of the connection."""
         while data := self.socket.recv(65536):
             self._frames += self._decoder.feed(data)
         return self._frames
 
     def send(self, header: dict[str, Any], body: bytes = b"") -> None:
-        self.socket.sendall(wire.encode(header, body))
+        self.socket.sendall(session.encode(header, body))
 
 
 @pytest.fixture
@@ -141,10 +141,10 @@ def test_the_end_of_the_client_terminates_where_hangups_are_ignored(
     "wrong",
     [
         b"\xff" * 8,
-        wire.encode({"type": "signal", "name": "KILL"}),
-        wire.encode({"type": "signal"}),
-        wire.encode({"type": "spawn"}),
-        wire.encode({"type": "answer", "id": "x"}),
+        session.encode({"type": "signal", "name": "KILL"}),
+        session.encode({"type": "signal"}),
+        session.encode({"type": "spawn"}),
+        session.encode({"type": "answer", "id": "x"}),
     ],
     ids=["no frame", "another signal", "no signal", "another type", "no number"],
 )

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from distrun_runtime.coordinator import spool
-from distrun_runtime.coordinator.spool import Spool, TaskLog, Written
+from distrun_runtime.coordinator import logs
+from distrun_runtime.coordinator.logs import Spool, TaskLog, Written
 
 
 def test_streams_are_merged_in_the_order_of_arrival(tmp_path: Path) -> None:
@@ -81,8 +81,8 @@ def test_when_there_is_room_again_the_log_says_what_is_missing(tmp_path: Path) -
 
 def test_a_disk_that_fills_is_said_once_at_90_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used = iter([0.5, 0.89, 0.9, 0.95, 0.8])
-    monkeypatch.setattr(spool, "_used", lambda folder: next(used))
-    made = spool.Spool(tmp_path)
+    monkeypatch.setattr(logs, "_used", lambda folder: next(used))
+    made = logs.Spool(tmp_path)
     assert [made.filling() for _ in range(4)] == [
         "",
         f"the disk of {tmp_path} is 90% full; the tasks of this job have printed 0 MiB",
@@ -93,26 +93,26 @@ def test_a_disk_that_fills_is_said_once_at_90_percent(tmp_path: Path, monkeypatc
 
 def test_tail_gives_the_last_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
-    assert spool.tail(path, 3) == []
+    assert logs.tail(path, 3) == []
     path.write_bytes(b"")
-    assert spool.tail(path, 3) == []
+    assert logs.tail(path, 3) == []
     path.write_bytes(b"1\n2\r\n3\n4")
-    assert spool.tail(path, 3) == ["2", "3", "4"]
-    assert spool.tail(path, 0) == []
+    assert logs.tail(path, 3) == ["2", "3", "4"]
+    assert logs.tail(path, 0) == []
     path.write_bytes(b"\n\xff\n")
-    assert spool.tail(path, 9) == ["", "\ufffd"]
+    assert logs.tail(path, 9) == ["", "\ufffd"]
     path.write_bytes(b"".join(b"%0100d\n" % number for number in range(5000)))
-    assert [int(line) for line in spool.tail(path, 2000)] == list(range(3000, 5000))
+    assert [int(line) for line in logs.tail(path, 2000)] == list(range(3000, 5000))
 
 
 def test_tail_gives_only_the_last_state_of_a_progress_bar(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_bytes(b"begin\n\r  0%\r 50%\r100%\nTraceback\r\n\r  1%\r  2%")
-    assert spool.tail(path, 9) == ["begin", "100%", "Traceback", "  2%"]
+    assert logs.tail(path, 9) == ["begin", "100%", "Traceback", "  2%"]
 
 
 def test_tail_of_a_file_without_line_ends_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_bytes(b"x" * 3_000_000)
-    [line] = spool.tail(path, 5)
+    [line] = logs.tail(path, 5)
     assert len(line) <= 1_200_000

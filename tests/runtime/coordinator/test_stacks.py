@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from distrun_runtime.contract import facts
-from distrun_runtime.coordinator.actions import AskStack
-from distrun_runtime.coordinator.events import StackFound, StackWanted
-from distrun_runtime.coordinator.outcome import TaskResult
-from distrun_runtime.coordinator.stacks import ANSWER_S, Stacks, StackTold
+from distrun_runtime.coordinator.failures import TaskResult
+from distrun_runtime.coordinator.jobrun import ANSWER_S, StackQueries, StackTold
+from distrun_runtime.coordinator.messages import AskStack, StackFound, StackWanted
 
 PLACES = {"scheduler": "h1", "server-0": "h1", "worker-0": "h1", "worker-1": "h2"}
 
@@ -24,7 +23,7 @@ def tasks(**changes: Any) -> dict[str, TaskResult]:
     return found
 
 
-def ask(stacks: Stacks, task: str = "", number: int = 1, reached: str = "h1 h2", **changes: Any) -> Any:
+def ask(stacks: StackQueries, task: str = "", number: int = 1, reached: str = "h1 h2", **changes: Any) -> Any:
     return stacks.wanted(StackWanted(number, task), tasks(**changes), set(reached.split()), 100.0)
 
 
@@ -35,7 +34,7 @@ def said(told: list[StackTold]) -> list[tuple[str, str, int]]:
 
 
 def test_each_task_has_one_answer_and_the_last_says_so() -> None:
-    stacks = Stacks(PLACES)
+    stacks = StackQueries(PLACES)
     asked, told = ask(stacks)
     assert (asked, told) == ([AskStack("h1", 1, "worker-0"), AskStack("h2", 2, "worker-1")], [])
     assert said(stacks.heard(StackFound("h2", 2, "b", "py-spy"))) == [("worker-1", "b", 1)]
@@ -54,19 +53,19 @@ def test_each_task_has_one_answer_and_the_last_says_so() -> None:
     ],
 )
 def test_a_task_is_named_by_its_name_or_its_role(wanted: str, names: list[str]) -> None:
-    asked, _ = ask(Stacks(PLACES), wanted)
+    asked, _ = ask(StackQueries(PLACES), wanted)
     assert [each.task for each in asked] == names
 
 
 def test_an_unknown_task_is_told_with_the_known_ones() -> None:
-    asked, told = ask(Stacks(PLACES), "worker-7")
+    asked, told = ask(StackQueries(PLACES), "worker-7")
     assert asked == []
     known = "no task 'worker-7' in this job; there is: scheduler, server-0, worker-0, worker-1"
     assert said(told) == [("worker-7", known, 0)]
 
 
 def test_an_agent_that_does_not_answer_is_answered_for() -> None:
-    stacks = Stacks(PLACES)
+    stacks = StackQueries(PLACES)
     ask(stacks)
     stacks.heard(StackFound("h1", 1, "a", "py-spy"))
     assert stacks.expired(100.0 + ANSWER_S - 0.1) == []
@@ -77,19 +76,19 @@ def test_an_agent_that_does_not_answer_is_answered_for() -> None:
 
 def test_what_does_not_run_or_cannot_be_reached_is_told_at_once() -> None:
     ended = {"state": facts.FAILED, "signal": "KILL"}
-    asked, told = ask(Stacks(PLACES), reached="h1", worker_0=ended)
+    asked, told = ask(StackQueries(PLACES), reached="h1", worker_0=ended)
     assert asked == []
     answers = [
         ("worker-0", "worker-0 has ended (signal KILL)", 1),
         ("worker-1", "the agent of h2 cannot be reached", 0),
     ]
     assert said(told) == answers
-    _, told = ask(Stacks(PLACES), "worker-0", worker_0={"state": facts.PENDING})
+    _, told = ask(StackQueries(PLACES), "worker-0", worker_0={"state": facts.PENDING})
     assert said(told) == [("worker-0", "worker-0 has not started yet", 0)]
 
 
 def test_an_agent_answers_for_its_own_tasks_only() -> None:
-    stacks = Stacks(PLACES)
+    stacks = StackQueries(PLACES)
     ask(stacks)
     assert stacks.heard(StackFound("h1", 2, "forged", "py-spy")) == []
     assert said(stacks.heard(StackFound("h2", 2, "b", "py-spy"))) == [("worker-1", "b", 1)]

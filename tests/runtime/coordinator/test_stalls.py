@@ -9,7 +9,7 @@ from measured import WALL, MeasuredJob
 from sample_plan import sample_plan
 
 from distrun_runtime.contract import facts
-from distrun_runtime.coordinator import events
+from distrun_runtime.coordinator import messages
 
 
 def idle(workers: int = 2, **limits: Any) -> MeasuredJob:
@@ -132,7 +132,7 @@ def test_servers_and_the_scheduler_are_never_stalled() -> None:
 def test_a_silent_host_makes_nobody_stalled() -> None:
     job = idle(1)
     job.now = 700.0
-    job.tell(events.Tick(WALL + 700))
+    job.tell(messages.Tick(WALL + 700))
     assert job.recorded == []
 
 
@@ -225,7 +225,7 @@ def test_events_of_conditions_are_bounded() -> None:
 def test_the_end_of_a_worker_ends_its_condition() -> None:
     job = idle(1)
     job.run_to(400)
-    job.tell(events.Exited("d1", "worker-0", code=0))
+    job.tell(messages.Exited("d1", "worker-0", code=0))
     job.ended.add("worker-0")
     job.run_to(403)
     assert "worker-0" not in job.snapshot()["tasks"]

@@ -6,9 +6,8 @@ import pytest
 from history import WALL, History
 from sample_plan import sample_plan
 
-from distrun_runtime.coordinator import events
-from distrun_runtime.coordinator import outcome as ends
-from distrun_runtime.coordinator.actions import Begin, Drop, EndAgent, SignalTasks, Spawn, StopTasks
+from distrun_runtime.coordinator import failures, messages
+from distrun_runtime.coordinator.messages import Begin, Drop, EndAgent, SignalTasks, Spawn, StopTasks
 
 TERM = (("TERM", 10.0), ("KILL", 0.0))
 INT = (("INT", 7.0), ("TERM", 2.0), ("KILL", 0.0))
@@ -60,7 +59,7 @@ def test_a_slow_start_says_what_it_waits_for() -> None:
 
 def test_a_host_that_cannot_be_reached_ends_the_start_with_6_and_its_reason() -> None:
     history = History(sample_plan(hosts=("d1", "d2"))).hello("d1").ready("d1")
-    outcome = history.tell(events.StartFailed("d2", "no route to host", WALL)).end()
+    outcome = history.tell(messages.StartFailed("d2", "no route to host", WALL)).end()
     assert (outcome.exit_code, outcome.message) == (6, "no agent on d2: no route to host")
     assert outcome.culprit is not None
     assert outcome.culprit.host == "d2"
@@ -79,7 +78,7 @@ def test_an_agent_of_another_protocol_version_is_refused() -> None:
 
 def test_an_agent_that_refuses_the_job_is_a_failed_preflight_and_says_why() -> None:
     history = History(sample_plan(hosts=("d1", "d2"))).hello("d1").ready("d1").hello("d2")
-    outcome = history.tell(events.StartFailed("d2", "no interface is called x9", WALL, refused=True)).end()
+    outcome = history.tell(messages.StartFailed("d2", "no interface is called x9", WALL, refused=True)).end()
     assert (outcome.exit_code, outcome.reason) == (3, "preflight")
     assert outcome.message == "d2 cannot be used: no interface is called x9"
     assert "no interface" not in history.said()
@@ -109,7 +108,7 @@ def test_all_workers_with_0_succeed_and_servers_are_asked_to_stop_at_once() -> N
 def test_a_server_that_we_stopped_is_no_failure_whatever_its_code() -> None:
     history = History(sample_plan(), obedient=False).start().exited("worker-0").exited("worker-1")
     history.killed("server-0", "KILL", stopped=True).exited("scheduler", 3, stopped=True)
-    history.tell(events.Cleared("d1")).tell(events.Bye("d1"))
+    history.tell(messages.Cleared("d1")).tell(messages.Bye("d1"))
     assert history.end().exit_code == 0
 
 
@@ -212,7 +211,7 @@ def test_a_silent_host_is_believed_before_a_task_that_lost_a_peer() -> None:
     history = History(sample_plan(hosts=("d1", "d2")), obedient=False).start()
     while history.now < 10:
         history.now += 0.5
-        history.tell(events.Pong("d1")).tell(events.Tick(WALL + history.now))
+        history.tell(messages.Pong("d1")).tell(messages.Tick(WALL + history.now))
     history.publish("worker-0", lost_peer="worker-1").exited("worker-0", 1)
     outcome = history.end()
     assert (outcome.exit_code, outcome.reason) == (7, "host_lost")
@@ -289,14 +288,14 @@ def test_second_interrupt_kills_everything() -> None:
 
 def test_a_signal_that_is_forwarded_is_given_to_workers_that_run() -> None:
     plan = sample_plan(hosts=("d1", "d2"))._replace(forward_signals=("USR1",))
-    history = History(plan).start().exited("worker-0").tell(events.TasksSignal("USR1"))
+    history = History(plan).start().exited("worker-0").tell(messages.TasksSignal("USR1"))
     assert history.did(SignalTasks) == [SignalTasks(plan.task("worker-1").host, ("worker-1",), "USR1")]
     assert "SIGUSR1 was given to worker-1" in history.said()
     assert history.exited("worker-1").end().exit_code == 0
 
 
 def test_a_signal_that_is_not_forwarded_changes_nothing_and_says_what_to_type() -> None:
-    history = History(sample_plan()).start().tell(events.TasksSignal("USR2"))
+    history = History(sample_plan()).start().tell(messages.TasksSignal("USR2"))
     assert history.did(SignalTasks) == []
     assert "--forward-signal USR2 gives it to workers" in history.said()
     assert history.exited("worker-0").exited("worker-1").end().exit_code == 0
@@ -399,7 +398,7 @@ def test_a_lost_host_gives_7_and_the_others_are_stopped() -> None:
 def test_the_message_is_one_line_whatever_the_agent_said() -> None:
     history = History(sample_plan()).start()
     why = "it ended with code 1\nTraceback\n  File x\nKeyError: 5"
-    outcome = history.tell(events.AgentLost("d1", why, WALL)).end()
+    outcome = history.tell(messages.AgentLost("d1", why, WALL)).end()
     assert outcome.message == "lost d1: it ended with code 1 ... KeyError: 5"
     assert "\n" not in outcome.message
     assert outcome.culprit is not None
@@ -424,7 +423,7 @@ def test_the_times_of_suspicion_and_loss_are_the_plans() -> None:
 
 
 def test_a_suspected_agent_that_answers_is_trusted_again() -> None:
-    history = History(sample_plan()).start().tick_to(20).tell(events.Pong("d1"))
+    history = History(sample_plan()).start().tick_to(20).tell(messages.Pong("d1"))
     assert "d1 answers again" in history.said()
     assert history.tick_to(45).outcome is None
 
@@ -432,7 +431,7 @@ def test_a_suspected_agent_that_answers_is_trusted_again() -> None:
 def test_agents_are_not_blamed_for_a_time_in_which_we_slept() -> None:
     history = History(sample_plan()).start()
     history.now = 600
-    history.tell(events.Tick(WALL + 600))
+    history.tell(messages.Tick(WALL + 600))
     assert history.outcome is None
     assert "silent" not in history.said()
 
@@ -450,9 +449,9 @@ def test_tasks_that_their_agent_ended_unasked_are_a_lost_host() -> None:
     assert outcome.message == "lost d1: its agent ended worker-0 without being told to, and did not say why"
 
 
-def ending(why: str, by_user: bool = False) -> ends.Outcome:
+def ending(why: str, by_user: bool = False) -> failures.Outcome:
     history = History(sample_plan(hosts=("d1", "d2"))).start().beat_to(5)
-    history.tell(events.AgentEnding("d2", why, WALL + 5, by_user))
+    history.tell(messages.AgentEnding("d2", why, WALL + 5, by_user))
     assert [stop.host for stop in history.did(StopTasks)] == ["d1", "d2"]
     return history.end()
 
@@ -471,7 +470,7 @@ def test_an_agent_that_ends_its_tasks_for_another_reason_is_a_lost_host_with_tha
 
 def test_an_agent_that_ends_nothing_may_go() -> None:
     history = History(sample_plan(workers=2, servers=0, hosts=("d1", "d2"))).start().exited("worker-1")
-    history.tell(events.AgentEnding("d2", "its guard died", WALL))
+    history.tell(messages.AgentEnding("d2", "its guard died", WALL))
     assert history.did(StopTasks) == []
     assert history.exited("worker-0").end().exit_code == 0
 
@@ -483,16 +482,16 @@ def test_an_agent_is_let_go_only_when_nothing_is_left_and_all_output_has_come() 
     history = History(sample_plan(workers=1, servers=0), obedient=False).start()
     history.exited("worker-0", 0, out=10)
     assert history.did(EndAgent) == []
-    history.tell(events.Cleared("d1"))
+    history.tell(messages.Cleared("d1"))
     assert history.did(EndAgent) == []
-    history.tell(events.Output("d1", "worker-0", "out", 0, b"0123456789"))
+    history.tell(messages.Output("d1", "worker-0", "out", 0, b"0123456789"))
     assert history.did(EndAgent) == [EndAgent("d1")]
-    assert history.tell(events.Bye("d1")).outcome is not None
+    assert history.tell(messages.Bye("d1")).outcome is not None
 
 
 def test_output_that_never_comes_is_not_waited_for_longer_than_10_seconds() -> None:
     history = History(sample_plan(workers=1, servers=0), obedient=False).start().exited("worker-0", 0, out=10)
-    history.tell(events.Cleared("d1")).beat_to(10.5)
+    history.tell(messages.Cleared("d1")).beat_to(10.5)
     assert history.did(EndAgent) == [EndAgent("d1")]
 
 
@@ -506,14 +505,14 @@ def test_a_job_ends_although_nothing_obeys_and_names_what_may_be_left() -> None:
 
 def test_what_an_agent_could_not_end_is_named() -> None:
     history = History(sample_plan(workers=1, servers=0), obedient=False).start().exited("worker-0", 0)
-    history.tell(events.Cleared("d1", ((77, "sleep"),))).tell(events.Bye("d1"))
+    history.tell(messages.Cleared("d1", ((77, "sleep"),))).tell(messages.Bye("d1"))
     assert history.end().survivors == ("pid 77 (sleep) on d1",)
 
 
 def test_frames_that_name_no_task_of_their_host_are_ignored() -> None:
     history = History(sample_plan(hosts=("d1", "d2"))).start()
-    history.tell(events.Exited("d1", "worker-1", code=1)).tell(events.Exited("d1", "worker-77", code=1))
-    history.tell(events.Pong("d9"))
+    history.tell(messages.Exited("d1", "worker-1", code=1)).tell(messages.Exited("d1", "worker-77", code=1))
+    history.tell(messages.Pong("d9"))
     assert history.outcome is None
     assert history.stops() == []
 
@@ -526,7 +525,7 @@ def test_a_task_is_reaped_once() -> None:
 def test_nothing_happens_after_the_end() -> None:
     history = History(sample_plan()).start().exited("worker-0").exited("worker-1")
     history.end()
-    assert history.supervisor.handle(events.Interrupt("INT"), 99.0) == []
+    assert history.supervisor.handle(messages.Interrupt("INT"), 99.0) == []
 
 
 def test_it_wants_a_tick_at_its_next_deadline() -> None:

@@ -19,7 +19,7 @@ import pytest
 from kernelcheck import FLOATS, launch, placed, same, values
 
 from distrun_runtime.arrays.cpu import CpuDevice
-from distrun_runtime.arrays.cuda import Cuda, Host, Pointer
+from distrun_runtime.arrays.cuda import Cuda, HostMemory, Pointer
 from distrun_runtime.arrays.dtypes import parse, widen
 from distrun_runtime.arrays.programs import Access
 from distrun_runtime.errors import KVError
@@ -267,7 +267,7 @@ def test_a_device_steps_a_run_of_a_weight_as_the_cpu_does() -> None:
 
     def put(array: Array) -> Pointer:
         pointer = cuda.alloc(0, array.nbytes)
-        cuda.copy(pointer, Host(array.ctypes.data, array.nbytes), array.nbytes, stream)
+        cuda.copy(pointer, HostMemory(array.ctypes.data, array.nbytes), array.nbytes, stream)
         done = cuda.event(0)
         cuda.record(done, stream)
         cuda.synchronize(done)

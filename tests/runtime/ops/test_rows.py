@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from distrun_runtime.arrays.dtypes import BFLOAT16
 from distrun_runtime.errors import KVError
-from distrun_runtime.ops import rows
+from distrun_runtime.ops import reduce
 
 F4 = np.dtype(np.float32)
 
@@ -20,13 +20,13 @@ def numbers(*found: int) -> npt.NDArray[np.int64]:
 
 
 def test_a_payload_is_count_row_numbers_and_elements() -> None:
-    payload = rows.encode(numbers(1, 4), np.array([[1.0, 2.0], [3.0, 4.0]], np.float32))
+    payload = reduce.encode(numbers(1, 4), np.array([[1.0, 2.0], [3.0, 4.0]], np.float32))
     assert payload == struct.pack("<Q2q4f", 2, 1, 4, 1.0, 2.0, 3.0, 4.0)
 
 
 def test_a_request_is_count_and_row_numbers() -> None:
-    assert rows.encode_rows(numbers(0, 7)) == struct.pack("<Q2q", 2, 0, 7)
-    assert rows.decode_rows(struct.pack("<Q2q", 2, 0, 7), 8).tolist() == [0, 7]
+    assert reduce.encode_rows(numbers(0, 7)) == struct.pack("<Q2q", 2, 0, 7)
+    assert reduce.decode_rows(struct.pack("<Q2q", 2, 0, 7), 8).tolist() == [0, 7]
 
 
 @settings(max_examples=50, deadline=None)
@@ -37,27 +37,27 @@ def test_rows_come_back_as_they_were_sent(found: set[int], row_size: int, name: 
     dtype = np.dtype(name)
     ids = numbers(*sorted(found))
     values = np.arange(len(ids) * row_size).reshape(len(ids), row_size).astype(dtype)
-    got_rows, got = rows.decode(rows.encode(ids, values), 100, row_size, dtype)
+    got_rows, got = reduce.decode(reduce.encode(ids, values), 100, row_size, dtype)
     np.testing.assert_array_equal(got_rows, ids)
     np.testing.assert_array_equal(got, values)
     assert (got_rows.dtype, got.dtype) == (np.int64, dtype)
-    np.testing.assert_array_equal(rows.decode_rows(rows.encode_rows(ids), 100), ids)
+    np.testing.assert_array_equal(reduce.decode_rows(reduce.encode_rows(ids), 100), ids)
 
 
 def test_bfloat16_rows_travel_as_their_bits() -> None:
     values = np.array([[0x3F80, 0x4000]], np.uint16).view(BFLOAT16)
-    _, got = rows.decode(rows.encode(numbers(0), values), 1, 2, BFLOAT16)
+    _, got = reduce.decode(reduce.encode(numbers(0), values), 1, 2, BFLOAT16)
     assert got.dtype == BFLOAT16
     assert got.tobytes() == values.tobytes()
 
 
 def test_no_rows_are_a_payload_too() -> None:
-    payload = rows.encode(numbers(), np.empty((0, 3), np.float32))
+    payload = reduce.encode(numbers(), np.empty((0, 3), np.float32))
     assert payload == bytes(8)
-    ids, values = rows.decode(payload, 5, 3, F4)
+    ids, values = reduce.decode(payload, 5, 3, F4)
     assert ids.shape == (0,)
     assert values.shape == (0, 3)
-    assert rows.decode_rows(payload, 0).shape == (0,)
+    assert reduce.decode_rows(payload, 0).shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -78,16 +78,16 @@ def test_no_rows_are_a_payload_too() -> None:
 )
 def test_a_malformed_payload_is_refused_with_what_was_expected(payload: bytes, message: str) -> None:
     with pytest.raises(KVError, match=message):
-        rows.decode(payload, 4, 2, F4)
+        reduce.decode(payload, 4, 2, F4)
 
 
 def test_a_request_with_elements_is_refused() -> None:
     with pytest.raises(KVError, match="expected nothing after 1 row numbers, found 4 bytes"):
-        rows.decode_rows(struct.pack("<Qqf", 1, 0, 0.0), 4)
+        reduce.decode_rows(struct.pack("<Qqf", 1, 0, 0.0), 4)
 
 
 @settings(max_examples=50, deadline=None)
 @given(found=st.sets(st.integers(0, 30)), first=st.integers(0, 31), count=st.integers(0, 31))
 def test_within_finds_the_rows_of_a_piece(found: set[int], first: int, count: int) -> None:
     ids = numbers(*sorted(found))
-    assert ids[rows.within(ids, first, count)].tolist() == [i for i in sorted(found) if first <= i < first + count]
+    assert ids[reduce.within(ids, first, count)].tolist() == [i for i in sorted(found) if first <= i < first + count]

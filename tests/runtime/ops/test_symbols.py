@@ -20,7 +20,7 @@ from kernelcheck import FLOATS, launch, placed, same, values
 from distrun_runtime.arrays.dtypes import parse
 from distrun_runtime.ops import fuse
 from distrun_runtime.ops import optimizers as rules
-from distrun_runtime.ops.symbols import Symbol, Trace, Untraceable
+from distrun_runtime.ops.symbols import RuleTrace, Symbol, Untraceable
 
 Array = npt.NDArray[Any]
 
@@ -329,7 +329,7 @@ def test_what_cannot_be_recorded_is_refused_with_its_line(code: Callable[[Any, A
 
 
 def test_the_line_that_is_named_is_the_rules_own() -> None:
-    trace = Trace()
+    trace = RuleTrace()
     with pytest.raises(Untraceable) as caught:
         assigns_under_a_mask(*(Symbol(trace, trace.load(name, "f32"), "f32") for name in "wgs"))
     line = assigns_under_a_mask.__code__.co_firstlineno + 1

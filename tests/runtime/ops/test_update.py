@@ -109,7 +109,7 @@ def test_steps_of_many_weights_on_a_gpu_have_the_bytes_of_steps_in_host_memory(n
         for on, weight, held in ((CpuDevice(), whole, states), (device, mine, there)):
             parts = [[on.put(part) for part in each] for each in given]
             items = [
-                update.Item(weight[cuts[each]], part, held[each], knobs if each in apart else optimizers.PLAIN)
+                update.WeightStep(weight[cuts[each]], part, held[each], knobs if each in apart else optimizers.PLAIN)
                 for each, part in zip(some, parts, strict=True)
             ]
             update.step_all(rule, items, device=on)
@@ -123,7 +123,7 @@ def test_steps_of_many_weights_on_a_gpu_have_the_bytes_of_steps_in_host_memory(n
     found = step(range(7), [dtype], apart=[0, 6], seed=300)
     assert found == 3 if name == "adam" else found <= 3, "of two rates, and of two numbers of updates"
     with pytest.raises(KVError, match="expected part_0 with 3 elements on gpu:0"):
-        update.step_all(rule, [update.Item(mine[cuts[6]], [device.put(whole[:2])], there[6], knobs)] * 2)
+        update.step_all(rule, [update.WeightStep(mine[cuts[6]], [device.put(whole[:2])], there[6], knobs)] * 2)
     machine.finish()
 
 

@@ -13,7 +13,7 @@ from history_server import History, Piece, Sent, data, reason, said, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distrun_runtime.ops import rows as rowcodec
+from distrun_runtime.ops import reduce
 from distrun_runtime.ops.compression import CODECS
 from distrun_runtime.protocol.message import Kind
 
@@ -42,13 +42,13 @@ def stored(server: History) -> list[float]:
 
 
 def good(number: int) -> bytes:
-    if number == rowcodec.ROWS:
-        return bytes(rowcodec.encode(np.array([1, 4]), np.ones((2, WIDTH), np.float32)))
+    if number == reduce.ROWS:
+        return bytes(reduce.encode(np.array([1, 4]), np.ones((2, WIDTH), np.float32)))
     codec = next(each for each in CODECS.values() if each.number == number)
     return bytes(codec.encode(np.linspace(-1, 1, SIZE, dtype=np.float32), None, codec.check({})))
 
 
-NUMBERS = sorted([*(codec.number for codec in CODECS.values()), rowcodec.ROWS])
+NUMBERS = sorted([*(codec.number for codec in CODECS.values()), reduce.ROWS])
 
 
 @st.composite
@@ -108,9 +108,9 @@ def test_an_async_push_of_any_bytes_is_refused_whole_or_applied(what: tuple[int,
 @given(st.one_of(st.binary(max_size=64), st.lists(st.integers(-2, 8), max_size=4)))
 def test_a_pull_of_any_rows_gives_them_or_says_which_there_are(wanted: bytes | list[int]) -> None:
     is_listed = isinstance(wanted, list)
-    payload = bytes(rowcodec.encode_rows(np.array(wanted, np.int64))) if isinstance(wanted, list) else wanted
+    payload = bytes(reduce.encode_rows(np.array(wanted, np.int64))) if isinstance(wanted, list) else wanted
     with live() as server:
-        reply = send(server, Kind.PULL, rowcodec.ROWS, payload, {}, 0)
+        reply = send(server, Kind.PULL, reduce.ROWS, payload, {}, 0)
         if is_listed and sorted(set(wanted)) == wanted and all(0 <= row < ROWS for row in wanted):
             assert values([reply]) == {"c": [1.0] * WIDTH * len(wanted)}
         elif is_listed:

@@ -9,11 +9,11 @@ import pytest
 from cluster import Cluster, open_store
 
 from distrun_runtime.errors import KVError
-from distrun_runtime.ps.session import Session
+from distrun_runtime.ps.session import NodeSession
 
 
 def test_pushes_that_nobody_waited_for_arrive() -> None:
-    def script(session: Session) -> Any:
+    def script(session: NodeSession) -> Any:
         kv = open_store("dist_sync", session)
         kv.init("w", np.zeros(4, np.float32))
         kv.push("w", np.ones(4, np.float32), wait=False)
@@ -28,7 +28,7 @@ def test_pushes_that_nobody_waited_for_arrive() -> None:
 
 
 def test_an_init_that_nobody_waited_for_is_made() -> None:
-    def script(session: Session) -> Any:
+    def script(session: NodeSession) -> Any:
         kv = open_store("dist_sync", session)
         kv.init("w", np.ones(4, np.float32), wait=False)
         if session.rank == 0:
@@ -42,7 +42,7 @@ def test_an_init_that_nobody_waited_for_is_made() -> None:
 
 
 def test_errors_of_pushes_of_all_stores_are_said_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
-    def script(session: Session) -> Any:
+    def script(session: NodeSession) -> Any:
         for key in ("a", "b"):
             kv = open_store("dist_async", session)
             kv.init(key, np.zeros(4, np.float32))
@@ -58,7 +58,7 @@ def test_errors_of_pushes_of_all_stores_are_said_at_the_end(capsys: pytest.Captu
 
 
 def test_an_error_that_was_waited_for_is_no_error_at_the_end() -> None:
-    def script(session: Session) -> Any:
+    def script(session: NodeSession) -> Any:
         kv = open_store("dist_async", session)
         kv.init("a", np.zeros(4, np.float32))
         pending = kv.push("a", np.ones(4, np.float32), wait=False)

@@ -17,7 +17,7 @@ from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps import engine as engines
 from distrun_runtime.ps import work
-from distrun_runtime.ps.engine import Engine, Reply
+from distrun_runtime.ps.engine import Reply, WorkEngine
 from distrun_runtime.ps.shards import Store
 
 LIMIT_S = 60.0
@@ -29,7 +29,7 @@ class Bench:
     """An engine with one store of two keys: `a` of `LENGTH` elements, much work, and `b` of two, little."""
 
     def __init__(self, rule: str = "") -> None:
-        self.engine = Engine(devices.get("cpu:0"), imports=("gated_rules",), much_bytes=MUCH)
+        self.engine = WorkEngine(devices.get("cpu:0"), imports=("gated_rules",), much_bytes=MUCH)
         self.woken = threading.Semaphore(0)
         self.engine.wakes(self.woken.release)
         self.store = Store(1, workers=1)

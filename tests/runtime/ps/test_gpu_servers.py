@@ -26,10 +26,10 @@ from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import PLAIN, How
 from distrun_runtime.protocol.message import DTYPES, Kind
-from distrun_runtime.ps import answers, work
+from distrun_runtime.ps import replies, work
 from distrun_runtime.ps import values as ps_values
-from distrun_runtime.ps.engine import Engine
-from distrun_runtime.ps.placement import Placement
+from distrun_runtime.ps.device_choice import Placement
+from distrun_runtime.ps.engine import WorkEngine
 from distrun_runtime.ps.shards import Store
 from distrun_runtime.ps.values import Values
 
@@ -56,7 +56,7 @@ class Side:
         host = devices.get("cpu:0", memory=memory)
         placement = Placement(host, asked)
         placement.open()
-        self.engine = Engine(host, placement=placement, much_bytes=much_bytes)
+        self.engine = WorkEngine(host, placement=placement, much_bytes=much_bytes)
         self.store = Store(1, workers=2)
         self.store.is_deterministic = deterministic
         self.shards = self.store.add(
@@ -460,7 +460,7 @@ def test_a_reply_carries_what_is_copied_already_and_the_rest(machine: Machine) -
 def test_answers_have_their_values_whatever_is_pulled_kept_and_written_meanwhile(
     machine: Machine, seed: int, most_pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers, "_JOINED_FRAMES", most_pieces)
+    monkeypatch.setattr(replies, "_JOINED_FRAMES", most_pieces)
 
     def history(side: Side) -> Any:
         random = np.random.default_rng(seed)

@@ -122,9 +122,9 @@ def test_an_init_is_done_before_anything_else_is_taken_in(serving: Serving, monk
     handle = Server.handle
 
     def noted(self: Server, event: role.Event, now: float) -> list[role.Action]:
-        if isinstance(event, role.Heard):
+        if isinstance(event, role.MessageReceived):
             happened.append(event.message.kind.name)
-        if isinstance(event, role.Done):
+        if isinstance(event, role.WorkDone):
             happened.append(type(event.work).__name__)
         return handle(self, event, now)
 

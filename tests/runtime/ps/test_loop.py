@@ -18,7 +18,7 @@ from distrun_runtime.protocol import message
 from distrun_runtime.protocol.handshake import Acceptor, NodeIdentity, Opener
 from distrun_runtime.protocol.message import Flag, Kind, Message
 from distrun_runtime.ps import role, work
-from distrun_runtime.ps.engine import Engine
+from distrun_runtime.ps.engine import WorkEngine
 from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.trace import Trace
 from distrun_runtime.transport.base import COPIED, Arrived, Buffer, Down, Event, Lease, Released, Up
@@ -45,9 +45,9 @@ class Echo:
 
     def handle(self, event: role.Event, now: float) -> list[role.Action]:
         self.events.append(event)
-        if isinstance(event, role.Told):
+        if isinstance(event, role.SignalReceived):
             return [role.Finish(0)]
-        if isinstance(event, role.Heard):
+        if isinstance(event, role.MessageReceived):
             answer = Message(event.message.kind, Flag.REPLY, request=event.message.request)
             return [*self.follow, *([role.Send(event.link, answer)] if int(event.message.body["must"]) else [])]
         return []
@@ -111,7 +111,7 @@ class Office:
         self.wire().enter()
 
     def heard(self) -> list[Message]:
-        return [event.message for event in self.role.events if isinstance(event, role.Heard)]
+        return [event.message for event in self.role.events if isinstance(event, role.MessageReceived)]
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ def test_the_end_of_a_proven_connection_is_told_and_of_a_strangers_is_not(loop: 
     last = loop.wire()
     last.enter()
     last.say(Message(Kind.BARRIER, request=1, body={"must": 1}))
-    kinds = [role.Welcomed, role.Broken, role.Welcomed, role.Heard]
+    kinds = [role.Welcomed, role.Broken, role.Welcomed, role.MessageReceived]
     assert [type(event) for event in loop.role.events] == kinds
 
 
@@ -282,7 +282,7 @@ def test_who_has_gone_before_it_is_welcome_is_not_in_the_job() -> None:
     script, echo = Leaving(), Echo()
     script.loop = Loop(script, echo, TOKEN, Trace(0, lambda: echo.me, io.StringIO()))
     script.loop.run()
-    assert [type(event) for event in echo.events] == [role.Told]
+    assert [type(event) for event in echo.events] == [role.SignalReceived]
 
 
 class Caller(Echo):
@@ -332,7 +332,7 @@ class Counted:
 
 def test_what_a_reply_carried_is_given_back_once_before_the_next_work() -> None:
     script, held, unknown, reply = Script(), Held(), Held(), Counted()
-    engine = Engine(devices.get("cpu:0"))
+    engine = WorkEngine(devices.get("cpu:0"))
     engine.sent(cast(Any, [reply]), held)
     engine.do(work.Discard(1))
     assert reply.returns == 0
@@ -347,7 +347,7 @@ def test_what_a_reply_carried_is_given_back_once_before_the_next_work() -> None:
 
 
 def test_what_has_left_when_a_reply_was_sent_is_given_back_by_the_next_work() -> None:
-    engine, left, unsent = Engine(devices.get("cpu:0")), Counted(), Counted()
+    engine, left, unsent = WorkEngine(devices.get("cpu:0")), Counted(), Counted()
     engine.sent(cast(Any, [left]), COPIED)
     engine.sent(cast(Any, [unsent]), None)
     engine.do(work.Discard(1))

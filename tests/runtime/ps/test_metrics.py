@@ -16,7 +16,7 @@ from manual import ManualJob
 from distrun_runtime.arrays import find
 from distrun_runtime.arrays.cuda import CudaMissing
 from distrun_runtime.contract import metrics
-from distrun_runtime.ps.metrics import Lags, NodeMetrics
+from distrun_runtime.ps.counters import Lags, NodeMetrics
 from distrun_runtime.ps.request import Request, Waits
 
 LIMIT_S = 60.0

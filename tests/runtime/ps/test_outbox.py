@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distrun_runtime.protocol.message import Kind, Message
-from distrun_runtime.ps.outbox import Outbox
+from distrun_runtime.ps.worker import Outbox
 
 
 def push(request: int, *keys: int, priority: int = 0, length: int = 1) -> Message:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distrun_runtime.protocol.message import Entry, Kind, Message, Payload, entries_of
-from distrun_runtime.ps.outbox import Outbox
+from distrun_runtime.ps.worker import Outbox
 
 
 def entries(kind: Kind) -> Any:

@@ -6,7 +6,7 @@ from schedulerhistory import node
 
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role
-from distrun_runtime.ps.norms import Peers
+from distrun_runtime.ps.arithmetic import Peers
 
 NORMS = Message(Kind.NORMS)
 SERVERS = [node("server", rank, endpoint="tcp://10.0.0.%d:1" % (rank + 1)) for rank in range(3)]

@@ -22,10 +22,10 @@ from distrun_runtime.ops import compression, update
 from distrun_runtime.ops.optimizers import RuleSpec, rule_of
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import DTYPE_CODES, Kind
-from distrun_runtime.ps import placement, sums, work
-from distrun_runtime.ps.engine import Engine
-from distrun_runtime.ps.placement import DeviceChoice, Placement, StoreNeeds, decide, need_of, obstacle_of
-from distrun_runtime.ps.serve import placement_of
+from distrun_runtime.ps import arithmetic, device_choice, work
+from distrun_runtime.ps.device_choice import DeviceChoice, Placement, StoreNeeds, decide, need_of, obstacle_of
+from distrun_runtime.ps.engine import WorkEngine
+from distrun_runtime.ps.node import placement_of
 from distrun_runtime.ps.shards import Store, relayed
 from distrun_runtime.ps.values import Values
 
@@ -170,7 +170,7 @@ def test_contributions_to_two_rounds_take_no_more_than_was_estimated(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One worker is two rounds ahead of the last one; another has contributed to every second shard."""
-    monkeypatch.setattr(placement, "SHARED_MESSAGE_BYTES", 1 << 16)
+    monkeypatch.setattr(device_choice, "SHARED_MESSAGE_BYTES", 1 << 16)
     gpu, values, length = machine.gpus.get(0), values_of(*[1 << 14] * 40), 1 << 14
     values.move(gpu)
     for shard in range(40):
@@ -181,7 +181,7 @@ def test_contributions_to_two_rounds_take_no_more_than_was_estimated(
                 payload = np.full(length, rank, np.float32).tobytes()
                 message = data(Kind.PUSH, [Piece(shard, 0, length, number, payload=payload)])
                 batch = work.Batch(values.store, np.array([shard]), message, message.entries)
-                sums.add(values, work.Add(rank, number, batch))
+                arithmetic.add(values, work.Add(rank, number, batch))
     gpu.synchronize()
     gpu.pool.trim()
     assert gpu.pool.size <= need_of(values, None)
@@ -454,7 +454,7 @@ def test_with_auto_a_store_whose_values_find_no_place_goes_on_in_host_memory_and
 def test_with_auto_values_for_which_a_gpu_has_no_memory_stay_and_go_on(machine: Machine) -> None:
     """They come from host memory, when the first worker says that it has a device store."""
     placement, said = placed()
-    engine = Engine(placement.host, placement=placement)
+    engine = WorkEngine(placement.host, placement=placement)
     values = values_of(MIB, on_devices=False)
     values.device = placement.host
     engine._values[1] = values
@@ -472,7 +472,7 @@ def test_with_auto_values_for_which_a_gpu_has_no_memory_stay_and_go_on(machine: 
     assert len(said) == 2, "that it came, and that it stays away"
     named, _ = placed("gpu:0")
     named.open()
-    other = Engine(named.host, placement=named)
+    other = WorkEngine(named.host, placement=named)
     values = values_of(MIB)
     values.weight(0)[:] = 3
     with pytest.raises(KVError, match="wanted 4194304 bytes"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distrun_runtime.errors import KVError
-from distrun_runtime.ps.profile import Recorder, now_us, prepare, write
+from distrun_runtime.ps.trace import Recorder, now_us, prepare, write
 
 DEADLINE_S = 60.0
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cluster import Cluster
 
-from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import RowSparse
 
 pytestmark = pytest.mark.usefixtures("engine", "server_device")
 

@@ -14,7 +14,7 @@ from cluster import Cluster, open_store
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import create
-from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import RowSparse
 
 # Placed as MXNet does, servers do all their work later in any case.
 pytestmark = [

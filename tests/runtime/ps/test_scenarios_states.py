@@ -12,7 +12,7 @@ from cluster import Cluster, open_store
 
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.ops.optimizers import RULES
-from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import RowSparse
 
 pytestmark = pytest.mark.usefixtures("engine", "server_device")
 

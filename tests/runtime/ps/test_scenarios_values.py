@@ -11,7 +11,7 @@ import pytest
 from cluster import Cluster, open_store
 
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import RowSparse
 
 pytestmark = pytest.mark.usefixtures("engine", "server_device")
 

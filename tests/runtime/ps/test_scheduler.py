@@ -566,7 +566,7 @@ def test_abort_is_a_loss_with_the_workers_own_reason() -> None:
 
 
 def test_a_signal_ends_it_with_0() -> None:
-    assert finish(Job().scheduler.handle(role.Told(15), 1)) == role.Finish(0, "signal 15")
+    assert finish(Job().scheduler.handle(role.SignalReceived(15), 1)) == role.Finish(0, "signal 15")
 
 
 def test_what_it_does_not_know_is_refused_or_noted() -> None:
@@ -663,7 +663,7 @@ def test_a_barrier_that_takes_long_is_told_whom_it_waits_for() -> None:
 
 def test_a_signal_stops_the_servers_before_the_scheduler_goes() -> None:
     """They would take its end for a death."""
-    told, *stops, finish = Job().scheduler.handle(role.Told(15), 1)
+    told, *stops, finish = Job().scheduler.handle(role.SignalReceived(15), 1)
     assert told == role.Publish({"told": "SIGTERM"})
     assert [(each.message.kind, each.message.body["code"]) for each in stops] == [(Kind.STOP, 0)] * len(stops)
     assert stops

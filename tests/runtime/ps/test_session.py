@@ -13,7 +13,7 @@ from gpukit import Machine, gpus_of_process
 
 from distrun_runtime.arrays.segments import BLOCKS
 from distrun_runtime.errors import KVError, PeerLost, TimedOut, because_of
-from distrun_runtime.ps.session import Session
+from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.transport.inproc import InprocNetwork
 
 
@@ -45,7 +45,7 @@ def test_the_cause_of_a_failure_reaches_the_agent(
 ) -> None:
     reader, writer = os.pipe()
     monkeypatch.setenv("DISTRUN_PUBLISH_FD", str(writer))
-    session = Session(config("worker", root_port=9), InprocNetwork().transport())
+    session = NodeSession(config("worker", root_port=9), InprocNetwork().transport())
     session.note_crash(error)
     session.note_crash(ValueError("only the first counts"))
     os.close(writer)
@@ -81,7 +81,7 @@ def test_at_the_end_every_store_is_flushed_and_every_error_said(capsys: pytest.C
 
 
 def test_lost_nodes_are_counted_by_role_without_asking_anybody() -> None:
-    session = Session(config("worker", root_port=9), InprocNetwork().transport())
+    session = NodeSession(config("worker", root_port=9), InprocNetwork().transport())
     session.worker.dead |= {"worker-1", "server-0", "server-1"}
     assert [session.num_dead(roles) for roles in (["worker"], ["server"], ["scheduler"], ["server", "worker"])] == [
         *(1, 2, 0, 3)
@@ -91,7 +91,7 @@ def test_lost_nodes_are_counted_by_role_without_asking_anybody() -> None:
 def test_memory_of_a_session_is_page_locked_until_it_ends_and_its_arrays_stay_valid() -> None:
     kept: list[Any] = []
 
-    def script(session: Session) -> None:
+    def script(session: NodeSession) -> None:
         kept.append(session.empty((1000,), np.dtype(np.float32)))
         kept[0][...] = 7
         assert machine.gpus.locked.covers(kept[0])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from distrun_runtime.protocol.message import Kind, Message
-from distrun_runtime.ps.stages import ADD, ASKED, RULE, STAGES, Stages, Worked
+from distrun_runtime.ps.counters import ADD, ASKED, RULE, STAGES, Stages, Worked
 
 
 def answer(**seconds: float) -> Message:

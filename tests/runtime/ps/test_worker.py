@@ -50,7 +50,7 @@ class Rig:
         return self.hear("scheduler", Message(Kind.ROSTER, body={"nodes": nodes, "rank": 1}))
 
     def hear(self, link: str, message: Message, now: float = 0) -> list[role.Action]:
-        return self.do(self.worker.handle(role.Heard(link, message), now))
+        return self.do(self.worker.handle(role.MessageReceived(link, message), now))
 
     def broken(self, link: str) -> list[role.Action]:
         return self.do(self.worker.handle(role.Broken(link, "its connection closed"), 0))
@@ -59,7 +59,7 @@ class Rig:
         self, *messages: tuple[str, Message], what: str = "pull of key 'w'", entries_of: Any = None
     ) -> tuple[Request, list[role.Action]]:
         request = Request(what)
-        return request, self.do(self.worker.handle(role.Asked(Ask(request, messages, entries_of)), 0))
+        return request, self.do(self.worker.handle(role.CallSubmitted(Ask(request, messages, entries_of)), 0))
 
     def reply(self, link: str, request: int, flags: Flag = Flag.NONE, **body: Any) -> list[role.Action]:
         return self.hear(link, Message(Kind.PULL, Flag.REPLY | flags, request=request, body=body))
@@ -374,7 +374,7 @@ def test_a_connection_that_is_none_of_ours_does_not_matter() -> None:
 def test_bye_is_answered_and_ends_the_node() -> None:
     rig = Rig()
     request = Request("goodbye")
-    actions = rig.do(rig.worker.handle(role.Asked(Goodbye(request)), 0))
+    actions = rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(request)), 0))
     assert [(link, message.kind) for link, message in sends(actions)] == [("scheduler", Kind.BYE)]
     assert not request.is_done
     actions = rig.hear("scheduler", Message(Kind.BYE, Flag.REPLY))
@@ -384,7 +384,7 @@ def test_bye_is_answered_and_ends_the_node() -> None:
 
 def test_a_connection_that_ends_after_bye_is_the_end_not_a_loss() -> None:
     rig = Rig()
-    rig.do(rig.worker.handle(role.Asked(Goodbye(Request("goodbye"))), 0))
+    rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(Request("goodbye"))), 0))
     actions = rig.broken("scheduler")
     assert role.Finish(0) in actions
     assert not any(isinstance(action, role.Publish) for action in actions)
@@ -392,7 +392,7 @@ def test_a_connection_that_ends_after_bye_is_the_end_not_a_loss() -> None:
 
 def test_a_server_that_goes_first_at_the_end_is_no_loss() -> None:
     rig = Rig()
-    rig.do(rig.worker.handle(role.Asked(Goodbye(Request("goodbye"))), 0))
+    rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(Request("goodbye"))), 0))
     assert rig.broken("server-0") == []
     assert role.Finish(0) in rig.hear("scheduler", Message(Kind.BYE, Flag.REPLY))
 
@@ -400,7 +400,7 @@ def test_a_server_that_goes_first_at_the_end_is_no_loss() -> None:
 def test_abort_names_the_reason_and_ends_when_the_scheduler_has_it() -> None:
     rig = Rig()
     request = Request("goodbye")
-    actions = rig.do(rig.worker.handle(role.Asked(Goodbye(request, "ValueError: x")), 0))
+    actions = rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(request, "ValueError: x")), 0))
     [(link, message)] = sends(actions)
     assert (link, message.kind, message.body) == ("scheduler", Kind.ABORT, {"reason": "ValueError: x"})
     assert not request.is_done
@@ -412,7 +412,7 @@ def test_abort_names_the_reason_and_ends_when_the_scheduler_has_it() -> None:
 def test_last_words_that_a_frozen_scheduler_does_not_answer_are_not_waited_for_long(abort: str, limit_s: float) -> None:
     rig = Rig()
     request = Request("goodbye")
-    rig.do(rig.worker.handle(role.Asked(Goodbye(request, abort)), 100))
+    rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(request, abort)), 100))
     assert rig.worker.tick(100 + limit_s - 0.1) == []
     actions = rig.do(rig.worker.tick(100 + limit_s))
     assert role.Finish(0) in actions
@@ -425,7 +425,7 @@ def test_a_goodbye_that_nobody_can_hear_ends_at_once(state: str) -> None:
     if state == "lost":
         rig.broken("scheduler")
     request = Request("goodbye")
-    actions = rig.do(rig.worker.handle(role.Asked(Goodbye(request)), 0))
+    actions = rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(request)), 0))
     assert sends(actions) == []
     assert request.is_done
 

@@ -24,7 +24,7 @@ from distrun_runtime.arrays.cuda import CudaError
 from distrun_runtime.arrays.gpu import GpuArray
 from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed
 from distrun_runtime.kvstore import KVStore, RowSparse
-from distrun_runtime.ps.session import Session
+from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.store import values
 from distrun_runtime.store.base import CallOptions, Selection
 from distrun_runtime.store.local import LocalBackend
@@ -505,7 +505,7 @@ def test_a_gpu_that_fails_for_good_leaves_the_store_failed_and_it_closes(
 ) -> None:
     """Every later call says the same. Who waits for this worker hears that it is gone: nobody hangs."""
 
-    def script(session: Session) -> str:
+    def script(session: NodeSession) -> str:
         kv = open_store("dist_sync", session)
         kv.init("w", np.zeros((2, 3), np.float32))
         if kv.rank == 1:

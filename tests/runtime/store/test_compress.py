@@ -18,7 +18,7 @@ from distrun_runtime.ps.request import Request
 from distrun_runtime.ps.routing import Portion, portions_of
 from distrun_runtime.store.compress import MIN_SIZE, Compression, Compressor
 from distrun_runtime.store.keys import KeyRecord
-from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import RowSparse
 
 ALWAYS = {"type": "2bit", "min_size": 0}
 

@@ -764,10 +764,10 @@ def test_registration_ends_at_its_deadline_and_names_who_is_missing() -> None:
 
 
 def test_a_missing_scheduler_is_named_with_its_address() -> None:
-    from distrun_runtime.ps.session import Session
+    from distrun_runtime.ps.session import NodeSession
     from distrun_runtime.transport.inproc import InprocNetwork
 
-    session = Session(config("worker", root_port=9, start_timeout_s=0.5), InprocNetwork().transport())
+    session = NodeSession(config("worker", root_port=9, start_timeout_s=0.5), InprocNetwork().transport())
     with pytest.raises(TimedOut, match=r"no scheduler answered at tcp://127\.0\.0\.1:9"):
         session.open()
     session.end()

@@ -11,7 +11,7 @@ from cluster import Cluster, open_store, shards_of
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ops import compression as codec
-from distrun_runtime.ps.session import Session
+from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import KeyRecord
 
@@ -346,7 +346,7 @@ def test_workers_with_other_settings_add_up_in_one_round(dtype: str, scale: floa
     """What is packed, what each codec makes of many keys, and what goes by shard meet in the same sums."""
     kinds = ["none", "2bit", "fp16", "none", "1bit", "topk"]
 
-    def script(session: Session) -> None:
+    def script(session: NodeSession) -> None:
         kv = open_store("dist_sync", session, deterministic=deterministic)
         keys = list(MANY)
         kv.init(keys, [np.zeros(shape, dtype) for shape in MANY.values()])

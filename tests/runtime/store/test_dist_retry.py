@@ -19,8 +19,8 @@ from cluster import DEADLINE_S, Cluster, open_store
 
 from distrun_runtime.errors import KVError, StoreClosed, TimedOut
 from distrun_runtime.kvstore import KVStore
-from distrun_runtime.ps.session import Session
-from distrun_runtime.store.link import StoreLink, Together
+from distrun_runtime.ps.session import NodeSession
+from distrun_runtime.store.link import CollectiveCall, StoreLink
 from distrun_runtime.store.reducer import DeviceReducer, Reducer
 
 SHORT_S = 0.2
@@ -37,12 +37,12 @@ def trained(kv: KVStore, key: str = "w") -> float:
     return float(out[0])
 
 
-def run(script: Callable[[Session], Any], workers: int = 2) -> list[Any]:
+def run(script: Callable[[NodeSession], Any], workers: int = 2) -> list[Any]:
     with Cluster(workers, 1, over="inproc") as job:
         return job.run_sessions(script)
 
 
-def times_out(session: Session, call: Callable[[], object]) -> None:
+def times_out(session: NodeSession, call: Callable[[], object]) -> None:
     """Make a call that the others do not make meanwhile: it is left waiting."""
     usual, session.config = session.config, replace(session.config, op_timeout_s=SHORT_S)
     try:
@@ -97,7 +97,7 @@ class Turn:
 def test_a_create_that_was_left_waiting_goes_on_when_it_is_called_again() -> None:
     turn = Turn()
 
-    def script(session: Session) -> float:
+    def script(session: NodeSession) -> float:
         if session.rank == 0:
             times_out(session, lambda: open_store("dist_sync", session))
             turn.done()
@@ -115,7 +115,7 @@ def test_another_create_takes_the_place_of_one_that_was_left_waiting(changed: tu
     kind, bound = changed
     before = ("dist_sync", None) if kind == "dist_async" else ("dist_async", 3)
 
-    def script(session: Session) -> str:
+    def script(session: NodeSession) -> str:
         if session.rank == 0:
             times_out(session, lambda: open_store(before[0], session, before[1]))
         else:
@@ -132,7 +132,7 @@ def test_an_init_that_was_left_waiting_goes_on_when_it_is_called_again() -> None
     """It had used up its number: the workers were never in step again."""
     turn = Turn()
 
-    def script(session: Session) -> float:
+    def script(session: NodeSession) -> float:
         kv = open_store("dist_sync", session)
         if session.rank == 0:
             times_out(session, lambda: kv.init("w", ones()))
@@ -154,7 +154,7 @@ def test_an_init_that_was_left_waiting_goes_on_when_it_is_called_again() -> None
 def test_another_init_takes_the_place_of_one_that_was_left_waiting(who: int) -> None:
     """The others notice nothing; the first one's shape was wrong."""
 
-    def script(session: Session) -> float:
+    def script(session: NodeSession) -> float:
         kv = open_store("dist_sync", session)
         if session.rank == who:
             times_out(session, lambda: kv.init("w", ones(3)))
@@ -171,7 +171,7 @@ def test_another_init_takes_the_place_of_one_that_was_left_waiting(who: int) -> 
 def test_a_call_after_others_that_are_under_way_fails_the_one_that_was_left_waiting() -> None:
     """Its number cannot be given again: one worker would be out of step."""
 
-    def script(session: Session) -> float:
+    def script(session: NodeSession) -> float:
         kv = open_store("dist_sync", session)
         kv.init("w", ones())
         if session.rank == 0:
@@ -199,7 +199,7 @@ class Late:
         self.entered, self.turn = Turn(), Turn()
         leave = StoreLink.leave
 
-        def later(link: StoreLink, call: Together) -> None:
+        def later(link: StoreLink, call: CollectiveCall) -> None:
             self.entered.done()
             self.turn.wait()
             leave(link, call)
@@ -213,7 +213,7 @@ def test_a_call_that_all_have_made_when_it_is_left_has_its_result_when_it_is_mad
 ) -> None:
     late, who = Late(monkeypatch), 1 if call == "init" else 0
 
-    def script(session: Session) -> float:
+    def script(session: NodeSession) -> float:
         kv = open_store("dist_sync", session) if call != "create" else None
         calls: dict[str, Callable[[], Any]] = {
             "create": lambda: open_store("dist_sync", session),
@@ -243,7 +243,7 @@ def test_a_create_that_all_have_made_is_made_again_with_the_other_kind(
     late = Late(monkeypatch)
     (second,) = {"dist_sync", "dist_device_sync"} - {first}
 
-    def script(session: Session) -> tuple[float, bool, type]:
+    def script(session: NodeSession) -> tuple[float, bool, type]:
         if session.rank == 0:
             times_out(session, lambda: open_store(first, session))
             kv = open_store(second, session)
@@ -269,7 +269,7 @@ def test_worker_0_that_leaves_an_init_when_the_others_wait_for_its_values_fails_
 ) -> None:
     late = Late(monkeypatch)
 
-    def script(session: Session) -> float:
+    def script(session: NodeSession) -> float:
         kv = open_store("dist_sync", session)
         if session.rank == 0:
             times_out(session, lambda: kv.init("w", ones()))
@@ -289,7 +289,7 @@ def test_worker_0_that_leaves_an_init_when_the_others_wait_for_its_values_fails_
 def test_a_barrier_that_was_left_waiting_goes_on_when_it_is_called_again() -> None:
     turn = Turn()
 
-    def script(session: Session) -> float:
+    def script(session: NodeSession) -> float:
         kv = open_store("dist_sync", session)
         kv.init("w", ones())
         if session.rank == 0:
@@ -305,7 +305,7 @@ def test_a_barrier_that_was_left_waiting_goes_on_when_it_is_called_again() -> No
 
 
 def test_two_barriers_that_nobody_waits_for_are_two() -> None:
-    def script(session: Session) -> None:
+    def script(session: NodeSession) -> None:
         kv = open_store("dist_sync", session)
         one, other = kv.barrier(wait=False), kv.barrier(wait=False)
         one.wait()
@@ -318,7 +318,7 @@ def test_two_barriers_that_nobody_waits_for_are_two() -> None:
 def test_a_join_that_was_left_waiting_goes_on_and_no_other_call_can_come_between() -> None:
     turn = Turn()
 
-    def script(session: Session) -> float:
+    def script(session: NodeSession) -> float:
         kv = open_store("dist_sync", session)
         kv.init("w", ones())
         if session.rank == 0:
@@ -339,7 +339,7 @@ def test_a_join_that_was_left_waiting_goes_on_and_no_other_call_can_come_between
 def test_an_assign_that_times_out_before_its_push_has_arrived_can_be_made_again() -> None:
     """It had a number already, and others would have waited for it."""
 
-    def script(session: Session) -> float:
+    def script(session: NodeSession) -> float:
         kv = open_store("dist_sync", session)
         kv.init("w", ones())
         if session.rank == 0:
@@ -360,7 +360,7 @@ def test_an_assign_that_times_out_before_its_push_has_arrived_can_be_made_again(
 def test_a_save_that_was_left_waiting_can_be_made_again(tmp_path: Path) -> None:
     turn = Turn()
 
-    def script(session: Session) -> float:
+    def script(session: NodeSession) -> float:
         kv = open_store("dist_sync", session)
         kv.init("w", ones())
         folder = tmp_path / "saved"
@@ -383,7 +383,7 @@ def test_every_call_that_failed_for_all_workers_can_be_made_again(tmp_path: Path
     """With what was wrong put right; nothing in between."""
     (tmp_path / "file").write_text("no folder")
 
-    def script(session: Session) -> float:
+    def script(session: NodeSession) -> float:
         odd = session.rank == 1
         with pytest.raises(KVError, match="creates a 'dist_async' store"):
             open_store("dist_async" if odd else "dist_sync", session)
@@ -445,7 +445,7 @@ def wrong_calls(kv: KVStore) -> list[Callable[[], object]]:
 def test_arguments_that_one_worker_gets_wrong_keep_nobody_from_going_on() -> None:
     turn = Turn()
 
-    def script(session: Session) -> float:
+    def script(session: NodeSession) -> float:
         kv = open_store("dist_sync", session)
         if session.rank == 0:
             for call in wrong_calls(kv):
@@ -470,7 +470,7 @@ def test_a_key_of_more_than_4096_bytes_is_refused() -> None:
 @pytest.mark.parametrize("number", range(len(wrong_calls(None))))  # type: ignore[arg-type]
 @pytest.mark.parametrize("who", ["one", "both"])
 def test_a_cell_that_makes_a_store_and_then_fails_can_be_run_again(number: int, who: str) -> None:
-    def script(session: Session) -> float:
+    def script(session: NodeSession) -> float:
         def cell(wrong: bool) -> float:
             kv = open_store("dist_sync", session)
             if wrong:
@@ -491,7 +491,7 @@ def test_a_cell_that_was_left_waiting_after_its_create_can_be_run_again_whole(ca
     """The other worker is in the first store all the time, and comes to wait there before or after."""
     turn = Turn()
 
-    def script(session: Session) -> float:
+    def script(session: NodeSession) -> float:
         def cell(again: bool) -> float:
             kv = open_store("dist_sync", session)
             first = kv.barrier if call == "barrier" else lambda: kv.init("v", ones())
@@ -510,7 +510,7 @@ def test_a_cell_that_was_left_waiting_after_its_create_can_be_run_again_whole(ca
 
 
 def test_after_a_call_that_failed_for_all_one_worker_may_start_over_and_another_call_again() -> None:
-    def script(session: Session) -> float:
+    def script(session: NodeSession) -> float:
         kv = open_store("dist_sync", session)
         with pytest.raises(KVError, match="has shape"):
             kv.init("w", ones(2 + session.rank))
@@ -523,7 +523,7 @@ def test_after_a_call_that_failed_for_all_one_worker_may_start_over_and_another_
 
 
 def test_the_store_that_a_later_create_replaced_says_so_and_the_numbers_stay_in_step() -> None:
-    def script(session: Session) -> list[float]:
+    def script(session: NodeSession) -> list[float]:
         if session.rank == 0:
             old = open_store("dist_sync", session)
             kv = open_store("dist_sync", session)
@@ -543,7 +543,7 @@ def test_the_store_that_a_later_create_replaced_says_so_and_the_numbers_stay_in_
 
 
 def test_a_store_that_was_closed_unused_is_not_taken_for_one_to_start_over_with() -> None:
-    def script(session: Session) -> float:
+    def script(session: NodeSession) -> float:
         first = open_store("dist_sync", session)
         if session.rank == 0:
             first.close()
@@ -555,7 +555,7 @@ def test_a_store_that_was_closed_unused_is_not_taken_for_one_to_start_over_with(
 
 
 def test_two_stores_that_are_made_before_they_are_used_are_two() -> None:
-    def script(session: Session) -> list[float]:
+    def script(session: NodeSession) -> list[float]:
         stores = [open_store("dist_sync", session) for _ in range(3)]
         for number, kv in enumerate(stores):
             kv.init("w", number * ones())
@@ -569,7 +569,7 @@ def test_a_store_that_is_given_up_unused_is_taken_by_the_next_create() -> None:
     """As a trainer does that could not be made; the others wait in it, or are given it up, too."""
     turn = Turn()
 
-    def script(session: Session) -> float:
+    def script(session: NodeSession) -> float:
         kv = open_store("dist_sync", session)
         if session.rank == 0:
             times_out(session, lambda: kv.init("w", ones()))
@@ -584,7 +584,7 @@ def test_a_store_that_is_given_up_unused_is_taken_by_the_next_create() -> None:
 
 
 def test_a_store_that_is_given_up_fails_the_next_call_of_the_others_and_all_can_make_another() -> None:
-    def script(session: Session) -> float:
+    def script(session: NodeSession) -> float:
         kv = open_store("dist_sync", session)
         kv.init("w", ones())
         if session.rank == 0:

@@ -10,7 +10,7 @@ from cluster import Cluster, shards_of
 
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
-from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import RowSparse
 
 pytestmark = pytest.mark.usefixtures("placement")
 SHARD_BYTES = 1024

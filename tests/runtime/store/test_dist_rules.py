@@ -18,7 +18,7 @@ from distrun_runtime.errors import KVError, RuleError
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import schedules as schedule
-from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import RowSparse
 
 pytestmark = pytest.mark.usefixtures("placement")
 

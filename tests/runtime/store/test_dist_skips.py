@@ -11,7 +11,7 @@ from cluster import Cluster
 from distrun_runtime import kvstore
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
-from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import RowSparse
 
 pytestmark = pytest.mark.usefixtures("placement")
 

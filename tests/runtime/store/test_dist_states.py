@@ -16,7 +16,7 @@ from rules_of_users import Choosy
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.errors import KVError, RuleError
 from distrun_runtime.kvstore import KVStore
-from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import RowSparse
 
 pytestmark = pytest.mark.usefixtures("placement")
 

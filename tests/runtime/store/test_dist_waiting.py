@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from distrun_runtime.errors import KVError, PeerLost, RuleError, StoreClosed, TimedOut
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ps import routing
-from distrun_runtime.ps.session import Session
+from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.store import transfers
 from distrun_runtime.transport.inproc import InprocNetwork
 
@@ -346,7 +346,7 @@ def test_an_error_that_leaves_the_block_is_told_to_the_others_at_once() -> None:
 def test_what_a_closed_store_held_is_free() -> None:
     """The session kept every store of a script until its end."""
 
-    def script(session: Session) -> None:
+    def script(session: NodeSession) -> None:
         kv = open_store("dist_sync", session)
         kv.init("w", full(0))
         kv.push("w", full(1), wait=False)

@@ -32,8 +32,7 @@ from distrun_runtime import kvstore
 from distrun_runtime.arrays import dlpack, dtypes
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
-from distrun_runtime.store.sparse import RowSparse
-from distrun_runtime.store.values import array_of, output_of, outputs, value_of, wanted
+from distrun_runtime.store.values import RowSparse, array_of, output_of, outputs, value_of, wanted
 
 NO_CUPY = "a GPU needs cupy, which is not installed. fix: pip install 'distrun[cuda12]'"
 BY_CUDA = "distrun uses GPUs by CUDA"

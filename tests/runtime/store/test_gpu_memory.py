@@ -13,7 +13,7 @@ from gpustores import Store, put
 
 from distrun_runtime.arrays import segments
 from distrun_runtime.arrays.segments import BLOCKS, PAGE, Pool
-from distrun_runtime.ps.session import Session
+from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.dist import DistBackend
 
@@ -49,7 +49,7 @@ def test_no_round_of_workers_and_servers_with_gpus_makes_or_page_locks_a_block(
         made.append(size)
         return grown(self, size)
 
-    def script(session: Session) -> list[int]:
+    def script(session: NodeSession) -> list[int]:
         backend = DistBackend("dist_device_sync", session)
         if codec:
             backend.compress(Compression.of({"type": codec, "min_size": 1000}), None)
@@ -86,7 +86,7 @@ def test_no_round_of_workers_and_servers_with_gpus_makes_or_page_locks_a_block(
 
 
 def test_the_memory_of_a_closed_store_is_that_of_the_next() -> None:
-    def script(session: Session) -> list[int]:
+    def script(session: NodeSession) -> list[int]:
         found = []
         for _ in range(6):
             backend = DistBackend("dist_device_sync", session)
@@ -111,7 +111,7 @@ def test_a_job_that_uses_no_gpu_reserves_no_memory(monkeypatch: pytest.MonkeyPat
     def never(self: Pool, *args: int, **options: int) -> bool:
         raise AssertionError("nobody has a GPU")
 
-    def script(session: Session) -> None:
+    def script(session: NodeSession) -> None:
         backend = DistBackend(kind, session)
         store = Store(backend, {"w": np.zeros(20000, F32)})
         store.push([values((20000,), F32)])
@@ -124,7 +124,7 @@ def test_a_job_that_uses_no_gpu_reserves_no_memory(monkeypatch: pytest.MonkeyPat
 
 
 def test_where_nothing_can_be_reserved_rounds_take_memory_by_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    def script(session: Session) -> bytes:
+    def script(session: NodeSession) -> bytes:
         backend = DistBackend("dist_device_sync", session)
         store = Store(backend, {"w": np.zeros(20000, F32)})
         store.push([put(machine, "gpu:0", values((20000,), F32))])

@@ -22,7 +22,7 @@ from distrun_runtime.arrays.cpu import Threads
 from distrun_runtime.arrays.device import is_on_host, on_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
-from distrun_runtime.ps.session import Session
+from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.store.base import CallOptions
 from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.dist import DistBackend
@@ -95,7 +95,7 @@ def test_outputs_on_every_device_get_the_value(machine: Machine, kind: str) -> N
 def in_a_job(script: Any, kind: str, over: str, workers: int = 2) -> list[Any]:
     """Run `script(backend, rank)` in every worker of a job with two servers."""
 
-    def work(session: Session) -> Any:
+    def work(session: NodeSession) -> Any:
         backend = DistBackend(kind, session, deterministic=True)
         try:
             return script(backend, backend.rank)
@@ -254,7 +254,7 @@ def test_small_values_come_to_a_gpu_by_one_copy_a_server_and_are_scattered_there
         store.pull(twice)  # more outputs than values: each by itself
         return copies, [on_host(out).tobytes() for (out,) in outs]
 
-    def work(session: Session) -> Any:
+    def work(session: NodeSession) -> Any:
         backend = DistBackend("dist_device_sync", session)
         try:
             return script(backend, backend.rank)

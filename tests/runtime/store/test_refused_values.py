@@ -16,7 +16,7 @@ from cluster import Cluster
 from distrun_runtime import kvstore
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
-from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import RowSparse
 
 STORES = ("local", "device", "dist_sync", "dist_async")
 

@@ -15,14 +15,14 @@ from distrun_runtime.arrays.dtypes import BFLOAT16, narrow, parse
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops.reduce import Rows, Sum
 from distrun_runtime.store.keys import KeyRecord
-from distrun_runtime.store.sparse import Lookup, RowSparse, row_numbers
+from distrun_runtime.store.values import Lookup, RowSparse, row_numbers
 
 ROOT = Path(__file__).resolve().parents[3]
 
 TORCH = """\
 import numpy as np
 import torch
-from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import RowSparse
 
 table = torch.nn.Embedding(6, 2, sparse=True)
 table(torch.tensor([4, 1, 4])).sum().backward()

@@ -14,14 +14,14 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import DTYPE_CODES, Entry, Flag, Message, Payload, rows_of
+from distrun_runtime.ps.counters import Stages
 from distrun_runtime.ps.request import Request
 from distrun_runtime.ps.routing import mxnet_shards
-from distrun_runtime.ps.stages import Stages
 from distrun_runtime.store.base import CallOptions, Selection
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import KeyRecord
-from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.transfers import Transfers
+from distrun_runtime.store.values import RowSparse
 
 WIDE = np.arange(1600, dtype="float32").reshape(40, 40)
 TWO_BIT = {"type": "2bit", "threshold": 2.0}

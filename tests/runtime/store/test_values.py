@@ -9,8 +9,8 @@ import pytest
 
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.errors import KVError
-from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import (
+    RowSparse,
     array_of,
     contributions,
     initial,

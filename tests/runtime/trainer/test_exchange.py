@@ -9,7 +9,7 @@ import pytest
 
 from distrun_runtime import kvstore
 from distrun_runtime.errors import KVError
-from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import RowSparse
 from distrun_runtime.trainer import Parameter, Trainer
 
 

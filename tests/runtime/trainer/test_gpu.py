@@ -24,7 +24,7 @@ from distrun_runtime.arrays.dtypes import BFLOAT16, Array, narrow, work_dtype
 from distrun_runtime.arrays.gpu import GpuDevice
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore, KVStoreBase
-from distrun_runtime.trainer import Parameter, Trainer, overlap
+from distrun_runtime.trainer import Parameter, Trainer, trainer
 
 SHAPES = ((5, 3), (7,), (), (0, 4))
 STEPS = 3
@@ -251,7 +251,7 @@ def overlapping(
 def test_gradients_that_threads_wrote_on_streams_of_their_own_are_sent_as_they_became(
     torch: Torch, monkeypatch: pytest.MonkeyPatch, update_on_kvstore: bool, strides: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(overlap, "GROUP_BYTES", 32)
+    monkeypatch.setattr(trainer, "GROUP_BYTES", 32)
 
     def backward(tensors: list[list[GpuTensor]]) -> None:
         streams = [torch.new_stream(device) for device in range(2)]
@@ -277,7 +277,7 @@ def test_gradients_that_threads_wrote_on_streams_of_their_own_are_sent_as_they_b
 def test_what_reads_weights_and_gradients_between_backward_and_step_sees_them_as_they_were(
     torch: Torch, monkeypatch: pytest.MonkeyPatch, update_on_kvstore: bool
 ) -> None:
-    monkeypatch.setattr(overlap, "GROUP_BYTES", 16)
+    monkeypatch.setattr(trainer, "GROUP_BYTES", 16)
     kept: list[GpuTensor] = []
 
     def backward(tensors: list[list[GpuTensor]]) -> None:
@@ -557,7 +557,7 @@ def test_real_gradients_are_sent_from_backwards_threads(
     kind_of_gpu: str, monkeypatch: pytest.MonkeyPatch, update_on_kvstore: bool
 ) -> None:
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(overlap, "GROUP_BYTES", 4000)
+    monkeypatch.setattr(trainer, "GROUP_BYTES", 4000)
 
     def script(kv: KVStore) -> None:
         params = [torch.zeros(1000, device="cuda:0", requires_grad=True) for _ in range(4)]

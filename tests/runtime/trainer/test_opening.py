@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distrun_runtime.errors import KVError
-from distrun_runtime.trainer.opening import BIG, Case, decide
+from distrun_runtime.trainer.agreement import BIG, Case, decide
 
 NONE, SUMS, UPDATES = (False, False), (True, False), (True, True)
 

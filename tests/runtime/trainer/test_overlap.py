@@ -11,7 +11,7 @@ from cluster import Cluster
 
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
-from distrun_runtime.trainer import Parameter, Trainer, overlap
+from distrun_runtime.trainer import Parameter, Trainer, trainer
 
 UPDATES = pytest.mark.parametrize("update_on_kvstore", [True, False])
 RATE = {"learning_rate": 1.0}
@@ -21,7 +21,7 @@ GROUP_BYTES = 100
 
 @pytest.fixture(autouse=True)
 def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "GROUP_BYTES", GROUP_BYTES)
+    monkeypatch.setattr(trainer, "GROUP_BYTES", GROUP_BYTES)
 
 
 def run(script: Any, type_name: str = "dist_sync", workers: int = 2, over: str = "inproc") -> list[Any]:

@@ -11,7 +11,7 @@ from cluster import Cluster
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ops.schedules import Factor
-from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import RowSparse
 from distrun_runtime.trainer import Parameter, Trainer
 
 UPDATES = pytest.mark.parametrize("update_on_kvstore", [True, False])

@@ -10,7 +10,7 @@ import pytest
 
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStoreBase
-from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import RowSparse
 from distrun_runtime.trainer import Parameter, Trainer, fit
 
 

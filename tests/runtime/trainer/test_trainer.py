@@ -13,7 +13,7 @@ from distrun_runtime.errors import ContractError, KVError, StoreClosed
 from distrun_runtime.kvstore import KVStoreBase
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.schedules import Factor
-from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import RowSparse
 from distrun_runtime.trainer import Parameter, Trainer
 
 SHAPE = (10,)

@@ -13,9 +13,9 @@ from distrun_runtime import kvstore
 from distrun_runtime.errors import KVError, PeerLost
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ops.schedules import Factor
-from distrun_runtime.ps.session import Session
-from distrun_runtime.store.sparse import RowSparse
-from distrun_runtime.trainer import Parameter, Trainer, opening
+from distrun_runtime.ps.session import NodeSession
+from distrun_runtime.store.values import RowSparse
+from distrun_runtime.trainer import Parameter, Trainer, agreement
 from distrun_runtime.trainer.updates import StoreUpdates
 
 UPDATES = pytest.mark.parametrize("update_on_kvstore", [True, False])
@@ -70,7 +70,7 @@ def test_gluon_type_cpu(type_name: str) -> None:
     """Rows: gluon_type_cpu, dist_async's trainer, test_gluon_trainer_type: what update_on_kvstore comes to."""
     stypes = [("default", "default"), ("default", "row_sparse"), ("row_sparse", "row_sparse")]
 
-    def script(session: Session) -> None:
+    def script(session: NodeSession) -> None:
         for stype, grad_stype in stypes:
             for asked in (None, True, False):
                 kv = open_store(type_name, session)
@@ -546,7 +546,7 @@ def test_another_rule_for_a_store_is_refused_with_both_ranks() -> None:
 def stores_by_name(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     """Let a trainer in a worker's thread make a store by its name; what is returned gets the thread's `session`."""
     mine = threading.local()
-    monkeypatch.setattr(opening.kvstore, "create", lambda name: open_store(name, mine.session))
+    monkeypatch.setattr(agreement.kvstore, "create", lambda name: open_store(name, mine.session))
     return mine
 
 
@@ -564,7 +564,7 @@ def test_a_second_trainer_after_a_caught_error_is_not_a_retry_of_the_first(
 
     monkeypatch.setattr(StoreUpdates, "start", fail)
 
-    def script(session: Session) -> list[float]:
+    def script(session: NodeSession) -> list[float]:
         stores_by_name.session = session
         rate = 1.0 if why == "one worker fails" else 1.0 + session.rank
         with pytest.raises(KVError, match=r"no room|learning_rate is 1.0 on worker-0"):

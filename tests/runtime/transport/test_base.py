@@ -14,8 +14,8 @@ from transports import HOST, LONG, endpoint, frames_of, has, until, welcomed
 from distrun_runtime.arrays.segments import Pool
 from distrun_runtime.transport import base, zeromq
 from distrun_runtime.transport.base import Arrived, Down, Event, Released, Transport, Up
-from distrun_runtime.transport.bulk import BulkTransport
 from distrun_runtime.transport.faults import NO_FAULTS, Faulty
+from distrun_runtime.transport.host_paths import BulkTransport
 from distrun_runtime.transport.inproc import InprocNetwork
 from distrun_runtime.transport.resend import Resending
 from distrun_runtime.transport.zeromq import ZmqTransport

@@ -20,11 +20,10 @@ import pytest
 from transports import DEADLINE_S, LONG, endpoint, has, until, welcomed
 
 from distrun_runtime.arrays.segments import Pool
-from distrun_runtime.transport import bulk
-from distrun_runtime.transport import segments as paths
+from distrun_runtime.transport import host_paths, host_segments
 from distrun_runtime.transport.base import Arrived, Down, PathChosen, Released
-from distrun_runtime.transport.bulk import BulkTransport
-from distrun_runtime.transport.segments import NotShared, Segments
+from distrun_runtime.transport.host_paths import BulkTransport
+from distrun_runtime.transport.host_segments import NotShared, Segments
 from distrun_runtime.transport.zeromq import ZmqTransport
 
 TOKEN = b"a secret of this job"
@@ -162,7 +161,7 @@ def test_memory_that_is_lent_is_not_given_to_anybody_else(pair: Callable[..., Pa
 def test_small_frames_and_frames_of_other_memory_travel_as_bytes(pair: Callable[..., Pair]) -> None:
     one = pair()
     one.agree()
-    small, private = one.array(bulk.LARGE_BYTES // 4 - 1), np.ones(100_000, np.float32)
+    small, private = one.array(host_paths.LARGE_BYTES // 4 - 1), np.ones(100_000, np.float32)
     _, arrived = one.pass_on(b"", bytes_of(small), bytes_of(private))
     assert [memoryview(frame).nbytes for frame in arrived.frames] == [0, small.nbytes, private.nbytes]
     assert [len(frame) for frame in one.wires[1].sent[-1]] == [0, small.nbytes, private.nbytes]
@@ -194,7 +193,7 @@ def test_messages_keep_their_order_and_contents_whatever_way_their_frames_go(pai
 def test_more_messages_than_there_are_slots_travel_as_bytes(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paths, "SLOTS", 3)
+    monkeypatch.setattr(host_segments, "SLOTS", 3)
     one = pair()
     one.agree()
     array = one.array(value=2.0)
@@ -245,7 +244,7 @@ def test_segments_that_were_reserved_are_mapped_before_a_message_names_them(
 def test_a_peer_that_announces_segments_which_it_did_not_send_is_disconnected(pair: Callable[..., Pair]) -> None:
     one = pair()
     one.agree()
-    one.opener._say("server-0", bulk.Kind.SEGMENTS, {"segments": {"numbers": [1 << 20]}})
+    one.opener._say("server-0", host_paths.BulkKind.SEGMENTS, {"segments": {"numbers": [1 << 20]}})
     [down] = [event for event in until(one.acceptor, has(Down), one.opener) if isinstance(event, Down)]
     assert "the descriptor of a segment did not come" in down.reason
 
@@ -309,8 +308,8 @@ def test_who_has_connected_and_not_proven_itself_yet_is_waited_for(pair: Callabl
     between.connect(b"\0" + first["socket"].encode())
     fast.take("server-1", second)
     acceptor.taken("in:bb")
-    board = paths._new_board(bytes.fromhex(first["nonce"]))
-    paths._tell(between, acceptor._proof(bytes.fromhex(first["nonce"])), board.fd)
+    board = host_segments._new_board(bytes.fromhex(first["nonce"]))
+    host_segments._tell(between, acceptor._proof(bytes.fromhex(first["nonce"])), board.fd)
     acceptor.taken("in:aa")
     assert acceptor.is_open("in:aa")
     between.close()
@@ -357,7 +356,7 @@ def test_another_user_at_the_socket_gets_nothing_even_with_the_right_proof(pair:
     )
 
     # Imported as root, since nobody may not read every checkout.
-    code = "import distrun_runtime.transport.segments, numpy, os; os.setgid(65534); os.setuid(65534)\n" + program
+    code = "import distrun_runtime.transport.host_segments, numpy, os; os.setgid(65534); os.setuid(65534)\n" + program
     with subprocess.Popen(
         [sys.executable, "-c", code, offer["socket"], offer["nonce"]],
         stdin=subprocess.PIPE,
@@ -378,7 +377,7 @@ def test_connections_of_another_user_to_the_socket_take_no_shared_memory_away_fr
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They fill the queue of connections that nobody has accepted, until the next worker comes."""
-    monkeypatch.setattr(paths, "ACCEPT_S", 0.0)
+    monkeypatch.setattr(host_segments, "ACCEPT_S", 0.0)
     one = pair()
     one.agree()
     acceptor = one.acceptor._segments
@@ -466,7 +465,7 @@ PROGRAM = textwrap.dedent(
     from transports import LONG, HOST, endpoint, HELLO
     from distrun_runtime.arrays.segments import Pool
     from distrun_runtime.transport.base import Arrived, PathChosen, Up
-    from distrun_runtime.transport.bulk import BulkTransport
+    from distrun_runtime.transport.host_paths import BulkTransport
     from distrun_runtime.transport.zeromq import ZmqTransport
     pool = Pool()
     one = BulkTransport(ZmqTransport(LONG, %r), %r, [pool])

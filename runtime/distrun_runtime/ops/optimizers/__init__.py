@@ -18,18 +18,21 @@ from distrun_runtime.ops.optimizers.base import (
     check_keys,
     learning_rate,
 )
-from distrun_runtime.ops.optimizers.catalog import RULES, carry_state, make, renew_master
-from distrun_runtime.ops.optimizers.norms import NormRule, Prepared
-from distrun_runtime.ops.optimizers.spec import (
+from distrun_runtime.ops.optimizers.catalog import (
+    RULES,
     RuleSpec,
     advice,
+    carry_state,
     change_of,
     decays_by_name,
     difference,
+    make,
+    renew_master,
     rule_of,
     same,
     spec_of,
 )
+from distrun_runtime.ops.optimizers.norms import NormRule, Prepared
 from distrun_runtime.ops.params import Param
 
 __all__ = [

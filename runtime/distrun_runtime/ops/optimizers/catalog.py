@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Mapping, Sequence
-from typing import Type, Union
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Dict, Tuple, Type, Union, cast
 
 import numpy as np
 
@@ -23,7 +27,7 @@ from distrun_runtime.ops.optimizers.adaptive import (
     RmsProp,
     TorchAdamW,
 )
-from distrun_runtime.ops.optimizers.base import Rule, State
+from distrun_runtime.ops.optimizers.base import Key, Knobs, Rule, State
 from distrun_runtime.ops.optimizers.norms import Lamb, Lars
 from distrun_runtime.ops.optimizers.sgd import Dcasgd, Nag, Sgd, Sgld, Signum, Test, TorchSgd
 from distrun_runtime.ops.params import Json, did_you_mean
@@ -133,3 +137,191 @@ def _builtin(name: object) -> Union[Type[Rule], None]:
         text = "unknown rule %r%s; known are %s"
         raise KVError(text % (name, did_you_mean(name.lower(), RULES), ", ".join(sorted(RULES))))
     return found
+
+
+# A rule as it travels: its name, its parameters and the multipliers of keys. Pure; JSON both ways.
+
+
+Multipliers = Tuple[Tuple[Key, float], ...]
+
+
+@dataclass(frozen=True)
+class RuleSpec:
+    """Which rule a store has; two specs are equal if they say the same.
+
+    `params` are complete. Multipliers are kept in one order and without those that are 1, see `of`.
+    """
+
+    name: str
+    params: dict[str, Json]
+    lr_mult: Multipliers = ()
+    wd_mult: Multipliers = ()
+
+    @staticmethod
+    def of(name: str, params: Mapping[str, object], lr_mult: object = (), wd_mult: object = ()) -> RuleSpec:
+        """Return the spec with these parameters, checked and completed.
+
+        Arguments:
+            lr_mult: a mapping from keys to numbers, or pairs of them.
+            wd_mult: the same.
+
+        Raises:
+            KVError: an unknown rule or parameter, or a value or multiplier that is not right.
+        """
+        name, complete = completed(name, params)
+        return RuleSpec(name, complete, _merged((), "lr", lr_mult), _merged((), "wd", wd_mult))
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the spec as JSON."""
+        return {
+            "name": self.name,
+            "params": dict(self.params),
+            "lr_mult": [[key, number] for key, number in self.lr_mult],
+            "wd_mult": [[key, number] for key, number in self.wd_mult],
+        }
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> RuleSpec:
+        """Return the spec of such JSON.
+
+        Raises:
+            KVError: it is none.
+        """
+        if not isinstance(value, Mapping) or not isinstance(value.get("params"), Mapping):
+            raise KVError("not a rule: %r" % (value,))
+        return RuleSpec.of(value.get("name", ""), value["params"], value.get("lr_mult", ()), value.get("wd_mult", ()))
+
+    def knobs(self, key: Key, offset: int = 0) -> Knobs:
+        """Return what this key has for itself.
+
+        Arguments:
+            offset: place of the first element in the key's value, of a weight that is a slice of it.
+        """
+        lr_mult, wd_mult = self._by_key
+        return Knobs(lr_mult.get(key, 1.0), wd_mult.get(key, 1.0), key, offset)
+
+    def changed(self, change: Mapping[str, Any]) -> RuleSpec:
+        """Return the spec after a change: the given parameters and multipliers replace those of the same name or key.
+
+        Arguments:
+            change: {"params": {name: value}, "lr_mult": [[key, number], ...], "wd_mult": [[key, number], ...]}; each
+                may be missing.
+
+        Raises:
+            KVError: an unknown parameter, a value that is not right, or a learning rate while there is a schedule.
+        """
+        params = updated(self.name, self.params, change.get("params") or {})
+        lr_mult = _merged(self.lr_mult, "lr", change.get("lr_mult") or ())
+        wd_mult = _merged(self.wd_mult, "wd", change.get("wd_mult") or ())
+        return replace(self, params=params, lr_mult=lr_mult, wd_mult=wd_mult)
+
+    @cached_property
+    def _by_key(self) -> tuple[dict[Key, float], dict[Key, float]]:
+        return dict(self.lr_mult), dict(self.wd_mult)
+
+
+def spec_of(name: str, params: Mapping[str, object]) -> RuleSpec:
+    """Return the spec of a rule, its parameters checked and completed; those of a user's rule only as JSON.
+
+    Raises:
+        KVError: unknown name, unknown parameter, or a value that is not right.
+    """
+    return RuleSpec.of(name, params)
+
+
+def rule_of(spec: RuleSpec, imports: Sequence[str] | None = ()) -> Rule:
+    """Return the rule that a spec says; `make` has the arguments and errors."""
+    return make(spec.name, spec.params, imports)
+
+
+def change_of(
+    params: Mapping[str, object] | None = None,
+    lr_mult: Mapping[Key, float] | None = None,
+    wd_mult: Mapping[Key, float] | None = None,
+) -> dict[str, Json]:
+    """Return a change as `RuleSpec.changed` takes it, in JSON; whether it is right turns out there.
+
+    Raises:
+        KVError: a parameter that is no JSON.
+    """
+    result: dict[str, Json] = {"params": {}}
+    for name, value in (params or {}).items():
+        try:
+            cast(Dict[str, Json], result["params"])[name] = parameters.to_json(value)
+        except ValueError as err:
+            raise KVError("parameter %s=%r: %s" % (name, value, err)) from None
+    for word, given in (("lr_mult", lr_mult), ("wd_mult", wd_mult)):
+        try:
+            result[word] = [
+                [parameters.to_json(key), parameters.to_json(number)] for key, number in (given or {}).items()
+            ]
+        except ValueError as err:
+            raise KVError("%s: %s" % (word, err)) from None
+    return result
+
+
+def decays_by_name(rule: str, names: object) -> dict[Key, float]:
+    """Return the multipliers of the weight decay that follow from names, by key and by name.
+
+    Source: `Optimizer.set_wd_mult` of MXNet: what does not end in _weight or _gamma has no decay; under `lars`, gammas
+    have none either.
+
+    Arguments:
+        names: key to name, MXNet's `param_idx2name`. A key may also be the name itself.
+
+    Raises:
+        KVError: it is something else.
+    """
+    is_right = isinstance(names, Mapping) and all(
+        isinstance(key, (int, str)) and isinstance(name, str) for key, name in names.items()
+    )
+    if not is_right:
+        raise KVError(
+            f"param_idx2name is a dictionary from keys to names, such as {{0: 'fc_weight'}}, not {names!r:.60}"
+        )
+    ends = ("_weight",) if rule.lower() == "lars" else ("_weight", "_gamma")
+    pairs = cast(Mapping[Key, str], names).items()
+    return {each: 0.0 for key, name in pairs if not name.endswith(ends) for each in (key, name)}
+
+
+def same(one: Rule | RuleSpec, other: Rule | RuleSpec) -> bool:
+    """Tell whether two rules or specs are equal: same name, same parameters. Multipliers are not compared."""
+    return one.name == other.name and one.params == other.params
+
+
+def difference(old: Rule | RuleSpec, new: Rule | RuleSpec) -> str:
+    """Return in words how `new` differs from `old`; for error messages."""
+    if old.name != new.name:
+        return "%s, not %s" % (old.name, new.name)
+    names = [*old.params, *(name for name in new.params if name not in old.params)]
+    changed = [name for name in names if old.params.get(name) != new.params.get(name)]
+    pairs = ("%s=%s, not %s" % (name, old.params.get(name), new.params.get(name)) for name in changed)
+    return "%s with %s" % (old.name, ", ".join(pairs))
+
+
+def advice(wanted: Rule | RuleSpec, replace: bool | None) -> str:
+    """Return what to do about a store that has another rule than the one that is `wanted`.
+
+    Arguments:
+        replace: as `KVStore.set_optimizer` was given it.
+    """
+    if replace is None:
+        return "fix: give the trainer the store's rule, or another store"
+    return f"set_optimizer({wanted.name!r}, ..., replace=True) puts another in its place"
+
+
+def _merged(present: Multipliers, word: str, given: object) -> Multipliers:
+    try:
+        pairs = [(key, number) for key, number in (given.items() if isinstance(given, Mapping) else cast(Any, given))]
+    except (TypeError, ValueError):
+        raise KVError("%s multipliers: expected pairs of key and number, not %r" % (word, given)) from None
+    result: Dict[Key, float] = dict(present)
+    for key, number in pairs:
+        is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
+        if not is_number or not math.isfinite(number) or number < 0:
+            raise KVError("%s multiplier of key %r: expected a finite number at least 0, not %r" % (word, key, number))
+        if isinstance(key, bool) or not isinstance(key, (str, numbers.Integral)):
+            raise KVError("%s multiplier: %r is not a key; keys are int or str" % (word, key))
+        result[key if isinstance(key, str) else int(key)] = float(number)
+    kept = [(key, number) for key, number in result.items() if number != 1.0]
+    return tuple(sorted(kept, key=lambda pair: (isinstance(pair[0], str), pair[0])))

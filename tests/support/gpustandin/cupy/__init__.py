@@ -30,7 +30,7 @@ import cxx
 from cudastandin import StandIn, outside_of_locks
 
 from distrun_runtime.arrays import cupydriver
-from distrun_runtime.arrays.cuda import DriverError, Event, Host, Pointer, Stream
+from distrun_runtime.arrays.cuda import DriverError, Event, HostMemory, Pointer, Stream
 from distrun_runtime.arrays.segments import address_of
 
 __version__ = "14.0.0 (a stand-in)"
@@ -72,13 +72,13 @@ class ndarray:
         """Copy elements of the host here, on this module's stream."""
         given = np.ascontiguousarray(values, self.dtype).reshape(self.shape)
         if self.nbytes:
-            standin.copy(self._pointer, Host(address_of(given), self.nbytes), self.nbytes, _stream(0))
+            standin.copy(self._pointer, HostMemory(address_of(given), self.nbytes), self.nbytes, _stream(0))
 
     def get(self) -> Any:
         """Return a copy in the host's memory."""
         result = np.empty(self.shape, self.dtype)
         if self.nbytes:
-            standin.copy(Host(address_of(result), self.nbytes), self._pointer, self.nbytes, _stream(0))
+            standin.copy(HostMemory(address_of(result), self.nbytes), self._pointer, self.nbytes, _stream(0))
         return result
 
     def __array__(self, *_: object, **__: object) -> Any:

@@ -1,0 +1,308 @@
+"""Ends a job from any terminal of the machine that launched it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import stat
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, List, NamedTuple
+
+from distrun import backends, client, remote_jobs
+from distrun.backends.base import Swept
+from distrun.client import CoordinatorLost
+from distrun.errors import DistrunError, UsageError
+from distrun_runtime.contract import facts, process
+from distrun_runtime.contract.facts import duration
+from distrun_runtime.contract.plan import Plan
+from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.jobstore import JobStore
+from distrun_runtime.errors import JobStoreError
+
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Killed:
+    """What `kill` did, and what came of it."""
+
+    done: tuple[str, ...]
+    """What was done before the sweep, a line each."""
+    swept: Mapping[str, Swept] = field(default_factory=dict)
+    """By host."""
+    is_quiet: bool = False
+    """The job was over already: where nothing was left, nothing is said."""
+
+    @property
+    def left(self) -> list[str]:
+        """The processes that did not end, a line each."""
+        return self._told(lambda each: each.told_left)
+
+    @property
+    def unasked(self) -> list[str]:
+        """The hosts that did not answer, a line each."""
+        return self._told(lambda each: each.told_problem)
+
+    @property
+    def lines(self) -> list[str]:
+        """All that is to be told, a line each."""
+
+        def told(each: Swept) -> list[str]:
+            return [] if self.is_quiet and each == Swept() else each.lines()
+
+        return [*self.done, *self._told(told)]
+
+    def _told(self, of: Callable[[Swept], list[str]]) -> list[str]:
+        """Return lines about each host; it is named where there are several."""
+        found = [(host, line) for host, each in self.swept.items() for line in of(each)]
+        return ["{}: {}".format(*pair) for pair in found] if len(self.swept) > 1 else [line for _, line in found]
+
+
+def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) -> Killed:
+    """Stop a job, from any terminal of its machine; return what was done.
+
+    Its launcher is asked, by the control socket or else by SIGTERM, and given the grace time and `wait_s`. Then what is
+    left is found by what was recorded and by the job's mark, and ended. Never by name. A job that had lost its launcher
+    is then `killed`, unless a host could not be asked: it stays `lost`, so that this can be tried again.
+
+    A job whose files are damaged is ended as far as they can be read.
+
+    Raises:
+        UsageError: the job was launched on another machine, which cannot be asked; or its plan cannot be read.
+    """
+    state = folder.standing()
+    if state in facts.OVER:
+        if folder.is_unplanned:
+            return Killed((f"is over already: {state}",), is_quiet=True)
+        # Its end may have left something that would not die then.
+        swept = backends.load(folder.plan().backend).sweep(folder.plan(), grace_s or 0.0)
+        return Killed((f"is over already: {state}",), swept, is_quiet=True)
+    plan, launcher, done = _read(folder)
+    if grace_s is None:
+        grace_s = facts.GRACE_S if plan is None else plan.limits.grace_s
+    here = socket.gethostname()
+    if launcher.get("host", here) != here:
+        return _kill_elsewhere(folder, plan, launcher["host"], grace_s, wait_s)
+    who = process.Identity(launcher.get("pid", 0), launcher.get("start", ""))
+    if launcher and process.is_alive(who):
+        with contextlib.closing(_StopQuery(folder)) as asked:
+            if not asked.stop():
+                with contextlib.suppress(OSError):  # it is for a message only
+                    folder.ask_to_end()
+                process.send_signal(who, signal.SIGTERM)
+            done.append("asked its launcher (pid %d) to stop the job" % who.pid)
+            has_ended = _wait_gone(who, grace_s + wait_s) or (asked.kill() and _wait_gone(who, wait_s))
+        if has_ended:
+            done.append("the launcher has ended")
+        else:
+            process.send_signal(who, signal.SIGKILL)
+            _wait_gone(who, wait_s)
+            done.append(f"killed the launcher, which did not end within {duration(grace_s + wait_s)}")
+    elif launcher:
+        done.append("its launcher (pid %d) is gone" % who.pid)
+    if folder.is_unplanned:
+        withdrawn = backends.load((folder.request() or {})["launcher"]).withdraw(folder.path)
+        if not any(each.problem for each in withdrawn.values()):
+            done += _buried(folder, withdrawn)
+        return Killed(tuple(done), withdrawn)
+    if plan is None:
+        raise UsageError(
+            "job {}: {}".format(folder.id, "; ".join(done)),
+            f"to end what may be left of it: distrun kill -H FILE {folder.id}, where FILE names its hosts (without -H "
+            "and with --stale: this machine)",
+        )
+    swept = backends.load(plan.backend).sweep(plan, grace_s)
+    client.forget(folder)
+    if state != facts.DAMAGED and not any(each.problem for each in swept.values()):
+        done += _buried(folder, swept)
+    return Killed(tuple(done), swept)
+
+
+def _buried(folder: JobFolder, swept: Mapping[str, Swept], is_gone: bool = False) -> list[str]:
+    """Write the end of a job that had lost its launcher; return what went wrong, a line each."""
+    try:
+        folder.bury(tuple(left for each in swept.values() for left in each.left), is_gone)
+    except OSError as err:
+        return [f"its end could not be recorded: {err}"]
+    return []
+
+
+class _StopQuery:
+    """Asks a job's coordinator by its control socket, if it has one and answers."""
+
+    def __init__(self, folder: JobFolder) -> None:
+        self._connection: client.ControlConnection | None = None
+        with contextlib.suppress(DistrunError, JobStoreError, OSError):
+            self._connection = client.connect(folder)
+
+    def stop(self) -> bool:
+        """Ask it to stop the job; return whether it has heard that."""
+        return self._ask("stop")
+
+    def kill(self) -> bool:
+        """Ask it to kill all tasks at once; return whether it has heard that."""
+        return self._ask("kill")
+
+    def ends(self, limit_s: float) -> bool:
+        """Wait for its end."""
+        return self._connection is not None and self._connection.ends(limit_s)
+
+    def _ask(self, what: str) -> bool:
+        if self._connection is None:
+            return False
+        try:
+            return self._connection.ask(what).type == what
+        except CoordinatorLost:
+            return False
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._connection is not None:
+            self._connection.close()
+
+
+def _kill_elsewhere(folder: JobFolder, plan: Plan | None, host: str, grace_s: float, wait_s: float) -> Killed:
+    """Stop a job whose coordinator is on another machine, which shares our store or is one of its hosts.
+
+    Raises:
+        UsageError: it cannot be asked, or does not end.
+    """
+    problem = UsageError(
+        f"job {folder.id} was launched on {host}",
+        f"type this command there; or name the job's hosts: distrun kill -H FILE {folder.id}",
+    )
+    with contextlib.closing(_StopQuery(folder)) as asked:
+        limit_s = grace_s + wait_s
+        if not asked.stop():
+            if plan is None or not (folder.control() or {}).get("login"):  # else its host is one of the job's hosts
+                raise problem
+            swept = backends.load(plan.backend).sweep(plan, grace_s)
+            done = [f"its coordinator on {host} does not answer"]
+            if not any(each.problem for each in swept.values()):
+                done += _buried(folder, swept, is_gone=True)
+            return Killed(tuple(done), swept)
+        done = [f"asked its coordinator on {host} to stop the job"]
+        if not asked.ends(limit_s):
+            asked.kill()
+            if not asked.ends(limit_s):
+                raise problem
+            done.append(f"asked it to kill the tasks, which did not end within {duration(limit_s)}")
+    remote_jobs.refreshed(folder)
+    return Killed((*done, "the coordinator has ended"))
+
+
+def _read(folder: JobFolder) -> tuple[Plan | None, dict[str, Any], list[str]]:
+    """Return a job's plan and launcher, None or empty where they cannot be read, and what is wrong, a line each."""
+    plan: Plan | None = None
+    launcher: dict[str, Any] = {}
+    wrong = []
+    try:
+        plan = None if folder.is_unplanned else folder.plan()
+    except JobStoreError as err:
+        wrong.append(str(err))
+    try:
+        launcher = folder.launcher()
+    except JobStoreError as err:
+        wrong.append(str(err))
+    return plan, launcher, wrong
+
+
+def _wait_gone(who: process.Identity, limit_s: float) -> bool:
+    end = time.monotonic() + limit_s
+    while process.is_alive(who):
+        if time.monotonic() >= end:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+# Removes folders of jobs that are over.
+#
+# Nothing outside the job store is touched: links in a folder are removed, not followed. A job with --run-dir has only a
+# link in the store; the link goes, and the folder that the user named stays.
+
+
+_PREFIX = ".removed-"
+"""Begins the name of a folder that is being removed: no list of jobs shows it."""
+
+
+class Removed(NamedTuple):
+    """What became of a job's folder."""
+
+    size: int
+    """Bytes that were freed, or would be."""
+    kept: str = ""
+    """The folder outside the store that was left."""
+    problem: str = ""
+    """Why something of the job is still there."""
+
+
+def measure(folder: JobFolder) -> Removed:
+    """Return what `remove` would do."""
+    if os.path.islink(str(folder.path)):
+        return Removed(0, kept=os.path.realpath(str(folder.path)))
+    return Removed(_size(str(folder.path)))
+
+
+def remove(folder: JobFolder) -> Removed:
+    """Remove a job's folder. Whether the job is over, and this is wanted, was seen to before."""
+    found = measure(folder)
+    path = str(folder.path)
+    try:
+        if found.kept:
+            os.unlink(path)
+            return found
+        # At once for all readers; should this process end meanwhile, the next run goes on.
+        doomed = str(folder.path.parent / (_PREFIX + folder.path.name))
+        os.rename(path, doomed)
+    except FileNotFoundError:  # a host that shares the store has removed it meanwhile
+        return Removed(0)
+    except OSError as err:
+        return found._replace(size=0, problem=f"cannot remove {path}: {err.strerror or err}")
+    problem = _delete(doomed)
+    return found if not problem else found._replace(size=max(0, found.size - _size(doomed)), problem=problem)
+
+
+def finish(store: JobStore) -> List[str]:
+    """Remove what an earlier run could not remove, or left when it was ended; return what is wrong, a line each."""
+    try:
+        names = [name for name in os.listdir(str(store.jobs)) if name.startswith(_PREFIX)]
+    except OSError:
+        return []
+    return [problem for problem in (_delete(str(store.jobs / name)) for name in names) if problem]
+
+
+def _delete(path: str) -> str:
+    """Remove a folder of the store; return why something of it is left, "" if nothing is."""
+    problems: List[str] = []
+
+    def note(function: object, where: str, error: object) -> None:
+        del function
+        err = error[1] if isinstance(error, tuple) else error
+        problems.append(f"cannot remove {where}: {getattr(err, 'strerror', None) or err}")
+
+    # It holds folders open while it goes down, so that a link that is put in one's place is not followed.
+    shutil.rmtree(path, onerror=note)
+    return problems[0] if problems and os.path.lexists(path) else ""
+
+
+def _size(path: str) -> int:
+    """Return what a folder takes on the disk, in bytes, without following links; 0 for what cannot be read."""
+    total = 0
+    todo = [path]
+    while todo:
+        try:
+            with os.scandir(todo.pop()) as entries:
+                for entry in entries:
+                    info = entry.stat(follow_symlinks=False)
+                    total += info.st_blocks * 512
+                    if stat.S_ISDIR(info.st_mode):
+                        todo.append(entry.path)
+        except OSError:
+            continue
+    return total

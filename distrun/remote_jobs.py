@@ -1,0 +1,385 @@
+"""Jobs whose coordinator is on one of their hosts: keeps this machine's folder of such a job up to date.
+
+The job's real folder is on that host, unless this machine and that host share a job store. Its state is fetched when
+somebody looks; when the job is over, everything that is in the folder is fetched once, logs included, and from then on
+the job is like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO
+
+from distrun.errors import DistrunError
+from distrun.ssh.failure import LastLines, Where, classify
+from distrun_runtime.contract import facts
+from distrun_runtime.coordinator.jobfolder import JobFolder
+
+# Reaches the host of a job's coordinator by the `ssh` program: commands there, and a relay to the control socket.
+#
+# `ssh HOST` runs a few lines of Python there that connect its standard streams to the socket. An sshd that has too many
+# logins at a time drops new connections before it has said a word (MaxStartups, by default some from the tenth on).
+# `is_dropped` recognizes that, and `pauses` says how long to wait between attempts.
+
+
+ANSWER_S = 10.0
+"""How long a host may take to answer."""
+ALIVE_S = 5
+ALIVE_COUNT = 3
+END_S = 5.0
+"""How long the end of the ssh program is awaited."""
+RETRY_S = 30.0
+"""How long all pauses between attempts take, when a host drops connections."""
+FIRST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 4.0
+IGNORING_KEYS = 'trap "" INT QUIT TSTP; exec "$@"'
+"""Shell text that runs a program to which the terminal's keys mean nothing: they are for us."""
+OWN_FAILURE = 255
+"""Exit code of the ssh program when it failed itself."""
+NOBODY = 3
+"""Exit code of the relay: nobody listens at the socket."""
+RELAY = f"""
+import os, socket, sys, threading
+peer = socket.socket(socket.AF_UNIX)
+try:
+    peer.connect(sys.argv[1])
+except OSError as err:
+    sys.exit({NOBODY})
+def copy(read, write, end):
+    try:
+        while True:
+            data = read(65536)
+            if not data:
+                break
+            while data:
+                data = data[write(data):]
+    except OSError:
+        pass
+    end()
+def leave():
+    os._exit(0)
+threading.Thread(target=copy, args=(lambda n: os.read(0, n), peer.send, leave), daemon=True).start()
+copy(peer.recv, lambda data: os.write(1, data), leave)
+"""
+
+
+def ssh_argv(login: str, command: str, connect_s: float = ANSWER_S, may_ask: bool = True) -> list[str]:
+    """Return how to run a command on a host whose loss is noticed within ALIVE_S * ALIVE_COUNT seconds. Pure.
+
+    Args:
+        login: what a user types before a command to run it there: `ssh -p 2222 ann@d1`.
+        command: for the login shell there.
+        connect_s: how long connecting may take, whole seconds.
+        may_ask: ssh may ask the user, for a password or about a host key.
+    """
+    program, *flags, host = shlex.split(login)
+    limits = {"ConnectTimeout": connect_s, "ServerAliveInterval": ALIVE_S, "ServerAliveCountMax": ALIVE_COUNT}
+    options = [word for name, value in limits.items() for word in ("-o", f"{name}={value:.0f}")]
+    quiet = [] if may_ask else ["-o", "BatchMode=yes"]
+    return [program, "-T", *options, *quiet, *flags, "--", host, command]
+
+
+def is_dropped(code: int | None, said: str) -> bool:
+    """Return whether a host dropped the connection because it has too many, so that it may take the next one.
+
+    Args:
+        code: exit code of the ssh program.
+        said: what it wrote to stderr.
+    """
+    return code == OWN_FAILURE and classify(said, Where("")).is_passing
+
+
+def pauses() -> Iterator[float]:
+    """Give the seconds to wait before each further attempt; in all they are at most RETRY_S.
+
+    They grow, and are random, so that many clients that were dropped together do not come back together.
+    """
+    import random  # only needed here, and its import takes long
+
+    left_s, longest_s = RETRY_S, FIRST_PAUSE_S
+    while left_s > 0:
+        pause_s = min(left_s, random.uniform(longest_s / 2, longest_s))
+        left_s -= pause_s
+        longest_s = min(LONGEST_PAUSE_S, longest_s * 2)
+        yield pause_s
+
+
+def retried(attempt: Callable[[], tuple[int, str]]) -> tuple[int, str]:
+    """Return what an attempt comes to that the host did not drop, or, after RETRY_S, the last one.
+
+    Args:
+        attempt: runs the ssh program; returns its exit code and what it wrote to stderr.
+    """
+    left = pauses()
+    while True:
+        code, said = attempt()
+        pause_s = next(left, None) if is_dropped(code, said) else None
+        if pause_s is None:
+            return code, said
+        time.sleep(pause_s)
+
+
+class SshRelay:
+    """The `ssh` program, whose standard input and output are a connection to a socket on another host.
+
+    What it writes to stderr goes to ours. Only how it says that the host dropped the connection is held until `show`:
+    there may be another attempt, of which the user need not read. If ssh may not ask the user, nothing of it is shown.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(self, login: str, path: str, may_ask: bool = True) -> None:
+        command = shlex.join(["python3", "-I", "-c", RELAY, path])
+        argv = ["sh", "-c", IGNORING_KEYS, "sh", *ssh_argv(login, command, may_ask=may_ask)]
+        self.socket, its = socket.socketpair()
+        try:
+            self._child = subprocess.Popen(argv, stdin=its.fileno(), stdout=its.fileno(), stderr=subprocess.PIPE)
+        except OSError:
+            self.socket.close()
+            raise
+        finally:
+            its.close()
+        assert self._child.stderr is not None  # asked for above
+        self._last_lines = LastLines()
+        self._held: list[bytes] | None = []
+        self._is_shown = may_ask
+        self._reader = threading.Thread(target=self._read, args=(self._child.stderr,), name="ssh-stderr", daemon=True)
+        self._reader.start()
+
+    def ended(self, limit_s: float) -> int | None:
+        """Wait, at most so long, for its end; return its exit code, None if it goes on."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(limit_s)
+            self._reader.join(limit_s)  # a master connection that it left behind (ControlPersist) may hold stderr
+        return self._child.returncode
+
+    @property
+    def said(self) -> str:
+        """The last lines that it wrote to stderr."""
+        return self._last_lines.text
+
+    def show(self) -> None:
+        """Hold nothing of what it says from now on, and show what was held."""
+        held, self._held = self._held or [], None
+        for line in held if self._is_shown else ():
+            os.write(2, line)
+
+    def close(self) -> None:
+        """End it."""
+        self._child.terminate()
+        try:
+            self._child.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+
+    def _read(self, stderr: IO[bytes]) -> None:
+        with stderr, contextlib.suppress(OSError):
+            for line in stderr:
+                self._last_lines.feed(line)
+                if self._held is not None and classify(line.decode("utf-8", "replace"), Where("")).is_passing:
+                    self._held.append(line)
+                elif self._is_shown:
+                    os.write(2, line)
+
+
+READ_SIZE = 256 * 1024
+HEADER_LIMIT = 4096
+REMOVE_S = 60.0
+"""How long the removal of a job's folder on a host may take."""
+_NAME = re.compile(
+    r"(state|outcome)\.json|(events|events\.1|metrics)\.jsonl|coordinator\.log|logs/[A-Za-z0-9][A-Za-z0-9._-]*"
+)
+FETCH = """
+import json, os, sys, time
+os.chdir(sys.argv[1])
+names = ["state.json"]
+if os.path.exists("outcome.json"):
+    names += ["events.1.jsonl", "events.jsonl", "metrics.jsonl", "coordinator.log"]
+    names += ["logs/" + name for name in os.listdir("logs")] + ["outcome.json"]
+out = sys.stdout.buffer
+for name in names:
+    if os.path.isfile(name):
+        with open(name, "rb") as file:
+            found = os.fstat(file.fileno())
+            size, age_s = found.st_size, max(0.0, time.time() - found.st_mtime)
+            out.write(json.dumps({"name": name, "size": size, "age_s": age_s}).encode() + bytes([10]))
+            while size:
+                data = file.read(min(size, 65536))
+                if not data:
+                    sys.exit("%s became shorter" % name)
+                out.write(data)
+                size -= len(data)
+"""
+
+
+REMOVE = """
+import os, shutil, sys
+path, job = sys.argv[1:3]
+parent, name = os.path.split(path)
+if os.path.lexists(path):
+    if name != job or os.path.islink(path) or not os.path.isfile(os.path.join(path, "plan.json")):
+        sys.exit(path + " is no folder of job " + job)
+    doomed = os.path.join(parent, ".removed-" + name)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+"""
+"""Removes a job's folder at once for all readers; should it be ended meanwhile, `distrun gc` there goes on."""
+
+
+class NotAsked(DistrunError):
+    """The host of a job's coordinator cannot be asked."""
+
+    exit_code = facts.EXIT_HOST_LOST
+
+
+class NotRemoved(DistrunError):
+    """The folder of a job on its coordinator's host is still there."""
+
+
+def is_elsewhere(folder: JobFolder) -> bool:
+    """Return whether what is known of a job has to be fetched from one of its hosts."""
+    where = folder.control()
+    return where is not None and bool(where.get("folder")) and not folder.is_finished
+
+
+def refresh(folder: JobFolder, may_ask: bool = True) -> None:
+    """Fetch what is new of a job that `is_elsewhere`. `may_ask`: ssh may ask the user for a password.
+
+    If its host drops the connection because it has too many, this is tried again for some time.
+
+    Raises:
+        NotAsked: its host cannot be reached, or has no such folder; or what it sent cannot be written here.
+    """
+    where = folder.control()
+    assert where is not None  # of `is_elsewhere`
+    command = shlex.join(["python3", "-I", "-c", FETCH, where["folder"]])
+    argv = ssh_argv(where["login"], command, may_ask=may_ask)
+    code, said = retried(lambda: _fetch(folder, argv))
+    if code:
+        raise NotAsked(
+            f"job {folder.id}: its coordinator's host {where['host']} cannot be asked: {_why(code, said)}",
+            f"what is known here is older; try: {where['login']} true",
+        )
+
+
+def _fetch(folder: JobFolder, argv: list[str]) -> tuple[int, str]:
+    """Save what FETCH writes; return its exit code, or that of the ssh program, and what it said. None is a failure."""
+    try:
+        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    except OSError as err:
+        raise NotAsked(f"job {folder.id}: cannot run {argv[0]}: {err.strerror}") from None
+    with child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        try:
+            saved = [save(folder, *each) for each in _files(child.stdout)]
+        except OSError as err:
+            raise NotAsked(
+                f"job {folder.id}: what its coordinator's host sent cannot be written to {folder.path}: {err.strerror}",
+                f"is the disk full, or over quota? see: df {folder.path}",
+            ) from err
+        said = child.stderr.read().decode("utf-8", "replace").strip()
+    if not saved and not child.returncode:
+        return 1, said or "it has no state of this job"
+    return child.returncode, said
+
+
+def remove(folder: JobFolder, login: str, there: str) -> None:
+    """Remove the folder of a job that is over on the host that had its coordinator. No such folder is no error.
+
+    Args:
+        folder: the job's folder here.
+        login: what a user types before a command to run it there.
+        there: the job's folder there.
+
+    Raises:
+        NotAsked: that host cannot be asked.
+        NotRemoved: the folder is still there.
+    """
+    argv = ssh_argv(login, shlex.join(["python3", "-I", "-c", REMOVE, there, folder.id]))
+    code, said = retried(lambda: _remove(argv))
+    if code:
+        raise (NotAsked if code == OWN_FAILURE else NotRemoved)(_why(code, said))
+
+
+def _remove(argv: list[str]) -> tuple[int, str]:
+    """Run REMOVE; return the exit code of the ssh program, and what it said."""
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=REMOVE_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise NotAsked(f"it was not removed within {REMOVE_S:.0f} s") from None
+    except OSError as err:
+        raise NotAsked(f"cannot run {argv[0]}: {err.strerror}") from None
+    return done.returncode, done.stderr.decode("utf-8", "replace").strip()
+
+
+def _why(code: int, said: str) -> str:
+    """Return why the ssh program failed, in a line."""
+    return said.splitlines()[-1] if said else f"ssh ended with code {code}"
+
+
+def refreshed(folder: JobFolder, may_ask: bool = True) -> str:
+    """Fetch what is new of a job, if it has to be fetched; return a warning if that fails.
+
+    `may_ask`: ssh may ask the user for a password.
+    """
+    if not is_elsewhere(folder):
+        return ""
+    try:
+        refresh(folder, may_ask)
+    except NotAsked as err:
+        return f"{err}; {err.hint}"
+    return ""
+
+
+def _files(stream: IO[bytes]) -> Iterator[tuple[str, float, Iterator[bytes]]]:
+    """Give name, age in seconds, and content of the files that FETCH writes; what is no file of a job is an error."""
+    while header := stream.readline(HEADER_LIMIT):
+        try:
+            about = json.loads(header)
+            name, size, age_s = about["name"], int(about["size"]), float(about["age_s"])
+        except (ValueError, KeyError, TypeError):
+            raise NotAsked(f"the host of the coordinator sent what is no file: {header[:80]!r}") from None
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or size < 0:
+            raise NotAsked(f"the host of the coordinator sent a file that no job has: {name!r}")
+        yield name, age_s, _content(stream, name, size)
+
+
+def _content(stream: IO[bytes], name: str, size: int) -> Iterator[bytes]:
+    while size:
+        data = stream.read(min(size, READ_SIZE))
+        if not data:
+            raise NotAsked(f"the connection ended within {name}, {size} bytes before its end")
+        size -= len(data)
+        yield data
+
+
+def save(folder: JobFolder, name: str, age_s: float, pieces: Iterable[bytes]) -> str:
+    """Replace a file of the folder as a whole. It gets its age, too: by that of the state, a job is `unknown`.
+
+    Raises OSError.
+    """
+    path = folder.path / name
+    fresh = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")  # hosts may share the folder
+    try:
+        with open(fresh, "wb") as file:
+            for data in pieces:
+                file.write(data)
+        when = time.time() - age_s
+        os.utime(fresh, (when, when))
+        os.replace(fresh, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(fresh)
+    return name

@@ -1,0 +1,642 @@
+"""Decides what to do with the metrics of a running job. No side effects.
+
+It tells agents how often to measure and feeds `metrics.JobMetrics`, `progress.Progress` and `stalls.Conditions`.
+Snapshots for clients are made only if a client wants them. One sample a minute is kept. Changed conditions are recorded
+as events, and stalls are announced.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from typing import Any, Deque, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+
+from distrun_runtime.contract import control, facts
+from distrun_runtime.contract.facts import duration
+from distrun_runtime.contract.metrics import LAG_ROUNDS, VALUES
+from distrun_runtime.contract.plan import SERVER, WORKER, Plan
+from distrun_runtime.coordinator import messages
+from distrun_runtime.coordinator.jobfolder import rfc3339
+from distrun_runtime.coordinator.messages import (
+    WARNING,
+    Announce,
+    GiveMetrics,
+    KeepMetrics,
+    MetricsAction,
+    RecordEvent,
+    Sample,
+    ShowMetrics,
+)
+from distrun_runtime.coordinator.metrics import MEAN_S, JobMetrics, Report, TaskNumbers, Wait, plain
+
+# Formats the lines of metrics.jsonl, one sample of a job's metrics a minute. No side effects.
+#
+# A line has at most LINE bytes, the file at most LIMIT. If a line would be too long, tasks and then hosts are left out,
+# and the line says how many. When the file is full, a last line says so.
+
+
+SCHEMA = "distrun.sample/1"
+LINE = 4096
+"""Bytes of a line, its newline included."""
+LIMIT = 16 * 1024 * 1024
+"""Bytes of the file."""
+_ROOM_OF_NOTE = 200
+_ROOM_OF_COUNTS = 64
+
+Rows = Iterable[Tuple[str, Mapping[str, Any]]]
+
+
+class MinuteLines:
+    """The lines of one job's file, and how much of it is full."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._left = limit - _ROOM_OF_NOTE
+        self._is_full = False
+
+    def line(self, time: str, job: Mapping[str, Any], hosts: Rows, tasks: Rows) -> str:
+        """Return the next line; empty: nothing is written any more.
+
+        Args:
+            time: RFC 3339.
+            job: numbers of the whole job.
+            hosts, tasks: name and numbers of each; the first ones are kept.
+        """
+        if self._is_full:
+            return ""
+        made = _line({"schema": SCHEMA, "time": time, **job}, hosts, tasks)
+        if len(made) + 1 > self._left:
+            self._is_full = True
+            return json.dumps({"schema": SCHEMA, "time": time, "note": "the file is full: no more samples are kept"})
+        self._left -= len(made) + 1
+        return made
+
+
+def _line(found: Dict[str, Any], hosts: Rows, tasks: Rows) -> str:
+    head = _text(found)
+    room = LINE - 1 - len(head) - _ROOM_OF_COUNTS
+    if room < 0:
+        return _text({name: found[name] for name in ("schema", "time")})
+    pieces = [head[:-1]]
+    for kind, rows in (("tasks", tasks), ("hosts", hosts)):
+        texts, left = [], 0
+        for name, each in rows:
+            text = f"{json.dumps(name)}:{_text(each)}"
+            if left or len(text) + 1 > room - len(kind) - 8:
+                left += 1
+            else:
+                texts.append(text)
+                room -= len(text) + 1
+        room -= len(kind) + 8
+        pieces.append(f',"{kind}":{{{",".join(texts)}}}')
+        if left:
+            pieces.append(f',"{kind}_left_out":{left}')
+    return "".join(pieces) + "}"
+
+
+def _text(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+# Computes the progress of a job from the reports of its workers. No side effects.
+#
+# The progress of the job is that of its slowest rank. A step that goes back starts a new phase, such as the next epoch
+# or a restart. The job's phase is the lowest phase of its ranks. The rate is that of the last two minutes, across
+# phases.
+
+
+WINDOW_S = 120.0
+"""Period from which the rate is computed, seconds."""
+POINT_S = 1.0
+"""Points of the past are so far apart."""
+LOSS = "loss"
+
+
+class _Rank:
+    """What one rank has reported."""
+
+    __slots__ = ("phase", "report", "step")
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self.step: Optional[float] = None
+        """The last one that was reported."""
+        self.phase = 0
+
+    def take(self, report: Report) -> None:
+        """Note a report."""
+        self.report = report
+        if report.step is None:
+            return
+        if self.step is not None and report.step < self.step:
+            self.phase += 1
+        self.step = report.step
+
+
+class Progress:
+    """How far a job is."""
+
+    def __init__(self) -> None:
+        self._ranks: Dict[str, _Rank] = {}
+        self._ended: Dict[str, _Rank] = {}
+        """Of tasks that have ended."""
+        self._points: Deque[Tuple[float, float]] = deque()
+        """When, and how many steps the job had done in all phases."""
+        self._done = 0.0
+        self._last = (0, 0.0)
+        """The phase and the step of the slowest rank when it was looked at last."""
+
+    def take(self, task: str, report: Report) -> None:
+        """Note what a worker reported."""
+        rank = self._ranks.get(task)
+        if rank is None:
+            rank = self._ranks[task] = self._ended.pop(task) if task in self._ended else _Rank(report)
+        elif report is rank.report:
+            return
+        rank.take(report)
+
+    def end(self, task: str) -> None:
+        """Note that a worker has ended: the job's progress is that of the others, while there are any."""
+        if task in self._ranks:
+            self._ended[task] = self._ranks.pop(task)
+
+    def mark(self, now: float) -> None:
+        """Remember how far the job is, for its rate; to be called about once a second."""
+        slowest = self._slowest()
+        if slowest is None:
+            return
+        rank = slowest[1]
+        phase, step = rank.phase, rank.step or 0.0
+        if self._points:  # of a rank that comes in later, and is less far, nothing is subtracted
+            same_phase = phase == self._last[0]
+            self._done += max(0.0, step - self._last[1]) if same_phase else step if phase > self._last[0] else 0.0
+        self._last = (phase, step)
+        if not self._points or now >= self._points[-1][0] + POINT_S:
+            self._points.append((now, self._done))
+        while len(self._points) > 2 and self._points[1][0] <= now - WINDOW_S:
+            self._points.popleft()
+
+    def value(self, now: float) -> Optional[Dict[str, Any]]:
+        """Return `progress` of a snapshot; None: no worker has reported."""
+        ranks = self._ranks or self._ended
+        if not ranks:
+            return None
+        self.mark(now)
+        found: Dict[str, Any] = dict.fromkeys(("step", "total", "phase", "fraction", "eta_s", "rate", "slowest"))
+        slowest = self._slowest()
+        if slowest is not None:
+            found.update(self._so_far(slowest[1], now), slowest=slowest[0])
+        values = _means([rank.report for rank in ranks.values()])
+        found["loss"] = plain(values.get(LOSS), 6)
+        found["values"] = {name: plain(each, 6) for name, each in values.items()}
+        return found
+
+    def _so_far(self, rank: _Rank, now: float) -> Dict[str, Any]:
+        step = rank.step or 0.0
+        total = rank.report.total if rank.report.total is not None else self._largest_total()
+        passed_s = now - self._points[0][0] if self._points else 0.0
+        pace = (self._done - self._points[0][1]) / passed_s if passed_s >= POINT_S else None
+        found = {"step": plain(step), "total": plain(total), "phase": rank.phase, "rate": plain(pace)}
+        if total:
+            found["fraction"] = plain(min(1.0, step / total))
+            if pace or step >= total:
+                found["eta_s"] = plain(max(0.0, total - step) / (pace or 1.0), 1)
+        return found
+
+    def _slowest(self) -> Optional[Tuple[str, _Rank]]:
+        """Return the rank that is least far, of those that report steps; the first by name of several."""
+        known = [each for each in (self._ranks or self._ended).items() if each[1].step is not None]
+        if not known:
+            return None
+        others = self._largest_total()  # for a rank that does not say how many steps it is to do
+
+        def order(each: Tuple[str, _Rank]) -> Tuple[int, float, str]:
+            name, rank = each
+            total, step = rank.report.total or others, rank.step or 0.0
+            return rank.phase, step / total if total else step, name
+
+        return min(known, key=order)
+
+    def _largest_total(self) -> Optional[float]:
+        ranks = (self._ranks or self._ended).values()
+        return max((rank.report.total for rank in ranks if rank.report.total is not None), default=None)
+
+
+def _means(reports: List[Report]) -> Dict[str, float]:
+    """Return the mean of each value over those that report it; nan if one of them is."""
+    found: Dict[str, List[float]] = {}
+    for report in reports:
+        for name, each in report.values.items():
+            if name in found or len(found) < VALUES:
+                found.setdefault(name, []).append(each)
+    return {name: _mean(each) for name, each in found.items()}
+
+
+def _mean(values: List[float]) -> float:
+    try:
+        return math.fsum(values) / len(values)
+    except (OverflowError, ValueError):  # too large, or both infinities
+        return math.nan
+
+
+# Detects the conditions of workers: waiting, stalled, straggler. No side effects.
+#
+# waiting     It reported that it waits in the store: for whom, for which key, and since when.
+# stalled     For the time that the user set, it wrote no output, reported nothing, called nothing in the store, read
+#             and wrote no file, and used less than STALLED_CPU of a core. CPU is a mean over CPU_S, because the system
+#             counts in ticks of 10 ms and one tick a second already reaches the limit. A worker that waits is not
+#             stalled.
+# straggler   By a server's clock, it came last in LAST_ROUNDS of the last LAG_ROUNDS sampled rounds, with a median lag
+#             of more than LAG_SHARE of the median round and more than LAG_S.
+#
+# A task has at most one condition; the first that applies counts. Conditions do not end tasks. A condition is recorded
+# only after it has lasted for a while: waiting is common, and recording every change of a thousand workers would fill
+# the disk.
+
+
+STALLED_CPU = 0.01
+"""Cores. Less is what a process needs that does nothing."""
+CPU_S = 10.0
+"""Period over which CPU usage is averaged."""
+LAST_ROUNDS = 10
+LAG_SHARE = 0.2
+LAG_S = 0.05
+TOLD_WAIT_S = 10.0
+"""Waiting becomes an event after this time."""
+TOLD_A_MINUTE = 60
+"""Events of conditions in a minute, but for stalls; what comes then is only shown."""
+
+
+class ConditionChange(NamedTuple):
+    """A changed condition of a task, for events.jsonl."""
+
+    task: str
+    condition: str
+    """Empty: it is like any other again."""
+    why: str
+    """One line."""
+
+
+class _Watched:
+    """What is known of one worker."""
+
+    __slots__ = ("alive_at", "behind", "condition", "lived", "signs", "told", "used")
+
+    def __init__(self, now: float) -> None:
+        self.alive_at = now
+        """When it last gave a sign of life."""
+        self.signs: Tuple[Optional[float], ...] = ()
+        """What changes with every sign of life."""
+        self.behind: Dict[str, str] = {}
+        """For each server whose rounds it holds up: how."""
+        self.condition = ""
+        self.told = ""
+        """The condition that was told last."""
+        self.lived = now
+        """When it was last looked at."""
+        self.used: Deque[Tuple[float, float]] = deque()
+        """When, and how many cores it used, in the last CPU_S."""
+
+    def works(self, cores: float, now: float) -> bool:
+        """Note what it uses of the processor; return whether that is a sign of life."""
+        self.used.append((now, cores))
+        while self.used[0][0] <= now - CPU_S:
+            self.used.popleft()
+        mean = sum(each for _, each in self.used) / len(self.used)
+        return min(cores, mean) >= STALLED_CPU
+
+    def keep_up(self, server: str) -> None:
+        """Note that it does not hold up the rounds of a server any more."""
+        self.behind.pop(server, None)
+        if self.condition == facts.STRAGGLER and not self.behind:
+            self.condition = ""
+
+
+class Conditions:
+    """The conditions of a job's workers.
+
+    Arguments:
+        stall_after_s: how long a worker must be without a sign of life; 0: none is ever stalled.
+    """
+
+    def __init__(self, stall_after_s: float) -> None:
+        self._stall_after_s = stall_after_s
+        self._watched: Dict[str, _Watched] = {}
+        self._waits: Dict[str, Wait] = {}
+        self._budget = TOLD_A_MINUTE
+        self._minute = 0.0
+
+    def take(self, task: TaskNumbers, now: float) -> List[ConditionChange]:
+        """Record a worker's new metrics; return the changes to report. `now`: monotonic clock, seconds."""
+        if task.role != WORKER:
+            return []
+        watched = self._watched.get(task.name)
+        if watched is None:
+            watched = self._watched[task.name] = _Watched(now)
+        signs = (
+            task.output_at,
+            None if task.report is None else task.report.time,
+            task.calls,
+            task.read_bytes,
+            task.written_bytes,
+        )
+        # If its CPU usage is not known, it may be working.
+        works = task.cpu is None or watched.works(task.cpu, now)
+        if task.wait is not None or works or signs != watched.signs:
+            watched.alive_at = now
+        watched.signs = signs
+        watched.lived = now
+        if task.wait is not None:
+            self._waits[task.name] = task.wait
+            watched.condition = facts.WAITING
+        elif self._stall_after_s and now - watched.alive_at >= self._stall_after_s:
+            watched.condition = facts.STALLED
+        else:
+            watched.condition = facts.STRAGGLER if watched.behind else ""
+        return self._told(task, watched, now)
+
+    def take_lags(self, server: TaskNumbers, workers: Dict[int, str]) -> None:
+        """Take note of what a server says of the ranks' lags. `workers`: their names by rank."""
+        lags = server.store.lags if server.store is not None else {}
+        for rank, name in workers.items():
+            watched = self._watched.get(name)
+            lag = lags.get(str(rank))
+            if watched is None or (lag is None and server.name not in watched.behind):
+                continue
+            why = _behind(lag) if lag is not None else ""
+            if why:
+                watched.behind[server.name] = why
+            else:
+                watched.keep_up(server.name)
+
+    def end(self, task: str) -> List[ConditionChange]:
+        """Record the end of a task; return the changes to report."""
+        watched = self._watched.pop(task, None)
+        self._waits.pop(task, None)
+        for each in self._watched.values():
+            each.keep_up(task)
+        return [ConditionChange(task, "", "it has ended")] if watched is not None and watched.told else []
+
+    def of(self, task: TaskNumbers) -> Tuple[str, str]:
+        """Return the condition of a task, and why it has it in one line; both empty: none."""
+        watched = self._watched.get(task.name)
+        if watched is None or not watched.condition:
+            return "", ""
+        return watched.condition, self._why(task, watched)
+
+    def is_stalled(self, task: str) -> bool:
+        """Whether a worker gives no sign of life."""
+        watched = self._watched.get(task)
+        return watched is not None and watched.condition == facts.STALLED
+
+    def _why(self, task: TaskNumbers, watched: _Watched) -> str:
+        if watched.condition == facts.WAITING:
+            return _waits(self._waits[task.name], task.stamp)
+        if watched.condition == facts.STALLED:
+            silent_s = watched.lived - watched.alive_at
+            return f"no output, report, store call, disk or CPU for {duration(round(silent_s))}"
+        server, why = max(watched.behind.items())
+        return f"{why} (seen by {server})"
+
+    def _told(self, task: TaskNumbers, watched: _Watched, now: float) -> List[ConditionChange]:
+        condition = watched.condition
+        if condition == facts.WAITING and task.stamp - self._waits[task.name].since < TOLD_WAIT_S:
+            condition = ""
+        if condition == watched.told or not self._may_tell(condition, now):
+            return []
+        watched.told = condition
+        return [ConditionChange(task.name, condition, self._why(task, watched) if condition else "")]
+
+    def _may_tell(self, condition: str, now: float) -> bool:
+        """Whether there may be another event; stalls are always told."""
+        if condition == facts.STALLED:
+            return True
+        if now >= self._minute + MINUTE_S:
+            self._minute, self._budget = now, TOLD_A_MINUTE
+        self._budget -= 1
+        return self._budget >= 0
+
+
+def _behind(lag: Tuple[float, float, float, float]) -> str:
+    """Return, in a few words, how a rank holds up the rounds; empty: it does not."""
+    _, last, median_s, round_s = lag
+    if last < LAST_ROUNDS or median_s <= LAG_SHARE * round_s or median_s <= LAG_S:
+        return ""
+    share = f", {median_s / round_s:.0%} of a round" if round_s else ""
+    return f"last in {last:.0f} of {LAG_ROUNDS} rounds, {duration(median_s)} late{share}"
+
+
+def _waits(wait: Wait, stamp: float) -> str:
+    """Return, in one line, what a worker waits for."""
+    call = f" ({wait.call} of {wait.key})" if wait.call and wait.key else f" ({wait.call})" if wait.call else ""
+    return f"has waited {duration(round(max(0.0, stamp - wait.since)))} for {facts.listed(wait.whom, 3)}{call}"
+
+
+INTERVAL_S = 1.0
+"""Interval of measurements; in large jobs INTERVAL_A_HOST_S times the number of hosts."""
+INTERVAL_A_HOST_S = 0.01
+SNAPSHOT_S = 0.5
+"""Snapshots are so far apart at least ..."""
+SNAPSHOT_A_TASK_S = 0.00025
+"""... and so far for each host and task: to make one and send it takes a tenth of that."""
+MINUTE_S = 60.0
+GATHER_S = 3.0
+"""Stalls that come so soon after the first are said in one line."""
+NAMED = 3
+
+
+class JobMeasurement:
+    """The metrics of one job. The loop calls `handle` with every event."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._metrics = JobMetrics(plan)
+        self._progress = Progress()
+        self._conditions = Conditions(plan.limits.stall_after_s)
+        self._lines = MinuteLines()
+        self._workers = {task.rank: task.name for task in plan.tasks if task.role == WORKER}
+        places = plan.all_places
+        self._nodes = {place.name: place.host for place in places}
+        self._interval_s = max(INTERVAL_S, INTERVAL_A_HOST_S * len(places))
+        self._pace_s = max(SNAPSHOT_S, SNAPSHOT_A_TASK_S * (len(plan.hosts) + len(plan.tasks)))
+        self._told: Dict[str, float] = {}
+        """The interval that the agent of each place was told."""
+        self._look: Set[str] = set()
+        self._is_wanted = False
+        self._is_changed = False
+        """Since the last snapshot."""
+        self._shown_at = float("-inf")
+        self._wall = 0.0
+        """Our wall clock when the monotonic one showed 0."""
+        self._sampled_at = self._mean_at = self._kept_at = float("-inf")
+        self._stalls: List[ConditionChange] = []
+        """Those that are still to be said."""
+        self._stalls_at = 0.0
+
+    def handle(self, event: messages.Event, now: float) -> List[MetricsAction]:
+        """Return the actions for an event. `now`: monotonic clock, seconds."""
+        found: List[MetricsAction] = []
+        if isinstance(event, messages.Measured):
+            found += self._measured(event, now)
+        elif isinstance(event, messages.AgentReady):
+            found += self._set_interval(event.host)
+        elif isinstance(event, messages.Exited):
+            found += self._ended((event.task,), now)
+        elif isinstance(event, messages.AgentLost):
+            found += self._ended([task.name for task in self._plan.tasks if task.place_name == event.host], now)
+        elif isinstance(event, messages.MetricsWanted):
+            found += self._wanted(event)
+        elif isinstance(event, messages.MetricsAsked):
+            found.append(GiveMetrics(self.snapshot(now), event.give))
+        elif isinstance(event, messages.Tick):
+            self._wall = event.time - now
+        found += self._when_due(now)
+        return found
+
+    def wake_s(self) -> float:
+        """Return after how many seconds at most the next Tick is wanted."""
+        return self._pace_s if self._is_wanted and self._is_changed else 1.0
+
+    def finish(self, now: float) -> List[MetricsAction]:
+        """Return the actions at the job's end."""
+        return [*self._say_stalls(), *self._keep(now)] if self._metrics.hosts else []
+
+    # ------------------------------------------------------------------ what comes
+
+    def _measured(self, event: messages.Measured, now: float) -> List[MetricsAction]:
+        self._is_changed = True
+        changes: List[ConditionChange] = []
+        for task in self._metrics.take(event.host, event.value, now, event.arrived):
+            if task.role == WORKER:
+                if task.report is not None:
+                    self._progress.take(task.name, task.report)
+                changes += self._conditions.take(task, now)
+            elif task.role == SERVER:
+                self._conditions.take_lags(task, self._workers)
+        return self._note(changes, now)
+
+    def _ended(self, tasks: Sequence[str], now: float) -> List[MetricsAction]:
+        self._is_changed = True
+        changes: List[ConditionChange] = []
+        for name in tasks:
+            self._metrics.end(name)
+            self._progress.end(name)
+            changes += self._conditions.end(name)
+        return self._note(changes, now)
+
+    def _note(self, changes: Sequence[ConditionChange], now: float) -> List[MetricsAction]:
+        for change in changes:
+            if change.condition == facts.STALLED:
+                self._stalls_at = self._stalls_at if self._stalls else now
+                self._stalls.append(change)
+        return [RecordEvent("condition", change._asdict()) for change in changes]
+
+    def _wanted(self, event: messages.MetricsWanted) -> List[MetricsAction]:
+        """Show a snapshot at once, and have the hosts that are looked at measured more often, and others no more."""
+        self._is_wanted = event.is_wanted
+        self._shown_at, self._is_changed = float("-inf"), True
+        before, self._look = self._look, {name for name in event.look if event.is_wanted}
+        found: List[MetricsAction] = []
+        for place, node in self._nodes.items():
+            if (node in self._look) != (node in before) and place in self._told:
+                found += self._set_interval(place)
+        return found
+
+    def _set_interval(self, place: str) -> List[MetricsAction]:
+        node = self._nodes.get(place)
+        interval_s = INTERVAL_S if node in self._look else self._interval_s
+        if node is None or self._told.get(place) == interval_s:
+            return []
+        self._told[place] = interval_s
+        return [Sample(place, interval_s)]
+
+    # ------------------------------------------------------------------ what is due
+
+    def _when_due(self, now: float) -> List[MetricsAction]:
+        found: List[MetricsAction] = []
+        if self._metrics.hosts and now >= self._sampled_at + self._interval_s:
+            self._sampled_at = now
+            self._progress.mark(now)
+            self._sample(now)
+        if self._stalls and now >= self._stalls_at + GATHER_S:
+            found += self._say_stalls()
+        if self._is_wanted and self._is_changed and now >= self._shown_at + self._pace_s:
+            self._shown_at, self._is_changed = now, False
+            found.append(ShowMetrics(self.snapshot(now)))
+        if self._metrics.hosts and now >= self._kept_at + MINUTE_S:
+            found += self._keep(now) if self._kept_at > float("-inf") else []
+            self._kept_at = now
+        return found
+
+    def _sample(self, now: float) -> None:
+        if self._mean_at == float("-inf"):
+            self._mean_at = now
+        elif now >= self._mean_at + MEAN_S:
+            # Never late by more than one interval, and not drifting.
+            self._mean_at = max(self._mean_at + MEAN_S, now - self._interval_s)
+            self._metrics.end_mean()
+        self._metrics.sample(now, self._interval_s, self._so_far(now))
+
+    def _say_stalls(self) -> List[MetricsAction]:
+        """Return one line for all workers that have stalled."""
+        names = [change.task for change in self._stalls]
+        if not names:
+            return []
+        self._stalls = []
+        after = duration(self._plan.limits.stall_after_s)
+        are = f"{facts.listed(names, NAMED)} {'are' if len(names) > 1 else 'is'} stalled"
+        what = f"no output, report, store call, disk or CPU for {after}"
+        return [Announce(f"{are}: {what}; to see where: distrun stack {self._plan.job} {names[0]}", WARNING)]
+
+    def _keep(self, now: float) -> List[MetricsAction]:
+        """Return the minute's sample."""
+        totals = {name: plain(each) for name, each in self._metrics.totals(now, self._interval_s).items()}
+        job: Dict[str, Any] = {name: each for name, each in totals.items() if each is not None}
+        progress = self._so_far(now)
+        if progress is not None:
+            named = ("step", "total", "phase", "rate", "eta_s", "loss")
+            job["progress"] = {name: progress[name] for name in named if progress[name] is not None}
+        line = self._lines.line(rfc3339(now + self._wall), job, self._hosts(now), self._tasks())
+        return [KeepMetrics(line)] if line else []
+
+    def _hosts(self, now: float) -> Iterator[Tuple[str, Mapping[str, Any]]]:
+        names = ("cpu", "load", "mem_used", "net_rx", "net_tx")
+        for name, host in self._metrics.hosts.items():
+            shown = host.shown(now)
+            yield name, {each: shown[each] for each in names if shown.get(each) is not None}
+
+    def _tasks(self) -> Iterator[Tuple[str, Mapping[str, Any]]]:
+        for task in self._metrics.running:
+            means = {kind: plain(self._metrics.minute(task.name, kind)) for kind in ("cpu", "rss")}
+            known: Dict[str, Any] = {kind: each for kind, each in means.items() if each is not None}
+            condition, _ = self._conditions.of(task)
+            if condition:
+                known["condition"] = condition
+            yield task.name, known
+
+    # ------------------------------------------------------------------ snapshots
+
+    def snapshot(self, now: float) -> Dict[str, Any]:
+        """Return all numbers as clients get them (docs/protocol.md, "Metrics")."""
+        return {
+            "schema": control.METRICS_SCHEMA,
+            "time": round(now + self._wall, 3),
+            "progress": self._so_far(now),
+            "hosts": self._metrics.hosts_shown(now, self._look),
+            "tasks": {task.name: self._task(task) for task in self._metrics.running},
+            "store": self._metrics.store_shown(now, self._interval_s),
+            "history": self._metrics.history(),
+        }
+
+    def _so_far(self, now: float) -> Optional[Dict[str, Any]]:
+        """Return the job's progress. While its slowest rank is stalled, there is no ETA."""
+        found = self._progress.value(now)
+        if found is not None and found["slowest"] is not None and self._conditions.is_stalled(found["slowest"]):
+            found["eta_s"] = None
+        return found
+
+    def _task(self, task: TaskNumbers) -> Dict[str, Any]:
+        shown = task.shown(*self._conditions.of(task))
+        if task.host in self._look:
+            shown["history"] = self._metrics.task_history(task.name)
+        return shown

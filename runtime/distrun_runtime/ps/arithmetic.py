@@ -1,0 +1,695 @@
+"""What messages bring to the shards of a server, and the sums of rounds.
+
+What lies next to each other in an arena is added by one call. Encoded payloads are decoded straight into the sums. A
+shard goes by itself where it must: rows, encoded values of float64, and all of a deterministic store, whose sums are
+made in the order of ranks.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from distrun_runtime.arrays.arena import Run, runs
+from distrun_runtime.arrays.device import Buffer, DeviceArray
+from distrun_runtime.arrays.dtypes import Array, work_dtype
+from distrun_runtime.errors import KVError
+from distrun_runtime.ops import compression as codecs
+from distrun_runtime.ops import optimizers as rules
+from distrun_runtime.ops import update
+from distrun_runtime.ops.optimizers import NormRule
+from distrun_runtime.ops.reduce import Contribution, Dense, How, Sum, read, scaled, spread, widened
+from distrun_runtime.protocol.handshake import NodeIdentity
+from distrun_runtime.protocol.message import DTYPES, Message, Payload, payloads_of
+from distrun_runtime.ps import checks, role, work
+from distrun_runtime.ps.shards import SYNC, Failure, Turn
+from distrun_runtime.ps.values import Layout, OpenUpdate, PushedValues, Round, Values
+
+SUM_IN_ARENA, SUM_BY_SHARD = -1, -2
+"""Where the sum of a shard's round is, in place of the number of a held contribution."""
+_JOINED_ELEMENTS = 1 << 14
+"""Encoded shards of fewer elements are joined."""
+
+
+LAYOUTS = 1024
+"""So many layouts of messages are kept for a store."""
+
+
+# What messages bring
+
+
+def given_by(values: Values, batch: work.Batch) -> list[tuple[int, PushedValues]]:
+    """Return what a batch of plain payloads brings, by code of dtype."""
+    codes = values.codes(batch.shards)
+    packed = len(batch.entries) > 0 and batch.entries["payload"][0] == Payload.PACKED
+    if len(codes) == 1 and packed and batch.at is None:
+        return [(codes[0][0], _packed(values, batch, codes[0][0]))]
+    given = []
+    frames = payloads_of(batch.entries, batch.message.payloads)
+    entries = range(len(batch.entries)) if batch.at is None else batch.at.tolist()
+    for code, at in codes:
+        shards = batch.shards if at is None else batch.shards[at]
+        mine = list(entries) if at is None else [entries[place] for place in at.tolist()]
+        parts = [_elements(values, frames[number] or b"", code, batch.how.scale) for number in mine]
+        alone = runs(values.at[shards], values.store.length[shards], range(1, len(shards)))
+        given.append((code, PushedValues(shards, alone, parts)))
+    return given
+
+
+def _elements(values: Values, frame: Buffer, code: int, scale: float) -> DeviceArray:
+    """Return the elements of bytes, times a number: in the dtype, or in its work dtype if the number is not 1."""
+    elements = values.device.elements(frame, DTYPES[code])
+    return elements if scale == 1 else scaled(widened(elements), scale)
+
+
+def _packed(values: Values, batch: work.Batch, code: int) -> PushedValues:
+    frames = [_elements(values, frame, code, batch.how.scale) for frame in batch.message.payloads]
+    found, places = _layout(values, batch.shards, tuple(map(len, frames)))
+    return PushedValues(batch.shards, found, [frames[number][begin:end] for number, begin, end in places])
+
+
+def _layout(values: Values, shards: Array, sizes: tuple[int, ...]) -> tuple[list[Run], list[tuple[int, int, int]]]:
+    """Return the runs of shards whose elements came in frames of these sizes, and where each run's are: frame, begin,
+    end. A bucket comes again in every step, with the same array of shards: what it leads to is kept."""
+    known = values.layouts.get((id(shards), sizes))
+    if known is not None and known.shards is shards:
+        return known.runs, known.places
+    lengths = values.store.length[shards]
+    limits = np.cumsum(sizes)
+    cuts = np.searchsorted(np.cumsum(lengths), limits, side="right")[:-1].tolist() if len(sizes) > 1 else ()
+    found = runs(values.at[shards], lengths, cuts)
+    places, number, begin = [], 0, 0
+    for run in found:
+        while number < len(sizes) - 1 and run.offset >= limits[number]:
+            begin = int(limits[number])
+            number += 1
+        places.append((number, run.offset - begin, run.offset - begin + run.end - run.begin))
+    values.layouts[id(shards), sizes] = Layout(shards, found, places)
+    while len(values.layouts) > LAYOUTS:
+        del values.layouts[next(iter(values.layouts))]
+    return found, places
+
+
+def contributions(values: Values, batch: work.Batch) -> Iterator[tuple[int, Contribution]]:
+    """Yield each shard of a batch with what it brings, one by one."""
+    frames = payloads_of(batch.entries, batch.message.payloads)
+    entries = range(len(batch.entries)) if batch.at is None else batch.at.tolist()
+    codecs_of = batch.entries["codec"].tolist()
+    for shard, number in zip(batch.shards.tolist(), entries, strict=True):
+        one = values.store.shard(shard)
+        payload = frames[number]
+        how = how_of(batch, codecs_of[number])
+        given = b"" if payload is None else payload
+        yield shard, read(given, one.length, DTYPES[one.dtype], one.row_size, how, device=values.device)
+
+
+# Sums of rounds
+
+
+def add(values: Values, what: work.Add) -> None:
+    """Add contributions to the sums of a round."""
+    of = values.round_of(what.round)
+    batch = what.batch
+    # 0: nothing came yet for this shard (`values.Round.where`).
+    of.open += int(np.count_nonzero(of.where[batch.shards] == 0))
+    try:
+        _add_batch(values, of, what)
+    except Exception as err:
+        # Mostly this push was acknowledged: whoever pulls the round is told.
+        of.where[batch.shards[of.where[batch.shards] == 0]] = SUM_IN_ARENA
+        values.lose(what.round, batch.shards, err, traceback.format_exc())
+        raise
+
+
+def _add_batch(values: Values, of: Round, what: work.Add) -> None:
+    batch = what.batch
+    if values.store.is_deterministic:
+        for shard, contribution in contributions(values, batch):
+            of.by_rank.setdefault(shard, []).append((what.rank, contribution))
+            of.where[shard] = SUM_BY_SHARD
+    elif not is_plain(batch):
+        if not _add_encoded(values, of, batch):
+            for shard, contribution in contributions(values, batch):
+                _sum_of(values, of, shard).add(contribution)
+    else:
+        for code, given in given_by(values, batch):
+            add_given(values, of, code, given)
+
+
+def add_given(values: Values, of: Round, code: int, given: PushedValues) -> None:
+    """Add plain contributions to shards of one dtype. The first of a round is only kept: mostly it needs no copy."""
+    where = of.where[given.shards]
+    first = int(where[0])
+    if not (where == first).all():
+        for each in np.unique(where):
+            add_given(values, of, code, given.take(np.flatnonzero(where == each), values))
+    elif first == 0:
+        number = max(of.held, default=0) + 1
+        of.held[number] = given
+        of.where[given.shards] = number
+    elif first == SUM_BY_SHARD:
+        for run, part in zip(given.runs, given.parts, strict=True):
+            for shard, piece in apart(values, given.shards, run, part):
+                _sum_of(values, of, shard).add(Dense(widened(piece), False))
+    elif first > 0 and of.held[first].is_like(given):
+        sums = values.sums(of, code)
+        for run, one, other in zip(given.runs, of.held[first].parts, given.parts, strict=True):
+            values.device.sum([one, other], sums.view(run.begin, run.end))
+        of.where[given.shards] = SUM_IN_ARENA
+        del of.held[first]
+    else:
+        fold(values, of, code, first)
+        sums = values.sums(of, code)
+        for run, part in zip(given.runs, given.parts, strict=True):
+            there = sums.view(run.begin, run.end)
+            values.device.sum([there, part], there)
+
+
+def _add_encoded(values: Values, of: Round, batch: work.Batch) -> bool:
+    """Decode payloads into the sums of a round, or add them; tell whether that was possible.
+
+    It is if all have one codec and the sums are float32, none of them made by shard.
+    """
+    number = batch.how.codec
+    entries = batch.entries if batch.at is None else batch.entries[batch.at]
+    if not codecs.NONE < number < codecs.ROWS or not (entries["codec"] == number).all():
+        return False
+    codes = values.codes(batch.shards)
+    where = of.where[batch.shards]
+    if len(codes) != 1 or work_dtype(DTYPES[codes[0][0]]) != np.float32 or (where == SUM_BY_SHARD).any():
+        return False
+    code = codes[0][0]
+    codec, params, scale = codecs.numbered(number), dict(batch.how.params), batch.how.scale
+    codec.prepare(values.device, waits=False)
+    for held in np.unique(where[where > 0]).tolist():
+        fold(values, of, code, held)
+    every = payloads_of(batch.entries, batch.message.payloads)
+    frames = every if batch.at is None else [every[at] for at in batch.at.tolist()]
+    sums = values.sums(of, code)
+    lengths = values.store.length[batch.shards]
+    # Small payloads that lie end to end are decoded by one call, where the codec allows it.
+    alone = (lengths >= _JOINED_ELEMENTS) | (lengths % codec.joins != 0) if codec.joins else np.ones(len(lengths), bool)
+    is_new = where == 0
+    breaks = np.flatnonzero(alone[1:] | alone[:-1] | (is_new[1:] != is_new[:-1])) + 1
+    for run in runs(values.at[batch.shards], lengths, breaks.tolist()):
+        some = [b"" if frame is None else frame for frame in frames[run.first : run.last]]
+        there = sums.view(run.begin, run.end)
+        adds = not is_new[run.first]
+        payload = some[0] if len(some) == 1 else b"".join(some)
+        if scale == 1:
+            codec.read(payload, there, params, adds=adds)
+        elif adds:
+            more = values.device.empty((len(there),), there.dtype)
+            codec.read(payload, more, params)
+            values.device.scale(more, scale)
+            values.device.sum([there, more], there)
+        else:
+            codec.read(payload, there, params)
+            values.device.scale(there, scale)
+        of.where[batch.shards[run.first : run.last]] = SUM_IN_ARENA
+    return True
+
+
+def fold(values: Values, of: Round, code: int, number: int) -> None:
+    """Copy a contribution that was held to the sums; nothing if they are there already."""
+    given = of.held.pop(number, None)
+    if given is None:
+        return
+    sums = values.sums(of, code)
+    for run, part in zip(given.runs, given.parts, strict=True):
+        values.device.sum([part], sums.view(run.begin, run.end))
+    shards = given.shards
+    of.where[shards[of.where[shards] == number]] = SUM_IN_ARENA
+
+
+def keep_copies(values: Values) -> None:
+    """Copy all contributions that are only referred to, so that their senders may write their memory."""
+    if not values.is_on_host:
+        return  # they are copies
+    for of in values.rounds.values():
+        for number, given in list(of.held.items()):
+            fold(values, of, int(values.store.dtype[given.shards[0]]), number)
+        for total in of.by_shard.values():
+            if total.dense is not None:
+                total.dense = _own(total.dense)
+        for shard, known in of.by_rank.items():
+            of.by_rank[shard] = [(rank, _own(one) if isinstance(one, Dense) else one) for rank, one in known]
+
+
+def _own(dense: Dense) -> Dense:
+    return dense if dense.is_own else Dense(dense.values.copy(), is_own=True)
+
+
+def _sum_of(values: Values, of: Round, shard: int) -> Sum:
+    """Return the sum of one shard's round, as one that goes by shard from now on."""
+    total = of.by_shard.get(shard)
+    if total is None:
+        total = of.by_shard[shard] = Sum(int(values.store.row_size[shard]))
+        where = int(of.where[shard])
+        code = int(values.store.dtype[shard])
+        if where > 0:
+            fold(values, of, code, where)
+        if of.where[shard] == SUM_IN_ARENA:
+            there = values.sums(of, code).view(*values.span(shard))
+            total.add(Dense(values.device.put(there), is_own=True))
+        of.where[shard] = SUM_BY_SHARD
+    return total
+
+
+def apart(values: Values, shards: Array, run: Run, part: DeviceArray) -> Iterator[tuple[int, DeviceArray]]:
+    """Yield the shards of a run with the elements of each."""
+    at = 0
+    for shard in shards[run.first : run.last].tolist():
+        length = int(values.store.length[shard])
+        yield shard, part[at : at + length]
+        at += length
+
+
+def total_of(of: Round, shard: int, row_size: int) -> Contribution:
+    """Return the sum of a shard that goes by itself; of a deterministic store in the order of ranks."""
+    if shard not in of.by_rank:
+        return of.by_shard[shard].total()
+    total = Sum(row_size)
+    for _, contribution in sorted(of.by_rank[shard], key=lambda pair: pair[0]):
+        total.add(contribution)
+    return total.total()
+
+
+def how_of(batch: work.Batch, codec: int) -> How:
+    """Return how payloads of a codec become elements."""
+    how = batch.how
+    return how if codec == how.codec else How(codec, checks.params_of(batch.message, codec), how.scale)
+
+
+def is_plain(batch: work.Batch) -> bool:
+    """Whether all payloads are the elements themselves."""
+    return batch.how.codec == codecs.NONE and not batch.entries["codec"].any()
+
+
+# The updates of a server: a round's sum, or one push, changes the weights by the store's rule.
+#
+# Shards that lie next to each other are updated by one call where the rule works element by element. A shard goes by
+# itself with rules that need norms or are the user's, and where its value has rows. A value that a reply still reads is
+# not written: its update goes to another side of the arena.
+
+
+@dataclass
+class UpdateResult:
+    """What came of an Apply."""
+
+    failed: dict[int, tuple[BaseException, str]] = field(default_factory=dict)
+    """Shard to what its rule raised, and the traceback."""
+    squares: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    """Shard to its sums of squares: it waits for norms."""
+
+
+def apply(values: Values, what: work.Apply) -> UpdateResult:
+    """Apply the rule to the sums of a round, or assign them."""
+    result = UpdateResult()
+    if what.skip:
+        values.forget_sums(what.round, what.shards)
+        return result
+    values.note_writes(what.shards)
+    if what.last is not None and (values.store.is_deterministic or not is_plain(what.last)):
+        add(values, work.Add(what.rank, what.round, what.last))
+        last: work.Batch | None = None
+    else:
+        last = what.last
+    givens = {} if last is None else dict(given_by(values, last))
+    for code, at in values.codes(what.shards):
+        shards = what.shards if at is None else what.shards[at]
+        _apply_some(values, what.round, code, shards, given=givens.get(code), result=result)
+    values.forget_sums(what.round, what.shards)
+    return result
+
+
+def _apply_some(
+    values: Values, number: int, code: int, shards: Array, *, given: PushedValues | None, result: UpdateResult
+) -> None:
+    """Apply the round of shards of one dtype; `given`: their last contributions."""
+    of = values.round_of(number)
+    where = of.where[shards]
+    first = int(where[0])
+    if not (where == first).all():
+        for each in np.unique(where):
+            some = np.flatnonzero(where == each)
+            part = None if given is None else given.take(some, values)
+            _apply_some(values, number, code, shards[some], given=part, result=result)
+        return
+    if first == SUM_BY_SHARD:
+        if given is not None:
+            add_given(values, of, code, given)
+        for shard in shards.tolist():
+            total = total_of(of, shard, int(values.store.row_size[shard]))
+            _update_alone(values, shard, total, (SYNC, number), result)
+        return
+    if first > 0:
+        held = of.held[first]
+        is_all = len(held.shards) == len(shards) and np.array_equal(held.shards, shards)
+        if given is None and is_all:
+            given = of.held.pop(first)
+        elif given is not None and held.is_like(given):
+            both = [[one, other] for one, other in zip(held.parts, given.parts, strict=True)]
+            del of.held[first]
+            _update(values, code, shards, given.runs, both, turn=(SYNC, number), result=result)
+            return
+        else:
+            fold(values, of, code, first)
+            first = SUM_IN_ARENA
+    if first == SUM_IN_ARENA:
+        sums = values.sums(of, code)
+        found = given.runs if given is not None else runs(values.at[shards], values.store.length[shards])
+        more = [[part] for part in given.parts] if given is not None else [[] for _ in found]
+        parts = [[sums.view(run.begin, run.end), *rest] for run, rest in zip(found, more, strict=True)]
+        _update(values, code, shards, found, parts, turn=(SYNC, number), result=result)
+    elif given is not None:
+        _update(values, code, shards, given.runs, [[p] for p in given.parts], turn=(SYNC, number), result=result)
+
+
+def _update(
+    values: Values,
+    code: int,
+    shards: Array,
+    found: Sequence[Run],
+    parts: Sequence[Sequence[DeviceArray]],
+    *,
+    turn: tuple[int, int],
+    result: UpdateResult,
+) -> None:
+    """Update shards of one dtype by the sums of the parts of each run."""
+    arena = values.arenas[code]
+    by_shard = values.rule is not None and (values.store.row_size[shards].any() or not values.is_flat(code))
+    if by_shard:
+        for run, given in zip(found, parts, strict=True):
+            at = 0
+            for shard in shards[run.first : run.last].tolist():
+                length = int(values.store.length[shard])
+                total = _total(values, [part[at : at + length] for part in given])
+                _update_alone(values, shard, total, turn, result)
+                at += length
+        return
+    steps: list[tuple[Array, update.WeightStep]] = []
+    for here, piece, addends, side in values.cut(shards, found, parts):
+        target = arena.view(piece.begin, piece.end, side)
+        if values.rule is None:
+            values.device.sum(addends, target)
+            values.side[here] = side
+            continue
+        present = int(values.side[here[0]])
+        if side != present:
+            values.device.sum([arena.view(piece.begin, piece.end, present)], target)
+            values.side[here] = side
+        steps += _steps_of(values, code, here, piece, weight=target, parts=addends)
+        if values.is_on_host:  # while they are in the processor's cache
+            _step_all(values, steps)
+            steps = []
+    _step_all(values, steps)
+
+
+def _total(values: Values, parts: Sequence[DeviceArray]) -> Dense:
+    if len(parts) == 1:
+        return Dense(widened(parts[0]), False)
+    out = values.device.empty((len(parts[0]),), work_dtype(parts[0].dtype))
+    values.device.sum(parts, out)
+    return Dense(out, is_own=True)
+
+
+def _steps_of(
+    values: Values, code: int, shards: Array, run: Run, *, weight: DeviceArray, parts: Sequence[DeviceArray]
+) -> Iterator[tuple[Array, update.WeightStep]]:
+    """Yield the rule's steps over neighbouring shards: one where they have as many updates and the same multipliers."""
+    assert values.rule is not None
+    first, at = 0, 0
+    lengths = values.store.length[shards].tolist()
+    for last in _alike(values, shards):
+        size = sum(lengths[first:last])
+        here, piece = shards[first:last], slice(at, at + size)
+        begin, end = run.begin + at, run.begin + at + size
+        if values.steps[here[0]] < 0:
+            values.start_state(code, here, begin, end, weight[piece])
+        arenas = values.flat_state.get(code, {})
+        state: rules.State = {"updates": int(values.steps[here[0]])}
+        state.update((name, arena.view(begin, end)) for name, arena in arenas.items())
+        knobs = values.knobs_of(int(here[0]))
+        given = [part[piece] for part in parts]
+        yield here, update.WeightStep(weight[piece], given, state, knobs)
+        first, at = last, at + size
+
+
+def _step_all(values: Values, steps: Sequence[tuple[Array, update.WeightStep]]) -> None:
+    """Make the rule's steps of some shards."""
+    if not steps:
+        return
+    assert values.rule is not None
+    try:
+        update.step_all(values.rule, [item for _, item in steps], device=values.device)
+    finally:
+        for shards, item in steps:
+            values.steps[shards] = cast(int, item.state["updates"])
+
+
+def _alike(values: Values, shards: Array) -> Iterator[int]:
+    """Yield the ends of groups of shards that one step can be made over."""
+    assert values.spec is not None
+    steps = values.steps[shards]
+    is_uniform = (steps == steps[0]).all()
+    if is_uniform and not values.spec.lr_mult and not values.spec.wd_mult:
+        yield len(shards)
+        return
+    labels = []
+    for shard, count in zip(shards.tolist(), steps.tolist(), strict=True):
+        knobs = values.knobs_of(shard)
+        labels.append((count, knobs.lr_mult, knobs.wd_mult))
+    for end in range(1, len(labels)):
+        if labels[end] != labels[end - 1]:
+            yield end
+    yield len(labels)
+
+
+def _update_alone(values: Values, shard: int, given: Contribution, turn: tuple[int, int], result: UpdateResult) -> None:
+    """Update one shard; what its rule raises is noted."""
+    try:
+        if values.rule is not None:
+            squares = _step_alone(values, shard, given, turn)
+            if squares is not None:
+                result.squares[shard] = squares
+            return
+        dense = spread(given, int(values.store.length[shard]))
+        values.device.sum([dense.values], values.own(shard, keep=False))
+    except Exception as err:
+        # A user's rule may raise anything.
+        result.failed[shard] = (err, traceback.format_exc())
+
+
+def _step_alone(values: Values, shard: int, given: Contribution, turn: tuple[int, int]) -> tuple[float, ...] | None:
+    """Do one update of a shard; with a rule that needs norms, the first half of it."""
+    rule = values.rule
+    assert rule is not None
+    knobs = values.knobs_of(shard)
+    if values.goes_flat(shard):
+        run = Run(0, 1, *values.span(shard), 0)
+        dense = spread(given, int(values.store.length[shard]))
+        weight = values.own(shard)
+        code = int(values.store.dtype[shard])
+        _step_all(values, list(_steps_of(values, code, np.array([shard]), run, weight=weight, parts=[dense.values])))
+        return None
+    if shard not in values.state:
+        values.state[shard] = cast(dict[str, Any], rule.new_state(values.weight(shard)))
+    state = values.state[shard]
+    if isinstance(rule, NormRule):
+        dense = spread(given, int(values.store.length[shard]))
+        prepared = rule.prepare(values.weight(shard), dense.values, state, knobs)
+        values.open_updates.setdefault(shard, {})[turn] = OpenUpdate(rule, knobs, prepared)
+        return prepared.squares
+    weight = values.own(shard)
+    if isinstance(given, Dense):
+        update.update(rule, weight, given.values, state, knobs)
+    else:
+        width = int(values.store.row_size[shard])
+        update.update(rule, weight.reshape(-1, width), given.values, state, knobs, rows=given.rows)
+    return None
+
+
+def step(values: Values, what: work.Step) -> Mapping[int, tuple[float, ...]]:
+    """Apply the rule to each payload of an async push; return the sums of squares of shards that wait for norms."""
+    batch = what.batch
+    if values.rule is None:
+        raise KVError("store %d has no rule" % batch.store.number)
+    values.note_writes(batch.shards)
+    result = UpdateResult()
+    turns = batch.entries["round"].tolist()
+    numbers = turns if batch.at is None else [turns[at] for at in batch.at.tolist()]
+    try:
+        by_shard = values.rule.needs_norms or values.store.row_size[batch.shards].any()
+        if by_shard or not is_plain(batch) or len(set(numbers)) > 1:
+            for (shard, given), number in zip(contributions(values, batch), numbers, strict=True):
+                squares = _step_alone(values, shard, given, (what.rank, number))
+                if squares is not None:
+                    result.squares[shard] = squares
+        else:
+            for code, some in given_by(values, batch):
+                parts = [[part] for part in some.parts]
+                _update(values, code, some.shards, some.runs, parts, turn=(what.rank, numbers[0]), result=result)
+            for error, _ in result.failed.values():
+                raise error
+    except Exception:
+        for shard, number in zip(batch.shards.tolist(), numbers, strict=True):
+            values.open_updates.get(shard, {}).pop((what.rank, number), None)
+        raise
+    return result.squares
+
+
+def finish(values: Values, what: work.FinishUpdate) -> None:
+    """Finish an update whose norms are known."""
+    half = values.open_updates[what.shard].pop((what.turn.rank, what.turn.round))
+    if what.shard not in values.state:
+        values.state[what.shard] = cast(dict[str, Any], half.rule.new_state(values.weight(what.shard)))
+    weight = values.own(what.shard)
+    half.rule.finish(weight, half.prepared, what.totals, values.state[what.shard], half.knobs)
+
+
+def drop(values: Values, what: work.DropUpdate) -> None:
+    """Forget an update that waits for norms."""
+    open_updates = values.open_updates.get(what.shard, {})
+    open_updates.pop((what.turn.rank, what.turn.round), None)
+
+
+# Norms of whole values for rules that need them: each server adds up its pieces and tells the others. Pure.
+#
+# A rule such as LAMB scales its step by norms of the whole weight, which lies in pieces on several servers. Each
+# server squares and sums its own pieces of a key (`Part`), sends these sums to the others (NORMS), and goes on when
+# the parts it has cover the value. All servers add the parts up in the order of their offsets, so all get the very
+# same totals. Parts, not elements, are what is known here.
+
+
+class Part(NamedTuple):
+    """One piece's sums of squares."""
+
+    offset: int
+    length: int
+    squares: tuple[float, ...]
+
+
+@dataclass
+class _Exchange:
+    """What is known of one update of one key."""
+
+    parts: dict[int, Part] = field(default_factory=dict)
+    """By offset, ours and others'."""
+    shards: dict[int, int] = field(default_factory=dict)
+    """Ours that wait for the totals, with their offsets."""
+    failure: Failure | None = None
+
+
+class Norms:
+    """The updates of a server that wait for norms."""
+
+    def __init__(self) -> None:
+        self._open: dict[Turn, _Exchange] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    def mine(self, turn: Turn, shard: int, offset: int, length: int, squares: tuple[float, ...]) -> list[Part]:
+        """Enter a shard of ours that is ready for this turn; return our parts so far."""
+        exchange = self._open.setdefault(turn, _Exchange())
+        exchange.shards[shard] = offset
+        exchange.parts[offset] = Part(offset, length, squares)
+        ours = set(exchange.shards.values())
+        return [part for at, part in sorted(exchange.parts.items()) if at in ours]
+
+    def theirs(self, turn: Turn, parts: list[Part]) -> None:
+        """Enter the parts of another server."""
+        exchange = self._open.setdefault(turn, _Exchange())
+        exchange.parts.update((part.offset, part) for part in parts)
+
+    def fail(self, turn: Turn, failure: Failure) -> None:
+        """The update of this turn fails, here and for shards that are not ready yet; the first reason counts."""
+        exchange = self._open.setdefault(turn, _Exchange())
+        exchange.failure = exchange.failure or failure
+
+    def has(self, turn: Turn) -> bool:
+        """Whether anything is known of a turn."""
+        return turn in self._open
+
+    def turns(self) -> list[Turn]:
+        """Return the turns that are under way."""
+        return list(self._open)
+
+    def settled(self, turn: Turn, size: int) -> tuple[list[int], tuple[float, ...] | Failure] | None:
+        """Return our shards that may go on, and with what: totals or a failure; None: parts are missing.
+
+        Arguments:
+            size: elements of the whole value.
+        """
+        exchange = self._open.get(turn)
+        if exchange is None:
+            return None
+        parts = [part for _, part in sorted(exchange.parts.items())]
+        waiting, exchange.shards = exchange.shards, {}
+        shards = list(waiting)
+        if exchange.failure is not None:
+            return shards, exchange.failure
+        if sum(part.length for part in parts) < size:
+            exchange.shards = waiting
+            return None
+        if len({len(part.squares) for part in parts}) > 1:
+            exchange.failure = Failure("the servers applied different rules")
+            return shards, exchange.failure
+        return shards, tuple(sum(column) for column in zip(*(part.squares for part in parts), strict=True))
+
+    def close(self, turn: Turn) -> None:
+        """Forget a turn: all our shards are through."""
+        self._open.pop(turn, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._open.clear()
+
+
+class Peers:
+    """The other servers of the job: connected to when there is something to tell them.
+
+    A connection carries messages one way, from the side that opened it; the other side opens its own.
+    """
+
+    def __init__(self) -> None:
+        self._endpoints: dict[str, str] = {}
+        self._called: set[str] = set()
+
+    def learn(self, nodes: Sequence[NodeIdentity], rank: int) -> None:
+        """Take in the job's roster; `rank` is ours."""
+        self._endpoints = {node.name: node.endpoint for node in nodes if node.role == "server" and node.rank != rank}
+
+    def __len__(self) -> int:
+        return len(self._endpoints)
+
+    def tell(self, message: Message) -> list[role.Action]:
+        """Send a message to all of them."""
+        actions: list[role.Action] = []
+        for name in self._endpoints:
+            actions += [*self.call(name), role.Send(name, message)]
+        return actions
+
+    def call(self, name: str) -> list[role.Action]:
+        """Connect to a server by its name, `server-1`, unless that was done. What is sent before its WELCOME waits at
+        the loop."""
+        if name in self._called:
+            return []
+        self._called.add(name)
+        return [role.Connect(name, self._endpoints[name])]
+
+    def is_ours(self, link: role.Link) -> bool:
+        """Whether we opened a connection to another server."""
+        return link in self._called
+
+    def lost(self, link: role.Link) -> str:
+        """A connection ended or was refused; return the endpoint of the server that it led to, if it was ours."""
+        if link not in self._called:
+            return ""
+        self._called.remove(link)
+        return self._endpoints[link]

@@ -1,0 +1,307 @@
+"""A transport that sends large frames by the fastest path that works, and everything else as the one that it wraps.
+
+Order and control stay with the wrapped transport (ZeroMQ). Of a message with large frames it carries a table of
+references and the small frames; the bytes of the large ones go by shared memory (`segments`) where both processes are
+on one host. On arrival the message is whole again.
+
+As soon as both sides of a connection have proven themselves, the side that it came in to offers its paths. What does
+not work there is noticed and said (`PathChosen`), and the next path is used; the last one is the wrapped transport.
+
+Messages of this module begin with `MAGIC`, which no other message does. docs/protocol.md has the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from distrun_runtime.arrays.segments import Pool
+from distrun_runtime.errors import WireError
+from distrun_runtime.transport.base import (
+    Arrived,
+    Buffer,
+    Down,
+    Event,
+    Lease,
+    Link,
+    PathChosen,
+    Released,
+    Transport,
+)
+from distrun_runtime.transport.host_segments import NotShared, Reference, Segments
+
+__all__ = ["LARGE_BYTES", "MAGIC", "BulkKind", "BulkTransport"]
+
+MAGIC = b"DRKB"
+VERSION = 1
+LARGE_BYTES = 32 * 1024
+"""Frames from this size on go by another path. For smaller ones a reference costs as much as the copies."""
+
+_HEAD = struct.Struct("<4sBBHII")
+"""Magic, version, kind, number of references, slot, generation."""
+_REFERENCE = struct.Struct("<IIQQ")
+"""Number of the frame, segment, offset, length."""
+
+
+class BulkKind(IntEnum):
+    """What a message of this module is."""
+
+    OFFER = 1
+    """The acceptor: what the opener needs for each path. JSON."""
+    ANSWER = 2
+    """The opener: which paths it took, and why not the others. JSON."""
+    READY = 3
+    """The acceptor: which of those it has found right. JSON."""
+    CARRIED = 4
+    """A message, some of whose frames are elsewhere: the table, then its frames, these empty."""
+    SEGMENTS = 5
+    """Segments whose descriptors were sent, to be mapped now: later messages will name them. JSON."""
+    ENDED = 6
+    """The acceptor: it reads nothing more on this connection, and why. Only the opener can close it. JSON."""
+    GONE = 7
+    """Segments that were given back, to be unmapped: no later message names them. JSON."""
+
+
+@dataclass(eq=False)
+class _SplitLease:
+    """Of a message whose frames went by several ways."""
+
+    parts: list[Lease]
+
+    @property
+    def is_over(self) -> bool:
+        while self.parts:
+            if not self.parts[-1].is_over:
+                return False
+            self.parts.pop()
+        return True
+
+
+class BulkTransport:
+    """Wraps a transport.
+
+    Arguments:
+        pools: memory of this process that others on the host may read.
+        offers: offer paths to those who connect to us. A node that nobody sends values to does not.
+        large_bytes: frames from this size on go by another path.
+    """
+
+    def __init__(
+        self,
+        inner: Transport,
+        token: bytes,
+        pools: Sequence[Pool],
+        *,
+        offers: bool = True,
+        large_bytes: int = LARGE_BYTES,
+    ) -> None:
+        self._inner = inner
+        self._offers = offers
+        self._large_bytes = large_bytes
+        self._segments = Segments(token, pools)
+        self._proven: set[Link] = set()
+        self._early: dict[Link, Sequence[Buffer]] = {}
+        """Offers of acceptors that have not proven themselves yet, as far as the loop has heard."""
+        self._events: deque[Event] = deque()
+        self._in_use: dict[Link, list[Lease]] = {}
+        self._by_inner: dict[Lease, Lease] = {}
+        """Leases of the wrapped transport that are part of one of ours."""
+
+    # The interface of a transport
+
+    def bind(self, address: str, ports: Sequence[int] = ()) -> int:
+        """Listen; return the port."""
+        return self._inner.bind(address, ports)
+
+    def connect(self, link: Link, endpoint: str) -> None:
+        """Open a connection."""
+        self._inner.connect(link, endpoint)
+
+    def disconnect(self, link: Link, linger_s: float = 0.0) -> None:
+        """Close a connection."""
+        self._ended(link)
+        self._inner.disconnect(link, linger_s)
+
+    def admitted(self, link: Link) -> None:
+        """Lift the limits of a connection."""
+        self._inner.admitted(link)
+
+    def proven(self, link: Link) -> None:
+        """Both sides have proven themselves: look for better paths."""
+        self._proven.add(link)
+        if link.startswith("in:") and self._offers:
+            self._offer(link)
+        elif link in self._early:
+            self._control(link, self._early.pop(link))
+
+    def refused(self, link: Link) -> None:
+        """Close a connection in a moment."""
+        self._inner.refused(link)
+
+    def shares(self, link: Link) -> bool:
+        """Whether frames that lie in a pool are read there by the other side of a connection. Threads: any."""
+        return self._segments.is_open(link)
+
+    def send(self, link: Link, frames: Sequence[Buffer]) -> Lease:
+        """Send a message."""
+        if not self._segments.is_open(link):
+            return self._inner.send(link, frames)
+        table: list[bytes] = []
+        rest = list(frames)
+        for number, frame in enumerate(frames):
+            if memoryview(frame).nbytes < self._large_bytes:
+                continue
+            reference = self._segments.refer(link, frame)
+            if reference is not None:
+                table.append(_REFERENCE.pack(number, *reference))
+                rest[number] = b""
+        shared = self._segments.lease(link, frames) if table else None
+        if shared is None:
+            return self._inner.send(link, frames)
+        head = _HEAD.pack(MAGIC, VERSION, BulkKind.CARRIED, len(table), shared.slot, shared.generation) + b"".join(
+            table
+        )
+        inner = self._inner.send(link, [head, *rest])
+        lease = shared if inner.is_over else _SplitLease([shared, inner])
+        if lease is not shared:
+            self._by_inner[inner] = lease
+        self._in_use.setdefault(link, []).append(lease)
+        return lease
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """Wait for events and return them."""
+        self._segments.look()
+        for link, numbers in self._segments.announce().items():
+            self._say(link, BulkKind.SEGMENTS, {"segments": {"numbers": numbers}})
+        for link, numbers in self._segments.retract().items():
+            self._say(link, BulkKind.GONE, {"segments": {"numbers": numbers}})
+        events = self._released() if self._in_use else []
+        events += self._take_events()
+        for event in self._inner.poll(0.0 if events else timeout_s):
+            if isinstance(event, Arrived) and bytes(event.frames[0][:4]) == MAGIC:
+                self._arrived(event)
+            elif isinstance(event, Down):
+                self._ended(event.link)
+                self._events.append(event)
+            elif not (isinstance(event, Released) and self._by_inner.pop(event.lease, None) is not None):
+                self._events.append(event)
+        return events + self._take_events()
+
+    def _take_events(self) -> list[Event]:
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def wake(self) -> None:
+        """End a `poll`."""
+        self._inner.wake()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close everything."""
+        self._inner.close(linger_s)
+        self._segments.close()
+
+    # Paths
+
+    def _offer(self, link: Link) -> None:
+        try:
+            offer = self._segments.offer(link)
+        except NotShared as err:
+            self._chose(link, "messages", "this process cannot share memory: %s" % err)
+            return
+        self._say(link, BulkKind.OFFER, {"segments": offer})
+
+    def _control(self, link: Link, frames: Sequence[Buffer]) -> None:
+        """Act on a message by which both sides agree on paths."""
+        kind = frames[0][5]
+        told = json.loads(bytes(frames[1]))["segments"]
+        try:
+            if kind == BulkKind.OFFER:
+                self._segments.take(link, told)
+                self._say(link, BulkKind.ANSWER, {"segments": {}})
+            elif kind == BulkKind.ANSWER and "reason" in told:
+                self._chose(link, "messages", str(told["reason"]))
+            elif kind == BulkKind.ANSWER:
+                self._segments.taken(link)
+                self._say(link, BulkKind.READY, {"segments": {}})
+                self._chose(link, "segments", "")
+            elif kind == BulkKind.READY:
+                self._segments.ready(link, str(told.get("reason", "")))
+                self._chose(link, "segments", "")
+        except NotShared as err:
+            self._chose(link, "messages", str(err))
+            if kind in {BulkKind.OFFER, BulkKind.ANSWER}:
+                self._say(link, BulkKind(kind + 1), {"segments": {"reason": str(err)}})
+
+    def _arrived(self, event: Arrived) -> None:
+        """Take in a message of this module."""
+        link, frames = event.link, event.frames
+        if link not in self._proven:
+            if link.startswith("in:"):
+                self._events.append(event)  # No node says this before it has proven itself: bad bytes.
+            else:
+                self._early[link] = frames  # The loop has not heard yet that the acceptor is proven.
+            return
+        try:
+            _, version, kind, count, slot, generation = _HEAD.unpack_from(frames[0])
+            if version != VERSION:
+                raise WireError("data path version %d; this program speaks version %d" % (version, VERSION))
+            if kind in {BulkKind.SEGMENTS, BulkKind.GONE}:
+                numbers = [int(each) for each in json.loads(bytes(frames[1]))["segments"]["numbers"]]
+                (self._segments.map if kind == BulkKind.SEGMENTS else self._segments.unmap)(link, numbers)
+                return
+            if kind == BulkKind.ENDED:
+                self._end(link, "the other side says: %s" % json.loads(bytes(frames[1]))["reason"])
+                return
+            if kind != BulkKind.CARRIED:
+                self._control(link, frames)
+                return
+            whole = list(frames[1:])
+            table = list(_REFERENCE.iter_unpack(memoryview(frames[0])[_HEAD.size :]))
+            if len(table) != count:
+                raise WireError("a table of %d references, not of %d" % (len(table), count))
+            named = [Reference(*fields) for _, *fields in table]
+            for (number, *_), frame in zip(table, self._segments.frames(link, named, slot, generation), strict=True):
+                whole[number] = frame
+        except (struct.error, ValueError, KeyError, IndexError, TypeError, WireError, NotShared) as err:
+            # The message is lost, and with it the order: for both sides this connection has ended.
+            reason = "what it sent cannot be read: %s: %s" % (type(err).__name__, err)
+            if link.startswith("in:"):
+                self._say(link, BulkKind.ENDED, {"reason": reason})
+            self._end(link, reason)
+            return
+        self._events.append(Arrived(link, whole))
+
+    def _end(self, link: Link, reason: str) -> None:
+        self._inner.disconnect(link)
+        self._ended(link)
+        self._events.append(Down(link, reason))
+
+    def _say(self, link: Link, kind: BulkKind, body: Mapping[str, Any]) -> None:
+        with contextlib.suppress(ConnectionError):  # `Down` follows.
+            self._inner.send(link, [_HEAD.pack(MAGIC, VERSION, kind, 0, 0, 0), json.dumps(body).encode()])
+
+    def _chose(self, link: Link, path: str, reason: str) -> None:
+        self._events.append(PathChosen(link, path, reason))
+
+    def _ended(self, link: Link) -> None:
+        self._proven.discard(link)
+        self._early.pop(link, None)
+        self._segments.drop(link)
+
+    def _released(self) -> list[Event]:
+        events: list[Event] = []
+        for link, leases in list(self._in_use.items()):
+            over = [lease for lease in leases if lease.is_over]
+            events += [Released(lease) for lease in over]
+            if len(over) == len(leases):
+                del self._in_use[link]
+            elif over:
+                self._in_use[link] = [lease for lease in leases if lease not in over]
+        return events

@@ -1,0 +1,581 @@
+"""Shared memory as a path for large frames: what is in a segment of ours is read by the other process where it is.
+
+A process hands its segments (`arrays.segments`) to a peer as descriptors over a Unix socket. That the peer is on this
+host is not concluded from names or addresses; it is shown by the descriptor of a *board* that arrives and has the
+right nonce in it.
+
+    acceptor   offers a listening abstract Unix socket and a nonce, over the proven connection
+    opener     connects to the socket, sends an HMAC of the nonce and its board's descriptor; answers that it did
+    acceptor   takes the connection that has the HMAC, checks the board, sends back its own; answers that it did
+
+Every step is told over the proven connection after what it tells of was written to the socket. So nothing here waits:
+what is expected is there already, or does not come. An abstract socket belongs to a network namespace and leaves no
+file. The peer must have our user id (SO_PEERCRED). See unix(7).
+
+A message names its large frames as (segment, offset, length), and for all of them together a slot of the sender's board
+and a generation. The receiver reads the memory in place, and writes the generation into the slot when nothing refers to
+it any more; then the sender may write it again. If the other process dies, its end of the socket closes, and all that
+it read is free.
+
+docs/protocol.md has the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import itertools
+import mmap
+import os
+import secrets
+import socket
+import struct
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.segments import BLOCKS, PAGE, Pool, Segment, address_of, has_fixed_size, seal
+
+__all__ = ["NotShared", "Reference", "Segments"]
+
+SLOTS = 4080
+"""Messages to one peer whose memory may be in use at a time; the frames of what is beyond that are sent as bytes."""
+NONCE_BYTES = 16
+BOARD_BYTES = 4 * PAGE
+"""A board: the nonce, filled up to 64 bytes, and 32 bits for each slot."""
+_HEADER_BYTES = 64
+_TEXT_BYTES = 256
+_BACKLOG = 128
+ACCEPT_S = 0.1
+"""How often connections to our socket are accepted while no worker is expected there."""
+
+_CREDENTIALS = struct.Struct("3i")
+"""struct ucred of unix(7): process, user, group."""
+
+
+class NotShared(Exception):
+    """Memory cannot be shared with a peer; says why."""
+
+
+class Reference(NamedTuple):
+    """Bytes in a segment of the sender."""
+
+    segment: int
+    offset: int
+    length: int
+
+
+class _Board:
+    """Where the receiver of references writes which of them it is done with."""
+
+    def __init__(self, fd: int, memory: mmap.mmap) -> None:
+        self.fd = fd
+        self.nonce = bytes(memory[:NONCE_BYTES])
+        self.slots: Array = np.frombuffer(memory, np.uint32, SLOTS, _HEADER_BYTES)
+        weakref.finalize(self, _close, fd, os.getpid()).atexit = False
+
+    @classmethod
+    def made(cls, nonce: bytes) -> _Board:
+        """Return a new one."""
+        fd = os.memfd_create("distrun-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, BOARD_BYTES)
+            memory = mmap.mmap(fd, BOARD_BYTES)
+            memory[: len(nonce)] = nonce
+            seal(fd, is_read_only=False)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, memory)
+
+    @classmethod
+    def given(cls, fd: int, nonce: bytes) -> _Board:
+        """Return one whose descriptor came from a peer.
+
+        Raises:
+            NotShared: it is none, or not the one with this nonce.
+        """
+        if fd < 0:
+            raise NotShared("its board did not come")
+        try:
+            if os.fstat(fd).st_size != BOARD_BYTES or not has_fixed_size(fd):
+                raise NotShared("what it sent is no board")
+            board = cls(fd, mmap.mmap(fd, BOARD_BYTES))
+        except (OSError, ValueError, NotShared) as err:
+            os.close(fd)
+            raise NotShared("its board cannot be used: %s" % err) from err
+        if board.nonce != nonce:
+            raise NotShared("its board has another nonce")
+        return board
+
+
+@dataclass(eq=False)
+class _Peer:
+    """A peer that memory is shared with."""
+
+    socket: socket.socket
+    out: _Board
+    """Of our references; it writes."""
+    into: _Board
+    """Of its references; we write."""
+    told: set[int] = field(default_factory=set)
+    """Our segments whose descriptors it has."""
+    mapped: dict[int, mmap.mmap] = field(default_factory=dict)
+    """Its segments, by number."""
+    free: list[int] = field(default_factory=lambda: list(range(SLOTS)))
+    generation: int = 0
+    is_gone: bool = False
+    """Its end of the socket is closed, so no process reads our memory any more."""
+
+    def is_over(self) -> bool:
+        """Whether it has gone. Call when its link has ended: what it sent is not read here."""
+        try:
+            while self.socket.recv(_TEXT_BYTES):
+                pass
+            self.is_gone = True
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            self.is_gone = True
+        return self.is_gone
+
+
+@dataclass(eq=False)
+class SharedLease:
+    """The lease of a message's shared frames: over when their receiver is done with all of them, or has gone."""
+
+    peer: _Peer
+    slot: int
+    generation: int
+    frames: Sequence[Buffer] | None
+    """Kept, so that their memory is given to nobody else meanwhile."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the memory may be written again."""
+        if self.frames is None:
+            return True
+        if self.peer.out.slots[self.slot] != self.generation and not self.peer.is_gone:
+            return False
+        self.frames = None
+        self.peer.free.append(self.slot)
+        return True
+
+
+class Segments:
+    """Shares this process's pools with peers, and reads theirs.
+
+    Arguments:
+        token: of the job.
+        pools: what is in one of them can be shared.
+
+    Threads: one at a time, but for `is_open`.
+    """
+
+    def __init__(self, token: bytes, pools: Sequence[Pool]) -> None:
+        self._token = token
+        self._pools = pools
+        self._listener: socket.socket | None = None
+        self._name = b""
+        self._offered: dict[str, bytes] = {}
+        """Nonces, by link."""
+        self._came: dict[bytes, tuple[socket.socket, int]] = {}
+        """By nonce: connections to our socket that have proven themselves, and the descriptors of their boards."""
+        self._accept_at = 0.0
+        """When connections to our socket are accepted next, by the monotonic clock, if not sooner for a worker."""
+        self._silent: deque[socket.socket] = deque()
+        """Connections to our socket that have said nothing yet."""
+        self._tried: dict[str, tuple[socket.socket, _Board]] = {}
+        """Links on which we took an offer."""
+        self._peers: dict[str, _Peer] = {}
+        self._ahead: list[tuple[Segment, ...]] = []
+        """What of the pools was announced; to all peers, if no new one has come since."""
+        self._has_new_peer = False
+        self._given_back = 0
+        """How many segments the pools had given back when peers were last told."""
+        self._leaving: deque[_Peer] = deque()
+        """Peers whose link has ended, and which may still read our memory."""
+
+    # Getting to know each other
+
+    def offer(self, link: str) -> dict[str, Any]:
+        """Return what the opener of a proven connection needs in order to share memory with us.
+
+        Raises:
+            NotShared: this process cannot.
+        """
+        if self._listener is None:
+            self._listen()
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._offered[link] = nonce
+        return {"socket": self._name.decode(), "nonce": nonce.hex()}
+
+    def take(self, link: str, offer: Mapping[str, Any]) -> None:
+        """Take an offer: connect to its socket, and prove who we are.
+
+        Raises:
+            NotShared: that did not work, so the peer is in another place, or there is no room.
+        """
+        nonce, name = bytes.fromhex(str(offer["nonce"])), str(offer["socket"]).encode()
+        out = _new_board(nonce)
+        one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        try:
+            one.connect(b"\0" + name)
+            _check_user(one)
+            _tell(one, self._proof(nonce), out.fd)
+        except OSError as err:
+            one.close()
+            # The address is of another network namespace, or nobody listens.
+            raise NotShared("its socket cannot be reached from here (%s)" % (err.strerror or err)) from err
+        except NotShared:
+            one.close()
+            raise
+        self._tried[link] = one, out
+
+    def taken(self, link: str) -> None:
+        """The opener has taken our offer.
+
+        Raises:
+            NotShared: it has not, or what it sent is wrong.
+        """
+        self._take_in()
+        nonce = self._offered.pop(link, b"")
+        found = self._came.pop(nonce, None)
+        if found is None:
+            raise NotShared("nobody with the right proof came to the socket")
+        one, fd = found
+        try:
+            into = _Board.given(fd, nonce)
+            out = _new_board(nonce)
+            _tell(one, "", out.fd)
+        except (NotShared, OSError) as err:
+            one.close()
+            raise NotShared(str(err)) from err
+        self._add(link, _Peer(one, out, into))
+
+    def ready(self, link: str, reason: str) -> None:
+        """The acceptor has looked at what we sent.
+
+        Arguments:
+            reason: why it does not share memory with us; empty: it does.
+
+        Raises:
+            NotShared: it does not, or its answer is wrong.
+        """
+        one, out = self._tried.pop(link)
+        try:
+            if reason:
+                raise NotShared(reason)
+            into = _Board.given(_hear(one)[1], out.nonce)
+        except (NotShared, OSError) as err:
+            one.close()
+            raise NotShared(str(err)) from err
+        self._add(link, _Peer(one, out, into))
+
+    def _add(self, link: str, peer: _Peer) -> None:
+        self._peers[link] = peer
+        self._has_new_peer = True
+
+    def is_open(self, link: str) -> bool:
+        """Whether memory is shared with the other side of a link. Threads: any."""
+        return link in self._peers
+
+    def _listen(self) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        self._name = b"distrun-%s" % secrets.token_hex(16).encode()
+        try:
+            listener.bind(b"\0" + self._name)
+            listener.listen(_BACKLOG)
+        except OSError as err:
+            listener.close()
+            raise NotShared("no abstract Unix socket: %s" % (err.strerror or err)) from err
+        self._listener = listener
+
+    def _accept(self) -> None:
+        """Accept who has connected to our socket, and close what is another user's. Any user of the host can connect,
+        and connections that nobody accepts would keep later ones away."""
+        with contextlib.suppress(OSError):
+            while self._listener is not None:
+                one = self._listener.accept()[0]
+                one.setblocking(False)
+                try:
+                    _check_user(one)
+                except NotShared:
+                    one.close()
+                else:
+                    self._silent.append(one)
+        while len(self._silent) > _BACKLOG:
+            self._silent.popleft().close()
+
+    def _take_in(self) -> None:
+        """Take in who has connected to our socket; who has no proof of a nonce that we gave away is sent off."""
+        self._accept()
+        proofs = {self._proof(nonce): nonce for nonce in self._offered.values()}
+        for _ in range(len(self._silent)):
+            one = self._silent.popleft()
+            text, fd = "", -1
+            try:
+                text, fd = _hear(one)
+            except BlockingIOError:
+                self._silent.append(one)  # It has connected, and is about to say who it is.
+                continue
+            except OSError:
+                pass
+            # Proofs are looked up by the digest of what came: how long that takes says nothing of the right ones.
+            nonce = proofs.get(text)
+            if nonce is None or fd < 0 or nonce in self._came:
+                one.close()
+                if fd >= 0:
+                    os.close(fd)
+                continue
+            self._came[nonce] = one, fd
+
+    def _proof(self, nonce: bytes) -> str:
+        return hmac.new(self._token, b"distrun segments " + nonce, hashlib.sha256).hexdigest()
+
+    # References
+
+    def refer(self, link: str, frame: Buffer) -> Reference | None:
+        """Return a reference to a frame for the other side of a link; None: it has to travel as bytes."""
+        peer = self._peers[link]
+        size = memoryview(frame).nbytes
+        address = address_of(frame)
+        for pool in self._pools:
+            found = pool.find(address, size)
+            if found is not None:
+                break
+        else:
+            return None
+        segment, offset = found
+        return Reference(segment.number, offset, size) if _has(peer, segment) else None
+
+    def announce(self) -> dict[str, list[int]]:
+        """Send the descriptors of segments that peers are to map before a message names them.
+
+        Returns:
+            By link: the numbers of the segments that it is to be told of.
+        """
+        ahead = [pool.ahead for pool in self._pools]
+        if ahead == self._ahead and not self._has_new_peer:
+            return {}
+        self._ahead, self._has_new_peer = ahead, False
+        told: dict[str, list[int]] = {}
+        for link, peer in self._peers.items():
+            for segment in itertools.chain(*ahead):
+                if segment.number not in peer.told and _has(peer, segment):
+                    told.setdefault(link, []).append(segment.number)
+        return told
+
+    def retract(self) -> dict[str, list[int]]:
+        """Return which segments are no more.
+
+        Returns:
+            By link: the numbers of those of which it is to be told.
+        """
+        for pool in self._pools:
+            pool.collect()
+        given_back = sum(pool.given_back for pool in self._pools)
+        if given_back == self._given_back:
+            return {}
+        self._given_back = given_back
+        present = {number for pool in self._pools for number in pool.numbers}
+        told: dict[str, list[int]] = {}
+        for link, peer in self._peers.items():
+            gone = peer.told - present
+            peer.told -= gone
+            if gone:
+                told[link] = sorted(gone)
+        return told
+
+    def lease(self, link: str, frames: Sequence[Buffer]) -> SharedLease | None:
+        """Return what is over when the other side is done with the frames of a message; None: too many are in use."""
+        peer = self._peers[link]
+        if not peer.free:
+            return None
+        peer.generation = peer.generation % 0xFFFFFFFF + 1
+        return SharedLease(peer, peer.free.pop(), peer.generation, frames)
+
+    def frames(self, link: str, references: Sequence[Reference], slot: int, generation: int) -> list[Buffer]:
+        """Return the memory that a message of a peer names: read-only, and valid as long as it is referenced.
+
+        Raises:
+            NotShared: there is no such memory; the peer is at fault.
+        """
+        peer = self._peers.get(link)
+        if peer is None or slot >= SLOTS:
+            raise NotShared("no memory is shared with it")
+        found: list[Buffer] = []
+        owners: dict[int, Array] = {}
+        for number, offset, length in references:
+            owner = owners.get(number)
+            if owner is None:
+                self._map(peer, number)
+                # One for all frames of the message in this segment: each of them keeps it.
+                owner = owners[number] = np.frombuffer(peer.mapped[number], np.uint8)
+            if offset + length > len(owner):
+                raise NotShared("%d bytes at %d of a segment of %d" % (length, offset, len(owner)))
+            found.append(owner[offset : offset + length].data)
+        done = _ReleaseNotice(peer.into.slots, slot, generation, len(owners), os.getpid())
+        for owner in owners.values():
+            weakref.finalize(owner, done.one_less).atexit = False
+        return found
+
+    def map(self, link: str, numbers: Sequence[int]) -> None:
+        """Map segments of a peer before it names them.
+
+        Raises:
+            NotShared: there are no such segments; the peer is at fault.
+        """
+        peer = self._peers.get(link)
+        if peer is None:
+            raise NotShared("no memory is shared with it")
+        for number in numbers:
+            self._map(peer, number)
+
+    def unmap(self, link: str, numbers: Sequence[int]) -> None:
+        """Unmap segments that a peer has given back. What refers to their memory keeps it.
+
+        Raises:
+            NotShared: as `map`.
+        """
+        self.map(link, numbers)  # Their descriptors may not have been read yet.
+        mapped = self._peers[link].mapped
+        for number in numbers:
+            BLOCKS.drop(mapped.pop(number))
+
+    def _map(self, peer: _Peer, number: int) -> None:
+        while number not in peer.mapped:
+            self._map_next(peer)
+
+    def _map_next(self, peer: _Peer) -> None:
+        """Map the next segment whose descriptor was sent; that was before it was named."""
+        try:
+            text, fd = _hear(peer.socket)
+        except OSError as err:
+            raise NotShared("the descriptor of a segment did not come: %s" % (err.strerror or err)) from err
+        try:
+            number, size = (int(each) for each in text.split())
+            if fd < 0 or not has_fixed_size(fd) or os.fstat(fd).st_size != size:
+                raise NotShared("what it sent is no segment")
+            peer.mapped[number] = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+            BLOCKS.add(peer.mapped[number], is_readonly=True)
+        except (OSError, ValueError) as err:
+            raise NotShared("a segment cannot be mapped: %s" % err) from err
+        finally:
+            if fd >= 0:
+                os.close(fd)  # The mapping stays.
+
+    # The end
+
+    def drop(self, link: str) -> None:
+        """A link has ended. What its other side still reads stays in use until that process has gone."""
+        self._offered.pop(link, None)
+        tried = self._tried.pop(link, None)
+        if tried is not None:
+            tried[0].close()
+        peer = self._peers.pop(link, None)
+        if peer is not None:
+            for memory in peer.mapped.values():
+                BLOCKS.drop(memory)
+            peer.mapped.clear()
+            self._leaving.append(peer)
+
+    def look(self) -> None:
+        """Look which of the peers whose links have ended have gone, and who has connected to our socket."""
+        now = time.monotonic()
+        if now >= self._accept_at:
+            self._accept_at = now + ACCEPT_S
+            self._accept()
+        for _ in range(len(self._leaving)):
+            peer = self._leaving.popleft()
+            if peer.is_over():
+                peer.socket.close()
+            else:
+                self._leaving.append(peer)
+
+    def close(self) -> None:
+        """Share nothing any more."""
+        for one, fd in self._came.values():
+            one.close()
+            os.close(fd)
+        self._came.clear()
+        while self._silent:
+            self._silent.popleft().close()
+        for link in [*self._tried, *self._peers]:
+            self.drop(link)
+        for peer in self._leaving:
+            peer.is_gone = True
+            peer.socket.close()
+        self._leaving.clear()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+
+@dataclass(eq=False)
+class _ReleaseNotice:
+    """What is to be written when nothing refers to the shared frames of a message any more."""
+
+    slots: Array
+    slot: int
+    generation: int
+    missing: int
+    """In how many segments something still does."""
+    pid: int
+
+    def one_less(self) -> None:
+        """Nothing refers to its frames of one segment any more."""
+        self.missing -= 1
+        # A forked child has the same objects; when it drops them, its parent may still read.
+        if not self.missing and os.getpid() == self.pid:
+            self.slots[self.slot] = self.generation
+
+
+def _new_board(nonce: bytes) -> _Board:
+    try:
+        return _Board.made(nonce)
+    except (OSError, AttributeError) as err:
+        raise NotShared("this system has no shared memory of the kind: %s" % err) from err
+
+
+def _has(peer: _Peer, segment: Segment) -> bool:
+    """Whether a peer has a segment's descriptor, once it was sent if it has not."""
+    if segment.number not in peer.told:
+        try:
+            _tell(peer.socket, "%d %d" % (segment.number, segment.size), segment.fd)
+        except OSError:
+            return False  # The socket is full of descriptors that nobody has read, or its other end is closed.
+        peer.told.add(segment.number)
+    return True
+
+
+def _tell(one: socket.socket, text: str, fd: int) -> None:
+    socket.send_fds(one, [text.encode()], [fd], socket.MSG_NOSIGNAL)
+
+
+def _hear(one: socket.socket) -> tuple[str, int]:
+    """Return a text and a descriptor that came; -1: none came with it."""
+    data, fds, _, _ = socket.recv_fds(one, _TEXT_BYTES, 1)
+    for fd in fds[1:]:
+        os.close(fd)
+    return data.decode("ascii", "replace"), fds[0] if fds else -1
+
+
+def _check_user(one: socket.socket) -> None:
+    _, user, _ = _CREDENTIALS.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if user != os.geteuid():
+        raise NotShared("the process at the socket belongs to user %d" % user)
+
+
+def _close(fd: int, pid: int) -> None:
+    if os.getpid() == pid:
+        with contextlib.suppress(OSError):
+            os.close(fd)
