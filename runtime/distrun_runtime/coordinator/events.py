@@ -337,9 +337,11 @@ class Interrupt(NamedTuple):
 
 
 class TasksSignal(NamedTuple):
-    """The launcher, or this process, was sent a signal that is for tasks (`process.TASKS_SIGNALS`), as "USR1"."""
+    """The launcher, this process or an agent got a signal for tasks (`process.TASKS_SIGNALS`), as "USR1"."""
 
     signal: str
+    host: str = ""
+    """Whose agent got it and gave it to its tasks; empty: it was no agent."""
 
 
 class DiskFilled(NamedTuple):

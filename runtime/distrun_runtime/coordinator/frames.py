@@ -150,6 +150,7 @@ _EVENTS: Dict[str, Callable[[str, Mapping[str, Any], bytes, float], events.Event
     "cleared": _cleared,
     "warning": lambda host, header, body, arrived: events.Warned(host, str(header["text"])),
     "ending": _ending,
+    "signalled": lambda host, header, body, arrived: events.TasksSignal(str(header["signal"]), host),
     "pong": lambda host, header, body, arrived: events.Pong(host, int(header.get("n", 0))),
     "metrics": _metrics,
     "refused": _refused,
