@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distrun import client, remote_jobs
+from distrun import client
 from distrun_runtime.contract import control, facts, session
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.coordinator import stored
@@ -193,6 +193,8 @@ class _JobQuery:
 
     def take(self, name: str, age_s: float, data: bytes) -> bool:
         """Take what a host sent; return whether more is wanted."""
+        from distrun import remote_jobs
+
         if name == "frames":
             return self.feed(data)
         if name == "events.jsonl":
@@ -344,6 +346,8 @@ class _CoordinatorHost(_TimedSource):
     """A host with coordinators, asked by one ssh connection; by another one if it drops that."""
 
     def __init__(self, login: str, jobs: Sequence[_JobQuery], until: float) -> None:
+        from distrun import remote_jobs
+
         super().__init__(until)
         self._login = login
         self._jobs = {job.folder.id: job for job in jobs}
@@ -358,6 +362,8 @@ class _CoordinatorHost(_TimedSource):
         self._start(0.0)
 
     def _start(self, pause_s: float) -> None:
+        from distrun import remote_jobs
+
         left_s = max(1.0, self._limit - time.monotonic())
         about = [
             [job.folder.id, str(job.where.get("folder") or ""), str(job.where["path"])] for job in self._jobs.values()
@@ -428,6 +434,8 @@ class _CoordinatorHost(_TimedSource):
 
     def _again(self) -> bool:
         """The ssh program has ended; return whether another one was started."""
+        from distrun import remote_jobs
+
         if all(job.has_state for job in self._jobs.values()):
             return False
         assert self._child is not None

@@ -456,7 +456,8 @@ def _digest(value: object) -> str:
 def bare(source: str) -> str:
     """Return Python source without comments and types; every statement stays on its line. No side effects.
 
-    Documentation is cut to a dot: docstrings, and the descriptions of variables in `contract.environ.TABLE`.
+    Documentation is cut: docstrings, and the descriptions of variables in `contract.environ.TABLE`, to a dot, the rest
+    to nothing.
     """
     import ast  # only needed for the first launch of a version
     import tokenize
@@ -468,11 +469,14 @@ def bare(source: str) -> str:
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column].rstrip()
-    for node in ast.walk(ast.parse(source)):
+    nodes = [*ast.walk(ast.parse(source))]
+    blocks = [node.body for node in nodes if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+    after = {statement for block in blocks for statement in block[1:]}
+    for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
-            # Something has to stay: it may be all there is in its block, and without any text dataclasses make one.
-            lines[first] = lines[first][: node.col_offset] + '"."'
+            # Of the first something stays: it may be all there is in its block, and dataclasses make one if it is gone.
+            lines[first] = (lines[first][: node.col_offset] + '"."' * (node not in after)).rstrip()
             lines[first + 1 : last + 1] = [""] * (last - first)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == TABLE_ROW:
             doc = node.args[3]

@@ -10,10 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from distrun import formats, report
+from distrun import formats
 from distrun.cli.console import WIDE, render
 from distrun.dashboard import events, read
-from distrun.dashboard import events as happenings
 from distrun.dashboard.text import clean, clean_lines
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator import stored
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
     from distrun.fleet.questions import HostJob
     from distrun.jobviews import JobView
-    from distrun_runtime.coordinator.failures import Problem
 
 
 LAST_SHOWN = 12
@@ -424,7 +422,7 @@ def _store(view: JobView, columns: int) -> str:
 
 def _events(view: JobView, columns: int) -> str:
     """Return the last events, without those that the rest of the page tells."""
-    reader, lines = happenings.EventReader(), []
+    reader, lines = events.EventReader(), []
     told = {name for name, task in _with_condition(view).items() if task["condition"] == facts.STALLED}
     for event in view.events:
         found = reader.take(event)
@@ -444,6 +442,8 @@ def _cut(line: str, columns: int) -> str:
 
 def error(view: JobView) -> str:
     """Return why a job failed, or the first failure of one that goes on, with the last lines of that task."""
+    from distrun import report
+
     outcome = _outcome(view)
     if outcome is not None:
         culprit = outcome.culprit.task if outcome.culprit is not None else ""
@@ -462,6 +462,8 @@ def error(view: JobView) -> str:
 
 def error_as_json(view: JobView) -> dict[str, Any] | None:
     """Return the first failure: task, host, log, and the last lines of that."""
+    from distrun import report
+
     outcome = _outcome(view)
     if outcome is not None:
         culprit = outcome.culprit

@@ -225,7 +225,9 @@ def test_an_array_runs_where_the_folder_is_shared(lab: SgeSite) -> None:
     lab.nothing_stays()
 
 
-@pytest.mark.parametrize(("way", "pe"), [("s_rt", "none"), ("s_rt", "fill"), ("suspension", "none")])
+@pytest.mark.parametrize(
+    ("way", "pe"), [("s_rt", "none"), ("s_rt", "fill"), ("suspension", "none"), ("suspension", "mpi")]
+)
 def test_a_warning_of_grid_engine_reaches_workers_that_want_it(way: str, pe: str, lab: SgeSite) -> None:
     limit = ("--engine-arg=-l", "--engine-arg=s_rt=25") if way == "s_rt" else ()
     job = (*SHORT, "--time", "10min", *limit, "--forward-signal", "USR1", "-n", "3", sys.executable, "-c", WARNED)

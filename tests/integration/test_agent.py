@@ -638,6 +638,23 @@ def test_signals_for_tasks_end_neither_guard_nor_agent_which_give_workers_those_
         driver.finish()
 
 
+def test_a_signal_that_comes_here_and_from_the_coordinator_is_given_once_and_told() -> None:
+    trap = "trap 'echo USR1' USR1; echo ready; while :; do sleep 0.05; done"
+    with agent(shell(trap), shell(trap, "worker-1"), forward_signals=("USR1",)) as driver:
+        run(driver, "worker-1")
+        driver.spawn()
+        driver.hear_until(driver.text, "the other task's first words")
+        for words in (b"ready\nUSR1\n", b"ready\nUSR1\nUSR1\n"):  # two warnings are two
+            os.kill(driver.agent_pid(), signal.SIGUSR1)
+            assert driver.wait("signalled").header["signal"] == "USR1"
+            driver.say("signal", tasks=["worker-0", "worker-1"], signal="USR1")
+            driver.say("ping", n=1)
+            driver.wait("pong")
+            for name in ("worker-0", "worker-1"):
+                driver.hear_until(lambda name=name, words=words: driver.text(name) == words, "it got it once")
+        driver.finish()
+
+
 def test_stop_ends_what_an_ended_task_left_behind() -> None:
     with agent(shell("setsid sleep 600 & nohup sleep 601 & echo bye")) as driver:
         driver.begin()

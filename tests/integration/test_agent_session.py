@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
+import signal
 import socket
 import stat
 from collections.abc import Iterator
@@ -24,7 +26,8 @@ EXPECTED = b"".join(b"line %d\n" % (i + 1) for i in range(2000))
 @contextlib.contextmanager
 def holding(script: str, **limits: float) -> Iterator[tuple[AgentDriver, Path]]:
     """An agent that holds its one task without a connection, and where it waits for another one."""
-    with agent(shell(script), on_eof=HOLD, limits=Limits(grace_s=1.0, **limits)) as driver:
+    members = {"on_eof": HOLD, "forward_signals": ("USR1",)}
+    with agent(shell(script), limits=Limits(grace_s=1.0, **limits), **members) as driver:
         assert driver.begin(resume_key=KEY).type == "ready"
         yield driver, Path(str(driver.wait("holding").header["path"]))
 
@@ -139,6 +142,24 @@ def test_an_agent_that_nobody_comes_back_to_ends_its_tasks_with_its_lease() -> N
         poll(lambda: not driver.leftovers(), "the lease has ended")
         assert driver.child.wait(WAIT_S) == 143
         assert not path.parent.exists()
+
+
+def test_a_warning_reaches_the_tasks_of_an_agent_that_holds_and_later_the_coordinator(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    with holding(f"trap 'touch {shlex.quote(str(saved))}' USR1; echo up; while :; do sleep 0.05; done") as (
+        driver,
+        path,
+    ):
+        driver.spawn()
+        driver.hear_until(driver.text, "the task is up")
+        driver.cut()
+        os.kill(driver.agent_pid(), signal.SIGUSR1)
+        poll(saved.exists, "the task is warned")
+        sock = connected(path)
+        assert proves(sock, KEY)
+        driver.resume(sock)
+        assert driver.wait("signalled").header["signal"] == "USR1"
+        assert driver.finish() == 0
 
 
 def test_leave_ends_the_tasks_of_an_agent_that_holds() -> None:

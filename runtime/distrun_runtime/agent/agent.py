@@ -91,6 +91,7 @@ class Agent:
             self._selector,
             Hooks(self._say, channel.takes_metrics, self._task_of, self._may_help),
         )
+        self._warnings: Dict[str, Any] = {}
         self._is_leaving = False
         self._code = 0
         self._heard_at = time.monotonic()
@@ -309,8 +310,9 @@ class Agent:
         heard = self._wakeup.read()
         if self._share is not None:
             workers = [task.name for task in self._share.plan.of_role(WORKER)]
-            for number in map(stopping.signal_number, self._share.plan.forward_signals):
-                self._runner.signal(workers if number in heard else (), number)
+            for name in self._share.plan.forward_signals:
+                if stopping.signal_number(name) in heard:
+                    self._signal({"tasks": workers, "signal": name}, "")
         if int(signal.SIGTERM) in heard:
             by_user = self._share is not None and record.is_killed(self._share.folder)
             why = "distrun kill asked for it" if by_user else "it got SIGTERM, as when that machine is shut down"
@@ -469,8 +471,13 @@ class Agent:
             if not self._is_subreaper:
                 self._remember_at = min(self._remember_at, time.monotonic() + 0.5)
 
-    def _signal(self, header: Dict[str, Any]) -> None:
-        self._runner.signal(header["tasks"], stopping.signal_number(header["signal"]))
+    def _signal(self, header: Dict[str, Any], source: str = "signal") -> None:
+        """Give tasks a signal. `source`: empty if we got it ourselves; then no other host may have got it."""
+        name = header["signal"]
+        if process.is_new_warning(self._warnings, name, source, time.monotonic()):
+            self._runner.signal(header["tasks"], stopping.signal_number(name))
+            if not source:
+                self._say("signalled", signal=name)
 
     def _stop(self, header: Dict[str, Any]) -> None:
         self._catch_up()

@@ -15,12 +15,15 @@ import functools
 import os
 import signal
 import sys
-from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Set
+from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Set, Tuple
 
 from distrun_runtime.contract import environ, ps
 
 TASKS_SIGNALS = ("USR1", "USR2")
 """Signals that mean nothing to distrun: they are for tasks, if the user says so (`Plan.forward_signals`)."""
+
+SAME_WARNING_S = 30.0
+"""A signal that comes from several sources within this time is one warning; one that a source repeats is another."""
 
 _DEAD = ("Z", "X")
 _SET_CHILD_SUBREAPER = 36  # prctl(2)
@@ -55,6 +58,19 @@ class Process(NamedTuple):
     def is_dead(self) -> bool:
         """Over, only waiting to be reaped."""
         return self.state in _DEAD
+
+
+def is_new_warning(last: Dict[str, Tuple[str, float]], name: str, source: str, now: float) -> bool:
+    """Return whether a signal is to be given to tasks: no other source brought it just before. No clock.
+
+    Queue systems signal one host of a job, or all at nearly the same time. `last`: what source brought each signal that
+    was given last, and when; kept up to date.
+    """
+    before, at = last.get(name, (source, now))
+    if before != source and now - at < SAME_WARNING_S:
+        return False
+    last[name] = source, now
+    return True
 
 
 @functools.lru_cache(maxsize=None)

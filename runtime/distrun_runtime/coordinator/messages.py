@@ -344,9 +344,11 @@ class Interrupt(NamedTuple):
 
 
 class TasksSignal(NamedTuple):
-    """The launcher, or this process, was sent a signal that is for tasks (`process.TASKS_SIGNALS`), as "USR1"."""
+    """The launcher, this process or an agent got a signal for tasks (`process.TASKS_SIGNALS`), as "USR1"."""
 
     signal: str
+    host: str = ""
+    """Whose agent got it and gave it to its tasks; empty: it was no agent."""
 
 
 class DiskFilled(NamedTuple):
@@ -749,6 +751,7 @@ _EVENTS: Dict[str, Callable[[str, Mapping[str, Any], bytes, float], Event]] = {
     "cleared": _cleared,
     "warning": lambda host, header, body, arrived: Warned(host, str(header["text"])),
     "ending": _ending,
+    "signalled": lambda host, header, body, arrived: TasksSignal(str(header["signal"]), host),
     "pong": lambda host, header, body, arrived: Pong(host, int(header.get("n", 0))),
     "metrics": _metrics,
     "refused": _refused,

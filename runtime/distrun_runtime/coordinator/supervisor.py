@@ -14,9 +14,9 @@ settling: agents run `--activate` and check what was copied. An unusable host en
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Mapping, Optional
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
-from distrun_runtime.contract import facts, gpus, session
+from distrun_runtime.contract import facts, gpus, process, session
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER, Limits, Plan
@@ -258,6 +258,7 @@ class Supervisor:
         self._announced: Optional[Cause] = None
         """For what it was said that the job is being stopped."""
         self._interrupts = 0
+        self._warnings: Dict[str, Tuple[str, float]] = {}
         worker_commands = {task.argv for task in plan.of_role(WORKER)}
         # `--ps command`: servers are the user's own program and are expected to end by themselves.
         self._own_servers = not any(task.argv in worker_commands for task in plan.tasks if task.role != WORKER)
@@ -701,12 +702,15 @@ class Supervisor:
             text = f"SIG{event.signal} came, and nothing was done; --forward-signal {event.signal} gives it to workers"
             self._say(text)
             return
+        if not process.is_new_warning(self._warnings, event.signal, event.host, self._now):
+            return
         given: List[str] = []
         for host in self.roster.hosts.values():
             tasks = self.roster.on_host(host.name)
             names = tuple(task.name for task in tasks if task.role == WORKER and task.state == facts.RUNNING)
             if names and not (host.is_gone or host.was_ended):
-                self._actions.append(SignalTasks(host.name, names, event.signal))
+                if host.name != event.host:
+                    self._actions.append(SignalTasks(host.name, names, event.signal))
                 given += names
         self._say(f"SIG{event.signal} was given to {failures.listed(given) or 'no worker: none runs'}")
 

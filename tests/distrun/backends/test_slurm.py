@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from distrun.backends import slurm_answers as answers
-from distrun.backends.engine import ENDED, QUEUED, RUNNING, Bootstrap, Grant, Handle, RoleGroup, Submission
+from distrun.backends.engine import ENDED, QUEUED, RUNNING, Bootstrap, Grant, Handle, QueueStatus, RoleGroup, Submission
 from distrun.backends.slurm import Slurm, _hint, _most, components
 from distrun.backends.slurm_answers import Component
 from distrun.errors import UsageError
@@ -231,7 +231,7 @@ def test_a_node_that_was_seen_down_is_named_as_the_one_that_failed(
     monkeypatch.setattr(engine, "_ask", ask)
     handle = Handle("slurm", "21", {"log": "/nowhere"})
     if len(said) > 1:
-        running = answers.Standing(RUNNING, "", (Grant("h2", "h2"),))
+        running = QueueStatus(RUNNING, "", (Grant("h2", "h2"),))
         engine._without_lost_nodes(running, is_ending=False)
     found = engine.explain(handle, "h1")
     assert found is not None

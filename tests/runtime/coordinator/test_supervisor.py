@@ -294,6 +294,21 @@ def test_a_signal_that_is_forwarded_is_given_to_workers_that_run() -> None:
     assert history.exited("worker-1").end().exit_code == 0
 
 
+def test_a_signal_that_agents_got_is_given_to_the_workers_of_other_hosts_once_and_again_if_it_is_repeated() -> None:
+    plan = sample_plan(workers=3, servers=0, hosts=("d1", "d2", "d3"))._replace(forward_signals=("USR1",))
+    history = History(plan).start()
+    others = [SignalTasks(plan.task(name).host, (name,), "USR1") for name in ("worker-1", "worker-2")]
+    assert [plan.task("worker-0").host, *(each.host for each in others)] == ["d1", "d2", "d3"]
+    for host in ("d1", "d2", "", "d3"):  # the queue system signals all, and the launcher too
+        history.tell(messages.TasksSignal("USR1", host)).beat_to(history.now + 2)
+    assert history.did(SignalTasks) == others
+    assert history.said().count("SIGUSR1 was given to worker-0") == 1
+    history.tell(messages.TasksSignal("USR1", "d1"))
+    assert history.did(SignalTasks) == others * 2
+    history.beat_to(history.now + 31).tell(messages.TasksSignal("USR1"))
+    assert [each.tasks for each in history.did(SignalTasks)[4:]] == [("worker-0",), ("worker-1",), ("worker-2",)]
+
+
 def test_a_signal_that_is_not_forwarded_changes_nothing_and_says_what_to_type() -> None:
     history = History(sample_plan()).start().tell(messages.TasksSignal("USR2"))
     assert history.did(SignalTasks) == []

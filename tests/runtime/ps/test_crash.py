@@ -134,7 +134,7 @@ SCRIPT = """
 import sys
 %s
 from distrun_runtime import kvstore
-from distrun_runtime.ps import crash
+from distrun_runtime.ps import session
 def step():
     kv = kvstore.create("dist_snyc")
 %s
@@ -191,7 +191,7 @@ def test_an_excepthook_of_the_script_prints_and_ours_does_not(tmp_path: Path) ->
 
 def test_an_excepthook_that_is_set_later_prints_too_and_the_agent_is_told(tmp_path: Path) -> None:
     text, told = run(tmp_path, before='import atexit\nfrom distrun_runtime.ps import session\n'
-                     'session.watch()\natexit.register(crash.catch_up)' + HOOK)  # fmt: skip
+                     'session.watch()\natexit.register(session.catch_up)' + HOOK)  # fmt: skip
     assert text == "mine: KVError\n"
     assert len(told) == 1
 
