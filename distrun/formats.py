@@ -128,7 +128,7 @@ def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
 
 def exact(number: float) -> str:
     """Return a number as text that gives the same number back, without a needless point. Pure."""
-    return "%d" % number if number == int(number) else repr(number)
+    return f"{int(number)}" if number == int(number) else repr(number)
 
 
 # Points in time and sizes as a user types them. Pure.
@@ -274,4 +274,4 @@ def _escape(match: re.Match[str]) -> str:
     code = ord(character)
     # A lone surrogate stands for a byte that was no UTF-8 (os.fsdecode); three octal digits, so that a digit
     # that follows is not taken for a part of it.
-    return "\\%03o" % (code - 0xDC00 if code >= 0xDC80 else code)
+    return f"\\{(code - 56320 if code >= 56448 else code):03o}"

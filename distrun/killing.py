@@ -95,7 +95,7 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
                 with contextlib.suppress(OSError):  # it is for a message only
                     folder.ask_to_end()
                 process.send_signal(who, signal.SIGTERM)
-            done.append("asked its launcher (pid %d) to stop the job" % who.pid)
+            done.append(f"asked its launcher (pid {who.pid}) to stop the job")
             has_ended = _wait_gone(who, grace_s + wait_s) or (asked.kill() and _wait_gone(who, wait_s))
         if has_ended:
             done.append("the launcher has ended")
@@ -104,7 +104,7 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
             _wait_gone(who, wait_s)
             done.append(f"killed the launcher, which did not end within {duration(grace_s + wait_s)}")
     elif launcher:
-        done.append("its launcher (pid %d) is gone" % who.pid)
+        done.append(f"its launcher (pid {who.pid}) is gone")
     if folder.is_unplanned:
         withdrawn = backends.load((folder.request() or {})["launcher"]).withdraw(folder.path)
         if not any(each.problem for each in withdrawn.values()):
@@ -112,7 +112,7 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
         return Killed(tuple(done), withdrawn)
     if plan is None:
         raise UsageError(
-            "job {}: {}".format(folder.id, "; ".join(done)),
+            f"job {folder.id}: {'; '.join(done)}",
             f"to end what may be left of it: distrun kill -H FILE {folder.id}, where FILE names its hosts (without -H "
             "and with --stale: this machine)",
         )

@@ -82,13 +82,11 @@ def place(
         UsageError: no hosts, none that takes a role, too few slots (E115), a scheduler host that is not among them.
     """
     if policy not in POLICIES:
-        raise UsageError("--placement: expected one of {}, found {!r}".format(", ".join(POLICIES), policy))
+        raise UsageError(f"--placement: expected one of {', '.join(POLICIES)}, found {policy!r}")
     if not hosts.specs:
         raise UsageError("there is no host to run on", "name some with -H FILE or --hosts A,B")
     if scheduler_host and scheduler_host not in hosts.names:
-        raise UsageError(
-            "--scheduler-host: {!r} is none of the job's hosts: {}".format(scheduler_host, ", ".join(hosts.names))
-        )
+        raise UsageError(f"--scheduler-host: {scheduler_host!r} is none of the job's hosts: {', '.join(hosts.names)}")
     counts = {SERVER: servers, WORKER: workers}
     for role, count in counts.items():
         if count and not any(takes(spec, role) for spec in hosts.specs):
@@ -128,9 +126,7 @@ def notes(hosts: Inventory, policy: str, gpus_per_worker: int = 0) -> tuple[str,
         if spec.slots is None:
             guessed.setdefault(capacity(spec, gpus_per_worker), []).append(spec.name)
     return tuple(
-        "--placement {}: no slots= for {}: taken as {}{}".format(
-            policy, fold(names), count, " each" if names[1:] else ""
-        )
+        f"--placement {policy}: no slots= for {fold(names)}: taken as {count}{' each' if names[1:] else ''}"
         for count, names in guessed.items()
     )
 
@@ -227,8 +223,7 @@ def _check_fits(counts: Mapping[str, int], free: _FreeSlots) -> None:
         return
     usable = free.limit("") + sum(min(count, free.limit(role)) for role, count in counts.items())
     offers = [
-        "{}:{}{}".format(spec.name, free.limits[spec.name], f" for a {spec.role}" if spec.role else "")
-        for spec in free.specs
+        f"{spec.name}:{free.limits[spec.name]}{(f' for a {spec.role}' if spec.role else '')}" for spec in free.specs
     ]
     if len(offers) > SHOWN:
         offers[SHOWN:] = [f"... {len(offers) - SHOWN} more"]

@@ -294,7 +294,7 @@ def _check_no_engine(request: JobRequest) -> None:
         given = own or [words.get(name, "--" + name) for name in names]
         raise UsageError(
             f"{given[0]} is for engines, and --launcher {request.launcher} is none",
-            "leave it out, or name one: --launcher {}".format("|".join(backends.ENGINES)),
+            f"leave it out, or name one: --launcher {'|'.join(backends.ENGINES)}",
         )
 
 
@@ -686,22 +686,18 @@ def check_ports(request: JobRequest, plan: Plan) -> None:
         terms = []
         if request.has_servers and request.ps == BUNDLED:
             sizes = [(role, sum(task.host == host.name for task in plan.of_role(role))) for role in ROLES]
-            terms = [(size, "{}{}".format(role, "" if size == 1 else "s")) for role, size in sizes if size]
+            terms = [(size, f"{role}{'' if size == 1 else 's'}") for role, size in sizes if size]
         if host.ports:
-            terms.append((len(host.ports), "held for other programs ({})".format(", ".join(host.ports))))
+            terms.append((len(host.ports), f"held for other programs ({', '.join(host.ports)})"))
         needed = sum(size for size, _ in terms)
         if needed > last - first + 1:
             raise UsageError(
-                "--port-range %s has %d port%s, and host %s needs %d: %s"
-                % (
-                    request.port_range,
-                    last - first + 1,
-                    "" if first == last else "s",
-                    host.name,
-                    needed,
-                    " + ".join("%d %s" % term for term in terms),
+                (
+                    f"--port-range {request.port_range} has {last - first + 1}"
+                    f" port{'' if first == last else 's'}, and host {host.name} needs {needed}:"
+                    f" {' + '.join('%d %s' % term for term in terms)}"
                 ),
-                "give a range of at least %d" % needed,
+                f"give a range of at least {needed}",
             )
 
 
@@ -735,9 +731,10 @@ def device_warnings(plan: Plan) -> list[str]:
         names = [name for tasks in hosts.values() for name in tasks]
         more = " and %d more" % (len(names) - SHOWN) if len(names) > SHOWN else ""
         warnings.append(
-            "%s: more workers than GPUs: %s=%s shows %d GPU%s, and LOCAL_RANK is too large for cuda:LOCAL_RANK in %s%s."
-            " Place fewer workers there, or let the program take LOCAL_RANK modulo the number of GPUs"
-            % (fold(list(hosts)), gpus.VISIBLE, value, count, "" if count == 1 else "s", ", ".join(names[:SHOWN]), more)
+            f"{fold(list(hosts))}: more workers than GPUs: {gpus.VISIBLE}={value} shows {count}"
+            f" GPU{'' if count == 1 else 's'}, and LOCAL_RANK is too large for cuda:LOCAL_RANK in"
+            f" {', '.join(names[:SHOWN])}{more}. Place fewer workers there, or let the program take LOCAL_RANK"
+            " modulo the number of GPUs"
         )
     return warnings
 

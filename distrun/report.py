@@ -71,7 +71,7 @@ def failure(outcome: Outcome, tail: Sequence[str] = (), log: str = "") -> str:
     if culprit is not None and culprit.task:
         lines.append(f"first failure: {culprit.task} on {culprit.host}: {_how(culprit)}")
         if culprit.consequence:
-            lines.append("  It had lost {}: {}".format(culprit.lost_peer, culprit.reason or "no reason known"))
+            lines.append(f"  It had lost {culprit.lost_peer}: {culprit.reason or 'no reason known'}")
         elif culprit.reason and culprit.reason not in outcome.message:
             lines.append(f"  {culprit.reason}")
         lines += _tail(tail, log)
@@ -79,13 +79,11 @@ def failure(outcome: Outcome, tail: Sequence[str] = (), log: str = "") -> str:
         lines += _table(outcome.problems)
         lines.append("nothing was started on any host")
     elif culprit is not None:
-        lines.append(
-            "first failure: {} {}".format(culprit.host or "a host", _HOSTS.get(outcome.reason, "did not start"))
-        )
+        lines.append(f"first failure: {culprit.host or 'a host'} {_HOSTS.get(outcome.reason, 'did not start')}")
         if "\n" in culprit.reason:
             lines += ["    | " + _cut(line) for line in culprit.reason.splitlines()[-TAIL_LINES:]]
     if outcome.survivors:
-        lines.append("may still run: {}".format(", ".join(outcome.survivors)))
+        lines.append(f"may still run: {', '.join(outcome.survivors)}")
     if culprit is not None and culprit.task and outcome.job:
         lines.append(f"to read all that it wrote: distrun logs {outcome.job} {culprit.task}")
     return "\n".join(lines)
@@ -122,7 +120,7 @@ def _tail(tail: Sequence[str], log: str) -> list[str]:
     if not tail:
         return [f"  It wrote nothing. Log: {log}"] if log else []
     last = excerpt(tail)
-    head = "  Its last line%s" % ("" if len(last) == 1 else "s")
+    head = f"  Its last line{'' if len(last) == 1 else 's'}"
     return [head + (f" (all of them: {log}):" if log else ":")] + ["    | " + _cut(line) for line in last]
 
 
@@ -143,7 +141,7 @@ def excerpt(lines: Sequence[str]) -> list[str]:
     if left_out <= 0:
         return shown
     head = TRACEBACK_LINES - TAIL_LINES
-    return [*shown[:head], "[... %d lines]" % left_out, *shown[-TAIL_LINES:]]
+    return [*shown[:head], f"[... {left_out} lines]", *shown[-TAIL_LINES:]]
 
 
 def _table(problems: Sequence[Problem]) -> list[str]:
@@ -188,7 +186,7 @@ def _later(outcome: Outcome) -> list[str]:
         return []
     named = ", ".join(f"{task.name} ({_short(task)})" for task in failed[:_NAME_LIMIT])
     more = " and %d more" % (len(failed) - _NAME_LIMIT) if len(failed) > _NAME_LIMIT else ""
-    what = "1 other task" if len(failed) == 1 else "%d other tasks" % len(failed)
+    what = "1 other task" if len(failed) == 1 else f"{len(failed)} other tasks"
     return [f"{what} failed later: {named}{more}"]
 
 
@@ -197,4 +195,4 @@ def _short(task: TaskResult) -> str:
         return f"lost {task.lost_peer}"
     if task.signal is not None:
         return f"signal {task.signal}"
-    return "exit code %d" % task.code if task.code is not None else task.reason
+    return f"exit code {task.code}" if task.code is not None else task.reason

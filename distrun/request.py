@@ -231,14 +231,12 @@ class JobRequest:
 
     def __post_init__(self) -> None:
         if not self.command or not self.command[0]:
-            raise UsageError(
-                "there is no command to run", "distrun launch -n %d python train.py" % max(1, self.workers)
-            )
+            raise UsageError("there is no command to run", f"distrun launch -n {max(1, self.workers)} python train.py")
         count("-n/--num-workers", self.workers, 1)
         count("-s/--num-servers", self.servers, 0)
         count("--gpus-per-worker", self.gpus_per_worker, 0)
         if self.ps not in PS_CHOICES:
-            raise UsageError("--ps: expected {}, found {!r}".format(" or ".join(PS_CHOICES), self.ps))
+            raise UsageError(f"--ps: expected {' or '.join(PS_CHOICES)}, found {self.ps!r}")
         seconds("--grace", self.limits.grace_s, 0)
         seconds("--start-timeout", self.limits.start_s, environ.BY_NAME["DISTRUN_START_TIMEOUT"].low)
         seconds("--suspect-after", self.limits.suspect_s)
@@ -337,8 +335,8 @@ def parse_env(words: Iterable[str], outer: Mapping[str, str]) -> tuple[list[Sett
         if pair and not equals and not fnmatch.filter(outer, name):
             shown = "..." if is_secret(pair[1]) else pair[2]
             raise UsageError(
-                "--env: expected NAME=VALUE, NAME or PREFIX*, found {!r}".format(f"{pair[1]}:{shown}"),
-                "type --env {}".format(shlex.quote(f"{pair[1]}={shown}")),
+                f"--env: expected NAME=VALUE, NAME or PREFIX*, found {pair[1]}:{shown}",
+                f"type --env {shlex.quote(f'{pair[1]}={shown}')}",
             )
         if equals:
             settings.append(setting("--env", name, value))
@@ -382,7 +380,7 @@ def parse_env_file(text: str, path: str) -> list[Setting]:
     """
     settings = []
     for number, line in enumerate(text.splitlines(), start=1):
-        where = "%s:%d" % (path, number)
+        where = f"{path}:{number}"
         body = re.sub(r"\A\s*(export\s+)?", "", line)
         if not body or body.startswith("#"):
             continue
@@ -406,7 +404,7 @@ def setting(option: str, name: str, value: str, role: str = "", hidden: bool = F
     if is_ours(name):
         row = environ.BY_NAME[name]
         raise UsageError(
-            "{}: {} is set by distrun itself ({})".format(option, name, row.doc.rstrip(".")),
+            f"{option}: {name} is set by distrun itself ({row.doc.rstrip('.')})",
             "leave it out; the other variables are yours",
         )
     return Setting(name, value, role, hidden or is_secret(name))
@@ -566,7 +564,7 @@ def count(option: str, value: str | int, low: int, high: int = MOST) -> int:
     except ValueError:  # also one of thousands of digits
         number = low - 1
     if not low <= number <= high:
-        raise UsageError("%s: expected a whole number from %d to %d, found %s" % (option, low, high, _shown(value)))
+        raise UsageError(f"{option}: expected a whole number from {low} to {high}, found {_shown(value)}")
     return number
 
 
@@ -584,8 +582,7 @@ def seconds(option: str, value: str | float, low: float | None = None) -> float:
         least = "more than 0, at most" if low is None else f"from {low:g} to"
         unit = re.fullmatch(r"([0-9.]+) ?s(?:ec)?", str(value))
         raise UsageError(
-            "%s: expected a time in seconds, %s %d (a year), found %s"
-            % (option, least, environ.LONGEST_S, _shown(value)),
+            f"{option}: expected a time in seconds, {least} {environ.LONGEST_S} (a year), found {_shown(value)}",
             f"without the unit: {option} {unit[1]}" if unit else "",
         )
     return number

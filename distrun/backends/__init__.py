@@ -59,4 +59,4 @@ def _unknown(name: str) -> UsageError:
     known = names()
     near = difflib.get_close_matches(name, known, n=1)
     guess = f"did you mean {near[0]}?" if near else ""
-    return UsageError("--launcher: there is no launcher {!r}; known: {}".format(name, ", ".join(known)), guess)
+    return UsageError(f"--launcher: there is no launcher {name!r}; known: {', '.join(known)}", guess)

@@ -67,7 +67,7 @@ class Swept(NamedTuple):
             return f"{_count(len(self.left))} there did not end"
         if not self.ended:
             return "no process is left there"
-        return "{} left there {} ended".format(_count(len(self.ended)), "was" if len(self.ended) == 1 else "were")
+        return f"{_count(len(self.ended))} left there {'was' if len(self.ended) == 1 else 'were'} ended"
 
     def lines(self) -> list[str]:
         """Return what to tell the user, a line each."""
@@ -76,7 +76,7 @@ class Swept(NamedTuple):
 
 
 def _count(number: int) -> str:
-    return "%d process%s" % (number, "" if number == 1 else "es")
+    return f"{number} process{'' if number == 1 else 'es'}"
 
 
 class Listening(NamedTuple):

@@ -353,7 +353,7 @@ def ask(argv: Sequence[str], hint: str = "") -> str:
 
 def marker(job: str, nonce: str) -> str:
     """Return what a job is called in an engine. Pure."""
-    return "{}{}-{}".format(MARK, re.sub(r"[^a-z0-9]+", "-", job.lower()).strip("-")[:30].strip("-"), nonce)
+    return f"{MARK}{re.sub('[^a-z0-9]+', '-', job.lower()).strip('-')[:30].strip('-')}-{nonce}"
 
 
 def template(name: str, options: EngineOptions) -> str:

@@ -433,9 +433,7 @@ def agent_script(submission: Submission) -> str:
     """Return the script that every container runs. Pure."""
     words = submission.bootstrap.command(submission.python, "env:CONTAINER_ID", SECRET)
     resolved = f'"$(readlink -f {SECRET_FILE})"'
-    return "#!/bin/bash\nexec {}\n".format(
-        " ".join(resolved if word == SECRET else formats.join([word]) for word in words)
-    )
+    return f"#!/bin/bash\nexec {' '.join(resolved if word == SECRET else formats.join([word]) for word in words)}\n"
 
 
 def largest(groups: Sequence[RoleGroup]) -> Needs:

@@ -199,7 +199,7 @@ class ChildChannel:
         if code is None:
             how = f"its process (pid {self._child.pid}) still ran a second later"
         else:
-            how = "it was ended by signal %d" % -code if code < 0 else "it ended with code %d" % code
+            how = "it was ended by signal %d" % -code if code < 0 else f"it ended with code {int(code)}"
         return "\n".join([how, *self._words])
 
 

@@ -49,7 +49,7 @@ def main(marker: str, folder: str, script: str) -> int:
     _end_rest()
     temporary = Path(folder, ENDED + ".new")
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write("%d\n" % code)
+        file.write(f"{code}\n")
     os.replace(temporary, Path(folder, ENDED))
     return 0
 
@@ -115,7 +115,7 @@ def _end_rest() -> None:
 def _children() -> list[int]:
     """Return the process ids of our children; none where there is no /proc."""
     with contextlib.suppress(OSError):
-        text = Path("/proc/self/task/%d/children" % os.getpid()).read_text()
+        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
         return [int(word) for word in text.split()]
     return []
 

@@ -302,7 +302,7 @@ def explanation(found: Sequence[ScontrolJob], accounts: str = "") -> Explanation
         return Explanation(facts.EXIT_HOST_LOST, f"Slurm: a node failed ({job.state})")
     if job.state in ("CANCELLED", "REVOKED"):
         by = re.search(r"CANCELLED by (\w+)", accounts)
-        return Explanation(143, "Slurm: cancelled from outside{}".format(f" by user {by[1]}" if by else " (scancel)"))
+        return Explanation(143, f"Slurm: cancelled from outside{(f' by user {by[1]}' if by else ' (scancel)')}")
     if job.state == "FAILED" and job.exit[1] == NO_OUTPUT_FILE:
         return Explanation(facts.EXIT_START_FAILED, "Slurm: the node could not open a file of the job (signal 53)")
     return None
@@ -314,7 +314,7 @@ def _memory(accounts: str) -> str:
     used = next((row[3] for row in rows if row[1].startswith("OUT_OF_MEMORY") and row[3]), "")
     asked = next((row[4] for row in rows if row[4]), "")
     parts = ([f"MaxRSS {used}"] if used else []) + ([f"the job asked for {asked}"] if asked else [])
-    return " ({})".format(", ".join(parts)) if parts else ""
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 SRUN = re.compile(r"srun: error: (?P<nodes>[^:\s]+): tasks? (?P<tasks>[\d,-]+): (?P<what>.+)")
@@ -358,7 +358,7 @@ def ended_but_for_lost(standing: QueueStatus, states: Mapping[str, str]) -> Queu
     lost = [node for node, state in states.items() if state.endswith("*")]
     if not lost or any(state == "completing" for state in states.values()):
         return standing
-    return QueueStatus(ENDED, "it has ended but for {}, which does not answer".format(", ".join(lost)))
+    return QueueStatus(ENDED, f"it has ended but for {', '.join(lost)}, which does not answer")
 
 
 def marked(queue: str, steps: str) -> dict[str, tuple[str, str]]:
@@ -431,7 +431,7 @@ def refusal(found: Iterable[Partition], queue: str, time_s: float | None) -> str
     names = list(dict.fromkeys(each.name for each in known))
     for name in filter(None, queue.split(",")):
         if known and name not in names:
-            return "--queue {}: Slurm has no partition {}; it has: {}".format(queue, name, ", ".join(names))
+            return f"--queue {queue}: Slurm has no partition {name}; it has: {', '.join(names)}"
     chosen = [each for each in known if each.name in queue.split(",")]
     limits = [each.time_s for each in chosen]
     if time_s is not None and chosen and all(limit is not None and limit < time_s for limit in limits):

@@ -117,7 +117,7 @@ class Ssh(Backend):
 def _swept(answer: HostAnswer | Problem) -> Swept:
     if isinstance(answer, Problem):
         return Swept(problem=answer.text)
-    ended, left = (tuple("pid %d (%s)" % (pid, text) for pid, text in answer.value[key]) for key in ("ended", "left"))
+    ended, left = (tuple(f"pid {int(pid)} ({text})" for pid, text in answer.value[key]) for key in ("ended", "left"))
     return Swept(ended, left)
 
 

@@ -82,11 +82,11 @@ def as_text(plan: Plan, rendered: Rendered, whole: bool = False) -> str:
 
     `whole`: every host and task by itself, whatever they have in common.
     """
-    lines = ["job %s on %d host%s, backend %s" % (plan.job, len(plan.hosts), _s(len(plan.hosts)), plan.backend)]
+    lines = [f"job {plan.job} on {len(plan.hosts)} host{_s(len(plan.hosts))}, backend {plan.backend}"]
     lines.append("nothing is started; {...} is filled in when it is known")
     if plan.sync is not None:
-        what = "%d files, %d bytes" % (plan.sync.files, plan.sync.size)
-        lines += ["copied before: {}/ -> {} on each host ({})".format(plan.sync.source.rstrip("/"), plan.cwd, what)]
+        what = f"{plan.sync.files} files, {plan.sync.size} bytes"
+        lines += [f"copied before: {plan.sync.source.rstrip('/')}/ -> {plan.cwd} on each host ({what})"]
     if plan.activate:
         lines += ["run once on each host, for the environment that it leaves:"]
         lines += ["  " + line for line in plan.activate.splitlines()]
@@ -95,7 +95,7 @@ def as_text(plan: Plan, rendered: Rendered, whole: bool = False) -> str:
         for task in plan.tasks:
             names.setdefault(task.host, []).append(task.name)
         lines += ["", "placement:"]
-        lines += ["  {}: {}".format(host.name, " ".join(names.get(host.name, ()))) for host in plan.hosts]
+        lines += [f"  {host.name}: {' '.join(names.get(host.name, ()))}" for host in plan.hosts]
     lines += _hosts(plan, rendered, whole)
     groups: dict[object, list[Task]] = {}
     for task in plan.tasks:
@@ -106,7 +106,7 @@ def as_text(plan: Plan, rendered: Rendered, whole: bool = False) -> str:
         lines += ["", "tasks that differ only by rank and host are shown once; -v shows each of them"]
     lines += ["", "and every task gets besides:"]
     lines += ["  {}: set by {}".format(*pair) for pair in agent_env().items()]
-    lines.append("  everything else in its agent's environment%s" % (", but for the names below" if plan.unset else ""))
+    lines.append(f"  everything else in its agent's environment{', but for the names below' if plan.unset else ''}")
     if plan.unset:
         lines.append("removed from that environment first: " + " ".join(plan.unset))
     return "\n".join(lines) + "\n"
@@ -161,7 +161,7 @@ def _hosts(plan: Plan, rendered: Rendered, whole: bool) -> list[str]:
         argv = rendered.commands[names[0]]
         like = first[_generic(names[0], rendered)]
         if len(hosts) == 1:
-            lines += ["", "host {} (data address: {})".format(names[0], hosts[0].address or "found by its agent")]
+            lines += ["", f"host {names[0]} (data address: {hosts[0].address or 'found by its agent'})"]
         else:
             where = ", ".join(host.address for host in hosts) if hosts[0].address else "found by their agents"
             lines += ["", f"hosts {fold(names)} (data addresses: {where})"]
@@ -169,11 +169,9 @@ def _hosts(plan: Plan, rendered: Rendered, whole: bool) -> list[str]:
             lines.append(f"  agent: {formats.join(map(_short, argv))}")
             lines.append(f"  stdin: {rendered.stdin}")
         else:
-            lines.append(
-                "  agent: as on {}, with {} in its place".format(like, "its own name" if names[1:] else names[0])
-            )
+            lines.append(f"  agent: as on {like}, with {'its own name' if names[1:] else names[0]} in its place")
         if hosts[0].ports:
-            lines.append("  ports held: {}".format(", ".join(hosts[0].ports)))
+            lines.append(f"  ports held: {', '.join(hosts[0].ports)}")
     return lines
 
 
@@ -211,13 +209,13 @@ def _tasks(tasks: Sequence[Task]) -> list[str]:
     if len(tasks) == 1:
         head = f"{first.name}@{first.host}"
     else:
-        head = "%s@%s: %d tasks" % (fold([task.name for task in tasks]), fold(hosts), len(tasks))
+        head = f"{fold([task.name for task in tasks])}@{fold(hosts)}: {len(tasks)} tasks"
         head += "; HOST is the name of the task's host" if len(hosts) > 1 else ""
     lines = [head, f"  run: {formats.join(first.argv)}", f"  in:  {formats.quote(first.cwd)}"]
     lines += ["  env: " + text for text in sorted(shared)]
     if differing:
         lines.append("  env, by task in their order:")
-        lines += ["    {}: {}".format(" ".join(sorted(names)), text) for text, names in sorted(differing.items())]
+        lines += [f"    {' '.join(sorted(names))}: {text}" for text, names in sorted(differing.items())]
     return lines
 
 
@@ -276,7 +274,7 @@ def _period(values: Sequence[str]) -> int:
 def _run(run: Sequence[str]) -> str:
     if run[0] != run[-1]:
         return f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(run)
-    return "%s (%d times)" % (run[0], len(run)) if len(run) > 2 else ", ".join(run)
+    return f"{run[0]} ({len(run)} times)" if len(run) > 2 else ", ".join(run)
 
 
 def added(task: Task) -> Mapping[str, str]:

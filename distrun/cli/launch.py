@@ -102,8 +102,8 @@ def _launch(
         return 0
     folder = _create(store, job)
     console.attach(folder.log_path, folder.id, lambda: _counts(job, folder), time.monotonic())
-    console.say("job {} ({})".format(folder.id, _where(job, options["launcher"])))
-    console.say("job {}: logs in {}".format(folder.id, folder.path / "logs"), "debug")
+    console.say(f"job {folder.id} ({_where(job, options['launcher'])})")
+    console.say(f"job {folder.id}: logs in {folder.path / 'logs'}", "debug")
     outcome = launching.launch(job, folder, console, options["verbosity"], options["detach"])
     if isinstance(outcome, Detached):
         return _leave(outcome, store, folder, job, console, asked=options["detach"])
@@ -239,7 +239,7 @@ def _rules(options: Mapping[str, Any]) -> CopyRules | None:
         for name in ("sync_exclude", "sync_gitignore", "sync_extra", "sync_delete"):
             if options[name]:
                 raise UsageError(
-                    "--{}: nothing is copied without --sync-dst-dir".format(name.replace("_", "-")),
+                    f"--{name.replace('_', '-')}: nothing is copied without --sync-dst-dir",
                     "add --sync-dst-dir DIR, or leave it out",
                 )
         return None
@@ -317,7 +317,7 @@ def _where(job: PlannedJob | QueuedJob, named: str | None) -> str:
     found = job.request.hosts
     source = "" if found is None else f", from {found.source}"
     count = len(job.plan.hosts)
-    return "on %d host%s: %s%s" % (count, "" if count == 1 else "s", used, source)
+    return f"on {count} host{'' if count == 1 else 's'}: {used}{source}"
 
 
 def _unused(job: PlannedJob) -> list[str]:
@@ -327,7 +327,7 @@ def _unused(job: PlannedJob) -> list[str]:
     names = [name for name in found.names if name not in used] if found is not None else []
     if not names:
         return []
-    count = "%d of %d hosts get" % (len(names), len(used) + len(names)) if len(names) > 1 else "one host gets"
+    count = f"{len(names)} of {len(used) + len(names)} hosts get" if len(names) > 1 else "one host gets"
     return [f"{count} no task: {hosts.fold(names)}"]
 
 

@@ -24,7 +24,7 @@ class LauncherOption(click.Option):
         """Return the option's two cells in the help."""
         from distrun import backends
 
-        self.help = "How tasks are started: {}.".format(", ".join(backends.names()))
+        self.help = f"How tasks are started: {', '.join(backends.names())}."
         return super().get_help_record(ctx)
 
 
@@ -324,6 +324,4 @@ def _text(path: str) -> str:
     try:
         return Path(path).read_bytes().decode("utf-8", "surrogateescape")
     except (OSError, ValueError) as err:
-        raise UsageError(
-            "--env-file: cannot read {!r}: {}".format(path, getattr(err, "strerror", None) or err)
-        ) from err
+        raise UsageError(f"--env-file: cannot read {path!r}: {getattr(err, 'strerror', None) or err}") from err

@@ -64,7 +64,7 @@ class Ways:
         if not asks and is_plain:
             return f"distrun exec --hosts {quote(fold(names))} {quote(script)}"
         if is_plain:  # `distrun exec` gives its command no terminal to ask on
-            return "for host in {}; do ssh -t $host {}; done".format(" ".join(map(quote, names)), quote(script))
+            return f"for host in {' '.join(map(quote, names))}; do ssh -t $host {quote(script)}; done"
         return "; ".join(host.typed(script, asks) for host in hosts)
 
 
@@ -198,7 +198,7 @@ def activation(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]
 def python(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
     """Yield the interpreters: the agent's, and that of servers with the modules they need."""
     agent = host.facts["agent_python"]
-    text = "{} {}".format(agent["version"], agent["path"])
+    text = f"{agent['version']} {agent['path']}"
     if version(agent["version"]) < AGENT_PYTHON:
         yield CheckRow(host.name, "python", BAD, text + ": older than 3.8", OTHER_PYTHON)
     else:
@@ -212,17 +212,17 @@ def _server_python(host: ExaminedHost, request: DoctorRequest) -> CheckRow:
     if found.get("error"):
         fix = f"{OTHER_PYTHON}; --no-servers if there will be none (launch with -s 0)"
         return CheckRow(host.name, check, BAD, str(found["error"]), fix)
-    text = "{} {}".format(found["version"], found["path"])
+    text = f"{found['version']} {found['path']}"
     if version(found["version"]) < SERVER_PYTHON:
         fix = f"{OTHER_PYTHON}, of one that is 3.10 or newer"
         return CheckRow(host.name, check, BAD, text + ": servers need 3.10 or newer", fix)
     missing = [name for name in SERVER_MODULES if not found.get(name)]
     if not missing:
-        return CheckRow(host.name, check, OK, "{}, numpy {}, zmq {}".format(text, found["numpy"], found["zmq"]))
-    lacks = "{}: no {}".format(text, ", no ".join(missing))
+        return CheckRow(host.name, check, OK, f"{text}, numpy {found['numpy']}, zmq {found['zmq']}")
+    lacks = f"{text}: no {', no '.join(missing)}"
     other = found["environment"]
     if other:
-        own = "{} {}, numpy {}, zmq {}".format(other["version"], other["path"], other["numpy"], other["zmq"])
+        own = f"{other['version']} {other['path']}, numpy {other['numpy']}, zmq {other['zmq']}"
         return CheckRow(host.name, check, OK, f"{lacks}; servers use {own}")
     why = "; ".join(str(found.get(name + "_error") or "no " + name) for name in missing)
     script = needed_for_venv(host)
@@ -250,9 +250,7 @@ def rsync(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
         yield CheckRow(host.name, "rsync", OK, " ".join(str(found["version"]).split()[:3]))
     else:
         script = apt(host, "rsync")
-        yield CheckRow(
-            host.name, "rsync", BAD if request.dst else WARN, "not there: {}".format(found["error"]), ON, script
-        )
+        yield CheckRow(host.name, "rsync", BAD if request.dst else WARN, f"not there: {found['error']}", ON, script)
 
 
 def folders(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
@@ -264,7 +262,7 @@ def folders(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
             yield CheckRow(host.name, "sync folder", BAD, place["fault"], place["fix"])
         elif place["is_folder"] and place["writable"]:
             how = "there" if place["exists"] else "can be made"
-            yield _space(host.name, "sync folder", place, "{} {}".format(place["path"], how))
+            yield _space(host.name, "sync folder", place, f"{place['path']} {how}")
         else:
             yield _unusable(host, "sync folder", place, "cannot be written", "give another --sync-dst-dir; or ")
     if "cwd" in found and (host.workdir or not request.dst):
@@ -277,8 +275,8 @@ def folders(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
             yield _unusable(host, "folder", place, "does not exist", other)
     tmp = host.facts["tmp"]
     if not tmp["writable"]:
-        script = as_root(host, "chmod 1777 {}".format(quote(tmp["path"])))
-        yield CheckRow(host.name, "temporary files", BAD, "{} cannot be written".format(tmp["path"]), ON, script)
+        script = as_root(host, f"chmod 1777 {quote(tmp['path'])}")
+        yield CheckRow(host.name, "temporary files", BAD, f"{tmp['path']} cannot be written", ON, script)
     else:
         yield _space(host.name, "temporary files", tmp, tmp["path"])
 
@@ -287,13 +285,13 @@ def _unusable(host: ExaminedHost, check: str, place: Mapping[str, Any], what: st
     """Return the row of a folder that is missing or not this user's to write to."""
     path = quote(place["path"])
     if not place["is_folder"]:
-        text = "{}: {} is not a folder".format(place["path"], place["near"])
+        text = f"{place['path']}: {place['near']} is not a folder"
         fix = f"{other}see what it is: {ON}"
-        return CheckRow(host.name, check, BAD, text, fix, "ls -l {}".format(quote(place["near"])))
+        return CheckRow(host.name, check, BAD, text, fix, f"ls -l {quote(place['near'])}")
     script = f"mkdir -p {path}"
     if not place["writable"]:
         script = as_root(host, script, f"chown $(id -u) {path}")
-    return CheckRow(host.name, check, BAD, "{} {}".format(place["path"], what), other + ON, script)
+    return CheckRow(host.name, check, BAD, f"{place['path']} {what}", other + ON, script)
 
 
 def clock(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
@@ -304,7 +302,7 @@ def clock(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
     if abs(offset) < CLOCK_S:
         yield CheckRow(host.name, "clock", OK, f"less than {CLOCK_S:g} s off")
     else:
-        text = "{:.1f} s {} of this machine".format(abs(offset), "ahead" if offset > 0 else "behind")
+        text = f"{abs(offset):.1f} s {'ahead' if offset > 0 else 'behind'} of this machine"
         sudo = sudo_of(host)
         script = f"{sudo}chronyc makestep || {sudo}timedatectl set-ntp true"
         yield CheckRow(host.name, "clock", BAD, text, ON, script)
@@ -345,7 +343,7 @@ def logout(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
     """Yield whether the system ends what a login leaves behind: a job outlives no connection then."""
     found = host.facts["logind"]
     if found["kill_user_processes"] and not found["linger"]:
-        script = as_root(host, "loginctl enable-linger {}".format(quote(host.facts["user"])))
+        script = as_root(host, f"loginctl enable-linger {quote(host.facts['user'])}")
         yield CheckRow(host.name, "logout", WARN, "KillUserProcesses=yes: what runs ends with the login", ON, script)
     else:
         yield CheckRow(host.name, "logout", OK, "what runs may stay" + (" (linger)" if found["linger"] else ""))
@@ -361,7 +359,7 @@ def network(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
         return
     names = [name for name, ip, _ in found["interfaces"] if ip == found["address"]]
     every = ", ".join(dict.fromkeys(name for name, _, _ in found["interfaces"]))
-    text = "{} ({})".format(found["address"], f"on {names[0]} of {every}" if names else f"on none of {every}")
+    text = f"{found['address']} ({(f'on {names[0]} of {every}' if names else f'on none of {every}')})"
     if request.count > 1 and (found["address"].startswith("127.") or found["address"] == "::1"):
         fix = "--interface NAME or --subnet CIDR of the network that the hosts share"
         yield CheckRow(host.name, "address", BAD, text + ": no other host can use it", fix)
@@ -394,7 +392,7 @@ def gpus(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
 def loose(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
     """Yield permissions that make sshd refuse keys (StrictModes)."""
     if host.facts["loose"]:
-        text = "others may write {}: sshd then refuses keys".format(", ".join(host.facts["loose"]))
+        text = f"others may write {', '.join(host.facts['loose'])}: sshd then refuses keys"
         yield CheckRow(host.name, "permissions", WARN, text, ON, join(["chmod", "go-w", *host.facts["loose"]]))
 
 
@@ -435,7 +433,7 @@ def _space(host: str, check: str, place: Mapping[str, Any], text: str) -> CheckR
     if free >= FREE:
         return CheckRow(host, check, OK, text)
     fix = f"{ON} shows what fills it"
-    return CheckRow(host, check, BAD if free < FREE_LEAST else WARN, text, fix, "df -h {}".format(quote(place["near"])))
+    return CheckRow(host, check, BAD if free < FREE_LEAST else WARN, text, fix, f"df -h {quote(place['near'])}")
 
 
 def _number(text: str) -> int:
@@ -457,11 +455,11 @@ def between(examined: Sequence[ExaminedHost], request: DoctorRequest) -> list[Ch
         found = _by({each.name: str(each.facts["python"].get(name) or "") for each in known})
         if len(found) > 1:
             what = "python" if name == "version" else name
-            text = "{} differs: {}".format(what, "; ".join(f"{v} on {fold(h)}" for v, h in found.items()))
+            text = f"{what} differs: {'; '.join((f'{v} on {fold(h)}' for v, h in found.items()))}"
             rows.append(CheckRow("", "versions", WARN, text, "--python PATH, or --activate, of the same on all hosts"))
     drivers = _by({each.name: contract.found_of(each.facts["gpus"]).driver for each in known})
     if len(drivers) > 1:
-        text = "GPU drivers differ: {}".format("; ".join(f"{v} on {fold(h)}" for v, h in drivers.items()))
+        text = f"GPU drivers differ: {'; '.join((f'{v} on {fold(h)}' for v, h in drivers.items()))}"
         rows.append(CheckRow("", "versions", WARN, text))
     for address, names in _by({each.name: str(each.facts["network"]["address"]) for each in known}).items():
         if len(names) > 1:

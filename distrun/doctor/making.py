@@ -100,7 +100,7 @@ def _make(place: str, requirements: list[str]) -> dict[str, str]:
         os.mkdir(fresh, 0o700)
         say(f"making a virtual environment in {fresh}")
         _programs.run("venv", sys.executable, "-I", "-m", "venv", fresh)
-        say("installing {}".format(", ".join(requirements)))
+        say(f"installing {', '.join(requirements)}")
         pip = [os.path.join(fresh, "bin", "python"), "-I", "-m", "pip"]
         _programs.run("pip", *pip, "install", "--disable-pip-version-check", "--no-input", *requirements)
         told = _told(fresh, place)

@@ -21,7 +21,7 @@ SLURM_NODES = "SLURM_JOB_NODELIST"
 SLURM_TASKS = "SLURM_TASKS_PER_NODE"
 VARIABLES = (*FILES, GRID_ENGINE, SLURM_NODES)
 """Variables that give hosts, the first one first."""
-WAYS = "-H FILE, --hosts A,B, or one of the variables {}".format(", ".join(VARIABLES))
+WAYS = f"-H FILE, --hosts A,B, or one of the variables {', '.join(VARIABLES)}"
 
 _LARGEST = 16 * 2**20
 _SLURM_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
@@ -41,7 +41,7 @@ def find(hostfile: str | None, hosts: str | None, env: Mapping[str, str], *, for
         UsageError: both options, or an unknown form.
     """
     if form not in FORMATS:
-        raise UsageError("--hostfile-format: expected one of {}, found {!r}".format(", ".join(FORMATS), form))
+        raise UsageError(f"--hostfile-format: expected one of {', '.join(FORMATS)}, found {form!r}")
     if hostfile is not None and hosts is not None:
         raise UsageError("-H/--hostfile and --hosts contradict each other", "give one of them")
     if hostfile is not None:

@@ -137,7 +137,7 @@ class Finding:
             start = max(0, min(at - WIDE // 2, len(line) - WIDE))
             line, at = "..." + line[start : start + WIDE] + "...", at - start + 3
         line = "".join(char if char.isprintable() else " " if char == "\t" else "?" for char in line)
-        return "{}\n  {}\n  {}^".format(self.head, line, " " * _width(line[:at]))
+        return f"{self.head}\n  {line}\n  {' ' * _width(line[:at])}^"
 
 
 def _width(text: str) -> int:
@@ -361,7 +361,7 @@ def key(text: str) -> str:
 
         near = difflib.get_close_matches(text.lower(), KEYS, n=1)
         advice = f"Did you mean {near[0]!r}? " if near else ""
-        raise Fault(0, "E107", "unknown attribute {}. {}Known: {}".format(quote(text), advice, ", ".join(SYNONYMS)))
+        raise Fault(0, "E107", f"unknown attribute {quote(text)}. {advice}Known: {', '.join(SYNONYMS)}")
     return KEYS[text]
 
 
@@ -493,7 +493,7 @@ def line_of(spec: HostSpec) -> str:
     for each in dataclasses.fields(spec)[1:]:
         value = getattr(spec, each.name)
         if value not in ("", None, ()):
-            words.append("{}={}".format(each.name, _quoted(",".join(value) if each.name == "labels" else str(value))))
+            words.append(f"{each.name}={_quoted(','.join(value) if each.name == 'labels' else str(value))}")
     return " ".join(words)
 
 

@@ -63,7 +63,7 @@ def parse(
     _file(text, source, state, ())
     if not merger.order and not state.findings:
         lines = text.count("\n") + (not text.endswith("\n") and bool(text))
-        what = "{} line{}, all blank or comments".format(lines, "" if lines == 1 else "s")
+        what = f"{lines} line{'' if lines == 1 else 's'}, all blank or comments"
         raise error_of([Finding(source, 0, 0, "E101", f"no hosts in file ({what})")])
     return _finish(source, state, saw)
 
@@ -157,7 +157,7 @@ def _entry(found: list[Word], entry: HostEntry, state: _ParserState) -> None:
         return
     try:
         if target.count > 1 and given.get("addr"):
-            text = "addr={} would be the address of {} hosts".format(given["addr"], target.count)
+            text = f"addr={given['addr']} would be the address of {target.count} hosts"
             raise Fault(0, "E116", text)
         _add(target, given, entry, state)
     except Fault as fault:
@@ -420,7 +420,7 @@ class Merger:
 
     def _where(self, key: str, entry: HostEntry) -> str:
         first = self._first[key]
-        return "line {}{}".format(first.line, "" if first.source == entry.source else " of " + first.source)
+        return f"line {first.line}{'' if first.source == entry.source else ' of ' + first.source}"
 
     def _too_many_slots(self) -> list[Finding]:
         return [

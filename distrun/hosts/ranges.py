@@ -224,7 +224,7 @@ def _written(field: _Field) -> str:
         else:
             runs.append([number])
         previous = width, value
-    return "[{}]".format(",".join("-".join(run) for run in runs))
+    return f"[{','.join('-'.join(run) for run in runs)}]"
 
 
 def generic(host: str, text: str) -> str:

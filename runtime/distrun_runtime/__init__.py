@@ -22,4 +22,4 @@ def __getattr__(name: str) -> Any:
         if name == "report":
             return importlib.import_module("distrun_runtime.reporting").report
         return importlib.import_module("distrun_runtime." + name)
-    raise AttributeError("module 'distrun_runtime' has no attribute %r" % name)
+    raise AttributeError(f"module 'distrun_runtime' has no attribute {name!r}")

@@ -14,33 +14,33 @@ def main(arguments: list[str]) -> int:
     """Run the role named by the only argument; return the exit code."""
     streams.open_streams()
     if arguments in (["-h"], ["--help"]):
-        print("%s\n\n%s" % (USAGE, __doc__))
+        print(f"{USAGE}\n\n{__doc__}")
         return 0
     if len(arguments) != 1 or arguments[0] not in ("scheduler", "server"):
-        print("%s\ngot: %s" % (USAGE, " ".join(arguments) or "no role"), file=sys.stderr)
+        print(f"{USAGE}\ngot: {' '.join(arguments) or 'no role'}", file=sys.stderr)
         return 2
     role = arguments[0]
     process.outlive_tasks_signals()
     try:
         given = environ.read("DMLC_ROLE")
         if given not in (None, role):
-            raise ContractError("DMLC_ROLE=%s, but the command says %s: make them agree" % (given, role))
+            raise ContractError(f"DMLC_ROLE={given}, but the command says {role}: make them agree")
         from distrun_runtime.ps.node import serve
 
         return serve(role)
     except ContractError as err:
-        print("distrun: error: %s" % err, file=sys.stderr)
+        print(f"distrun: error: {err}", file=sys.stderr)
         return 2
     except (RuntimeFault, OSError) as err:
-        print("distrun: error: %s" % err, file=sys.stderr)
+        print(f"distrun: error: {err}", file=sys.stderr)
         return 1
     except ImportError as err:
-        print("distrun: error: %s: %s on this host has no %s" % (role, sys.executable, err.name), file=sys.stderr)
+        print(f"distrun: error: {role}: {sys.executable} on this host has no {err.name}", file=sys.stderr)
         # Many systems let pip install into virtual environments only.
         install = "-m pip install numpy pyzmq"
         if sys.prefix == sys.base_prefix:
             install = "-m venv ~/venv && ~/venv/bin/pip install numpy pyzmq, then use ~/venv/bin/python"
-        print("distrun: hint: %s %s" % (sys.executable, install), file=sys.stderr)
+        print(f"distrun: hint: {sys.executable} {install}", file=sys.stderr)
         return 1
 
 

@@ -122,14 +122,14 @@ def create(name: str = "local", *, staleness: int | None = None, deterministic: 
     _report_crashes(name)
     stacks.offer()
     if not isinstance(name, str):
-        raise TypeError("a store is created by name (%s), not by %s" % (", ".join(TYPES), type(name).__name__))
+        raise TypeError(f"a store is created by name ({', '.join(TYPES)}), not by {type(name).__name__}")
     kind = name.lower()
     found = None if kind in TYPES else kinds.find_type(kind)
     if kind not in TYPES and found is None:
         known = [*TYPES, *kinds.names()]
         if kind in kinds.OLD_NAMES:
             raise KVError(f"store type {name!r} is MXNet's; fix: {kinds.OLD_NAMES[kind]}; known are {', '.join(known)}")
-        raise KVError("unknown store type %r%s; known are %s" % (name, did_you_mean(kind, known), ", ".join(known)))
+        raise KVError(f"unknown store type {name!r}{did_you_mean(kind, known)}; known are {', '.join(known)}")
     bound = {**_staleness(kind, staleness), **_order(kind, deterministic)}
     # Imported here, each of them: only the kind that is asked for is loaded.
     if kinds.is_dist(kind) and found is None:
@@ -157,7 +157,7 @@ def _staleness(kind: str, staleness: object) -> dict[str, Any]:
     if staleness is None:
         return {}
     if kind not in TYPES or not kinds.is_async(kind):
-        raise KVError("staleness bounds a dist_async store; a %r store has none" % kind)
+        raise KVError(f"staleness bounds a dist_async store; a {kind!r} store has none")
     if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
         raise KVError("staleness is a number of pushes, a whole number from 0, not %.60r" % (staleness,))
     return {"staleness": staleness}
@@ -167,7 +167,7 @@ def _order(kind: str, deterministic: object) -> dict[str, Any]:
     if not isinstance(deterministic, bool):
         raise KVError("deterministic is True or False, not %.60r" % (deterministic,))
     if deterministic and (kind not in TYPES or kinds.is_async(kind)):
-        raise KVError("a %r store has no sums of rounds that deterministic=True could order" % kind)
+        raise KVError(f"a {kind!r} store has no sums of rounds that deterministic=True could order")
     # In one process sums are in the order of devices in any case.
     return {"deterministic": True} if deterministic and kinds.is_dist(kind) else {}
 
@@ -176,14 +176,14 @@ def _only_on_workers(kind: str) -> None:
     role = environ.text("DMLC_ROLE").strip()
     if role in ("server", "scheduler"):
         raise KVError(
-            "this process is a %s (DMLC_ROLE), which has no use for a %r store; it serves where the script"
-            " creates a 'dist' store" % (role, kind)
+            f"this process is a {role} (DMLC_ROLE), which has no use for a {kind!r} store; it serves where the"
+            " script creates a 'dist' store"
         )
 
 
 def _foreign(kind: str, found: type[Any]) -> KVStoreBase:
     if not (isinstance(found, type) and issubclass(found, KVStoreBase)):
-        raise KVError("store type %r is %r, which is not derived from KVStoreBase" % (kind, found))
+        raise KVError(f"store type {kind!r} is {found!r}, which is not derived from KVStoreBase")
     return found()
 
 
@@ -232,7 +232,7 @@ class KVStore(KVStoreBase):
 
     def __repr__(self) -> str:
         ended = ", closed" if self._lifetime.is_over else ""
-        return "<%s %r: %d keys%s>" % (type(self).__name__, self.type, len(self._records), ended)
+        return f"<{type(self).__name__} {self.type!r}: {len(self._records)} keys{ended}>"
 
     @property
     def type(self) -> str:
@@ -305,7 +305,7 @@ class KVStore(KVStoreBase):
         ]
         if not items:
             return CompletedCall("assign of no keys")
-        what = "assign of %s" % named(record.key for record, _ in items)
+        what = f"assign of {named((record.key for record, _ in items))}"
         return self._together(what, lambda call_number: self._backend.assign(items, call_number), wait)
 
     def push(self, key: Keys, value: object, priority: int = 0, *, wait: bool = True, scale: float = 1.0) -> Pending:
@@ -394,9 +394,9 @@ class KVStore(KVStoreBase):
         try:
             kind = dtypes.parse(dtype) if isinstance(dtype, str) else np.dtype(cast(Any, dtype))
         except (TypeError, ValueError) as err:
-            raise KVError("empty: %s" % err) from None
+            raise KVError(f"empty: {err}") from None
         if kind != dtypes.BFLOAT16 and kind.name not in dtypes.NAMES:
-            raise KVError("empty: no element type %s; known are %s" % (kind, ", ".join(dtypes.NAMES)))
+            raise KVError(f"empty: no element type {kind}; known are {', '.join(dtypes.NAMES)}")
         try:
             sides = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
             return self._backend.empty(tuple(operator.index(side) for side in sides), kind)
@@ -419,7 +419,7 @@ class KVStore(KVStoreBase):
         if keys is None:
             names = values.keys_of(key)
             if isinstance(key, (list, tuple)) and len(names) < len(key):
-                raise KVError("view: each key once, not %d of %d twice" % (len(key) - len(names), len(key)))
+                raise KVError(f"view: each key once, not {len(key) - len(names)} of {len(key)} twice")
             keys = self._selected(key, [self._record(name) for name in names])
         found = list(self._backend.view(keys)) if keys.records else []
         try:
@@ -567,7 +567,7 @@ class KVStore(KVStoreBase):
         self._ready()
         for given in (lr, wd):
             if not isinstance(given or {}, Mapping):
-                raise KVError("multipliers are a dict of key to number, not %s" % type(given).__name__)
+                raise KVError(f"multipliers are a dict of key to number, not {type(given).__name__}")
         factors = [{values.key_of(key): number for key, number in (given or {}).items()} for given in (lr, wd)]
         self._backend.change_rule(rules.change_of({}, *factors))
 
@@ -584,7 +584,7 @@ class KVStore(KVStoreBase):
         """
         self._ready()
         if updater is not None and not callable(updater):
-            raise KVError("an updater is a function (key, received, stored), not %s" % updater.__class__.__name__)
+            raise KVError(f"an updater is a function (key, received, stored), not {updater.__class__.__name__}")
         self._backend.set_updater(updater)
 
     def set_gradient_compression(self, params: Mapping[str, object], keys: object = None) -> None:
@@ -611,7 +611,7 @@ class KVStore(KVStoreBase):
             KVError: a capability without a name here.
         """
         if capability != "optimizer":
-            raise KVError("no capability %r is known; there is 'optimizer'" % (capability,))
+            raise KVError(f"no capability {capability!r} is known; there is 'optimizer'")
         return True
 
     # States and facts
@@ -775,7 +775,7 @@ class KVStore(KVStoreBase):
         names = [name for name, _ in items]
         # In this thread: libraries have a current device in each.
         self._backend.reducer.prepare(KeyRecord.of(name, 0, value) for name, value in items)
-        return self._together("%s of %s" % (call, named(names)), body, wait, names)
+        return self._together(f"{call} of {named(names)}", body, wait, names)
 
     def _together(self, what: str, body: Callable[[int], None], wait: bool, new: Sequence[Key] = ()) -> Pending:
         """Make a call that all workers make in the same order; `new` are the keys that it initialises."""
@@ -843,7 +843,7 @@ class KVStore(KVStoreBase):
                     record.fit(value, noun)
             except KVError as err:
                 hint = values.list_hint(each, dtypes.name_of(record.dtype)) if record.shape else ""
-                raise KVError("%s%s" % (err, hint)) from None
+                raise KVError(f"{err}{hint}") from None
         return [(record, [_stored_as(record, value) for value in each]) for record, each in items]
 
     def _targets(self, outs: list[tuple[Key, list[DeviceArray]]]) -> list[tuple[KeyRecord, list[DeviceArray]]]:
@@ -945,7 +945,7 @@ def _numbers(priority: int, scale: float = 1.0) -> tuple[int, float]:
     try:
         number = operator.index(priority)
     except TypeError:
-        raise KVError("priority is an int, not %s" % type(priority).__name__) from None
+        raise KVError(f"priority is an int, not {type(priority).__name__}") from None
     try:
         factor = operator.truediv(scale, 1)
     except (TypeError, ValueError):
@@ -960,7 +960,7 @@ def _scalable(records: Iterable[KeyRecord], scale: float) -> None:
     for record in records if scale != 1 else ():
         if not dtypes.is_float(record.dtype):
             raise KVError(
-                "key %r: %s values are pushed with scale 1, not %g" % (record.key, dtypes.name_of(record.dtype), scale)
+                f"key {record.key!r}: {dtypes.name_of(record.dtype)} values are pushed with scale 1, not {scale:g}"
             )
 
 

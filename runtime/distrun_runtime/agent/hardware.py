@@ -178,7 +178,7 @@ class Nvml:
             self._library.nvmlErrorString.restype = self._c.c_char_p
             return str(self._library.nvmlErrorString(code).decode("utf-8", "replace"))
         except AttributeError:
-            return "error %d" % code
+            return f"error {code}"
 
 
 def _of_smi() -> Optional[Dict[str, Any]]:
@@ -264,14 +264,14 @@ def _output(words: List[str]) -> Any:
     try:
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=SMI_S, check=False)
     except OSError as err:
-        return None, "%s: %s" % (words[0], err.strerror)
+        return None, f"{words[0]}: {err.strerror}"
     except subprocess.TimeoutExpired:
-        return None, "%s did not answer within %g s" % (words[0], SMI_S)
+        return None, f"{words[0]} did not answer within {SMI_S:g} s"
     text = done.stdout.decode("utf-8", "replace")
     if done.returncode == 0:
         return text, ""
     said = [line.strip() for line in (done.stderr.decode("utf-8", "replace") or text).splitlines() if line.strip()]
-    return None, said[-1] if said else "%s ended with code %d" % (words[0], done.returncode)
+    return None, said[-1] if said else f"{words[0]} ended with code {done.returncode}"
 
 
 LOOKS = {"disk": disk, "gpus": gpus, "devices": devices, "ps": processes}

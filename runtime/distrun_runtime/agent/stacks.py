@@ -285,7 +285,7 @@ class _Spy:
             self._done((out, ""))
             return
         lines = [line.strip() for line in err.splitlines() if line.strip()]
-        why = "did not answer within %g s" % PY_SPY_S if self._is_late else (lines or ["exit code %s" % code])[0]
+        why = f"did not answer within {PY_SPY_S:g} s" if self._is_late else (lines or [f"exit code {code}"])[0]
         self._done(("", f"{self._program}: {why}"))
 
     def close(self) -> None:

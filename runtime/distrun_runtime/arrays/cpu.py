@@ -58,12 +58,12 @@ class CpuDevice:
     is_gpu = False
 
     def __init__(self, index: int = 0, threads: Threads | None = None, memory: Pool | None = None) -> None:
-        self.name = "cpu:%d" % index
+        self.name = f"cpu:{index}"
         self._threads = threads or Threads()
         self._memory = memory
 
     def __repr__(self) -> str:
-        return "<CpuDevice %s>" % self.name
+        return f"<CpuDevice {self.name}>"
 
     def empty(self, shape: Sequence[int], dtype: DType, *, is_sent: bool = False) -> Array:
         """Return a new array of undefined content; one that is often sent in shared memory, if there is any."""

@@ -37,7 +37,7 @@ def find_folder(env: Mapping[str, str] | None = None, temporary: str | None = No
         found = cache_file.make(KIND, env)
         if os.access(found, os.W_OK | os.X_OK):
             return found
-    path = os.path.join(temporary or tempfile.gettempdir(), "distrun-%s-%d" % (KIND, os.geteuid()))
+    path = os.path.join(temporary or tempfile.gettempdir(), f"distrun-{KIND}-{os.geteuid()}")
     with contextlib.suppress(OSError):
         path = lasting.own(path)
         with contextlib.suppress(FileExistsError):

@@ -199,7 +199,7 @@ class DriverError(Exception):
     """What a Driver raises: CUDA's code, its name and text."""
 
     def __init__(self, code: int, name: str, text: str) -> None:
-        super().__init__("%s: %s" % (name, text))
+        super().__init__(f"{name}: {text}")
         self.code = code
         self.name = name
         self.text = text
@@ -222,13 +222,13 @@ class CudaError(KVError):
         self.text = text
         self.is_sticky = code in STICKY
         """The process cannot use the device any more."""
-        where = "" if device is None else " on gpu:%d" % device
+        where = "" if device is None else f" on gpu:{device}"
         after = (
             "; it may come of an earlier operation, and this process cannot use the GPU any more"
             if self.is_sticky
             else ""
         )
-        super().__init__("%s%s failed: %s (CUDA error %d: %s)%s%s" % (call, where, name, code, text, more, after))
+        super().__init__(f"{call}{where} failed: {name} (CUDA error {code}: {text}){more}{after}")
 
     def again(self) -> CudaError:
         """Return the same error, to be raised once more."""
@@ -238,12 +238,12 @@ class CudaError(KVError):
 
     def about(self, what: str) -> CudaError:
         """Return this error with what the call was for, such as a key, before its message."""
-        self.args = ("%s: %s" % (what, self.args[0]), *self.args[1:])
+        self.args = (f"{what}: {self.args[0]}", *self.args[1:])
         return self
 
     def advising(self, what: str) -> CudaError:
         """Return this error with what to do behind its message."""
-        self.args = ("%s; %s" % (self.args[0], what), *self.args[1:])
+        self.args = (f"{self.args[0]}; {what}", *self.args[1:])
         return self
 
 
@@ -255,7 +255,7 @@ class CudaOutOfMemory(CudaError):
         """Bytes that were asked for."""
         self.free = free
         self.total = total
-        more = "; wanted %d bytes, free are %d of %d" % (wanted, free, total)
+        more = f"; wanted {wanted} bytes, free are {free} of {total}"
         super().__init__(call, device, OUT_OF_MEMORY, name, text, more)
 
 
@@ -268,11 +268,13 @@ class CudaTimedOut(CudaError):
         self.is_sticky = True
         KVError.__init__(
             self,
-            "gpu:%d has not finished its %s after %g s, and this process cannot use the GPU any more. fix: see whether"
-            " 'nvidia-smi' answers on this host, and whether 'dmesg' there has lines with 'Xid', for a GPU that has"
-            " failed; run the script under 'compute-sanitizer' for a kernel that never ends; if the work may take so"
-            " long, raise --op-timeout or DISTRUN_OP_TIMEOUT (a wait for a GPU may take half of it)"
-            % (device, what, waited_s),
+            (
+                f"gpu:{device} has not finished its {what} after {waited_s:g} s, and this process cannot use the"
+                " GPU any more. fix: see whether 'nvidia-smi' answers on this host, and whether 'dmesg' there has"
+                " lines with 'Xid', for a GPU that has failed; run the script under 'compute-sanitizer' for a"
+                " kernel that never ends; if the work may take so long, raise --op-timeout or DISTRUN_OP_TIMEOUT"
+                " (a wait for a GPU may take half of it)"
+            ),
         )
 
     def again(self) -> CudaError:
@@ -287,8 +289,9 @@ class ProgramError(KVError):
 def forked_from(pid: int) -> StoreClosed:
     """Return the error of a process that was forked from one that had opened CUDA."""
     return StoreClosed(
-        "this process was forked from process %d after that one had opened CUDA; CUDA cannot be used here. fix:"
-        " start processes that use a GPU by 'spawn' or 'forkserver', or fork before the store is created" % pid
+        f"this process was forked from process {pid} after that one had opened CUDA; CUDA cannot be used"
+        " here. fix: start processes that use a GPU by 'spawn' or 'forkserver', or fork before the store is"
+        " created"
     )
 
 

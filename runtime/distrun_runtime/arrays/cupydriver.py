@@ -184,9 +184,9 @@ class CupyDriver:
             name=bytes(found["name"]).decode(errors="replace"),
             uuid=bytes(found["uuid"]).hex(),
             memory=int(found["totalGlobalMem"]),
-            architecture="sm_%d%d" % (found["major"], found["minor"]),
+            architecture=f"sm_{int(found['major'])}{int(found['minor'])}",
             processors=int(found["multiProcessorCount"]),
-            bus="%04x:%02x:%02x" % (found["pciDomainID"], found["pciBusID"], found["pciDeviceID"]),
+            bus=f"{found['pciDomainID']:04x}:{found['pciBusID']:02x}:{found['pciDeviceID']:02x}",
         )
 
     def memory(self, device: int) -> tuple[int, int]:
@@ -247,7 +247,7 @@ class CupyDriver:
         try:
             version = "%d.%d" % tuple(self._cupy.cuda.nvrtc.getVersion())
         except Exception as err:  # cupy finds the library when it is first used
-            raise CudaMissing("cupy does not find NVRTC, CUDA's compiler: %s. fix: %s" % (err, INSTALL)) from err
+            raise CudaMissing(f"cupy does not find NVRTC, CUDA's compiler: {err}. fix: {INSTALL}") from err
         with self._told(device):
             code = cubins.kept(
                 self._folder, program.key, architecture, version, lambda: self._compiled(program, device)
@@ -264,7 +264,7 @@ class CupyDriver:
             # Not by RawModule, which adds -ftz=true behind any option: subnormal numbers would become zero.
             code, _ = compiler.compile_using_nvrtc(program.source, OPTIONS, None, cache_in_memory=True)
         except compiler.CompileException as err:
-            raise ProgramError("program %s does not compile for gpu:%d: %s" % (program.name, device, err)) from err
+            raise ProgramError(f"program {program.name} does not compile for gpu:{device}: {err}") from err
         return bytes(code)
 
     def launch(self, loaded: Loaded, kernel: str, arguments: Sequence[Argument], elements: int, stream: Stream) -> None:
@@ -326,25 +326,25 @@ def open_cupy() -> Cuda:
         CudaMissing: cupy, a driver or a GPU is missing.
     """
     if sys.modules.get("cupy") is None and importlib.util.find_spec("cupy") is None:
-        raise CudaMissing("a GPU needs cupy, which is not installed. fix: %s" % INSTALL)
+        raise CudaMissing(f"a GPU needs cupy, which is not installed. fix: {INSTALL}")
     try:
         cupy = importlib.import_module("cupy")
         cuda = Cuda(CupyDriver(cupy))
     except Exception as err:  # an installation can be broken in many ways
-        raise CudaMissing("cupy is installed, but fails: %s: %s. fix: %s" % (type(err).__name__, err, INSTALL)) from err
+        raise CudaMissing(f"cupy is installed, but fails: {type(err).__name__}: {err}. fix: {INSTALL}") from err
     version = str(getattr(cupy, "__version__", "?"))
     try:
         found = cuda.count()
     except CudaError as err:
         if err.code not in (INITIALIZATION, INSUFFICIENT_DRIVER, NO_DEVICE):
             raise
-        found, why = 0, "%s: %s" % (err.name, err.text)
+        found, why = 0, f"{err.name}: {err.text}"
     else:
         why = "it counts none"
     if not found:
         raise CudaMissing(
-            "cupy %s finds no GPU here (%s). fix: see whether 'nvidia-smi' lists one, whether its driver is new enough"
-            " for this cupy, and what CUDA_VISIBLE_DEVICES hides" % (version, why)
+            f"cupy {version} finds no GPU here ({why}). fix: see whether 'nvidia-smi' lists one, whether its"
+            " driver is new enough for this cupy, and what CUDA_VISIBLE_DEVICES hides"
         )
     return cuda
 

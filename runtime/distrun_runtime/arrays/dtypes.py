@@ -67,7 +67,7 @@ def parse(name: str) -> DType:
         ValueError: there is none.
     """
     if name not in NAMES:
-        raise ValueError("no element type %r; known are %s" % (name, ", ".join(NAMES)))
+        raise ValueError(f"no element type {name!r}; known are {', '.join(NAMES)}")
     return BFLOAT16 if name == "bfloat16" else np.dtype(name)
 
 

@@ -41,7 +41,7 @@ def get(name: str, threads: Threads | None = None, memory: Pool | None = None) -
     """
     found = re.fullmatch(r"(?:cpu(?::(\d+))?|(gpu|cuda)(?::(\d+)(?:/(\d+))?)?)", name)
     if found is None:
-        raise KVError("no device %r; there are cpu:0, cpu:1 ... and gpu:0, gpu:1 ..." % (name,))
+        raise KVError(f"no device {name!r}; there are cpu:0, cpu:1 ... and gpu:0, gpu:1 ...")
     if found.group(2) is None:
         return CpuDevice(int(found.group(1) or 0), threads, memory)
     return gpu(int(found.group(3) or 0), None if found.group(4) is None else int(found.group(4)))

@@ -67,7 +67,7 @@ class GpuArray:
         self.nbytes = self.size * dtype.itemsize
 
     def __repr__(self) -> str:
-        return "<GpuArray %s %s on %s>" % (self.shape, self.dtype, self.device.name)
+        return f"<GpuArray {self.shape} {self.dtype} on {self.device.name}>"
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -81,12 +81,12 @@ class GpuArray:
         Raises:
             TypeError: always; `device.host(array)` copies it.
         """
-        raise TypeError("%r is not in the host's memory; its device's host() copies it" % self)
+        raise TypeError(f"{self!r} is not in the host's memory; its device's host() copies it")
 
     def __getitem__(self, run: slice) -> GpuArray:
         """Return consecutive elements of a flat array."""
         if len(self.shape) != 1 or not isinstance(run, slice) or run.step not in (None, 1):
-            raise TypeError("a GpuArray is cut by slices, if it is flat; not %r by %r" % (self.shape, run))
+            raise TypeError(f"a GpuArray is cut by slices, if it is flat; not {self.shape!r} by {run!r}")
         first, last, _ = run.indices(self.size)
         begin = self.begin + first * self.dtype.itemsize
         return GpuArray(self.device, self.memory, begin, (max(0, last - first),), self.dtype)
@@ -214,7 +214,7 @@ class GpuDevice:
         self._loading = threading.Lock()
 
     def __repr__(self) -> str:
-        return "<GpuDevice %s>" % self.name
+        return f"<GpuDevice {self.name}>"
 
     def prepare(self, dtypes: Iterable[DType]) -> None:
         """Have staging, and compile and load what arrays of these dtypes need: seconds, if nothing was compiled."""
@@ -303,7 +303,7 @@ class GpuDevice:
             ValueError: sizes or dtypes do not fit, or a tensor is not here.
         """
         if not all(self._is_here(out) and out.dtype == bucket.dtype for out in outs):
-            raise ValueError("a bucket of %s goes to tensors of this dtype on %s" % (bucket.dtype, self.name))
+            raise ValueError(f"a bucket of {bucket.dtype} goes to tensors of this dtype on {self.name}")
         listed = self._list_of([outs], [Write])
         _check_size(listed.size, bucket)
         kind = programs.kind_of(bucket.dtype)
@@ -691,7 +691,7 @@ def _pieces(nbytes: int) -> list[tuple[int, int]]:
 
 def _check_size(size: int, bucket: GpuArray) -> None:
     if size != bucket.size:
-        raise ValueError("tensors of %d elements, and a bucket of %d" % (size, bucket.size))
+        raise ValueError(f"tensors of {size} elements, and a bucket of {bucket.size}")
 
 
 def _padded(nbytes: int) -> int:

@@ -45,7 +45,7 @@ class Gpus:
         Raises:
             KVError: CUDA sees no such GPU.
         """
-        name = "gpu:%d" % physical if part is None else "gpu:%d/%d" % (physical, part)
+        name = f"gpu:{physical}" if part is None else f"gpu:{physical}/{part}"
         self.order.cuda.check()
         with self._lock:
             is_first = not self._devices
@@ -54,8 +54,7 @@ class Gpus:
                 if not 0 <= physical < count:
                     seen = ("none", "only gpu:0")[count] if count < 2 else "gpu:0 to gpu:%d" % (count - 1)
                     raise KVError(
-                        "no device gpu:%d: this process sees %s (CUDA_VISIBLE_DEVICES may hide others)"
-                        % (physical, seen)
+                        f"no device gpu:{physical}: this process sees {seen} (CUDA_VISIBLE_DEVICES may hide others)"
                     )
                 self._devices[name] = GpuDevice(self.order, physical, name, self.locked, has_peers=self._has_peers)
             device = self._devices[name]

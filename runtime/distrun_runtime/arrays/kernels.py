@@ -242,8 +242,10 @@ def prepare(names: Iterable[str]) -> None:
             error = _prepare(name)
         if error is not None:
             warnings.warn(
-                "numba is installed but cannot be used (%s: %s); compression goes on with numpy, more slowly. fix:"
-                " pip install --upgrade 'distrun[fast]', or uninstall numba" % (type(error).__name__, error),
+                (
+                    f"numba is installed but cannot be used ({type(error).__name__}: {error}); compression goes on"
+                    " with numpy, more slowly. fix: pip install --upgrade 'distrun[fast]', or uninstall numba"
+                ),
                 RuntimeWarning,
                 stacklevel=2,
             )

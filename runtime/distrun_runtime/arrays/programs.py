@@ -56,10 +56,10 @@ class KernelParameter:
     def declaration(self) -> str:
         """Return how C declares it."""
         if self.access is Access.SCALAR:
-            return "%s %s" % (self.kind, self.name)
+            return f"{self.kind} {self.name}"
         if self.access is Access.TABLE:
-            return "const u64 *%s" % self.name
-        return "%s%s *%s" % ("const " if self.access is Access.READ else "", self.kind, self.name)
+            return f"const u64 *{self.name}"
+        return f"{'const ' if self.access is Access.READ else ''}{self.kind} *{self.name}"
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Kernel:
 
     def head(self) -> str:
         """Return how C declares it."""
-        return "KERNEL %s(%s)" % (self.name, ", ".join([*(each.declaration() for each in self.parameters), "i64 n"]))
+        return f"KERNEL {self.name}({', '.join([*(each.declaration() for each in self.parameters), 'i64 n'])})"
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,12 @@ def kind_of(dtype: DType) -> str:
 
 def sum_of(number: int) -> str:
     """Return the name of the kernel that sums so many parts; above `FEW` it takes a table of them."""
-    return "sum%d" % number if number <= FEW else "sum_many"
+    return f"sum{number}" if number <= FEW else "sum_many"
 
 
 def gather_of(number: int) -> str:
     """Return the name of the kernel that sums so many lists of tensors into a bucket."""
-    return "gather%d" % number if number <= FEW else "gather_many"
+    return f"gather{number}" if number <= FEW else "gather_many"
 
 
 @cache
@@ -164,51 +164,51 @@ def sums(parts: str, out: str) -> Program:
     table has the addresses of all first parts, then of all second ones, and so on.
     """
     if (parts, out) not in SUMS:
-        raise ValueError("no sum of %s in %s" % (parts, out))
+        raise ValueError(f"no sum of {parts} in {out}")
     table, number = KernelParameter("table", parts, Access.TABLE), KernelParameter("number", "i64", Access.SCALAR)
     offsets, tensors = KernelParameter("offsets", "i64", Access.READ), KernelParameter("tensors", "i64", Access.SCALAR)
     into, flags = KernelParameter("out", out, Access.WRITE), KernelParameter("wide", "u8", Access.READ)
     functions = []
     for k in range(1, FEW + 1):
-        few, given = "Few<%s, %d>" % (parts, k), [KernelParameter("part%d" % p, parts, Access.READ) for p in range(k)]
+        few, given = f"Few<{parts}, {k}>", [KernelParameter(f"part{p}", parts, Access.READ) for p in range(k)]
         listed = ", ".join(each.name for each in given)
         functions += [
             (
-                Kernel("sum%d" % k, (*given, into)),
-                "    const %s parts = {{%s}};\n    sum_all(parts, out, n);" % (few, listed),
+                Kernel(f"sum{k}", (*given, into)),
+                f"    const {few} parts = {{{{{listed}}}}};\n    sum_all(parts, out, n);",
             ),
             (
-                Kernel("gather%d" % k, (table, offsets, into, tensors)),
-                "    gather_tensors<%s>(table, offsets, out, %d, tensors, n);" % (few, k),
+                Kernel(f"gather{k}", (table, offsets, into, tensors)),
+                f"    gather_tensors<{few}>(table, offsets, out, {k}, tensors, n);",
             ),
         ]
-    many = "Many<%s>" % parts
+    many = f"Many<{parts}>"
     functions += [
         (
             Kernel("sum_many", (table, into, number)),
-            "    const %s parts = {table, number, 1, 0};\n    sum_all(parts, out, n);" % many,
+            f"    const {many} parts = {{table, number, 1, 0}};\n    sum_all(parts, out, n);",
         ),
         (
             Kernel("gather_many", (table, offsets, into, number, tensors)),
-            "    gather_tensors<%s>(table, offsets, out, number, tensors, n);" % many,
+            f"    gather_tensors<{many}>(table, offsets, out, number, tensors, n);",
         ),
     ]
     if parts in ("f16", "bf16"):
-        body = "    const Mixed<%s> parts = {table, wide, number};\n    sum_all(parts, out, n);" % parts
+        body = f"    const Mixed<{parts}> parts = {{table, wide, number}};\n    sum_all(parts, out, n);"
         functions.append((Kernel("sum_mixed", (table, flags, into, number)), body))
     if parts == out:
         work = "i64" if parts.startswith("u") else "f64" if parts == "f64" else "f32"
         array, factor = KernelParameter("array", parts, Access.READ), KernelParameter("factor", work, Access.SCALAR)
-        given_factor = "(%s)factor" % parts if work == "i64" else "factor"
+        given_factor = f"({parts})factor" if work == "i64" else "factor"
         bucket = KernelParameter("bucket", parts, Access.READ)
         functions += [
             (
                 Kernel("scatter", (bucket, offsets, table, tensors)),
                 "    scatter_tensors(bucket, offsets, table, tensors, n);",
             ),
-            (Kernel("scale", (array, factor, into)), "    scale_all(array, %s, out, n);" % given_factor),
+            (Kernel("scale", (array, factor, into)), f"    scale_all(array, {given_factor}, out, n);"),
         ]
-    return program("sums_%s_%s" % (parts, out), functions, helpers=_kernels())
+    return program(f"sums_{parts}_{out}", functions, helpers=_kernels())
 
 
 # Codecs
@@ -276,36 +276,35 @@ def codecs() -> Program:
         add(
             "two_bit_encode" + suffix,
             [values, *changed, quantum, encoded],
-            "encode<%s>(TwoBit<%s>{quantum}, values, %s, payload, n);" % (keeps, keeps, rest),
+            f"encode<{keeps}>(TwoBit<{keeps}>{{quantum}}, values, {rest}, payload, n);",
         )
         add(
             "one_bit_encode" + suffix,
             [values, *changed, *one_bit, encoded],
-            "encode<%s>(OneBit<%s>{threshold, step, is_inclusive != 0}, values, %s, payload, n);"
-            % (keeps, keeps, rest),
+            f"encode<{keeps}>(OneBit<{keeps}>{{threshold, step, is_inclusive != 0}}, values, {rest}, payload, n);",
         )
         add(
             "check_finite" + suffix,
             [values, *looked_at, wrong],
-            "find_not_finite<%s>(values, %s, wrong, n);" % (keeps, rest),
+            f"find_not_finite<{keeps}>(values, {rest}, wrong, n);",
         )
         add(
             "magnitudes" + suffix,
             [values, *looked_at, partial, number],
-            "add_magnitudes<%s>(values, %s, sums, number, n);" % (keeps, rest),
+            f"add_magnitudes<{keeps}>(values, {rest}, sums, number, n);",
         )
     halves, halves_out = KernelParameter("payload", "f16", Access.READ), KernelParameter("payload", "f16", Access.WRITE)
     add("half_encode", [values, halves_out], "const Few<f32, 1> parts = {{values}};\n    sum_all(parts, payload, n);")
     for adds, suffix, out in (("false", "", written), ("true", "_adding", added_to)):
-        add("two_bit_decode" + suffix, [payload, quantum, out], "decode<%s, 2>(payload, quantum, out, n);" % adds)
-        add("one_bit_decode" + suffix, [payload, step, out], "decode<%s, 1>(payload, step, out, n);" % adds)
+        add("two_bit_decode" + suffix, [payload, quantum, out], f"decode<{adds}, 2>(payload, quantum, out, n);")
+        add("one_bit_decode" + suffix, [payload, step, out], f"decode<{adds}, 1>(payload, step, out, n);")
     add("half_decode", [halves, written], "const Few<f16, 1> parts = {{payload}};\n    sum_all(parts, out, n);")
     add("half_decode_adding", [halves, added_to], "half_add(payload, out, n);")
     for suffix, element in (("", "values[i]"), ("_adding", "out[places[i]] + values[i]")):
         add(
             "top_decode" + suffix,
             [KernelParameter("places", "u32", Access.READ), values, added_to],
-            "EACH (i, n)\n        out[places[i]] = %s;" % element,
+            f"EACH (i, n)\n        out[places[i]] = {element};",
         )
     add(
         "count_sizes",
@@ -334,7 +333,7 @@ def codecs() -> Program:
 @lru_cache(maxsize=1)
 def _kernels() -> str:
     """Return what the kernels of sums and codecs call."""
-    return "enum { BINS = %d, TOP_PIECE = %d };\n%s" % (BINS, TOP_PIECE, _text("kernels.c"))
+    return f"enum {{ BINS = {BINS}, TOP_PIECE = {TOP_PIECE} }};\n{_text('kernels.c')}"
 
 
 def _text(file: str) -> str:

@@ -193,7 +193,7 @@ class StreamOrdering:
         queue = mark.queue
         with self.locked():
             if queue.sleeper is None:
-                queue.sleeper = _Sleeper(self.cuda, "distrun-gpu:%d-%s" % (queue.stream.device, queue.what))
+                queue.sleeper = _Sleeper(self.cuda, f"distrun-gpu:{queue.stream.device}-{queue.what}")
         try:
             queue.sleeper.asked(mark.event).result(self.wait_s)
         except TimeoutError:

@@ -275,7 +275,7 @@ class Pool:
             if len(sizes) > len(self._reserved.get(store, ([], 0))[0]):
                 present, left_here = self.size, memory_left()
                 if sum(sum(its) for its, _ in wanted.values()) > (present + left_here) // 2:
-                    self.why_not = "%d bytes of memory are left here" % left_here
+                    self.why_not = f"{left_here} bytes of memory are left here"
                     return False
                 held = [self.empty((each,), np.dtype(np.uint8)) for its, _ in wanted.values() for each in its]
                 is_there = all(each is not None for each in held)
@@ -365,7 +365,7 @@ class Pool:
             try:
                 segment = _made(-(-each // PAGE) * PAGE)
             except OSError as err:
-                self.why_not = "no %d bytes of shared memory: %s" % (each, err.strerror or err)
+                self.why_not = f"no {each} bytes of shared memory: {err.strerror or err}"
                 continue
             if not self._is_inherited:
                 segment.memory.madvise(mmap.MADV_DONTFORK)
@@ -389,9 +389,9 @@ def _made(size: int) -> Segment:
     """
     left = memory_left()
     if size > left // 2:
-        raise OSError(None, "%d bytes of memory are left here" % left)
+        raise OSError(None, f"{left} bytes of memory are left here")
     # The name is for people who read /proc/PID/maps: whose memory it is.
-    fd = os.memfd_create("distrun-%d" % os.getpid(), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create(f"distrun-{os.getpid()}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         # All of it now: a page that is missing later would end the process that touches it.
         os.posix_fallocate(fd, 0, size)
@@ -540,7 +540,7 @@ def _groups_left(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
             # A group's limit holds for those below it.
             for each in (folder, *folder.parents):
                 with contextlib.suppress(OSError, ValueError):
-                    limit, used = (int((each / ("memory.%s" % name)).read_text()) for name in names)
+                    limit, used = (int((each / (f"memory.{name}")).read_text()) for name in names)
                     found.append(max(0, limit - used))
                 if each == top:
                     break

@@ -58,7 +58,7 @@ class Variable(NamedTuple):
 
 
 def _number(value: float) -> str:
-    return "%d" % value if value == int(value) else f"{value:g}"
+    return f"{int(value)}" if value == int(value) else f"{value:g}"
 
 
 _PORT = {"type": INT, "low": 1, "high": 65535}
@@ -627,7 +627,7 @@ def _known(name: str) -> Variable:
 def _default(row: Variable) -> str:
     if row.default in (None, ""):
         return ""
-    return " (default %s)" % (int(row.default) if isinstance(row.default, bool) else row.default)
+    return f" (default {int(row.default) if isinstance(row.default, bool) else row.default})"
 
 
 def _parse(row: Variable, value: str) -> Any:

@@ -195,14 +195,14 @@ def duration(seconds: float) -> str:
     for name, size in [*units, ("h", 3600), ("min", 60), ("s", 1)]:
         count, left = divmod(left, size)
         if count:
-            words.append("%d %s" % (count, name))
+            words.append(f"{count} {name}")
     return " ".join(words)
 
 
 def time_of_day(when: float) -> str:
     """Return the local time of day of a wall clock's seconds, with milliseconds: `14:30:25.299`."""
     # Cut, not rounded: 59.9996 s must not become 60.000.
-    return "%s.%03d" % (time.strftime("%H:%M:%S", time.localtime(when)), int(when % 1 * 1000))
+    return f"{time.strftime('%H:%M:%S', time.localtime(when))}.{int(when % 1 * 1000):03d}"
 
 
 # Lists as a person reads them.

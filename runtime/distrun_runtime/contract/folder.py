@@ -216,7 +216,7 @@ def identity(path: str) -> str:
         found = os.stat(path)
     except OSError:
         return ""
-    return "%d:%d %s" % (found.st_dev, found.st_ino, boot)
+    return f"{found.st_dev}:{found.st_ino} {boot}"
 
 
 def holder(path: str, mark: str) -> str:
@@ -326,7 +326,7 @@ def _user(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
-        return "user %d" % uid
+        return f"user {uid}"
 
 
 def _group(gid: int) -> str:
@@ -343,9 +343,9 @@ def _check_room(path: str, where: str, size: int, files: int) -> None:
     if free < size:
         short.append(f"{_size(free)} free, {_size(size)} needed")
     if info.f_files and info.f_favail < files:  # some file systems count no inodes
-        short.append("%d more files possible, %d needed" % (info.f_favail, files))
+        short.append(f"{info.f_favail} more files possible, {files} needed")
     if short:
-        text = "too little room in {}: {}".format(where, "; ".join(short))
+        text = f"too little room in {where}: {'; '.join(short)}"
         raise FolderUnfit("disk", text, "make room, or leave files out with --sync-exclude")
 
 

@@ -313,7 +313,7 @@ class Secrets:
     __hash__ = None  # type: ignore[assignment]  # it holds a mapping
 
     def __repr__(self) -> str:
-        return "Secrets(token=..., env of {})".format(", ".join(sorted(self.env)))
+        return f"Secrets(token=..., env of {', '.join(sorted(self.env))})"
 
 
 def references(task: Task) -> FrozenSet[str]:
@@ -361,7 +361,7 @@ def from_json(value: Mapping[str, Any]) -> Plan:
         ContractError: another version, or a member that is missing, unknown or of another type.
     """
     if value.get("version") != VERSION:
-        raise ContractError("this is plan version %r; this program knows version %d" % (value.get("version"), VERSION))
+        raise ContractError(f"this is plan version {value.get('version')!r}; this program knows version {VERSION}")
     try:
         members = dict(value)
         members["hosts"] = tuple(Host(**_tuples(host, "ports")) for host in value["hosts"])

@@ -115,7 +115,7 @@ def identity(pid: int) -> Identity:
     """
     for process in table([pid]):
         return process.identity
-    raise ProcessLookupError("no process has the id %d" % pid)
+    raise ProcessLookupError(f"no process has the id {pid}")
 
 
 def pipe_identity(descriptor: int) -> str:
@@ -185,7 +185,7 @@ def environ_of(pid: int) -> Dict[str, str]:
     if is_portable():
         return ps.environs([pid]).get(pid, {})
     try:
-        with open("/proc/%d/environ" % pid, "rb") as file:
+        with open(f"/proc/{pid}/environ", "rb") as file:
             entries = file.read().split(b"\0")
     except OSError:
         return {}
@@ -235,10 +235,10 @@ def command_of(pid: int, limit: int = 200) -> str:
     if is_portable():
         return ps.command(pid)[:limit]
     try:
-        with open("/proc/%d/cmdline" % pid, "rb") as file:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
             words = file.read().replace(b"\0", b" ")
         if not words.strip():
-            with open("/proc/%d/comm" % pid, "rb") as file:
+            with open(f"/proc/{pid}/comm", "rb") as file:
                 words = b"[" + file.read().strip() + b"]"
     except OSError:
         return ""
@@ -325,14 +325,14 @@ def _row_of_proc(name: str) -> Optional[Process]:
         return None
     # The command may hold blanks and brackets: the last bracket ends it (proc(5), /proc/pid/stat).
     fields = text[text.rindex(b")") + 2 :].split()
-    start = "proc:%s:%d" % (boot_id()[:8], int(fields[19]))
+    start = f"proc:{boot_id()[:8]}:{int(fields[19])}"
     return Process(int(name), int(fields[1]), int(fields[2]), int(fields[3]), start, fields[0].decode("ascii"))
 
 
 def _owner(pid: int) -> Optional[int]:
     # Not the owner of /proc/PID: that is root for whatever may not be dumped, an ssh-agent for instance.
     try:
-        with open("/proc/%d/status" % pid, "rb") as file:
+        with open(f"/proc/{pid}/status", "rb") as file:
             words = next((line.split() for line in file if line.startswith(b"Uid:")), [])
     except OSError:
         return None

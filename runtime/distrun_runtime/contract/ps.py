@@ -68,7 +68,7 @@ def _start(words: List[str]) -> str:
     import calendar  # with its locales: only where ps is asked
 
     try:
-        return "ps:%d" % calendar.timegm(time.strptime(" ".join(words), _LSTART))
+        return f"ps:{calendar.timegm(time.strptime(' '.join(words), _LSTART))}"
     except ValueError:
         return ""
 

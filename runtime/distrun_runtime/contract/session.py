@@ -63,7 +63,7 @@ def encode(header: Dict[str, Any], body: bytes = b"") -> bytes:
 def checked(size: int) -> int:
     """Return a body's size. Raises WireError: it is over the limit."""
     if size > BODY_LIMIT:
-        raise WireError("a body of %d bytes is over the limit of %d" % (size, BODY_LIMIT))
+        raise WireError(f"a body of {size} bytes is over the limit of {BODY_LIMIT}")
     return size
 
 
@@ -77,7 +77,7 @@ def head(header: Dict[str, Any]) -> bytes:
         text = re.sub(_HALF_CHARACTER, lambda found: f"\\u{ord(found.group()):04x}", text)
         data = text.encode("utf-8", "surrogateescape")
     if len(data) > HEADER_LIMIT:
-        raise WireError("a frame header of %d bytes is over the limit of %d" % (len(data), HEADER_LIMIT))
+        raise WireError(f"a frame header of {len(data)} bytes is over the limit of {HEADER_LIMIT}")
     return _LENGTH.pack(len(data)) + data
 
 
@@ -119,14 +119,14 @@ class Decoder:
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
             if length > HEADER_LIMIT:
-                raise WireError("a frame header of %d bytes was announced; the limit is %d" % (length, HEADER_LIMIT))
+                raise WireError(f"a frame header of {length} bytes was announced; the limit is {HEADER_LIMIT}")
             start = _LENGTH.size + length
             if len(self._buffer) < start:
                 return
             header = _header(bytes(self._buffer[_LENGTH.size : start]))
             size = header.get("size", 0)
             if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= BODY_LIMIT:
-                raise WireError("frame {!r} announces a body of {!r} bytes".format(header.get("type"), size))
+                raise WireError(f"frame {header.get('type')!r} announces a body of {size!r} bytes")
             if len(self._buffer) < start + size:
                 return
             body = bytes(self._buffer[start : start + size])

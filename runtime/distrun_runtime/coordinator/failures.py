@@ -186,17 +186,17 @@ def task_failed(task: TaskResult) -> Cause:
     """Return the cause that a task is which ended by itself with a code or a signal."""
     code = facts.exit_code(task.code, task.signal)
     where = f"{task.name} on {task.host}"
-    short = "{}: {}".format(where, "exit code %d" % code if task.signal is None else f"signal {task.signal}")
+    short = "{}: {}".format(where, f"exit code {code}" if task.signal is None else f"signal {task.signal}")
     if task.lost_peer:
-        how = "ended with code %d" % code if task.signal is None else f"was ended by signal {task.signal}"
+        how = f"ended with code {code}" if task.signal is None else f"was ended by signal {task.signal}"
         text = f"{where} {how} after it lost {task.lost_peer}"
         short += f" (it lost {task.lost_peer})"
     elif task.signal is not None:
         text = f"{where} was ended by signal {task.signal}"
     elif code in COULD_NOT_RUN and task.reason and not task.own_failure:
-        text = "%s could not run (exit code %d): %s" % (where, code, _one_line(task.reason))
+        text = f"{where} could not run (exit code {code}): {_one_line(task.reason)}"
     else:
-        text = "%s failed with exit code %d" % (where, code)
+        text = f"{where} failed with exit code {code}"
     if task.own_failure:
         text += ": " + _one_line(task.own_failure)
     return _of_task(task, code, text, short)
@@ -304,8 +304,8 @@ def unusable(problems: Sequence[Problem], hosts: int, time: float, first: str) -
         short = f"{first} cannot be used"
         text = f"{short}: {_one_line(detail)}"
     else:
-        short = "%d of %d hosts cannot be used" % (len(problems), hosts)
-        text = "{}: {}".format(short, listed([f"{problem.host} ({problem.kind})" for problem in problems]))
+        short = f"{len(problems)} of {hosts} hosts cannot be used"
+        text = f"{short}: {listed([f'{problem.host} ({problem.kind})' for problem in problems])}"
     # What is said of GPUs, in the hosts file or by --gpus-per-worker, is a mistake as others in what was typed.
     code = facts.EXIT_USAGE if all(problem.kind == gpus.KIND for problem in problems) else facts.EXIT_PREFLIGHT
     return Cause(facts.PREFLIGHT, code, time, text, short, host=first, detail=detail)

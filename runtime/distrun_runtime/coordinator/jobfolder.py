@@ -294,7 +294,7 @@ class JobFolder:
             by = stored.load(path, VERSION).get("by")
         except JobStoreError:  # it is for a message only
             by = KILL
-        return dataclasses.replace(outcome, message="stopped by {}".format(by or KILL))
+        return dataclasses.replace(outcome, message=f"stopped by {by or KILL}")
 
     def bury(self, survivors: Iterable[str], is_gone: bool = False) -> None:
         """Write the end of a lost job whose processes `distrun kill` has ended, but for `survivors`.
@@ -497,7 +497,7 @@ class JobFolder:
         value = stored.load(path, VERSION)
         stored.check(path, value, stored.LAUNCHER)
         if value["pid"] <= 0:
-            raise stored.damaged(path, "pid: expected one from 1, found %d" % value["pid"])
+            raise stored.damaged(path, f"pid: expected one from 1, found {int(value['pid'])}")
         return value
 
     def write_control(self, path: str, login: str = "") -> None:
@@ -632,11 +632,7 @@ def _stopped(task: TaskResult, now: float) -> TaskResult:
 
 def _replace(path: Path, value: Mapping[str, Any], is_synced: bool = False) -> None:
     """Write a file as a whole; `is_synced`: its content and its name are on the disk when this returns."""
-    temporary = "%s.%s.%d.tmp" % (
-        path,
-        socket.gethostname(),
-        os.getpid(),
-    )  # hosts that share the folder have alike pids
+    temporary = f"{path}.{socket.gethostname()}.{os.getpid()}.tmp"  # hosts that share the folder have alike pids
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(_text(value))

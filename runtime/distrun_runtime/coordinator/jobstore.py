@@ -211,7 +211,7 @@ class JobStore:
         if near:
             hint = f"near: {_listed(list(dict.fromkeys(near)))}"
         elif known:
-            hint = "{}: {}".format("there are" if len(known) <= _SHOWN else "the newest", _listed(known))
+            hint = f"{'there are' if len(known) <= _SHOWN else 'the newest'}: {_listed(known)}"
         else:
             hint = f"there are no jobs in {self.jobs}"
         raise NoSuchJob(f"no job {wanted!r}; {hint}")

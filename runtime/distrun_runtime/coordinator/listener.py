@@ -361,7 +361,7 @@ def server_context(pem: bytes) -> ssl.SSLContext:
     with contextlib.ExitStack() as stack:
         if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
             fd = os.memfd_create("certificate")
-            path = "/proc/self/fd/%d" % fd
+            path = f"/proc/self/fd/{fd}"
         else:
             import tempfile
 

@@ -477,7 +477,7 @@ class TaskLog:
             self._rotate(len(data))
             before = self._size
             if self._missing:
-                note = "\n[distrun: %d bytes are missing here: %s]\n" % (self._missing, self.error)
+                note = f"\n[distrun: {self._missing} bytes are missing here: {self.error}]\n"
                 text = note.encode()
                 self._put(text)
                 self._missing = 0

@@ -67,7 +67,7 @@ def several(kind: MemberType) -> MemberType:
 
 def one_of(*words: str) -> MemberType:
     """Return the kind of a word among `words`."""
-    return MemberType("one of {}".format(", ".join(words)), lambda value: isinstance(value, str) and value in words)
+    return MemberType(f"one of {', '.join(words)}", lambda value: isinstance(value, str) and value in words)
 
 
 TEXT = MemberType("a text", _is_text)
@@ -183,7 +183,7 @@ def load(path: Path, version: int) -> Dict[str, Any]:
         with opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size > SIZE_LIMIT:
-                raise damaged(path, "it has %d bytes" % size)
+                raise damaged(path, f"it has {size} bytes")
             value = json.loads(file.read().decode("utf-8"))
     except JobStoreError:
         raise
@@ -196,7 +196,7 @@ def load(path: Path, version: int) -> Dict[str, Any]:
         raise damaged(path, f"expected an object, found {reprlib.repr(value)}")
     if value.get("version") != version or isinstance(value["version"], bool):
         found = reprlib.repr(value.get("version"))
-        raise JobStoreError("%s has version %s; this program knows version %d" % (path, found, version))
+        raise JobStoreError(f"{path} has version {found}; this program knows version {version}")
     return value
 
 
@@ -207,9 +207,7 @@ def check(path: Path, value: Any, members: Members, where: str = "") -> None:
         JobStoreError: one is missing, or not of its kind.
     """
     if not isinstance(value, dict):
-        raise damaged(
-            path, "{}: expected an object, found {}".format(where.rstrip(".") or "all of it", reprlib.repr(value))
-        )
+        raise damaged(path, f"{where.rstrip('.') or 'all of it'}: expected an object, found {reprlib.repr(value)}")
     for name, kind in members.items():
         if name not in value:
             raise damaged(path, f"{where}{name} is missing")
@@ -224,9 +222,9 @@ def check_list(path: Path, value: Mapping[str, Any], name: str, members: Members
         raise damaged(path, f"{name}: expected a list, found {reprlib.repr(value.get(name))}")
     seen = set()
     for number, each in enumerate(value[name]):
-        check(path, each, members, "%s[%d]." % (name, number))
+        check(path, each, members, f"{name}[{number}].")
         if each["name"] in seen:
-            raise damaged(path, "%s[%d].name: %s is there twice" % (name, number, each["name"]))
+            raise damaged(path, f"{name}[{number}].name: {each['name']} is there twice")
         seen.add(each["name"])
 
 
@@ -238,7 +236,7 @@ def check_plan(path: Path, value: Mapping[str, Any]) -> None:
     hosts = {host["name"] for host in value["hosts"]}
     stray = [task["name"] for task in value["tasks"] if task["host"] not in hosts]
     if not hosts or stray:
-        raise damaged(path, "no host %s" % ("is there" if not hosts else f"of hosts has task {stray[0]}"))
+        raise damaged(path, f"no host {('is there' if not hosts else f'of hosts has task {stray[0]}')}")
     limits = value.get("limits")
     if not isinstance(limits, dict) or not all(
         each is None or (_is_number(each) and each >= 0) for each in limits.values()

@@ -195,7 +195,7 @@ class JobStopSequence:
     def _survive(self, host: HostState) -> None:
         for task in self._roster.on_host(host.name):
             if not task.is_over:
-                self._roster.survivors.append("{} (pid {}) on {}".format(task.name, task.pid or "unknown", host.name))
+                self._roster.survivors.append(f"{task.name} (pid {task.pid or 'unknown'}) on {host.name}")
         if host.greeted:
             self._roster.survivors.append(f"the agent on {host.name}")
 
@@ -335,7 +335,7 @@ class Supervisor:
         host = self.roster.hosts[event.host]
         version = event.facts.get("version")
         if version != session.VERSION:
-            why = "its agent speaks protocol version %r, this program %d" % (version, session.VERSION)
+            why = f"its agent speaks protocol version {version!r}, this program {session.VERSION}"
             fix = "use one release of distrun everywhere"
             self._on_start_failed(messages.StartFailed(event.host, why, event.arrived, True, "protocol", fix))
             return
@@ -510,7 +510,7 @@ class Supervisor:
         host = self.roster.hosts[event.host]
         host.cleared = host.told_to_stop
         for pid, command in event.left:
-            text = "pid %d (%s) on %s" % (pid, command, event.host)
+            text = f"pid {pid} ({command}) on {event.host}"
             if text not in self.roster.survivors:
                 self.roster.survivors.append(text)
 
@@ -592,9 +592,7 @@ class Supervisor:
             self.roster.change(event.task, own_failure=why, reason=why)
             self._analysis.note_failing(event.task, time)
         elif event.values.get("told"):
-            self.roster.change(
-                event.task, reason="it was asked to end by {}, not by distrun".format(event.values["told"])
-            )
+            self.roster.change(event.task, reason=f"it was asked to end by {event.values['told']}, not by distrun")
 
     def _on_output(self, event: messages.Output) -> None:
         self.roster.received(event)

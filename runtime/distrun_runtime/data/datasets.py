@@ -42,7 +42,7 @@ CIFAR10_SHAPE = (3, 32, 32)
 
 CIFAR10_BYTES = 1 + 3 * 32 * 32
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-CIFAR10_NAMES = {True: tuple("data_batch_%d.bin" % i for i in range(1, 6)), False: ("test_batch.bin",)}
+CIFAR10_NAMES = {True: tuple(f"data_batch_{i}.bin" for i in range(1, 6)), False: ("test_batch.bin",)}
 
 
 def read_idx(path: str | os.PathLike[str]) -> NDArray[Any]:
@@ -55,21 +55,21 @@ def read_idx(path: str | os.PathLike[str]) -> NDArray[Any]:
     content = _decompressed(path)
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in IDX_DTYPES:
         raise DataError(
-            "%s, offset 0: expected the head of an idx file (0, 0, a type code of %s), found %s"
-            % (os.fspath(path), ", ".join("%#04x" % code for code in IDX_DTYPES), content[:4].hex(" ") or "nothing")
+            f"{os.fspath(path)}, offset 0: expected the head of an idx file (0, 0, a type code of"
+            f" {', '.join('%#04x' % code for code in IDX_DTYPES)}), found {content[:4].hex(' ') or 'nothing'}"
         )
     dtype, axes = np.dtype(IDX_DTYPES[content[2]]), content[3]
     begin = 4 + 4 * axes
     if len(content) < begin:
         raise DataError(
-            "%s, offset 4: expected %d sizes of 4 bytes, found %d bytes" % (os.fspath(path), axes, len(content) - 4)
+            f"{os.fspath(path)}, offset 4: expected {axes} sizes of 4 bytes, found {len(content) - 4} bytes"
         )
-    shape = struct.unpack_from(">%dI" % axes, content, 4)
+    shape = struct.unpack_from(f">{axes}I", content, 4)
     expected = math.prod(shape) * dtype.itemsize
     if len(content) != begin + expected:
         raise DataError(
-            "%s, offset %d: expected %d bytes of elements for shape %s, found %d"
-            % (os.fspath(path), begin, expected, shape, len(content) - begin)
+            f"{os.fspath(path)}, offset {begin}: expected {expected} bytes of elements for shape {shape},"
+            f" found {len(content) - begin}"
         )
     array = np.frombuffer(content, dtype, offset=begin).reshape(shape)
     return array.astype(dtype.newbyteorder("="), copy=False)
@@ -107,8 +107,8 @@ class MNIST:
         self._images, self._labels = _idx_bytes(images, 3), _idx_bytes(labels, 1)
         if len(self._images) != len(self._labels):
             raise DataError(
-                "%s, offset 4: expected as many labels as there are images in %s, %d, found %d"
-                % (os.fspath(labels), os.fspath(images), len(self._images), len(self._labels))
+                f"{os.fspath(labels)}, offset 4: expected as many labels as there are images in"
+                f" {os.fspath(images)}, {len(self._images)}, found {len(self._labels)}"
             )
         self._shape = (-1,) if flat else (1, *self._images.shape[1:])
 
@@ -135,8 +135,8 @@ def _decompressed(path: str | os.PathLike[str]) -> bytes:
         return gzip.decompress(content)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(
-            "%s, offset 0: expected a whole gzip file, found a damaged one of %d bytes (%s)"
-            % (os.fspath(path), len(content), error)
+            f"{os.fspath(path)}, offset 0: expected a whole gzip file, found a damaged one of {len(content)}"
+            f" bytes ({error})"
         ) from error
 
 
@@ -144,8 +144,7 @@ def _idx_bytes(path: str | os.PathLike[str], axes: int) -> NDArray[np.uint8]:
     array = read_idx(path)
     if array.dtype != np.uint8 or array.ndim != axes:
         raise DataError(
-            "%s, offset 2: expected bytes along %d axes, found %s along %d"
-            % (os.fspath(path), axes, array.dtype, array.ndim)
+            f"{os.fspath(path)}, offset 2: expected bytes along {axes} axes, found {array.dtype} along {array.ndim}"
         )
     return array
 
@@ -155,7 +154,7 @@ def _mnist_file(folder: Path, names: list[str]) -> Path:
         for path in (folder / name, folder / (name + ".gz")):
             if path.is_file():
                 return path
-    raise FileNotFoundError("there is no %s (nor with .gz) in %s" % (" or ".join(names), folder))
+    raise FileNotFoundError(f"there is no {' or '.join(names)} (nor with .gz) in {folder}")
 
 
 def cifar10_files(folder: str | os.PathLike[str], train: bool = True) -> list[Path]:
@@ -168,7 +167,7 @@ def cifar10_files(folder: str | os.PathLike[str], train: bool = True) -> list[Pa
     place = inner if inner.is_dir() else Path(folder)
     for name in CIFAR10_NAMES[train]:
         if not (place / name).is_file():
-            raise FileNotFoundError("there is no %s in %s (the binary version of CIFAR-10)" % (name, place))
+            raise FileNotFoundError(f"there is no {name} in {place} (the binary version of CIFAR-10)")
     return [place / name for name in CIFAR10_NAMES[train]]
 
 
@@ -187,7 +186,7 @@ class CIFAR10:
 
     def __init__(self, files: Sequence[str | os.PathLike[str]]) -> None:
         if isinstance(files, (str, os.PathLike)) or not len(files):
-            raise TypeError("files is a list of paths, as cifar10_files gives it, not %r" % (files,))
+            raise TypeError(f"files is a list of paths, as cifar10_files gives it, not {files!r}")
         records = np.concatenate([_cifar10_records(path) for path in files])
         self._labels = records[:, 0].astype(np.int64)
         self._images = records[:, 1:].reshape((-1, *CIFAR10_SHAPE))
@@ -210,20 +209,15 @@ def _cifar10_records(path: str | os.PathLike[str]) -> NDArray[np.uint8]:
     content = np.fromfile(local_path(path), np.uint8)
     if not len(content) or len(content) % CIFAR10_BYTES:
         raise DataError(
-            "%s, offset %d: expected records of %d bytes, found %d bytes after the last"
-            % (
-                os.fspath(path),
-                len(content) // CIFAR10_BYTES * CIFAR10_BYTES,
-                CIFAR10_BYTES,
-                len(content) % CIFAR10_BYTES,
-            )
+            f"{os.fspath(path)}, offset {len(content) // CIFAR10_BYTES * CIFAR10_BYTES}: expected records of"
+            f" {CIFAR10_BYTES} bytes, found {len(content) % CIFAR10_BYTES} bytes after the last"
         )
     records = content.reshape(-1, CIFAR10_BYTES)
     wrong = np.flatnonzero(records[:, 0] >= len(CIFAR10_CLASSES))
     if len(wrong):
         raise DataError(
-            "%s, offset %d: expected a label from 0 to 9, found %d"
-            % (os.fspath(path), wrong[0] * CIFAR10_BYTES, records[wrong[0], 0])
+            f"{os.fspath(path)}, offset {wrong[0] * CIFAR10_BYTES}: expected a label from 0 to 9, found"
+            f" {records[wrong[0], 0]}"
         )
     return records
 
@@ -248,14 +242,12 @@ def pack_image(header: IRHeader, image: NDArray[np.uint8], *, quality: int = 95,
     """
     shape, dtype = getattr(image, "shape", None), getattr(image, "dtype", type(image).__name__)
     if dtype != np.uint8 or shape is None or len(shape) not in (2, 3) or shape[2:] not in ((), (3,)):
-        raise ValueError(
-            "expected an image of bytes, (rows, columns, 3) or (rows, columns), found %s %s" % (dtype, shape)
-        )
+        raise ValueError(f"expected an image of bytes, (rows, columns, 3) or (rows, columns), found {dtype} {shape}")
     written = io.BytesIO()
     try:
         _pillow().fromarray(image).save(written, form, quality=quality)
     except KeyError:
-        raise ValueError("%r is not a format that Pillow writes; JPEG and PNG are" % form) from None
+        raise ValueError(f"{form!r} is not a format that Pillow writes; JPEG and PNG are") from None
     return pack(header, written.getvalue())
 
 
@@ -303,7 +295,7 @@ class ImageRecords:
         if not isinstance(records, RecordFile):
             raise TypeError("records is a RecordFile, not %.60r; RecordFile(path) opens one" % (records,))
         if not isinstance(shape, (tuple, list)) or len(shape) != 3 or shape[0] != 3:
-            raise ValueError("expected a shape (3, rows, columns), found %s" % (shape,))
+            raise ValueError(f"expected a shape (3, rows, columns), found {shape}")
         self.records = records
         self._shape = (3, whole(shape[1], "rows", least=1), whole(shape[2], "columns", least=1))
         self._resize, self._label_width = whole(resize, "resize", least=0), whole(label_width, "label_width", least=1)
@@ -354,14 +346,14 @@ class ImageRecords:
                 data[i] = self._example(_decode(content), position)
             except DataError as error:
                 place = int(self.records.offsets[position])
-                raise DataError("%s, record at offset %d: %s" % (self.records.path, place, error)) from error
+                raise DataError(f"{self.records.path}, record at offset {place}: {error}") from error
         return data, label[:, 0] if self._label_width == 1 else label
 
     def _labels(self, header: IRHeader) -> Any:
         """Return the labels of an image, as many as there have to be."""
         found = header.flag or 1
         if found != self._label_width:
-            raise DataError("expected %d labels, found %d" % (self._label_width, found))
+            raise DataError(f"expected {self._label_width} labels, found {found}")
         return header.label
 
     def _chance(self, position: int) -> np.random.Generator:
@@ -421,7 +413,7 @@ def _decode(content: bytes) -> Image:
         image: Image = _pillow().open(io.BytesIO(content)).convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:
         raise DataError(
-            "expected an image that Pillow can read, found %d bytes beginning %s (%s)"
-            % (len(content), content[:4].hex(" ") or "with nothing", error)
+            f"expected an image that Pillow can read, found {len(content)} bytes beginning"
+            f" {content[:4].hex(' ') or 'with nothing'} ({error})"
         ) from error
     return image

@@ -62,7 +62,7 @@ class Arrays:
                 text = "%s of a data set is an array (n, ...), not a %s; np.asarray makes one"
                 raise TypeError(text % (name, type(array).__name__))
         if len(self.data) != len(self.label):
-            raise ValueError("%d examples, but %d labels" % (len(self.data), len(self.label)))
+            raise ValueError(f"{len(self.data)} examples, but {len(self.label)} labels")
 
     def __len__(self) -> int:
         return len(self.data)
@@ -122,18 +122,19 @@ class Reader:
     ) -> None:
         if not isinstance(dataset, Dataset):
             raise TypeError(
-                "a %s is no data set: that has __len__ and read(positions), and Arrays(data, label) makes one of two"
-                " arrays; a torch data set goes into a DataLoader with a SplitSampler" % type(dataset).__name__
+                f"a {type(dataset).__name__} is no data set: that has __len__ and read(positions), and"
+                " Arrays(data, label) makes one of two arrays; a torch data set goes into a DataLoader with a"
+                " SplitSampler"
             )
         batch_size = whole(batch_size, "batch_size")
         if batch_size < 1:
-            raise ValueError("expected a batch_size of at least 1, found %d" % batch_size)
+            raise ValueError(f"expected a batch_size of at least 1, found {batch_size}")
         if last_batch not in ("keep", "discard"):
-            raise ValueError("unknown last_batch %r; known are keep and discard" % last_batch)
+            raise ValueError(f"unknown last_batch {last_batch!r}; known are keep and discard")
         if by not in ("count", "bytes"):
-            raise ValueError("unknown way to cut, by=%r; known are count and bytes" % by)
+            raise ValueError(f"unknown way to cut, by={by!r}; known are count and bytes")
         if shuffle not in (False, True, "global"):
-            raise ValueError("unknown shuffle %r; known are False, True and 'global'" % (shuffle,))
+            raise ValueError(f"unknown shuffle {shuffle!r}; known are False, True and 'global'")
         is_global = shuffle == "global"
         if is_global and by == "bytes":
             raise ValueError("a file that is cut by='bytes' cannot be shuffled as a whole; cut it by='count'")
@@ -141,10 +142,10 @@ class Reader:
             raise ValueError("shuffle='global' needs a seed, the same on all workers, such as seed=0")
         if by == "bytes":
             if not isinstance(dataset, Cuttable):
-                raise ValueError("%s is not a file of records; cut it by='count'" % type(dataset).__name__)
+                raise ValueError(f"{type(dataset).__name__} is not a file of records; cut it by='count'")
             dataset = dataset.cut(num_parts, part_index)
             if not len(dataset):
-                raise ValueError("no record begins in part %d of %d; use fewer parts" % (part_index, num_parts))
+                raise ValueError(f"no record begins in part {part_index} of {num_parts}; use fewer parts")
             num_parts, part_index = 1, 0
         # A data set that counts epochs is copied: another reader of it does not change this one's random numbers.
         self._dataset = copy.copy(dataset) if isinstance(dataset, HasEpochs) else dataset
@@ -153,7 +154,7 @@ class Reader:
         self._batch_size = batch_size
         self._discard = last_batch == "discard"
         if not self._batches():
-            raise ValueError("the part's %d examples are less than a batch of %d" % (self.num_examples, batch_size))
+            raise ValueError(f"the part's {self.num_examples} examples are less than a batch of {batch_size}")
         self._epochs = Epochs(_Passes(self._pass), epoch_size)
 
     def set_epoch(self, epoch: int) -> None:

@@ -72,7 +72,7 @@ def pack(header: IRHeader, content: bytes) -> bytes:
         ValueError: an id that is not a whole number of 8 bytes.
     """
     if not isinstance(header, IRHeader):
-        raise TypeError("pack: expected an IRHeader(flag, label, id, id2), found %s" % type(header).__name__)
+        raise TypeError(f"pack: expected an IRHeader(flag, label, id, id2), found {type(header).__name__}")
     _need_bytes("pack", content)
     _need_id("id", header.id)
     _need_id("id2", header.id2)
@@ -89,15 +89,13 @@ def unpack(record: bytes) -> tuple[IRHeader, bytes]:
         DataError: the record is too short for its header.
     """
     if len(record) < _IMAGE_HEAD.size:
-        raise DataError(
-            "offset 0 of the record: expected a header of %d bytes, found %d" % (_IMAGE_HEAD.size, len(record))
-        )
+        raise DataError(f"offset 0 of the record: expected a header of {_IMAGE_HEAD.size} bytes, found {len(record)}")
     header = IRHeader(*_IMAGE_HEAD.unpack_from(record))
     begin = _IMAGE_HEAD.size + 4 * header.flag
     if len(record) < begin:
         raise DataError(
-            "offset %d of the record: expected %d labels of 4 bytes, found %d bytes"
-            % (_IMAGE_HEAD.size, header.flag, len(record) - _IMAGE_HEAD.size)
+            f"offset {_IMAGE_HEAD.size} of the record: expected {header.flag} labels of 4 bytes, found"
+            f" {len(record) - _IMAGE_HEAD.size} bytes"
         )
     if header.flag:
         labels = np.frombuffer(record, "<f4", header.flag, _IMAGE_HEAD.size).astype(np.float32)
@@ -114,7 +112,7 @@ def encode(record: bytes) -> bytes:
     """
     _need_bytes("record", record)
     if len(record) >= LIMIT_BYTES:
-        raise ValueError("a record of %d bytes is not below the format's %d" % (len(record), LIMIT_BYTES))
+        raise ValueError(f"a record of {len(record)} bytes is not below the format's {LIMIT_BYTES}")
     cuts = list(_magics(record))
     begins = [0] + [cut + 4 for cut in cuts]
     ends = [*cuts, len(record)]
@@ -188,7 +186,7 @@ class RecordFile:
         """
         num_parts, part_index = whole(num_parts, "num_parts"), whole(part_index, "part_index")
         if not 0 <= part_index < num_parts:
-            raise ValueError("expected 0 <= part_index < num_parts, found part %d of %d" % (part_index, num_parts))
+            raise ValueError(f"expected 0 <= part_index < num_parts, found part {part_index} of {num_parts}")
         run = -(-(self._end - self._begin) // num_parts)
         run += -run % 4
         cuts = (min(self._begin + run * i, self._end) for i in (part_index, part_index + 1))
@@ -219,7 +217,7 @@ class RecordFile:
             flag, length = self._head(offset)
             expected = (MIDDLE, LAST) if parts else (WHOLE, FIRST)
             if flag not in expected:
-                raise self._damage(offset + 4, "a part with flag %d or %d" % expected, "flag %d" % flag)
+                raise self._damage(offset + 4, "a part with flag %d or %d" % expected, f"flag {flag}")
             begin = offset + _HEAD.size
             offset = begin + length + -length % 4
             if offset > self._size:
@@ -231,14 +229,14 @@ class RecordFile:
     def _head(self, offset: int) -> tuple[int, int]:
         """Return flag and length of the part at an offset."""
         if not 0 <= offset <= self._size - _HEAD.size:
-            raise self._damage(offset, "a record's head of %d bytes" % _HEAD.size, "%d" % max(0, self._size - offset))
+            raise self._damage(offset, f"a record's head of {_HEAD.size} bytes", f"{max(0, self._size - offset)}")
         magic, word = _HEAD.unpack_from(self._map, offset)
         if magic != MAGIC:
             raise self._damage(offset, "the magic number %#010x" % MAGIC, "%#010x" % magic)
         return word >> 29, word & (LIMIT_BYTES - 1)
 
     def _damage(self, offset: int, expected: str, found: str) -> DataError:
-        return DataError("%s, offset %d: expected %s, found %s" % (self.path, offset, expected, found))
+        return DataError(f"{self.path}, offset {offset}: expected {expected}, found {found}")
 
 
 class RecordWriter:
@@ -262,7 +260,7 @@ class RecordWriter:
         offset = self._file.tell()
         self._file.write(encode(record))
         if self._index is not None:
-            self._index.write("%d\t%d\n" % (self._count if key is None else key, offset))
+            self._index.write(f"{self._count if key is None else key}\t{offset}\n")
         self._count += 1
         return offset
 
@@ -283,12 +281,12 @@ class RecordWriter:
 
 def _need_bytes(what: str, content: object) -> None:
     if not isinstance(content, (bytes, bytearray, memoryview)):
-        raise TypeError("%s: expected bytes, found %s" % (what, type(content).__name__))
+        raise TypeError(f"{what}: expected bytes, found {type(content).__name__}")
 
 
 def _need_id(what: str, number: object) -> None:
     if not isinstance(number, numbers.Integral) or not 0 <= int(number) < 1 << 64:
-        raise ValueError("%s is a whole number from 0 to 2**64 - 1, not %r" % (what, number))
+        raise ValueError(f"{what} is a whole number from 0 to 2**64 - 1, not {number!r}")
 
 
 def _magics(record: bytes) -> Iterator[int]:

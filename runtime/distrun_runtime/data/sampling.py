@@ -46,15 +46,13 @@ def part(length: int, num_parts: int, part_index: int, remainder: str) -> Positi
     length, num_parts = whole(length, "length", "give len(dataset)"), whole(num_parts, "num_parts")
     part_index = whole(part_index, "part_index")
     if num_parts < 1 or not 0 <= part_index < num_parts:
-        raise ValueError("expected 0 <= part_index < num_parts, found part %d of %d" % (part_index, num_parts))
+        raise ValueError(f"expected 0 <= part_index < num_parts, found part {part_index} of {num_parts}")
     if remainder not in REMAINDERS:
-        raise ValueError("unknown remainder %r; known are %s" % (remainder, ", ".join(REMAINDERS)))
+        raise ValueError(f"unknown remainder {remainder!r}; known are {', '.join(REMAINDERS)}")
     if length < 1:
         raise ValueError("a data set without examples has no parts")
     if length < num_parts and remainder in ("drop", "spread"):
-        raise ValueError(
-            "%d examples are too few for %d parts; use fewer parts, or remainder='wrap'" % (length, num_parts)
-        )
+        raise ValueError(f"{length} examples are too few for {num_parts} parts; use fewer parts, or remainder='wrap'")
     most = -(-length // num_parts)
     if remainder == "drop":
         return np.arange(length // num_parts, dtype=np.int64) + length // num_parts * part_index
@@ -216,14 +214,14 @@ def epoch_size(num_examples: int, batch_size: int, num_workers: int = 1) -> int:
     num_workers = whole(num_workers, "num_workers")
     if min(num_examples, batch_size, num_workers) < 1:
         raise ValueError(
-            "expected numbers of at least 1, found num_examples=%d batch_size=%d num_workers=%d"
-            % (num_examples, batch_size, num_workers)
+            f"expected numbers of at least 1, found num_examples={num_examples} batch_size={batch_size}"
+            f" num_workers={num_workers}"
         )
     size = num_examples // (batch_size * num_workers)
     if not size:
         raise ValueError(
-            "%d examples are not one batch of %d for each of %d workers; use a smaller batch size"
-            % (num_examples, batch_size, num_workers)
+            f"{num_examples} examples are not one batch of {batch_size} for each of {num_workers}"
+            " workers; use a smaller batch size"
         )
     return size
 
@@ -258,7 +256,7 @@ class Epochs(Generic[Item]):
         self.size = None if size is None else whole(size, "epoch_size", hint)
         """Batches in an epoch; None: those of one iteration of the data."""
         if self.size is not None and self.size < 1:
-            raise ValueError("expected an epoch of at least 1 batch, found %d" % self.size)
+            raise ValueError(f"expected an epoch of at least 1 batch, found {self.size}")
         if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
             raise TypeError("data is what can be iterated, batch by batch, not %.60r" % (data,))
         self._data = data
@@ -278,8 +276,9 @@ class Epochs(Generic[Item]):
         for batch in self._rest:
             return batch
         raise ValueError(
-            "the data, a %s, gives no batch when it is started; an epoch of %s batches needs data that can be iterated"
-            " again and again: a list or a reader, not a generator" % (type(self._data).__name__, self.size)
+            f"the data, a {type(self._data).__name__}, gives no batch when it is started; an epoch of"
+            f" {self.size} batches needs data that can be iterated again and again: a list or a reader, not a"
+            " generator"
         )
 
 
@@ -320,13 +319,14 @@ def split_data(data: Data, num_slice: int, batch_axis: int = 0, even_split: bool
     """
     num_slice = whole(num_slice, "num_slice")
     if num_slice < 1:
-        raise ValueError("expected at least 1 slice, found %d" % num_slice)
+        raise ValueError(f"expected at least 1 slice, found {num_slice}")
     size = _size(data, batch_axis)
     each, extra = divmod(size, num_slice)
     if even_split and extra:
         raise ValueError(
-            "data of shape %s has %d examples along axis %d, which %d slices do not divide; use a batch size that is a"
-            " multiple of %d, or even_split=False" % (tuple(data.shape), size, batch_axis, num_slice, num_slice)
+            f"data of shape {tuple(data.shape)} has {size} examples along axis {batch_axis}, which"
+            f" {num_slice} slices do not divide; use a batch size that is a multiple of {num_slice}, or"
+            " even_split=False"
         )
     sizes = [each + 1] * extra + [each] * (num_slice - extra)
     ends = [sum(sizes[: i + 1]) for i in range(num_slice)]
@@ -359,7 +359,7 @@ def split_and_load(
     if not len(devices):
         raise ValueError("expected at least one device to load on, found none")
     if work_load_list is not None and len(work_load_list) != len(devices):
-        raise ValueError("%d shares in work_load_list for %d devices" % (len(work_load_list), len(devices)))
+        raise ValueError(f"{len(work_load_list)} shares in work_load_list for {len(devices)} devices")
     if len(devices) == 1:
         parts = [data]
     elif work_load_list is None:
@@ -392,9 +392,7 @@ def split_input_slice(batch_size: int, work_load_list: Sequence[float]) -> list[
     for count in counts:
         begin, end = end, min(end + count, batch_size)
         if begin >= end:
-            raise ValueError(
-                "Too many slices. Some splits are empty: a batch of %d for shares %s" % (batch_size, shares)
-            )
+            raise ValueError(f"Too many slices. Some splits are empty: a batch of {batch_size} for shares {shares}")
         slices.append(slice(begin, end))
     return slices
 
@@ -405,16 +403,16 @@ def _shares(given: object) -> list[float]:
         raise TypeError("shares of the work are a list of numbers, not %.60r" % (given,))
     shares = list(given)
     if not shares or not all(isinstance(share, numbers.Real) and 0 < float(share) < math.inf for share in shares):
-        raise ValueError("expected shares above 0, found %s" % shares)
+        raise ValueError(f"expected shares above 0, found {shares}")
     return shares
 
 
 def _size(data: Sliceable, axis: int) -> int:
     if not hasattr(data, "shape"):
-        raise TypeError("data is an array or a tensor, not a %s; np.asarray makes one" % type(data).__name__)
+        raise TypeError(f"data is an array or a tensor, not a {type(data).__name__}; np.asarray makes one")
     axis = whole(axis, "batch_axis")
     if not -len(data.shape) <= axis < len(data.shape):
-        raise IndexError("data of shape %s has no axis %d" % (tuple(data.shape), axis))
+        raise IndexError(f"data of shape {tuple(data.shape)} has no axis {axis}")
     return int(data.shape[axis])
 
 
@@ -432,8 +430,8 @@ def _load(part: Data, device: Any) -> Data:
         return loaded
     if str(device) != "cpu":
         raise ValueError(
-            "a %s lives in host memory and cannot be loaded on %r; give a torch tensor, or device 'cpu'"
-            % (type(part).__name__, device)
+            f"a {type(part).__name__} lives in host memory and cannot be loaded on {device!r}; give a torch"
+            " tensor, or device 'cpu'"
         )
     return part
 
@@ -455,5 +453,5 @@ def whole(value: object, name: str, hint: str = "", *, least: int | None = None)
     except TypeError:
         raise TypeError("%s is a whole number, not %.60r%s" % (name, value, hint and "; " + hint)) from None
     if least is not None and number < least:
-        raise ValueError("%s is a number from %d, not %d" % (name, least, number))
+        raise ValueError(f"{name} is a number from {least}, not {number}")
     return number

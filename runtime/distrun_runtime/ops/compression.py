@@ -73,9 +73,9 @@ class Knob:
         """Return what values are right, in words."""
         bounds = []
         if self.above > -math.inf:
-            bounds.append("above %g" % self.above)
+            bounds.append(f"above {self.above:g}")
         if self.most < math.inf:
-            bounds.append("at most %g" % self.most)
+            bounds.append(f"at most {self.most:g}")
         return " ".join(["a finite number (float32)", " and ".join(bounds)]).strip()
 
 
@@ -108,14 +108,14 @@ class Codec(ABC):
         for name in params:
             if name not in self.knobs:
                 has = ", ".join(sorted(self.knobs)) or "none"
-                raise KVError("compression %r has no parameter %r; it has %s" % (self.name, name, has))
+                raise KVError(f"compression {self.name!r} has no parameter {name!r}; it has {has}")
         result = {}
         for name, knob in self.knobs.items():
             value = params.get(name, knob.default)
             try:
                 result[name] = knob.read(value)
             except (ValueError, OverflowError):
-                raise KVError("compression %r: %s=%r: expected %s" % (self.name, name, value, knob.text())) from None
+                raise KVError(f"compression {self.name!r}: {name}={value!r}: expected {knob.text()}") from None
         return result
 
     @abstractmethod
@@ -162,7 +162,7 @@ class Codec(ABC):
             residual = None
         # Compiled loops look at no bounds.
         if len(out) != self.size(len(values), params) or (residual is not None and len(residual) != len(values)):
-            raise ValueError("compression %r: residual or payload of another length" % self.name)
+            raise ValueError(f"compression {self.name!r}: residual or payload of another length")
         self._write(floats(values), residual, out, params)
 
     def check_finite(self, values: DeviceArray, residual: DeviceArray | None, first: int = 0) -> None:
@@ -176,7 +176,7 @@ class Codec(ABC):
             KVError: an element is not finite. A residual would keep it for ever, and the training not learn of it.
         """
         if residual is not None and len(residual) != len(values):
-            raise ValueError("compression %r: residual of another length" % self.name)
+            raise ValueError(f"compression {self.name!r}: residual of another length")
         if not self.has_residual:
             return
         if values.dtype == _FLOAT32:
@@ -196,10 +196,10 @@ class Codec(ABC):
         with np.errstate(over="ignore", invalid="ignore"):
             total = value if rest is None else value + rest
         raise KVError(
-            "compression %r: element %d is %g, and %g with what was left out before; only finite values can be"
-            " compressed. fix: push zeros instead (a push that is left out would put this worker one round behind"
-            " the others for good), with a trainer call trainer.skip_step() instead of step, or turn compression"
-            " of this key off" % (self.name, at, value, total)
+            f"compression {self.name!r}: element {at} is {value:g}, and {total:g} with what was left out"
+            " before; only finite values can be compressed. fix: push zeros instead (a push that is left out"
+            " would put this worker one round behind the others for good), with a trainer call"
+            " trainer.skip_step() instead of step, or turn compression of this key off"
         )
 
     def decode(self, payload: Buffer, n: int, params: Params) -> Array:
@@ -224,9 +224,7 @@ class Codec(ABC):
             given = memoryview(payload)
         expected, found = self.size(n, params), given.nbytes
         if found != expected:
-            raise KVError(
-                "compression %r: expected %d bytes for %d elements, found %d bytes" % (self.name, expected, n, found)
-            )
+            raise KVError(f"compression {self.name!r}: expected {expected} bytes for {n} elements, found {found} bytes")
         if n:
             self._read(np.frombuffer(given, np.uint8) if isinstance(given, memoryview) else given, out, adds, params)
 
@@ -326,7 +324,7 @@ class TopK(Codec):
         if is_on_host(payload):  # it may come from anyone
             n, places = len(out), quantize.top_places(payload)
             if int(places[-1]) >= n or not (places[1:] > places[:-1]).all():
-                raise KVError("compression 'topk': expected ascending places below %d, found %s" % (n, _shown(places)))
+                raise KVError(f"compression 'topk': expected ascending places below {n}, found {_shown(places)}")
         _by(out).top_decode(payload, out, adds)
 
 
@@ -362,7 +360,7 @@ def named(name: object) -> Codec:
     """
     codec = CODECS.get(name) if isinstance(name, str) else None
     if codec is None:
-        raise KVError("unknown compression type %r; known are none, %s" % (name, ", ".join(sorted(CODECS))))
+        raise KVError(f"unknown compression type {name!r}; known are none, {', '.join(sorted(CODECS))}")
     return codec
 
 
@@ -375,7 +373,7 @@ def numbered(number: int) -> Codec:
     codec = BY_NUMBER.get(number)
     if codec is None:
         known = ", ".join("%d (%s)" % pair for pair in sorted((n, c.name) for n, c in BY_NUMBER.items()))
-        raise KVError("unknown codec number %d; known are %s" % (number, known))
+        raise KVError(f"unknown codec number {number}; known are {known}")
     return codec
 
 

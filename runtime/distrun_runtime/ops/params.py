@@ -45,9 +45,9 @@ class Param:
             return "True or False"
         bounds = []
         if self.low > -math.inf:
-            bounds.append("%s %g" % ("above" if self.open_low else "at least", self.low))
+            bounds.append(f"{'above' if self.open_low else 'at least'} {self.low:g}")
         if self.high < math.inf:
-            bounds.append("%s %g" % ("below" if self.open_high else "at most", self.high))
+            bounds.append(f"{'below' if self.open_high else 'at most'} {self.high:g}")
         return " ".join(["a finite number", " and ".join(bounds)]).strip() + (", or None" * (self.default is None))
 
     def read(self, value: object) -> Json:
@@ -86,7 +86,7 @@ def complete(rule: str, table: Iterable[Param], given: Mapping[str, object]) -> 
         try:
             result[name] = params[name].read(value)
         except KVError as err:
-            raise KVError("rule %r: %s" % (rule, err)) from None
+            raise KVError(f"rule {rule!r}: {err}") from None
         except (ValueError, OverflowError):
             written = next((word for word in given if word in (name, params[name].alias)), name)
             text = "rule %r: %s=%r: expected %s"
@@ -109,18 +109,17 @@ def canonical(rule: str, table: Iterable[Param], given: Mapping[str, object]) ->
     for word, value in given.items():
         if word not in known:
             raise KVError(
-                "rule %r has no parameter %r%s; it has %s"
-                % (rule, word, did_you_mean(word, known), ", ".join(sorted(known)))
+                f"rule {rule!r} has no parameter {word!r}{did_you_mean(word, known)}; it has {', '.join(sorted(known))}"
             )
         if word in by_name:
             items = [(by_name[word], value)]
         elif isinstance(value, (list, tuple)) and len(value) == len(PAIRED):
             items = list(zip(PAIRED, value, strict=True))
         else:
-            raise KVError("rule %r: %s=%r: expected a pair of numbers, such as (0.9, 0.999)" % (rule, word, value))
+            raise KVError(f"rule {rule!r}: {word}={value!r}: expected a pair of numbers, such as (0.9, 0.999)")
         for name, each in items:
             if name in seen:
-                raise KVError("rule %r: %s and %s are one parameter; give one" % (rule, seen[name], word))
+                raise KVError(f"rule {rule!r}: {seen[name]} and {word} are one parameter; give one")
             seen[name] = word
             result[name] = each
     return result
@@ -138,7 +137,7 @@ def to_json(value: object) -> Json:
         return int(value)
     if isinstance(value, numbers.Real):
         if not math.isfinite(value):
-            raise ValueError("%r is not a finite number" % (value,))
+            raise ValueError(f"{value!r} is not a finite number")
         return float(value)
     if isinstance(value, Mapping):
         return {str(name): to_json(one) for name, one in value.items()}
@@ -147,10 +146,10 @@ def to_json(value: object) -> Json:
     own = getattr(value, "to_json", None)
     if callable(own):
         return to_json(own())
-    raise ValueError("a %s cannot be written as JSON" % type(value).__name__)
+    raise ValueError(f"a {type(value).__name__} cannot be written as JSON")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return " (did you mean 'x'?)" for the nearest known word, or nothing if none is near."""
     near = difflib.get_close_matches(word, list(known), n=1)
-    return " (did you mean %r?)" % near[0] if near else ""
+    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -62,8 +62,7 @@ def shards(index: int, size: int, servers: int, bound: int) -> tuple[Shard, ...]
     """
     if size < 0 or servers < 1 or bound < 1:
         raise ValueError(
-            "expected size >= 0, servers >= 1 and bound >= 1, found size=%d servers=%d bound=%d"
-            % (size, servers, bound)
+            f"expected size >= 0, servers >= 1 and bound >= 1, found size={size} servers={servers} bound={bound}"
         )
     if size < bound:
         return (Shard(server=(index * SPREAD) % servers, offset=0, length=size),)

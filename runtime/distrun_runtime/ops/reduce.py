@@ -78,8 +78,8 @@ def decode(payload: Buffer, count: int, row_size: int, dtype: np.dtype[Any]) -> 
     expected = len(rows) * row_size * dtype.itemsize
     if rest.nbytes != expected:
         raise KVError(
-            "rows: expected %d bytes for %d rows of %d elements of %d bytes, found %d bytes"
-            % (expected, len(rows), row_size, dtype.itemsize, rest.nbytes)
+            f"rows: expected {expected} bytes for {len(rows)} rows of {row_size} elements of"
+            f" {dtype.itemsize} bytes, found {rest.nbytes} bytes"
         )
     values: Array = np.frombuffer(rest, dtype) if expected else np.empty(0, dtype)
     return rows, values.reshape(len(rows), row_size)
@@ -93,7 +93,7 @@ def decode_rows(payload: Buffer, count: int) -> Array:
     """
     rows, rest = _head(payload, count)
     if rest.nbytes:
-        raise KVError("rows: expected nothing after %d row numbers, found %d bytes" % (len(rows), rest.nbytes))
+        raise KVError(f"rows: expected nothing after {len(rows)} row numbers, found {rest.nbytes} bytes")
     return rows
 
 
@@ -113,20 +113,18 @@ def _head(payload: Buffer, count: int) -> tuple[Array, memoryview]:
     """Return the checked row numbers and what follows them."""
     frame = memoryview(payload).cast("B") if memoryview(payload).nbytes else memoryview(b"")
     if frame.nbytes < _COUNT.size:
-        raise KVError("rows: expected at least %d bytes, found %d" % (_COUNT.size, frame.nbytes))
+        raise KVError(f"rows: expected at least {_COUNT.size} bytes, found {frame.nbytes}")
     (found,) = _COUNT.unpack_from(frame)
     if found > count:
-        raise KVError("rows: expected at most %d rows, the piece's number, found %d" % (count, found))
+        raise KVError(f"rows: expected at most {count} rows, the piece's number, found {found}")
     end = _COUNT.size + 8 * found
     if frame.nbytes < end:
-        raise KVError(
-            "rows: expected %d bytes of row numbers for %d rows, found %d" % (8 * found, found, len(frame) - 8)
-        )
+        raise KVError(f"rows: expected {8 * found} bytes of row numbers for {found} rows, found {len(frame) - 8}")
     rows: Array = np.frombuffer(frame[_COUNT.size : end], "<i8") if found else np.empty(0, np.int64)
     if found and (rows[0] < 0 or rows[-1] >= count or not (rows[1:] > rows[:-1]).all()):
         raise KVError(
-            "rows: expected ascending row numbers from 0 to %d, found %s"
-            % (count - 1, np.array2string(rows, threshold=8, separator=", "))
+            f"rows: expected ascending row numbers from 0 to {count - 1}, found"
+            f" {np.array2string(rows, threshold=8, separator=', ')}"
         )
     return rows.view(np.int64), frame[end:]
 
@@ -196,7 +194,7 @@ def read(
 def _read_on(device: Device, payload: Buffer, length: int, dtype: DType, how: How) -> Dense:
     """Return what one payload contributes on a GPU."""
     if how.codec == codecs.ROWS:
-        raise KVError("rows are added in the host's memory, not on %s" % device.name)
+        raise KVError(f"rows are added in the host's memory, not on {device.name}")
     if how.codec == codecs.NONE:
         return Dense(scaled(widened(device.elements(payload, dtype)), how.scale), is_own=True)
     decoded = device.empty((length,), np.dtype(np.float32))

@@ -59,7 +59,7 @@ class Schedule(ABC):
         self._whole("warmup_steps", self.warmup_steps, low=0)
         self._number("warmup_begin_lr", self.warmup_begin_lr, low=0.0)
         if self.warmup_begin_lr > self.base_lr:
-            self._refuse("warmup_begin_lr", self.warmup_begin_lr, "at most base_lr, which is %g" % self.base_lr)
+            self._refuse("warmup_begin_lr", self.warmup_begin_lr, f"at most base_lr, which is {self.base_lr:g}")
         if self.warmup_mode not in ("linear", "constant"):
             self._refuse("warmup_mode", self.warmup_mode, "'linear' or 'constant'")
         self._check()
@@ -95,17 +95,17 @@ class Schedule(ABC):
     def _number(self, name: str, value: object, low: float = -math.inf, high: float = math.inf) -> None:
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or not low <= value <= high:  # type: ignore[operator, arg-type]
-            bounds = ["at least %g" % low] * (low > -math.inf) + ["at most %g" % high] * (high < math.inf)
+            bounds = [f"at least {low:g}"] * (low > -math.inf) + [f"at most {high:g}"] * (high < math.inf)
             self._refuse(name, value, " ".join(["a finite number", " and ".join(bounds)]).strip())
         object.__setattr__(self, name, float(value))  # type: ignore[arg-type]  # checked above
 
     def _whole(self, name: str, value: object, low: int) -> None:
         if not _is_whole(value) or value < low:  # type: ignore[operator]  # checked by the words before
-            self._refuse(name, value, "a whole number, at least %d" % low)
+            self._refuse(name, value, f"a whole number, at least {low}")
         object.__setattr__(self, name, int(value))  # type: ignore[call-overload]  # checked above
 
     def _refuse(self, name: str, value: object, expected: str) -> None:
-        raise KVError("schedule %r: %s=%r: expected %s" % (self.type, name, value, expected))
+        raise KVError(f"schedule {self.type!r}: {name}={value!r}: expected {expected}")
 
 
 @dataclass(frozen=True)
@@ -258,14 +258,14 @@ def from_json(value: Mapping[str, object]) -> Schedule:
     kind = SCHEDULES.get(name) if isinstance(name, str) else None
     if kind is None:
         near = did_you_mean(name, SCHEDULES) if isinstance(name, str) else ""
-        raise KVError("unknown type of schedule %r%s; known are %s" % (name, near, ", ".join(sorted(SCHEDULES))))
+        raise KVError(f"unknown type of schedule {name!r}{near}; known are {', '.join(sorted(SCHEDULES))}")
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # every derived class is a dataclass
     for word in given:
         if word not in known:
             text = "schedule %r has no argument %r%s; it has %s"
             raise KVError(text % (name, word, did_you_mean(word, known), ", ".join(known)))
     if known[0] != "base_lr" and known[0] not in given:
-        raise KVError("schedule %r needs %s" % (name, known[0]))
+        raise KVError(f"schedule {name!r} needs {known[0]}")
     return kind(**given)
 
 

@@ -137,7 +137,7 @@ def update(
     """
     if not is_on_host(weight):
         if rows is not None:
-            raise KVError("rule %r: rows are updated in host memory, not on %s" % (rule.name, weight.device.name))
+            raise KVError(f"rule {rule.name!r}: rows are updated in host memory, not on {weight.device.name}")
         _steps_on_gpu(rule, [WeightStep(weight, [gradient], state, knobs)])
         return
     arrays = [value for value in state.values() if isinstance(value, np.ndarray)]
@@ -236,7 +236,7 @@ def _program(rule: Rule, dtype: DType) -> Program:
 
     work = work_dtype(dtype)
     parts = dict.fromkeys([(dtype,), (work,), *itertools.product((dtype, work), repeat=2)])
-    return together("%s_%s" % (rule.name, name_of(dtype)), [_fused(rule, dtype, each) for each in parts])
+    return together(f"{rule.name}_{name_of(dtype)}", [_fused(rule, dtype, each) for each in parts])
 
 
 class _Ready(NamedTuple):

@@ -57,10 +57,10 @@ class NodeIdentity:
         """`worker-1`, or `worker` while it has no rank."""
         if self.role == "scheduler":
             return "scheduler"
-        return "%s-%d" % (self.role, self.rank) if self.rank >= 0 else self.role
+        return f"{self.role}-{self.rank}" if self.rank >= 0 else self.role
 
     def __str__(self) -> str:
-        return "%s@%s (pid %d)" % (self.name, self.host, self.pid)
+        return f"{self.name}@{self.host} (pid {self.pid})"
 
 
 class Opener:
@@ -87,8 +87,8 @@ class Opener:
             return reason
         # A server that has no rank yet (a job started by hand) is any server.
         role, rank = body.get("role"), body.get("rank")
-        if self._calls and self._calls not in (role, "%s-%s" % (role, rank)) and rank != -1:
-            return "%s-%s answers where %s was called" % (role, rank, self._calls)
+        if self._calls and self._calls not in (role, f"{role}-{rank}") and rank != -1:
+            return f"{role}-{rank} answers where {self._calls} was called"
         if self._token and not _is_same(
             body.get("proof"), _proof(self._token, "acceptor", self._nonce, body, self._me)
         ):
@@ -115,7 +115,7 @@ class Acceptor:
             self.peer = _identity(hello.body)
             self._theirs = _text(hello.body, "nonce")
         except (KeyError, TypeError, ValueError, OverflowError) as err:
-            return refused("HELLO lacks or garbles a field: %s" % err)
+            return refused(f"HELLO lacks or garbles a field: {err}")
         reason = _auth_reason(self._token, hello.body.get("auth"), str(self.peer)) or _resend_reason(
             self._me, self.peer
         )
@@ -133,7 +133,7 @@ class Acceptor:
         if self._token and not _is_same(
             proof.body.get("proof"), _proof(self._token, "opener", self._theirs, self._mine, self.peer)
         ):
-            return refused("%s does not know this job's token: it belongs to another job" % self.peer)
+            return refused(f"{self.peer} does not know this job's token: it belongs to another job")
         reason = admit(self.peer)
         return refused(reason) if reason else Message(Kind.WELCOME)
 
@@ -145,11 +145,11 @@ def refused(reason: str) -> Message:
 
 def _auth_reason(token: bytes, theirs: object, who: str) -> str:
     if theirs not in (TOKEN, OPEN):
-        return "%s names no way of authentication" % who
+        return f"{who} names no way of authentication"
     if token and theirs == OPEN:
-        return "%s runs open (no token); this job has one: start it with DISTRUN_TOKEN_FILE" % who
+        return f"{who} runs open (no token); this job has one: start it with DISTRUN_TOKEN_FILE"
     if not token and theirs == TOKEN:
-        return "%s has a token; this job runs open: start all its processes with the same DISTRUN_TOKEN_FILE" % who
+        return f"{who} has a token; this job runs open: start all its processes with the same DISTRUN_TOKEN_FILE"
     return ""
 
 
@@ -176,7 +176,7 @@ def _identity(body: Mapping[str, Any]) -> NodeIdentity:
         resends=bool(body.get("resends", False)),
     )
     if who.role not in ("scheduler", "server", "worker"):
-        raise ValueError("role %r" % who.role)
+        raise ValueError(f"role {who.role!r}")
     return who
 
 
@@ -214,7 +214,7 @@ def check_size(frames: Sequence[Buffer]) -> None:
     size = sum(memoryview(frame).nbytes for frame in frames)
     if len(frames) > 2 or size > SIZE_LIMIT:
         raise WireError(
-            "a message of %d frames and %d bytes before WELCOME; at most 2 and %d" % (len(frames), size, SIZE_LIMIT)
+            f"a message of {len(frames)} frames and {size} bytes before WELCOME; at most 2 and {SIZE_LIMIT}"
         )
 
 
@@ -225,4 +225,4 @@ def check_first(message: Message) -> None:
         WireError: it is another kind.
     """
     if message.kind not in (Kind.HELLO, Kind.PROOF):
-        raise WireError("%s before WELCOME" % message.kind.name)
+        raise WireError(f"{message.kind.name} before WELCOME")

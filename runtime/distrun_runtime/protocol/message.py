@@ -239,7 +239,7 @@ class SharedBody(dict[str, Any]):
 
     def text(self) -> str:
         """Return its JSON."""
-        return "%s,%s" % (self._common.text[:-1], _text(self._own)[1:])
+        return f"{self._common.text[:-1]},{_text(self._own)[1:]}"
 
 
 def _text(body: Mapping[str, Any]) -> str:
@@ -258,7 +258,7 @@ def encode(message: Message, sender: tuple[int, int, int] | None = None) -> list
         WireError: more than ENTRY_LIMIT entries.
     """
     if len(message.entries) > ENTRY_LIMIT:
-        raise WireError("a message of %d entries; the limit is %d" % (len(message.entries), ENTRY_LIMIT))
+        raise WireError(f"a message of {len(message.entries)} entries; the limit is {ENTRY_LIMIT}")
     role, rank, incarnation = sender or (message.role, message.rank, message.incarnation)
     head = _HEAD.pack(
         *(MAGIC, VERSION, message.kind, message.flags, message.store, role),
@@ -276,20 +276,20 @@ def decode(frames: Sequence[Buffer]) -> Message:
         WireError: magic, version, counts, lengths or types are not ours; says which.
     """
     if len(frames) < 2:
-        raise WireError("a message has a head and a body; %d frames came" % len(frames))
+        raise WireError(f"a message has a head and a body; {len(frames)} frames came")
     head = memoryview(frames[0]).cast("B")
     fields = _HEAD.unpack_from(head) if len(head) >= _HEAD.size else (b"",)
     if fields[0] != MAGIC:
-        raise WireError("not a distrun message: it begins with %r" % bytes(head[:8]))
+        raise WireError(f"not a distrun message: it begins with {bytes(head[:8])!r}")
     _, version, kind, flags, store, role, epoch, rank, incarnation, priority, request, count, bucket, step = fields
     if version != VERSION:
-        raise WireError("message version %d; this program speaks version %d" % (version, VERSION))
+        raise WireError(f"message version {version}; this program speaks version {VERSION}")
     if count > ENTRY_LIMIT or len(head) != _HEAD.size + count * ENTRY.itemsize:
-        raise WireError("a head of %d bytes cannot hold %d entries" % (len(head), count))
+        raise WireError(f"a head of {len(head)} bytes cannot hold {count} entries")
     if flags >= len(_FLAGS):
-        raise WireError("message of unknown flags: 0x%02x" % flags)
+        raise WireError(f"message of unknown flags: 0x{flags:02x}")
     if kind not in _KINDS:
-        raise WireError("message of unknown kind: %d" % kind)
+        raise WireError(f"message of unknown kind: {kind}")
     payloads = frames[2:]
     return Message(
         kind=_KINDS[kind],
@@ -313,7 +313,7 @@ def _entries(head: memoryview, count: int, payloads: Sequence[Buffer], bucket: i
     """Return the entries of a head, checked against the payload frames."""
     if not count:
         if payloads and not bucket:
-            raise WireError("%d payload frames for 0 entries that announce one" % len(payloads))
+            raise WireError(f"{len(payloads)} payload frames for 0 entries that announce one")
         return NO_ENTRIES
     entries = np.frombuffer(head, ENTRY, count, _HEAD.size)
     if count <= _FEW and _is_usual(entries, payloads):
@@ -322,7 +322,7 @@ def _entries(head: memoryview, count: int, payloads: Sequence[Buffer], bucket: i
     if wrong.any():
         at = int(np.argmax(wrong))
         row = rows_of(entries[at : at + 1])[0]
-        raise WireError("entry %d has dtype %d, codec %d, payload kind %d" % (at, row.dtype, row.codec, row.payload))
+        raise WireError(f"entry {at} has dtype {row.dtype}, codec {row.codec}, payload kind {row.payload}")
     if (entries["payload"] == Payload.PACKED).any():
         check_packed(entries, payloads)
     else:
@@ -363,9 +363,9 @@ def _check_frames(entries: Array, payloads: Sequence[Buffer]) -> None:
         found = memoryview(payload).nbytes
         # What a codec makes of the elements is checked where it is decoded.
         if codecs[number] == 0 and found != sizes[number]:
-            raise WireError("entry %d announces %d bytes, its frame has %d" % (number, sizes[number], found))
+            raise WireError(f"entry {number} announces {sizes[number]} bytes, its frame has {found}")
     if len(announced) != len(payloads):
-        raise WireError("%d payload frames for %d entries that announce one" % (len(payloads), len(announced)))
+        raise WireError(f"{len(payloads)} payload frames for {len(announced)} entries that announce one")
 
 
 def check_packed(entries: Array, payloads: Sequence[Buffer]) -> None:
@@ -379,11 +379,11 @@ def check_packed(entries: Array, payloads: Sequence[Buffer]) -> None:
     if (entries["dtype"] != entries["dtype"][0]).any():
         raise WireError("packed entries of several element types")
     if (entries["length"] > FRAME_LIMIT).any():
-        raise WireError("an entry of %d elements; no frame can hold it" % int(entries["length"].max()))
+        raise WireError(f"an entry of {entries['length'].max()} elements; no frame can hold it")
     ends = np.cumsum(sizes_of(entries))
     found = np.cumsum([memoryview(payload).nbytes for payload in payloads]) if payloads else np.zeros(1, np.int64)
     if found[-1] != ends[-1]:
-        raise WireError("%d packed entries announce %d bytes, their frames have %d" % (len(ends), ends[-1], found[-1]))
+        raise WireError(f"{len(ends)} packed entries announce {ends[-1]} bytes, their frames have {found[-1]}")
     if (ends[np.searchsorted(ends, found)] != found).any():
         raise WireError("a frame ends within a packed entry")
 
@@ -395,7 +395,7 @@ def _body(frame: Buffer) -> Mapping[str, Any]:
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as err:
-        raise WireError("message body is not JSON: %s" % err) from err
+        raise WireError(f"message body is not JSON: {err}") from err
     if not isinstance(body, dict):
         raise WireError("message body is not an object: %.80r" % text)
     return body

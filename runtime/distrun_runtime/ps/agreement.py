@@ -81,12 +81,7 @@ def difference(one: Call, other: Call) -> str:
         )
     mine, theirs = one.message.body, other.message.body
     if one.message.kind is Kind.OPEN and opened(mine) != opened(theirs):
-        return "worker-%d creates %s where worker-%d creates %s" % (
-            one.rank,
-            opened(mine),
-            other.rank,
-            opened(theirs),
-        )
+        return f"worker-{one.rank} creates {opened(mine)} where worker-{other.rank} creates {opened(theirs)}"
     if one.message.kind in (Kind.SAVE, Kind.LOAD) and mine.get("folder") != theirs.get("folder"):
         return "worker-%d calls %s(%r) where worker-%d gives %r" % (
             *(one.rank, verb(one.message), mine.get("folder"), other.rank, theirs.get("folder")),
@@ -100,8 +95,8 @@ def difference(one: Call, other: Call) -> str:
 
 def opened(body: Mapping[str, Any]) -> str:
     """Return what an OPEN creates, in words; alike where it is the same."""
-    said = ["%s=%s" % (name, body[name]) for name in ("staleness", "deterministic") if body.get(name) is not None]
-    return "a %r store" % body.get("type") + (" with %s" % ", ".join(said) if said else "")
+    said = [f"{name}={body[name]}" for name in ("staleness", "deterministic") if body.get(name) is not None]
+    return f"a {body.get('type')!r} store" + (f" with {', '.join(said)}" if said else "")
 
 
 SHOWN = 3
@@ -156,10 +151,10 @@ def describe(record: Mapping[str, Any]) -> str:
 
     A label comes first: `parameter 'fc.weight' of shape (2, 3) float32`.
     """
-    label = "%s of " % record["label"] if record.get("label") else ""
+    label = f"{record['label']} of " if record.get("label") else ""
     more = [record["stype"]] if record.get("stype", "default") != "default" else []
-    more += ["codec %s" % record["codec"]] if record.get("codec") else []
-    return ", ".join(["%sshape %s %s" % (label, tuple(record["shape"]), record["dtype"]), *more])
+    more += [f"codec {record['codec']}"] if record.get("codec") else []
+    return ", ".join([f"{label}shape {tuple(record['shape'])} {record['dtype']}", *more])
 
 
 def verb(message: Message) -> str:
@@ -215,9 +210,9 @@ class Keys:
             known = self._known.get(_text(record["key"]))
             if known is None:
                 if is_assign:
-                    return "key %r doesn't exist. Did you init?" % record["key"]
+                    return f"key {record['key']!r} doesn't exist. Did you init?"
             elif not is_assign:
-                return "key %r was initialised before" % record["key"]
+                return f"key {record['key']!r} was initialised before"
             elif any(known.record.get(name) != record.get(name) for name in ("shape", "dtype")):
                 return "key %r: the store has %s, assign was given %s" % (
                     *(record["key"], describe(known.record), describe(record)),
@@ -292,9 +287,9 @@ class Keys:
         for text in [*mine, *by_key]:
             ours, theirs = mine.get(text), by_key.get(text)
             if theirs is None:
-                return "key %r of the store is not in the saved states" % (ours or {})["key"]
+                return f"key {(ours or {})['key']!r} of the store is not in the saved states"
             if ours is None:
-                return "key %r is in the saved states and not in the store: init it before" % theirs["key"]
+                return f"key {theirs['key']!r} is in the saved states and not in the store: init it before"
             if any(ours[name] != theirs[name] for name in ("shape", "dtype", "stype")):
                 return "key %r: the store has %s, the saved states have %s" % (
                     *(ours["key"], describe(ours), describe(theirs)),
@@ -315,7 +310,7 @@ def _extent(record: Record) -> tuple[int, int, int]:
 
 
 def _text(key: Any) -> str:
-    return "%s:%s" % (type(key).__name__, key)
+    return f"{type(key).__name__}:{key}"
 
 
 def _check(records: Sequence[Record]) -> None:
@@ -411,7 +406,7 @@ class Rules:
                 continue
             except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as err:
                 # Its sender's mistake; it may be another's message that we are handling now.
-                actions += change.then(Answers(errors=["RULE is malformed: %s: %s" % (type(err).__name__, err)]))
+                actions += change.then(Answers(errors=[f"RULE is malformed: {type(err).__name__}: {err}"]))
                 continue
             if wanted == present:
                 actions += change.then(None)
@@ -632,7 +627,7 @@ class CollectiveCalls:
         """A worker fails at a call: it fails for all."""
         gathering = store.gatherings.setdefault(call.number, Gathering())
         gathering.calls[call.rank] = call
-        reason = "worker-%d failed at %s: %s" % (call.rank, verb(call.message), call.message.body["error"])
+        reason = f"worker-{call.rank} failed at {verb(call.message)}: {call.message.body['error']}"
         return _fail(store, call.number, reason)
 
     def _taken_back(self, store: _AgreedStore, call: Call) -> list[role.Action]:
@@ -643,7 +638,7 @@ class CollectiveCalls:
         if before is not None:
             actions.append(_refuse(before, "it was taken back"))
         elif call.rank == 0 and call.number in store.filling:
-            reason = "worker-0 has stopped waiting for %s and does not send the values" % verb(call.message)
+            reason = f"worker-0 has stopped waiting for {verb(call.message)} and does not send the values"
             unfilled = self._unfilled(store, call.number, reason)
             return [*unfilled, role.Send(call.link, answer(call.message, {"is_taken": False, "failed": True}))]
         if gathering is not None and not gathering.calls:
@@ -750,7 +745,7 @@ class CollectiveCalls:
                     actions += _fail(store, at, _gone(gone, part.message))
             for at in list(store.filling) if gone.who.rank == 0 else ():
                 what = verb(store.filling[at].calls[0].message)
-                text = "%s has ended (BYE) and will never send the values of %s" % (gone.who, what)
+                text = f"{gone.who} has ended (BYE) and will never send the values of {what}"
                 actions += self._unfilled(store, at, text)
             actions += self._all_joined(number, store)
             actions += [] if is_last else self._forget_unheld(number)
@@ -772,7 +767,7 @@ class CollectiveCalls:
         parts = list(gathering.calls.values())
         tasks = tasks_of(missing)
         names = listed(tasks)
-        text = "waiting for %s to call %s" % (names, verb(parts[0].message))
+        text = f"waiting for {names} to call {verb(parts[0].message)}"
         body = {"text": text, "seconds": now - gathering.notice.since, "for": tasks[:NAMED]}
         return [
             role.Send(part.link, Message(Kind.WAITING, store=number, request=part.message.request, body=body))
@@ -802,7 +797,7 @@ class CollectiveCalls:
             body = {"on_devices": True} if is_any else {}
             return [role.Send(part.link, answer(part.message, body)) for part in gathering.calls.values()]
         if 0 not in gathering.calls:
-            return _refuse_all(store, number, gathering, "worker-0, %s, has left the store" % _DUTY[call.kind])
+            return _refuse_all(store, number, gathering, f"worker-0, {_DUTY[call.kind]}, has left the store")
         if call.kind is Kind.KEYS:
             store.filling[number] = gathering
             return _declare(store, gathering)
@@ -865,4 +860,4 @@ def _refuse(call: Call, reason: str) -> role.Action:
 
 
 def _gone(member: Member, message: Message) -> str:
-    return "%s has ended (BYE) and will never call %s: all workers must" % (member.who, verb(message))
+    return f"{member.who} has ended (BYE) and will never call {verb(message)}: all workers must"

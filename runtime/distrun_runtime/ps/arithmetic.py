@@ -518,7 +518,7 @@ def step(values: Values, what: work.Step) -> Mapping[int, tuple[float, ...]]:
     """Apply the rule to each payload of an async push; return the sums of squares of shards that wait for norms."""
     batch = what.batch
     if values.rule is None:
-        raise KVError("store %d has no rule" % batch.store.number)
+        raise KVError(f"store {batch.store.number} has no rule")
     values.note_writes(batch.shards)
     result = UpdateResult()
     turns = batch.entries["round"].tolist()

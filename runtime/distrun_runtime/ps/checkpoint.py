@@ -49,7 +49,7 @@ class Checkpoints:
         try:
             wrong = self._against(store, manifest)
         except (KVError, LookupError, TypeError, ValueError, AttributeError) as err:
-            wrong = "the manifest is malformed: %s: %s" % (type(err).__name__, err)
+            wrong = f"the manifest is malformed: {type(err).__name__}: {err}"
         if wrong:
             return _refuse(calls, Answers(errors=[wrong]))
         if calls[0].message.body.get("look"):
@@ -67,10 +67,10 @@ class Checkpoints:
 
     def _against(self, store: Subject, manifest: Mapping[str, Any]) -> str:
         if manifest.get("format") != FORMAT:
-            return "saved states of format %r; this version reads %d" % (manifest.get("format"), FORMAT)
+            return f"saved states of format {manifest.get('format')!r}; this version reads {FORMAT}"
         present, saved = self._rules.spec(store.number), _spec(manifest)
         if present is not None and saved is not None and present.name != saved.name:
-            return "the states were saved under the rule %r, the store has %r" % (saved.name, present.name)
+            return f"the states were saved under the rule {saved.name!r}, the store has {present.name!r}"
         wrong = store.keys.differ_from(manifest["keys"])
         if not wrong:
             # All that the workers are told later is read once now: a manifest without it must change nothing.

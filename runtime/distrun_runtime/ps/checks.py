@@ -34,17 +34,17 @@ def against_init(store: Store, message: Message, shards: Array) -> str:
     for entry, shard in zip(rows_of(message.entries), shards.tolist(), strict=True):
         name, place = store.name(entry.key), (entry.key, entry.offset)
         if entry.payload == Payload.NONE or entry.codec:
-            return "key %r: INIT without a value" % (name,)
+            return f"key {name!r}: INIT without a value"
         if is_new and (shard >= 0 or place in seen):
-            return "key %r was initialised before" % (name,)
+            return f"key {name!r} was initialised before"
         if not is_new and shard < 0:
-            return "key %r, offset %d: assigned before it was initialised" % (name, entry.offset)
+            return f"key {name!r}, offset {entry.offset}: assigned before it was initialised"
         if not is_new and (wrong := _size(store, shard, entry, "the server")):
             return wrong
         shape_of(message, entry)  # raises here, where nothing has changed yet
         width = row_size_of(message, entry)
         if width < 0 or (width and (entry.offset % width or entry.length % width)):
-            return "key %r: %d elements from %d on are not whole rows of %d" % (name, entry.length, entry.offset, width)
+            return f"key {name!r}: {entry.length} elements from {entry.offset} on are not whole rows of {width}"
         seen.add(place)
     return ""
 
@@ -102,16 +102,16 @@ def against(
     for entry, shard, payload in zip(rows_of(entries), shards.tolist(), frames, strict=True):
         name = store.name(entry.key)
         if shard < 0:
-            return "key %r, offset %d: no such piece on %s" % (name, entry.offset, server)
+            return f"key {name!r}, offset {entry.offset}: no such piece on {server}"
         if is_push and shard in seen:
-            return "key %r, offset %d: twice in one push" % (name, entry.offset)
+            return f"key {name!r}, offset {entry.offset}: twice in one push"
         seen.add(shard)
         if skips and (entry.codec or entry.payload not in usual):
-            return "key %r: a skipped round brings no value" % (name,)
+            return f"key {name!r}: a skipped round brings no value"
         wrong = _size(store, shard, entry, server) or ("" if skips else _codec(store, shard, message, entry, payload))
         dtype = DTYPES[int(store.dtype[shard])]
         if not wrong and scale != 1 and not is_float(dtype):
-            wrong = "key %r: only float values are scaled, not %s" % (name, name_of(dtype))
+            wrong = f"key {name!r}: only float values are scaled, not {name_of(dtype)}"
         if wrong:
             return wrong
     return no_object
@@ -171,19 +171,19 @@ def _codec(store: Store, shard: int, message: Message, entry: Entry, payload: Bu
     name = store.name(entry.key)
     # A pull of rows says which; every other pull brings nothing.
     if (payload is not None) != (message.kind is not Kind.PULL or entry.codec == codecs.ROWS):
-        return "key %r: %s with payload kind %s" % (name, message.kind.name, Payload(entry.payload).name)
+        return f"key {name!r}: {message.kind.name} with payload kind {Payload(entry.payload).name}"
     if entry.codec == codecs.NONE:
         return ""
     if entry.codec == codecs.ROWS:
-        return "" if store.row_size[shard] else "key %r is not row-sparse" % (name,)
+        return "" if store.row_size[shard] else f"key {name!r} is not row-sparse"
     dtype, length = DTYPES[int(store.dtype[shard])], int(store.length[shard])
     try:
         codec = codecs.numbered(entry.codec)
         params = params_of(message, entry.codec)
     except KVError as err:
-        return "key %r: %s" % (name, err)
+        return f"key {name!r}: {err}"
     if not is_float(dtype):
-        return "key %r: compression %r is for float values, not %s" % (name, codec.name, name_of(dtype))
+        return f"key {name!r}: compression {codec.name!r} is for float values, not {name_of(dtype)}"
     if payload is not None:
         expected, found = codec.size(length, dict(params)), memoryview(payload).nbytes
         if expected != found:
@@ -192,7 +192,7 @@ def _codec(store: Store, shard: int, message: Message, entry: Entry, payload: Bu
             )
     elif entry.codec != HALF and not (store.is_sync and not store.has_rule):
         what = "weights of a rule" if store.has_rule else "values of an asynchronous store"
-        return "key %r: %s travel back in full or as fp16, not as %s" % (name, what, codec.name)
+        return f"key {name!r}: {what} travel back in full or as fp16, not as {codec.name}"
     return ""
 
 

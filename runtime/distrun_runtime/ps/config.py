@@ -179,7 +179,7 @@ def port_range(text: str) -> tuple[int, ...]:
         return ()
     low, dash, high = text.partition("-")
     if not (dash and low.isdigit() and high.isdigit() and 0 < int(low) <= int(high) < 65536):
-        raise ContractError("DISTRUN_PORT_RANGE=%r: expected A-B with 1 <= A <= B <= 65535, such as 20000-20100" % text)
+        raise ContractError(f"DISTRUN_PORT_RANGE={text!r}: expected A-B with 1 <= A <= B <= 65535, such as 20000-20100")
     return tuple(range(int(low), int(high) + 1))
 
 
@@ -203,8 +203,8 @@ def _heartbeat(env: Mapping[str, str] | None) -> Heartbeat:
     interval_s, timeout_s = environ.read("PS_HEARTBEAT_INTERVAL", env), environ.read("PS_HEARTBEAT_TIMEOUT", env)
     if timeout_s <= interval_s:
         raise ContractError(
-            "PS_HEARTBEAT_TIMEOUT=%g is not longer than PS_HEARTBEAT_INTERVAL=%g on host %s: expected several intervals"
-            % (timeout_s, interval_s, socket.gethostname())
+            f"PS_HEARTBEAT_TIMEOUT={timeout_s:g} is not longer than PS_HEARTBEAT_INTERVAL={interval_s:g} on"
+            f" host {socket.gethostname()}: expected several intervals"
         )
     return Heartbeat(interval_s, timeout_s)
 
@@ -219,9 +219,7 @@ def _server_device(env: Mapping[str, str] | None) -> str:
     text = environ.read("DISTRUN_SERVER_DEVICE", env)
     found = gpus.server_device(text)
     if not found:
-        raise ContractError(
-            "DISTRUN_SERVER_DEVICE=%r on host %s: expected %s" % (text, socket.gethostname(), gpus.DEVICES)
-        )
+        raise ContractError(f"DISTRUN_SERVER_DEVICE={text!r} on host {socket.gethostname()}: expected {gpus.DEVICES}")
     return found
 
 
@@ -250,7 +248,7 @@ def _faults(env: Mapping[str, str] | None) -> Faults:
     try:
         return Faults.parse(text, drop=environ.read("PS_DROP_MSG", env))
     except ValueError as err:
-        raise ContractError("DISTRUN_FAULTS=%r on host %s: %s" % (text, socket.gethostname(), err)) from err
+        raise ContractError(f"DISTRUN_FAULTS={text!r} on host {socket.gethostname()}: {err}") from err
 
 
 def _token(env: Mapping[str, str] | None) -> bytes:
@@ -262,10 +260,10 @@ def _token(env: Mapping[str, str] | None) -> bytes:
             token = file.read().strip()
     except OSError as err:
         raise ContractError(
-            "DISTRUN_TOKEN_FILE=%r cannot be read on host %s: %s" % (path, socket.gethostname(), err.strerror)
+            f"DISTRUN_TOKEN_FILE={path!r} cannot be read on host {socket.gethostname()}: {err.strerror}"
         ) from err
     if not token:
-        raise ContractError("DISTRUN_TOKEN_FILE=%r is empty on host %s" % (path, socket.gethostname()))
+        raise ContractError(f"DISTRUN_TOKEN_FILE={path!r} is empty on host {socket.gethostname()}")
     return token
 
 
@@ -291,7 +289,8 @@ def _import_text(name: str, host: str, err: Exception) -> str:
     head %= (name, host, type(err).__name__, err)
     if isinstance(err, ModuleNotFoundError) and err.name in {name, name.partition(".")[0]}:
         return (
-            "%s. This server started in %s: have the module there, or its folder on PYTHONPATH (distrun launch --env"
-            " PYTHONPATH=DIR); --sync-dst-dir copies the current directory to other hosts" % (head, os.getcwd())
+            f"{head}. This server started in {os.getcwd()}: have the module there, or its folder on PYTHONPATH"
+            " (distrun launch --env PYTHONPATH=DIR); --sync-dst-dir copies the current directory to other"
+            " hosts"
         )
-    return "%s\n%s" % (head, traceback.format_exc().rstrip())
+    return f"{head}\n{traceback.format_exc().rstrip()}"

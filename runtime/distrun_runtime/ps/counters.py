@@ -161,10 +161,10 @@ class Stages:
             return ""
         whole = sum(seconds.values()) or 1.0
         parts = ", ".join(
-            "%s %.2f ms (%.0f %%)" % (stage, seconds[stage] / answers * 1e3, seconds[stage] / whole * 100)
+            f"{stage} {seconds[stage] / answers * 1000.0:.2f} ms ({seconds[stage] / whole * 100:.0f} %)"
             for stage in STAGES
         )
-        return "%s: %d pulls answered, of each on average: %s" % (name, answers, parts)
+        return f"{name}: {answers} pulls answered, of each on average: {parts}"
 
 
 class Worked:

@@ -82,7 +82,7 @@ def decide(asked: str, store: StoreNeeds, room: int | None) -> DeviceChoice:
     if asked == gpus.AUTO and room is not None and store.need > room:
         text = "weights, states and %d rounds need %s, and %s are left of the server's part of the GPU's memory"
         return DeviceChoice(False, text % (ROUNDS, _mib(store.need), _mib(max(0, room))))
-    return DeviceChoice(True, "weights, states and %d rounds need %s" % (ROUNDS, _mib(store.need)))
+    return DeviceChoice(True, f"weights, states and {ROUNDS} rounds need {_mib(store.need)}")
 
 
 def need_of(values: Values, rule: Rule | None) -> int:
@@ -117,7 +117,7 @@ def obstacle_of(store: Store, rule: Rule | None) -> str:
     """Return why a GPU does not do a store's work, in words; empty: it does."""
     sparse = np.flatnonzero(store.row_size[: store.count])
     if len(sparse):
-        return "key %r is row-sparse" % (store.name(int(store.key[sparse[0]])),)
+        return f"key {store.name(int(store.key[sparse[0]]))!r} is row-sparse"
     if rule is None:
         return ""
     from distrun_runtime.ops import fuse  # with the layer over CUDA
@@ -126,7 +126,7 @@ def obstacle_of(store: Store, rule: Rule | None) -> str:
 
 
 def _mib(nbytes: int) -> str:
-    return "%.1f MiB" % (nbytes / (1 << 20))
+    return f"{nbytes / (1 << 20):.1f} MiB"
 
 
 def _prepare(gpu: GpuDevice, dtypes: Sequence[DType], rule: Rule | None) -> None:
@@ -188,7 +188,7 @@ class Placement:
             self._gpu = self._opened()
         except KVError as err:
             raise ContractError(
-                "--server-device %s (DISTRUN_SERVER_DEVICE): %s. To have no GPU used: %s" % (self.asked, err, ON_CPU)
+                f"--server-device {self.asked} (DISTRUN_SERVER_DEVICE): {err}. To have no GPU used: {ON_CPU}"
             ) from err
 
     @property
@@ -275,7 +275,7 @@ class Placement:
 
     def _say_where(self, number: int, device: str, choice: DeviceChoice) -> None:
         level = "WARNING" if choice.is_unexpected else "INFO"
-        self.say(level, "event=device store=%d device=%s reason=%s" % (number, device, choice.why))
+        self.say(level, f"event=device store={number} device={device} reason={choice.why}")
 
     def _found(self, store: Store) -> GpuDevice | None:
         """Return the GPU; None: there is none, which is said once.

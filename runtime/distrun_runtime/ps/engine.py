@@ -339,7 +339,7 @@ class WorkEngine:
                 rule.check(weight.dtype)
                 _try(rule, weight)
             except KVError as err:
-                raise KVError("key %r: %s" % (names.get(entry.key, entry.key), err)) from None
+                raise KVError(f"key {names.get(entry.key, entry.key)!r}: {err}") from None
 
     def _assign(self, what: work.Assign) -> None:
         values = self._of(what.batch.store)
@@ -382,7 +382,7 @@ class WorkEngine:
                     read(payload, one.length, DTYPES[one.dtype], one.row_size, arithmetic.how_of(batch, codec))
             except KVError as err:
                 first = "; row 0 here is row %d of the value" % (one.offset // one.row_size) if one.offset else ""
-                raise KVError("%s: %s%s" % (values.named(shard), err, first)) from None
+                raise KVError(f"{values.named(shard)}: {err}{first}") from None
 
     def _release(self, what: work.Release) -> None:
         for number in (what.message.store, relayed(what.message.store)):
@@ -421,7 +421,7 @@ class WorkEngine:
             found, wanted = sum(len(each.at) for each in lent), len(what.entries)
             if found != wanted:
                 raise KVError(
-                    "%d of %d values could not be made ready; this server's log says why" % (wanted - found, wanted)
+                    f"{wanted - found} of {wanted} values could not be made ready; this server's log says why"
                 )
             message = replies.reply_of(what, lent)
             if stages.ASKED in what.message.body:

@@ -166,8 +166,8 @@ class Loop:
             if self._engine is not None:
                 self._engine.released(event.lease)
         elif isinstance(event, PathChosen):
-            why = " reason=%s" % event.reason if event.reason else ""
-            self._trace.log("INFO", "event=path link=%s path=%s%s" % (event.link, event.path, why))
+            why = f" reason={event.reason}" if event.reason else ""
+            self._trace.log("INFO", f"event=path link={event.link} path={event.path}{why}")
         else:
             self._received(event.link, event.frames)
 
@@ -202,7 +202,7 @@ class Loop:
                 return
         except WireError as err:
             # Bad bytes end the connection they came on, never the node.
-            self._trace.stranger("event=bad-bytes reason=%s" % err)
+            self._trace.stranger(f"event=bad-bytes reason={err}")
             if gate.opener is None and not gate.is_open:
                 self._refuse(link, gate, handshake.refused(str(err)))
             return
@@ -220,15 +220,15 @@ class Loop:
         self._perform(actions, link, arrived)
 
     def _malformed(self, link: str, arrived: Message, err: Exception) -> None:
-        reason = "%s is malformed: %s: %s" % (arrived.kind.name, type(err).__name__, err)
-        self._trace.log("ERROR", "event=malformed link=%s %s %s" % (link, reason, traceback.format_exc()))
+        reason = f"{arrived.kind.name} is malformed: {type(err).__name__}: {err}"
+        self._trace.log("ERROR", f"event=malformed link={link} {reason} {traceback.format_exc()}")
         if not arrived.is_reply:
             self._transmit(link, refusal(arrived, reason))
             return
         # Who asked would wait for ever: a node that answers so is as good as lost.
         self._forget(link)
         self._transport.disconnect(link)
-        self._decide(role.Broken(link, "its answer to %s" % reason))
+        self._decide(role.Broken(link, f"its answer to {reason}"))
 
     def _shake(self, link: str, gate: _Gate, arrived: Message) -> None:
         self._trace.received(link, arrived)
@@ -282,8 +282,8 @@ class Loop:
         self._transport.refused(link)
 
     def _deny(self, denied: role.Denied) -> None:
-        where = " address=%s" % denied.address if denied.address else ""
-        self._trace.stranger("event=denied%s reason=%s" % (where, denied.reason))
+        where = f" address={denied.address}" if denied.address else ""
+        self._trace.stranger(f"event=denied{where} reason={denied.reason}")
         self._decide(denied)
 
     def _turned_away(self, link: str, reason: str) -> None:
@@ -388,7 +388,7 @@ class Loop:
             lease = self._send(done.value.link, done.value.message)
             self._engine.sent(done.value.lent, lease)
         if done.error is not None and not action.reports:
-            self._trace.log("ERROR", "event=work-failed work=%s error=%s" % (type(action.what).__name__, done.error))
+            self._trace.log("ERROR", f"event=work-failed work={type(action.what).__name__} error={done.error}")
         actions = self._role.handle(done, self._clock()) if action.reports else []
         return [*actions, role.Resume(action.holds)] if action.holds else actions
 

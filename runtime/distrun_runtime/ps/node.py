@@ -111,11 +111,11 @@ def serve(role: str) -> int:
     warnings += [unused] if unused else []
     if not config.token:
         warnings.append(
-            "this job runs open: DISTRUN_TOKEN_FILE is not set, so any process that reaches %s can join it" % endpoint
+            f"this job runs open: DISTRUN_TOKEN_FILE is not set, so any process that reaches {endpoint} can join it"
         )
     for text in warnings:
         trace.log("WARNING", text)
-    trace.log("INFO", "event=bound endpoint=%s host=%s" % (endpoint, config.host))
+    trace.log("INFO", f"event=bound endpoint={endpoint} host={config.host}")
     placement.say = trace.log
     BLOCKS.log_to(lambda text: trace.log("INFO", text))
     engine = None
@@ -176,8 +176,8 @@ def wrapped(transport: Transport, config: Config) -> Transport:
     """Return the transport with what PS_RESEND, PS_DROP_MSG and DISTRUN_FAULTS ask for around it; mostly itself."""
     if not config.faults.is_none:
         # One that gets its rank later has no name yet; its chances must still be its own.
-        name = config.role if config.rank < 0 else "%s-%d" % (config.role, config.rank)
-        name += " %d" % os.getpid() if config.rank < 0 and config.role != "scheduler" else ""
+        name = config.role if config.rank < 0 else f"{config.role}-{config.rank}"
+        name += f" {os.getpid()}" if config.rank < 0 and config.role != "scheduler" else ""
         transport = Faulty(transport, config.faults, name, keeps_order=not config.resend_s)
     return Resending(transport, config.resend_s, config.incarnation) if config.resend_s else transport
 
@@ -194,7 +194,7 @@ def bind(transport: Transport, config: Config, warn: Callable[[str], None] = lam
     if config.role == "scheduler" and config.root_port:
         return _bind_root(transport, config, warn)
     if not config.address:
-        raise ContractError("host %s has no address to bind; set DMLC_NODE_HOST" % config.host)
+        raise ContractError(f"host {config.host} has no address to bind; set DMLC_NODE_HOST")
     return endpoint_of(config.address, transport.bind(config.address, config.ports))
 
 
@@ -216,7 +216,7 @@ def _bind_root(transport: Transport, config: Config, warn: Callable[[str], None]
         "DMLC_PS_ROOT_URI=%s%s is not an address of host %s: the scheduler listens on port %d of all its addresses"
         " (%s). That is right if %s leads here (a service name, a forwarded port); if not, fix: DMLC_PS_ROOT_URI=%s"
         % (
-            *(config.root, "" if root == config.root else " (%s)" % root, config.host, number, found),
+            *(config.root, "" if root == config.root else f" ({root})", config.host, number, found),
             *(config.root, config.address if config.address in own else (own or ["ADDRESS"])[0]),
         )
     )
@@ -226,7 +226,9 @@ def _bind_root(transport: Transport, config: Config, warn: Callable[[str], None]
 def _cannot_bind(config: Config, err: OSError) -> OSError:
     return OSError(
         err.errno,
-        "the scheduler cannot bind DMLC_PS_ROOT_URI=%s DMLC_PS_ROOT_PORT=%d on host %s: %s."
-        " Choose another port, or end the process that holds it (ss -ltnp)"
-        % (config.root, config.root_port, config.host, err.strerror),
+        (
+            f"the scheduler cannot bind DMLC_PS_ROOT_URI={config.root} DMLC_PS_ROOT_PORT={config.root_port} on"
+            f" host {config.host}: {err.strerror}. Choose another port, or end the process that holds it (ss"
+            " -ltnp)"
+        ),
     )

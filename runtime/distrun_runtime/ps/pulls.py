@@ -305,16 +305,16 @@ class Pulls:
             return text, tasks_of(slow), name
         if not store.is_sync:
             rank, push = min(pull.before.get(at, set()) & set(store.pending.get(shard, ())))
-            text = "waiting for the other servers' norms, key %s, push %d of worker-%d" % (name, push, rank)
+            text = f"waiting for the other servers' norms, key {name}, push {push} of worker-{rank}"
             return text, ["server"], name
         number = int(store.ordered[shard])
         if store.halfway[shard]:
-            return "waiting for the other servers' norms, key %s, round %d" % (name, number), ["server"], name
+            return f"waiting for the other servers' norms, key {name}, round {number}", ["server"], name
         me = self._me().name
         if number >= wanted:
-            return "waiting for the update on %s, key %s, round %d" % (me, name, number), [me], name
+            return f"waiting for the update on {me}, key {name}, round {number}", [me], name
         missing = store.missing(shard)
-        text = "waiting for %s, key %s, round %d" % (names_of(missing) or me, name, number + 1)
+        text = f"waiting for {names_of(missing) or me}, key {name}, round {number + 1}"
         return text, tasks_of(missing) or [me], name
 
     def _refuse_hopeless(self, pull: Pull) -> list[role.Action]:
@@ -333,10 +333,11 @@ class Pulls:
             for rank in store.missing(shard) if number > store.ordered[shard] else ():
                 if rank in self._gone:
                     reason = (
-                        "%s has ended (BYE) without pushing round %d of key %r;"
-                        " a worker that runs out of data calls kv.join()"
-                    ) % (self._gone[rank], int(store.ordered[shard]) + 1, store.names.get(int(store.key[shard])))
-                    return reason, "worker-%d" % rank
+                        f"{self._gone[rank]} has ended (BYE) without pushing round"
+                        f" {int(store.ordered[shard]) + 1} of key {store.names.get(int(store.key[shard]))!r}; a"
+                        " worker that runs out of data calls kv.join()"
+                    )
+                    return reason, f"worker-{rank}"
         return "", ""
 
     def _fail_pull(self, pull: Pull, failure: Failure) -> list[role.Action]:

@@ -134,13 +134,13 @@ class Relay:
         owners = [owner for owner, relay in relays_of(nodes, me.host).items() if relay == me.rank]
         if not owners:
             return []
-        names = ",".join("server-%d" % owner for owner in owners)
-        return [role.Log("INFO", "event=relay stands_in_for=%s workers=%s" % (names, names_of(self.members)))]
+        names = ",".join(f"server-{owner}" for owner in owners)
+        return [role.Log("INFO", f"event=relay stands_in_for={names} workers={names_of(self.members)}")]
 
     def against(self, rank: int) -> str:
         """Return why this is no relay for a worker; empty: it is."""
         is_here = rank in self.members
-        return "" if is_here else "%s is no relay for worker-%d: they are on two hosts" % (self._me().name, rank)
+        return "" if is_here else f"{self._me().name} is no relay for worker-{rank}: they are on two hosts"
 
     def store(self, number: int) -> Store | None:
         """Return the table of a store's shards on other servers; None: there are none."""
@@ -173,7 +173,7 @@ class Relay:
         shards = store.find(message.entries)
         known = shards[shards >= 0]
         if not checks.fit(store, message.entries[shards >= 0], known):
-            return [role.Send(link, refusal(message, "%s knows these shards with other sizes" % self._me().name))]
+            return [role.Send(link, refusal(message, f"{self._me().name} knows these shards with other sizes"))]
         of.forget_values(known)
         actions: list[role.Action] = []
         if len(known) < len(shards):
@@ -264,7 +264,7 @@ class Relay:
             of.sent[np.ix_(np.array(ranks), some)] = number
             self._requests += 1
             self._sums[self._requests] = relayed(store.number)
-            link = "server-%d" % owner
+            link = f"server-{owner}"
             message = Message(
                 Kind.PUSH,
                 store=relayed(store.number),
@@ -344,7 +344,7 @@ class Relay:
         self._fetches[self._requests] = _Fetch(self._requests, of, shards, entries, of.changes, asker)
         of.fetch[shards], of.asked[shards] = self._requests, rounds
         body = {"ranks": list(self.members), **({} if asker is None else {"own": asker})}
-        link, number = "server-%d" % owner, relayed(of.store.number)
+        link, number = f"server-{owner}", relayed(of.store.number)
         message = Message(Kind.PULL, store=number, request=self._requests, entries=entries, body=body)
         return [*self._peers.call(link), role.Send(link, message)]
 
@@ -365,7 +365,7 @@ class Relay:
         if message.request in self._sums:
             del self._sums[message.request]
             if message.is_error:
-                return [role.Finish(1, "a sum for another server was refused: %s" % message.body.get("reason"))]
+                return [role.Finish(1, f"a sum for another server was refused: {message.body.get('reason')}")]
             return self._acknowledged(message.request)
         if fetch is None:
             return []
@@ -381,7 +381,7 @@ class Relay:
         store, shards = fetch.of.store, fetch.shards
         found = sum(memoryview(each).nbytes for each in message.payloads)
         if found != sizes_of(fetch.entries).sum() or (message.entries["payload"] != Payload.PACKED).any():
-            return [role.Finish(1, "the answer of another server has %d bytes of values, expected others" % found)]
+            return [role.Finish(1, f"the answer of another server has {found} bytes of values, expected others")]
         entries = fetch.entries.copy()
         entries["payload"] = Payload.PACKED
         rounds = entries["round"].astype(np.int64)
@@ -490,5 +490,5 @@ class Relay:
         """The engine has done work for a relay. There is none that fails but for want of memory."""
         if event.error is None:
             return []
-        reason = "%s on %s: %s" % (type(event.work).__name__, self._me().name, words_of(event.error))
-        return [role.Log("ERROR", "event=relay-failed %s" % event.traceback), role.Finish(1, reason)]
+        reason = f"{type(event.work).__name__} on {self._me().name}: {words_of(event.error)}"
+        return [role.Log("ERROR", f"event=relay-failed {event.traceback}"), role.Finish(1, reason)]

@@ -52,7 +52,7 @@ def failed(request: Message, event: role.WorkDone) -> Message:
     if isinstance(event.error, KVError):
         return refusal(request, str(event.error))
     # A user's class or function, most likely; where it failed is only known here.
-    reason = "%s: %s" % (type(event.error).__name__, event.error)
+    reason = f"{type(event.error).__name__}: {event.error}"
     return refusal(request, reason, "RuleError", event.traceback)
 
 
@@ -118,7 +118,7 @@ def lend(values: Values, what: work.Lend) -> ReplyValues:
             else:
                 lent.payloads.append(encoder.payload(shard))
         except KVError as err:
-            lent.error = lent.error or "%s: %s" % (values.named(shard), err)
+            lent.error = lent.error or f"{values.named(shard)}: {err}"
     return lent
 
 

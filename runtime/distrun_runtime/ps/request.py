@@ -96,10 +96,10 @@ class Request:
             waited_s = round(waited_s, 1 if waited_s < 10 else 0)
             note = ", " + self.note if self.note else ""
             where = self._limit if limit is None else limit
-            limit = " (%s)" % where if where else ""
+            limit = f" ({where})" if where else ""
             names = ", ".join(sorted(set(self.missing.copy().values())))
             whose = " from " + names if names else ""
-            raise TimedOut("%s: no answer%s for %s%s%s" % (self.what, whose, duration(waited_s), note, limit))
+            raise TimedOut(f"{self.what}: no answer{whose} for {duration(waited_s)}{note}{limit}")
         if self._error is not None:
             # A fresh exception each time: several threads may raise it, and a traceback belongs to one.
             raise copy.copy(self._error)

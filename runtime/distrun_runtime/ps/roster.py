@@ -87,7 +87,7 @@ class Roster:
     def against(self, peer: NodeIdentity) -> str:
         """Return why `peer` may not join; empty: it may."""
         if peer.role not in self.expected:
-            return "%s: this job has its scheduler already" % peer
+            return f"{peer}: this job has its scheduler already"
         theirs = {"worker": peer.workers, "server": peer.servers}
         if theirs != self._told:
             return "%s expects %s and %s; the scheduler was started for %d and %d" % (
@@ -96,12 +96,12 @@ class Roster:
             )
         count = self.expected[peer.role]
         if peer.rank >= count:
-            return "%s: ranks of %ss go from 0 to %d" % (peer, peer.role, count - 1)
+            return f"{peer}: ranks of {peer.role}s go from 0 to {count - 1}"
         taken = self.of_rank(peer.role, peer.rank)
         if taken is not None:
-            return "rank %d is taken: %s registered as %s" % (peer.rank, taken.who, taken.who.name)
+            return f"rank {peer.rank} is taken: {taken.who} registered as {taken.who.name}"
         if self._counts[peer.role] >= count:
-            return "all %d %ss have registered: %s" % (count, peer.role, _names(self.of_role(peer.role)))
+            return f"all {count} {peer.role}s have registered: {_names(self.of_role(peer.role))}"
         return ""
 
     def add(self, link: str, peer: NodeIdentity) -> None:
@@ -183,7 +183,7 @@ class Roster:
         if any(member.who.rank < 0 for member in self.members.values()):
             return []
         present = {member.who.name for member in self.members.values()}
-        every = ["%s-%d" % (role, rank) for role, count in self.expected.items() for rank in range(count)]
+        every = [f"{role}-{rank}" for role, count in self.expected.items() for rank in range(count)]
         return [name for name in every if name not in present]
 
     def waiting_text(self) -> str:
@@ -193,17 +193,17 @@ class Roster:
             present = self.of_role(role)
             if len(present) < count:
                 have = _names(present) or "none"
-                parts.append("%d of %d %ss: have %s" % (count - len(present), count, role, have))
+                parts.append(f"{count - len(present)} of {count} {role}s: have {have}")
         return "waiting for " + "; ".join(parts)
 
 
 def _names(members: Sequence[Member]) -> str:
-    return listed(["%s@%s" % (member.who.name, member.who.host) for member in members])
+    return listed([f"{member.who.name}@{member.who.host}" for member in members])
 
 
 def tasks_of(ranks: Iterable[int]) -> list[str]:
     """Return the names of workers."""
-    return ["worker-%d" % rank for rank in ranks]
+    return [f"worker-{rank}" for rank in ranks]
 
 
 def listed(names: Sequence[str]) -> str:
@@ -212,7 +212,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    return "%d %s%s" % (number, noun, "" if number == 1 else "s")
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def from_json(value: Sequence[dict[str, Any]]) -> list[NodeIdentity]:
@@ -307,4 +307,4 @@ def _note(answers: Answers, name: str, reply: Message) -> None:
     if not answers.errors:
         answers.error = str(reply.body.get("error", "KVError"))
         answers.traceback = str(reply.body.get("traceback", ""))
-    answers.errors.append("%s: %s" % (name, reply.body.get("reason")))
+    answers.errors.append(f"{name}: {reply.body.get('reason')}")

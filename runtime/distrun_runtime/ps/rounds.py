@@ -342,7 +342,7 @@ class Rounds:
     def _failure(self, store: Store, shard: int, error: BaseException, trace: str) -> Failure:
         name = store.names.get(int(store.key[shard]))
         what = "update" if isinstance(error, KVError) and error.is_of_device else "rule"
-        text = "the %s failed on %s for key %r: %s" % (what, self._me().name, name, words_of(error))
+        text = f"the {what} failed on {self._me().name} for key {name!r}: {words_of(error)}"
         return Failure(text, trace)
 
     def _log(self, store: Store, failure: Failure) -> list[role.Action]:
@@ -350,7 +350,7 @@ class Rounds:
         if store.number in self._logged:
             return []
         self._logged.add(store.number)
-        return [role.Log("ERROR", "event=rule-failed store=%d %s" % (store.number, failure.reason))]
+        return [role.Log("ERROR", f"event=rule-failed store={store.number} {failure.reason}")]
 
     # Norms of whole values
 

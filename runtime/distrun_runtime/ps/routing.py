@@ -496,7 +496,7 @@ def _portion(
     entries["codec"] = how.codec
     is_plain = how.codec == NONE
     return Portion(
-        link="server-%d" % server,
+        link=f"server-{server}",
         server=server,
         dtype=dtype,
         how=how,

@@ -92,12 +92,12 @@ class Scheduler:
     def admit(self, peer: NodeIdentity) -> str:
         """Return why `peer` may not join the job."""
         if self._broken:
-            return "the job is ending: %s" % self._broken
+            return f"the job is ending: {self._broken}"
         if peer.job != self.me.job:
-            return "%s belongs to job %r, this is job %r" % (peer, peer.job, self.me.job)
+            return f"{peer} belongs to job {peer.job!r}, this is job {self.me.job!r}"
         early = [other for _, other in self._early if other.rank == peer.rank and peer.role == "worker"]
         if early:
-            return "rank %d is taken: %s registered as %s, for the next script" % (peer.rank, early[0], early[0].name)
+            return f"rank {peer.rank} is taken: {early[0]} registered as {early[0].name}, for the next script"
         if self._is_successor(peer):
             return ""
         return self._roster.against(peer)
@@ -116,8 +116,8 @@ class Scheduler:
         if isinstance(event, role.SignalReceived):
             # Servers first: they would take our end for a death.
             name = role.signal_name(event.signal)
-            stops = self._stop_servers(0, "the scheduler was told to end by %s" % name, self.me.name)
-            return [role.Publish({"told": name}), *stops, *self._finish(0, "signal %d" % event.signal)]
+            stops = self._stop_servers(0, f"the scheduler was told to end by {name}", self.me.name)
+            return [role.Publish({"told": name}), *stops, *self._finish(0, f"signal {event.signal}")]
         if isinstance(event, role.MessageReceived):
             member = self._roster.members.get(event.link)
             return self._heard(member, event.message) if member is not None else []
@@ -131,11 +131,11 @@ class Scheduler:
             return []
         if self._deadline.is_due(now):
             after = duration(self._config.start_timeout_s)
-            reason = "registration ended after %s, %s" % (after, self._roster.waiting_text())
+            reason = f"registration ended after {after}, {self._roster.waiting_text()}"
             reason = "; ".join(["; turned away: ".join([reason, *self._denied[:1]]), *self._denied[1:]])
             return self._give_up(reason, next(iter(self._roster.missing()), "job"))
         if self._foreign_deadline.is_due(now) and not self._roster.of_role("worker"):
-            waited = "no worker has opened a store for %s, and " % duration(self._config.start_timeout_s)
+            waited = f"no worker has opened a store for {duration(self._config.start_timeout_s)}, and "
             return self._give_up(waited + self._foreign, "job")
         if self._report.is_due(now) and self._roster.of_role("worker"):
             return [role.Log("WARNING", self._roster.waiting_text())]
@@ -153,7 +153,7 @@ class Scheduler:
         is_ours = denied.is_foreign and not self._has_opened and self._may_be_ours(denied)
         text = FOREIGN % denied.address if is_ours else denied.reason
         if denied.address and not is_ours:
-            text = "%s: %s" % (denied.address, text)
+            text = f"{denied.address}: {text}"
         if text not in self._denied and len(self._denied) < DENIED_KEPT:
             self._denied.append(text)
         if not is_ours:
@@ -197,7 +197,7 @@ class Scheduler:
     def _register(self, link: str, peer: NodeIdentity, now: float) -> list[role.Action]:
         if self._is_successor(peer):
             self._early.append((link, peer))
-            return [role.Log("INFO", "event=early node=%s pid=%d" % (peer.name, peer.pid))]
+            return [role.Log("INFO", f"event=early node={peer.name} pid={peer.pid}")]
         self._roster.add(link, peer)
         actions: list[role.Action] = [_line("registered", peer)]
         if peer.role == "worker" and self._roster.count("worker") == 1:
@@ -236,8 +236,8 @@ class Scheduler:
             self._roster.remove(link)
             if not self._roster.count("worker"):
                 self._wait_anew(self._now)  # the next first worker has the whole time again
-            return [role.Log("WARNING", "%s went away before all had registered: %s" % (member.who, reason))]
-        return self._lose(member, "%s is lost: %s" % (member.who, reason))
+            return [role.Log("WARNING", f"{member.who} went away before all had registered: {reason}")]
+        return self._lose(member, f"{member.who} is lost: {reason}")
 
     def _lose(self, member: Member, reason: str) -> list[role.Action]:
         self._roster.end(member, LOST)
@@ -262,7 +262,7 @@ class Scheduler:
 
     def _leave(self, member: Member) -> list[role.Action]:
         self._roster.end(member, LEFT)
-        actions: list[role.Action] = [role.Log("INFO", "event=bye node=%s" % member.who.name)]
+        actions: list[role.Action] = [role.Log("INFO", f"event=bye node={member.who.name}")]
         if member.who.role == "worker":
             body = {"rank": member.who.rank, "who": str(member.who)}
             actions += [
@@ -326,12 +326,12 @@ class Scheduler:
         if message.kind is Kind.BYE:
             return [role.Send(member.link, answer(message)), *self._leave(member)]
         if message.kind is Kind.ABORT:
-            reason = "%s failed: %s" % (member.who, message.body.get("reason", "no reason given"))
+            reason = f"{member.who} failed: {message.body.get('reason', 'no reason given')}"
             return [role.Send(member.link, answer(message)), *self._lose(member, reason)]
         if message.kind is Kind.LOST and member.who.role == "server":
             return self._lost_by_server(message)
         if member.who.role != "worker":
-            return [role.Log("WARNING", "%s sent %s, which only workers send" % (member.who, message.kind.name))]
+            return [role.Log("WARNING", f"{member.who} sent {message.kind.name}, which only workers send")]
         if self._broken:
             return [role.Send(call.link, refusal(message, self._broken, "PeerLost", who=self._broken_by))]
         if message.kind in (Kind.OPEN, Kind.KEYS, Kind.BARRIER, Kind.SAVE, Kind.LOAD):
@@ -346,7 +346,7 @@ class Scheduler:
             return self._calls.leave(call)
         if message.kind is Kind.CLOSE:
             return self._calls.close(call)
-        return [role.Send(call.link, refusal(message, "the scheduler knows no %s" % message.kind.name))]
+        return [role.Send(call.link, refusal(message, f"the scheduler knows no {message.kind.name}"))]
 
 
 def _line(event: str, who: NodeIdentity) -> role.Action:

@@ -157,12 +157,12 @@ class Control:
         action = message.body["action"]
         if action == "start":
             if self._recorder.is_on:
-                return refusal(message, "%s on host %s is being profiled already" % (me.name, me.host))
+                return refusal(message, f"{me.name} on host {me.host} is being profiled already")
             self._recorder.start()
             return answer(message)
         if not self._recorder.is_on:
-            return refusal(message, "%s on host %s is not being profiled" % (me.name, me.host))
-        return answer(message, {"events": self._recorder.stop("%s@%s" % (me.name, me.host))})
+            return refusal(message, f"{me.name} on host {me.host} is not being profiled")
+        return answer(message, {"events": self._recorder.stop(f"{me.name}@{me.host}")})
 
 
 def _open_round(store: Store, message: Message, workers: int) -> str:
@@ -184,9 +184,9 @@ def _names_in(message: Message) -> dict[int, Any]:
 
 def _is_open(number: int, name: Any, pushed: Iterable[int], missing: Iterable[int]) -> str:
     return (
-        "round %d of key %r is open: %s pushed it, %s did not; states are saved and loaded when all workers"
-        " have pushed equally often"
-    ) % (number, name, _names(pushed) or "nobody", _names(missing))
+        f"round {number} of key {name!r} is open: {_names(pushed) or 'nobody'} pushed it, {_names(missing)} did"
+        " not; states are saved and loaded when all workers have pushed equally often"
+    )
 
 
 def _set_rounds(store: Store | None, rounds: Mapping[int, int]) -> None:
@@ -201,7 +201,7 @@ def _set_rounds(store: Store | None, rounds: Mapping[int, int]) -> None:
 
 
 def _names(ranks: Iterable[int]) -> str:
-    return ", ".join("worker-%d" % rank for rank in sorted(ranks))
+    return ", ".join(f"worker-{rank}" for rank in sorted(ranks))
 
 
 BYE_S = 2.0
@@ -267,9 +267,9 @@ class Server:
     def admit(self, peer: NodeIdentity) -> str:
         """Return why `peer` may not connect: only workers and servers of this job do."""
         if peer.job != self.me.job:
-            return "%s belongs to job %r, %s to job %r" % (peer, peer.job, self.me.name, self.me.job)
+            return f"{peer} belongs to job {peer.job!r}, {self.me.name} to job {self.me.job!r}"
         if self._nodes and (peer.role, peer.rank) not in self._nodes:
-            return "%s is not in this job's roster" % peer
+            return f"{peer} is not in this job's roster"
         return ""
 
     def handle(self, event: role.Event, now: float) -> list[role.Action]:
@@ -282,14 +282,14 @@ class Server:
         if isinstance(event, role.Welcomed):
             return self._welcomed(event)
         if isinstance(event, role.TurnedAway) and event.link == role.SCHEDULER_LINK:
-            return [role.Finish(1, "the scheduler refused %s: %s" % (self.me.name, event.reason))]
+            return [role.Finish(1, f"the scheduler refused {self.me.name}: {event.reason}")]
         if isinstance(event, role.TurnedAway):
             return self._lost_peer(event)
         if isinstance(event, role.Broken):
             return self._broken(event)
         if isinstance(event, role.SignalReceived):
             name = role.signal_name(event.signal)
-            return [role.Publish({"told": name}), *self._leave("signal %d" % event.signal, now)]
+            return [role.Publish({"told": name}), *self._leave(f"signal {event.signal}", now)]
         if isinstance(event, role.WorkDone):
             return self._done(event)
         if isinstance(event, role.MessageReceived):
@@ -303,7 +303,7 @@ class Server:
         if self._failing:
             return [role.Finish(1, self._failing)] if self._farewell.is_due(now) else []
         if self._farewell.is_due(now):
-            return [role.Finish(0, "the scheduler did not answer BYE for %g s" % BYE_S)]
+            return [role.Finish(0, f"the scheduler did not answer BYE for {BYE_S:g} s")]
         if self._deadline.is_due(now):
             text = "the scheduler at %s did not answer for %s"
             return [role.Finish(1, text % (self._config.root_endpoint, duration(self._config.start_timeout_s)))]
@@ -338,20 +338,20 @@ class Server:
         if event.link == role.SCHEDULER_LINK:
             self._deadline.at = None
             self._is_registered = True
-            return [role.Log("INFO", "event=registered scheduler=%s" % self._config.root_endpoint)]
+            return [role.Log("INFO", f"event=registered scheduler={self._config.root_endpoint}")]
         if event.peer is None:
             return []  # a server that we called
         if event.peer.role == "server":
             self._servers.add(event.link)
         else:
             self._ranks[event.link] = event.peer.rank
-        return [role.Log("INFO", "event=connected node=%s host=%s" % (event.peer.name, event.peer.host))]
+        return [role.Log("INFO", f"event=connected node={event.peer.name} host={event.peer.host}")]
 
     def _broken(self, event: role.Broken) -> list[role.Action]:
         if event.link == role.SCHEDULER_LINK:
             if self._is_stopping:
                 return [role.Finish(0)]
-            text = "the scheduler at %s is lost: %s" % (self._config.root_endpoint, event.reason)
+            text = f"the scheduler at {self._config.root_endpoint} is lost: {event.reason}"
             return [role.Publish({"lost_peer": "scheduler", "message": text}), role.Finish(1, text)]
         # The scheduler judges deaths; here the worker's open requests are forgotten.
         self._servers.discard(event.link)
@@ -367,9 +367,9 @@ class Server:
         endpoint = self._rounds.peers.lost(event.link)
         if self._is_stopping or not endpoint:
             return []
-        reason = "%s lost its connection to %s (%s): %s" % (self.me, event.link, endpoint, event.reason)
+        reason = f"{self.me} lost its connection to {event.link} ({endpoint}): {event.reason}"
         lost = Message(Kind.LOST, body={"who": event.link, "reason": reason})
-        return [role.Log("INFO", "event=lost-peer %s" % reason), role.Send(role.SCHEDULER_LINK, lost)]
+        return [role.Log("INFO", f"event=lost-peer {reason}"), role.Send(role.SCHEDULER_LINK, lost)]
 
     def _from_scheduler(self, message: Message) -> list[role.Action]:
         if message.kind is Kind.BYE and message.is_reply:
@@ -380,7 +380,7 @@ class Server:
             self.me = self._config.identity(self.me.endpoint, message.body["rank"])
             self._rounds.peers.learn(nodes, self.me.rank)
             stands_in = self._relay.learn(nodes) if message.body.get("host_sums") else []
-            lines = ["event=roster node=%s host=%s endpoint=%s" % (who.name, who.host, who.endpoint) for who in nodes]
+            lines = [f"event=roster node={who.name} host={who.host} endpoint={who.endpoint}" for who in nodes]
             # The workers are told next, and expect that this server knows them.
             answered = role.Send(role.SCHEDULER_LINK, answer(message))
             return [*(role.Log("INFO", line) for line in lines), *stands_in, answered]
@@ -458,11 +458,11 @@ class Server:
         word of the reason comes.
         """
         self._failing = reason
-        told = [role.Publish({"failed": "%s: %s" % (self.me.name, reason)})]
+        told = [role.Publish({"failed": f"{self.me.name}: {reason}"})]
         if not self._is_registered or self._is_stopping:
             return [*told, role.Finish(1, reason)]
         self._farewell.set(self._now + BYE_S)
-        body = {"who": self.me.name, "host": self.me.host, "reason": "%s failed: %s" % (self.me, reason)}
+        body = {"who": self.me.name, "host": self.me.host, "reason": f"{self.me} failed: {reason}"}
         lost = Message(Kind.LOST, body=body)
         return [
             *told,
@@ -508,19 +508,19 @@ class Server:
             return [self._refuse(link, message, wrong)]
         store = self._relay.store(message.store) if message.is_relayed else self._stores.get(message.store)
         if store is None:
-            return [self._refuse(link, message, "store %d has no keys on %s" % (message.store, self.me.name))]
+            return [self._refuse(link, message, f"store {message.store} has no keys on {self.me.name}")]
         if message.kind is Kind.ROUNDS:
             rounds = store.rounds(store.done)
             return [role.Send(link, answer(message, {"rounds": rounds}))]
         if message.kind not in (Kind.PUSH, Kind.PULL, Kind.PUSHPULL):
-            return [self._refuse(link, message, "%s knows no %s" % (self.me.name, message.kind.name))]
+            return [self._refuse(link, message, f"{self.me.name} knows no {message.kind.name}")]
         return self._data(link, rank, store, message)
 
     def _from_relay(self, link: str, message: Message) -> list[role.Action]:
         """Take in what another server sends for the workers of its host: a sum of their contributions, or a pull."""
         store, ranks = self._stores.get(message.store), [int(rank) for rank in message.body.get("ranks", ())]
         if store is None or message.kind not in (Kind.PUSH, Kind.PULL):
-            return [self._refuse(link, message, "%s expects no such %s" % (self.me.name, message.kind.name))]
+            return [self._refuse(link, message, f"{self.me.name} expects no such {message.kind.name}")]
         entries, shards = message.entries, store.find(message.entries)
         rounds = entries["round"].astype(np.int64)
         wrong = checks.against_ranks(message, ranks, self._config.workers)
@@ -579,11 +579,11 @@ class Server:
             expected.popleft()  # Again, and in its turn; what is wrong with it now is an error.
             return ""
         if expected:
-            wrong = "%s expects an earlier message of worker-%d again first" % (self.me.name, rank)
+            wrong = f"{self.me.name} expects an earlier message of worker-{rank} again first"
         elif len(message.entries) or not message.bucket or (rank, store.number, message.bucket) in self._buckets:
             return ""
         else:
-            wrong = "bucket %d is not known to %s" % (message.bucket, self.me.name)
+            wrong = f"bucket {message.bucket} is not known to {self.me.name}"
         store.again.setdefault(rank, deque()).append(message.request)
         return wrong
 
@@ -594,7 +594,7 @@ class Server:
             return message.entries, store.find(message.entries), "", False
         known = self._buckets.get((rank, store.number, message.bucket))
         if known is None:  # `_missed` had it sent again, and it does not name its entries this time either.
-            unknown = "bucket %d is not known to %s" % (message.bucket, self.me.name)
+            unknown = f"bucket {message.bucket} is not known to {self.me.name}"
             return NO_ENTRIES, store.find(NO_ENTRIES), unknown, False
         entries = known.entries.copy()
         entries["round"] += np.uint64(message.step)
@@ -729,7 +729,7 @@ class Server:
             told: role.Action = role.Send(what.link, answer(message))
         else:
             names = [repr(store.name(key)) for key in np.unique(store.key[what.batch.shards]).tolist()]
-            text = "%s cannot take the values of key %s: %s" % (self.me.name, listed(names, 3), words_of(event.error))
+            text = f"{self.me.name} cannot take the values of key {listed(names, 3)}: {words_of(event.error)}"
             told = self._refuse(what.link, message, text)
         if isinstance(what, work.Fill) and event.error is not None:
             store.take_back(what.batch.shards)

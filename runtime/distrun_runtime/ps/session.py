@@ -123,7 +123,7 @@ def meaning(error: BaseException) -> dict[str, str]:
             return {"lost_peer": each.lost_peer, "message": str(each)}
         if isinstance(each, (KeyboardInterrupt, SystemExit)):
             return {}
-    return {"failed": "%s: %s" % (type(error).__name__, error)}
+    return {"failed": f"{type(error).__name__}: {error}"}
 
 
 def printed(error: BaseException) -> str:
@@ -137,15 +137,15 @@ def printed(error: BaseException) -> str:
 
 
 def _line(error: BaseException, lost: RuntimeFault) -> str:
-    text = "distrun: ended by the loss of %s: %s: %s" % (lost.lost_peer, type(lost).__name__, _flat(lost))
+    text = f"distrun: ended by the loss of {lost.lost_peer}: {type(lost).__name__}: {_flat(lost)}"
     if error is not lost:
-        text += "; the script made of it %s: %s" % (type(error).__name__, _flat(error))
+        text += f"; the script made of it {type(error).__name__}: {_flat(error)}"
     frames: dict[str, None] = {}
     for each in reversed(list(_chain(error))):
         for frame in traceback.extract_tb(each.__traceback__):
             if not _is_foreign(frame.filename):
-                frames["%s:%s in %s" % (_near(frame.filename), frame.lineno, frame.name)] = None
-    return "%s (at %s)" % (text, ", ".join(frames)) if frames else text
+                frames[f"{_near(frame.filename)}:{frame.lineno} in {frame.name}"] = None
+    return f"{text} (at {', '.join(frames)})" if frames else text
 
 
 def _flat(error: BaseException) -> str:
@@ -196,8 +196,8 @@ class _FoldedStack(traceback.StackSummary):
         runs = [(ours, list(frames)) for ours, frames in groupby(self, lambda frame: _is_ours(frame.filename))]
         for number, (ours, frames) in enumerate(runs):
             if ours and not (self.keeps_last and number == len(runs) - 1):
-                count = "1 frame" if len(frames) == 1 else "%d frames" % len(frames)
-                lines.append("  [%s of distrun_runtime; DISTRUN_TRACEBACK=full shows all]\n" % count)
+                count = "1 frame" if len(frames) == 1 else f"{len(frames)} frames"
+                lines.append(f"  [{count} of distrun_runtime; DISTRUN_TRACEBACK=full shows all]\n")
             else:
                 lines += traceback.StackSummary.from_list(frames).format(**more)
         return lines
@@ -418,8 +418,9 @@ class NodeSession:
         """
         if os.getpid() != self._pid:
             raise StoreClosed(
-                "this process was forked from pid %d after the store was created, and a store cannot be shared with"
-                " a child: create the store in the child, or start it with the 'spawn' method" % self._pid
+                f"this process was forked from pid {self._pid} after the store was created, and a store"
+                " cannot be shared with a child: create the store in the child, or start it with the 'spawn'"
+                " method"
             )
         if self._is_over:
             raise StoreClosed("this worker has left the job")
@@ -451,14 +452,14 @@ class NodeSession:
         error = self._crash or flushed
         self._is_over = True
         goodbye = Request("goodbye")
-        reason = "" if error is None else "%s: %s" % (type(error).__name__, error)
+        reason = "" if error is None else f"{type(error).__name__}: {error}"
         self._loop.ask(Goodbye(goodbye, reason[:2000]))
         self._thread.join(GOODBYE_S)
         for pool in self._memory:
             pool.close()
         said = self.stages.text(self.worker.me.name)
         if said:
-            print("distrun: %s" % said, file=sys.stderr)
+            print(f"distrun: {said}", file=sys.stderr)
         return flushed
 
     def _flush(self) -> BaseException | None:
@@ -470,7 +471,7 @@ class NodeSession:
                 # Whatever it is, the other stores are flushed too, and the job hears of our end.
                 errors.append(err)
                 for text in (err, *getattr(err, "__notes__", ())):
-                    print("distrun: error: at exit: %s" % text, file=sys.stderr)
+                    print(f"distrun: error: at exit: {text}", file=sys.stderr)
         return errors[0] if errors else None
 
     def _run(self) -> None:

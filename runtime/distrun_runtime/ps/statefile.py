@@ -62,12 +62,12 @@ def new_part() -> str:
 
 def server_file(rank: int) -> str:
     """Return the name of a server's file."""
-    return "server-%d.npz" % rank
+    return f"server-{rank}.npz"
 
 
 def worker_file(rank: int) -> str:
     """Return the name of a worker's file."""
-    return "worker-%d.npz" % rank
+    return f"worker-{rank}.npz"
 
 
 def worker_files(manifest: Mapping[str, Any]) -> list[str]:
@@ -89,7 +89,7 @@ def write(folder: str, part: str, name: str, arrays: Mapping[str, Array], host: 
     plain = {each: array.view(np.uint16) if each in halves else array for each, array in arrays.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(".%s.%d" % (name, os.getpid()))
+        temporary = path.with_name(f".{name}.{os.getpid()}")
         with open(temporary, "wb") as file:
             np.savez(file, allow_pickle=False, **{MARK: np.array(part)}, **plain)
             _settle(file)
@@ -97,7 +97,7 @@ def write(folder: str, part: str, name: str, arrays: Mapping[str, Array], host: 
         _settle_folder(path.parent)
         return {"bytes": path.stat().st_size, "bfloat16": halves}
     except (OSError, ValueError) as err:
-        raise KVError("states cannot be written to %s on host %s: %s" % (path, host, err)) from err
+        raise KVError(f"states cannot be written to {path} on host {host}: {err}") from err
 
 
 class StateFile:
@@ -127,17 +127,17 @@ class StateFile:
             raise
         if mark != part:
             self.close()
-            raise self.wrong("belongs to another save, %r" % mark)
+            raise self.wrong(f"belongs to another save, {mark!r}")
         self._members: dict[str, list[str]] = {}
         for member in self._file.files:
             number, _, rest = member.partition(".")
             offset, _, name = rest.partition(".")
-            self._members.setdefault("%s.%s" % (number, offset), []).append(name)
+            self._members.setdefault(f"{number}.{offset}", []).append(name)
 
     def _opened(self, holds: Mapping[str, Any]) -> tuple[Any, str]:
         size = os.fstat(self._stream.fileno()).st_size
         if size != holds.get("bytes", size):
-            raise self.wrong("has %d bytes where the manifest says %d" % (size, holds["bytes"]))
+            raise self.wrong(f"has {size} bytes where the manifest says {int(holds['bytes'])}")
         try:
             with _READING:
                 found = np.load(self._stream, allow_pickle=False)
@@ -173,10 +173,10 @@ class StateFile:
 
     def wrong(self, text: str) -> KVError:
         """Return the error that says what is wrong with the file."""
-        return KVError("%s on host %s %s" % (self._path, self._host, text))
+        return KVError(f"{self._path} on host {self._host} {text}")
 
     def _torn(self, err: BaseException) -> KVError:
-        return self.wrong("cannot be read: %s: %s" % (type(err).__name__, err))
+        return self.wrong(f"cannot be read: {type(err).__name__}: {err}")
 
 
 def read_all(folder: str, part: str, name: str, holds: Mapping[str, Any], host: str) -> dict[str, Array]:
@@ -204,7 +204,7 @@ def read_residuals(
     with closing(StateFile(folder, part, name, {}, host)) as file:
         there = set(file.names())
         for number, (key, size) in keys.items():
-            name = "%d.residual" % number
+            name = f"{number}.residual"
             if name not in there:
                 continue
             array = file.array(name)
@@ -225,8 +225,8 @@ def write_manifest(folder: str, manifest: Mapping[str, Any], host: str) -> None:
     path = Path(folder, MANIFEST)
     wrong = _against_manifest(manifest)
     if wrong:
-        raise KVError("the manifest %s cannot be written on host %s: %s" % (path, host, wrong))
-    temporary = path.with_name(".%s.%d" % (MANIFEST, os.getpid()))
+        raise KVError(f"the manifest {path} cannot be written on host {host}: {wrong}")
+    temporary = path.with_name(f".{MANIFEST}.{os.getpid()}")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump(manifest, file, indent=1, sort_keys=True)
@@ -237,7 +237,7 @@ def write_manifest(folder: str, manifest: Mapping[str, Any], host: str) -> None:
     except OSError as err:
         with suppress(OSError):
             temporary.unlink()
-        raise KVError("the manifest %s cannot be written on host %s: %s" % (path, host, err)) from err
+        raise KVError(f"the manifest {path} cannot be written on host {host}: {err}") from err
     for other in path.parent.glob(DATA + "*"):
         # The folder is the user's: only names that `new_part` makes are ours to remove.
         if other.name != manifest["data"] and _OWN_PART.fullmatch(other.name):
@@ -255,18 +255,18 @@ def read_manifest(folder: str, host: str) -> dict[str, Any]:
         with open(path, encoding="utf-8") as file:
             manifest = json.load(file)
     except FileNotFoundError:
-        raise KVError("no saved states in %s on host %s: there is no %s" % (folder, host, MANIFEST)) from None
+        raise KVError(f"no saved states in {folder} on host {host}: there is no {MANIFEST}") from None
     except (OSError, ValueError) as err:
-        raise KVError("%s on host %s cannot be read: %s" % (path, host, err)) from err
+        raise KVError(f"{path} on host {host} cannot be read: {err}") from err
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or not _is_part(manifest.get("data")):
         found = manifest.get("format") if isinstance(manifest, dict) else None
         raise KVError(
-            "%s on host %s is not a manifest of format %d (format %r): were these states saved by another version?"
-            % (path, host, FORMAT, found)
+            f"{path} on host {host} is not a manifest of format {FORMAT} (format {found!r}): were these"
+            " states saved by another version?"
         )
     wrong = _against_manifest(manifest)
     if wrong:
-        raise KVError("%s on host %s is malformed: %s" % (path, host, wrong))
+        raise KVError(f"{path} on host {host} is malformed: {wrong}")
     return manifest
 
 
@@ -367,14 +367,14 @@ def save(body: Mapping[str, Any], shards: Iterable[Saved]) -> dict[str, Any]:
         if each.key not in names:
             continue
         shard = each.on_host()
-        prefix = "%d.%d" % (shard.key, shard.offset)
+        prefix = f"{shard.key}.{shard.offset}"
         pieces.append([shard.key, shard.offset, len(shard.weight)])
         arrays[prefix + ".weight"] = shard.weight
         if shard.residual is not None:
             arrays[prefix + ".residual"] = shard.residual
         for name, value in (shard.state or {}).items():
             if isinstance(value, np.ndarray) and value.dtype != object:
-                arrays["%s.state.%s" % (prefix, name)] = value
+                arrays[f"{prefix}.state.{name}"] = value
             else:
                 counters.setdefault(prefix, {})[name] = _counter(names[shard.key], name, value)
     facts = write(body["folder"], body["part"], body["file"], arrays, body["host"])
@@ -386,8 +386,8 @@ def _counter(key: object, name: str, value: object) -> object:
     if plain is None or isinstance(plain, (bool, int, float, str)):
         return plain
     raise KVError(
-        "key %r: the rule's state %r is of type %s, which cannot be saved; arrays and numbers can"
-        % (key, name, type(value).__name__)
+        f"key {key!r}: the rule's state {name!r} is of type {type(value).__name__}, which cannot be saved;"
+        " arrays and numbers can"
     )
 
 
@@ -414,7 +414,7 @@ def stage(body: Mapping[str, Any], shards: Sequence[Saved], rule: rules.Rule | N
             read.state = _state(read, rule)
         except _Unlike as err:
             key = numbers[shard.key][1]
-            raise KVError("key %r of the states in %s: %s" % (key, body["folder"], err)) from None
+            raise KVError(f"key {key!r} of the states in {body['folder']}: {err}") from None
         read.parts, read.counters = [], {}
     return staged
 
@@ -433,7 +433,7 @@ def _state(staged: Staged, rule: rules.Rule | None) -> dict[str, Any] | None:
         like = next(arrays[name] for _, _, arrays in staged.parts if name in arrays)
         base = fresh.get(name)
         if isinstance(base, np.ndarray) and not np.can_cast(like.dtype, base.dtype, "same_kind"):
-            raise _Unlike("the rule's state %r is %s, saved was %s" % (name, base.dtype, like.dtype))
+            raise _Unlike(f"the rule's state {name!r} is {base.dtype}, saved was {like.dtype}")
         whole = np.array(base) if isinstance(base, np.ndarray) else np.zeros(len(staged.weight), like.dtype)
         for begin, end, arrays in staged.parts:
             if name in arrays:
@@ -441,7 +441,7 @@ def _state(staged: Staged, rule: rules.Rule | None) -> dict[str, Any] | None:
         state[name] = whole
     for name, value in staged.counters.items():
         if isinstance(fresh.get(name), np.ndarray):
-            raise _Unlike("the rule's state %r is an array, saved was %r" % (name, value))
+            raise _Unlike(f"the rule's state {name!r} is an array, saved was {value!r}")
     return dict(rules.carry_state(rule, staged.weight, state))
 
 
@@ -465,7 +465,7 @@ class _SaveReader:
         self._pieces: dict[int, list[_SavedPiece]] = {}
         for name, holds in self._holds.items():
             for number, offset, length in holds.get("pieces", ()):
-                piece = _SavedPiece(int(offset), int(length), name, "%d.%d" % (number, offset))
+                piece = _SavedPiece(int(offset), int(length), name, f"{int(number)}.{int(offset)}")
                 self._pieces.setdefault(int(number), []).append(piece)
         self._files: dict[str, StateFile] = {}
         self._cache: dict[tuple[str, str], Array] = {}
@@ -488,8 +488,8 @@ class _SaveReader:
                 at = upto
         if at < end:
             raise KVError(
-                "key %r: elements %d to %d are in none of the files of %s/%s on host %s"
-                % (key, at, end - 1, self._folder, self._part, self._host)
+                f"key {key!r}: elements {at} to {end - 1} are in none of the files of"
+                f" {self._folder}/{self._part} on host {self._host}"
             )
         return staged
 
@@ -517,7 +517,7 @@ class _SaveReader:
 
     def _elements(self, piece: _SavedPiece, member: str, key: object) -> Array:
         """Return one array of a piece, flat."""
-        found = self._array(piece.file, "%s.%s" % (piece.prefix, member)).reshape(-1)
+        found = self._array(piece.file, f"{piece.prefix}.{member}").reshape(-1)
         if len(found) != piece.length:
             words = (key, len(found), member, piece.length)
             raise self._file(piece.file).wrong("has for key %r %d elements of its %s; expected %d" % words)
@@ -547,7 +547,7 @@ def _against_manifest(manifest: Mapping[str, Any]) -> str:
     """Return what is wrong with a manifest: member, what was expected, what was found; empty: nothing."""
     for member, (is_right, expected) in _MEMBERS.items():
         if member not in manifest:
-            return "it has no member %r" % member
+            return f"it has no member {member!r}"
         if not is_right(manifest[member]):
             return "%s: expected %s, found %.80r" % (member, expected, manifest[member])
     numbers = [each["number"] for each in manifest["keys"]]
@@ -557,12 +557,12 @@ def _against_manifest(manifest: Mapping[str, Any]) -> str:
     for name, holds in manifest["files"].items():
         wrong = _against_file(holds)
         if wrong:
-            return "files: %s: %s" % (name, wrong)
+            return f"files: {name}: {wrong}"
     if manifest["rule"] is not None:
         try:
             RuleSpec.from_json(manifest["rule"])
         except KVError as err:
-            return "rule: %s" % err
+            return f"rule: {err}"
     return ""
 
 

@@ -53,7 +53,7 @@ class Trace:
         more = ""
         if now - self._period_from >= STRANGER_PERIOD_S:
             if self._left_out:
-                more = " (%d lines like this one were left out before it)" % self._left_out
+                more = f" ({self._left_out} lines like this one were left out before it)"
             self._period_from, self._left_out = now, 0
             self._stranger_lines.clear()
         if text in self._stranger_lines or len(self._stranger_lines) == STRANGER_LINES:
@@ -65,27 +65,27 @@ class Trace:
     def sent(self, link: str, message: Message) -> None:
         """Write a line for a message that goes out, at PS_VERBOSE=2."""
         if self._verbose > 1:
-            self._write("event=send to=%s %s" % (link, describe(message)))
+            self._write(f"event=send to={link} {describe(message)}")
 
     def received(self, link: str, message: Message) -> None:
         """Write a line for a message that came in, at PS_VERBOSE=2."""
         if self._verbose > 1:
-            self._write("event=receive from=%s %s" % (link, describe(message)))
+            self._write(f"event=receive from={link} {describe(message)}")
 
     def _write(self, text: str) -> None:
         me = self._me()
-        rank = "" if me.rank < 0 else " rank=%d" % me.rank
+        rank = "" if me.rank < 0 else f" rank={me.rank}"
         text = printable(text, _LINE_LIMIT)  # a stranger's words are in some of them
         # One write a line: several threads and processes share the stream.
         out = self._out or sys.stderr
-        out.write("distrun role=%s%s time=%s %s\n" % (me.role, rank, time_of_day(time.time()), text))
+        out.write(f"distrun role={me.role}{rank} time={time_of_day(time.time())} {text}\n")
         out.flush()
 
 
 def printable(text: str, limit: int) -> str:
     """Return a text in one line of at most about `limit` characters, without any that a terminal would obey; pure."""
     if len(text) > limit:
-        text = "%s... (%d characters left out)" % (text[:limit], len(text) - limit)
+        text = f"{text[:limit]}... ({len(text) - limit} characters left out)"
     if text.isprintable():
         return text
     return "".join(
@@ -95,23 +95,21 @@ def printable(text: str, limit: int) -> str:
 
 def describe(message: Message) -> str:
     """Return the fields of a message as `key=value` pairs, without any value of an array or secret."""
-    fields = ["kind=%s" % message.kind.name.lower(), "store=%d" % message.store, "request=%d" % message.request]
+    fields = [f"kind={message.kind.name.lower()}", f"store={message.store}", f"request={message.request}"]
     if message.is_reply:
-        fields.append("reply=%s" % ("error" if message.is_error else "ok"))
+        fields.append(f"reply={'error' if message.is_error else 'ok'}")
     if message.priority:
-        fields.append("priority=%d" % message.priority)
+        fields.append(f"priority={message.priority}")
     if message.bucket:
-        fields.append("bucket=%d step=%d" % (message.bucket, message.step))
+        fields.append(f"bucket={message.bucket} step={message.step}")
     if len(message.entries):
         size = sum(memoryview(payload).nbytes for payload in message.payloads)
         first = rows_of(message.entries[:1])[0]
-        fields.append(
-            "entries=%d key=%d offset=%d round=%d" % (len(message.entries), first.key, first.offset, first.round)
-        )
-        codec = "codec=%d " % first.codec if first.codec else ""
-        fields.append("%sdtype=%s bytes=%d" % (codec, name_of(DTYPES[first.dtype]), size))
+        fields.append(f"entries={len(message.entries)} key={first.key} offset={first.offset} round={first.round}")
+        codec = f"codec={first.codec} " if first.codec else ""
+        fields.append(f"{codec}dtype={name_of(DTYPES[first.dtype])} bytes={size}")
     if message.is_error:
-        fields.append("reason=%r" % str(message.body.get("reason", "")))
+        fields.append(f"reason={str(message.body.get('reason', ''))!r}")
     return " ".join(fields)
 
 
@@ -170,7 +168,7 @@ class Recorder:
             for what, category, begin_us, length_us, thread, args in spans
         ]
         if lost:
-            label = "%d later spans were not kept" % lost
+            label = f"{lost} later spans were not kept"
             last_us = spans[-1][2] if spans else now_us()
             events.append({"name": label, "ph": "i", "ts": last_us, "pid": pid, "tid": 0, "s": "p"})
         return events
@@ -214,9 +212,9 @@ def prepare(folder: str) -> None:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as err:
-        raise KVError("traces cannot be written to folder %s: %s" % (folder, err.strerror)) from None
+        raise KVError(f"traces cannot be written to folder {folder}: {err.strerror}") from None
     if not os.access(folder, os.W_OK):
-        raise KVError("traces cannot be written to folder %s: no permission" % folder)
+        raise KVError(f"traces cannot be written to folder {folder}: no permission")
 
 
 def write(folder: str, name: str, events: Sequence[Event]) -> str:
@@ -226,14 +224,14 @@ def write(folder: str, name: str, events: Sequence[Event]) -> str:
         KVError: it cannot be written; names the file.
     """
     path = Path(folder, name)
-    temporary = path.with_name(".%s.%d" % (name, os.getpid()))
+    temporary = path.with_name(f".{name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump({"displayTimeUnit": "ms", "traceEvents": list(events)}, file, separators=(",", ":"))
         os.replace(temporary, path)
     except OSError as err:
-        raise KVError("the trace cannot be written to %s: %s" % (path, err)) from err
+        raise KVError(f"the trace cannot be written to {path}: {err}") from err
     return str(path)
 
 

@@ -252,7 +252,7 @@ class Values:
         if not device.is_gpu:
             return
         if self.store.row_size[shards].any():
-            raise KVError("store %d has row-sparse keys: its values cannot be on %s" % (self.store.number, device.name))
+            raise KVError(f"store {self.store.number} has row-sparse keys: its values cannot be on {device.name}")
         if rule is not None and not update.can_fuse(rule):
             text = "store %d: weights on %s cannot be updated by rule %r"
             raise KVError(text % (self.store.number, device.name, rule.name))
@@ -316,7 +316,7 @@ class Values:
     def named(self, shard: int) -> str:
         """Return what a shard is of, for people: `key 'w' of shape (2, 3)`."""
         key = int(self.store.key[shard])
-        return "key %r of shape %s" % (self.store.name(key), self.store.shapes.get(key, ()))
+        return f"key {self.store.name(key)!r} of shape {self.store.shapes.get(key, ())}"
 
     def row_count(self, shard: int) -> int:
         """Return a shard's number of rows; 0: its value is not row-sparse."""

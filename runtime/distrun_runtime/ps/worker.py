@@ -165,7 +165,7 @@ class Worker:
 
     def admit(self, peer: NodeIdentity) -> str:
         """Return why `peer` may not connect."""
-        return "" if peer.job == self.me.job else "%s belongs to job %r" % (peer, peer.job)
+        return "" if peer.job == self.me.job else f"{peer} belongs to job {peer.job!r}"
 
     def handle(self, event: role.Event, now: float) -> list[role.Action]:
         """Take in one event."""
@@ -176,11 +176,11 @@ class Worker:
         if isinstance(event, role.Welcomed) and event.peer is None:
             return self._welcomed(event.link, now)
         if isinstance(event, role.TurnedAway):
-            return self._fail(Refused("%s refused this process: %s" % (self._name(event.link), event.reason)))
+            return self._fail(Refused(f"{self._name(event.link)} refused this process: {event.reason}"))
         if isinstance(event, role.Broken) and self._is_ours(event.link):
             if self._goodbye is not None:  # only the scheduler's answer counts now
                 return self._gone() if event.link == role.SCHEDULER_LINK else []
-            return self._lose(event.link, "%s is lost: %s" % (self._name(event.link), event.reason))
+            return self._lose(event.link, f"{self._name(event.link)} is lost: {event.reason}")
         return []
 
     def tick(self, now: float) -> list[role.Action]:
@@ -191,13 +191,13 @@ class Worker:
             return []
         if not self._deadline.is_due(now):
             is_late = role.SCHEDULER_LINK not in self._welcomes and self._report.is_due(now)
-            return [role.Log("WARNING", "waiting for the scheduler at %s" % self._root)] if is_late else []
+            return [role.Log("WARNING", f"waiting for the scheduler at {self._root}")] if is_late else []
         if role.SCHEDULER_LINK not in self._welcomes:
             text = "no scheduler answered at %s for %s: is it running, and reachable from host %s?"
             return self._miss("scheduler", text % (self._root, duration(self._config.start_timeout_s), self.me.host))
         absent = [server.name for server in self.servers if server.name not in self._welcomes]
         names = ", ".join(self._name(name) for name in absent)
-        text = "%s waited for %s" % (self.me.name, names or "the other nodes to register")
+        text = f"{self.me.name} waited for {names or 'the other nodes to register'}"
         return self._miss(absent[0] if absent else "", text)
 
     # Registration
@@ -206,10 +206,10 @@ class Worker:
         self._welcomes.add(link)
         if link == role.SCHEDULER_LINK:
             self._deadline.at = now + self._config.start_timeout_s + SLACK_S
-            return [role.Log("INFO", "event=registered scheduler=%s" % self._root)]
+            return [role.Log("INFO", f"event=registered scheduler={self._root}")]
         if self.servers and len(self._welcomes) == len(self.servers) + 1:
             self._deadline.at = None
-            return [role.Log("INFO", "event=ready servers=%d" % len(self.servers)), role.Resolve(self._ready)]
+            return [role.Log("INFO", f"event=ready servers={len(self.servers)}"), role.Resolve(self._ready)]
         return []
 
     def _roster(self, message: Message, now: float) -> list[role.Action]:
@@ -223,7 +223,7 @@ class Worker:
             self.relays_of_hosts = [by_host[host] for host in sorted(by_host)]
         self._outboxes = {node.name: Outbox() for node in self.servers}
         self._deadline.at = now + self._config.heartbeat.timeout_s + SLACK_S
-        lines = ["event=roster node=%s host=%s endpoint=%s" % (node.name, node.host, node.endpoint) for node in nodes]
+        lines = [f"event=roster node={node.name} host={node.host} endpoint={node.endpoint}" for node in nodes]
         actions: list[role.Action] = [role.Log("INFO", line) for line in lines]
         return actions + [role.Connect(node.name, node.endpoint) for node in self.servers]
 
@@ -270,7 +270,7 @@ class Worker:
             return []
         if message.kind is Kind.WAITING:
             note = str(message.body.get("text", ""))
-            line = "%s (%s)" % (note, duration(round(float(message.body.get("seconds", 0)))))
+            line = f"{note} ({duration(round(float(message.body.get('seconds', 0))))})"
             # Said aloud only when it takes long; the note is there for an error that comes sooner.
             is_long = float(message.body.get("seconds", 0)) >= role.WAITING_S
             awaited = tuple(str(name) for name in message.body.get("for", ()))
@@ -296,7 +296,7 @@ class Worker:
             entries = entry.entries_of(message.request - entry.first)
             message = replace(message, bucket=0, step=0, entries=entries)
         reason = refusal.body.get("reason", "")
-        log = "event=sent-again link=%s request=%d reason=%s" % (link, message.request, reason)
+        log = f"event=sent-again link={link} request={message.request} reason={reason}"
         return [role.Log("INFO", log), role.Send(link, message)]
 
     def _answered(self, link: str, entry: _Open, message: Message) -> list[role.Action]:
@@ -370,12 +370,12 @@ class Worker:
     def _name(self, link: str) -> str:
         for server in self.servers:
             if server.name == link:
-                return "%s@%s (pid %d, %s)" % (link, server.host, server.pid, server.endpoint)
-        return "the scheduler at %s" % self._root if link == role.SCHEDULER_LINK else link
+                return f"{link}@{server.host} (pid {server.pid}, {server.endpoint})"
+        return f"the scheduler at {self._root}" if link == role.SCHEDULER_LINK else link
 
 
 def _error(request: Request, message: Message) -> RuntimeFault:
-    reason = "%s: %s" % (request.what, message.body.get("reason", "the other side gave no reason"))
+    reason = f"{request.what}: {message.body.get('reason', 'the other side gave no reason')}"
     name = message.body.get("error")
     if name == "RuleError":
         return RuleError(reason, str(message.body.get("traceback", "")))
@@ -385,4 +385,4 @@ def _error(request: Request, message: Message) -> RuntimeFault:
 
 
 def _about(error: RuntimeFault, request: Request) -> RuntimeFault:
-    return because_of(type(error)("%s: %s" % (request.what, error)), error.lost_peer)
+    return because_of(type(error)(f"{request.what}: {error}"), error.lost_peer)

@@ -73,10 +73,9 @@ def missing(key: Key, known: Iterable[Key]) -> str:
     """Return what is said of a key that was never initialised; names the keys most like it."""
     by_text = {str(name): name for name in known}
     near = [repr(by_text[word]) for word in difflib.get_close_matches(str(key), list(by_text), n=3)]
-    return "key %r was never initialised in this store of %d keys%s; call init first" % (
-        key,
-        len(by_text),
-        " (near: %s)" % ", ".join(near) if near else "",
+    return (
+        f"key {key!r} was never initialised in this store of {len(by_text)}"
+        f" keys{' (near: %s)' % ', '.join(near) if near else ''}; call init first"
     )
 
 
@@ -95,7 +94,7 @@ class Lifetime:
         """Whether a call was given arrays in GPU memory."""
         self.late = Late()
         """Errors of calls that nobody has waited for."""
-        self.line = Line("distrun-%s-calls" % type_name)
+        self.line = Line(f"distrun-{type_name}-calls")
         """Runs calls that wait for all workers, if the caller does not."""
 
     @property
@@ -121,7 +120,7 @@ class Lifetime:
             find.gpus()
         if self._ended:
             raise StoreClosed(
-                "the %r store %s; create another one with kvstore.create(%r)" % (self._type, self._ended, self._type)
+                f"the {self._type!r} store {self._ended}; create another one with kvstore.create({self._type!r})"
             )
 
     def check_process(self) -> None:
@@ -132,8 +131,9 @@ class Lifetime:
         """
         if not self.is_own:
             raise StoreClosed(
-                "the %r store belongs to process %d, this is its forked child %d: use it in the parent, or start"
-                " children with the 'spawn' method and create a store there" % (self._type, self._pid, os.getpid())
+                f"the {self._type!r} store belongs to process {self._pid}, this is its forked child"
+                f" {os.getpid()}: use it in the parent, or start children with the 'spawn' method and create"
+                " a store there"
             )
 
     def retire(self, how: str) -> None:

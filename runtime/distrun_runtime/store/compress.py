@@ -66,19 +66,17 @@ class Compression:
         """
         if not isinstance(given, Mapping):
             raise KVError(
-                "compression is given as a dictionary such as {'type': '2bit'}, not %s" % type(given).__name__
+                f"compression is given as a dictionary such as {{'type': '2bit'}}, not {type(given).__name__}"
             )
         if "type" not in given:
-            raise KVError("compression needs a 'type': one of none, %s" % ", ".join(sorted(codec.CODECS)))
+            raise KVError(f"compression needs a 'type': one of none, {', '.join(sorted(codec.CODECS))}")
         name = given["type"]
         found = None if name == "none" else codec.named(name)
         known = {"type", "min_size", "two_way", *(found.knobs if found else ())}
         for member in given:
             if member not in known:
                 hint = did_you_mean(str(member), known)
-                raise KVError(
-                    "compression %r has no member %r%s; it has %s" % (name, member, hint, ", ".join(sorted(known)))
-                )
+                raise KVError(f"compression {name!r} has no member {member!r}{hint}; it has {', '.join(sorted(known))}")
         params = found.check({name: given[name] for name in found.knobs if name in given}) if found else {}
         return cls(str(name), params, _bytes(given.get("min_size", MIN_SIZE)), _switch(given.get("two_way", False)))
 
@@ -231,7 +229,7 @@ class Compressor:
         try:
             setting.codec.check_finite(flat, self._known_residual(record, device, flat))
         except KVError as err:
-            raise KVError("key %r: %s" % (record.key, err)) from None
+            raise KVError(f"key {record.key!r}: {err}") from None
 
     def check_all(self, items: Iterable[tuple[KeyRecord, DeviceArray, int]]) -> None:
         """Do as `check` for several values, each with its device; those on one GPU cost one wait."""
@@ -525,11 +523,11 @@ def _address(array: Array) -> int:
 
 def _bytes(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
-        raise KVError("compression: min_size=%r: expected a number of bytes, a whole number of at least 0" % (value,))
+        raise KVError(f"compression: min_size={value!r}: expected a number of bytes, a whole number of at least 0")
     return int(value)
 
 
 def _switch(value: object) -> bool:
     if not isinstance(value, (bool, np.bool_)):
-        raise KVError("compression: two_way=%r: expected True or False" % (value,))
+        raise KVError(f"compression: two_way={value!r}: expected True or False")
     return bool(value)

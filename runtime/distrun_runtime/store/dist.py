@@ -163,7 +163,7 @@ def _tell_relays(
                 entries=portion.entries_at(np.zeros(len(records), np.int64), Payload.NONE)[some],
                 body={**facts, **_facts_of(numbered), "owner": portion.server},
             )
-            messages.append(("server-%d" % relays[portion.server], message))
+            messages.append((f"server-{relays[portion.server]}", message))
     if messages:
         link.ask(what, messages).wait(link.limit_s)
 
@@ -211,7 +211,7 @@ def _facts_of(records: Mapping[int, KeyRecord]) -> dict[str, Any]:
 
 
 def _text(key: Key) -> str:
-    return "%s:%s" % (type(key).__name__, key)
+    return f"{type(key).__name__}:{key}"
 
 
 # Traces: what this worker and the servers did, as files for Chrome's trace viewer.
@@ -231,7 +231,7 @@ def profile(link: StoreLink, folder: str) -> Iterator[None]:
     """
     recorder = link.node.recorder
     if recorder.is_on:
-        raise KVError("worker-%d is being profiled already: one profile at a time" % link.rank)
+        raise KVError(f"worker-{link.rank} is being profiled already: one profile at a time")
     prepare(folder)
     if link.rank == 0:
         link.servers("profile", Kind.PROFILE, {"action": "start"})
@@ -239,12 +239,12 @@ def profile(link: StoreLink, folder: str) -> Iterator[None]:
     try:
         yield
     finally:
-        events = recorder.stop("worker-%d@%s" % (link.rank, link.node.config.host))
+        events = recorder.stop(f"worker-{link.rank}@{link.node.config.host}")
         # Before anything is written: what cannot be must not leave the servers recording.
         stopped = link.servers("profile", Kind.PROFILE, {"action": "stop"}) if link.rank == 0 else []
-        write(folder, "worker-%d.json" % link.rank, events)
+        write(folder, f"worker-{link.rank}.json", events)
         for server, body in enumerate(stopped):
-            write(folder, "server-%d.json" % server, body["events"])
+            write(folder, f"server-{server}.json", body["events"])
 
 
 ROLES = {1: "scheduler", 2: "server", 4: "worker"}
@@ -293,7 +293,7 @@ class DistBackend(StoreBackend):
         order = {"deterministic": True} if deterministic else {}
         self._facts = {"type": kinds.canonical(type_name), **bound, **order}
         """What all workers and servers must know alike."""
-        self._link = open_link(node, "create(%r)" % type_name, self._facts, kinds.on_devices(type_name))
+        self._link = open_link(node, f"create({type_name!r})", self._facts, kinds.on_devices(type_name))
         self._link.replaced = self._replaced
         self._transfers = Transfers(self._link, self._compressor)
         self._labels: dict[Key, str] = {}
@@ -332,7 +332,7 @@ class DistBackend(StoreBackend):
         return self._link.next_call()
 
     def init(self, items: list[tuple[Key, Value]], call_number: int) -> list[KeyRecord]:
-        what = "init of %s" % named(key for key, _ in items)
+        what = f"init of {named((key for key, _ in items))}"
         number, placed = declare(self._link, what, call_number, items, self._compressor, labels=self._labels)
         with self._lock:
             for record, shards in placed:
@@ -360,7 +360,7 @@ class DistBackend(StoreBackend):
         self._node.reserve(self._link.store, plain, encoded)
 
     def assign(self, items: list[tuple[KeyRecord, Array]], call_number: int) -> None:
-        what = "assign to %s" % named(record.key for record, _ in items)
+        what = f"assign to {named((record.key for record, _ in items))}"
         # What was pushed before comes before: here by waiting, on this connection by its order.
         try:
             self._settle()
@@ -418,7 +418,7 @@ class DistBackend(StoreBackend):
                 sent.fill(taking(outs, True))
                 return sent
             push = self._push_now(keys, values, call)
-            return Both("pushpull of %s" % keys.named, push, self._pull_now(keys, outs, call, own=True))
+            return Both(f"pushpull of {keys.named}", push, self._pull_now(keys, outs, call, own=True))
 
     def _begin(self) -> None:
         """Begin a call that is not the pull of what was just pushed. Call with the lock held."""
@@ -464,7 +464,7 @@ class DistBackend(StoreBackend):
     def skip(self, records: list[KeyRecord], note: Mapping[str, Any]) -> Pending:
         if kinds.is_async(self.type):
             return super().skip(records, note)
-        what = "skip_round of %s" % named(record.key for record in records)
+        what = f"skip_round of {named(record.key for record in records)}"
         with self._lock, self._link.span("skip_round", keys=len(records)):
             self._begin()
             self._flush()
@@ -488,7 +488,7 @@ class DistBackend(StoreBackend):
         if self.compresses:
             self._check(keys.records, values)
         scale = {} if call.scale == 1.0 else {"scale": call.scale}
-        what = "push of %s" % keys.named
+        what = f"push of {keys.named}"
         return self._sent(*self._transfers.push(what, keys, values, call, body=scale))
 
     def _push_and_ask(self, keys: Selection, values: Sequence[Array], call: CallOptions) -> Pending:
@@ -498,7 +498,7 @@ class DistBackend(StoreBackend):
         the pull would ask for, whenever that comes: no other call lies between.
         """
         self._expected = self._pushpull_now(keys, values, call)
-        return CompletedCall("push of %s" % keys.named)
+        return CompletedCall(f"push of {keys.named}")
 
     def _pushpull_now(self, keys: Selection, values: Sequence[Array], call: CallOptions) -> tuple[SentCall, Taking]:
         """Send a push and its pull as one; return it, and what makes the `Take` for outputs. Call with the lock held.
@@ -506,7 +506,7 @@ class DistBackend(StoreBackend):
         It is not among the pushes that later calls wait for: these must not wait for other workers.
         """
         scale = {} if call.scale == 1.0 else {"scale": call.scale}
-        what = "pushpull of %s" % keys.named
+        what = f"pushpull of {keys.named}"
         request, taking = self._transfers.pushpull(what, keys, values, body=scale, call=call)
         request.then(self._answered)
         sent = SentCall(request, self._link, self.lifetime.late)
@@ -529,7 +529,7 @@ class DistBackend(StoreBackend):
         Arguments:
             own: it belongs to the push before it: outputs of keys whose round was skipped stay as they are.
         """
-        request, take = self._transfers.pull("pull of %s" % keys.named, keys, outs, priority=call.priority, own=own)
+        request, take = self._transfers.pull(f"pull of {keys.named}", keys, outs, priority=call.priority, own=own)
         if is_small(keys):
             self._asked = [*(old for old in self._asked if not old.is_done), request]
             request.then(self._answered)
@@ -542,7 +542,7 @@ class DistBackend(StoreBackend):
         with self._lock, self._link.span("view", keys=len(keys.records)):
             self._begin()
             self._flush()
-            asked = self._transfers.views("view of %s" % keys.named, keys)
+            asked = self._transfers.views(f"view of {keys.named}", keys)
         if asked is None:
             return super().view(keys)
         request, found, take = asked
@@ -553,7 +553,7 @@ class DistBackend(StoreBackend):
         with self._lock, self._link.span("row_sparse_pull", keys=len(items)):
             self._begin()
             self._flush()
-            what = "row_sparse_pull of %s" % named(record.key for record, _, _ in items)
+            what = f"row_sparse_pull of {named((record.key for record, _, _ in items))}"
             request, take = self._transfers.pull_rows(what, items, priority=call.priority)
         return SentCall(request, self._link, self.lifetime.late, take)
 
@@ -562,7 +562,7 @@ class DistBackend(StoreBackend):
     def set_rule(self, spec: RuleSpec, replace: bool | None) -> None:
         self._drain()
         body = {"spec": spec.to_json(), "replace": replace}
-        self._link.scheduler("set_optimizer(%r)" % spec.name, Kind.RULE, body)
+        self._link.scheduler(f"set_optimizer({spec.name!r})", Kind.RULE, body)
 
     def change_rule(self, change: Mapping[str, Any]) -> None:
         self._drain()
@@ -676,7 +676,7 @@ class DistBackend(StoreBackend):
             close_link(self._link)
             # The process may have lost the job: then all are told anyway.
             with suppress(RuntimeFault):
-                self._link.give_up("%s: %s" % (type(error).__name__, error))
+                self._link.give_up(f"{type(error).__name__}: {error}")
             self._link.close()
 
     def _replaced(self) -> None:

@@ -83,11 +83,11 @@ class KeyRecord:
 def named(keys: Iterable[Key], what: str = "key") -> str:
     """Return keys, or `what` else, for people: `key 'w'`, or the first three of several and their number."""
     names = [repr(key) for key in keys]
-    shown = ", ".join(names[:3]) + (", ... (%d %ss)" % (len(names), what) if len(names) > 3 else "")
-    return "%s %s" % (what if len(names) == 1 else what + "s", shown)
+    shown = ", ".join(names[:3]) + (f", ... ({len(names)} {what}s)" if len(names) > 3 else "")
+    return f"{what if len(names) == 1 else what + 's'} {shown}"
 
 
 def twice(key: Key, record: KeyRecord | None) -> str:
     """Return what is said of a second init; `record` is what the first one made, if it has ended."""
-    was = " with shape %s and dtype %s" % (record.shape, dtypes.name_of(record.dtype)) if record else ""
-    return "key %r was already initialised%s; init works once a key, push changes its value" % (key, was)
+    was = f" with shape {record.shape} and dtype {dtypes.name_of(record.dtype)}" if record else ""
+    return f"key {key!r} was already initialised{was}; init works once a key, push changes its value"

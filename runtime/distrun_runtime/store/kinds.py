@@ -187,7 +187,7 @@ class KVStoreBase(ABC):
         """Give everything back."""
 
     def _lacks(self, call: str) -> NoReturn:
-        raise NotImplementedError("a %r store has no %s" % (self.type, call))
+        raise NotImplementedError(f"a {self.type!r} store has no {call}")
 
 
 GROUP = "distrun.kvstores"
@@ -205,13 +205,13 @@ def _add(kind: type[Any]) -> None:
     """
     name = kind.__name__.lower()
     if name in TYPES:
-        raise KVError("store type %r is built in; give class %s another name" % (name, kind.__qualname__))
+        raise KVError(f"store type {name!r} is built in; give class {kind.__qualname__} another name")
     with _lock:
         there = _classes.setdefault(name, kind)
         if (there.__module__, there.__qualname__) != (kind.__module__, kind.__qualname__):
             raise KVError(
-                "store type %r is %s.%s already; give %s.%s another name"
-                % (name, there.__module__, there.__qualname__, kind.__module__, kind.__qualname__)
+                f"store type {name!r} is {there.__module__}.{there.__qualname__} already; give"
+                f" {kind.__module__}.{kind.__qualname__} another name"
             )
         _classes[name] = kind
 
@@ -229,12 +229,12 @@ def find_type(name: str) -> type[Any] | None:
     if not found:
         return None
     if len({point.value for point in found}) > 1:
-        raise KVError("store type %r is registered more than once: %s" % (name, " and ".join(map(_origin, found))))
+        raise KVError(f"store type {name!r} is registered more than once: {' and '.join(map(_origin, found))}")
     try:
         kind: type[Any] = found[0].load()
     # Whatever an import raises: it is another package's.
     except Exception as err:
-        raise KVError("store type %r (%s) cannot be loaded: %s" % (name, _origin(found[0]), err)) from err
+        raise KVError(f"store type {name!r} ({_origin(found[0])}) cannot be loaded: {err}") from err
     return kind
 
 
@@ -256,11 +256,11 @@ def _points() -> dict[str, list[metadata.EntryPoint]]:
     for point in metadata.entry_points(group=GROUP):
         name = point.name.lower()
         if name in TYPES:
-            raise KVError("store type %r is built in, but %s claims it too; remove that" % (name, _origin(point)))
+            raise KVError(f"store type {name!r} is built in, but {_origin(point)} claims it too; remove that")
         result.setdefault(name, []).append(point)
     return result
 
 
 def _origin(point: metadata.EntryPoint) -> str:
     where = point.dist.name if point.dist is not None else "an unnamed distribution"
-    return "%s of %s" % (point.value, where)
+    return f"{point.value} of {where}"

@@ -269,7 +269,7 @@ class StoreLink:
     ) -> Request:
         """As `servers`, but once `after` are done, and without waiting for the answers."""
         message = Message(kind, store=self.store, body=body or {})
-        links = ["server-%d" % rank for rank in (self.node.all_servers if ranks is None else ranks)]
+        links = [f"server-{rank}" for rank in (self.node.all_servers if ranks is None else ranks)]
         return self.ask(what, [(link, message) for link in links], after=after)
 
 
@@ -305,7 +305,7 @@ def open_link(node: NodeSession, what: str, facts: Mapping[str, Any], on_devices
     made = _made(node)
     link, made.opening = made.opening, None
     if link is not None and link.facts != facts:
-        link.give_up("%s was called instead" % what)
+        link.give_up(f"{what} was called instead")
         link = None
     if link is None:
         link = StoreLink(node, facts, [number for number, one in made.open.items() if one.is_unused])

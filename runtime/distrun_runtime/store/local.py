@@ -116,7 +116,7 @@ class LocalBackend(StoreBackend):
     def _made(self, call: str, records: Sequence[KeyRecord], work: Callable[[], None]) -> Pending:
         """Do the work of a call and return its outcome."""
         keys = [record.key for record in records]
-        what = "%s of %s" % (call, named(keys))
+        what = f"{call} of {named(keys)}"
         try:
             with self._open(), self._recorder.span(call, "store", keys=keys):
                 work()
@@ -163,10 +163,10 @@ class LocalBackend(StoreBackend):
         compressor = self._compressor()
         if compressor is None:
             raise KVError(
-                "a %r store sends nothing that could be compressed; 'device' compresses what devices send" % self.type
+                f"a {self.type!r} store sends nothing that could be compressed; 'device' compresses what devices send"
             )
         if setting.two_way:
-            raise KVError("a %r store compresses one way only: two_way is for stores on servers" % self.type)
+            raise KVError(f"a {self.type!r} store compresses one way only: two_way is for stores on servers")
         compressor.set(setting, keys)
 
     @property
@@ -210,13 +210,13 @@ class LocalBackend(StoreBackend):
     @contextmanager
     def _recording(self, folder: str) -> Iterator[None]:
         if self._recorder.is_on:
-            raise KVError("this %r store is being profiled already" % self.type)
+            raise KVError(f"this {self.type!r} store is being profiled already")
         trace.prepare(folder)
         self._recorder.start()
         try:
             yield
         finally:
-            trace.write(folder, "worker-0.json", self._recorder.stop("worker-0@%s" % platform.node()))
+            trace.write(folder, "worker-0.json", self._recorder.stop(f"worker-0@{platform.node()}"))
 
     def profile(self, folder: str) -> AbstractContextManager[None]:
         return self._recording(folder)
@@ -251,4 +251,4 @@ class LocalBackend(StoreBackend):
 
     def companion(self) -> StoreBackend:
         """Raise KVError: a local store is not shared."""
-        raise KVError("a %r store has no other workers" % self.type)
+        raise KVError(f"a {self.type!r} store has no other workers")

@@ -37,7 +37,7 @@ def save_local(
     try:
         saved = statefile.save(body, _shards(keys, weights))
         files = {saved["file"]: saved["holds"]}
-        arrays = {"%d.residual" % number: residuals[key] for number, key in keys.names if key in residuals}
+        arrays = {f"{int(number)}.residual": residuals[key] for number, key in keys.names if key in residuals}
         if arrays:
             name = statefile.worker_file(0)
             files[name] = statefile.write(folder, part, name, arrays, host)
@@ -64,9 +64,9 @@ def load_local(folder: str, records: Collection[KeyRecord], weights: Weights) ->
     rule = None if manifest["rule"] is None else RuleSpec.from_json(manifest["rule"])
     wrong = keys.differ_from(manifest["keys"])
     if not wrong and rule is not None and weights.spec is not None and rule.name != weights.spec.name:
-        wrong = "the states were saved under the rule %r, the store has %r" % (rule.name, weights.spec.name)
+        wrong = f"the states were saved under the rule {rule.name!r}, the store has {weights.spec.name!r}"
     if wrong:
-        raise KVError("states in %s: %s" % (folder, wrong))
+        raise KVError(f"states in {folder}: {wrong}")
     saved = keys.saved_as(manifest["keys"])
     has_own = weights.spec is not None or weights.has_updater
     fresh = None if rule is None or has_own else (rule, weights.made(rule))
@@ -118,8 +118,10 @@ def _residuals(
         return {}
     if manifest["workers"] != 1:
         warnings.warn(
-            "states of %d workers are loaded by one: what compression had left out in each of them (%s) is dropped"
-            % (manifest["workers"], ", ".join(names)),
+            (
+                f"states of {int(manifest['workers'])} workers are loaded by one: what compression had left out in"
+                f" each of them ({', '.join(names)}) is dropped"
+            ),
             RuntimeWarning,
             stacklevel=5,
         )

@@ -52,7 +52,7 @@ class Pending(ABC):
     workers said: the note of one that skipped it, None of one that contributed."""
 
     def __repr__(self) -> str:
-        return "<Pending %s%s>" % (self.what, ": done" if self.is_done else "")
+        return f"<Pending {self.what}{': done' if self.is_done else ''}>"
 
     @property
     @abstractmethod
@@ -131,13 +131,13 @@ class Late:
             if others:
                 # As add_note does, which Python 3.10 does not have.
                 notes = vars(first).get("__notes__", [])
-                vars(first)["__notes__"] = [*notes, *("and also: %s" % text for text in others.values())]
+                vars(first)["__notes__"] = [*notes, *(f"and also: {text}" for text in others.values())]
             raise first
 
 
 def _cause(owner: object, error: BaseException) -> str:
     """Return what an error says, without its call."""
-    return str(error).removeprefix("%s: " % getattr(owner, "what", ""))
+    return str(error).removeprefix(f"{getattr(owner, 'what', '')}: ")
 
 
 class CompletedCall(Pending):
@@ -280,7 +280,7 @@ class BackgroundCall(Pending):
         started = time.monotonic()
         with self._late.told(self):
             if not self._over.wait(timeout_s):
-                raise TimedOut("%s: not done after %.1f s" % (self.what, time.monotonic() - started))
+                raise TimedOut(f"{self.what}: not done after {time.monotonic() - started:.1f} s")
         if self._error is not None:
             raise self._error
 
@@ -331,7 +331,7 @@ def check_seconds(timeout_s: object) -> float | None:
         return None
     if isinstance(timeout_s, Real) and not math.isnan(timeout_s):
         return min(float(timeout_s), threading.TIMEOUT_MAX)
-    raise KVError("wait: timeout_s is a number of seconds or None, not %r" % (timeout_s,))
+    raise KVError(f"wait: timeout_s is a number of seconds or None, not {timeout_s!r}")
 
 
 def check_process(pid: int, what: str) -> None:
@@ -341,6 +341,4 @@ def check_process(pid: int, what: str) -> None:
         StoreClosed: it is a forked child, in which no thread goes on with the call.
     """
     if os.getpid() != pid:
-        raise StoreClosed(
-            "%s was called in process %d; in its forked child %d it never ends" % (what, pid, os.getpid())
-        )
+        raise StoreClosed(f"{what} was called in process {pid}; in its forked child {os.getpid()} it never ends")

@@ -264,7 +264,7 @@ class DeviceReducer(Reducer):
                 bucket = gpu.empty((sum(record.size for record, _ in its),), dtype)
                 gpu.gather([cast("Sequence[Array]", values) for _, values in its], bucket)
             except KVError as err:
-                raise KVError("%s: %s" % (named(record.key for record, _ in its), err)) from err
+                raise KVError(f"{named((record.key for record, _ in its))}: {err}") from err
             at = 0
             for number, (record, _) in zip(numbers, its, strict=True):
                 result[number] = cast(Any, bucket[at : at + record.size].reshape(record.shape))
@@ -277,7 +277,7 @@ class DeviceReducer(Reducer):
     def _cpu(self, record: KeyRecord, count: int) -> Device:
         with self._lock:
             while len(self._cpus) < count:
-                self._cpus.append(find.get("cpu:%d" % len(self._cpus), self._threads))
+                self._cpus.append(find.get(f"cpu:{len(self._cpus)}", self._threads))
             chosen: Device = self.cpus.device(record, self._cpus[:count])
             return chosen
 
@@ -309,7 +309,7 @@ class DeviceReducer(Reducer):
                 for prepare in self.prepares:
                     prepare(gpu, dtype)
             except KVError as err:
-                raise KVError("key %r (%s): %s" % (wanted[dtype], name_of(dtype), err)) from err
+                raise KVError(f"key {wanted[dtype]!r} ({name_of(dtype)}): {err}") from err
             with self._lock:
                 self._ready[gpu].add(dtype)
 

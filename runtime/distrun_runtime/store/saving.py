@@ -33,12 +33,12 @@ def save(link: StoreLink, folder: str, residuals: Residuals, numbers: Mapping[Ke
     Raises:
         KVError: a round is open, or a file cannot be written: says whose, and why. What was saved before stands.
     """
-    what = "save_states(%r)" % folder
+    what = f"save_states({folder!r})"
     folder, host = os.path.abspath(folder), link.node.config.host
     mine = {"part": statefile.new_part()} if link.rank == 0 else {}
     try:
         manifest = link.together(what, Kind.SAVE, folder=folder, residuals=bool(residuals), **mine)["manifest"]
-        arrays = {"%d.residual" % numbers[key]: array for key, array in residuals.items()}
+        arrays = {f"{numbers[key]}.residual": array for key, array in residuals.items()}
         name = statefile.worker_file(link.rank)
         own = arrays and _error(lambda: statefile.write(folder, manifest["data"], name, arrays, host))
         # Only when every file is there the manifest may name them.
@@ -61,7 +61,7 @@ def load(link: StoreLink, folder: str, keys: Mapping[Key, tuple[int, int]]) -> t
         KVError: the folder is not whole, or does not fit the store's keys: says which file or key, and why. Then
             nothing was changed.
     """
-    what = "load_states(%r)" % folder
+    what = f"load_states({folder!r})"
     folder, host = os.path.abspath(folder), link.node.config.host
     mine: dict[str, Any] = {}
     if link.rank == 0:
@@ -83,8 +83,10 @@ def load(link: StoreLink, folder: str, keys: Mapping[Key, tuple[int, int]]) -> t
 def _warn_of_residuals(facts: Mapping[str, Any], link: StoreLink) -> None:
     if facts["residuals"] and link.rank == 0:
         warnings.warn(
-            "states of %d workers are loaded by %d: what compression had left out in each of them (%s) is dropped"
-            % (facts["workers"], link.workers, ", ".join(facts["residuals"])),
+            (
+                f"states of {int(facts['workers'])} workers are loaded by {link.workers}: what compression had left"
+                f" out in each of them ({', '.join(facts['residuals'])}) is dropped"
+            ),
             RuntimeWarning,
             stacklevel=5,
         )

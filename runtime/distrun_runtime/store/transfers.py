@@ -294,7 +294,7 @@ class Transfers:
         """Have servers copy what they still read in the memory of values, unless their round is over."""
         numbers = route.numbers[list(in_place)]
         if in_place and (self._answered[numbers] < self._rounds[numbers]).any():
-            self._link.servers("the end of %s" % what, Kind.RELEASE)
+            self._link.servers(f"the end of {what}", Kind.RELEASE)
 
     def goes_at_once(self, keys: Selection) -> bool:
         """Whether `pushpull` takes these keys: plain values, and few enough or in shared memory, so that no window is
@@ -508,7 +508,7 @@ class Transfers:
     def _routes(self, keys: Selection) -> _Routes:
         found: _Routes | None = keys.kept
         node = self._link.node
-        is_shared = all(node.staging("server-%d" % rank) for rank in range(node.num_servers))
+        is_shared = all(node.staging(f"server-{rank}") for rank in range(node.num_servers))
         size = SHARED_MESSAGE_BYTES if is_shared else MESSAGE_BYTES
         version = self._compressor.version, size
         if found is None or found.version != version:
@@ -640,7 +640,7 @@ def _check_answer(portion: Portion, reply: Message) -> None:
     expected = portion.size * portion.dtype.itemsize
     found = sum(memoryview(each).nbytes for each in reply.payloads)
     if found != expected or (len(reply.entries) and (reply.entries["payload"] != Payload.PACKED).any()):
-        raise KVError("%s answered with %d bytes of values, expected %d" % (portion.link, found, expected))
+        raise KVError(f"{portion.link} answered with {found} bytes of values, expected {expected}")
 
 
 def _seen(route: Route, records: Sequence[KeyRecord], replies: Sequence[Message], kept: Stitched) -> list[Array]:
@@ -702,8 +702,8 @@ def _answers(portion: Portion, reply: Message) -> Iterator[tuple[tuple[int, Shar
     for placed, code, codec, frame in zip(portion.shards(), codes, given, frames, strict=True):
         if DTYPES[code] != portion.dtype:
             raise KVError(
-                "%s answered with values of %s, expected %s"
-                % (portion.link, dtypes.name_of(DTYPES[code]), dtypes.name_of(portion.dtype))
+                f"{portion.link} answered with values of {dtypes.name_of(DTYPES[code])}, expected"
+                f" {dtypes.name_of(portion.dtype)}"
             )
         yield placed, codec, b"" if frame is None else frame
 
@@ -756,7 +756,7 @@ class BatchedCall(Pending):
     @property
     def what(self) -> str:  # type: ignore[override]
         """The call, for people."""
-        return "%s of %s" % (self._call, self._keys.named)
+        return f"{self._call} of {self._keys.named}"
 
     @property
     def skipped(self) -> Mapping[int, Any]:  # type: ignore[override]
@@ -773,7 +773,7 @@ class BatchedCall(Pending):
         if self.sent is None:
             self._flush()
         if self.sent is None:
-            raise KVError("%s was not sent" % self.what)
+            raise KVError(f"{self.what} was not sent")
         self.sent.wait(timeout_s)
 
 

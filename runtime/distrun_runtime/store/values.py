@@ -51,15 +51,15 @@ class RowSparse:
     def __init__(self, values: object, rows: object, shape: Sequence[int]) -> None:
         self.shape: tuple[int, ...] = _shape(shape)
         if not self.shape or min(self.shape) < 0:
-            raise KVError("a RowSparse has a shape of at least one dimension, found %s" % (self.shape,))
+            raise KVError(f"a RowSparse has a shape of at least one dimension, found {self.shape}")
         refuse_mask(values, "the values of a RowSparse")
         self.values: Array = interop.host_array(values, "the values of a RowSparse")
         self.rows: Array = row_numbers(rows, self.shape[0], "RowSparse")
         expected = (len(self.rows), *self.shape[1:])
         if self.values.shape != expected:
             raise KVError(
-                "a RowSparse of shape %s with %d rows has values of shape %s, found %s"
-                % (self.shape, len(self.rows), expected, self.values.shape)
+                f"a RowSparse of shape {self.shape} with {len(self.rows)} rows has values of shape {expected},"
+                f" found {self.values.shape}"
             )
 
     def __repr__(self) -> str:
@@ -180,8 +180,8 @@ class RowSparse:
         """Exchange the rows: `values` (n, *shape[1:]) of the same dtype for `rows` int64 (n,). Not copied."""
         if values.dtype != self.dtype or values.shape != (len(rows), *self.shape[1:]):
             raise KVError(
-                "%r cannot be filled with %d rows from values of shape %s and dtype %s"
-                % (self, len(rows), values.shape, dtypes.name_of(values.dtype))
+                f"{self!r} cannot be filled with {len(rows)} rows from values of shape {values.shape} and"
+                f" dtype {dtypes.name_of(values.dtype)}"
             )
         self.values, self.rows = values, row_numbers(rows, self.shape[0], "RowSparse")
 
@@ -202,7 +202,7 @@ class Lookup:
     def __init__(self, record: KeyRecord, pairs: Sequence[tuple[Union[Array, RowSparse], Array]]) -> None:
         if not record.is_sparse:
             raise KVError(
-                "key %r is not row-sparse: pull it as a whole, or give init a RowSparse to make it so" % (record.key,)
+                f"key {record.key!r} is not row-sparse: pull it as a whole, or give init a RowSparse to make it so"
             )
         self.outputs = [(out, _numbers_for(record, out, ids)) for out, ids in pairs]
         """Each output with its row numbers: int64, of one dimension, in the order given."""
@@ -231,7 +231,7 @@ class Lookup:
 
 def _numbers_for(record: KeyRecord, out: Array | RowSparse, ids: Array) -> Array:
     """Return row numbers in one dimension, if they and the output fit the key."""
-    numbers = row_numbers(ids, record.shape[0], "key %r" % (record.key,))
+    numbers = row_numbers(ids, record.shape[0], f"key {record.key!r}")
     if isinstance(out, RowSparse):
         record.fit(out, "output")
         return numbers
@@ -255,8 +255,8 @@ def refuse_mask(value: object, what: str) -> None:
     """
     if isinstance(value, np.ma.MaskedArray):
         raise KVError(
-            "%s: found a masked array, expected an array without a mask, as no mask is stored or sent; fix: give"
-            " array.filled(0) to use 0 for the masked elements, or array.data to ignore the mask" % what
+            f"{what}: found a masked array, expected an array without a mask, as no mask is stored or sent;"
+            " fix: give array.filled(0) to use 0 for the masked elements, or array.data to ignore the mask"
         )
 
 
@@ -272,21 +272,21 @@ def row_numbers(rows: object, count: int, what: str) -> Array:
         KVError: numbers that are not whole, below 0, not below `count`, or so large that their type rounds whole
             numbers; names the first such.
     """
-    refuse_mask(rows, "%s: the row numbers" % what)
-    given = interop.host_array(rows, "%s: the row numbers" % what)
+    refuse_mask(rows, f"{what}: the row numbers")
+    given = interop.host_array(rows, f"{what}: the row numbers")
     array = dtypes.widen(given)
     if not array.size:
         return np.empty(0, np.int64)
     if array.dtype.kind not in "iuf":
-        raise KVError("%s: row numbers are whole numbers, found dtype %s" % (what, array.dtype))
+        raise KVError(f"{what}: row numbers are whole numbers, found dtype {array.dtype}")
     flat = array.reshape(-1)
     wrong = (flat < 0) | (flat >= count) | ((flat != np.floor(flat)) if flat.dtype.kind == "f" else False)
     if array.dtype.kind == "f":
         wrong |= ~np.isfinite(flat)
     if wrong.any():
         raise KVError(
-            "%s: row %s, expected whole numbers from 0 to %d: the value has %d rows"
-            % (what, flat[int(np.argmax(wrong))], count - 1, count)
+            f"{what}: row {flat[int(np.argmax(wrong))]}, expected whole numbers from 0 to {count - 1}: the"
+            f" value has {count} rows"
         )
     if array.dtype.kind == "f" and flat.max() >= dtypes.exact_below(given.dtype):
         raise KVError(
@@ -304,7 +304,7 @@ def _shape(value: object) -> tuple[int, ...]:
         KVError: no sequence of whole numbers.
     """
     if not isinstance(value, (Sequence, np.ndarray)) or not all(hasattr(length, "__index__") for length in value):
-        raise KVError("a RowSparse's shape is that of the whole value, such as (6, 2), not %r" % (value,))
+        raise KVError(f"a RowSparse's shape is that of the whole value, such as (6, 2), not {value!r}")
     return tuple(int(length) for length in value)
 
 
@@ -331,13 +331,13 @@ def key_of(key: object) -> Key:
         try:
             size = len(key.encode("utf-8"))
         except UnicodeEncodeError:
-            raise KVError("key %r holds a surrogate and cannot be sent; use valid Unicode" % key) from None
+            raise KVError(f"key {key!r} holds a surrogate and cannot be sent; use valid Unicode") from None
         if size > KEY_BYTES:
             raise KVError("key %.60r... has %d bytes, expected at most %d" % (key, size, KEY_BYTES))
         return str(key)
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
         if not -(2**63) <= int(key) < 2**63:
-            raise KVError("key %d does not fit into 64 bits; use a str key" % key)
+            raise KVError(f"key {int(key)} does not fit into 64 bits; use a str key")
         return int(key)
     raise KVError("a key is an int or a str, not %s: %.60r" % (_kind(key), key))
 
@@ -352,8 +352,8 @@ def one_kind(keys: Sequence[Key], first: Key | None = None) -> None:
         first = key if first is None else first
         if type(key) is not type(first):
             raise KVError(
-                "key %r is %s, key %r is %s: the keys of one store are all ints or all strs"
-                % (key, _kind(key), first, _kind(first))
+                f"key {key!r} is {_kind(key)}, key {first!r} is {_kind(first)}: the keys of one store are all"
+                " ints or all strs"
             )
 
 
@@ -396,8 +396,8 @@ def initial(key: object, value: object) -> list[tuple[Key, Value]]:
     for name, arrays in contributions(key, value, on_host=True):
         if len(arrays) != 1:
             raise KVError(
-                "key %r has %d values in one init, expected one: a key is initialised once%s"
-                % (name, len(arrays), list_hint(arrays))
+                f"key {name!r} has {len(arrays)} values in one init, expected one: a key is initialised"
+                f" once{list_hint(arrays)}"
             )
         result.append((name, arrays[0]))
     return result
@@ -439,8 +439,7 @@ def wanted(key: object, out: object, row_ids: object) -> list[tuple[Key, list[tu
     for (name, items), each in zip(outs, ids, strict=True):
         if len(each) not in (1, len(items)):
             raise KVError(
-                "key %r: %d outputs, but %d row_ids: expected one for each, or one for all"
-                % (name, len(items), len(each))
+                f"key {name!r}: {len(items)} outputs, but {len(each)} row_ids: expected one for each, or one for all"
             )
         targets = [item if isinstance(item, RowSparse) else _host_output(name, item) for item in items]
         given = [_row_ids(name, item) for item in each]
@@ -451,10 +450,10 @@ def wanted(key: object, out: object, row_ids: object) -> list[tuple[Key, list[tu
 def _host_output(key: Key, out: object) -> Array:
     if foreign.is_on_gpu(out):
         why = foreign.refusal(out, is_output=True) or (
-            "found %s in the memory of a GPU, but rows are written into host memory; fix: give an array of numpy, and"
-            " copy it to the GPU" % foreign.named(out)
+            f"found {foreign.named(out)} in the memory of a GPU, but rows are written into host memory; fix:"
+            " give an array of numpy, and copy it to the GPU"
         )
-        raise KVError("key %r: the output: %s" % (key, why))
+        raise KVError(f"key {key!r}: the output: {why}")
     array: Array = output_of(key, out)
     return array
 
@@ -471,8 +470,8 @@ def _arrays(row_ids: object) -> object:
 def _row_ids(key: Key, ids: object) -> Array:
     if isinstance(ids, (str, bytes)) or str(getattr(ids, "dtype", "")).endswith("bool"):
         raise KVError(
-            "key %r: row_ids are whole numbers, not %s; for a mask give np.flatnonzero(mask)"
-            % (key, _kind(ids) if isinstance(ids, (str, bytes)) else "bool")
+            f"key {key!r}: row_ids are whole numbers, not"
+            f" {_kind(ids) if isinstance(ids, (str, bytes)) else 'bool'}; for a mask give np.flatnonzero(mask)"
         )
     array: Array = array_of(key, ids, on_host=True)
     return array
@@ -518,10 +517,10 @@ def apart_in_rows(outs: Sequence[tuple[Key, Output, Array]]) -> None:
             continue
         other, rows = sparse.setdefault(id(out), (key, numbers))
         if other != key or not np.array_equal(rows, numbers):
-            whose = "keys %r and %r have" % (other, key) if other != key else "key %r has" % (key,)
+            whose = f"keys {other!r} and {key!r} have" if other != key else f"key {key!r} has"
             raise KVError(
-                "%s one RowSparse as output for different rows, so one result would replace the other; fix: give"
-                " each a RowSparse of its own" % whose
+                f"{whose} one RowSparse as output for different rows, so one result would replace the other;"
+                " fix: give each a RowSparse of its own"
             )
     arrays = [(key, numbers.tobytes(), out) for key, out, numbers in outs if not isinstance(out, RowSparse)]
     if arrays:
@@ -536,12 +535,12 @@ def _apart(one: tuple[Key, object, DeviceArray], other: tuple[Key, object, Devic
         return
     if one[0] != other[0]:
         raise KVError(
-            "keys %r and %r: their outputs share memory, so one value would overwrite the other; fix: give each key an"
-            " array of its own" % (one[0], other[0])
+            f"keys {one[0]!r} and {other[0]!r}: their outputs share memory, so one value would overwrite the"
+            " other; fix: give each key an array of its own"
         )
     raise KVError(
-        "key %r: two of its outputs share memory, so one would overwrite the other; fix: give each an array of its own"
-        % (one[0],)
+        f"key {one[0]!r}: two of its outputs share memory, so one would overwrite the other; fix: give each an"
+        " array of its own"
     )
 
 
@@ -564,9 +563,9 @@ def _span(key: Key, array: DeviceArray) -> tuple[int, int]:
     for step, length in sorted((abs(step), length) for step, length in zip(array.strides, array.shape, strict=True)):
         if length > 1 and step < extent:
             raise KVError(
-                "key %r: elements of the output share memory (shape %s, strides %s), as in a broadcast or expanded"
-                " array; fix: give an array without repeats, such as np.empty(%s)"
-                % (key, array.shape, array.strides, array.shape)
+                f"key {key!r}: elements of the output share memory (shape {array.shape}, strides"
+                f" {array.strides}), as in a broadcast or expanded array; fix: give an array without repeats,"
+                f" such as np.empty({array.shape})"
             )
         extent += step * (length - 1)
     for step, length in zip(array.strides, array.shape, strict=True):
@@ -590,7 +589,7 @@ def list_hint(found: Sequence[Value], dtype: str = "") -> str:
         return ""
     shown = ", ".join([str(value) for value in found[:3]] + ["..."] * (len(found) > 3))
     text = "; a list has one value for each device, and each is a single number here; fix: give one array, np.array(%s)"
-    return text % ("[%s]" % shown + (", np.%s" % dtype if dtype and dtype != "bfloat16" else ""))
+    return text % (f"[{shown}]" + (f", np.{dtype}" if dtype and dtype != "bfloat16" else ""))
 
 
 def value_of(key: Key, value: object, *, on_host: bool = False, gpus: interop.GpuArrays | None = None) -> Value:
@@ -605,7 +604,7 @@ def value_of(key: Key, value: object, *, on_host: bool = False, gpus: interop.Gp
     try:
         sparse = RowSparse.of(value)
     except (TypeError, ValueError, RuntimeError) as err:
-        raise KVError("key %r: %s" % (key, err)) from err
+        raise KVError(f"key {key!r}: {err}") from err
     if sparse is None:
         return array_of(key, value, on_host=on_host, gpus=gpus)
     checked = array_of(key, sparse.values)
@@ -622,7 +621,7 @@ def array_of(key: Key, value: object, *, on_host: bool = False, gpus: interop.Gp
     Raises:
         KVError: neither numpy nor CUDA can see it, or its dtype is none of `dtypes.NAMES`.
     """
-    whose = "key %r" % (key,)
+    whose = f"key {key!r}"
     refuse_mask(value, whose)
     on_gpu = None if on_host else (gpus or interop.GpuArrays()).of(value, whose)
     return _stored(key, value, interop.host_array(value, whose)) if on_gpu is None else on_gpu
@@ -632,8 +631,7 @@ def _stored(key: Key, value: object, array: Array) -> Array:
     """Return the array of a value in native byte order, if it has one of the dtypes that a store holds."""
     if dtypes.name_of(array.dtype) not in dtypes.NAMES:
         raise KVError(
-            "key %r: a %s gives dtype %s, expected one of %s"
-            % (key, _kind(value), array.dtype, ", ".join(dtypes.NAMES))
+            f"key {key!r}: a {_kind(value)} gives dtype {array.dtype}, expected one of {', '.join(dtypes.NAMES)}"
         )
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
@@ -647,26 +645,26 @@ def output_of(key: Key, out: object, gpus: interop.GpuArrays | None = None) -> D
     Raises:
         KVError: it is none of these, read-only, or of foreign byte order; on a GPU and not contiguous; of jax.
     """
-    on_gpu = (gpus or interop.GpuArrays()).of(out, "key %r: the output" % (key,), is_output=True)
+    on_gpu = (gpus or interop.GpuArrays()).of(out, f"key {key!r}: the output", is_output=True)
     if on_gpu is not None:
         return on_gpu
     if interop.is_tensor(out):
-        return _stored(key, out, interop.tensor_output(out, "key %r: the output" % (key,)))
+        return _stored(key, out, interop.tensor_output(out, f"key {key!r}: the output"))
     if not isinstance(out, np.ndarray):
         why = foreign.refusal(out, is_output=True)
         if why is not None:
-            raise KVError("key %r: the output: %s" % (key, why))
+            raise KVError(f"key {key!r}: the output: {why}")
         if RowSparse.of(out) is not None:
-            raise KVError("key %r: a %s is filled by row_sparse_pull; pull writes whole arrays" % (key, _kind(out)))
+            raise KVError(f"key {key!r}: a {_kind(out)} is filled by row_sparse_pull; pull writes whole arrays")
         raise KVError(
-            "key %r: an output is a numpy array that can be written, a torch tensor, or an array in GPU memory, not %s"
-            % (key, _kind(out))
+            f"key {key!r}: an output is a numpy array that can be written, a torch tensor, or an array in GPU"
+            f" memory, not {_kind(out)}"
         )
-    refuse_mask(out, "key %r: the output" % (key,))
+    refuse_mask(out, f"key {key!r}: the output")
     if not out.flags.writeable:
-        raise KVError("key %r: the output is read-only; give an array that can be written, or a copy" % key)
+        raise KVError(f"key {key!r}: the output is read-only; give an array that can be written, or a copy")
     if not out.dtype.isnative:
-        raise KVError("key %r: the output's byte order is foreign (%s); give a native one" % (key, out.dtype.str))
+        raise KVError(f"key {key!r}: the output's byte order is foreign ({out.dtype.str}); give a native one")
     # A view of a class derived from it, such as numpy.matrix: that need not behave as an array does.
     return interop.own_bfloat16(np.asarray(out))
 
@@ -678,9 +676,9 @@ def grouped(key: object, given: object, noun: str) -> list[tuple[Key, list[objec
     keys = [key_of(item) for item in key]
     one_kind(keys)
     if not isinstance(given, (list, tuple)):
-        raise KVError("%d keys, but one %s instead of a list of %ss" % (len(keys), _kind(given), noun))
+        raise KVError(f"{len(keys)} keys, but one {_kind(given)} instead of a list of {noun}s")
     if len(given) != len(keys):
-        raise KVError("%d keys, but %d %ss: expected one (or one list) for each key" % (len(keys), len(given), noun))
+        raise KVError(f"{len(keys)} keys, but {len(given)} {noun}s: expected one (or one list) for each key")
     groups: dict[Key, list[object]] = {}
     for name, item in zip(keys, given, strict=True):
         groups.setdefault(name, []).extend(_devices(name, item, noun))
@@ -692,11 +690,11 @@ def _devices(key: Key, given: object, noun: str) -> list[object]:
     if not isinstance(given, (list, tuple)):
         return [given]
     if not given:
-        raise KVError("key %r: an empty list, expected at least one %s" % (key, noun))
+        raise KVError(f"key {key!r}: an empty list, expected at least one {noun}")
     if any(isinstance(item, (list, tuple)) for item in given):
         raise KVError(
-            "key %r: a list in a list; expected an array, or a list of arrays, one for each device; fix: give"
-            " np.array(...) for an array of numbers" % (key,)
+            f"key {key!r}: a list in a list; expected an array, or a list of arrays, one for each device; fix:"
+            " give np.array(...) for an array of numbers"
         )
     return list(given)
 

@@ -108,7 +108,7 @@ class Weights:
                     self._bring_back(record.key)
                     given = devices.on_host(value) if is_gpu_array(value) else value
                 except KVError as err:
-                    raise KVError("key %r: %s" % (record.key, err)) from err
+                    raise KVError(f"key {record.key!r}: {err}") from err
                 self._update_on_host(record, given, scale)
                 yield record, value
 
@@ -171,7 +171,7 @@ class Weights:
                     items.append(self._item(self.rule, record, given))
             except KVError as err:
                 yield from self._stepped(ready, items)
-                raise KVError("key %r: %s" % (record.key, err)) from err
+                raise KVError(f"key {record.key!r}: {err}") from err
             ready.append((record, value))
             if copied >= COPIED_BYTES:
                 yield from self._stepped(ready, items)
@@ -192,7 +192,7 @@ class Weights:
             try:
                 step_all(self.rule, items)
             except KVError as err:
-                raise KVError("%s: %s" % (named(record.key for record, _ in ready), err)) from err
+                raise KVError(f"{named((record.key for record, _ in ready))}: {err}") from err
         return ready
 
     def prepare(self, gpu: GpuDevice, dtype: DType) -> None:

@@ -196,7 +196,7 @@ def chosen(notes: Notes, workers: Iterable[int], names: Sequence[str], harm: str
     """
     for rank, note in sorted(notes.items()):
         if note and note.get("wrong"):
-            raise KVError("worker-%d: %s" % (rank, note["wrong"]))
+            raise KVError(f"worker-{rank}: {note['wrong']}")
     by_rank = {rank: set(note["changed"]) if note else set() for rank, note in notes.items()}
     every = sorted(set().union(*by_rank.values()))
     absent = [rank for rank in workers if rank not in notes]
@@ -207,14 +207,12 @@ def chosen(notes: Notes, workers: Iterable[int], names: Sequence[str], harm: str
     for index in odd[:SHOWN]:
         who = [rank for rank, found in sorted(by_rank.items()) if index in found]
         rest = [rank for rank in sorted(by_rank) if rank not in who]
-        parts.append(
-            "parameter %r on %s%s" % (names[index], _ranked(who), " and not on %s" % _ranked(rest) if rest else "")
-        )
+        parts.append(f"parameter {names[index]!r} on {_ranked(who)}{' and not on %s' % _ranked(rest) if rest else ''}")
     more = " and %d more" % (len(odd) - SHOWN) if len(odd) > SHOWN else ""
-    gone = "; %s takes no part in steps now (it has joined or left)" % _ranked(absent) if absent else ""
+    gone = f"; {_ranked(absent)} takes no part in steps now (it has joined or left)" if absent else ""
     raise KVError(
-        "weights were changed outside of steps by only some workers: %s%s%s. %s. %s"
-        % ("; ".join(parts), more, gone, harm, UNDO if absent else ASSIGN)
+        f"weights were changed outside of steps by only some workers: {'; '.join(parts)}{more}{gone}. {harm}."
+        f" {UNDO if absent else ASSIGN}"
     )
 
 
@@ -234,23 +232,23 @@ def change_refused(changed: Changed, names: Sequence[str], harm: str) -> KVError
     if changed.wrong:
         return KVError(changed.wrong)
     more = " and %d more" % (len(changed.indices) - SHOWN) if len(changed.indices) > SHOWN else ""
-    shown = ", ".join("parameter %r" % names[index] for index in changed.indices[:SHOWN])
-    return KVError("weights were changed outside of steps: %s%s. %s. %s" % (shown, more, harm, ASSIGN))
+    shown = ", ".join(f"parameter {names[index]!r}" for index in changed.indices[:SHOWN])
+    return KVError(f"weights were changed outside of steps: {shown}{more}. {harm}. {ASSIGN}")
 
 
 def _on_some(parameter: Parameter, devices: Sequence[int]) -> str:
     if len(devices) == len(parameter.replicas):
         return ""
     return (
-        "parameter %r was changed outside of steps on %d of its %d devices only; fix: change it on all of them, or call"
-        " trainer.assign() on all workers, which gives all devices the weights of rank 0's first"
-        % (parameter.name, len(devices), len(parameter.replicas))
+        f"parameter {parameter.name!r} was changed outside of steps on {len(devices)} of its"
+        f" {len(parameter.replicas)} devices only; fix: change it on all of them, or call trainer.assign() on"
+        " all workers, which gives all devices the weights of rank 0's first"
     )
 
 
 def _ranked(ranks: Iterable[int]) -> str:
     """Return the names of workers."""
-    return ", ".join("worker-%d" % rank for rank in ranks)
+    return ", ".join(f"worker-{rank}" for rank in ranks)
 
 
 # --- trainers that update by themselves
@@ -327,10 +325,10 @@ class Agreement:
         differ = _rules_differ(notes, names)
         if differ:
             raise KVError(
-                "the trainers of the workers update by different rules, so their weights would differ: %s. fix: make"
-                " the same changes (set_learning_rate, set_optimizer_params, multipliers, batch_size of update) on all"
-                " workers before the same step; if earlier steps differed, call trainer.assign() on all workers"
-                % differ
+                "the trainers of the workers update by different rules, so their weights would differ:"
+                f" {differ}. fix: make the same changes (set_learning_rate, set_optimizer_params, multipliers,"
+                " batch_size of update) on all workers before the same step; if earlier steps differed, call"
+                " trainer.assign() on all workers"
             )
         indices = sorted({index for note in notes.values() for index in note["changed"]})
         loaded = [rank for rank, note in sorted(notes.items()) if note["loaded"]]
@@ -342,8 +340,8 @@ class Agreement:
         )
         if len({answer["states"] for answer in answers.values()}) > 1:
             raise KVError(
-                "weights or states of the optimizer differ after load_states on %s; fix: call load_states on all"
-                " workers, each with the same file" % _ranked(loaded)
+                f"weights or states of the optimizer differ after load_states on {_ranked(loaded)}; fix: call"
+                " load_states on all workers, each with the same file"
             )
         odd = {
             index
@@ -409,8 +407,8 @@ def _rules_differ(notes: Answers, names: Sequence[str]) -> str:
         for rank, table in tables.items():
             groups.setdefault(table.get(name, "not set"), []).append(rank)
         if len(groups) > 1:
-            values = ", ".join("%s on %s" % (value, _ranked(ranks)) for value, ranks in groups.items())
-            found.append("%s is %s" % (name, values))
+            values = ", ".join(f"{value} on {_ranked(ranks)}" for value, ranks in groups.items())
+            found.append(f"{name} is {values}")
     if not found:
         return ""
     more = "; and %d more" % (len(found) - SHOWN) if len(found) > SHOWN else ""
@@ -423,9 +421,9 @@ def _settings(note: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
     table = {"the optimizer": repr(rule["name"])}
     table.update((name, repr(value)) for name, value in rule["params"].items())
     for word in ("lr_mult", "wd_mult"):
-        table.update(("%s of parameter %r" % (word, names[index]), repr(number)) for index, number in rule[word])
+        table.update((f"{word} of parameter {names[index]!r}", repr(number)) for index, number in rule[word])
     divided = note["divided"]
-    table["the batch_size of the last update"] = "none" if divided is None else "%g" % (1.0 / divided)
+    table["the batch_size of the last update"] = "none" if divided is None else f"{1.0 / divided:g}"
     return table
 
 
@@ -494,11 +492,11 @@ def decide(case: Case) -> Decision:
         raise KVError("update_on_kvstore=True needs a store: give kvstore='local' or another name, not None")
     if update and not case.has_optimizer:
         if case.asked or case.is_async or _is_sparse(case):
-            raise KVError("please set update_on_kvstore=False when training with %r: it cannot update" % case.kind)
+            raise KVError(f"please set update_on_kvstore=False when training with {case.kind!r}: it cannot update")
         update = False
     if has_store and case.sparse_grad and case.is_third_party:
         raise KVError(
-            "store %r comes from another package and takes no row-sparse gradients; use dense ones" % case.kind
+            f"store {case.kind!r} comes from another package and takes no row-sparse gradients; use dense ones"
         )
     return Decision(has_store, update)
 
@@ -537,11 +535,11 @@ def _may_be_refused(case: Case) -> None:
         raise KVError("cannot set update_on_kvstore=False when row-sparse weights are present: only the store has all")
     if case.sparse_grad and case.is_dist:
         raise KVError(
-            "cannot set update_on_kvstore=False on store %r with row-sparse gradients: leave update_on_kvstore out, or"
-            " use dense gradients" % case.kind
+            f"cannot set update_on_kvstore=False on store {case.kind!r} with row-sparse gradients: leave"
+            " update_on_kvstore out, or use dense gradients"
         )
     if case.is_async:
-        raise KVError("please set update_on_kvstore=True when training in async mode (%r)" % case.kind)
+        raise KVError(f"please set update_on_kvstore=True when training in async mode ({case.kind!r})")
 
 
 def _is_sparse(case: Case) -> bool:
@@ -636,9 +634,9 @@ def _opened(params: list[Parameter], buffers: Buffers, store: KVStoreBase, case:
 
 def _case(params: list[Parameter], given: str | KVStoreBase | None, asked: bool | None) -> Case:
     if asked is not None and not isinstance(asked, bool):
-        raise KVError("update_on_kvstore is True, False or None, not %r" % (asked,))
+        raise KVError(f"update_on_kvstore is True, False or None, not {asked!r}")
     if given is not None and not isinstance(given, (str, KVStoreBase)):
-        raise KVError("kvstore is the name of a store, an open store or None, not %s" % type(given).__name__)
+        raise KVError(f"kvstore is the name of a store, an open store or None, not {type(given).__name__}")
     kind = given.type if isinstance(given, KVStoreBase) else given and given.lower()
     return Case(
         kind=kind,

@@ -100,8 +100,8 @@ class StoreExchange:
     ) -> None:
         if store in _TAKEN:
             raise KVError(
-                "this %r store has the parameters of another trainer already, under the keys 0, 1, ...: make another"
-                " store for this trainer, or one trainer for all parameters" % store.type
+                f"this {store.type!r} store has the parameters of another trainer already, under the keys 0,"
+                " 1, ...: make another store for this trainer, or one trainer for all parameters"
             )
         self._store, self._params, self._buffers = store, params, buffers
         self._buffer_keys = [len(params) + 1 + index for index in range(len(buffers.names))]
@@ -207,7 +207,7 @@ class StoreExchange:
         try:
             self._store.barrier()
         except KVError as err:  # A worker that has joined will not come; the others must not wait for it.
-            raise KVError("average_buffers: all workers call it together: %s" % err) from err
+            raise KVError(f"average_buffers: all workers call it together: {err}") from err
         arrays = dict(zip(self._buffers.names, self._buffers.arrays(), strict=True))
         floats = {name: array for name, array in arrays.items() if dtypes.is_float(array.dtype)}
         if not floats:
@@ -374,8 +374,9 @@ class StoreExchange:
                 other = sent.owners.get(memory, owners.setdefault(memory, index))
                 if other != index and parameter.size:
                     raise KVError(
-                        "parameters %r and %r have the same array for their gradients, and their sums are written into"
-                        " it: give each an array of its own" % (self._params[other].name, parameter.name)
+                        f"parameters {self._params[other].name!r} and {parameter.name!r} have the same array"
+                        " for their gradients, and their sums are written into it: give each an array of its"
+                        " own"
                     )
             items.append(_Item(index, grads, targets))
             sums.append((index, targets[0], 1.0))
@@ -531,7 +532,7 @@ class ThirdPartyExchange:
                     continue
                 grads = [np.zeros(parameter.shape, parameter.dtype)]
             if any(isinstance(grad, RowSparse) for grad in grads):
-                raise self._refusal("take the row-sparse gradient of parameter %r" % parameter.name)
+                raise self._refusal(f"take the row-sparse gradient of parameter {parameter.name!r}")
             grads = [on_host(grad) if is_near(grad) else grad for grad in grads]
             targets = [replica.grad_buffer(on_host=True) for replica in parameter.replicas]
             self._store.pushpull(index, grads, out=targets, priority=-index)
@@ -545,7 +546,7 @@ class ThirdPartyExchange:
         raise self._refusal("assign weights")
 
     def _refusal(self, what: str) -> KVError:
-        return KVError("store %r cannot %s: only its broadcast and pushpull are used" % (self._store.type, what))
+        return KVError(f"store {self._store.type!r} cannot {what}: only its broadcast and pushpull are used")
 
 
 @dataclass(frozen=True)
@@ -621,7 +622,7 @@ def _names_in_errors(params: Sequence[Parameter], buffers: Sequence[str] = ()) -
         named = [*(f"parameter {one.name!r}" for one in params), *(f"buffer {name!r}" for name in buffers)]
         if said and not any(name in text for name in named):
             # In place: the error keeps its type, what else it carries, and where it was raised.
-            err.args = ("%s (%s)" % (text, said), *err.args[1:])
+            err.args = (f"{text} ({said})", *err.args[1:])
         raise
 
 
@@ -636,5 +637,5 @@ def _note(key: int, params: Sequence[Parameter], buffers: Sequence[str], text: s
     if 0 <= key - len(params) - 1 < len(buffers):
         return "key %d is buffer %r" % (key, buffers[key - len(params) - 1])
     if key > len(params) and "saved states" in text:
-        return "key %d is a buffer of the module whose states were saved; make the trainer of that module" % key
+        return f"key {key} is a buffer of the module whose states were saved; make the trainer of that module"
     return ""

@@ -66,9 +66,9 @@ def fit(  # noqa: PLR0917  # as the trainer
     if not callable(step):
         raise KVError("step is a function of a batch, not %.60r" % (step,))
     if whole(epochs, "epochs") < 0:
-        raise KVError("epochs is a number from 0, not %d" % epochs)
+        raise KVError(f"epochs is a number from 0, not {epochs}")
     if epochs > 1 and epoch_size is None and isinstance(data, Iterator):
-        raise KVError("%d epochs need data that can be iterated again, not a %s" % (epochs, type(data).__name__))
+        raise KVError(f"{epochs} epochs need data that can be iterated again, not a {type(data).__name__}")
     # Here, not in the first step: in a job, a trainer is made by all workers.
     if batch_size is not None:
         scale_of(batch_size)
@@ -90,7 +90,7 @@ def fit(  # noqa: PLR0917  # as the trainer
                 trainer.step(examples * workers, ignore_stale_grad)
                 reporting.report(step=next(steps), total=total, loss=loss)
             if is_empty and (trainer.kvstore is None or trainer.kvstore.num_workers == 1):
-                raise KVError("the data, a %s, gave no batch in epoch %d" % (type(data).__name__, epoch))
+                raise KVError(f"the data, a {type(data).__name__}, gave no batch in epoch {epoch}")
             if _waits_after(trainer.kvstore, epoch == epochs - 1):
                 trainer.join()
             if after_epoch is not None:
@@ -112,7 +112,7 @@ def _size_of(batch: Any) -> int:
     try:
         return len(first)
     except TypeError:
-        raise KVError("a batch of type %s has no length; give batch_size" % type(batch).__name__) from None
+        raise KVError(f"a batch of type {type(batch).__name__} has no length; give batch_size") from None
 
 
 def _length_of(data: object) -> int | None:

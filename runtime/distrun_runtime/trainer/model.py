@@ -53,11 +53,11 @@ def _check(params: list[Parameter]) -> None:
     for parameter in params:
         if len(parameter.replicas) != len(first.replicas):
             raise KVError(
-                "all parameters must be on the same devices: %r is on %d, %r on %d"
-                % (first.name, len(first.replicas), parameter.name, len(parameter.replicas))
+                f"all parameters must be on the same devices: {first.name!r} is on {len(first.replicas)},"
+                f" {parameter.name!r} on {len(parameter.replicas)}"
             )
         if parameter.name in names:
-            raise KVError("two parameters have the name %r" % parameter.name)
+            raise KVError(f"two parameters have the name {parameter.name!r}")
         names.add(parameter.name)
 
 
@@ -69,7 +69,7 @@ def _check_memory(params: list[Parameter]) -> None:
             if place in names:
                 both = (names[place], parameter.name)
                 if both[0] == both[1]:
-                    raise KVError("two devices of parameter %r are in the same memory" % parameter.name)
+                    raise KVError(f"two devices of parameter {parameter.name!r} are in the same memory")
                 raise KVError("parameters %r and %r are in the same memory; give one of them" % both)
             if place[1]:
                 names[place] = parameter.name
@@ -108,7 +108,7 @@ def _parameter(name: str, item: object, sparse: set[int], index: str) -> Paramet
     name = name or index
     one = item[0] if isinstance(item, (list, tuple)) and item else item
     if isinstance(one, np.ndarray):
-        raise KVError("parameter %r: a numpy array has no gradient; give Parameter(data, grad)" % name)
+        raise KVError(f"parameter {name!r}: a numpy array has no gradient; give Parameter(data, grad)")
     if not is_tensor(one):
         raise KVError(f"parameter {name!r} is a {type(one).__name__}, neither Parameter nor torch tensor{_hint(one)}")
     return Parameter(item, name=name, grad_stype="row_sparse" if id(one) in sparse else "default")
@@ -176,7 +176,7 @@ class Buffers:
         found = dict(self._module.named_buffers())
         for name in self.names:
             if name not in found:
-                raise KVError("the module has no buffer %r any more, which it had when the trainer was made" % name)
+                raise KVError(f"the module has no buffer {name!r} any more, which it had when the trainer was made")
         return [found[name] for name in self.names]
 
     def _read(self, name: str, tensor: Any) -> Array:
@@ -184,8 +184,8 @@ class Buffers:
             return TensorReplica(tensor).weight()
         except (TypeError, ValueError, RuntimeError) as err:
             raise KVError(
-                "buffer %r cannot be read as an array: %s; fix: give the trainer net.named_parameters() instead of the"
-                " module, and look after its buffers yourself" % (name, err)
+                f"buffer {name!r} cannot be read as an array: {err}; fix: give the trainer"
+                " net.named_parameters() instead of the module, and look after its buffers yourself"
             ) from err
 
 

@@ -98,9 +98,9 @@ class Parameter:
         datas = list(data) if isinstance(data, (list, tuple)) else [data]
         grads = list(grad) if isinstance(grad, (list, tuple)) else [grad] * len(datas) if grad is None else [grad]
         if not datas:
-            raise KVError("parameter %r is an array, or a list of one for each device, not an empty list" % name)
+            raise KVError(f"parameter {name!r} is an array, or a list of one for each device, not an empty list")
         if len(datas) != len(grads):
-            raise KVError("parameter %r: %d arrays and %d gradients" % (name, len(datas), len(grads)))
+            raise KVError(f"parameter {name!r}: {len(datas)} arrays and {len(grads)} gradients")
         self.replicas: list[Replica] = [replica_of(one, its) for one, its in zip(datas, grads, strict=True)]
         self._lr_mult, self._wd_mult = _multiplier("lr_mult", lr_mult), _multiplier("wd_mult", wd_mult)
         self.stype = _stype(stype)
@@ -180,8 +180,8 @@ class Parameter:
         values = list(value) if isinstance(value, (list, tuple)) else [value] * len(self.replicas)
         if len(values) != len(self.replicas):
             raise KVError(
-                "parameter %r is on %d devices, %d gradients were given: a list has one for each device; of numbers,"
-                " np.asarray makes an array" % (self.name, len(self.replicas), len(values))
+                f"parameter {self.name!r} is on {len(self.replicas)} devices, {len(values)} gradients were"
+                " given: a list has one for each device; of numbers, np.asarray makes an array"
             )
         for replica, one in zip(self.replicas, values, strict=True):
             replica.set_grad(one)
@@ -197,10 +197,10 @@ class Parameter:
             KVError: another shape, or a masked array.
             RuntimeError: its trainer updates it on a distributed store; see `Trainer.assign`.
         """
-        refuse_mask(value, "parameter %r" % self.name)
+        refuse_mask(value, f"parameter {self.name!r}")
         array = array_of(value.detach().cpu()) if is_tensor(value) else np.asarray(value)  # type: ignore[attr-defined]
         if array.shape != self.shape:
-            raise KVError("parameter %r has shape %s, not %s" % (self.name, self.shape, array.shape))
+            raise KVError(f"parameter {self.name!r} has shape {self.shape}, not {array.shape}")
         array = (
             array
             if array.dtype == self.dtype
@@ -269,38 +269,34 @@ class Parameter:
         shape, dtype = tuple(grad.shape), _dtype_name(grad)
         if shape != self.shape or dtype != dtypes.name_of(self.dtype):
             raise KVError(
-                "parameter %r has shape %s and dtype %s, its gradient %s and %s"
-                % (self.name, self.shape, dtypes.name_of(self.dtype), shape, dtype)
+                f"parameter {self.name!r} has shape {self.shape} and dtype {dtypes.name_of(self.dtype)}, its"
+                f" gradient {shape} and {dtype}"
             )
         return grad.to_dense() if isinstance(grad, RowSparse) and not self._shape else grad
 
     def _check_replicas(self) -> None:
         """Note shape and dtype; all devices must agree, and gradients that are there."""
         if any(str(getattr(replica.source, "device", "")) == "meta" for replica in self.replicas):
-            raise KVError("parameter %r is on the device 'meta': it has no memory; materialise it first" % self.name)
+            raise KVError(f"parameter {self.name!r} is on the device 'meta': it has no memory; materialise it first")
         if not all(getattr(replica.source, "is_leaf", True) for replica in self.replicas):
             raise KVError(
-                "parameter %r is computed from other tensors (it is not a leaf of torch's graph) and gets no gradient:"
-                " give the tensors that it is computed from" % self.name
+                f"parameter {self.name!r} is computed from other tensors (it is not a leaf of torch's graph)"
+                " and gets no gradient: give the tensors that it is computed from"
             )
         try:
             weights = [replica.weight() for replica in self.replicas]
         except (TypeError, ValueError, RuntimeError) as err:
             # What torch has and numpy has not: 8-bit floats, sparse layouts, lazy layers that were never called.
-            raise KVError("parameter %r cannot be read as an array: %s" % (self.name, err)) from err
+            raise KVError(f"parameter {self.name!r} cannot be read as an array: {err}") from err
         self._shape, self._dtype = weights[0].shape, weights[0].dtype
         for weight in weights:
             if weight.shape != self._shape or weight.dtype != self._dtype:
                 raise KVError(
-                    "parameter %r: device values of shapes %s and dtypes %s; all must be alike"
-                    % (
-                        self.name,
-                        [one.shape for one in weights],
-                        [dtypes.name_of(one.dtype) for one in weights],
-                    )
+                    f"parameter {self.name!r}: device values of shapes {[one.shape for one in weights]} and"
+                    f" dtypes {[dtypes.name_of(one.dtype) for one in weights]}; all must be alike"
                 )
         if "row_sparse" in (self.stype, self.grad_stype) and not self._shape:
-            raise KVError("parameter %r is a single number and has no rows: it cannot be row_sparse" % self.name)
+            raise KVError(f"parameter {self.name!r} is a single number and has no rows: it cannot be row_sparse")
         for replica in self.replicas:
             if isinstance(replica, ArrayReplica) and replica.grad is not None:
                 self._fitting(replica.grad)
@@ -309,13 +305,13 @@ class Parameter:
 def _multiplier(name: str, value: object) -> float:
     """Return what lr_mult or wd_mult is given as."""
     if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
-        raise KVError("%s is a finite number, at least 0, not %r" % (name, value))
+        raise KVError(f"{name} is a finite number, at least 0, not {value!r}")
     return float(value)
 
 
 def _stype(value: str) -> str:
     if value not in STYPES:
-        raise KVError("a storage type is %s, not %r" % (" or ".join(STYPES), value))
+        raise KVError(f"a storage type is {' or '.join(STYPES)}, not {value!r}")
     return value
 
 
@@ -625,7 +621,7 @@ def replica_of(data: object, grad: object = None) -> Replica:
         raise KVError(f"a parameter's data is a numpy array or a torch tensor{found}")
     refuse_mask(data, "a parameter's data")
     if not data.flags.writeable:
-        raise KVError("a parameter's array of shape %s is read-only; give one that can be written" % (data.shape,))
+        raise KVError(f"a parameter's array of shape {data.shape} is read-only; give one that can be written")
     result = ArrayReplica(data, grad)
     if grad is not None and not (isinstance(result.grad, np.ndarray) and result.grad.flags.writeable):
         raise KVError(

@@ -267,7 +267,7 @@ class LocalRule:
             yield
         except KVError as err:
             names = [self._params[each.step.place[0]].name for each in steps]
-            raise KVError("%s: %s" % (named(names, "parameter"), err)) from err
+            raise KVError(f"{named(names, 'parameter')}: {err}") from err
 
     def _prepare(self, rule: Rule) -> None:
         found: dict[int, set[DType]] = {}
@@ -325,7 +325,7 @@ def check_rule(spec: RuleSpec, params: list[Parameter]) -> None:
         try:
             rule.check(parameter.dtype)
         except KVError as err:
-            raise KVError("parameter %r: %s" % (parameter.name, err)) from None
+            raise KVError(f"parameter {parameter.name!r}: {err}") from None
 
 
 def _scaled(grad: Array, scale: float) -> Array:
@@ -371,20 +371,20 @@ def save(path: str, rule: LocalRule, params: list[Parameter], buffers: Buffers, 
             state = rule.saved_state((index, device))
             if device and not state:
                 continue  # it shares the first device's
-            arrays["%d.%d.weight" % (index, device)] = replica.weight()
+            arrays[f"{index}.{device}.weight"] = replica.weight()
             parts = {name: part for name, part in state.items() if isinstance(part, np.ndarray)}
-            arrays.update({"%d.%d.state.%s" % (index, device, name): part for name, part in parts.items()})
+            arrays.update({f"{index}.{device}.state.{name}": part for name, part in parts.items()})
             counters.append({name: int(part) for name, part in state.items() if name not in parts})
         described.append({**_described(parameter), "devices": counters})
     held = dict(zip(buffers.names, buffers.arrays(), strict=True))
-    arrays.update({"buffer.%d" % index: array for index, array in enumerate(held.values())})
+    arrays.update({f"buffer.{index}": array for index, array in enumerate(held.values())})
     manifest = {
         **{"format": FORMAT, "rule": rule.spec.to_json(), "steps": steps, "parameters": described},
         "buffers": [_facts(name, array.shape, array.dtype) for name, array in held.items()],
     }
     plain = {name: array.view(np.uint16) if array.dtype == dtypes.BFLOAT16 else array for name, array in arrays.items()}
     text = np.frombuffer(json.dumps(manifest).encode("utf-8"), np.uint8)
-    new = "%s.%s.new" % (path, uuid.uuid4().hex)
+    new = f"{path}.{uuid.uuid4().hex}.new"
     try:
         with open(new, "wb") as file:
             np.savez(file, allow_pickle=False, manifest=text, **plain)
@@ -411,13 +411,13 @@ def load(path: str, rule: LocalRule, params: list[Parameter], buffers: Buffers) 
         # Opened here: numpy leaves a file open that turns out to be no archive.
         with open(path, "rb") as raw:
             if not zipfile.is_zipfile(raw):  # of anything else, numpy says how to unpickle it
-                raise KVError("%s does not hold complete states of a trainer: it is not an npz file" % path)
+                raise KVError(f"{path} does not hold complete states of a trainer: it is not an npz file")
             raw.seek(0)
             with np.load(raw, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
         manifest = json.loads(arrays.pop("manifest").tobytes().decode("utf-8"))
         if manifest["format"] != FORMAT:
-            raise KVError("%s has format %s, this version reads %d" % (path, manifest["format"], FORMAT))
+            raise KVError(f"{path} has format {manifest['format']}, this version reads {FORMAT}")
         _fit(path, manifest["parameters"], params)
         weights, kept = _parts(arrays, manifest["parameters"], params)
         held = _held(path, arrays, manifest.get("buffers", []), buffers)
@@ -430,7 +430,7 @@ def load(path: str, rule: LocalRule, params: list[Parameter], buffers: Buffers) 
     except KVError:
         raise
     except (ValueError, LookupError, zipfile.BadZipFile, EOFError, TypeError, AttributeError) as err:
-        raise KVError("%s does not hold complete states of a trainer: %s" % (path, err)) from err
+        raise KVError(f"{path} does not hold complete states of a trainer: {err}") from err
     for index, parameter in enumerate(params):
         for device, replica in enumerate(parameter.replicas):
             write_weight(replica, weights.get((index, device), weights[index, 0]))
@@ -458,8 +458,8 @@ def rule_of_folder(folder: str) -> SavedRule | None:
 def _refuse_folder(path: str) -> None:
     if os.path.isdir(path):
         raise KVError(
-            "%s is a folder, as it is written where the store updates; this trainer updates by itself"
-            " (update_on_kvstore=False) and keeps a file" % path
+            f"{path} is a folder, as it is written where the store updates; this trainer updates by itself"
+            " (update_on_kvstore=False) and keeps a file"
         )
 
 
@@ -471,8 +471,8 @@ def _parts(
     kept: dict[tuple[int, int], State] = {}
     for index, (parameter, each) in enumerate(zip(params, described, strict=True)):
         for device, counters in enumerate(each["devices"][: len(parameter.replicas)]):
-            weights[index, device] = _typed(arrays["%d.%d.weight" % (index, device)], parameter)
-            prefix = "%d.%d.state." % (index, device)
+            weights[index, device] = _typed(arrays[f"{index}.{device}.weight"], parameter)
+            prefix = f"{index}.{device}.state."
             state: State = {name: int(number) for name, number in counters.items()}
             state.update({name[len(prefix) :]: array for name, array in arrays.items() if name.startswith(prefix)})
             if state:
@@ -487,22 +487,22 @@ def _held(
     own = [_facts(name, array.shape, array.dtype) for name, array in zip(buffers.names, buffers.arrays(), strict=True)]
     if described != own:
         raise KVError(
-            "%s has the buffers %s, the trainer %s; fix: make the trainer of the same module as when the states were"
-            " saved, or of named_parameters() if it was made of these" % (path, _shown(described), _shown(own))
+            f"{path} has the buffers {_shown(described)}, the trainer {_shown(own)}; fix: make the trainer of"
+            " the same module as when the states were saved, or of named_parameters() if it was made of these"
         )
     return {
-        name: _as(arrays["buffer.%d" % index], mine.dtype, mine.shape, "buffer %r" % name)
+        name: _as(arrays[f"buffer.{index}"], mine.dtype, mine.shape, f"buffer {name!r}")
         for index, (name, mine) in enumerate(zip(buffers.names, buffers.arrays(), strict=True))
     }
 
 
 def _shown(buffers: list[dict[str, Any]]) -> str:
-    names = ["%r (%s, %s)" % (each["name"], tuple(each["shape"]), each["dtype"]) for each in buffers[:3]]
-    return ", ".join([*names, *(["... (%d)" % len(buffers)] if len(buffers) > 3 else [])]) or "none"
+    names = [f"{each['name']!r} ({tuple(each['shape'])}, {each['dtype']})" for each in buffers[:3]]
+    return ", ".join([*names, *([f"... ({len(buffers)})"] if len(buffers) > 3 else [])]) or "none"
 
 
 def _typed(array: Array, parameter: Parameter) -> Array:
-    return _as(array, parameter.dtype, parameter.shape, "the weight of parameter %r" % parameter.name)
+    return _as(array, parameter.dtype, parameter.shape, f"the weight of parameter {parameter.name!r}")
 
 
 def _as(array: Array, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> Array:
@@ -526,9 +526,9 @@ def _facts(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> dict[str,
 
 def _fit(path: str, described: list[dict[str, Any]], params: list[Parameter]) -> None:
     if len(described) != len(params):
-        raise KVError("%s has states of %d parameters, the trainer has %d" % (path, len(described), len(params)))
+        raise KVError(f"{path} has states of {len(described)} parameters, the trainer has {len(params)}")
     for saved, parameter in zip(described, params, strict=True):
         expected = _described(parameter)
         found = {name: saved.get(name) for name in expected}
         if found != expected:
-            raise KVError("%s: parameter %r has there %s, here %s" % (path, parameter.name, found, expected))
+            raise KVError(f"{path}: parameter {parameter.name!r} has there {found}, here {expected}")

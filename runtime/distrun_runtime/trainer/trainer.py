@@ -109,9 +109,9 @@ class Overlap:
             self._told[index] += 1
             if self._told[index] > self._devices(index):
                 raise KVError(
-                    "parameter %r got another gradient before step: with overlap=True its first one may be on its way;"
-                    " to add up the gradients of several backwards, make the trainer with overlap=False"
-                    % self._params[index].name
+                    f"parameter {self._params[index].name!r} got another gradient before step: with"
+                    " overlap=True its first one may be on its way; to add up the gradients of several"
+                    " backwards, make the trainer with overlap=False"
                 )
             number = self._group_of[index]
             group = self._groups[number]
@@ -192,7 +192,7 @@ class Trainer:
         collected = collect(params)
         for parameter in collected:
             if parameter.owner is not None:
-                raise KVError("parameter %r belongs to a trainer already; close that first" % parameter.name)
+                raise KVError(f"parameter {parameter.name!r} belongs to a trainer already; close that first")
         named = optimizer_params or {}
         if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):
             raise KVError(
@@ -232,8 +232,8 @@ class Trainer:
             self.kvstore.joins_by(self._updates.join)
 
     def __repr__(self) -> str:
-        where = "no store" if self.kvstore is None else "store %r" % self.kvstore.type
-        return "<Trainer of %d parameters by %r, %s>" % (len(self.params), self.optimizer, where)
+        where = "no store" if self.kvstore is None else f"store {self.kvstore.type!r}"
+        return f"<Trainer of {len(self.params)} parameters by {self.optimizer!r}, {where}>"
 
     # --- what it is
 
@@ -271,7 +271,7 @@ class Trainer:
         """
         spec = self._updates.spec
         if "learning_rate" not in spec.params:
-            raise KVError("rule %r has no learning_rate" % spec.name)
+            raise KVError(f"rule {spec.name!r} has no learning_rate")
         found = schedule.read(spec.params.get("lr_scheduler"))
         return found(self._updates.steps) if found else float(cast(float, spec.params["learning_rate"]))
 
@@ -413,8 +413,8 @@ class Trainer:
         index = self._index(parameter)
         one = self._params[index]
         if one.stype != "row_sparse" or not isinstance(self._updates, StoreUpdates):
-            raise KVError("parameter %r is not row-sparse: step brings all of it" % one.name)
-        rows = np.arange(one.shape[0]) if ids is None else row_numbers(ids, one.shape[0], "parameter %r" % one.name)
+            raise KVError(f"parameter {one.name!r} is not row-sparse: step brings all of it")
+        rows = np.arange(one.shape[0]) if ids is None else row_numbers(ids, one.shape[0], f"parameter {one.name!r}")
         self._updates.pull_rows(index, rows)
 
     def assign(self, parameters: Iterable[Parameter | str | int] | None = None) -> None:
@@ -524,8 +524,9 @@ class Trainer:
         """
         if self.update_on_kvstore and self.kvstore is not None and "dist" in self.kvstore.type:
             raise RuntimeError(
-                "parameter %r is kept in the distributed store %r, which cannot be reset by one worker: write the"
-                " weight in place on rank 0 and call trainer.assign() on all" % (parameter.name, self.kvstore.type)
+                f"parameter {parameter.name!r} is kept in the distributed store {self.kvstore.type!r}, which"
+                " cannot be reset by one worker: write the weight in place on rank 0 and call"
+                " trainer.assign() on all"
             )
 
     def replaced(self, parameter: Parameter) -> None:
@@ -544,13 +545,14 @@ class Trainer:
             grads = one.gradients()
             if len(grads) < len(one.replicas) and not ignore_stale_grad:
                 raise KVError(
-                    "parameter %r has no new gradient since the last step on %d of its %d devices: a part of the model"
-                    " was not used, or the model has another tensor in its place; if that is on purpose, call step"
-                    " with ignore_stale_grad=True" % (one.name, len(one.replicas) - len(grads), len(one.replicas))
+                    f"parameter {one.name!r} has no new gradient since the last step on"
+                    f" {len(one.replicas) - len(grads)} of its {len(one.replicas)} devices: a part of the"
+                    " model was not used, or the model has another tensor in its place; if that is on"
+                    " purpose, call step with ignore_stale_grad=True"
                 )
             result.append((index, grads or None))
         if not result:
-            raise KVError("none of the %d parameters is trained: requires_grad is False" % len(self._params))
+            raise KVError(f"none of the {len(self._params)} parameters is trained: requires_grad is False")
         return result
 
     def _scale(self, batch_size: float | None) -> float:
@@ -567,7 +569,7 @@ class Trainer:
         if exchange is None or self.kvstore is None or not kinds.is_dist(self.kvstore.type):
             return None
         if not isinstance(exchange, StoreExchange):
-            raise KVError("overlap=True needs a store of distrun's own, not %r" % self.kvstore.type)
+            raise KVError(f"overlap=True needs a store of distrun's own, not {self.kvstore.type!r}")
         return Overlap(
             self._params,
             self._updates.may_begin,
@@ -582,23 +584,23 @@ class Trainer:
         """
         if self._overlap is not None and self._overlap.has_begun:
             raise KVError(
-                "%s: gradients of this step may be on their way since backward (overlap=True); call step first, or make"
-                " the trainer with overlap=False" % call
+                f"{call}: gradients of this step may be on their way since backward (overlap=True); call step"
+                " first, or make the trainer with overlap=False"
             )
 
     def _own_updates(self, call: str) -> OwnUpdates:
         self._check_open()
         if self._overlap is not None:
-            raise KVError("%s: with overlap=True gradients are divided as they are sent; call step" % call)
+            raise KVError(f"{call}: with overlap=True gradients are divided as they are sent; call step")
         if isinstance(self._updates, StoreUpdates):
-            raise KVError("%s: the store updates the weights; make the trainer with update_on_kvstore=False" % call)
+            raise KVError(f"{call}: the store updates the weights; make the trainer with update_on_kvstore=False")
         return self._updates
 
     def _index(self, parameter: Parameter | str | int) -> int:
         for index, one in enumerate(self._params):
             if one is parameter or parameter in (index, one.name):
                 return index
-        raise KVError("the trainer has no parameter %r" % (parameter,))
+        raise KVError(f"the trainer has no parameter {parameter!r}")
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -647,5 +649,5 @@ def scale_of(batch_size: object) -> float:
     except OverflowError:
         size = math.inf
     if not 0 < size < math.inf:
-        raise KVError("batch_size is a number above 0, not %g" % size)
+        raise KVError(f"batch_size is a number above 0, not {size:g}")
     return 1.0 / size

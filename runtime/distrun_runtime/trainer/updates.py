@@ -100,8 +100,9 @@ class StoreUpdates:
             written = self._changes.suspects()
             if written:
                 raise KVError(
-                    "weights were written after their gradients had been sent: %s; with overlap=True, write weights"
-                    " between step and the next backward" % ", ".join(repr(self._names()[index]) for index in written)
+                    "weights were written after their gradients had been sent:"
+                    f" {', '.join(repr(self._names()[index]) for index in written)}; with overlap=True, write"
+                    " weights between step and the next backward"
                 )
         else:
             self.send_multipliers()
@@ -413,8 +414,8 @@ class OwnUpdates:
         try:
             if 0 < reduced.workers.unscaled < reduced.workers.active:
                 raise KVError(
-                    "%d of %d workers call allreduce_grads and update, the others call step; fix: call the same on all"
-                    " workers" % (reduced.workers.unscaled, reduced.workers.active)
+                    f"{reduced.workers.unscaled} of {reduced.workers.active} workers call allreduce_grads"
+                    " and update, the others call step; fix: call the same on all workers"
                 )
             if not reduced.is_alike:
                 self._accept(self._agreement.compare(rule, changed))
@@ -512,6 +513,6 @@ def _multipliers(params: Sequence[Parameter]) -> tuple[dict[int | str, float], d
 def _refuse_file(path: str) -> None:
     if os.path.isfile(path):
         raise KVError(
-            "%s is a file, as it is written where a trainer updates by itself; the store of this trainer updates"
-            " (update_on_kvstore=True) and keeps a folder" % path
+            f"{path} is a file, as it is written where a trainer updates by itself; the store of this trainer"
+            " updates (update_on_kvstore=True) and keeps a folder"
         )

@@ -41,7 +41,7 @@ UNPROVEN_S = 10.0
 """How long a connection may stay unproven."""
 UNPROVEN_CONNECTIONS = 256
 """How many unproven connections are kept; the oldest is closed when one more comes."""
-_TOO_MANY = "more than %d connections had proven nothing" % UNPROVEN_CONNECTIONS
+_TOO_MANY = f"more than {UNPROVEN_CONNECTIONS} connections had proven nothing"
 LAST_WORDS_S = 1.0
 """How long an answer (REFUSED) has to leave before its connection is closed."""
 
@@ -155,7 +155,7 @@ class Admission:
         failed = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         watched = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | failed
         self._router = router
-        reports = "inproc://distrun-admission-%d" % router.underlying
+        reports = f"inproc://distrun-admission-{router.underlying}"
         router.monitor(reports, watched)
         self._monitor = self._context.socket(zmq.PAIR)
         self._monitor.rcvhwm = 0  # libzmq's input and output waits while its reports cannot be taken
@@ -207,7 +207,7 @@ class Admission:
             found, self._strangers = self._strangers, []
             untold, self._untold = self._untold, 0
         if untold:
-            found.append(Stranger("", "%d more connections were closed for such reasons" % untold))
+            found.append(Stranger("", f"{untold} more connections were closed for such reasons"))
         return found
 
     def proven(self, fd: int) -> None:
@@ -370,8 +370,8 @@ def _cork(fd: int, is_on: bool) -> None:
 def _excess(entry: _Unproven, now: float) -> str:
     """Return which limit of a connection is exceeded, in words; empty: none."""
     if entry.held is not None and _received(entry.held) > UNPROVEN_BYTES:
-        return "it sent more than %d bytes before it had proven anything" % UNPROVEN_BYTES
-    return "it had proven nothing for %g s" % UNPROVEN_S if now >= entry.cut_at else ""
+        return f"it sent more than {UNPROVEN_BYTES} bytes before it had proven anything"
+    return f"it had proven nothing for {UNPROVEN_S:g} s" if now >= entry.cut_at else ""
 
 
 def _cut(connection: socket.socket, resets: bool) -> None:

@@ -57,11 +57,11 @@ class Faults:
         for part in text.split(",") if text.strip() else ():
             name, equals, value = (word.strip() for word in part.partition("="))
             if not equals or name not in ("drop", "duplicate", "delay", "reorder", "seed", "kinds"):
-                raise ValueError("%r is none of %s" % (part, FORM))
+                raise ValueError(f"{part!r} is none of {FORM}")
             try:
                 faults = replace(faults, **_read(name, value))
             except ValueError as err:
-                raise ValueError("%s: %s; expected %s" % (part, err, FORM)) from None
+                raise ValueError(f"{part}: {err}; expected {FORM}") from None
         return faults
 
     @property
@@ -93,7 +93,7 @@ class Chance:
 
     def __init__(self, faults: Faults, name: str) -> None:
         self._faults = faults
-        self._random = random.Random("%d %s" % (faults.seed, name))
+        self._random = random.Random(f"{faults.seed} {name}")
 
     def fate(self, kind: Kind | None) -> Fate:
         """Return what happens to the next message; `kind` None is an acknowledgement."""
@@ -207,7 +207,7 @@ def _read(name: str, value: str) -> dict[str, Any]:
         known = {kind.name for kind in Kind if kind not in HANDSHAKE} | {ACK}
         kinds = frozenset(word.strip().upper() for word in value.split("+"))
         if not kinds <= known:
-            raise ValueError("no kind %s, known are %s" % (", ".join(sorted(kinds - known)), ", ".join(sorted(known))))
+            raise ValueError(f"no kind {', '.join(sorted(kinds - known))}, known are {', '.join(sorted(known))}")
         return {"kinds": kinds}
     percent, colon, wait = value.partition(":")
     found = float(percent)

@@ -213,7 +213,7 @@ class BulkTransport:
         try:
             offer = self._segments.offer(link)
         except NotShared as err:
-            self._chose(link, "messages", "this process cannot share memory: %s" % err)
+            self._chose(link, "messages", f"this process cannot share memory: {err}")
             return
         self._say(link, BulkKind.OFFER, {"segments": offer})
 
@@ -251,13 +251,13 @@ class BulkTransport:
         try:
             _, version, kind, count, slot, generation = _HEAD.unpack_from(frames[0])
             if version != VERSION:
-                raise WireError("data path version %d; this program speaks version %d" % (version, VERSION))
+                raise WireError(f"data path version {version}; this program speaks version {VERSION}")
             if kind in {BulkKind.SEGMENTS, BulkKind.GONE}:
                 numbers = [int(each) for each in json.loads(bytes(frames[1]))["segments"]["numbers"]]
                 (self._segments.map if kind == BulkKind.SEGMENTS else self._segments.unmap)(link, numbers)
                 return
             if kind == BulkKind.ENDED:
-                self._end(link, "the other side says: %s" % json.loads(bytes(frames[1]))["reason"])
+                self._end(link, f"the other side says: {json.loads(bytes(frames[1]))['reason']}")
                 return
             if kind != BulkKind.CARRIED:
                 self._control(link, frames)
@@ -265,13 +265,13 @@ class BulkTransport:
             whole = list(frames[1:])
             table = list(_REFERENCE.iter_unpack(memoryview(frames[0])[_HEAD.size :]))
             if len(table) != count:
-                raise WireError("a table of %d references, not of %d" % (len(table), count))
+                raise WireError(f"a table of {len(table)} references, not of {count}")
             named = [Reference(*fields) for _, *fields in table]
             for (number, *_), frame in zip(table, self._segments.frames(link, named, slot, generation), strict=True):
                 whole[number] = frame
         except (struct.error, ValueError, KeyError, IndexError, TypeError, WireError, NotShared) as err:
             # The message is lost, and with it the order: for both sides this connection has ended.
-            reason = "what it sent cannot be read: %s: %s" % (type(err).__name__, err)
+            reason = f"what it sent cannot be read: {type(err).__name__}: {err}"
             if link.startswith("in:"):
                 self._say(link, BulkKind.ENDED, {"reason": reason})
             self._end(link, reason)

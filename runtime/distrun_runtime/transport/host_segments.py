@@ -111,7 +111,7 @@ class _Board:
             board = cls(fd, mmap.mmap(fd, BOARD_BYTES))
         except (OSError, ValueError, NotShared) as err:
             os.close(fd)
-            raise NotShared("its board cannot be used: %s" % err) from err
+            raise NotShared(f"its board cannot be used: {err}") from err
         if board.nonce != nonce:
             raise NotShared("its board has another nonce")
         return board
@@ -421,7 +421,7 @@ class Segments:
                 # One for all frames of the message in this segment: each of them keeps it.
                 owner = owners[number] = np.frombuffer(peer.mapped[number], np.uint8)
             if offset + length > len(owner):
-                raise NotShared("%d bytes at %d of a segment of %d" % (length, offset, len(owner)))
+                raise NotShared(f"{length} bytes at {offset} of a segment of {len(owner)}")
             found.append(owner[offset : offset + length].data)
         done = _ReleaseNotice(peer.into.slots, slot, generation, len(owners), os.getpid())
         for owner in owners.values():
@@ -468,7 +468,7 @@ class Segments:
             peer.mapped[number] = mmap.mmap(fd, size, prot=mmap.PROT_READ)
             BLOCKS.add(peer.mapped[number], is_readonly=True)
         except (OSError, ValueError) as err:
-            raise NotShared("a segment cannot be mapped: %s" % err) from err
+            raise NotShared(f"a segment cannot be mapped: {err}") from err
         finally:
             if fd >= 0:
                 os.close(fd)  # The mapping stays.
@@ -543,14 +543,14 @@ def _new_board(nonce: bytes) -> _Board:
     try:
         return _Board.made(nonce)
     except (OSError, AttributeError) as err:
-        raise NotShared("this system has no shared memory of the kind: %s" % err) from err
+        raise NotShared(f"this system has no shared memory of the kind: {err}") from err
 
 
 def _has(peer: _Peer, segment: Segment) -> bool:
     """Whether a peer has a segment's descriptor, once it was sent if it has not."""
     if segment.number not in peer.told:
         try:
-            _tell(peer.socket, "%d %d" % (segment.number, segment.size), segment.fd)
+            _tell(peer.socket, f"{segment.number} {segment.size}", segment.fd)
         except OSError:
             return False  # The socket is full of descriptors that nobody has read, or its other end is closed.
         peer.told.add(segment.number)
@@ -572,7 +572,7 @@ def _hear(one: socket.socket) -> tuple[str, int]:
 def _check_user(one: socket.socket) -> None:
     _, user, _ = _CREDENTIALS.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if user != os.geteuid():
-        raise NotShared("the process at the socket belongs to user %d" % user)
+        raise NotShared(f"the process at the socket belongs to user {user}")
 
 
 def _close(fd: int, pid: int) -> None:

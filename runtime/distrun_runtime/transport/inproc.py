@@ -56,7 +56,7 @@ class InprocNetwork:
             acceptor = self.bound.get(endpoint)
             if acceptor is None:
                 return False
-            self.wires.append(_Wire(opener, link, acceptor, "in:%08x" % next(self._numbers)))
+            self.wires.append(_Wire(opener, link, acceptor, f"in:{next(self._numbers):08x}"))
         opener.put(Up(link))
         return True
 
@@ -103,8 +103,8 @@ class InprocTransport:
                     self._network.bound[endpoint] = self
                     self.endpoint = endpoint
                     return port
-        where = "port %d" % ports[0] if len(ports) == 1 else "any of %d ports" % len(ports)
-        raise OSError(errno.EADDRINUSE, "cannot listen on %s, %s: %s" % (address, where, os.strerror(errno.EADDRINUSE)))
+        where = f"port {ports[0]}" if len(ports) == 1 else f"any of {len(ports)} ports"
+        raise OSError(errno.EADDRINUSE, f"cannot listen on {address}, {where}: {os.strerror(errno.EADDRINUSE)}")
 
     def connect(self, link: Link, endpoint: str) -> None:
         """Open a connection."""
@@ -144,7 +144,7 @@ class InprocTransport:
                     target, name = wire.opener, wire.link
                     break
             else:
-                raise ConnectionError("no connection %s" % link)
+                raise ConnectionError(f"no connection {link}")
         copies = [bytes(memoryview(frame).cast("B")) if memoryview(frame).nbytes else b"" for frame in frames]
         target.put(Arrived(name, copies), self._network.delay_s(target.endpoint, copies))
         return COPIED

@@ -76,7 +76,7 @@ class Envelope:
     def encode(self) -> bytes:
         """Return the frame."""
         head = _ENVELOPE.pack(MAGIC, self.what, self.incarnation, self.number)
-        return head + struct.pack("<%dQ" % len(self.others), *self.others)
+        return head + struct.pack(f"<{len(self.others)}Q", *self.others)
 
 
 def read(frames: Sequence[Buffer]) -> Envelope | None:
@@ -89,7 +89,7 @@ def read(frames: Sequence[Buffer]) -> Envelope | None:
     if what == DATA and head.nbytes == _ENVELOPE.size and len(frames) > 1:
         return Envelope(what, incarnation, number)
     if what == ACK and not rest and len(frames) == 1:
-        return Envelope(what, incarnation, number, struct.unpack_from("<%dQ" % count, head, _ENVELOPE.size))
+        return Envelope(what, incarnation, number, struct.unpack_from(f"<{count}Q", head, _ENVELOPE.size))
     return None
 
 
@@ -439,8 +439,7 @@ class Resending:
 
 def _in_vain(sent: _SentMessage, waited_s: float) -> str:
     kind = kind_of(sent.frames)
-    return "it did not acknowledge a message (%s) that was sent %d times in %.1f s" % (
-        kind.name if kind else "of unknown kind",
-        LIMIT + 1,
-        waited_s,
+    return (
+        f"it did not acknowledge a message ({kind.name if kind else 'of unknown kind'}) that was sent"
+        f" {LIMIT + 1} times in {waited_s:.1f} s"
     )

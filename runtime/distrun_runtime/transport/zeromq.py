@@ -158,8 +158,8 @@ class ZmqTransport:
         except zmq.ZMQError as err:
             self._admission.abandon()
             router.close(0)
-            where = "port %d" % ports[0] if len(ports) == 1 else "any of %d ports" % len(ports) if ports else "a port"
-            raise OSError(err.errno, "cannot listen on %s, %s: %s" % (address, where, err)) from err
+            where = f"port {ports[0]}" if len(ports) == 1 else f"any of {len(ports)} ports" if ports else "a port"
+            raise OSError(err.errno, f"cannot listen on {address}, {where}: {err}") from err
         self._router = router
         self._watch(router)
         port = int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
@@ -222,7 +222,7 @@ class ZmqTransport:
         prefix = b""
         if out is None:
             if self._router is None or not link.startswith("in:"):
-                raise ConnectionError("no connection %s" % link)
+                raise ConnectionError(f"no connection {link}")
             out, prefix = self._router, bytes.fromhex(link[3:])
         self._touched.add(out)
         sizes = [len(frame) if type(frame) is bytes else memoryview(frame).nbytes for frame in frames]
@@ -242,7 +242,7 @@ class ZmqTransport:
                 else:
                     transmit(out, frame, flags, False)
         except zmq.ZMQError as err:
-            raise ConnectionError("%s is gone: %s" % (link, err)) from err
+            raise ConnectionError(f"{link} is gone: {err}") from err
         if tracker is None or tracker.done:
             return COPIED
         lease = _Tracked(tracker)
@@ -376,7 +376,7 @@ class ZmqTransport:
         return events
 
     def _down(self, link: Link) -> Down:
-        return Down(link, "its connection closed, or it was silent for %s" % duration(self._heartbeat.timeout_s))
+        return Down(link, f"its connection closed, or it was silent for {duration(self._heartbeat.timeout_s)}")
 
     def _probe(self) -> list[Event]:
         now = time.monotonic()

@@ -134,7 +134,7 @@ class Rule(ABC):
             KVError: they cannot; the message says why.
         """
         if not is_float(dtype):
-            raise KVError("rule %r updates float weights, not %s" % (self.name, name_of(dtype)))
+            raise KVError(f"rule {self.name!r} updates float weights, not {name_of(dtype)}")
 
     def new_state(self, weight: Array) -> State:
         """Return the state for a weight that was never updated: arrays of its shape, in its work dtype.
@@ -294,7 +294,7 @@ def check_keys(rule: Rule, items: Iterable[tuple[Key, np.dtype[Any]]]) -> None:
         try:
             rule.check(dtype)
         except KVError as err:
-            raise KVError("key %r: %s" % (key, err)) from None
+            raise KVError(f"key {key!r}: {err}") from None
 
 
 def spread(weight: Array, grad: Array, rows: Array) -> Array:

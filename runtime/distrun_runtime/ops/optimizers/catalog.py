@@ -188,7 +188,7 @@ class RuleSpec:
             KVError: it is none.
         """
         if not isinstance(value, Mapping) or not isinstance(value.get("params"), Mapping):
-            raise KVError("not a rule: %r" % (value,))
+            raise KVError(f"not a rule: {value!r}")
         return RuleSpec.of(value.get("name", ""), value["params"], value.get("lr_mult", ()), value.get("wd_mult", ()))
 
     def knobs(self, key: Key, offset: int = 0) -> Knobs:
@@ -249,14 +249,14 @@ def change_of(
         try:
             cast(Dict[str, Json], result["params"])[name] = parameters.to_json(value)
         except ValueError as err:
-            raise KVError("parameter %s=%r: %s" % (name, value, err)) from None
+            raise KVError(f"parameter {name}={value!r}: {err}") from None
     for word, given in (("lr_mult", lr_mult), ("wd_mult", wd_mult)):
         try:
             result[word] = [
                 [parameters.to_json(key), parameters.to_json(number)] for key, number in (given or {}).items()
             ]
         except ValueError as err:
-            raise KVError("%s: %s" % (word, err)) from None
+            raise KVError(f"{word}: {err}") from None
     return result
 
 
@@ -292,11 +292,11 @@ def same(one: Rule | RuleSpec, other: Rule | RuleSpec) -> bool:
 def difference(old: Rule | RuleSpec, new: Rule | RuleSpec) -> str:
     """Return in words how `new` differs from `old`; for error messages."""
     if old.name != new.name:
-        return "%s, not %s" % (old.name, new.name)
+        return f"{old.name}, not {new.name}"
     names = [*old.params, *(name for name in new.params if name not in old.params)]
     changed = [name for name in names if old.params.get(name) != new.params.get(name)]
-    pairs = ("%s=%s, not %s" % (name, old.params.get(name), new.params.get(name)) for name in changed)
-    return "%s with %s" % (old.name, ", ".join(pairs))
+    pairs = (f"{name}={old.params.get(name)}, not {new.params.get(name)}" for name in changed)
+    return f"{old.name} with {', '.join(pairs)}"
 
 
 def advice(wanted: Rule | RuleSpec, replace: bool | None) -> str:
@@ -314,14 +314,14 @@ def _merged(present: Multipliers, word: str, given: object) -> Multipliers:
     try:
         pairs = [(key, number) for key, number in (given.items() if isinstance(given, Mapping) else cast(Any, given))]
     except (TypeError, ValueError):
-        raise KVError("%s multipliers: expected pairs of key and number, not %r" % (word, given)) from None
+        raise KVError(f"{word} multipliers: expected pairs of key and number, not {given!r}") from None
     result: Dict[Key, float] = dict(present)
     for key, number in pairs:
         is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
         if not is_number or not math.isfinite(number) or number < 0:
-            raise KVError("%s multiplier of key %r: expected a finite number at least 0, not %r" % (word, key, number))
+            raise KVError(f"{word} multiplier of key {key!r}: expected a finite number at least 0, not {number!r}")
         if isinstance(key, bool) or not isinstance(key, (str, numbers.Integral)):
-            raise KVError("%s multiplier: %r is not a key; keys are int or str" % (word, key))
+            raise KVError(f"{word} multiplier: {key!r} is not a key; keys are int or str")
         result[key if isinstance(key, str) else int(key)] = float(number)
     kept = [(key, number) for key, number in result.items() if number != 1.0]
     return tuple(sorted(kept, key=lambda pair: (isinstance(pair[0], str), pair[0])))

@@ -34,7 +34,7 @@ def importable(function: object) -> str:
     """
     name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", "") or ""
     if not inspect.isroutine(function):
-        kind = "no function but an object of type %s" % type(function).__name__
+        kind = f"no function but an object of type {type(function).__name__}"
     elif name == "<lambda>":
         kind = "a lambda"
     elif "<locals>" in name:
@@ -44,12 +44,12 @@ def importable(function: object) -> str:
     elif module == "__main__":
         kind = "of the script itself"
     elif getattr(sys.modules.get(module), name, None) is not function:
-        kind = "not what %s.%s is" % (module, name)
+        kind = f"not what {module}.{name} is"
     else:
-        return "%s:%s" % (module, name)
+        return f"{module}:{name}"
     fix = "put a function into a module of its own, say updates.py, import it from there, and start the job with "
     fix += "--server-import updates (by hand: DISTRUN_SERVER_IMPORT=updates for every server)"
-    raise KVError("updater %s cannot be imported by the servers, it is %s: %s" % (name or function, kind, fix))
+    raise KVError(f"updater {name or function} cannot be imported by the servers, it is {kind}: {fix}")
 
 
 def complete(name: str, params: Mapping[str, object]) -> dict[str, Json]:
@@ -67,7 +67,7 @@ def complete(name: str, params: Mapping[str, object]) -> dict[str, Json]:
         try:
             result[word] = to_json(value)
         except ValueError as err:
-            raise KVError("rule %r: %s=%r: %s" % (name, word, value, err)) from None
+            raise KVError(f"rule {name!r}: {word}={value!r}: {err}") from None
     return result
 
 
@@ -86,10 +86,10 @@ def make(name: str, params: Mapping[str, object], imports: Sequence[str] | None)
         return _Updater(_load(UPDATER, cast(str, given["function"]), imports), given)
     found = _load("rule", name, imports)
     if not (isinstance(found, type) and issubclass(found, Rule)):
-        raise KVError("rule %r: not a class derived from distrun_runtime.ops.optimizers.Rule" % name)
+        raise KVError(f"rule {name!r}: not a class derived from distrun_runtime.ops.optimizers.Rule")
     if inspect.isabstract(found):
         missing = ", ".join(sorted(found.__abstractmethods__))
-        raise KVError("rule %r: the class does not define %s" % (name, missing))
+        raise KVError(f"rule {name!r}: the class does not define {missing}")
     rule = found(given)
     rule.name = name
     return rule
@@ -107,7 +107,7 @@ class _Updater(Rule):
     def __init__(self, function: object, params: Mapping[str, Json]) -> None:
         super().__init__(params)
         if not callable(function):
-            raise KVError("updater %r: not a function (key, received, stored)" % params["function"])
+            raise KVError(f"updater {params['function']!r}: not a function (key, received, stored)")
         self._function = cast(Function, function)
 
     def check(self, dtype: np.dtype[Any]) -> None:
@@ -137,14 +137,14 @@ def _split(kind: str, name: object) -> tuple[str, str]:
     words = name.split(":") if isinstance(name, str) else []
     parts = [*words[0].split("."), words[1]] if len(words) == 2 else [""]
     if not all(part.isidentifier() for part in parts):
-        raise KVError('%s %r: expected "module:%s"' % (kind, name, "name" if kind == UPDATER else "Class"))
+        raise KVError(f'{kind} {name!r}: expected "module:{"name" if kind == UPDATER else "Class"}"')
     return words[0], words[1]
 
 
 def _load(kind: str, name: str, imports: Sequence[str] | None) -> object:
     module, word = _split(kind, name)
     if imports is not None and module not in imports:
-        allowed = "it was started with %s" % ", ".join(imports) if imports else "it was started with none"
+        allowed = f"it was started with {', '.join(imports)}" if imports else "it was started with none"
         text = "%s %r: this server may not import %s, %s; start the job with --server-import %s "
         text += "(by hand: DISTRUN_SERVER_IMPORT=%s for every server)"
         raise KVError(text % (kind, name, module, allowed, module, ",".join([*imports, module])))
@@ -154,5 +154,5 @@ def _load(kind: str, name: str, imports: Sequence[str] | None) -> object:
         text = "%s %r: %s; the module must be where servers look for it: %s"
         raise KVError(text % (kind, name, err, ", ".join(path or "." for path in sys.path))) from None
     if not hasattr(there, word):
-        raise KVError("%s %r: %s has no %s" % (kind, name, module, word))
+        raise KVError(f"{kind} {name!r}: {module} has no {word}")
     return cast(object, getattr(there, word))

@@ -23,7 +23,7 @@ CHUNK = 1 << 15
 def _seed(value: object) -> Json:
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not is_number or not 0 <= cast(float, value) < 2**63 or value != int(cast(float, value)):
-        raise KVError("seed=%r: expected a whole number from 0 to 2**63 - 1" % (value,))
+        raise KVError(f"seed={value!r}: expected a whole number from 0 to 2**63 - 1")
     return int(cast(float, value))
 
 
