@@ -335,7 +335,7 @@ def parse_env(words: Iterable[str], outer: Mapping[str, str]) -> tuple[list[Sett
         if pair and not equals and not fnmatch.filter(outer, name):
             shown = "..." if is_secret(pair[1]) else pair[2]
             raise UsageError(
-                f"--env: expected NAME=VALUE, NAME or PREFIX*, found {pair[1]}:{shown}",
+                f"--env: expected NAME=VALUE, NAME or PREFIX*, found {f'{pair[1]}:{shown}'!r}",
                 f"type --env {shlex.quote(f'{pair[1]}={shown}')}",
             )
         if equals:
