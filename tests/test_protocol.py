@@ -384,7 +384,7 @@ def test_the_page_lists_every_member_of_a_snapshot() -> None:
 
 def test_every_type_that_a_client_may_send_has_its_row() -> None:
     named = {name for row in rows("Client to coordinator") for name in re.findall(r"`(\w+)`", row[0])}
-    assert named == set(control._READERS)
+    assert named == set(control.REQUESTS)
     assert set(control.FIXED) <= named
 
 
