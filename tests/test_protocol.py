@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +249,7 @@ def test_golden_challenge_and_proof() -> None:
             {"type": "output", "task": "worker-0", "attempt": 0, "stream": "out", "offset": 0, "seq": 5},
             b"hello\n",
         ),
-        (GOLDEN["sample"], dict(messages.sample(2.0).header, seq=4), b""),
+        (GOLDEN["sample"], dict(messages.to_frame(messages.Sample("d1", 2.0)).header, seq=4), b""),
         (GOLDEN["received"], {"type": "received", "seq": 7}, b""),
         (GOLDEN["credit"], {"type": "credit", "bytes": 2097152}, b""),
         (GOLDEN["resume"], {"type": "resume", "received": 7, "credit": 2097152}, b""),
@@ -493,24 +493,17 @@ OF_THE_CHANNEL = {"resume_key", "chunk", "last", "fault"}
 
 
 def test_the_page_lists_what_the_coordinator_sends() -> None:
-    sent = [
-        messages.begin(PLAN, Secrets("t", {"API_KEY": "k"}), "7"),
-        messages.runtime("ab", b"PK"),
-        messages.ask(messages.AskAgent("d1", 1, "survey", {})),
-        messages.settle(messages.Settle("d1")),
-        messages.spawn(messages.Spawn("d1", "worker-0", {})),
-        messages.signal(messages.SignalTasks("d1", ("worker-0",), "USR1")),
-        messages.sample(1.0),
-        messages.stop(messages.StopTasks("d1", ("worker-0",), (("TERM", 1.0),))),
-        messages.end(messages.EndAgent("d1")),
-        messages.ack(messages.Ack("d1", "worker-0", "out", 1)),
-        messages.ping(1),
-    ]
+    begin, runtime = messages.begin(PLAN, Secrets("t", {"API_KEY": "k"}), "7"), messages.runtime("ab", b"PK")
+    sent = {str(each.header["type"]): set(each.header) - {"type"} for each in (begin, runtime)}
+    sent.update((each.TYPE, {field.name for field in fields(each)} - {"host"}) for each in actions() if each.TYPE)
     listed = members("Coordinator to agent")
-    for each in sent:
-        kind = each.header["type"]
-        assert set(each.header) - {"type"} == listed[kind] - OF_THE_CHANNEL, kind
-    assert set(listed) == set(Agent._HANDLERS)
+    for kind, names in sent.items():
+        assert names == listed[kind] - OF_THE_CHANNEL, kind
+    assert set(listed) == set(Agent._HANDLERS) == {*sent, "copy", "files", "leave"}
+
+
+def actions() -> list[type[messages.AgentAction]]:
+    return messages.AgentAction.__subclasses__()
 
 
 def test_the_page_lists_what_the_agent_sends() -> None:
@@ -524,6 +517,9 @@ def test_the_page_lists_what_the_agent_sends() -> None:
                     found.setdefault(str(first.value), set()).update(word.arg for word in call.keywords if word.arg)
     listed = members("Agent to coordinator")
     assert set(found) == set(listed)
-    assert set(messages._EVENTS) == set(listed)
+    assert set(messages.FROM_AGENT) == set(listed)
     for kind, names in found.items():
         assert names <= listed[kind], kind
+    ours = {"host", "arrived", "time", "refused", "data", "facts", "value"}
+    for kind, event in messages.FROM_AGENT.items():
+        assert set(event.__annotations__) - ours <= listed[kind], kind

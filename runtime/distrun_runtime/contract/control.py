@@ -53,6 +53,7 @@ class Refusal(RuntimeFault):
 
 Members = Mapping[str, Any]
 """All members of a frame."""
+NO_MEMBERS: Members = {}
 _PLAIN: Mapping[str, Tuple[str, Tuple[type, ...]]] = {
     "str": ("a text", (str,)),
     "int": ("a whole number", (int,)),
@@ -65,21 +66,24 @@ _T = TypeVar("_T")
 
 
 def read(kind: Type[_T], frame: session.Frame, **given: Any) -> _T:
-    """Return an object of class `kind`: `given`, and the members of a frame, of the types that the class declares.
+    """Return an object of class `kind`, whose members are those of a frame, of the types that the class declares.
 
-    What is missing, null or false has its default. A member of type `bytes` is the frame's body.
+    What is missing, null or false has its default. A member of type `bytes` is the frame's body. What is `given` counts
+    in place of the frame's.
 
     Raises:
         ValueError: a member is missing or of another type.
     """
-    found = dict(given)
+    found = {}
     for name, of in kind.__annotations__.items():
         of, value = str(getattr(of, "__forward_arg__", of)), frame.header.get(name)
-        if of == "bytes":
+        if name in given:
+            found[name] = given[name]
+        elif of == "bytes":
             found[name] = frame.body
         elif of == "Members":
             found[name] = {each: value for each, value in frame.header.items() if each != "type"}
-        elif name not in given and value is not None and value is not False:
+        elif value is not None and value is not False:
             found[name] = _value(kind, name, of, value)
     try:
         return kind(**found)

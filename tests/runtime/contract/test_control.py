@@ -49,7 +49,9 @@ def greeted(version: Any = (1, 0), **more: bool) -> Conversation:
         ({"type": "subscribe", "output": {"tail": 5}}, b"", control.Subscribe(output=control.OutputWanted(None, 5))),
     ],
 )
-def test_a_client_that_has_greeted_may_ask(header: dict[str, Any], body: bytes, expected: control.ClientRequest) -> None:
+def test_a_client_that_has_greeted_may_ask(
+    header: dict[str, Any], body: bytes, expected: control.ClientRequest
+) -> None:
     assert greeted().take(Frame(header, body)) == expected
 
 
