@@ -15,9 +15,10 @@ No side effects: `Conversation.take` checks what a client sent and returns what 
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass
-from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar
 
 from distrun_runtime.contract import facts, process, session
 from distrun_runtime.errors import RuntimeFault
@@ -54,18 +55,17 @@ class Refusal(RuntimeFault):
 Members = Mapping[str, Any]
 """All members of a frame."""
 NO_MEMBERS: Members = {}
-_PLAIN: Mapping[str, Tuple[str, Tuple[type, ...]]] = {
-    "str": ("a text", (str,)),
-    "int": ("a whole number", (int,)),
-    "float": ("a number", (float, int)),
-    "bool": ("true or false", (bool,)),
-    "Tuple": ("a list", (list,)),
+_PLAIN: Mapping[str, Tuple[type, str]] = {
+    "str": (str, "a text"),
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+    "bool": (bool, "true or false"),
 }
-"""How messages name a type, and what JSON has for it."""
+"""Types of members that JSON has too, and how messages name them."""
 _T = TypeVar("_T")
 
 
-def read(kind: Type[_T], frame: session.Frame, **given: Any) -> _T:
+def read(kind: Callable[..., _T], frame: session.Frame, **given: Any) -> _T:
     """Return an object of class `kind`, whose members are those of a frame, of the types that the class declares.
 
     What is missing, null or false has its default. A member of type `bytes` is the frame's body. What is `given` counts
@@ -75,10 +75,12 @@ def read(kind: Type[_T], frame: session.Frame, **given: Any) -> _T:
         ValueError: a member is missing or of another type.
     """
     found = {}
-    for name, of in kind.__annotations__.items():
-        of, value = str(getattr(of, "__forward_arg__", of)), frame.header.get(name)
+    for name, of, plain in _declared(kind):
+        value = frame.header.get(name)
         if name in given:
             found[name] = given[name]
+        elif type(value) is plain:
+            found[name] = value
         elif of == "bytes":
             found[name] = frame.body
         elif of == "Members":
@@ -88,26 +90,35 @@ def read(kind: Type[_T], frame: session.Frame, **given: Any) -> _T:
     try:
         return kind(**found)
     except TypeError:  # one without a default is missing
-        names = ", ".join(name for name in kind.__annotations__ if name not in given)
+        names = ", ".join(name for name, _, _ in _declared(kind) if name not in given)
         what = ", ".join(name for name in frame.header if name != "type") or "none"
         raise ValueError(f"expected the members {names}, found {what}") from None
 
 
-def _value(kind: type, name: str, of: str, value: Any) -> Any:
+@functools.lru_cache(maxsize=None)
+def _declared(kind: Callable[..., Any]) -> List[Tuple[str, str, Optional[type]]]:
+    """Return the name of each member of a class, its type, and the same if JSON has it."""
+    declared = getattr(kind, "__annotations__", {})  # before Python 3.10, a class without members has none
+    named = ((name, str(getattr(of, "__forward_arg__", of))) for name, of in declared.items())
+    return [(name, of, _PLAIN[of][0] if of in _PLAIN else None) for name, of in named]
+
+
+def _value(kind: Callable[..., Any], name: str, of: str, value: Any) -> Any:
     """Return a value of JSON as the type that `kind` declares for a member."""
     outer, _, inner = of.rstrip("]").partition("[")
     if outer == "Optional":
         return _value(kind, name, inner, value)
-    what, types = _PLAIN.get(outer, ("an object", (dict,)))
-    if outer != "Any" and type(value) not in types:
+    if outer == "float" and type(value) is int:
+        return float(value)
+    expected, what = (list, "a list") if outer == "Tuple" else _PLAIN.get(outer, (dict, "an object"))
+    if outer != "Any" and type(value) is not expected:
         raise ValueError(f"{name}: expected {what}, found {value!r:.40}")
     if outer == "Tuple":
         return tuple(_value(kind, name, inner[: -len(", ...")], each) for each in value)
     if outer == "Mapping":
         return {key: _value(kind, name, inner[len("str, ") :], each) for key, each in value.items()}
-    if outer == "Any" or outer in _PLAIN:
-        return float(value) if outer == "float" else value
-    return read(getattr(sys.modules[kind.__module__], outer), session.Frame(value))
+    is_json = outer == "Any" or outer in _PLAIN
+    return value if is_json else read(getattr(sys.modules[kind.__module__], outer), session.Frame(value))
 
 
 # ---------------------------------------------------------------------- what a client asks for
