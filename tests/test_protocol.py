@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import hmac
+import inspect
 import itertools
 import json
 import math
@@ -500,6 +501,10 @@ def test_the_page_lists_what_the_coordinator_sends() -> None:
     for kind, names in sent.items():
         assert names == listed[kind] - OF_THE_CHANNEL, kind
     assert set(listed) == set(Agent._HANDLERS) == {*sent, "copy", "files", "leave"}
+    for kind, handler in Agent._HANDLERS.items():
+        taken = {*inspect.signature(handler).parameters} - {"self", "_", "body", "header", "source"}
+        given = {"version", "host", "place", "token", "secret_env"} if kind == "begin" else {"fault", "last", "chunk"}
+        assert taken <= listed[kind] <= taken | given, kind
 
 
 def actions() -> list[type[messages.AgentAction]]:
