@@ -22,8 +22,10 @@ from measured import MeasuredJob
 from sample_plan import sample_plan
 
 from distrun import backends, hosts, planning
+from distrun.client import Follower
 from distrun.request import JobRequest, Setting
 from distrun_runtime.agent.agent import Agent
+from distrun_runtime.agent.stacks import StackAnswer
 from distrun_runtime.arrays.dtypes import name_of
 from distrun_runtime.contract import control, enrolment, session
 from distrun_runtime.contract import plan as plans
@@ -387,6 +389,33 @@ def test_every_type_that_a_client_may_send_has_its_row() -> None:
     named = {name for row in rows("Client to coordinator") for name in re.findall(r"`(\w+)`", row[0])}
     assert named == set(control.REQUESTS)
     assert set(control.FIXED) <= named
+
+
+def test_the_page_lists_what_the_coordinator_sends_to_a_client_and_the_client_takes() -> None:
+    told = [
+        control.hello("calm-otter-7f3", 4711, "d1"),
+        control.state({}, missed=3),
+        *(control.done(kind) for kind in ("stop", "kill")),
+        control.stack({**StackAnswer("worker-0")._asdict(), "left": 0}),
+        control.done("detach", released=True),
+        control.event(EVENT),
+        control.output(Chunk("worker-0", "d1", "out", 0, 6, b"hello\n", 6)),
+        control.metrics(SNAPSHOT),
+        control.gap(512, 4096),
+        control.said("sync 1/2 (3 files)", "info", "sync"),
+        control.prompt(1, "Password: ", 60.0),
+        control.withdrawn(1),
+        control.detached(4096),
+        control.outcome({}),
+        control.failed(control.failure(WireError("no"))),
+        control.refused(control.Refusal("no")),
+    ]
+    listed = {kind: row for title, row in members("Coordinator to client").items() for kind in title.split("`, `")}
+    sent = {frame.type: {*frame.header} - {"type", "size"} for each in told for frame in session.Decoder().feed(each)}
+    assert sent == listed
+    for kind, handler in Follower._HANDLERS.items():
+        taken = {*inspect.signature(handler).parameters} - {"self", "_", "body", "of", "told"}
+        assert taken <= listed[kind], kind
 
 
 def test_golden_enrolment() -> None:
