@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from distrun.errors import DistrunError, UsageError
 from distrun_runtime.contract import control, facts, lasting, process, session
@@ -464,51 +464,73 @@ class Follower:
                 question.withdraw()
 
     def _take(self, frame: session.Frame) -> None:
-        header = frame.header
-        if frame.type == "output":
-            self._show(header, frame.body)
-        elif frame.type == "said":
-            said(header, self._terminal)
-        elif frame.type == "event":
-            self._terminal.follow("event", header["event"])
-            self._on_event(header["event"])
-        elif frame.type == "metrics":
-            self._terminal.follow("metrics", header["metrics"])
-        elif frame.type == "gap":
-            self.cursor = header["cursor"]
-            self._terminal.say(f"{header['length']} bytes of output are not in the logs any more", "warning")
-        elif frame.type == "state":
-            if header.get("missed"):
-                self._terminal.say(f"{header['missed']} messages were left out: this terminal was too slow", "warning")
-            self._terminal.follow("state", header["state"])
-        elif frame.type == "prompt":
-            self._ask(header["id"], header["text"], header["limit_s"])
-        elif frame.type == "withdrawn":
-            self._questions[header["id"]].withdraw()
-        elif frame.type == "outcome":
-            self.outcome = failures.from_json(header["outcome"])
-        elif frame.type == "failed":
-            self.failure = header
-        elif frame.type == "detached":
-            self.detached = Detached(header["cursor"])
-        elif frame.type == "refused":
-            self._terminal.say(header["message"], "warning")
+        handler = self._HANDLERS.get(frame.type)
+        if handler is not None:
+            handler(self, **frame.header, **({"body": frame.body} if frame.body else {}))
 
-    def _show(self, header: Mapping[str, Any], data: bytes) -> None:
-        self.cursor = header.get("cursor", self.cursor)
+    # Handlers of frames: their arguments are the frame's members.
+
+    def _take_output(self, cursor: int | None = None, body: bytes = b"", **of: Any) -> None:
+        self.cursor = self.cursor if cursor is None else cursor
         if self._has_output:
-            stream = header["stream"] if header["stream"] in ("out", "err") else "out"
-            at = None if header["at"] is None else int(header["at"])
-            self._terminal.show(
-                OutputPiece(data, str(header["task"]), str(header["host"]), stream, at, int(header["length"]))
-            )
+            stream = of["stream"] if of["stream"] in ("out", "err") else "out"
+            self._terminal.show(OutputPiece(body, of["task"], of["host"], stream, of["at"], of["length"]))
 
-    def _ask(self, number: int, prompt: str, limit_s: float) -> None:
-        def answer(text: str | None) -> None:
-            body = b"" if text is None else text.encode("utf-8", "replace")
-            self.connection.send("answer", body, id=number, given=text is not None)
+    def _take_said(self, **told: Any) -> None:
+        said(told, self._terminal)
 
-        self._questions[number] = _Question(prompt, limit_s, answer, self._terminal)
+    def _take_event(self, event: Mapping[str, Any], **_: Any) -> None:
+        self._terminal.follow("event", event)
+        self._on_event(event)
+
+    def _take_metrics(self, metrics: Mapping[str, Any], **_: Any) -> None:
+        self._terminal.follow("metrics", metrics)
+
+    def _take_gap(self, length: int, cursor: int, **_: Any) -> None:
+        self.cursor = cursor
+        self._terminal.say(f"{length} bytes of output are not in the logs any more", "warning")
+
+    def _take_state(self, state: Mapping[str, Any], missed: int = 0, **_: Any) -> None:
+        if missed:
+            self._terminal.say(f"{missed} messages were left out: this terminal was too slow", "warning")
+        self._terminal.follow("state", state)
+
+    def _take_prompt(self, id: int, text: str, limit_s: float, **_: Any) -> None:
+        def answer(typed: str | None) -> None:
+            body = b"" if typed is None else typed.encode("utf-8", "replace")
+            self.connection.send("answer", body, id=id, given=typed is not None)
+
+        self._questions[id] = _Question(text, limit_s, answer, self._terminal)
+
+    def _take_withdrawn(self, id: int, **_: Any) -> None:
+        self._questions[id].withdraw()
+
+    def _take_outcome(self, outcome: Mapping[str, Any], **_: Any) -> None:
+        self.outcome = failures.from_json(outcome)
+
+    def _take_failed(self, **told: Any) -> None:
+        self.failure = told
+
+    def _take_detached(self, cursor: int | None, **_: Any) -> None:
+        self.detached = Detached(cursor)
+
+    def _take_refused(self, message: str, **_: Any) -> None:
+        self._terminal.say(message, "warning")
+
+    _HANDLERS: ClassVar[Mapping[str, Callable[..., None]]] = {
+        "output": _take_output,
+        "said": _take_said,
+        "event": _take_event,
+        "metrics": _take_metrics,
+        "gap": _take_gap,
+        "state": _take_state,
+        "prompt": _take_prompt,
+        "withdrawn": _take_withdrawn,
+        "outcome": _take_outcome,
+        "failed": _take_failed,
+        "detached": _take_detached,
+        "refused": _take_refused,
+    }
 
 
 def said(told: Mapping[str, Any], terminal: FollowerOutput) -> None:

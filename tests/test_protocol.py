@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import hashlib
 import hmac
+import inspect
 import itertools
 import json
 import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from measured import MeasuredJob
 from sample_plan import sample_plan
 
 from distrun import backends, hosts, planning
+from distrun.client import Follower
 from distrun.request import JobRequest, Setting
 from distrun_runtime.agent.agent import Agent
+from distrun_runtime.agent.stacks import StackAnswer
 from distrun_runtime.arrays.dtypes import name_of
 from distrun_runtime.contract import control, enrolment, session
 from distrun_runtime.contract import plan as plans
@@ -249,7 +252,7 @@ def test_golden_challenge_and_proof() -> None:
             {"type": "output", "task": "worker-0", "attempt": 0, "stream": "out", "offset": 0, "seq": 5},
             b"hello\n",
         ),
-        (GOLDEN["sample"], dict(messages.sample(2.0).header, seq=4), b""),
+        (GOLDEN["sample"], dict(messages.to_frame(messages.Sample("d1", 2.0)).header, seq=4), b""),
         (GOLDEN["received"], {"type": "received", "seq": 7}, b""),
         (GOLDEN["credit"], {"type": "credit", "bytes": 2097152}, b""),
         (GOLDEN["resume"], {"type": "resume", "received": 7, "credit": 2097152}, b""),
@@ -384,8 +387,35 @@ def test_the_page_lists_every_member_of_a_snapshot() -> None:
 
 def test_every_type_that_a_client_may_send_has_its_row() -> None:
     named = {name for row in rows("Client to coordinator") for name in re.findall(r"`(\w+)`", row[0])}
-    assert named == set(control._READERS)
+    assert named == set(control.REQUESTS)
     assert set(control.FIXED) <= named
+
+
+def test_the_page_lists_what_the_coordinator_sends_to_a_client_and_the_client_takes() -> None:
+    told = [
+        control.hello("calm-otter-7f3", 4711, "d1"),
+        control.state({}, missed=3),
+        *(control.done(kind) for kind in ("stop", "kill")),
+        control.stack({**StackAnswer("worker-0")._asdict(), "left": 0}),
+        control.done("detach", released=True),
+        control.event(EVENT),
+        control.output(Chunk("worker-0", "d1", "out", 0, 6, b"hello\n", 6)),
+        control.metrics(SNAPSHOT),
+        control.gap(512, 4096),
+        control.said("sync 1/2 (3 files)", "info", "sync"),
+        control.prompt(1, "Password: ", 60.0),
+        control.withdrawn(1),
+        control.detached(4096),
+        control.outcome({}),
+        control.failed(control.failure(WireError("no"))),
+        control.refused(control.Refusal("no")),
+    ]
+    listed = {kind: row for title, row in members("Coordinator to client").items() for kind in title.split("`, `")}
+    sent = {frame.type: {*frame.header} - {"type", "size"} for each in told for frame in session.Decoder().feed(each)}
+    assert sent == listed
+    for kind, handler in Follower._HANDLERS.items():
+        taken = {*inspect.signature(handler).parameters} - {"self", "_", "body", "of", "told"}
+        assert taken <= listed[kind], kind
 
 
 def test_golden_enrolment() -> None:
@@ -493,24 +523,21 @@ OF_THE_CHANNEL = {"resume_key", "chunk", "last", "fault"}
 
 
 def test_the_page_lists_what_the_coordinator_sends() -> None:
-    sent = [
-        messages.begin(PLAN, Secrets("t", {"API_KEY": "k"}), "7"),
-        messages.runtime("ab", b"PK"),
-        messages.ask(messages.AskAgent("d1", 1, "survey", {})),
-        messages.settle(messages.Settle("d1")),
-        messages.spawn(messages.Spawn("d1", "worker-0", {})),
-        messages.signal(messages.SignalTasks("d1", ("worker-0",), "USR1")),
-        messages.sample(1.0),
-        messages.stop(messages.StopTasks("d1", ("worker-0",), (("TERM", 1.0),))),
-        messages.end(messages.EndAgent("d1")),
-        messages.ack(messages.Ack("d1", "worker-0", "out", 1)),
-        messages.ping(1),
-    ]
+    begin, runtime = messages.begin(PLAN, Secrets("t", {"API_KEY": "k"}), "7"), messages.runtime("ab", b"PK")
+    sent = {str(each.header["type"]): set(each.header) - {"type"} for each in (begin, runtime)}
+    sent.update((each.TYPE, {field.name for field in fields(each)} - {"host"}) for each in actions() if each.TYPE)
     listed = members("Coordinator to agent")
-    for each in sent:
-        kind = each.header["type"]
-        assert set(each.header) - {"type"} == listed[kind] - OF_THE_CHANNEL, kind
-    assert set(listed) == set(Agent._HANDLERS)
+    for kind, names in sent.items():
+        assert names == listed[kind] - OF_THE_CHANNEL, kind
+    assert set(listed) == set(Agent._HANDLERS) == {*sent, "copy", "files", "leave"}
+    for kind, handler in Agent._HANDLERS.items():
+        taken = {*inspect.signature(handler).parameters} - {"self", "_", "body", "header", "source"}
+        given = {"version", "host", "place", "token", "secret_env"} if kind == "begin" else {"fault", "last", "chunk"}
+        assert taken <= listed[kind] <= taken | given, kind
+
+
+def actions() -> list[type[messages.AgentAction]]:
+    return messages.AgentAction.__subclasses__()
 
 
 def test_the_page_lists_what_the_agent_sends() -> None:
@@ -524,6 +551,9 @@ def test_the_page_lists_what_the_agent_sends() -> None:
                     found.setdefault(str(first.value), set()).update(word.arg for word in call.keywords if word.arg)
     listed = members("Agent to coordinator")
     assert set(found) == set(listed)
-    assert set(messages._EVENTS) == set(listed)
+    assert set(messages.FROM_AGENT) == set(listed)
     for kind, names in found.items():
         assert names <= listed[kind], kind
+    ours = {"host", "arrived", "time", "refused", "data", "facts", "value"}
+    for kind, event in messages.FROM_AGENT.items():
+        assert set(event.__annotations__) - ours <= listed[kind], kind

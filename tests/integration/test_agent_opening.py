@@ -497,10 +497,10 @@ def test_workers_of_several_hosts_are_told_the_interface_unless_the_user_did(own
 
 def test_questions_are_answered_before_a_job_only() -> None:
     with agent(shell("true")) as driver:
-        driver.send(messages.ask(AskAgent(HOST, 3, "no such tool", {})))
+        driver.send(messages.to_frame(AskAgent(HOST, 3, "no such tool", {})))
         answer = driver.wait("answer").header
         assert answer["id"] == 3
         assert "no such tool" in str(answer["error"])
         driver.begin()
-        driver.send(messages.ask(AskAgent(HOST, 4, "survey", {})))
+        driver.send(messages.to_frame(AskAgent(HOST, 4, "survey", {})))
         assert "before a job" in str(driver.wait("answer").header["error"])

@@ -60,7 +60,7 @@ def begin(
     hello = wait(found, messages.AgentHello)
     channel.send(messages.begin(plan, Secrets(token="ab"), "here"))
     wait(found, messages.AgentReady)
-    channel.send(messages.spawn(messages.Spawn("here", "worker-0", {})))
+    channel.send(messages.to_frame(messages.Spawn("here", "worker-0", {})))
     started = wait(found, messages.Started)
     assert isinstance(channel, SshChannel)
     return plan, channel, hello, started
@@ -129,7 +129,7 @@ def test_agent_and_guard_carry_the_marks_of_their_job(sshd: Sshd) -> None:
 
 def finish(channel: SshChannel, found: queue.SimpleQueue[messages.Event]) -> None:
     """End a job well, as the loop does."""
-    channel.send(messages.end(messages.EndAgent("here")))
+    channel.send(messages.to_frame(messages.EndAgent("here")))
     wait(found, messages.Bye)
     channel.close()
 

@@ -12,7 +12,7 @@ import os
 import selectors
 import signal
 import time
-from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, List, Optional, Sequence
 
 from distrun_runtime.agent import preflight, record, stopping
 from distrun_runtime.agent.channel import Channel, Connection, MakeReconnector, Reconnector
@@ -281,7 +281,7 @@ class Agent:
                 self._warn(f"a frame of unknown type {frame.type!r} was ignored")
                 continue
             try:
-                handler(self, dict(frame.header, body=frame.body) if frame.body else frame.header)
+                handler(self, body=frame.body, **frame.header)
             except (LookupError, TypeError, ValueError, AttributeError) as err:
                 self._warn(f"a malformed {frame.type!r} frame was ignored: {type(err).__name__}: {err}")
 
@@ -312,23 +312,25 @@ class Agent:
             workers = [task.name for task in self._share.plan.of_role(WORKER)]
             for name in self._share.plan.forward_signals:
                 if stopping.signal_number(name) in heard:
-                    self._signal({"tasks": workers, "signal": name}, "")
+                    self._signal(workers, name, "")
         if int(signal.SIGTERM) in heard:
             by_user = self._share is not None and record.is_killed(self._share.folder)
             why = "distrun kill asked for it" if by_user else "it got SIGTERM, as when that machine is shut down"
             self._say_ending(why, by_user)
             self._leave(self._gentle(), facts.EXIT_TERMINATED)
 
-    def _begin(self, header: Dict[str, Any]) -> None:
+    # Handlers of frames: their arguments are the frame's members.
+
+    def _begin(self, plan: Any, resume_key: Any = "", **header: Any) -> None:
         if self._share is not None or self._is_leaving:
-            if self._begun != header["plan"]:
+            if self._begun != plan:
                 self._warn("a second `begin` was ignored")
             elif self._ready:
                 self._say("ready", **self._ready)  # it is the first one again
             return
-        self._begun = header["plan"]
+        self._begun = plan
         try:
-            share = take(header)
+            share = take(dict(header, plan=plan))
         except (RuntimeFault, LookupError, TypeError, ValueError, OSError) as err:
             self._fail(err)
             return
@@ -337,19 +339,19 @@ class Agent:
         self._save()
         self._tell_guard(share)
         if share.plan.on_eof == HOLD:
-            self._reconnector = self._reconnector_of(share, header)
+            self._reconnector = self._reconnector_of(share, str(resume_key))
         self._prepare(preflight.steps(share), self._on_ready)
 
-    def _reconnector_of(self, share: Share, header: Dict[str, Any]) -> Optional[Reconnector]:
+    def _reconnector_of(self, share: Share, key: str) -> Optional[Reconnector]:
         """Return how the next connection comes; None if there is no way for it: then the end of this one stops all."""
         if self._make_reconnector is not None:
             return self._make_reconnector(self._selector, self._on_connection)
-        if not header.get("resume_key"):
+        if not key:
             return None
         from distrun_runtime.agent.waiting import RedialListener  # most agents have one connection
 
         try:
-            waiting = RedialListener(share.folder, str(header["resume_key"]), self._selector, self._on_connection)
+            waiting = RedialListener(share.folder, key, self._selector, self._on_connection)
         except OSError as err:
             self._warn(f"should the connection be cut, there will be no other: {err}")
             return None
@@ -377,19 +379,16 @@ class Agent:
         self._channel.flush()  # the coordinator need not wait for what follows
         self._measuring.listen(share)
 
-    def _on_stack(self, header: Dict[str, Any]) -> None:
-        number, task = int(header["id"]), str(header["task"])
-
+    def _on_stack(self, id: int, task: str, **_: Any) -> None:
         def give(answer: StackAnswer) -> None:
-            self._say("stack", id=number, **answer._asdict())
+            self._say("stack", id=id, **answer._asdict())
 
         if self._share is None or self._is_leaving:
-            self._say("stack", id=number, task=task, error="the job ends on this host")
+            self._say("stack", id=id, task=task, error="the job ends on this host")
             return
         self._measuring.ask_stack(task, give)
 
-    def _settle(self, header: Dict[str, Any]) -> None:
-        del header
+    def _settle(self, **_: Any) -> None:
         share = self._share
         if share is None or not self._is_prepared or self._is_settled or self._is_leaving:
             self._warn("`settle` was ignored: nothing is to be settled")
@@ -406,26 +405,25 @@ class Agent:
         """Whether everything that `begin` or `settle` asked for was done."""
         return self._preflight is not None and self._preflight.is_over
 
-    def _runtime(self, header: Dict[str, Any]) -> None:
-        piece, offset = header.get("body", b""), int(header.get("chunk", 0))
-        is_last, fault = bool(header.get("last", "chunk" not in header)), str(header.get("fault", ""))
-        preflight = self._preflight
-        if preflight is None or not preflight.take_runtime(header["digest"], piece, offset, is_last, fault):
+    def _runtime(
+        self, digest: str, body: bytes, chunk: Optional[int] = None, last: bool = False, fault: str = "", **_: Any
+    ) -> None:
+        preflight, is_last = self._preflight, last or chunk is None
+        if preflight is None or not preflight.take_runtime(digest, body, chunk or 0, is_last, fault):
             self._warn("a `runtime` that was not asked for was ignored")
 
-    def _copy(self, header: Dict[str, Any]) -> None:
+    def _copy(self, run: str, rules: Any, **_: Any) -> None:
         share = self._share
         if share is None or not self._is_prepared or self._unpacking is not None or self._is_leaving:
             self._warn("`copy` was ignored: no files are wanted")
             return
         from distrun_runtime.agent.unpack import Unpacking
 
-        self._unpacking = Unpacking(share.plan, f" on {share.host}", header, self._say)
+        self._unpacking = Unpacking(share.plan, f" on {share.host}", run, rules, self._say)
         self._unpacking.begin()
 
-    def _files(self, header: Dict[str, Any]) -> None:
-        piece, is_last, fault = header.get("body", b""), bool(header.get("last")), str(header.get("fault", ""))
-        if self._unpacking is None or not self._unpacking.take(header["run"], piece, is_last, fault):
+    def _files(self, run: str, body: bytes, last: bool = False, fault: str = "", **_: Any) -> None:
+        if self._unpacking is None or not self._unpacking.take(run, body, last, fault):
             self._warn("`files` that were not asked for were ignored")
 
     def _fail(self, err: Exception) -> None:
@@ -435,57 +433,54 @@ class Agent:
         self._say("refused", reason=reason, kind=kind, fix=fix)
         self._leave(self._gentle(), facts.EXIT_START_FAILED)
 
-    def _ask(self, header: Dict[str, Any]) -> None:
+    def _ask(self, id: int, what: str, args: Any = None, **_: Any) -> None:
         """Answer a question. That may block: no task runs yet, so nothing waits for this loop."""
-        number = int(header["id"])
         if self._share is not None or self._is_leaving:
-            self._say("answer", id=number, error="tools answer only before a job begins")
+            self._say("answer", id=id, error="tools answer only before a job begins")
             return
         from distrun_runtime.agent import query  # most agents are never asked
 
         try:
-            value = query.answer(str(header["what"]), dict(header.get("args") or {}))
+            value = query.answer(what, dict(args or {}))
         except Exception as err:  # whatever goes wrong is the answer, not the agent's end
             text = str(err) if isinstance(err, (RuntimeFault, OSError)) else f"{type(err).__name__}: {err}"
-            self._say("answer", id=number, error=text or type(err).__name__)
+            self._say("answer", id=id, error=text or type(err).__name__)
         else:
-            self._say("answer", id=number, value=value)
+            self._say("answer", id=id, value=value)
         self._heard_at = time.monotonic()  # meanwhile the agent did not listen
 
-    def _spawn(self, header: Dict[str, Any]) -> None:
+    def _spawn(self, task: str, attempt: int = 0, env: Any = None, **_: Any) -> None:
         share = self._share
         if share is None or not self._is_prepared or self._is_leaving:
             self._warn(f"`spawn` was ignored: the job {'ends' if self._is_leaving else 'has not begun'} here")
             return
-        task = share.plan.task(header["task"])
-        attempt = int(header.get("attempt", 0))
-        if self._runner.repeat(task.name, attempt):
+        planned = share.plan.task(task)
+        if self._runner.repeat(task, attempt):
             return
-        env = share.environment(task, header.get("env") or {})
-        reports_to = self._measuring.open_socket(task.name)
+        variables = share.environment(planned, env or {})
+        reports_to = self._measuring.open_socket(task)
         if reports_to:
-            env[b"DISTRUN_METRICS_SOCKET"] = os.fsencode(reports_to)
-        if self._runner.spawn(task, env, share.spool_folder, attempt):
+            variables[b"DISTRUN_METRICS_SOCKET"] = os.fsencode(reports_to)
+        if self._runner.spawn(planned, variables, share.spool_folder, attempt):
             self._beat_at = 0.0  # from now on the lease counts
             self._save()
             if not self._is_subreaper:
                 self._remember_at = min(self._remember_at, time.monotonic() + 0.5)
 
-    def _signal(self, header: Dict[str, Any], source: str = "signal") -> None:
+    def _signal(self, tasks: Sequence[str], signal: str, source: str = "signal", **_: Any) -> None:
         """Give tasks a signal. `source`: empty if we got it ourselves; then no other host may have got it."""
-        name = header["signal"]
-        if process.is_new_warning(self._warnings, name, source, time.monotonic()):
-            self._runner.signal(header["tasks"], stopping.signal_number(name))
+        if process.is_new_warning(self._warnings, signal, source, time.monotonic()):
+            self._runner.signal(tasks, stopping.signal_number(signal))
             if not source:
-                self._say("signalled", signal=name)
+                self._say("signalled", signal=signal)
 
-    def _stop(self, header: Dict[str, Any]) -> None:
+    def _stop(self, tasks: Sequence[str], steps: Any, **_: Any) -> None:
         self._catch_up()
-        self._stopping.stop(list(header["tasks"]), stopping.parse(header["steps"], time.monotonic()))
+        self._stopping.stop(list(tasks), stopping.parse(steps, time.monotonic()))
 
-    def _on_sample(self, header: Dict[str, Any]) -> None:
+    def _on_sample(self, interval_s: float, **_: Any) -> None:
         if self._share is not None and not self._is_leaving:
-            self._measuring.set_interval(float(header["interval_s"]), time.monotonic())
+            self._measuring.set_interval(float(interval_s), time.monotonic())
 
     def _task_of(self, pid: int) -> str:
         return self._stopping.task_of(pid)
@@ -495,29 +490,27 @@ class Agent:
         runs = any(not each.is_reaped for each in self._runner.tasks.values())
         return runs and self._stopping.is_over and not self._is_leaving
 
-    def _ack(self, header: Dict[str, Any]) -> None:
-        self._runner.acknowledge(header["task"], header["stream"], int(header["offset"]))
+    def _ack(self, task: str, stream: str, offset: int, **_: Any) -> None:
+        self._runner.acknowledge(task, stream, offset)
 
-    def _ping(self, header: Dict[str, Any]) -> None:
-        self._say("pong", n=header.get("n", 0))
+    def _ping(self, n: int = 0, **_: Any) -> None:
+        self._say("pong", n=n)
         if self._share is not None:
             from distrun_runtime.agent import cache  # loaded already, where the runtime is in it
 
             record.touch(self._share.folder)
             cache.note_use(self._share.runtime)
 
-    def _on_leave(self, header: Dict[str, Any]) -> None:
+    def _on_leave(self, **_: Any) -> None:
         """The end of the connection will be no cut."""
-        del header
         self._catch_up()
         self._leave(self._gentle(), facts.EXIT_TERMINATED)
 
-    def _end(self, header: Dict[str, Any]) -> None:
-        del header
+    def _end(self, **_: Any) -> None:
         self._catch_up()
         self._leave(stopping.kill(time.monotonic()), 0)
 
-    _HANDLERS: ClassVar[Dict[str, Callable[[Agent, Dict[str, Any]], None]]] = {
+    _HANDLERS: ClassVar[Dict[str, Callable[..., None]]] = {
         "begin": _begin,
         "runtime": _runtime,
         "copy": _copy,

@@ -20,7 +20,7 @@ import shutil
 import stat
 import tarfile
 import time
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 from distrun_runtime.contract import folder
 from distrun_runtime.contract.folder import MARKER, ON, PARTIAL, STAGE, STALE_S, FolderUnfit
@@ -177,17 +177,17 @@ class Unpacking:
 
     Arguments:
         on: put behind the folder in messages (` on h1`).
-        header: of the `copy` frame that asks for it.
+        run, rules: of the `copy` frame that asks for it.
         say: sends a frame.
     """
 
-    def __init__(self, plan: Plan, on: str, header: Dict[str, Any], say: Callable[..., None]) -> None:
+    def __init__(self, plan: Plan, on: str, run: str, rules: Iterable[Any], say: Callable[..., None]) -> None:
         self._plan = plan
         self._on = on
         self._say = say
-        self._run = str(header["run"])
+        self._run = run
         self._delete = plan.sync is not None and plan.sync.delete
-        self._rules = [(re.compile(text, re.DOTALL), bool(only), bool(keeps)) for text, only, keeps in header["rules"]]
+        self._rules = [(re.compile(text, re.DOTALL), bool(only), bool(keeps)) for text, only, keeps in rules]
         self._stage = PARTIAL + self._run + STAGE
         self._path = ""
         self._top = self._in_stage = -1

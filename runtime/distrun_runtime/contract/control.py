@@ -15,8 +15,10 @@ No side effects: `Conversation.take` checks what a client sent and returns what 
 
 from __future__ import annotations
 
+import functools
+import sys
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar
 
 from distrun_runtime.contract import facts, process, session
 from distrun_runtime.errors import RuntimeFault
@@ -48,37 +50,120 @@ class Refusal(RuntimeFault):
         self.is_last = is_last
 
 
+# ---------------------------------------------------------------------- frames as classes declare them
+
+Members = Mapping[str, Any]
+"""All members of a frame."""
+NO_MEMBERS: Members = {}
+_PLAIN: Mapping[str, Tuple[type, str]] = {
+    "str": (str, "a text"),
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+    "bool": (bool, "true or false"),
+}
+"""Types of members that JSON has too, and how messages name them."""
+_T = TypeVar("_T")
+
+
+def read(kind: Callable[..., _T], frame: session.Frame, **given: Any) -> _T:
+    """Return an object of class `kind`, whose members are those of a frame, of the types that the class declares.
+
+    What is missing, null or false has its default. A member of type `bytes` is the frame's body. What is `given` counts
+    in place of the frame's.
+
+    Raises:
+        ValueError: a member is missing or of another type.
+    """
+    found = {}
+    for name, of, plain in _declared(kind):
+        value = frame.header.get(name)
+        if name in given:
+            found[name] = given[name]
+        elif type(value) is plain:
+            found[name] = value
+        elif of == "bytes":
+            found[name] = frame.body
+        elif of == "Members":
+            found[name] = {each: value for each, value in frame.header.items() if each != "type"}
+        elif value is not None and value is not False:
+            found[name] = _value(kind, name, of, value)
+    try:
+        return kind(**found)
+    except TypeError:  # one without a default is missing
+        names = ", ".join(name for name, _, _ in _declared(kind) if name not in given)
+        what = ", ".join(name for name in frame.header if name != "type") or "none"
+        raise ValueError(f"expected the members {names}, found {what}") from None
+
+
+@functools.lru_cache(maxsize=None)
+def _declared(kind: Callable[..., Any]) -> List[Tuple[str, str, Optional[type]]]:
+    """Return the name of each member of a class, its type, and the same if JSON has it."""
+    declared = getattr(kind, "__annotations__", {})  # before Python 3.10, a class without members has none
+    named = ((name, str(getattr(of, "__forward_arg__", of))) for name, of in declared.items())
+    return [(name, of, _PLAIN[of][0] if of in _PLAIN else None) for name, of in named]
+
+
+def _value(kind: Callable[..., Any], name: str, of: str, value: Any) -> Any:
+    """Return a value of JSON as the type that `kind` declares for a member."""
+    outer, _, inner = of.rstrip("]").partition("[")
+    if outer == "Optional":
+        return _value(kind, name, inner, value)
+    if outer == "float" and type(value) is int:
+        return float(value)
+    expected, what = (list, "a list") if outer == "Tuple" else _PLAIN.get(outer, (dict, "an object"))
+    if outer != "Any" and type(value) is not expected:
+        raise ValueError(f"{name}: expected {what}, found {value!r:.40}")
+    if outer == "Tuple":
+        return tuple(_value(kind, name, inner[: -len(", ...")], each) for each in value)
+    if outer == "Mapping":
+        return {key: _value(kind, name, inner[len("str, ") :], each) for key, each in value.items()}
+    is_json = outer == "Any" or outer in _PLAIN
+    return value if is_json else read(getattr(sys.modules[kind.__module__], outer), session.Frame(value))
+
+
 # ---------------------------------------------------------------------- what a client asks for
 
 
+class ClientRequest:
+    """What a client asks for: each class is a type of frame."""
+
+
 @dataclass(frozen=True)
-class Hello:
+class Hello(ClientRequest):
     """The client introduces itself."""
 
-    version: Sequence[int]
+    version: Tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.version) < 2 or min(self.version) < 0:
+            raise ValueError(f"version: expected [major, minor], found {list(self.version)!r:.40}")
 
 
 @dataclass(frozen=True)
-class State:
+class State(ClientRequest):
     """The job's state is wanted: what state.json holds."""
 
 
 @dataclass(frozen=True)
-class Stop:
+class Stop(ClientRequest):
     """The job is to be stopped, as if the coordinator had received `signal` ("TERM" or "INT")."""
 
     signal: str = STOPS[0]
     by: str = ""
     """Who stops it, and with what, for the message at its end; empty: `distrun kill`."""
 
+    def __post_init__(self) -> None:
+        _check_one_of("signal", self.signal, STOPS)
+        object.__setattr__(self, "by", "".join(each for each in self.by[:BY_LIMIT] if each.isprintable()))
+
 
 @dataclass(frozen=True)
-class Kill:
+class Kill(ClientRequest):
     """All tasks are to be killed at once."""
 
 
 @dataclass(frozen=True)
-class Detach:
+class Detach(ClientRequest):
     """The job is to go on without the client that launched it."""
 
 
@@ -91,9 +176,14 @@ class OutputWanted:
     tail: Optional[int] = None
     """In place of a cursor: from about so many lines before the end."""
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and value < 0:
+                raise ValueError(f"{name}: expected a number from 0 or null, found {value}")
+
 
 @dataclass(frozen=True)
-class Subscribe:
+class Subscribe(ClientRequest):
     """What the client wants to hear from now on. It replaces what was subscribed before."""
 
     events: bool = False
@@ -103,9 +193,13 @@ class Subscribe:
     look: Tuple[str, ...] = ()
     """Hosts that the user looks at: they are measured every second while this client wants metrics."""
 
+    def __post_init__(self) -> None:
+        if len(self.look) > LOOK_LIMIT:
+            raise ValueError(f"look: expected a list of at most {LOOK_LIMIT} names, found {len(self.look)}")
+
 
 @dataclass(frozen=True)
-class Stack:
+class Stack(ClientRequest):
     """The stacks of a task are wanted; of a role, or of all workers. There is a `stack` for each task."""
 
     task: str = ""
@@ -113,21 +207,47 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Signal:
+class Signal(ClientRequest):
     """The launching client has received a signal (SIGNALS)."""
 
     name: str
 
+    def __post_init__(self) -> None:
+        _check_one_of("name", self.name, SIGNALS)
+
 
 @dataclass(frozen=True)
-class PromptAnswer:
-    """The user has answered a prompt; None: there is no terminal, or the time was up."""
+class PromptAnswer(ClientRequest):
+    """The user has answered a prompt; not `given`: there is no terminal, or the time was up."""
 
     id: int
-    text: Optional[str]
+    given: bool = False
+    body: bytes = b""
+
+    @property
+    def text(self) -> Optional[str]:
+        """What the user typed, if anything."""
+        return self.body.decode("utf-8", "replace") if self.given else None
 
 
-Request = Union[Hello, State, Stop, Kill, Detach, Subscribe, Stack, Signal, PromptAnswer]
+REQUESTS: Mapping[str, Type[ClientRequest]] = {
+    "hello": Hello,
+    "state": State,
+    "stop": Stop,
+    "kill": Kill,
+    "detach": Detach,
+    "subscribe": Subscribe,
+    "stack": Stack,
+    "signal": Signal,
+    "answer": PromptAnswer,
+}
+"""By type of frame."""
+_LAUNCHERS = ("signal", "answer")
+
+
+def _check_one_of(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(allowed)}, found {value!r:.40}")
 
 
 class Conversation:
@@ -141,7 +261,7 @@ class Conversation:
         self.has_greeted = is_launcher
         self.is_same_major = is_launcher
 
-    def take(self, frame: session.Frame) -> Request:
+    def take(self, frame: session.Frame) -> ClientRequest:
         """Return what a frame asks for.
 
         Raises:
@@ -155,95 +275,16 @@ class Conversation:
                 f"{kind} needs control protocol {VERSION[0]}.x, which this coordinator speaks",
                 "use the distrun that launched the job",
             )
-        read = _READERS.get(kind)
-        if read is None or (kind in _LAUNCHERS and not self.is_launcher):
+        if kind not in REQUESTS or (kind in _LAUNCHERS and not self.is_launcher):
             raise Refusal(f"a client may not send {kind!r}", is_last=self.is_launcher)
         try:
-            request = read(frame)
-        except (LookupError, TypeError, ValueError, AttributeError) as err:
-            what = f"a malformed {kind!r} frame: {err if isinstance(err, ValueError) else repr(err)}"
-            raise Refusal(what, is_last=True) from err
+            request = read(REQUESTS[kind], frame)
+        except ValueError as err:
+            raise Refusal(f"a malformed {kind!r} frame: {err}", is_last=True) from err
         if isinstance(request, Hello):
             self.has_greeted = True
             self.is_same_major = request.version[0] == VERSION[0]
         return request
-
-
-def _hello(frame: session.Frame) -> Hello:
-    version = frame.header["version"]
-    if not isinstance(version, list) or len(version) < 2 or not all(_is_count(each) for each in version):
-        raise ValueError(f"version: expected [major, minor], found {version!r:.40}")
-    return Hello(tuple(version))
-
-
-def _stop(frame: session.Frame) -> Stop:
-    by = str(frame.header.get("by", ""))[:BY_LIMIT]
-    return Stop(
-        _one_of("signal", frame.header.get("signal", STOPS[0]), STOPS),
-        "".join(each for each in by if each.isprintable()),
-    )
-
-
-def _subscribe(frame: session.Frame) -> Subscribe:
-    header = frame.header
-    wanted = header.get("output", False)
-    if wanted is False or wanted is None:
-        output = None
-    else:
-        output = OutputWanted(
-            _count_or_none("cursor", wanted.get("cursor")), _count_or_none("tail", wanted.get("tail"))
-        )
-    look = _names("look", header.get("look"))
-    return Subscribe(bool(header.get("events", False)), bool(header.get("metrics", False)), output, look)
-
-
-def _signal(frame: session.Frame) -> Signal:
-    return Signal(_one_of("name", frame.header["name"], SIGNALS))
-
-
-def _answer(frame: session.Frame) -> PromptAnswer:
-    text = frame.body.decode("utf-8", "replace") if frame.header.get("given") else None
-    return PromptAnswer(int(frame.header["id"]), text)
-
-
-_READERS: Mapping[str, Callable[[session.Frame], Request]] = {
-    "hello": _hello,
-    "state": lambda frame: State(),
-    "stop": _stop,
-    "kill": lambda frame: Kill(),
-    "detach": lambda frame: Detach(),
-    "subscribe": _subscribe,
-    "stack": lambda frame: Stack(str(frame.header.get("task", ""))),
-    "signal": _signal,
-    "answer": _answer,
-}
-_LAUNCHERS = ("signal", "answer")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _count_or_none(name: str, value: object) -> Optional[int]:
-    if value is None:
-        return None
-    if not isinstance(value, int) or not _is_count(value):
-        raise ValueError(f"{name}: expected a number from 0 or null, found {value!r:.40}")
-    return value
-
-
-def _names(name: str, value: object) -> Tuple[str, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list) or len(value) > LOOK_LIMIT or not all(isinstance(each, str) for each in value):
-        raise ValueError(f"{name}: expected a list of at most {LOOK_LIMIT} names, found {value!r:.40}")
-    return tuple(value)
-
-
-def _one_of(name: str, value: object, allowed: Sequence[str]) -> str:
-    if value not in allowed:
-        raise ValueError(f"{name}: expected one of {', '.join(allowed)}, found {value!r:.40}")
-    return str(value)
 
 
 # ---------------------------------------------------------------------- frames to a client

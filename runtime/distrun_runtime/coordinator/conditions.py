@@ -10,7 +10,22 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from typing import Any, Deque, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import (
+    Any,
+    Callable,
+    ClassVar,
+    Deque,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 from distrun_runtime.contract import control, facts
 from distrun_runtime.contract.facts import duration
@@ -475,23 +490,9 @@ class JobMeasurement:
 
     def handle(self, event: messages.Event, now: float) -> List[MetricsAction]:
         """Return the actions for an event. `now`: monotonic clock, seconds."""
-        found: List[MetricsAction] = []
-        if isinstance(event, messages.Measured):
-            found += self._measured(event, now)
-        elif isinstance(event, messages.AgentReady):
-            found += self._set_interval(event.host)
-        elif isinstance(event, messages.Exited):
-            found += self._ended((event.task,), now)
-        elif isinstance(event, messages.AgentLost):
-            found += self._ended([task.name for task in self._plan.tasks if task.place_name == event.host], now)
-        elif isinstance(event, messages.MetricsWanted):
-            found += self._wanted(event)
-        elif isinstance(event, messages.MetricsAsked):
-            found.append(GiveMetrics(self.snapshot(now), event.give))
-        elif isinstance(event, messages.Tick):
-            self._wall = event.time - now
-        found += self._when_due(now)
-        return found
+        handler = self._HANDLERS.get(type(event))
+        found = handler(self, event, now) if handler is not None else []
+        return [*found, *self._when_due(now)]
 
     def wake_s(self) -> float:
         """Return after how many seconds at most the next Tick is wanted."""
@@ -503,7 +504,7 @@ class JobMeasurement:
 
     # ------------------------------------------------------------------ what comes
 
-    def _measured(self, event: messages.Measured, now: float) -> List[MetricsAction]:
+    def _on_measured(self, event: messages.Measured, now: float) -> List[MetricsAction]:
         self._is_changed = True
         changes: List[ConditionChange] = []
         for task in self._metrics.take(event.host, event.value, now, event.arrived):
@@ -531,7 +532,23 @@ class JobMeasurement:
                 self._stalls.append(change)
         return [RecordEvent("condition", change._asdict()) for change in changes]
 
-    def _wanted(self, event: messages.MetricsWanted) -> List[MetricsAction]:
+    def _on_ready(self, event: messages.AgentReady, now: float) -> List[MetricsAction]:
+        return self._set_interval(event.host)
+
+    def _on_exited(self, event: messages.Exited, now: float) -> List[MetricsAction]:
+        return self._ended((event.task,), now)
+
+    def _on_lost(self, event: messages.AgentLost, now: float) -> List[MetricsAction]:
+        return self._ended([task.name for task in self._plan.tasks if task.place_name == event.host], now)
+
+    def _on_asked(self, event: messages.MetricsAsked, now: float) -> List[MetricsAction]:
+        return [GiveMetrics(self.snapshot(now), event.give)]
+
+    def _on_tick(self, event: messages.Tick, now: float) -> List[MetricsAction]:
+        self._wall = event.time - now
+        return []
+
+    def _on_wanted(self, event: messages.MetricsWanted, now: float) -> List[MetricsAction]:
         """Show a snapshot at once, and have the hosts that are looked at measured more often, and others no more."""
         self._is_wanted = event.is_wanted
         self._shown_at, self._is_changed = float("-inf"), True
@@ -640,3 +657,13 @@ class JobMeasurement:
         if task.host in self._look:
             shown["history"] = self._metrics.task_history(task.name)
         return shown
+
+    _HANDLERS: ClassVar[Mapping[type, Callable[[JobMeasurement, Any, float], List[MetricsAction]]]] = {
+        messages.Measured: _on_measured,
+        messages.AgentReady: _on_ready,
+        messages.Exited: _on_exited,
+        messages.AgentLost: _on_lost,
+        messages.MetricsWanted: _on_wanted,
+        messages.MetricsAsked: _on_asked,
+        messages.Tick: _on_tick,
+    }

@@ -6,7 +6,21 @@ That is what is kept and shown of a job: its log files, its folder with states a
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    ClassVar,
+    Dict,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+    Union,
+)
 
 from distrun_runtime.contract import facts
 from distrun_runtime.contract import plan as plans
@@ -319,6 +333,10 @@ class _JobRun:
             self._record(_RECORDED[type(event)], **_facts(event))
         before = self._supervisor.job_state
         for action in self._supervisor.handle(event, now):
+            if not isinstance(action, messages.Announce):
+                self._is_dirty = True
+                if self._verbosity >= TRACE:
+                    self._sink.say(f"> {_shown(action)}", messages.DEBUG)
             found += self._perform(action)
         if self._supervisor.job_state != before and not self.is_over:
             self._is_dirty = True
@@ -352,7 +370,7 @@ class _JobRun:
         found: List[messages.AgentAction] = []
         try:
             for action in decide(self._measuring):
-                found += self._perform_measuring(action)
+                found += self._perform(action)
         except Exception as err:
             import traceback
 
@@ -361,22 +379,6 @@ class _JobRun:
             text = f"distrun itself failed to count: {type(err).__name__}: {err}; this job's numbers end here"
             self._sink.say(text, messages.WARNING)
         return found
-
-    def _perform_measuring(self, action: messages.MetricsAction) -> List[messages.AgentAction]:
-        if isinstance(action, messages.Sample):
-            return [action]
-        if isinstance(action, messages.Announce):
-            return self._perform(action)
-        if isinstance(action, messages.RecordEvent):
-            self._record(action.kind, **action.members)
-        elif isinstance(action, messages.KeepMetrics):
-            line = action.line
-            self._try(lambda: self._folder.append_sample(line))
-        elif isinstance(action, messages.GiveMetrics):
-            action.give(action.snapshot)
-        elif self._watcher is not None:
-            self._watcher.metrics(action.snapshot)
-        return []
 
     def _export(self) -> None:
         """Answer Prometheus, if the user wants that."""
@@ -420,26 +422,51 @@ class _JobRun:
         if warning:
             self._sink.say(warning, messages.WARNING)
 
-    def _perform(self, action: messages.Action) -> List[messages.AgentAction]:
-        """Do what an action says, or return it if the loop does that."""
-        if isinstance(action, messages.Announce):
-            self._sink.say(action.text, action.level)
-            if action.level != messages.DEBUG:
-                self._record("said", level=action.level, text=action.text)
-            return []
-        if self._verbosity >= TRACE:
-            self._sink.say(f"> {_shown(action)}", messages.DEBUG)
-        self._is_dirty = True
-        if isinstance(action, messages.FinishJob):
-            self._outcome = action.outcome
-            return []
-        if isinstance(action, messages.Prepare):
-            if self._prepare is not None:
-                self._prepare(self._loop.put)
-            return []
-        if isinstance(action, messages.SendRuntime):
-            self._archive = self._archive or self._runtime()
-        return [action]
+    def _perform(self, action: Union[messages.Action, messages.MetricsAction]) -> List[messages.AgentAction]:
+        """Do what an action says; return it if the loop does more."""
+        act = self._ACTS.get(type(action))
+        if act is not None:
+            act(self, action)
+        return [action] if isinstance(action, messages.AgentAction) else []
+
+    def _announce(self, action: messages.Announce) -> None:
+        self._sink.say(action.text, action.level)
+        if action.level != messages.DEBUG:
+            self._record("said", level=action.level, text=action.text)
+
+    def _end(self, action: messages.FinishJob) -> None:
+        self._outcome = action.outcome
+
+    def _begin_preparation(self, action: messages.Prepare) -> None:
+        if self._prepare is not None:
+            self._prepare(self._loop.put)
+
+    def _open_archive(self, action: messages.SendRuntime) -> None:
+        self._archive = self._archive or self._runtime()
+
+    def _record_event(self, action: messages.RecordEvent) -> None:
+        self._record(action.kind, **action.members)
+
+    def _keep_sample(self, action: messages.KeepMetrics) -> None:
+        self._try(lambda: self._folder.append_sample(action.line))
+
+    def _give_metrics(self, action: messages.GiveMetrics) -> None:
+        action.give(action.snapshot)
+
+    def _show_metrics(self, action: messages.ShowMetrics) -> None:
+        if self._watcher is not None:
+            self._watcher.metrics(action.snapshot)
+
+    _ACTS: ClassVar[Mapping[type, Callable[[_JobRun, Any], None]]] = {
+        messages.Announce: _announce,
+        messages.FinishJob: _end,
+        messages.Prepare: _begin_preparation,
+        messages.SendRuntime: _open_archive,
+        messages.RecordEvent: _record_event,
+        messages.KeepMetrics: _keep_sample,
+        messages.GiveMetrics: _give_metrics,
+        messages.ShowMetrics: _show_metrics,
+    }
 
     def _keep_folder(self, now: float) -> None:
         """Show that this process lives, and write the states of the job and its tasks, if it is time."""

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from types import MappingProxyType, TracebackType
-from typing import Any, Callable, Dict, List, Mapping, Optional, Protocol, Sequence, Set, Tuple, Type, Union
+from typing import Any, Callable, ClassVar, Dict, List, Mapping, Optional, Protocol, Sequence, Set, Tuple, Type, Union
 
 from distrun_runtime.contract import process
 from distrun_runtime.contract.session import Frame
@@ -99,17 +99,6 @@ BATCH = 256
 Encoder = Callable[[Any], Union[Frame, messages.Large]]
 """Returns the message of an action."""
 
-_ENCODERS: Mapping[type, Encoder] = {
-    messages.Settle: messages.settle,
-    messages.Spawn: messages.spawn,
-    messages.StopTasks: messages.stop,
-    messages.SignalTasks: messages.signal,
-    messages.EndAgent: messages.end,
-    messages.AskAgent: messages.ask,
-    messages.AskStack: messages.stack,
-    messages.Sample: lambda action: messages.sample(action.interval_s),
-}
-
 
 class Decisions(Protocol):
     """What the loop drives. It is called by the loop's thread only, and never waits."""
@@ -131,7 +120,7 @@ class HostLoop:
     Arguments:
         decisions: gets a Tick first, then events as they come, and a Tick each `wake_s`.
         channels: one for each host that an action may name.
-        encoders: by type of action, for those that need more than themselves (`Begin`: the plan).
+        encoders: by type of action, for those that are no frames by themselves (`Begin`: it takes the plan).
         ping_s: how often agents are pinged; default: PING_S.
         after_turn: called when the events at hand were handled, before they are acknowledged.
         signals: names of the signals that are events while `run` runs, if it is called in the main thread.
@@ -149,7 +138,7 @@ class HostLoop:
     ) -> None:
         self._decisions = decisions
         self._channels = {channel.host: channel for channel in channels}
-        self._encoders = {**_ENCODERS, **encoders}
+        self._encoders = encoders
         self._ping_s = PING_S if ping_s is None else ping_s
         self._after_turn = after_turn
         self._signals = signals
@@ -196,7 +185,7 @@ class HostLoop:
         """Close all channels, and cut those whose agents did not say `bye`."""
         for host, channel in self._channels.items():
             channel.close()
-            self._drop(host)
+            self._drop(messages.Drop(host))
 
     def _turn(self) -> None:
         """Wait for one event, take what else is there, then do what time asks for."""
@@ -206,7 +195,7 @@ class HostLoop:
             self._handle(event)
         self._after_turn()
         for ack in self._acks.values():
-            self._send(ack.host, messages.ack(ack))
+            self._send(ack)
         self._acks.clear()
         now = time.monotonic()
         if now >= self._ticked + self._decisions.wake_s():
@@ -226,43 +215,60 @@ class HostLoop:
 
     def _handle(self, event: messages.Event) -> None:
         now = time.monotonic()
-        if isinstance(event, messages.Tick):
-            self._ticked = now
-        elif isinstance(event, messages.AgentHello):
-            self._listening.add(event.host)
-        elif isinstance(event, messages.Bye):
-            self._said_bye.add(event.host)
-            self._listening.discard(event.host)
-        elif isinstance(event, messages.AgentLost):
-            self._listening.discard(event.host)
+        note = self._NOTES.get(type(event))
+        if note is not None:
+            note(self, event)
         for action in self._decisions.handle(event, now):
-            self._perform(action)
+            self._ACTS.get(type(action), HostLoop._send)(self, action)
 
-    def _perform(self, action: messages.AgentAction) -> None:
-        if isinstance(action, messages.Ack):
-            self._acks[action.host, action.task, action.stream] = action
-        elif isinstance(action, messages.Close):
-            self._listening.discard(action.host)
-            self._channels[action.host].close()
-        elif isinstance(action, messages.Drop):
-            self._drop(action.host)
-        else:
-            self._send(action.host, self._encoders[type(action)](action))
+    def _note_tick(self, event: messages.Tick) -> None:
+        self._ticked = time.monotonic()
 
-    def _drop(self, host: str) -> None:
+    def _note_hello(self, event: messages.AgentHello) -> None:
+        self._listening.add(event.host)
+
+    def _note_bye(self, event: messages.Bye) -> None:
+        self._said_bye.add(event.host)
+        self._listening.discard(event.host)
+
+    def _note_lost(self, event: messages.AgentLost) -> None:
+        self._listening.discard(event.host)
+
+    def _ack(self, action: messages.Ack) -> None:
+        self._acks[action.host, action.task, action.stream] = action
+
+    def _close(self, action: messages.Close) -> None:
+        self._listening.discard(action.host)
+        self._channels[action.host].close()
+
+    def _drop(self, action: messages.Drop) -> None:
         """Cut a host's channel, unless its agent said `bye`: then it ends by itself, and its end tells something."""
-        self._listening.discard(host)
-        if host not in self._said_bye:
-            self._channels[host].kill()
+        self._listening.discard(action.host)
+        if action.host not in self._said_bye:
+            self._channels[action.host].kill()
 
-    def _send(self, host: str, message: Union[Frame, messages.Large]) -> None:
+    def _send(self, action: messages.AgentAction) -> None:
+        encode: Encoder = self._encoders.get(type(action), messages.to_frame)
+        message = encode(action)
         if isinstance(message, messages.Large):
-            self._channels[host].send_large(*message)
+            self._channels[action.host].send_large(*message)
         else:
-            self._channels[host].send(message)
+            self._channels[action.host].send(message)
 
     def _ping(self, now: float) -> None:
         self._pinged = now
         self._pings += 1
         for host in sorted(self._listening):
-            self._send(host, messages.ping(self._pings))
+            self._send(messages.Ping(host, self._pings))
+
+    _NOTES: ClassVar[Mapping[type, Callable[[HostLoop, Any], None]]] = {
+        messages.Tick: _note_tick,
+        messages.AgentHello: _note_hello,
+        messages.Bye: _note_bye,
+        messages.AgentLost: _note_lost,
+    }
+    _ACTS: ClassVar[Mapping[type, Callable[[HostLoop, Any], None]]] = {
+        messages.Ack: _ack,
+        messages.Close: _close,
+        messages.Drop: _drop,
+    }

@@ -5,29 +5,48 @@ ours elsewhere. The `now` of decision classes is another clock (monotonic) and i
 
 They are named tuples, as in `contract/plan.py`: frozen dataclasses would take a tenth of a small job's start. Those
 without members are dataclasses: an empty tuple is false, and equal to any other.
+
+An event that is a frame of an agent is marked with the frame's type. It has the frame's members, and some of our own:
+`host`; `arrived`, our wall clock when it came; and `time`, where the agent did not stamp it. An action that is a frame
+to an agent has its TYPE. `docs/protocol.md` says what the members mean.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, ClassVar, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar, Union
 
+from distrun_runtime.contract import control, session
 from distrun_runtime.contract import plan as plans
-from distrun_runtime.contract import session
+from distrun_runtime.contract.control import NO_MEMBERS, Members
 from distrun_runtime.contract.plan import Plan, Secrets
 from distrun_runtime.contract.session import Source
 from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.errors import ContractError
 
+FROM_AGENT: Dict[str, Type[Any]] = {}
+"""Events by the types of the frames that they are."""
+_T = TypeVar("_T")
 
+
+def _from_agent(kind: str) -> Callable[[Type[_T]], Type[_T]]:
+    def declare(event: Type[_T]) -> Type[_T]:
+        FROM_AGENT[kind] = event
+        return event
+
+    return declare
+
+
+@_from_agent("hello")
 class AgentHello(NamedTuple):
-    """An agent answered. `facts` is its hello frame; `arrived` is our wall clock when it came."""
+    """An agent answered. `facts` is its hello frame."""
 
     host: str
-    facts: Mapping[str, Any] = {}
+    facts: Members = NO_MEMBERS
     arrived: float = 0.0
 
 
+@_from_agent("ready")
 class AgentReady(NamedTuple):
     """An agent has its share of the plan, and has made and found everything on its host that the plan asks for."""
 
@@ -40,6 +59,7 @@ class AgentReady(NamedTuple):
     """What its driver tells, and which of its GPUs tasks see (docs/protocol.md); empty: no task gets any."""
 
 
+@_from_agent("settled")
 class Settled(NamedTuple):
     """An agent has activated and found what came with the files."""
 
@@ -48,6 +68,7 @@ class Settled(NamedTuple):
     """As in `AgentReady`."""
 
 
+@_from_agent("need")
 class Needed(NamedTuple):
     """The agent of `host` wants the archive of the runtime."""
 
@@ -55,6 +76,7 @@ class Needed(NamedTuple):
     digest: str
 
 
+@_from_agent("answer")
 class Answered(NamedTuple):
     """An agent's tool gave `value`, or, where `error` is not empty, failed."""
 
@@ -72,6 +94,7 @@ class StackWanted(NamedTuple):
     task: str = ""
 
 
+@_from_agent("stack")
 class StackFound(NamedTuple):
     """An agent has found where a task stands, or, where `error` is not empty, why that cannot be said."""
 
@@ -83,6 +106,7 @@ class StackFound(NamedTuple):
     fix: str = ""
 
 
+@_from_agent("folder")
 class FolderFound(NamedTuple):
     """An agent has looked at the folder for the job's files. It and the next three are for whoever copies them."""
 
@@ -94,6 +118,7 @@ class FolderFound(NamedTuple):
     """What the user should know."""
 
 
+@_from_agent("copying")
 class Copying(NamedTuple):
     """An agent has put `files` of the job's files into place so far."""
 
@@ -101,14 +126,16 @@ class Copying(NamedTuple):
     files: int
 
 
+@_from_agent("copied")
 class Copied(NamedTuple):
-    """All files are in place: `files`, with `size` bytes."""
+    """All files are in place: `files`, with so many bytes."""
 
     host: str
     files: int
-    size: int
+    bytes: int
 
 
+@_from_agent("copy_failed")
 class CopyFailed(NamedTuple):
     """An agent cannot take the files. `reason`, `kind` and `fix` are as in `StartFailed`."""
 
@@ -134,6 +161,7 @@ class PrepareFailed(NamedTuple):
     """More lines of it: the last words of whoever failed."""
 
 
+@_from_agent("refused")
 class StartFailed(NamedTuple):
     """There will be no agent on `host`: it could not be reached, or refused us. `reason` says why."""
 
@@ -153,6 +181,7 @@ class StartFailed(NamedTuple):
         return self.refused or bool(self.kind)
 
 
+@_from_agent("started")
 class Started(NamedTuple):
     """A task runs."""
 
@@ -164,9 +193,10 @@ class Started(NamedTuple):
     attempt: int = 0
     """How often the task was started before."""
     arrived: float = 0.0
-    """Our wall clock when it came, here and below; 0: not known."""
+    """0: not known."""
 
 
+@_from_agent("published")
 class Published(NamedTuple):
     """A task told its agent facts, e.g. the scheduler its address and port, or a worker the peer that it lost."""
 
@@ -179,6 +209,7 @@ class Published(NamedTuple):
     arrived: float = 0.0
 
 
+@_from_agent("output")
 class Output(NamedTuple):
     """Bytes that a task wrote. `offset` counts from the beginning of its stream ("out" or "err")."""
 
@@ -190,6 +221,7 @@ class Output(NamedTuple):
     attempt: int = 0
 
 
+@_from_agent("exited")
 class Exited(NamedTuple):
     """A task was reaped. Either `code` or `signal` (a name such as "KILL") is set."""
 
@@ -209,13 +241,22 @@ class Exited(NamedTuple):
     arrived: float = 0.0
 
 
+class LeftProcess(NamedTuple):
+    """A process of the job that did not end."""
+
+    pid: int
+    command: str = ""
+
+
+@_from_agent("cleared")
 class Cleared(NamedTuple):
-    """After a stop of all tasks no process of the job is left on `host`, but for those in `left` (pid, command)."""
+    """After a stop of all tasks no process of the job is left on `host`, but for those in `left`."""
 
     host: str
-    left: Tuple[Tuple[int, str], ...] = ()
+    left: Tuple[LeftProcess, ...] = ()
 
 
+@_from_agent("warning")
 class Warned(NamedTuple):
     """An agent, or the channel to it, has something to say to the user."""
 
@@ -224,6 +265,7 @@ class Warned(NamedTuple):
     text: str
 
 
+@_from_agent("ending")
 class AgentEnding(NamedTuple):
     """An agent ends all its tasks without being told to by us."""
 
@@ -236,6 +278,7 @@ class AgentEnding(NamedTuple):
     arrived: float = 0.0
 
 
+@_from_agent("pong")
 class Pong(NamedTuple):
     """An agent answered a ping, or gave another sign of life (then `n` is 0)."""
 
@@ -243,11 +286,12 @@ class Pong(NamedTuple):
     n: int = 0
 
 
+@_from_agent("metrics")
 class Measured(NamedTuple):
-    """What an agent has measured of its host and tasks: its `metrics` frame."""
+    """What an agent has measured of its host and tasks: its `metrics` frame. Wrong numbers in it are no error."""
 
     host: str
-    value: Mapping[str, Any] = {}
+    value: Members = NO_MEMBERS
     arrived: float = 0.0
 
 
@@ -266,12 +310,14 @@ class MetricsAsked(NamedTuple):
     """Takes it, in the loop's thread; must not wait."""
 
 
+@_from_agent("bye")
 class Bye(NamedTuple):
     """An agent has ended whatever was left and goes."""
 
     host: str
 
 
+@_from_agent("holding")
 class Holding(NamedTuple):
     """An agent that goes on without a connection waits for another one at this path on its host. For its channel."""
 
@@ -343,6 +389,7 @@ class Interrupt(NamedTuple):
     time: float = 0.0
 
 
+@_from_agent("signalled")
 class TasksSignal(NamedTuple):
     """The launcher, this process or an agent got a signal for tasks (`process.TASKS_SIGNALS`), as "USR1"."""
 
@@ -429,17 +476,22 @@ Steps = Tuple[Tuple[str, float], ...]
 
 
 @dataclass(frozen=True)
-class Begin:
-    """Send the agent of `host` its share of the plan."""
+class AgentAction:
+    """What the loop does for the agent of `host`. If it has a TYPE it is a frame, with the other members."""
 
     host: str
+
+    TYPE: ClassVar[str] = ""
 
 
 @dataclass(frozen=True)
-class SendRuntime:
-    """Send the agent of `host` the archive of the runtime."""
+class Begin(AgentAction):
+    """Send the agent of `host` its share of the plan."""
 
-    host: str
+
+@dataclass(frozen=True)
+class SendRuntime(AgentAction):
+    """Send the agent of `host` the archive of the runtime."""
 
 
 @dataclass(frozen=True)
@@ -448,17 +500,17 @@ class Prepare:
 
 
 @dataclass(frozen=True)
-class Settle:
+class Settle(AgentAction):
     """Have the agent of `host` activate and look at what `Prepare` brought."""
 
-    host: str
+    TYPE: ClassVar[str] = "settle"
 
 
 @dataclass(frozen=True)
-class Spawn:
+class Spawn(AgentAction):
     """Have `task` started, with the environment that is added to it (references filled in)."""
 
-    host: str
+    TYPE: ClassVar[str] = "spawn"
     task: str
     env: Mapping[str, str] = field(default_factory=dict)
     attempt: int = 0
@@ -466,35 +518,35 @@ class Spawn:
 
 
 @dataclass(frozen=True)
-class StopTasks:
+class StopTasks(AgentAction):
     """Have tasks, and whatever they started, ended by the signals of `steps`."""
 
-    host: str
+    TYPE: ClassVar[str] = "stop"
     tasks: Tuple[str, ...]
     steps: Steps
 
 
 @dataclass(frozen=True)
-class SignalTasks:
+class SignalTasks(AgentAction):
     """Give a signal to the first processes of tasks. Whatever comes of it is their own doing."""
 
-    host: str
+    TYPE: ClassVar[str] = "signal"
     tasks: Tuple[str, ...]
     signal: str
 
 
 @dataclass(frozen=True)
-class EndAgent:
+class EndAgent(AgentAction):
     """Have the agent end whatever is left at once, and go."""
 
-    host: str
+    TYPE: ClassVar[str] = "end"
 
 
 @dataclass(frozen=True)
-class AskAgent:
+class AskAgent(AgentAction):
     """Have a tool of the agent answer. Only before `Begin`."""
 
-    host: str
+    TYPE: ClassVar[str] = "ask"
     id: int
     """Comes back in `Answered`."""
     what: str
@@ -503,50 +555,49 @@ class AskAgent:
 
 
 @dataclass(frozen=True)
-class AskStack:
+class AskStack(AgentAction):
     """Have the agent say where a task stands."""
 
-    host: str
+    TYPE: ClassVar[str] = "stack"
     id: int
     """Comes back in `StackFound`."""
     task: str
 
 
 @dataclass(frozen=True)
-class Ack:
+class Ping(AgentAction):
+    """Renew the agent's lease, and have it answer."""
+
+    TYPE: ClassVar[str] = "ping"
+    n: int
+
+
+@dataclass(frozen=True)
+class Ack(AgentAction):
     """Tell the agent that everything before `offset` of a task's stream has been taken: it may send more."""
 
-    host: str
+    TYPE: ClassVar[str] = "ack"
     task: str
     stream: str
     offset: int
 
 
 @dataclass(frozen=True)
-class Sample:
+class Sample(AgentAction):
     """Have an agent measure its host and tasks every `interval_s` seconds from now on; 0: no more."""
 
-    host: str
+    TYPE: ClassVar[str] = "sample"
     interval_s: float
 
 
 @dataclass(frozen=True)
-class Close:
+class Close(AgentAction):
     """Let the agent see the end of its input after what was sent: it ends its tasks gently and goes."""
-
-    host: str
 
 
 @dataclass(frozen=True)
-class Drop:
+class Drop(AgentAction):
     """Cut the channel: the agent is not worth waiting for (it will end its tasks when it sees the end of input)."""
-
-    host: str
-
-
-AgentAction = Union[
-    Begin, SendRuntime, Settle, Spawn, StopTasks, SignalTasks, EndAgent, AskAgent, AskStack, Ack, Sample, Close, Drop
-]
 
 
 @dataclass(frozen=True)
@@ -638,133 +689,17 @@ def to_event(host: str, frame: session.Frame, arrived: float) -> Event:
     Raises:
         ContractError: a member is missing or of another type.
     """
-    make = _EVENTS.get(frame.type)
-    if make is None:
+    kind = FROM_AGENT.get(frame.type)
+    if kind is None:
         return Warned(host, f"it sent {frame.type!r}, which this version does not know")
+    stamped = {} if "time" in frame.header else {"time": arrived}
     try:
-        return make(host, frame.header, frame.body, arrived)
-    except (KeyError, TypeError, ValueError, AttributeError) as err:
-        raise ContractError(f"it sent a malformed {frame.type!r}: {type(err).__name__}: {err}") from err
-
-
-def _optional(header: Mapping[str, Any], name: str, kind: Callable[[Any], Any]) -> Any:
-    value = header.get(name)
-    return None if value is None else kind(value)
-
-
-def _output(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> Event:
-    stream, offset = header["stream"], int(header["offset"])
-    if stream not in ("out", "err") or offset < 0:
-        raise ValueError(f"stream {stream!r}, offset {offset}")
-    return Output(host, str(header["task"]), stream, offset, body, int(header.get("attempt", 0)))
-
-
-def _exited(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> Event:
-    return Exited(
-        host,
-        str(header["task"]),
-        code=_optional(header, "code", int),
-        signal=_optional(header, "signal", str),
-        time=float(header.get("time", arrived)),
-        stopped=bool(header.get("stopped", False)),
-        reason=str(header.get("reason") or ""),
-        out=int(header.get("out", 0)),
-        err=int(header.get("err", 0)),
-        max_rss_kb=int(header.get("max_rss_kb") or 0),
-        cpu_s=float(header.get("cpu_s") or 0.0),
-        attempt=int(header.get("attempt", 0)),
-        arrived=arrived,
-    )
-
-
-def _started(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> Event:
-    time = float(header.get("time", arrived))
-    pid, start, attempt = int(header["pid"]), str(header.get("start", "")), int(header.get("attempt", 0))
-    return Started(host, str(header["task"]), pid, start, time, attempt, arrived)
-
-
-def _published(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> Event:
-    time, stopped = float(header.get("time", arrived)), bool(header.get("stopped", False))
-    return Published(host, str(header["task"]), dict(header["values"]), time, stopped, arrived)
-
-
-def _ready(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> Event:
-    ports = {str(name): int(port) for name, port in header.get("ports", {}).items()}
-    python = {str(name): str(text) for name, text in header.get("python", {}).items()}
-    return AgentReady(host, str(header["address"]), ports, python, dict(header.get("gpus") or {}))
-
-
-def _ending(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> Event:
-    time, by_user = float(header.get("time", arrived)), bool(header.get("by_user", False))
-    return AgentEnding(host, str(header["reason"]), time, by_user, arrived)
-
-
-def _settled(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> Event:
-    return Settled(host, {str(name): str(text) for name, text in header.get("python", {}).items()})
-
-
-def _refused(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> Event:
-    kind, fix = str(header.get("kind") or ""), str(header.get("fix") or "")
-    return StartFailed(host, str(header["reason"]), arrived, True, kind, fix)
-
-
-def _answer(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> Event:
-    return Answered(host, int(header["id"]), header.get("value"), str(header.get("error") or ""))
-
-
-def _stack(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> Event:
-    text, how, error, fix = (str(header.get(name) or "") for name in ("text", "how", "error", "fix"))
-    return StackFound(host, int(header["id"]), text, how, error, fix)
-
-
-def _folder(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> Event:
-    return FolderFound(host, str(header["state"]), tuple(str(note) for note in header.get("notes", ())))
-
-
-def _copied(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> Event:
-    return Copied(host, int(header["files"]), int(header["bytes"]))
-
-
-def _copy_failed(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> Event:
-    kind, fix = str(header.get("kind") or ""), str(header.get("fix") or "")
-    return CopyFailed(host, str(header["reason"]), kind, fix)
-
-
-def _metrics(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> Event:
-    # Whatever is wrong with its numbers is no reason to give up an agent.
-    return Measured(host, {name: value for name, value in header.items() if name != "type"}, arrived)
-
-
-def _cleared(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> Event:
-    left = tuple((int(each["pid"]), str(each.get("command", ""))) for each in header.get("left", ()))
-    return Cleared(host, left)
-
-
-_EVENTS: Dict[str, Callable[[str, Mapping[str, Any], bytes, float], Event]] = {
-    "hello": lambda host, header, body, arrived: AgentHello(host, dict(header), arrived),
-    "ready": _ready,
-    "settled": _settled,
-    "started": _started,
-    "published": _published,
-    "output": _output,
-    "exited": _exited,
-    "cleared": _cleared,
-    "warning": lambda host, header, body, arrived: Warned(host, str(header["text"])),
-    "ending": _ending,
-    "signalled": lambda host, header, body, arrived: TasksSignal(str(header["signal"]), host),
-    "pong": lambda host, header, body, arrived: Pong(host, int(header.get("n", 0))),
-    "metrics": _metrics,
-    "refused": _refused,
-    "holding": lambda host, header, body, arrived: Holding(host, str(header["path"])),
-    "need": lambda host, header, body, arrived: Needed(host, str(header["digest"])),
-    "answer": _answer,
-    "stack": _stack,
-    "folder": _folder,
-    "copying": lambda host, header, body, arrived: Copying(host, int(header["files"])),
-    "copied": _copied,
-    "copy_failed": _copy_failed,
-    "bye": lambda host, header, body, arrived: Bye(host),
-}
+        event: Event = control.read(kind, frame, host=host, arrived=arrived, refused=True, **stamped)
+        if isinstance(event, Output) and (event.stream not in ("out", "err") or event.offset < 0):
+            raise ValueError(f"expected out or err, and an offset from 0; found {event.stream!r}, {event.offset}")
+    except ValueError as err:
+        raise ContractError(f"it sent a malformed {frame.type!r}: {err}") from err
+    return event
 
 
 def begin(plan: Plan, secrets: Secrets, place: str) -> session.Frame:
@@ -799,52 +734,6 @@ def files(run: str, archive: Source) -> Large:
     return Large({"type": "files", "run": run}, archive)
 
 
-def ask(action: AskAgent) -> session.Frame:
-    """Return the frame that has an agent's tool answer. Only before `begin`."""
-    return session.Frame({"type": "ask", "id": action.id, "what": action.what, "args": dict(action.args)})
-
-
-def stack(action: AskStack) -> session.Frame:
-    """Return the frame that has an agent say where a task stands."""
-    return session.Frame({"type": "stack", "id": action.id, "task": action.task})
-
-
-def settle(action: Settle) -> session.Frame:
-    """Return the frame that has an agent activate and look at what was copied."""
-    return session.Frame({"type": "settle"})
-
-
-def spawn(action: Spawn) -> session.Frame:
-    """Return the frame that starts a task."""
-    return session.Frame({"type": "spawn", "task": action.task, "attempt": action.attempt, "env": dict(action.env)})
-
-
-def stop(action: StopTasks) -> session.Frame:
-    """Return the frame that stops tasks by a sequence of signals."""
-    steps = [[name, wait_s] for name, wait_s in action.steps]
-    return session.Frame({"type": "stop", "tasks": list(action.tasks), "steps": steps})
-
-
-def signal(action: SignalTasks) -> session.Frame:
-    """Return the frame that gives tasks a signal."""
-    return session.Frame({"type": "signal", "tasks": list(action.tasks), "signal": action.signal})
-
-
-def end(action: EndAgent) -> session.Frame:
-    """Return the frame that ends the agent."""
-    return session.Frame({"type": "end"})
-
-
-def ack(action: Ack) -> session.Frame:
-    """Return the frame that says: everything before `offset` is safe here."""
-    return session.Frame({"type": "ack", "task": action.task, "stream": action.stream, "offset": action.offset})
-
-
-def ping(n: int) -> session.Frame:
-    """Return the frame that renews an agent's lease."""
-    return session.Frame({"type": "ping", "n": n})
-
-
-def sample(interval_s: float) -> session.Frame:
-    """Return the frame that has an agent send `metrics` each `interval_s` seconds; 0: no more."""
-    return session.Frame({"type": "sample", "interval_s": interval_s})
+def to_frame(action: AgentAction) -> session.Frame:
+    """Return the frame that an action is."""
+    return session.Frame({"type": action.TYPE, **{name: each for name, each in vars(action).items() if name != "host"}})

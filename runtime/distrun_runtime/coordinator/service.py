@@ -28,7 +28,7 @@ import socket
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, Callable, Deque, Dict, List, Mapping, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Callable, ClassVar, Deque, Dict, List, Mapping, Optional, Protocol
 
 from distrun_runtime.contract import control, process, session
 from distrun_runtime.coordinator.jobfolder import JobFolder
@@ -469,38 +469,41 @@ class Service:
 
     def _take(self, client: _Client, frame: session.Frame) -> None:
         try:
-            self._do(client, client.conversation.take(frame))
+            request = client.conversation.take(frame)
+            self._HANDLERS[type(request)](self, client, request)
         except control.Refusal as refusal:
             self._refuse(client, refusal)
 
-    def _do(self, client: _Client, request: control.Request) -> None:
-        if isinstance(request, control.Hello):
-            self._reply(client, control.hello(self._job, os.getpid(), socket.gethostname()))
-        elif isinstance(request, control.State):
-            self._reply(client, self._snapshot(0))
-        elif isinstance(request, control.Stop):
-            self._reply(client, control.done("stop"))
-            self._interrupt(request.signal, by=request.by)
-        elif isinstance(request, control.Kill):
-            self._reply(client, control.done("kill"))
-            self._interrupt("TERM", "INT")  # a Ctrl-C when the job is being stopped: nothing is waited for any more
-        elif isinstance(request, control.Detach):
-            self._reply(client, control.done("detach", released=self._release()))
-        elif isinstance(request, control.Subscribe):
-            self._subscribe(client, request)
-        elif isinstance(request, control.Stack):
-            self._want_stacks(client, request.task)
-        elif isinstance(request, control.Signal) and request.name in process.TASKS_SIGNALS:
+    def _on_hello(self, client: _Client, request: control.Hello) -> None:
+        self._reply(client, control.hello(self._job, os.getpid(), socket.gethostname()))
+
+    def _on_state(self, client: _Client, request: control.State) -> None:
+        self._reply(client, self._snapshot(0))
+
+    def _on_stop_request(self, client: _Client, request: control.Stop) -> None:
+        self._reply(client, control.done("stop"))
+        self._interrupt(request.signal, by=request.by)
+
+    def _on_kill(self, client: _Client, request: control.Kill) -> None:
+        self._reply(client, control.done("kill"))
+        self._interrupt("TERM", "INT")  # a Ctrl-C when the job is being stopped: nothing is waited for any more
+
+    def _on_detach(self, client: _Client, request: control.Detach) -> None:
+        self._reply(client, control.done("detach", released=self._release()))
+
+    def _on_signal(self, client: _Client, request: control.Signal) -> None:
+        if request.name in process.TASKS_SIGNALS:
             if self._put is not None:
                 self._put(TasksSignal(request.name))
-        elif isinstance(request, control.Signal) and request.name == "PIPE":
+        elif request.name == "PIPE":
             self._interrupt("PIPE")
-        elif isinstance(request, control.Signal):
-            raise_signal(request.name)
         else:
-            with self._changed:
-                self._answers[request.id] = request.text
-                self._changed.notify_all()
+            raise_signal(request.name)
+
+    def _on_answer(self, client: _Client, request: control.PromptAnswer) -> None:
+        with self._changed:
+            self._answers[request.id] = request.text
+            self._changed.notify_all()
 
     def _interrupt(self, *names: str, by: str = "") -> None:
         """Stop the job as if this process had received signals."""
@@ -512,7 +515,7 @@ class Service:
         for name in names:
             self._put(Interrupt(name, time.time()))
 
-    def _subscribe(self, client: _Client, request: control.Subscribe) -> None:
+    def _on_subscribe(self, client: _Client, request: control.Subscribe) -> None:
         if client.is_launcher:
             request = dataclasses.replace(request, output=None)  # its output comes anyway
         if client.reader is not None:
@@ -543,7 +546,7 @@ class Service:
         if self._put is not None:
             self._put(wanted)
 
-    def _want_stacks(self, client: _Client, task: str) -> None:
+    def _on_stack(self, client: _Client, request: control.Stack) -> None:
         if self._put is None:
             raise control.Refusal("the job has not started a task yet")
         with self._changed:
@@ -552,7 +555,19 @@ class Service:
             self._stacks_asked += 1
             number = self._stacks_asked
             self._asking[number] = client
-        self._put(StackWanted(number, task))
+        self._put(StackWanted(number, request.task))
+
+    _HANDLERS: ClassVar[Mapping[type, Callable[[Service, _Client, Any], None]]] = {
+        control.Hello: _on_hello,
+        control.State: _on_state,
+        control.Stop: _on_stop_request,
+        control.Kill: _on_kill,
+        control.Detach: _on_detach,
+        control.Subscribe: _on_subscribe,
+        control.Stack: _on_stack,
+        control.Signal: _on_signal,
+        control.PromptAnswer: _on_answer,
+    }
 
     def _release(self) -> bool:
         """Let the launching client go; return whether there was one."""

@@ -287,8 +287,8 @@ class Supervisor:
             if handler is not None:
                 handler(self, event)
         else:
-            what = (getattr(event, "host", "?"), type(event).__name__, getattr(event, "task", ""))
-            self._say("{} sent {} of {!r}, which is not a task of that host; ignored".format(*what), WARNING)
+            sender, what, task = getattr(event, "host", "?"), type(event).__name__, getattr(event, "task", "")
+            self._say(f"{sender} sent {what} of {task!r}, which is not a task of that host; ignored", WARNING)
         self._advance(event)
         return self._actions
 
@@ -560,8 +560,8 @@ class Supervisor:
                 host.is_suspect = True
                 if host.silence_s:
                     continue  # the job is being stopped for it: that was said
-                text = "%s has been silent for %s (suspect); it counts as lost after %s"
-                self._say(text % (host.name, shown, duration(lost_s)), WARNING)
+                text = f"{host.name} has been silent for {shown} (suspect); it counts as lost after {duration(lost_s)}"
+                self._say(text, WARNING)
 
     def _wall_of(self, host: HostState) -> float:
         return max((task.ended or task.started or 0.0 for task in self.roster.on_host(host.name)), default=0.0)
@@ -729,7 +729,7 @@ class Supervisor:
         self._analysis.start_deadline(self._now)
         if self.phase in UNDECIDED:
             if cause.reason not in (facts.INTERRUPTED, facts.TERMINATED):
-                self._say("%s; stopping the job" % (cause.short or cause.text), WARNING)
+                self._say(f"{cause.short or cause.text}; stopping the job", WARNING)
                 self._announced = cause
             self.phase = STOPPING
         if cause.is_failure and self._stop.level != OPEN:

@@ -28,7 +28,7 @@ class Taking:
         self.said: list[Say] = []
         self.run = run
         self.copy = Unpacking(
-            plan, " on h1", {"run": run, "rules": rules or []}, lambda frame, /, **more: self.said.append((frame, more))
+            plan, " on h1", run, rules or [], lambda frame, /, **more: self.said.append((frame, more))
         )
         self.copy.begin()
 

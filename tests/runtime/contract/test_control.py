@@ -49,7 +49,9 @@ def greeted(version: Any = (1, 0), **more: bool) -> Conversation:
         ({"type": "subscribe", "output": {"tail": 5}}, b"", control.Subscribe(output=control.OutputWanted(None, 5))),
     ],
 )
-def test_a_client_that_has_greeted_may_ask(header: dict[str, Any], body: bytes, expected: control.Request) -> None:
+def test_a_client_that_has_greeted_may_ask(
+    header: dict[str, Any], body: bytes, expected: control.ClientRequest
+) -> None:
     assert greeted().take(Frame(header, body)) == expected
 
 
@@ -86,25 +88,29 @@ def test_signals_and_answers_are_the_launching_clients(kind: str) -> None:
 def test_the_launching_client_need_not_greet() -> None:
     conversation = Conversation(is_launcher=True)
     assert conversation.take(Frame({"type": "signal", "name": "HUP"})) == control.Signal("HUP")
-    assert conversation.take(Frame({"type": "answer", "id": 3, "given": True}, b"x")) == control.PromptAnswer(3, "x")
-    assert conversation.take(Frame({"type": "answer", "id": 3, "given": False}, b"x")) == control.PromptAnswer(3, None)
+    answers = [Frame({"type": "answer", "id": 3, "given": given}, b"x") for given in (True, False)]
+    assert [conversation.take(each) for each in answers] == [
+        control.PromptAnswer(3, given=True, body=b"x"),
+        control.PromptAnswer(3, body=b"x"),
+    ]
+    assert [control.PromptAnswer(3, given, b"x").text for given in (True, False)] == ["x", None]
 
 
 @pytest.mark.parametrize(
     ("header", "found"),
     [
-        ({"type": "hello"}, "KeyError"),
-        ({"type": "hello", "version": 1}, r"version: expected \[major, minor\], found 1"),
-        ({"type": "hello", "version": ["1", 0]}, "version: expected"),
-        ({"type": "hello", "version": [1]}, "version: expected"),
+        ({"type": "hello"}, "expected the members version, found none"),
+        ({"type": "hello", "version": 1}, "version: expected a list, found 1"),
+        ({"type": "hello", "version": ["1", 0]}, "version: expected a whole number, found '1'"),
+        ({"type": "hello", "version": [1]}, r"version: expected \[major, minor\], found \[1\]"),
         ({"type": "stop", "signal": "KILL"}, "signal: expected one of TERM, INT, found 'KILL'"),
-        ({"type": "subscribe", "output": True}, "AttributeError"),
+        ({"type": "subscribe", "output": True}, "output: expected an object, found True"),
         ({"type": "subscribe", "output": {"cursor": -1}}, "cursor: expected a number from 0 or null, found -1"),
         ({"type": "subscribe", "output": {"tail": "x"}}, "tail: expected"),
         ({"type": "subscribe", "output": {"tail": True}}, "tail: expected"),
-        ({"type": "subscribe", "look": "d1"}, "look: expected a list of at most 1000 names, found 'd1'"),
-        ({"type": "subscribe", "look": ["d1", 2]}, "look: expected"),
-        ({"type": "subscribe", "look": ["d1"] * 1001}, "look: expected"),
+        ({"type": "subscribe", "look": "d1"}, "look: expected a list, found 'd1'"),
+        ({"type": "subscribe", "look": ["d1", 2]}, "look: expected a text, found 2"),
+        ({"type": "subscribe", "look": ["d1"] * 1001}, "look: expected a list of at most 1000 names, found 1001"),
     ],
 )
 def test_what_is_malformed_is_refused_and_the_last_frame(header: dict[str, Any], found: str) -> None:

@@ -299,7 +299,7 @@ def test_pings_are_answered_while_a_large_body_crawls_through_a_slow_link(far: F
         far.heard.clear()
         if taken - pinged_at > 4 * 1024 * 1024:
             number, pinged_at = number + 1, taken
-            far.channel.send(messages.ping(number))
+            far.channel.send(messages.to_frame(messages.Ping("d1", number)))
     assert len(waited) > 10
     assert max(waited) <= 2 * session.WINDOW
 

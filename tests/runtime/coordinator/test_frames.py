@@ -62,7 +62,7 @@ def decoded(sent: Frame) -> dict[str, Any]:
         ({"type": "answer", "id": 3, "value": {"jobs": []}}, messages.Answered("d1", 3, {"jobs": []})),
         ({"type": "answer", "id": 3, "error": "no such tool"}, messages.Answered("d1", 3, None, "no such tool")),
         ({"type": "bye"}, messages.Bye("d1")),
-        ({"type": "hello", "version": 1}, messages.AgentHello("d1", {"type": "hello", "version": 1}, 9.0)),
+        ({"type": "hello", "version": 1}, messages.AgentHello("d1", {"version": 1}, 9.0)),
     ],
 )
 def test_a_frame_becomes_an_event(header: dict[str, Any], event: messages.Event) -> None:
@@ -103,14 +103,19 @@ def test_begin_carries_the_hosts_own_tasks_and_only_their_secrets() -> None:
 
 
 def test_actions_become_frames() -> None:
-    assert decoded(messages.spawn(Spawn("d1", "w", {"A": "ü\udcff"}))) == {
+    assert decoded(messages.to_frame(Spawn("d1", "w", {"A": "ü\udcff"}))) == {
         "type": "spawn",
         "task": "w",
         "attempt": 0,
         "env": {"A": "ü\udcff"},
     }
-    stop = decoded(messages.stop(StopTasks("d1", ("w",), (("TERM", 2.5), ("KILL", 0.0)))))
+    stop = decoded(messages.to_frame(StopTasks("d1", ("w",), (("TERM", 2.5), ("KILL", 0.0)))))
     assert stop == {"type": "stop", "tasks": ["w"], "steps": [["TERM", 2.5], ["KILL", 0.0]]}
-    assert decoded(messages.end(EndAgent("d1"))) == {"type": "end"}
-    assert decoded(messages.ack(Ack("d1", "w", "out", 7))) == {"type": "ack", "task": "w", "stream": "out", "offset": 7}
-    assert decoded(messages.ping(3)) == {"type": "ping", "n": 3}
+    assert decoded(messages.to_frame(EndAgent("d1"))) == {"type": "end"}
+    assert decoded(messages.to_frame(Ack("d1", "w", "out", 7))) == {
+        "type": "ack",
+        "task": "w",
+        "stream": "out",
+        "offset": 7,
+    }
+    assert decoded(messages.to_frame(messages.Ping("d1", 3))) == {"type": "ping", "n": 3}

@@ -11,8 +11,8 @@ import pytest
 from simulation import Clock, SimulatedJob, job_plan
 
 from distrun_runtime.coordinator import messages
-from distrun_runtime.coordinator.conditions import JobMeasurement
 from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.metrics import JobMetrics
 
 
 class Viewer:
@@ -73,10 +73,10 @@ def test_a_disk_that_fails_costs_samples_only(tmp_path: Path, monkeypatch: pytes
 def test_a_fault_of_ours_costs_the_numbers_only_and_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(self: JobMeasurement, event: messages.Measured, now: float) -> None:
+    def fail(self: JobMetrics, *measured: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(JobMeasurement, "_measured", fail)
+    monkeypatch.setattr(JobMetrics, "take", fail)
     job = simulated(tmp_path, beats=5)
     assert job.run().exit_code == 0
     assert [text for text in job.said if "count" in text] == [
