@@ -90,6 +90,10 @@ class OutputWanted:
     """From this place of the log's index on, 0 for all of it; None: from now on."""
     tail: Optional[int] = None
     """In place of a cursor: from about so many lines before the end."""
+    since: Optional[float] = None
+    """In place of a cursor: from what came then on, seconds since 1970; with `tail` no more than both."""
+    tasks: Optional[Tuple[str, ...]] = None
+    """Only theirs."""
 
 
 @dataclass(frozen=True)
@@ -190,8 +194,12 @@ def _subscribe(frame: session.Frame) -> Subscribe:
     if wanted is False or wanted is None:
         output = None
     else:
+        since, tasks = wanted.get("since"), wanted.get("tasks")
         output = OutputWanted(
-            _count_or_none("cursor", wanted.get("cursor")), _count_or_none("tail", wanted.get("tail"))
+            _count_or_none("cursor", wanted.get("cursor")),
+            _count_or_none("tail", wanted.get("tail")),
+            None if since is None else float(since),
+            None if tasks is None else _names("tasks", tasks),
         )
     look = _names("look", header.get("look"))
     return Subscribe(bool(header.get("events", False)), bool(header.get("metrics", False)), output, look)
@@ -262,6 +270,9 @@ class Chunk(NamedTuple):
     """Empty: the bytes are only in the log."""
     cursor: Optional[int] = None
     """Where a later subscription goes on after this piece."""
+    time: Optional[float] = None
+    """When it came; None: just now."""
+    attempt: int = 0
 
 
 def hello(job: str, pid: int, host: str) -> bytes:
@@ -296,6 +307,8 @@ def output(chunk: Chunk) -> bytes:
     header.update(at=chunk.at, length=chunk.length)
     if chunk.cursor is not None:
         header["cursor"] = chunk.cursor
+    if chunk.time is not None:
+        header.update(time=chunk.time, attempt=chunk.attempt)
     return session.encode(header, chunk.data)
 
 
