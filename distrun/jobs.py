@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import selectors
 import shlex
+import signal
 import socket
 import subprocess
 import tempfile
@@ -54,7 +54,7 @@ HERE_S = 0.3
 THERE_S = 2.0
 """The same for those on other hosts."""
 METRICS_S = 0.5
-"""Additional time for the metrics of a coordinator elsewhere after its state arrived. It may have none."""
+"""How long its host waits for the metrics of a coordinator elsewhere. It may have none."""
 EVENTS_SIZE = 16 * 1024
 """Bytes from the end of events.jsonl that are read."""
 END_S = 0.2
@@ -64,52 +64,8 @@ STACK_S = 15.0
 POLL_S = 0.1
 """How often new output is looked for."""
 READ_SIZE = 256 * 1024
-HEADER_LIMIT = 4096
 MOST = 100
 """Jobs that one connection asks about; more would not fit into a command line."""
-
-LOOK = """
-import json, os, select, socket, sys, time
-jobs, asked = json.loads(sys.argv[1]), bytes.fromhex(sys.argv[2])
-tail, until = int(sys.argv[3]), time.monotonic() + float(sys.argv[4])
-def tell(job, name, data, age_s=0.0):
-    head = {"job": job, "name": name, "size": len(data), "age_s": age_s}
-    sys.stdout.buffer.write(json.dumps(head).encode() + bytes([10]) + data)
-    sys.stdout.buffer.flush()
-def read(job, folder, name, most):
-    try:
-        with open(os.path.join(folder, name), "rb") as file:
-            found = os.fstat(file.fileno())
-            if most:
-                file.seek(max(0, found.st_size - most))
-            tell(job, name, file.read(), max(0.0, time.time() - found.st_mtime))
-    except OSError:
-        pass
-peers = {}
-for job, folder, path in jobs:
-    if folder:
-        if tail:
-            read(job, folder, "events.jsonl", tail)
-        read(job, folder, "state.json", 0)
-    peer = socket.socket(socket.AF_UNIX)
-    peer.settimeout(1.0)
-    try:
-        peer.connect(path)
-        peer.sendall(asked)
-        peers[peer] = job
-    except OSError:
-        tell(job, "", b"")
-while peers and time.monotonic() < until:
-    for peer in select.select(list(peers), [], [], max(0.0, until - time.monotonic()))[0]:
-        try:
-            data = peer.recv(65536)
-        except OSError:
-            data = b""
-        tell(peers[peer], "frames" if data else "", data)
-        if not data:
-            del peers[peer]
-"""
-"""Runs on a coordinator's host. Writes files and frames of jobs, each after a line of JSON; an empty name: no more."""
 
 
 # ---------------------------------------------------------------------- jobs
@@ -648,220 +604,121 @@ def asked() -> bytes:
 
 def _ask(jobs: Sequence[_JobQuery], here_s: float, there_s: float) -> None:
     """Ask all coordinators at the same time."""
-    sources: list[_TimedSource] = []
     began = time.monotonic()
-    for job in jobs:
-        if job.is_asked_here:
-            sources.append(_LocalCoordinator(job, began + here_s))
     by_login: dict[str, list[_JobQuery]] = {}
     for job in jobs:
         if job.is_asked_there:
             by_login.setdefault(job.login, []).append(job)
-    for login, of_host in by_login.items():
-        for first in range(0, len(of_host), MOST):
-            sources.append(_CoordinatorHost(login, of_host[first : first + MOST], began + there_s))
-    try:
-        _wait(sources)
-    finally:
-        for source in sources:
-            source.close()
+    hosts = [
+        _HostQuery(login, of_host[first : first + MOST], began + there_s)
+        for login, of_host in by_login.items()
+        for first in range(0, len(of_host), MOST)
+    ]
+    here = [job for job in jobs if job.is_asked_here]
+    if here:
+        _ask_here(here, began + here_s)
+    for host in hosts:
+        host.finish()
 
 
-class _TimedSource:
-    """Something that is read from until its time is up."""
-
-    def __init__(self, until: float) -> None:
-        self.until = until
-        """Monotonic time."""
-        self.is_open = False
-
-    def fileno(self) -> int:
-        """Return the descriptor that is waited for."""
-        raise NotImplementedError
-
-    def read(self) -> bool:
-        """Take what has come; return whether more is wanted."""
-        raise NotImplementedError
-
-    def late(self) -> None:
-        """Take note that the time is up."""
-
-    def release(self) -> None:
-        """Close what is no longer read. Called after `read`, when no caller waits for it any more."""
-
-    def close(self) -> None:
-        """End it."""
+def _ask_here(jobs: Sequence[_JobQuery], until: float) -> None:
+    """Ask coordinators on this machine; `until`: monotonic time."""
+    with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
+        for job in jobs:
+            peer = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            peer.setblocking(False)
+            with contextlib.suppress(OSError):  # gone, or so busy that its queue of connections is full
+                peer.connect(job.where["path"])
+                peer.sendall(asked())
+                selector.register(peer, selectors.EVENT_READ, (peer, job))
+        while selector.get_map() and (left_s := until - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                peer, job = key.data
+                try:
+                    data = peer.recv(READ_SIZE)
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    data = b""
+                if not data or not job.feed(data):
+                    selector.unregister(peer)
 
 
-def _wait(sources: Sequence[_TimedSource]) -> None:
-    """Read from all sources until each has told all, or its time is up."""
-    with selectors.DefaultSelector() as selector:
-        for source in sources:
-            if source.is_open:
-                selector.register(source.fileno(), selectors.EVENT_READ, source)
-        while selector.get_map():
-            now = time.monotonic()
-            waiting: list[_TimedSource] = [key.data for key in selector.get_map().values()]
-            for source in waiting:
-                if now >= source.until:
-                    selector.unregister(source.fileno())
-                    source.late()
-            limits = [key.data.until for key in selector.get_map().values()]
-            if not limits:
-                return
-            for key, _ in selector.select(max(0.0, min(limits) - now)):
-                source, descriptor = key.data, key.fd
-                goes_on = source.read()
-                if not goes_on or source.fileno() != descriptor:
-                    selector.unregister(descriptor)
-                    source.release()
-                if goes_on and source.fileno() != descriptor:
-                    selector.register(source.fileno(), selectors.EVENT_READ, source)
-
-
-class _LocalCoordinator(_TimedSource):
-    """A coordinator on this machine."""
-
-    def __init__(self, job: _JobQuery, until: float) -> None:
-        super().__init__(until)
-        self._job = job
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.setblocking(False)
-        with contextlib.suppress(OSError):  # gone, or so busy that its queue of connections is full
-            self._socket.connect(job.where["path"])
-            self._socket.sendall(asked())
-            self.is_open = True
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def read(self) -> bool:
-        try:
-            data = self._socket.recv(READ_SIZE)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return bool(data) and self._job.feed(data)
-
-    def close(self) -> None:
-        self._socket.close()
-
-
-class _CoordinatorHost(_TimedSource):
-    """A host with coordinators, asked by one ssh connection; by another one if it drops that."""
+class _HostQuery(threading.Thread):
+    """Asks a host with coordinators by one ssh connection; by another one if it drops that."""
 
     def __init__(self, login: str, jobs: Sequence[_JobQuery], until: float) -> None:
-        from distrun import remote_jobs
-
-        super().__init__(until)
+        super().__init__(name="host-query", daemon=True)
         self._login = login
         self._jobs = {job.folder.id: job for job in jobs}
-        self._left = set(self._jobs)
-        self._data = bytearray()
-        self._limit = until
+        self._until = until
         self._limit_s = round(until - time.monotonic(), 1)
-        self._pauses = remote_jobs.pauses()
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
+        self._is_late = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
-        self._former: list[subprocess.Popen[bytes]] = []
-        self._start(0.0)
+        self.start()
 
-    def _start(self, pause_s: float) -> None:
+    def finish(self) -> None:
+        """Wait for the end; what has not answered when the time is up is given up."""
+        self.join(max(0.0, self._until - time.monotonic()))
+        if self.is_alive():
+            self._fail(f"no answer within {duration(self._limit_s)}")
+            self._is_late.set()
+            _kill(self._child)
+            self.join(END_S)
+
+    def run(self) -> None:
+        """Ask until the host answers or does not merely drop the connection."""
         from distrun import remote_jobs
 
-        left_s = max(1.0, self._limit - time.monotonic())
-        about = [
-            [job.folder.id, str(job.where.get("folder") or ""), str(job.where["path"])] for job in self._jobs.values()
-        ]
-        tail = EVENTS_SIZE if any(job.with_events for job in self._jobs.values()) else 0
-        words = ["python3", "-I", "-c", LOOK, json.dumps(about), asked().hex(), str(tail), f"{left_s:.1f}"]
-        argv = remote_jobs.ssh_argv(self._login, shlex.join(words), left_s, may_ask=False)
-        if pause_s:
-            argv = ["sh", "-c", 'sleep "$0"; exec "$@"', f"{pause_s:.2f}", *argv]
-        try:
-            # In a session of its own: a Ctrl-C is for us, and there is no terminal on which anything can be asked.
-            child = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._said, start_new_session=True
-            )
-        except OSError as err:
-            self._fail(f"cannot run {argv[0]}: {err.strerror}")
-            return
-        self._child = child
-        os.set_blocking(self.fileno(), False)
-        self.is_open = True
-
-    def fileno(self) -> int:
-        assert self._child is not None
-        assert self._child.stdout is not None
-        return self._child.stdout.fileno()
-
-    def read(self) -> bool:
-        try:
-            data = os.read(self.fileno(), READ_SIZE)
-        except BlockingIOError:
-            return True
-        except OSError:
-            data = b""
-        if not data:
-            return self._again()
-        self._data += data
-        try:
-            self._take()
-        except (ValueError, KeyError, TypeError):
-            self._fail("it sent what is no answer")
-            return False
-        if not self._left:
-            self._fail("it has no state of this job")
-        elif all(self._jobs[each].has_state for each in self._left):  # only metrics are missing
-            self.until = min(self.until, time.monotonic() + METRICS_S)
-        return bool(self._left)
-
-    def late(self) -> None:
-        self._fail(f"no answer within {duration(self._limit_s)}")
-
-    def _take(self) -> None:
-        """Take the answers that are whole."""
-        while self._data:
-            end = self._data.find(b"\n", 0, HEADER_LIMIT)
-            if end < 0 and len(self._data) < HEADER_LIMIT:
+        pauses = remote_jobs.pauses()
+        while True:
+            try:
+                code, said = self._ask()
+            except OSError as err:
+                code, said = 0, f"cannot run {shlex.split(self._login)[0]}: {err.strerror}"
+            except (KeyError, remote_jobs.NotAsked):
+                code, said = 0, "it sent what is no answer"
+            if all(job.has_state for job in self._jobs.values()):
                 return
-            about = json.loads(bytes(self._data[: max(0, end)]))
-            name, size, age_s = str(about["name"]), int(about["size"]), float(about["age_s"])
-            if not 0 <= size <= stored.SIZE_LIMIT:
-                raise ValueError(size)
-            if len(self._data) < end + 1 + size:
-                return
-            data = bytes(self._data[end + 1 : end + 1 + size])
-            del self._data[: end + 1 + size]
-            job = self._jobs[str(about["job"])]
-            if not job.take(name, age_s, data):
-                self._left.discard(job.folder.id)
-
-    def _again(self) -> bool:
-        """The ssh program has ended; return whether another one was started."""
-        from distrun import remote_jobs
-
-        if all(job.has_state for job in self._jobs.values()):
-            return False
-        assert self._child is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(END_S)
-        code = self._child.returncode
-        self._said.seek(0)
-        said = self._said.read().decode("utf-8", "replace").strip()
-        if remote_jobs.is_dropped(code, said):
-            pause_s = next(self._pauses, None)
-            if pause_s is not None and time.monotonic() + pause_s < self._limit:
-                self._former.append(self._child)
-                self._said.seek(0)
-                self._said.truncate()
-                self._data.clear()
-                self._start(pause_s)
-                return self.is_open
+            pause_s = next(pauses, None) if remote_jobs.is_dropped(code, said) else None
+            if pause_s is None or time.monotonic() + pause_s >= self._until or self._is_late.wait(pause_s):
+                break
         lines = said.splitlines()
         self._fail(lines[-1] if lines else f"ssh ended with code {code}" if code else "it has no state of this job")
-        return False
+
+    def _ask(self) -> tuple[int, str]:
+        """Ask once; return the exit code of the ssh program, 0 if all have answered, and what it said."""
+        from distrun import remote_jobs
+
+        jobs = self._jobs
+        about = [[job, str(each.where.get("folder") or ""), str(each.where["path"])] for job, each in jobs.items()]
+        tail = EVENTS_SIZE if any(each.with_events for each in jobs.values()) else 0
+        connect_s = max(1.0, self._until - time.monotonic())
+        argv = remote_jobs.ask_argv(
+            self._login, about, connect_s, may_ask=False, asked=asked(), tail=tail, limit_s=METRICS_S
+        )
+        left = set(jobs)
+        with tempfile.TemporaryFile() as said:  # a master connection that is left behind would hold a pipe
+            # In a session of its own: a Ctrl-C is for us, and there is no terminal on which anything can be asked.
+            child = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, start_new_session=True
+            )
+            self._child = child
+            if self._is_late.is_set():
+                _kill(child)
+            with child:
+                assert child.stdout is not None
+                try:
+                    for job, (name, age_s, pieces) in remote_jobs.answers(child.stdout, stored.SIZE_LIMIT):
+                        if not jobs[job].take(name, age_s, b"".join(pieces)):
+                            left.discard(job)
+                        if not left:
+                            return 0, ""
+                    code = child.wait()
+                finally:
+                    _kill(child)
+            said.seek(0)
+            return code, said.read().decode("utf-8", "replace").strip()
 
     def _fail(self, why: str) -> None:
         for job in self._jobs.values():
@@ -869,24 +726,11 @@ class _CoordinatorHost(_TimedSource):
                 job.problem = f"{job.where['host']} cannot be asked: {why}"
                 job.fix = f"{self._login} true"
 
-    def release(self) -> None:
-        for child in self._former:
-            _end(child)
-        self._former = []
 
-    def close(self) -> None:
-        self.release()
-        self._said.close()
-        if self._child is not None:
-            _end(self._child)
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    if child.poll() is None:
-        child.kill()
-        child.wait()
-    assert child.stdout is not None
-    child.stdout.close()
+def _kill(child: subprocess.Popen[bytes] | None) -> None:
+    if child is not None and child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
 
 
 # ---------------------------------------------------------------------- order
