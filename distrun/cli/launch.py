@@ -77,7 +77,6 @@ def _launch(
     ctx: click.Context, command: tuple[str, ...], options: Mapping[str, Any], env: Mapping[str, str], console: Console
 ) -> int:
     from distrun import launching
-    from distrun.jobs import choose
     from distrun.planning import plan_job
     from distrun_runtime.coordinator.jobstore import JobStore
 
@@ -92,6 +91,8 @@ def _launch(
     store = JobStore()
     job = plan_job(_request(command, options, console, launcher=launcher, found=found, env=env), store)
     if options["shows"] and not isinstance(job, QueuedJob):
+        from distrun.jobs import choose
+
         tasks = [{"name": task.name, "role": task.role} for task in job.plan.tasks]
         choose(tasks, [each for each in options["shows"] if each != ERRORS])
     for note, level in _notes(job):

@@ -247,7 +247,8 @@ def logs(
             _LogPrinter(forwarded, Replay(style, from_start="cursor" in begin), region).show(forwarded.goes_on)
         return 0
     if found.is_elsewhere:
-        text = f"until job {found.id} is over, its logs are on {found.view().host} only; what it has printed"
+        host = (folder.control() or {}).get("host")
+        text = f"until job {found.id} is over, its logs are on {host} only; what it has printed"
         say(f"{text}: distrun attach --since-start {found.id}", "warning")
     with LogReader(folder.logs) as reader:
         if not (merge or as_json or start is not None):
