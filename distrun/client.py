@@ -14,14 +14,14 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from distrun.errors import DistrunError, UsageError
 from distrun_runtime.contract import control, facts, lasting, process, session
 from distrun_runtime.contract.facts import duration
-from distrun_runtime.coordinator import failures
+from distrun_runtime.coordinator import failures, jobfolder
 from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.output import OutputPiece
@@ -203,14 +203,19 @@ class ControlConnection:
 # ---------------------------------------------------------------------- finding the coordinator
 
 
-def connect(folder: JobFolder, may_ask: bool = True) -> ControlConnection:
-    """Return a connection to the coordinator of a job, greeted. `may_ask`: ssh may ask the user for a password.
+def connect(folder: JobFolder, may_ask: bool = True, any_version: bool = False) -> ControlConnection:
+    """Return a connection to the coordinator of a job, greeted.
 
     If it is on another host, which drops the connection because it has too many, this is tried again for some time.
 
+    Args:
+        folder: the job's folder.
+        may_ask: ssh may ask the user for a password.
+        any_version: nothing but state, stop and kill will be asked for, which no version changes.
+
     Raises:
         CoordinatorLost: it is gone, or does not answer.
-        UsageError: the job has no control socket.
+        UsageError: the job has no control socket, or its coordinator is of another version.
         JobStoreError: control.json is damaged.
     """
     where = folder.control()
@@ -219,14 +224,14 @@ def connect(folder: JobFolder, may_ask: bool = True) -> ControlConnection:
             f"job {folder.id} has no control socket: it is just being started, or by an older distrun",
             f"distrun status {folder.id} shows it, distrun logs -f {folder.id} what it prints",
         )
-    if is_here(where):
-        return _greeted(_here(folder, where), folder, where)
+    if jobfolder.is_here(where):
+        return _greeted(_here(folder, where), folder, where, any_version)
     from distrun import remote_jobs
 
     began, attempts, pauses = time.monotonic(), 1, remote_jobs.pauses()
     while True:
         try:
-            return _greeted(_there(folder, where, may_ask), folder, where)
+            return _greeted(_there(folder, where, may_ask), folder, where, any_version)
         except _Dropped:
             pause_s = next(pauses, None)
         if pause_s is None:
@@ -243,10 +248,14 @@ class _Dropped(Exception):
     """A host has dropped the connection of a relay, and may take the next one."""
 
 
-def _greeted(connection: ControlConnection, folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
+def _greeted(
+    connection: ControlConnection, folder: JobFolder, where: Mapping[str, Any], any_version: bool
+) -> ControlConnection:
     try:
         with reading():
             _greet(connection, folder, where)
+            if not any_version:
+                check_version(connection.hello["version"], folder)
     except BaseException:
         connection.close()
         raise
@@ -259,17 +268,14 @@ def forget(folder: JobFolder) -> None:
     """Remove the control socket of a job whose coordinator is dead, if it left one on this machine."""
     with contextlib.suppress(JobStoreError):
         where = folder.control()
-        if where is not None and is_here(where):
+        if where is not None and jobfolder.is_here(where):
             lasting.remove_dead(where["path"])
 
 
-def is_here(where: Mapping[str, Any]) -> bool:
-    """Return whether control.json, as `where`, names this machine."""
-    return bool(where["host"] == socket.gethostname())
-
-
-def gone(folder: JobFolder, where: Mapping[str, Any], how: str = "is gone") -> CoordinatorLost:
-    """Return the error of a coordinator that is not there."""
+def gone(folder: JobFolder, how: str = "is gone") -> CoordinatorLost:
+    """Return the error of a coordinator, which control.json names, that is not there."""
+    where = folder.control()
+    assert where is not None  # we were, or wanted to be, connected to it
     return CoordinatorLost(
         f"job {folder.id}: its coordinator (pid {where['pid']} on {where['host']}) {how}",
         f"what is known: distrun status {folder.id}; what it printed: distrun logs {folder.id}; "
@@ -277,11 +283,10 @@ def gone(folder: JobFolder, where: Mapping[str, Any], how: str = "is gone") -> C
     )
 
 
-def unanswering(folder: JobFolder, where: Mapping[str, Any], limit_s: float) -> CoordinatorLost:
+def unanswering(folder: JobFolder, limit_s: float) -> CoordinatorLost:
     """Return the error of a coordinator that is silent."""
-    return gone(
-        folder, where, f"does not answer within {duration(limit_s)}; is it stopped (ps -o stat= -p {where['pid']})?"
-    )
+    pid = (folder.control() or {}).get("pid")
+    return gone(folder, f"does not answer within {duration(limit_s)}; is it stopped (ps -o stat= -p {pid})?")
 
 
 def _here(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
@@ -291,12 +296,12 @@ def _here(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
         stream.connect(where["path"])
     except TimeoutError:
         stream.close()
-        raise gone(folder, where, f"does not answer within {duration(ANSWER_S)}") from None
+        raise gone(folder, f"does not answer within {duration(ANSWER_S)}") from None
     except OSError as err:
         stream.close()
         if process.is_alive(process.Identity(where["pid"], where["start"])):
-            raise gone(folder, where, f"cannot be reached: {where['path']}: {err.strerror}") from None
-        raise gone(folder, where) from None
+            raise gone(folder, f"cannot be reached: {where['path']}: {err.strerror}") from None
+        raise gone(folder) from None
     return ControlConnection(stream)
 
 
@@ -329,19 +334,19 @@ def _greet(connection: ControlConnection, folder: JobFolder, where: Mapping[str,
     try:
         frame = connection.receive(limit_s)
     except TimeoutError:
-        raise unanswering(folder, where, limit_s) from None
+        raise unanswering(folder, limit_s) from None
     if frame is None:
         raise _unanswered(connection, folder, where)
     if frame.type == "refused":
         raise UsageError(f"job {folder.id}: {frame.header['message']}", frame.header["hint"])
     if frame.type != "hello" or frame.header.get("job") != folder.id:
-        raise gone(folder, where, "is gone, and another job has its socket")
+        raise gone(folder, "is gone, and another job has its socket")
     connection.hello = frame.header
 
 
 def _unanswered(connection: ControlConnection, folder: JobFolder, where: Mapping[str, Any]) -> Exception:
     if connection._relay is None:
-        return gone(folder, where)
+        return gone(folder)
     from distrun import remote_jobs
 
     code = connection._relay.ended(RELAY_END_S)
@@ -350,7 +355,7 @@ def _unanswered(connection: ControlConnection, folder: JobFolder, where: Mapping
     said = bool(connection._relay.said)
     connection._relay.show()
     if code in (remote_jobs.NOBODY, None):
-        return gone(folder, where)
+        return gone(folder)
     return CoordinatorLost(
         f"job {folder.id}: its coordinator is on {where['host']}, which cannot be reached by ssh "
         f"(exit code {code}{'; what ssh said is above' if said else ''})",
@@ -358,16 +363,13 @@ def _unanswered(connection: ControlConnection, folder: JobFolder, where: Mapping
     )
 
 
-def check_version(connection: ControlConnection, folder: JobFolder) -> None:
+def check_version(version: Sequence[int], folder: JobFolder) -> None:
     """Check that more can be asked for than state, stop and kill.
 
     Raises:
         UsageError: the coordinator is of another version.
     """
-    with reading():
-        version = list(connection.hello["version"])
-        is_ours = version[0] == control.VERSION[0]
-    if not is_ours:
+    if version[0] != control.VERSION[0]:
         theirs, ours = (".".join(map(str, each)) for each in (version, control.VERSION))
         raise UsageError(
             f"job {folder.id}: its coordinator speaks control protocol {theirs}, and this distrun {ours}",

@@ -138,7 +138,7 @@ class _StopQuery:
     def __init__(self, folder: JobFolder) -> None:
         self._connection: client.ControlConnection | None = None
         with contextlib.suppress(DistrunError, JobStoreError, OSError):
-            self._connection = client.connect(folder)
+            self._connection = client.connect(folder, any_version=True)
 
     def stop(self) -> bool:
         """Ask it to stop the job; return whether it has heard that."""

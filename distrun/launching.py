@@ -90,9 +90,7 @@ def _await_tasks(
         with client.connect(folder) as connection:
             told = _until_running(connection, terminal, verbosity, _silence_s(job))
     except TimeoutError:
-        where = folder.control()
-        assert where is not None  # it was connected to
-        raise client.unanswering(folder, where, _silence_s(job)) from None
+        raise client.unanswering(folder, _silence_s(job)) from None
     except CoordinatorLost as err:  # the job may be over already
         lost = err
     warning = remote_jobs.refreshed(folder)
@@ -102,9 +100,7 @@ def _await_tasks(
         return Detached(None)
     outcome = client.recorded(folder) if told is None else failures.from_json(told["outcome"])
     if outcome is None:
-        where = folder.control()
-        assert where is not None  # it was written when the job was placed
-        raise lost or client.gone(folder, where)
+        raise lost or client.gone(folder)
     return outcome
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -16,7 +17,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO
 
 from distrun.errors import DistrunError
@@ -200,27 +201,88 @@ REMOVE_S = 60.0
 _NAME = re.compile(
     r"(state|outcome)\.json|(events|events\.1|metrics)\.jsonl|coordinator\.log|logs/[A-Za-z0-9][A-Za-z0-9._-]*"
 )
-FETCH = """
-import json, os, sys, time
-os.chdir(sys.argv[1])
-names = ["state.json"]
-if os.path.exists("outcome.json"):
-    names += ["events.1.jsonl", "events.jsonl", "metrics.jsonl", "coordinator.log"]
-    names += ["logs/" + name for name in os.listdir("logs")] + ["outcome.json"]
+ASK = """
+import json, os, select, socket, sys, time
+jobs, asked = json.loads(sys.argv[1]), bytes.fromhex(sys.argv[2])
+tail, until = int(sys.argv[3]), time.monotonic() + float(sys.argv[4])
 out = sys.stdout.buffer
-for name in names:
-    if os.path.isfile(name):
-        with open(name, "rb") as file:
-            found = os.fstat(file.fileno())
-            size, age_s = found.st_size, max(0.0, time.time() - found.st_mtime)
-            out.write(json.dumps({"name": name, "size": size, "age_s": age_s}).encode() + bytes([10]))
-            while size:
-                data = file.read(min(size, 65536))
-                if not data:
-                    sys.exit("%s became shorter" % name)
-                out.write(data)
-                size -= len(data)
+def tell(job, name, size, age_s=0.0):
+    out.write(json.dumps({"job": job, "name": name, "size": size, "age_s": age_s}).encode() + bytes([10]))
+def read(job, path, name, most=0):
+    try:
+        file = open(path, "rb")
+    except OSError:
+        return
+    with file:
+        found = os.fstat(file.fileno())
+        size = min(found.st_size, most or found.st_size)
+        file.seek(found.st_size - size)
+        tell(job, name, size, max(0.0, time.time() - found.st_mtime))
+        while size:
+            data = file.read(min(size, 65536))
+            if not data:
+                sys.exit("%s became shorter" % name)
+            out.write(data)
+            size -= len(data)
+peers = {}
+for job, folder, path in jobs:
+    names = ["state.json"] if folder else []
+    if not path and os.path.exists(folder + "/outcome.json"):
+        names += ["events.1.jsonl", "events.jsonl", "metrics.jsonl", "coordinator.log"]
+        names += ["logs/" + name for name in os.listdir(folder + "/logs")] + ["outcome.json"]
+    if tail and folder:
+        read(job, folder + "/events.jsonl", "events.jsonl", tail)
+    for name in names:
+        read(job, folder + "/" + name, name)
+    if path:
+        peer = socket.socket(socket.AF_UNIX)
+        peer.settimeout(1.0)
+        try:
+            peer.connect(path)
+            peer.sendall(asked)
+            peers[peer] = job
+        except OSError:
+            tell(job, "", 0)
+out.flush()
+while peers and time.monotonic() < until:
+    for peer in select.select(list(peers), [], [], max(0.0, until - time.monotonic()))[0]:
+        try:
+            data = peer.recv(65536)
+        except OSError:
+            data = b""
+        tell(peers[peer], "frames" if data else "", len(data))
+        out.write(data)
+        out.flush()
+        if not data:
+            del peers[peer]
 """
+"""Runs on a coordinator's host. Writes files of jobs, and frames of their coordinators for some time, each after a line
+of JSON; an empty name: no more frames. Without the path of a socket: all files of a job that is over."""
+
+
+def ask_argv(
+    login: str,
+    jobs: Sequence[Sequence[str]],
+    connect_s: float,
+    *,
+    may_ask: bool,
+    asked: bytes = b"",
+    tail: int = 0,
+    limit_s: float = 0.0,
+) -> list[str]:
+    """Return how to ask a host about jobs. Pure.
+
+    Args:
+        login: as for `ssh_argv`, as are `connect_s` and `may_ask`.
+        jobs: of each its id, folder (or ""), and path of its control socket, or "" for all files.
+        connect_s: how long connecting may take.
+        may_ask: ssh may ask the user.
+        asked: what is sent to each control socket.
+        tail: so many bytes from the end of events.jsonl are wanted.
+        limit_s: how long answers of control sockets are waited for.
+    """
+    words = ["python3", "-I", "-c", ASK, json.dumps(jobs), asked.hex(), str(tail), f"{limit_s:.1f}"]
+    return ssh_argv(login, shlex.join(words), connect_s, may_ask)
 
 
 REMOVE = """
@@ -263,8 +325,7 @@ def refresh(folder: JobFolder, may_ask: bool = True) -> None:
     """
     where = folder.control()
     assert where is not None  # of `is_elsewhere`
-    command = shlex.join(["python3", "-I", "-c", FETCH, where["folder"]])
-    argv = ssh_argv(where["login"], command, may_ask=may_ask)
+    argv = ask_argv(where["login"], [[folder.id, where["folder"], ""]], ANSWER_S, may_ask=may_ask)
     code, said = retried(lambda: _fetch(folder, argv))
     if code:
         raise NotAsked(
@@ -274,7 +335,7 @@ def refresh(folder: JobFolder, may_ask: bool = True) -> None:
 
 
 def _fetch(folder: JobFolder, argv: list[str]) -> tuple[int, str]:
-    """Save what FETCH writes; return its exit code, or that of the ssh program, and what it said. None is a failure."""
+    """Save the files that ASK writes, at least one; return its exit code, or that of ssh, and what it said."""
     try:
         child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     except OSError as err:
@@ -283,7 +344,7 @@ def _fetch(folder: JobFolder, argv: list[str]) -> tuple[int, str]:
         assert child.stdout is not None
         assert child.stderr is not None
         try:
-            saved = [save(folder, *each) for each in _files(child.stdout)]
+            saved = [save(folder, *file) for _, file in answers(child.stdout)]
         except OSError as err:
             raise NotAsked(
                 f"job {folder.id}: what its coordinator's host sent cannot be written to {folder.path}: {err.strerror}",
@@ -343,17 +404,21 @@ def refreshed(folder: JobFolder, may_ask: bool = True) -> str:
     return ""
 
 
-def _files(stream: IO[bytes]) -> Iterator[tuple[str, float, Iterator[bytes]]]:
-    """Give name, age in seconds, and content of the files that FETCH writes; what is no file of a job is an error."""
+def answers(stream: IO[bytes], most: float = math.inf) -> Iterator[tuple[str, tuple[str, float, Iterator[bytes]]]]:
+    """Give the job of what ASK writes, with name, age in seconds, and content. `most`: bytes of one.
+
+    Raises:
+        NotAsked: it is nothing that ASK writes.
+    """
     while header := stream.readline(HEADER_LIMIT):
         try:
             about = json.loads(header)
-            name, size, age_s = about["name"], int(about["size"]), float(about["age_s"])
+            job, name, size, age_s = str(about["job"]), str(about["name"]), int(about["size"]), float(about["age_s"])
         except (ValueError, KeyError, TypeError):
             raise NotAsked(f"the host of the coordinator sent what is no file: {header[:80]!r}") from None
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or size < 0:
-            raise NotAsked(f"the host of the coordinator sent a file that no job has: {name!r}")
-        yield name, age_s, _content(stream, name, size)
+        if not 0 <= size <= most:
+            raise NotAsked(f"the host of the coordinator sent a file of {size} bytes: {name!r}")
+        yield job, (name, age_s, _content(stream, name, size))
 
 
 def _content(stream: IO[bytes], name: str, size: int) -> Iterator[bytes]:
@@ -368,8 +433,12 @@ def _content(stream: IO[bytes], name: str, size: int) -> Iterator[bytes]:
 def save(folder: JobFolder, name: str, age_s: float, pieces: Iterable[bytes]) -> str:
     """Replace a file of the folder as a whole. It gets its age, too: by that of the state, a job is `unknown`.
 
-    Raises OSError.
+    Raises:
+        NotAsked: no job has such a file.
+        OSError: it cannot be written.
     """
+    if not _NAME.fullmatch(name):
+        raise NotAsked(f"the host of the coordinator sent a file that no job has: {name!r}")
     path = folder.path / name
     fresh = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")  # hosts may share the folder
     try:

@@ -9,13 +9,13 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from distrun.cli import standing
-from distrun.cli.common import count, fetched, placed, seconds
+from distrun.cli.common import count, my_jobs, placed, seconds
 from distrun.cli.console import Console, print_err, print_out
 from distrun.client import ControlConnection, Follower
 from distrun.errors import UsageError
@@ -24,6 +24,7 @@ from distrun_runtime.contract.facts import duration
 from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
+    from distrun.jobs import Job
     from distrun_runtime.coordinator.jobfolder import JobFolder
     from distrun_runtime.coordinator.messages import Event
 
@@ -41,9 +42,14 @@ QUESTION = "distrun: [d]etach, [s]top the job, or [g]o on? (Ctrl-C again: stop) 
     low=0,
     help="Show the last N lines before what comes. [default: from where this terminal stood, else what fits]",
 )
+@click.option(
+    "--task", "tasks", multiple=True, metavar="NAME", help="Only what this task (worker-0) or role prints; repeatable."
+)
 @click.option("--no-prefix", is_flag=True, help="Print tasks' output unchanged.")
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only, and the tasks' output.")
-def attach(job: str, since_start: bool, tail: int | None, no_prefix: bool, quiet: bool) -> int:
+def attach(
+    job: str, *, since_start: bool, tail: int | None, tasks: tuple[str, ...], no_prefix: bool, quiet: bool
+) -> int:
     """Show what JOB prints (an id, the beginning of one, or a name), as `launch` does, until it is over.
 
     Ctrl-C asks whether to detach, to stop the job, or to go on; a second Ctrl-C stops it. Where nobody can be asked,
@@ -52,23 +58,19 @@ def attach(job: str, since_start: bool, tail: int | None, no_prefix: bool, quiet
     The exit code is the job's if its end was seen, 0 after a chosen detach, 130 after Ctrl-C without a question, and 7
     if the job's coordinator is lost.
     """
-    from distrun import client
-    from distrun_runtime.coordinator.jobstore import JobStore
-
     if since_start and tail is not None:
         raise UsageError("--since-start and --tail contradict each other")
-    store = JobStore()
-    folder = fetched(store.find_living(job))
+    jobs = my_jobs()
+    found = jobs.get(job, prefers_living=True).refresh()
     console = Console(environ.snapshot(), prefix=not no_prefix, level="error" if quiet else "info")
-    state = folder.state()["state"]
-    if state in facts.OVER:
-        return _over(folder, console)
-    places = standing.OutputPlace(store.root, folder.id)
-    console.attach(folder.log_path, folder.id, lambda: placed(folder))
+    if found.is_over:
+        return _over(found.folder, console)
+    names = [str(row["name"]) for row in found.choose(tasks)] if tasks else None
+    places = standing.OutputPlace(jobs.store.root, found.id)
+    console.attach(found.folder.log_path, found.id, lambda: placed(found.folder))
     try:
-        with client.connect(folder) as connection:
-            client.check_version(connection, folder)
-            attached = _Attached(connection, folder, console)
+        with found.attach() as connection:
+            attached = _Attached(connection, found, console, names)
             return attached.run(_start(places, since_start, tail), places)
     finally:
         console.close()
@@ -97,10 +99,13 @@ def _start(places: standing.OutputPlace, since_start: bool, tail: int | None) ->
 class _Attached:
     """One `distrun attach`: follows the job, and asks what a Ctrl-C means."""
 
-    def __init__(self, connection: ControlConnection, folder: JobFolder, console: Console) -> None:
+    def __init__(self, connection: ControlConnection, job: Job, console: Console, names: Sequence[str] | None) -> None:
         self._connection = connection
-        self._folder = folder
+        self._job = job
+        self._folder = job.folder
         self._console = console
+        self._names = names
+        """Of the tasks whose output is shown; None: of all."""
         self._follower = Follower(connection, console)
         self._is_stopping = False
         self._left: int | None = None
@@ -109,7 +114,6 @@ class _Attached:
         self._lock = threading.Lock()
 
     def run(self, start: dict[str, int], places: standing.OutputPlace) -> int:
-        from distrun import remote_jobs
         from distrun_runtime.coordinator.loop import Interrupts
 
         where = self._connection.hello
@@ -119,18 +123,18 @@ class _Attached:
             self._console.say(str(waits["message"] or waits["state"]))
         elif "tail" in start:
             # The logs of a job on hosts are fetched when it is over.
-            how = "attach --since-start" if remote_jobs.is_elsewhere(self._folder) else "logs --merge"
+            how = "attach --since-start" if self._job.is_elsewhere else "logs --merge"
             self._console.say(f"all that it printed before: distrun {how} {self._folder.id}")
         self._console.when_unread(lambda: self._leave(facts.exit_code(None, "PIPE")))
         self._console.start()
         with Interrupts(self._on_signal):
             draws = self._console.draws
-            self._connection.send("subscribe", events=draws, metrics=draws, output=start)
+            self._connection.send("subscribe", events=draws, metrics=draws, output={**start, "tasks": self._names})
             if draws:
                 self._connection.send("state")
             self._follower.run()
             self._withdraw()
-        if self._follower.cursor is not None:
+        if self._follower.cursor is not None and self._names is None:
             places.write(self._follower.cursor)
         return self._end(start, places)
 
@@ -144,12 +148,10 @@ class _Attached:
             return self._left
         if found.failure is not None:
             raise client.raised(found.failure, self._console, 0)
-        fetched(self._folder)  # its end, if it was elsewhere
+        self._job.refresh()  # its end, if it was elsewhere
         outcome = found.outcome or client.recorded(self._folder)
         if outcome is None:
-            where = self._folder.control()
-            assert where is not None  # we were connected
-            raise client.gone(self._folder, where)
+            raise client.gone(self._folder)
         try:
             self._show_rest(start)
         except JobStoreError as err:
@@ -173,12 +175,12 @@ class _Attached:
         with LogReader(self._folder.logs) as reader:
             cursor = self._follower.cursor
             if cursor is None:
-                cursor = logreader.begin(reader, control.OutputWanted(**start))
+                cursor = logreader.begin(reader, control.OutputWanted(start.get("cursor"), start.get("tail")))
             if self._is_stopping:
                 last = max(cursor, reader.end() - LAST_BYTES)
                 self._console.leave_out(last - cursor)
                 cursor = last
-            while (found := reader.read(cursor)).cursor != cursor:
+            while (found := reader.read(cursor, tasks=self._names)).cursor != cursor:
                 for each in found.pieces:
                     stream = each.stream if each.stream in ("out", "err") else "out"
                     host = hosts.get(each.task, "")
@@ -299,21 +301,9 @@ def detach(job: str) -> int:
     Its `distrun launch` ends with exit code 0. From then on the end of that terminal, or of that process, means nothing
     to the job. It stays where it is: the machine that launched it has to stay up.
     """
-    from distrun import client
-    from distrun_runtime.coordinator.jobstore import JobStore
-
-    folder = fetched(JobStore().find_living(job))
-    state = folder.state()["state"]
-    if state in facts.OVER:
-        raise UsageError(f"job {folder.id} is over: {state}", f"what it printed: distrun logs {folder.id}")
-    with client.connect(folder) as connection:
-        client.check_version(connection, folder)
-        answer = connection.ask("detach")
-    with client.reading():
-        if answer.type == "refused":
-            raise UsageError(f"job {folder.id}: {answer.header['message']}", answer.header["hint"])
-        told = "goes on without its terminal" if answer.header["released"] else "had been detached before"
-    print_out(f"{folder.id}: {told}; to come back: distrun attach {folder.id}\n")
+    found = my_jobs().get(job, prefers_living=True).refresh()
+    told = "goes on without its terminal" if found.detach() else "had been detached before"
+    print_out(f"{found.id}: {told}; to come back: distrun attach {found.id}\n")
     return 0
 
 
@@ -333,64 +323,16 @@ def wait(job: str, timeout: float | None, as_json: bool) -> int:
     A job that is over gives its code at once. The exit code is 124 if --timeout ends the wait, and 7 if the job's
     coordinator is lost. Ctrl-C ends the wait only.
     """
-    from distrun_runtime.coordinator.jobstore import JobStore
-
-    folder = fetched(JobStore().find_living(job))
-    code, outcome = _wait(folder, timeout)
-    is_late = code is None
-    if is_late:
-        code = facts.EXIT_TIMEOUT
-        print_err(f"distrun: job {folder.id} is not over after {duration(timeout or 0.0)}\n")
+    found = my_jobs().get(job, prefers_living=True).refresh()
+    is_late = False
+    try:
+        code = found.wait(timeout)
+    except TimeoutError:
+        code, is_late = facts.EXIT_TIMEOUT, True
+        print_err(f"distrun: job {found.id} is not over after {duration(timeout or 0.0)}\n")
     if as_json:
         from distrun_runtime.coordinator.jobfolder import rfc3339
 
-        told = {"schema": SCHEMA, "time": rfc3339(time.time()), "job": folder.id, "exit_code": code}
-        print_out(json.dumps({**told, "timed_out": is_late, "outcome": outcome}, indent=2) + "\n")
-    return code or 0
-
-
-def _wait(folder: JobFolder, timeout: float | None) -> tuple[int | None, Mapping[str, Any] | None]:
-    """Return the job's exit code, None if it is not over in time; and its outcome as JSON, if it has one.
-
-    Raises:
-        CoordinatorLost: its coordinator is gone.
-    """
-    from distrun import remote_jobs
-    from distrun.client import CoordinatorLost
-
-    recorded = folder.outcome()
-    if recorded is None:
-        try:
-            return _follow(folder, timeout)
-        except CoordinatorLost:
-            remote_jobs.refreshed(folder)
-            recorded = folder.outcome()  # the job may have ended between the two looks
-            if recorded is None:
-                raise
-    return int(recorded["exit_code"]), recorded
-
-
-def _follow(folder: JobFolder, timeout: float | None) -> tuple[int | None, Mapping[str, Any] | None]:
-    """Wait by a connection to the coordinator; as `_wait`."""
-    from distrun import client
-    from distrun_runtime.coordinator import failures
-
-    until = None if timeout is None else time.monotonic() + timeout
-    with client.connect(folder) as connection, client.reading():
-        client.check_version(connection, folder)
-        connection.send("subscribe")
-        while True:
-            try:
-                frame = connection.receive(None if until is None else max(0.001, until - time.monotonic()))
-            except TimeoutError:
-                return None, None
-            if frame is None:
-                break
-            if frame.type == "outcome":
-                outcome = failures.from_json(frame.header["outcome"])
-                return outcome.exit_code, folder.outcome_json(folder.explained(outcome))
-            if frame.type == "failed":
-                return int(frame.header["exit_code"]), None
-    where = folder.control()
-    assert where is not None  # we were connected
-    raise client.gone(folder, where)
+        told = {"schema": SCHEMA, "time": rfc3339(time.time()), "job": found.id, "exit_code": code}
+        print_out(json.dumps({**told, "timed_out": is_late, "outcome": found.outcome}, indent=2) + "\n")
+    return code

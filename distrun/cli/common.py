@@ -13,15 +13,15 @@ from distrun import formats, request
 from distrun.cli.console import print_err
 from distrun.errors import UsageError
 from distrun.formats import exact
-from distrun.ssh.resolve import CONNECT_S, TRANSPORTS
+from distrun.ssh import CONNECT_S, TRANSPORTS
 from distrun_runtime.contract import environ
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
     from distrun.hosts import Inventory
+    from distrun.jobs import Jobs
     from distrun_runtime.contract.plan import Host
     from distrun_runtime.coordinator.jobfolder import JobFolder
-    from distrun_runtime.coordinator.jobstore import JobStore
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -73,36 +73,16 @@ def current_folder() -> str:
         raise UsageError("the current directory does not exist any more", "cd to one that does") from err
 
 
-def find_job(store: JobStore, wanted: str) -> JobFolder:
-    """Return the job, as `found_job` does, of which is known here what its coordinator's host knows.
+def my_jobs() -> Jobs:
+    """Return the user's jobs; what should be known of one besides is printed to stderr."""
+    from distrun.jobs import Jobs
 
-    Raises:
-        NoSuchJob: there is none, or several ids begin so.
-    """
-    return fetched(found_job(store, wanted))
+    return Jobs(say=say)
 
 
-def found_job(store: JobStore, wanted: str) -> JobFolder:
-    """Return the job, as `JobStore.find` does; if several have exactly that name the newest, and say so.
-
-    Raises:
-        NoSuchJob: there is none, or several ids begin so.
-    """
-    folder = store.find(wanted)
-    count = len(store.named(wanted)) if folder.id != wanted else 0
-    if count > 1:
-        print_err(f"distrun: {wanted}: the newest of {count} jobs of that name, {folder.id}\n")
-    return folder
-
-
-def fetched(folder: JobFolder) -> JobFolder:
-    """Return a job of which is known here what its coordinator's host knows; say so if that host cannot be asked."""
-    from distrun import remote_jobs
-
-    warning = remote_jobs.refreshed(folder)
-    if warning:
-        print_err(f"distrun: warning: {warning}\n")
-    return folder
+def say(text: str, level: str) -> None:
+    """Print a message of distrun's own to stderr."""
+    print_err(f"distrun: {'' if level == 'info' else level + ': '}{text}\n")
 
 
 def agree(question: str, yes: bool, hint: str = "look first: --dry-run") -> None:

@@ -12,7 +12,7 @@ import os
 import select
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,9 @@ WIDE = 400
 """Columns of a table that is not shown on a terminal."""
 
 LEVELS = ("debug", "info", "warning", "error")
+
+ERRORS = "errors"
+"""Stands, among what is shown of tasks, for stderr of all."""
 
 LogPath = Callable[[str], Path]
 Counts = Callable[[], "tuple[int, int]"]
@@ -76,10 +79,17 @@ class Console:
         *,
         prefix: bool = True,
         level: str = "info",
+        shows: Collection[str] = (),
         out_fd: int = 1,
         err_fd: int = 2,
     ) -> None:
-        """`prefix`: with the origin of each line; without, the bytes of tasks go through unchanged."""
+        """Make one that prints nothing yet.
+
+        Args:
+            prefix: with the origin of each line; without, the bytes of tasks go through unchanged.
+            shows: only the output of tasks of these names and roles is printed, or all stderr (ERRORS); empty: all.
+        """
+        self._shows = shows
         self._level = LEVELS.index(level)
         self._fds = {"out": out_fd, "err": err_fd}
         self._has_prefix = prefix
@@ -141,6 +151,9 @@ class Console:
 
     def show(self, piece: OutputPiece) -> None:
         """Take a piece of a task's output."""
+        shown = piece.task, piece.task.partition("-")[0], ERRORS if piece.stream == "err" else ""
+        if self._shows and not any(each in self._shows for each in shown):
+            return
         self.start()
         self._writers[piece.stream].put(piece)
 

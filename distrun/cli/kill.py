@@ -16,7 +16,7 @@ import click
 
 from distrun import formats
 from distrun.cli import engines
-from distrun.cli.common import agree, fetched, find_hosts, host_options, hosts_of, seconds, tell_warnings
+from distrun.cli.common import agree, find_hosts, host_options, hosts_of, my_jobs, seconds, tell_warnings
 from distrun.cli.console import print_err, print_out, render, width
 from distrun.cli.options import LauncherOption, site_options
 from distrun.errors import UsageError
@@ -92,24 +92,21 @@ def kill(names: tuple[str, ...], **options: Any) -> int:
 
 def _by_name(names: Sequence[str], options: Mapping[str, Any]) -> int:
     """Stop jobs that were launched on this machine; return the exit code."""
-    from distrun import killing
-    from distrun_runtime.coordinator.jobstore import JobStore
-
-    store = JobStore()
-    folders = [fetched(folder) for folder in dict.fromkeys(store.find_living(name) for name in names)]
+    jobs = my_jobs()
+    found = list({(job := jobs.get(name, prefers_living=True)).id: job.refresh() for name in names}.values())
     if options["dry_run"]:
-        return _preview(folders, options)
-    if len(folders) > 1:
-        listed = ", ".join(folder.id for folder in folders)
+        return _preview([job.folder for job in found], options)
+    if len(found) > 1:
+        listed = ", ".join(job.id for job in found)
         agree(f"Stop {listed}?", options["yes"])
     code = 0
     told = []
-    for folder in folders:
-        killed = killing.kill(folder, options["grace"])
+    for job in found:
+        killed = job.stop(options["grace"])
         code = facts.EXIT_LEFT if killed.left else code or (facts.EXIT_PREFLIGHT if killed.unasked else 0)
-        told.append({"job": folder.id, "done": killed.lines, "left": killed.left, "unasked": killed.unasked})
+        told.append({"job": job.id, "done": killed.lines, "left": killed.left, "unasked": killed.unasked})
         if not options["as_json"]:
-            print_out("".join(f"{folder.id}: {line}\n" for line in killed.lines))
+            print_out("".join(f"{job.id}: {line}\n" for line in killed.lines))
     if options["as_json"]:
         _print_json(dry_run=False, exit_code=code, jobs=told)
     return code

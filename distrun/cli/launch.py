@@ -14,7 +14,7 @@ import click
 from distrun import activation, backends, formats, hosts, placement
 from distrun.cli import common, hints, standing
 from distrun.cli.common import current_folder, placed
-from distrun.cli.console import Console
+from distrun.cli.console import ERRORS, Console
 from distrun.cli.options import collect_env, engine_options, launch_options
 from distrun.client import Detached
 from distrun.errors import UsageError
@@ -65,7 +65,8 @@ def launch(ctx: click.Context, /, command: tuple[str, ...], **options: Any) -> i
     process.outlive_tasks_signals()
     ctx.obj.verbosity = options["verbosity"]
     env = environ.snapshot()
-    console = Console(env, prefix=not options["no_prefix"], level=_level(options["quiet"], options["verbosity"]))
+    level = _level(options["quiet"], options["verbosity"])
+    console = Console(env, prefix=not options["no_prefix"], level=level, shows=options["shows"])
     try:
         return _launch(ctx, command, options, env, console)
     finally:
@@ -89,6 +90,11 @@ def _launch(
         console.say(note)
     store = JobStore()
     job = plan_job(_request(command, options, console, launcher=launcher, found=found, env=env), store)
+    if options["shows"] and not isinstance(job, QueuedJob):
+        from distrun.jobs import choose
+
+        tasks = [{"name": task.name, "role": task.role} for task in job.plan.tasks]
+        choose(tasks, [each for each in options["shows"] if each != ERRORS])
     for note, level in _notes(job):
         console.say(note, level)
     if job.tree is not None:

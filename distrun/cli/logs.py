@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -12,17 +11,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import click
 
-from distrun.cli.common import count, find_job
+from distrun.cli.common import count, my_jobs, say
 from distrun.cli.console import can_draw, copy_out, is_terminal, print_err, wants_colour
 from distrun.cli.region import Region, StreamBars, chosen
 from distrun.cli.screen import Feed, in_order, prefix, short_prefix
 from distrun.errors import UsageError
 from distrun.formats import point_in_time
 from distrun.formats import size as size_text
+from distrun.jobs import ForwardedOutput, RecordedOutput
 from distrun_runtime.contract import environ, facts
 from distrun_runtime.coordinator.jobfolder import JobFolder, rfc3339
 from distrun_runtime.coordinator.logreader import LogPiece, LogReader
@@ -222,18 +222,16 @@ def logs(
     TASK is a name (worker-0) or a role (worker). The log of a single task is shown unchanged, several with prefixes,
     one task after the other; with --merge in the order in which they printed.
     """
-    from distrun_runtime.coordinator.jobstore import JobStore
-
-    folder = find_job(JobStore(), job)
-    _say_where(folder, follow)
-    chosen = choose(folder.state()["tasks"], tasks)
+    found = my_jobs().get(job).refresh()
+    folder = found.folder
+    rows = found.choose(tasks)
     pattern = _pattern(grep)
     start = None if since is None else point_in_time("--since", since, time.time())
     env = environ.snapshot()
-    prefixed = merge or len(chosen) > 1
+    prefixed = merge or len(rows) > 1
     region = Region() if follow and prefixed and not as_json and grep is None and can_draw(1, env) else None
     style = Style(
-        hosts={str(row["name"]): str(row["host"]) for row in chosen},
+        hosts={str(row["name"]): str(row["host"]) for row in rows},
         prefixed=prefixed,
         coloured=wants_colour(1, env),
         terminal=is_terminal() and not as_json,
@@ -241,14 +239,23 @@ def logs(
         pattern=pattern,
         as_json=as_json,
     )
-    names = [str(row["name"]) for row in chosen]
-    goes_on = (lambda: folder.state()["state"] in facts.GOING) if follow else lambda: False
+    names = [str(row["name"]) for row in rows]
+    goes_on = (lambda: found.state in facts.GOING) if follow else lambda: False
+    if found.is_elsewhere and follow:
+        begin = {"cursor": 0} if start is None and lines is None else {"since": start, "tail": lines}
+        with ForwardedOutput(found, names, begin) as forwarded:
+            _LogPrinter(forwarded, Replay(style, from_start="cursor" in begin), region).show(forwarded.goes_on)
+        return 0
+    if found.is_elsewhere:
+        host = (folder.control() or {}).get("host")
+        text = f"until job {found.id} is over, its logs are on {host} only; what it has printed"
+        say(f"{text}: distrun attach --since-start {found.id}", "warning")
     with LogReader(folder.logs) as reader:
         if not (merge or as_json or start is not None):
             source: _PieceSource = _LogFiles(folder, names, lines)
             _LogPrinter(source, Replay(style, from_start=lines is None), region).show(goes_on)
         elif _is_ordered(folder, reader, names):
-            ordered = _Ordered(folder, reader, names)
+            ordered = _Ordered(found, reader, names)
             replay = ordered.begin(style, start, lines)
             _LogPrinter(ordered, replay, region, lines).show(goes_on)
         else:
@@ -260,42 +267,6 @@ def logs(
             print_err(f"distrun: the order of these lines is not known: job {folder.id} has no logs/index\n")
             _LogPrinter(_LogFiles(folder, names, None), Replay(style), region, lines).show(goes_on)
     return 0
-
-
-def _say_where(folder: JobFolder, follow: bool) -> None:
-    """Say where the logs are of a job that runs and has its coordinator on a host: they are fetched when it is over.
-
-    Raises:
-        UsageError: they are to be followed.
-    """
-    from distrun import remote_jobs
-
-    if not remote_jobs.is_elsewhere(folder):
-        return
-    where = folder.control()
-    assert where is not None  # of `is_elsewhere`
-    text = f"until job {folder.id} is over, its logs are on {where['host']} only"
-    if follow:
-        raise UsageError(f"-f: {text}", f"to follow it: distrun attach {folder.id}")
-    print_err(f"distrun: warning: {text}; what it has printed: distrun attach --since-start {folder.id}\n")
-
-
-def choose(tasks: Sequence[Mapping[str, Any]], wanted: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Return the tasks of these names and roles, in the order of the job; all, if none is named.
-
-    Raises:
-        UsageError: there is none of one; lists near ones.
-    """
-    for word in wanted:
-        if not any(word in (task["name"], task["role"]) for task in tasks):
-            names = [str(task["name"]) for task in tasks]
-            if not names:
-                raise UsageError(
-                    f"no task {word!r} in this job: it has none yet", "distrun status JOB says what it waits for"
-                )
-            near = difflib.get_close_matches(word, names, n=3) or names[:8]
-            raise UsageError(f"no task {word!r} in this job; there is: {', '.join(near)}")
-    return [task for task in tasks if not wanted or task["name"] in wanted or task["role"] in wanted]
 
 
 def tail_offset(path: Path, lines: int) -> int:
@@ -388,66 +359,40 @@ class _LogFiles:
         return iter(())
 
 
-class _Ordered:
-    """The output of tasks in the order of the index."""
-
-    def __init__(self, folder: JobFolder, reader: LogReader, names: Sequence[str]) -> None:
-        self._folder = folder
-        self._reader = reader
-        self._names = names
-        self._cursor = 0
-        self._since = 0.0
+class _Ordered(RecordedOutput):
+    """The output of tasks in the order of the index, from a place that is looked for."""
 
     def begin(self, style: Style, since: float | None, lines: int | None) -> Replay:
         """Go to where the lines since `since`, or at least the last `lines`, begin.
 
         Return a replay that has seen the output before, so that a line that began there is whole.
         """
-        first = 0 if since is None else self._reader.cursor_at(since)
-        self._since = since or 0.0
+        first = 0 if since is None else self.reader.cursor_at(since)
+        self.since = since or 0.0
         size = LINE_BYTES * lines + WARM_BYTES if lines is not None else 0
-        while lines is not None and self._reader.end() - size > first:
-            replay = self._warmed(style, self._reader.end() - size)
+        while lines is not None and self.reader.end() - size > first:
+            replay = self._warmed(style, self.reader.end() - size)
             found = [part.count(b"\n") for piece in self.pieces() for part in replay.add(piece)]
             if sum(found) >= lines:
-                return self._warmed(style, self._reader.end() - size)
+                return self._warmed(style, self.reader.end() - size)
             size *= 8
         return self._warmed(style, first)
 
     def _warmed(self, style: Style, cursor: int) -> Replay:
         """Go to a cursor; return what has seen the output just before it."""
         replay = Replay(style, from_start=cursor <= 0)
-        self._cursor = max(0, cursor - (0 if style.is_raw else WARM_BYTES))
-        while self._cursor < cursor:
-            found = self._reader.read(self._cursor, min(READ_SIZE, cursor - self._cursor))
-            if found.cursor == self._cursor:
+        self.cursor = max(0, cursor - (0 if style.is_raw else WARM_BYTES))
+        while self.cursor < cursor:
+            found = self.reader.read(self.cursor, min(READ_SIZE, cursor - self.cursor))
+            if found.cursor == self.cursor:
                 break
             for piece in found.pieces:
-                if piece.task in self._names and piece.cursor < cursor:
+                if piece.task in self.names and piece.cursor < cursor:
                     replay.add(piece)
-            self._cursor = found.cursor
-        self._cursor = cursor
+            self.cursor = found.cursor
+        self.cursor = cursor
         replay.begin()
         return replay
-
-    def pieces(self) -> Iterator[LogPiece]:
-        while True:
-            found = self._reader.read(self._cursor, READ_SIZE, self._names)
-            yield from found.pieces
-            if found.cursor == self._cursor:
-                return
-            self._cursor = found.cursor
-
-    def last(self) -> Iterator[LogPiece]:
-        if self._folder.state()["state"] in facts.LIVE:
-            return
-        said = False
-        for piece in self._reader.rest(self._names):
-            if piece.time >= self._since:
-                if not said:
-                    print_err("distrun: the order of the last lines is not known: their record was not written\n")
-                    said = True
-                yield piece
 
 
 class _LogPrinter:

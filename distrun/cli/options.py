@@ -287,6 +287,13 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
     click.option(
         "--metrics-address", default="", metavar="A", help=f"The address for that. [default: {facts.LOOPBACK}]"
     ),
+    click.option(
+        "--show",
+        "shows",
+        multiple=True,
+        metavar="WHAT",
+        help="Print only what this task (worker-0) or role writes, or errors: all stderr. Logs keep all; repeatable.",
+    ),
     click.option("--no-prefix", is_flag=True, help="Print tasks' output unchanged."),
     click.option("--dry-run", is_flag=True, help="Show what would be started, and start nothing; -v shows each task."),
     click.option("--json", "as_json", is_flag=True, help="The dry run, or the outcome (last line), as JSON on stdout."),

@@ -6,23 +6,16 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from distrun.cli.common import fetched
+from distrun.cli.common import my_jobs
 from distrun.cli.console import print_err, print_out
-from distrun.cli.logs import choose
 from distrun.dashboard.text import clean_lines
-from distrun.errors import DistrunError, UsageError
-from distrun_runtime.contract import facts
-
-if TYPE_CHECKING:
-    from distrun.client import ControlConnection
+from distrun.errors import DistrunError
 
 SCHEMA = "distrun.stack/1"
-LIMIT_S = 15.0
-"""How long an answer is awaited: agents have 10 s."""
 
 
 class NoStacks(DistrunError):
@@ -43,52 +36,24 @@ def stack(job: str, tasks: tuple[str, ...], as_json: bool) -> int:
     py-spy is used where a task runs if it is installed there; otherwise a task that uses distrun_runtime writes its own
     stacks. The exit code is 1 if there is no stack at all.
     """
-    from distrun import client
-    from distrun_runtime.coordinator.jobstore import JobStore
-
-    store = JobStore()
-    folder = fetched(store.find_living(job))
-    state = folder.state()
-    if state["state"] in facts.OVER:
-        raise UsageError(f"job {folder.id} is over", f"what it printed: distrun logs {folder.id}")
-    choose(state["tasks"], tasks)
-    with client.connect(folder) as connection:
-        client.check_version(connection, folder)
-        with client.reading():
-            found = [_row(answer) for wanted in tasks or ("",) for answer in _asked(connection, wanted)]
-    answers = list({str(answer["task"]): answer for answer in found}.values())
+    found = my_jobs().get(job, prefers_living=True).refresh()
+    answers = found.stack(*tasks)
     if as_json:
         from distrun_runtime.coordinator.jobfolder import rfc3339
 
-        told = {"schema": SCHEMA, "time": rfc3339(time.time()), "job": folder.id}
+        told = {"schema": SCHEMA, "time": rfc3339(time.time()), "job": found.id}
         print_out(json.dumps({**told, "tasks": answers}, indent=2) + "\n")
     else:
         for text in shown([answer for answer in answers if answer["text"]]):
             print_out(text + "\n")
     missing = [answer for answer in answers if not answer["text"]]
-    for line in [] if as_json else complaints(missing, folder.id):
+    for line in [] if as_json else complaints(missing, found.id):
         print_err(line + "\n")
     if len(missing) == len(answers):
         if not as_json:
             raise NoStacks("there is no stack to show")
         return NoStacks.exit_code
     return 0
-
-
-def _asked(connection: ControlConnection, wanted: str) -> list[Mapping[str, Any]]:
-    """Return the answers for what was named.
-
-    Raises:
-        UsageError: the coordinator refuses.
-        CoordinatorLost: it does not answer.
-    """
-    answers: list[Mapping[str, Any]] = []
-    connection.send("stack", task=wanted)
-    while (frame := connection.answer("stack", LIMIT_S)).type != "refused":
-        answers.append(frame.header)
-        if not frame.header.get("left"):
-            return answers
-    raise UsageError(str(frame.header["message"]), str(frame.header.get("hint", "")))
 
 
 def shown(answers: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -128,7 +93,3 @@ def _comparable(text: str) -> str:
     text = re.sub(r"0x[0-9a-fA-F]+", "0x", text)
     text = re.sub(r"(?m)^Process \d+: .*$", "Process", text)
     return re.sub(r"(?m)^Thread \d+ \([^)]*\)", "Thread", text)
-
-
-def _row(answer: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: answer[name] for name in ("task", "text", "how", "error", "fix")}

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun import client, jobviews
-from distrun.cli.common import found_job, host_options, hosts_of, tell_warnings
+from distrun.cli.common import host_options, hosts_of, my_jobs, tell_warnings
 from distrun.cli.console import (
     can_draw,
     copy_out,
@@ -28,25 +27,20 @@ from distrun.cli.console import (
     wants_colour,
     width,
 )
-from distrun.cli.tables import heading, hosts_table, jobs_table, tasks_table
-from distrun.dashboard.text import clean_lines
 from distrun.errors import DistrunError, UsageError
 from distrun_runtime.contract import environ, facts
-from distrun_runtime.coordinator import failures
 from distrun_runtime.coordinator.jobfolder import rfc3339
 from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from distrun.client import ControlConnection
     from distrun.dashboard.loop import Ended
     from distrun.dashboard.terminal import Appearance
     from distrun.fleet.questions import HostJob
-    from distrun.jobviews import JobView
+    from distrun.jobs import Job, Jobs, JobView
     from distrun_runtime.contract import session
     from distrun_runtime.coordinator.failures import Outcome, Problem
     from distrun_runtime.coordinator.jobfolder import JobFolder
-    from distrun_runtime.coordinator.jobstore import JobStore
 
 
 SCHEMA = "distrun.status/1"
@@ -96,18 +90,16 @@ def status(
         if watch:
             raise UsageError("-w/--watch shows jobs of this machine only", "leave it out, or leave -H out")
         return _on_hosts(job, as_json, options)
-    from distrun_runtime.coordinator.jobstore import JobStore
-
-    store = JobStore()
-    watched = _watched(store, job, everything, plain, is_ascii) if watch and not as_json else None
+    jobs = my_jobs()
+    watched = _watched(jobs, job, everything, plain, is_ascii) if watch and not as_json else None
     if watched is not None:
         return watched
     if job is None:
-        return _list(store, watch, everything, as_json)
-    folder = found_job(store, job)
+        return _list(jobs, watch, everything, as_json)
+    found = jobs.get(job)
     if watch and as_json:
-        return follow_job(_looked(folder), view_as_json, exit_code)
-    return _one(folder, as_json)
+        return follow_job(found, view_as_json, exit_code)
+    return _one(found, as_json)
 
 
 def exit_code(state: Mapping[str, Any]) -> int:
@@ -117,57 +109,60 @@ def exit_code(state: Mapping[str, Any]) -> int:
     return model.exit_code(str(state["state"]))
 
 
-def _watched(store: JobStore, job: str | None, everything: bool, plain: bool, is_ascii: bool) -> int | None:
+def _watched(jobs: Jobs, job: str | None, everything: bool, plain: bool, is_ascii: bool) -> int | None:
     """Show a job, or all, live; return the exit code. None: nothing can be drawn, so it is shown once."""
 
     if not plain and not is_drawn(plain):
         return None
-    folder = found_job(store, job) if job is not None else only_running(store)
-    if folder is not None:
-        ended = watch_one(folder, plain, is_ascii)
+    found = jobs.get(job) if job is not None else only_running(jobs)
+    if found is not None:
+        ended = watch_one(found.folder, plain, is_ascii)
         if ended.signal is None and not plain:
-            state = _looked(folder).state
+            from distrun.cli.tables import heading, tasks_table
+
+            state = found.view().state
             print_out(heading(state) + render(tasks_table(state, time.time(), width())))
         return code_of(ended)
     if plain:
         return None
-    from distrun import jobviews
+    from distrun.jobs import Background
 
-    known = jobviews.Background(lambda: jobviews.listed(store.list(), None if everything else SHOWN))
-    ended = watch_all(store, known.states, is_ascii)
+    known = Background(lambda: [each.folder for each in jobs.list(None if everything else SHOWN)])
+    ended = watch_all(jobs, known.states, is_ascii)
     if ended.signal is None:
-        _list(store, False, everything, False)
+        _list(jobs, False, everything, False)
     return code_of(ended)
 
 
 # ---------------------------------------------------------------------- my jobs
 
 
-def _list(store: JobStore, watch: bool, everything: bool, as_json: bool) -> int:
+def _list(jobs: Jobs, watch: bool, everything: bool, as_json: bool) -> int:
     """Show the jobs of the store; return the exit code."""
-    from distrun import jobviews
 
-    def read() -> list[JobView]:
-        return jobviews.look(jobviews.listed(store.list(), None if everything else SHOWN))
-
-    def table(views: Sequence[JobView]) -> Any:
-        return jobs_table([each.state for each in views], time.time(), width(), {each.id: each for each in views})
+    def read() -> Sequence[JobView]:
+        return jobs.views(None if everything else SHOWN)
 
     if watch and as_json:
         return follow_jobs(read, view_as_json)
     if as_json:
         now = time.time()
-        jobs = [view_as_json(each, now) for each in read()]
-        print_out(json.dumps({"schema": SCHEMA, "time": rfc3339(now), "jobs": jobs}, indent=2) + "\n")
+        rows = [view_as_json(each, now) for each in read()]
+        print_out(json.dumps({"schema": SCHEMA, "time": rfc3339(now), "jobs": rows}, indent=2) + "\n")
     else:
+        from distrun.cli.tables import jobs_table
+
         views = read()
-        print_out(render(table(views)))
+        states, known = [each.state for each in views], {each.id: each for each in views}
+        print_out(render(jobs_table(states, time.time(), width(), known)))
         _tell_unasked(views)
     return 0
 
 
 def _tell_unasked(views: Sequence[JobView]) -> None:
     """Say, once for each host, why coordinators could not be asked."""
+    from distrun.dashboard.text import clean_lines
+
     told = {each.problem: each.fix for each in views if each.problem}
     for problem, fix in told.items():
         print_err(f"distrun: warning: {clean_lines(problem)}\n")  # the host's ssh may have said it
@@ -191,7 +186,7 @@ def _standing(view: JobView, now: float) -> dict[str, Any]:
 # ---------------------------------------------------------------------- one job
 
 
-def _one(folder: JobFolder, as_json: bool) -> int:
+def _one(job: Job, as_json: bool) -> int:
     """Show one job in detail; return the exit code.
 
     Raises:
@@ -199,7 +194,7 @@ def _one(folder: JobFolder, as_json: bool) -> int:
     """
     from distrun.cli import tables
 
-    view = _looked(folder)
+    view = job.view()
     now = time.time()
     if as_json:
         told = {"schema": SCHEMA, "time": rfc3339(now), "job": view.state, **_standing(view, now)}
@@ -209,22 +204,6 @@ def _one(folder: JobFolder, as_json: bool) -> int:
         print_out(tables.text(view, now, width()))
     _tell_unasked([view])
     return exit_code(view.state)
-
-
-def _looked(folder: JobFolder) -> JobView:
-    """Return how a job stands. If it has ended on another host, everything is fetched from there, once."""
-    from distrun import jobviews, remote_jobs
-
-    (view,) = jobviews.look([folder], with_events=True)
-    if view.state["state"] == facts.DAMAGED:
-        folder.state()  # raises what is wrong
-    if view.state["state"] in facts.OVER and remote_jobs.is_elsewhere(folder):
-        try:
-            remote_jobs.refresh(folder, may_ask=False)
-        except remote_jobs.NotAsked as err:
-            print_err(f"distrun: warning: {err}; {err.hint}\n")
-        (view,) = jobviews.look([folder], with_events=True)
-    return view
 
 
 # ---------------------------------------------------------------------- jobs on hosts
@@ -256,6 +235,8 @@ def _on_hosts(wanted: str | None, as_json: bool, options: Mapping[str, Any]) -> 
         )
         return code
     if found:
+        from distrun.cli.tables import hosts_table
+
         print_out(render(hosts_table(found, width(), problems)))
     elif len(problems) < len(answers):
         print_out("no job of mine is there\n" if not problems else "no job of mine is on the other hosts\n")
@@ -319,16 +300,16 @@ def watch_one(folder: JobFolder, plain: bool, is_ascii: bool) -> Ended:
     return dashboard.watch(folder, look(is_ascii)) if is_drawn(plain) else dashboard.follow(folder, tell)
 
 
-def watch_all(store: JobStore, read: Callable[[], Sequence[Mapping[str, Any]]], is_ascii: bool) -> Ended:
+def watch_all(jobs: Jobs, read: Callable[[], Sequence[Mapping[str, Any]]], is_ascii: bool) -> Ended:
     """Show the table of jobs live until the user leaves."""
     from distrun import dashboard
 
-    return dashboard.watch_jobs(read, lambda job: found_job(store, job), look(is_ascii))
+    return dashboard.watch_jobs(read, lambda job: jobs.get(job).folder, look(is_ascii))
 
 
-def only_running(store: JobStore) -> JobFolder | None:
+def only_running(jobs: Jobs) -> Job | None:
     """Return the job that runs, if exactly one does."""
-    going = [folder for folder in store.list() if folder.standing() in facts.GOING]
+    going = [job for job in jobs.list() if job.folder.standing() in facts.GOING]
     return going[0] if len(going) == 1 else None
 
 
@@ -419,15 +400,15 @@ def _lasting(value: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------- one job
 
 
-def follow_job(first: JobView, show: Show, exit_code: Callable[[Mapping[str, Any]], int]) -> int:
+def follow_job(job: Job, show: Show, exit_code: Callable[[Mapping[str, Any]], int]) -> int:
     """Write how a job changes, until it is over or the reader closes its end; return the exit code.
 
     Args:
-        first: how it stands.
+        job: the job.
         show: returns a job's state as JSON.
         exit_code: returns that of a state.
     """
-    watch = _JobFollower(first, show)
+    watch = _JobFollower(job, show)
     try:
         outcome = watch.run()
     except Closed:
@@ -440,9 +421,9 @@ def follow_job(first: JobView, show: Show, exit_code: Callable[[Mapping[str, Any
 class _JobFollower:
     """Follows one job by a connection to its coordinator, and by its folder while there is none."""
 
-    def __init__(self, first: JobView, show: Show) -> None:
-        self._folder: JobFolder = first.folder
-        self._view = first
+    def __init__(self, job: Job, show: Show) -> None:
+        self._job = job
+        self._view = job.view()
         self._show = show
         self._lines = _LineWriter()
         self._was_connected = False
@@ -450,7 +431,7 @@ class _JobFollower:
         """A state is on its way."""
         self._has_gap = False
         """Something was missed, and no state has been told since."""
-        self.state = first.state
+        self.state = self._view.state
         self.has_failed = False
         """Its coordinator has failed, so that it has no outcome."""
 
@@ -472,17 +453,14 @@ class _JobFollower:
 
     def _follow(self) -> session.Frame | None:
         """Follow the job by a connection; return its last frame, None if there is no connection any more."""
+        from distrun import client
+
         try:
-            connection = client.connect(self._folder, may_ask=False)
+            connection = self._job.attach(may_ask=False)
         except (DistrunError, JobStoreError):
             self._lines.pause(POLL_S if self._view.is_here else THERE_S)
             return None
         with connection:
-            try:
-                client.check_version(connection, self._folder)
-            except DistrunError:
-                self._lines.pause(POLL_S)
-                return None
             if self._was_connected:
                 self._lines.write("gap", self._view.id, missed=None)
                 self._has_gap = True
@@ -504,12 +482,12 @@ class _JobFollower:
         self._lines.pause(POLL_S)
         return None
 
-    def _ask(self, connection: client.ControlConnection) -> None:
+    def _ask(self, connection: ControlConnection) -> None:
         if not self._is_asked:
             self._is_asked = True
             connection.send("state")
 
-    def _take(self, frame: session.Frame, connection: client.ControlConnection) -> None:
+    def _take(self, frame: session.Frame, connection: ControlConnection) -> None:
         header = frame.header
         if frame.type == "state":
             self._is_asked = self._is_asked and bool(header.get("missed"))
@@ -527,7 +505,9 @@ class _JobFollower:
     def _look(self) -> None:
         """Read how the job stands without a connection."""
         self._is_asked = False
-        (self._view,) = jobviews.look([self._folder])
+        from distrun import jobs
+
+        (self._view,) = jobs.look([self._job.folder])
         self._tell(self._view.state)
 
     def _tell(self, state: Mapping[str, Any], is_wanted: bool = False) -> None:
@@ -535,23 +515,26 @@ class _JobFollower:
         if not is_wanted and _lasting(state) == _lasting(self.state):
             return
         self.state = state
-        shown = self._show(jobviews.with_state(self._view, state), time.time())
+        shown = self._show(self._view.with_state(state), time.time())
         self._lines.write("update", self._view.id, state=shown)
 
     def _end(self, told: session.Frame | None) -> Outcome | None:
         """Write the last line; return the outcome, None if there is none."""
+        from distrun import client
+        from distrun_runtime.coordinator import failures
+
         outcome, value, error = None, None, None
         if told is not None and told.type == "outcome":
             with client.reading():
                 outcome = failures.from_json(told.header["outcome"])
             assert outcome is not None
-            value = self._folder.outcome_json(self._folder.explained(outcome))
+            value = self._job.folder.outcome_json(self._job.folder.explained(outcome))
         elif told is not None:
             self.has_failed = True
             error = {"message": told.header["message"], "hint": told.header["hint"]}
         else:
             try:
-                value = self._folder.outcome()
+                value = self._job.folder.outcome()
             except JobStoreError as err:
                 error = {"message": str(err), "hint": ""}
         self._lines.write("end", self._view.id, outcome=value, error=error)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from distrun.fleet.questions import HostJob
-    from distrun.jobviews import JobView
+    from distrun.jobs import JobView
 
 
 LAST_SHOWN = 12

@@ -111,7 +111,7 @@ def _cells(state: Mapping[str, object], now: float) -> tuple[str, ...]:
     )
 
 
-class Jobs:
+class JobsScreen:
     """The table on a terminal.
 
     Arguments:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from distrun import client, remote_jobs
-from distrun.dashboard.jobs import Jobs
+from distrun.dashboard.jobs import JobsScreen
 from distrun.dashboard.loop import INTERVAL_S, STATE_S, Dashboard, Ended, FolderLogs, Signals
 from distrun.dashboard.model import Model
 from distrun.dashboard.plain import Plain
@@ -37,7 +37,7 @@ def watch_jobs(
 ) -> Ended:
     """See `distrun.dashboard.watch_jobs`."""
     with Signals() as signals, Terminal(has_colour=look.has_colour, is_ascii=look.is_ascii) as terminal:
-        jobs = Jobs(read, terminal, signals, is_ascii=look.is_ascii)
+        jobs = JobsScreen(read, terminal, signals, is_ascii=look.is_ascii)
         while True:
             chosen = jobs.run()
             if isinstance(chosen, Ended):
@@ -100,7 +100,7 @@ def _show(
 
 
 def _source(folder: JobFolder) -> FrameSource:
-    return FrameSource(folder, lambda found: _connect(found, may_ask=False), _refresh)
+    return FrameSource(folder, lambda found: client.connect(found, may_ask=False), _refresh)
 
 
 def _first_connection(folder: JobFolder) -> ControlConnection | None:
@@ -108,24 +108,13 @@ def _first_connection(folder: JobFolder) -> ControlConnection | None:
     try:
         if folder.is_finished:
             return None
-        return _connect(folder)
+        return client.connect(folder)
     except (DistrunError, JobStoreError):
         if remote_jobs.is_elsewhere(folder):
             remote_jobs.refreshed(folder, may_ask=False)  # as a rule the job is over, and its folder says so
             if not folder.is_finished:
                 raise
         return None
-
-
-def _connect(folder: JobFolder, may_ask: bool = True) -> ControlConnection:
-    """Return a connection. `may_ask`: ssh may ask questions; it may not while the screen is taken."""
-    connection = client.connect(folder, may_ask=may_ask)
-    try:
-        client.check_version(connection, folder)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
 
 
 def _refresh(folder: JobFolder) -> str:

@@ -209,8 +209,6 @@ def test_logs_of_a_job_that_runs_on_hosts_say_where_they_are_and_how_to_read_the
     place(folder, stand(0), theirs=theirs(tmp_path, folder))
     assert cli.run(["logs", "--merge", folder.id]) == 0
     assert f"on d1 only; what it has printed: distrun attach --since-start {folder.id}\n" in capfd.readouterr().err
-    assert cli.run(["logs", "-f", folder.id]) == 2
-    assert f"distrun attach {folder.id}\n" in capfd.readouterr().err
 
 
 def over_there(folder: JobFolder, tmp_path: Path) -> Path:

@@ -106,6 +106,17 @@ def test_attach_prints_what_launch_prints_and_ends_with_the_jobs_code(distrun: D
     assert err.decode().splitlines()[-1] == (distrun.home / "err").read_text().splitlines()[-1]
 
 
+def test_attach_to_a_task_shows_only_what_it_prints(distrun: Distrun) -> None:
+    launch, job = begin(distrun, f"for i in 1 2 3; do echo line $i of $RANK; done; echo up; {GO}; echo over $RANK")
+    words = ("attach", "--task", "worker-1", "--tail", "2", "-q", "--no-prefix", job)
+    attached = distrun.start(*words, stdout=subprocess.PIPE, bufsize=0)
+    assert attached.stdout is not None
+    assert attached.stdout.readline() == b"line 3 of 1\n"
+    go(distrun)
+    assert attached.communicate(timeout=LIMIT_S)[0] == b"up\nover 1\n"
+    assert launch.wait(LIMIT_S) == attached.returncode == 0
+
+
 @pytest.mark.slow
 def test_20_clients_see_it_all(distrun: Distrun) -> None:
     text = f"echo up; {GO}; for i in $(seq 2000); do echo line $i; done"

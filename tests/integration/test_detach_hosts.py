@@ -43,11 +43,14 @@ def test_a_detached_job_runs_on_without_the_launching_machine_and_is_followed_to
     assert not [each for each in lab.marked() if each.host == "launcher"], "nothing of the job is left here"
     assert "running" in lab.distrun("status", job).out
     attached = lab.start("attach", "--since-start", job)
+    followed = lab.start("logs", job, "worker-1", "-f")
     wait_until(lambda: attached.out.count("line 3 of") == 2, LIMIT_S, "both have printed")
     for name in ("h1", "h2"):
         lab[name].exec("touch", "/tmp/go-on")
     assert attached.wait() == 0
     assert attached.out.count("last of") == 2
+    assert followed.wait() == 0
+    assert followed.out.splitlines() == [*(f"line {each} of 1" for each in (1, 2, 3)), "last of 1"]
     assert lab.distrun("wait", job).code == 0
     merged = lab.distrun("logs", "--merge", job)
     assert sorted(merged.out.splitlines()) == sorted(attached.out.splitlines())

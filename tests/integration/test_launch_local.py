@@ -289,6 +289,32 @@ def test_no_prefix_leaves_the_bytes_unchanged(distrun: Distrun) -> None:
     assert distrun.log("worker-0") == data
 
 
+@pytest.mark.parametrize(
+    ("shows", "out", "err"),
+    [
+        (("worker-1",), [b"out 1"], [b"err 1"]),
+        (("errors",), [], [b"err 0", b"err 1"]),
+        (("worker-1", "errors"), [b"out 1"], [b"err 0", b"err 1"]),
+        (("worker",), [b"out 0", b"out 1"], [b"err 0", b"err 1"]),
+    ],
+)
+def test_what_is_to_be_shown_is_printed_and_the_logs_keep_everything(
+    shows: tuple[str, ...], out: list[bytes], err: list[bytes], distrun: Distrun
+) -> None:
+    words = [word for each in shows for word in ("--show", each)]
+    result = distrun.launch("-n", "2", "-s", "0", "-q", "--no-prefix", *words, "echo out $RANK; echo err $RANK >&2")
+    assert sorted(result.stdout.splitlines()) == out
+    assert sorted(result.stderr.splitlines()) == err
+    assert sorted(distrun.log("worker-0").splitlines()) == [b"err 0", b"out 0"]
+
+
+def test_a_task_to_be_shown_that_no_job_would_have_starts_nothing(distrun: Distrun) -> None:
+    result = distrun.launch("-n", "2", "-s", "0", "--show", "worker-7", "touch", "started")
+    assert result.returncode == 2
+    assert b"no task 'worker-7' in this job; there is: worker-" in result.stderr
+    assert not (distrun.work / "started").exists()
+
+
 def test_much_output_arrives_whole(distrun: Distrun) -> None:
     result = distrun.launch("-n", "2", "-s", "0", "--no-prefix", "seq", "1", "300000")
     numbers = [int(line) for line in result.stdout.split()]

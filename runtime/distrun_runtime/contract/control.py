@@ -175,11 +175,17 @@ class OutputWanted:
     """From this place of the log's index on, 0 for all of it; None: from now on."""
     tail: Optional[int] = None
     """In place of a cursor: from about so many lines before the end."""
+    since: Optional[float] = None
+    """In place of a cursor: from what came then on, seconds since 1970; with `tail` no more than both."""
+    tasks: Optional[Tuple[str, ...]] = None
+    """Only theirs."""
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        for name in ("cursor", "tail", "since"):
+            value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name}: expected a number from 0 or null, found {value}")
+        _check_names("tasks", self.tasks or ())
 
 
 @dataclass(frozen=True)
@@ -194,8 +200,7 @@ class Subscribe(ClientRequest):
     """Hosts that the user looks at: they are measured every second while this client wants metrics."""
 
     def __post_init__(self) -> None:
-        if len(self.look) > LOOK_LIMIT:
-            raise ValueError(f"look: expected a list of at most {LOOK_LIMIT} names, found {len(self.look)}")
+        _check_names("look", self.look)
 
 
 @dataclass(frozen=True)
@@ -243,6 +248,11 @@ REQUESTS: Mapping[str, Type[ClientRequest]] = {
 }
 """By type of frame."""
 _LAUNCHERS = ("signal", "answer")
+
+
+def _check_names(name: str, value: Sequence[str]) -> None:
+    if len(value) > LOOK_LIMIT:
+        raise ValueError(f"{name}: expected a list of at most {LOOK_LIMIT} names, found {len(value)}")
 
 
 def _check_one_of(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -303,6 +313,9 @@ class Chunk(NamedTuple):
     """Empty: the bytes are only in the log."""
     cursor: Optional[int] = None
     """Where a later subscription goes on after this piece."""
+    time: Optional[float] = None
+    """When it came; None: just now."""
+    attempt: int = 0
 
 
 def hello(job: str, pid: int, host: str) -> bytes:
@@ -337,6 +350,8 @@ def output(chunk: Chunk) -> bytes:
     header.update(at=chunk.at, length=chunk.length)
     if chunk.cursor is not None:
         header["cursor"] = chunk.cursor
+    if chunk.time is not None:
+        header.update(time=chunk.time, attempt=chunk.attempt)
     return session.encode(header, chunk.data)
 
 

@@ -600,6 +600,11 @@ def event(kind: str, /, **facts: Any) -> Dict[str, Any]:
     return dict(facts, version=VERSION, time=rfc3339(time.time()), event=kind)
 
 
+def is_here(where: Mapping[str, Any]) -> bool:
+    """Return whether control.json, as `where`, names this machine."""
+    return bool(where["host"] == socket.gethostname())
+
+
 def rfc3339(when: float) -> str:
     """Return a wall-clock time as `2026-01-31T12:00:00.000Z`."""
     moment = datetime.datetime.fromtimestamp(when, datetime.timezone.utc)

@@ -169,7 +169,8 @@ class LogReader:
         """Close all files."""
         self.close()
 
-    def _between(self, start: int, stop: int, tasks: Optional[Collection[str]]) -> Iterator[LogPiece]:
+    def between(self, start: int, stop: int, tasks: Optional[Collection[str]]) -> Iterator[LogPiece]:
+        """Give the output between two cursors."""
         while start < stop:
             found = self.read(start, min(READ_LIMIT, stop - start), tasks)
             if found.cursor == start:
@@ -309,6 +310,7 @@ class LoggedOutput:
         self._hosts: Dict[str, str] = {}
         """By task; read when there is output: a job that waits in a queue has no plan yet."""
         self._reader = LogReader(folder.logs)
+        self._tasks = wanted.tasks
         try:
             self.cursor = begin(self._reader, wanted)
         except BaseException:
@@ -317,17 +319,18 @@ class LoggedOutput:
 
     def read(self, limit: int) -> bytes:
         """Return frames with about `limit` bytes of output; empty: there is nothing new now."""
-        found = self._reader.read(self.cursor, limit)
+        found = self._reader.read(self.cursor, limit, self._tasks)
         while not found.pieces and not found.gap and found.cursor != self.cursor:
             self.cursor = found.cursor
-            found = self._reader.read(self.cursor, limit)
+            found = self._reader.read(self.cursor, limit, self._tasks)
         frames = [control.gap(found.gap, found.cursor)] if found.gap else []
         if found.pieces and not self._hosts:
             self._hosts = {task.name: task.host for task in self._folder.plan().tasks}
         ends = [piece.cursor for piece in found.pieces[1:]] + [found.cursor]
         for piece, end in zip(found.pieces, ends):
             host = self._hosts.get(piece.task, "")
-            chunk = control.Chunk(piece.task, host, piece.stream, piece.at, len(piece.data), piece.data, end)
+            place = piece.stream, piece.at, len(piece.data), piece.data, end, piece.time, piece.attempt
+            chunk = control.Chunk(piece.task, host, *place)
             frames.append(control.output(chunk))
         self.cursor = found.cursor
         return b"".join(frames)
@@ -341,26 +344,24 @@ def begin(reader: LogReader, wanted: control.OutputWanted) -> int:
     """Return the cursor at which a client's output begins."""
     if wanted.cursor is not None:
         return max(reader.begin(), min(wanted.cursor, reader.end()))
-    return reader.end() if wanted.tail is None else _lines_back(reader, wanted.tail)
+    since = reader.end() if wanted.since is None else reader.cursor_at(wanted.since)
+    if wanted.tail is None:
+        return since
+    tail = _lines_back(reader, wanted.tail, wanted.tasks)
+    return tail if wanted.since is None else max(since, tail)
 
 
-def _lines_back(reader: LogReader, lines: int) -> int:
+def _lines_back(reader: LogReader, lines: int, tasks: Optional[Collection[str]]) -> int:
     """Return a cursor with `lines` lines after it, or so, but no further back than TAIL_LIMIT."""
     stop, left = reader.end(), lines + 1  # the newline before the first of these lines
     first = reader.cursor_back(TAIL_LIMIT)
     while stop > first:
         start = max(first, stop - READ_LIMIT)
         ends: List[int] = []
-        cursor = start
-        while cursor < stop:
-            found = reader.read(cursor, stop - cursor)
-            if found.cursor == cursor:
-                break
-            for piece in found.pieces:
-                at = -1
-                while (at := piece.data.find(b"\n", at + 1)) >= 0:
-                    ends.append(piece.cursor + at + 1)
-            cursor = found.cursor
+        for piece in reader.between(start, stop, tasks):
+            at = -1
+            while (at := piece.data.find(b"\n", at + 1)) >= 0:
+                ends.append(piece.cursor + at + 1)
         if len(ends) >= left:
             return ends[-left]
         left -= len(ends)

@@ -12,7 +12,7 @@ from fakecoordinator import METRICS
 from sample_plan import sample_plan
 
 from distrun.cli import tables
-from distrun.jobviews import JobView
+from distrun.jobs import JobView
 from distrun_runtime.coordinator.failures import Culprit, Outcome, TaskResult
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from distrun.cli.logs import READ_SIZE, choose, tail_offset
+from distrun.cli.logs import READ_SIZE, tail_offset
 from distrun.errors import UsageError
+from distrun.jobs import choose
 
 TASKS = [
     {"name": name, "role": role}

@@ -7,7 +7,7 @@ import pytest
 
 from distrun.cli.console import render
 from distrun.cli.tables import duration, heading, jobs_table, tasks_table
-from distrun.jobviews import JobView
+from distrun.jobs import JobView
 
 START = "2026-01-31T12:00:00.000Z"
 NOW = 1769860800.0 + 3725  # one hour, two minutes and five seconds after START

@@ -23,7 +23,7 @@ def test_a_job_that_ends_before_its_coordinator_is_reached_gives_its_code(
     folder = JobStore().create(sample_plan(job="calm-1"))
     folder.write_state("running", [])
 
-    def ends(found: JobFolder) -> ControlConnection:
+    def ends(found: JobFolder, may_ask: bool = True) -> ControlConnection:
         if is_over:
             found.finish(Outcome(3, facts.TASK_FAILED, "worker-0 failed"))
         raise CoordinatorLost("its coordinator is gone", "")

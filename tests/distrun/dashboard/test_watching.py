@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from sample_plan import sample_plan
 
-from distrun import remote_jobs
+from distrun import client, remote_jobs
 from distrun.client import CoordinatorLost
 from distrun.dashboard import watching
 from distrun_runtime.contract import facts
@@ -30,7 +30,7 @@ def test_a_job_elsewhere_that_has_ended_meanwhile_is_shown_and_is_no_error(
             folder.finish(Outcome(7, facts.HOST_LOST, "lost h4"))
         return ""
 
-    monkeypatch.setattr(watching, "_connect", refuse)
+    monkeypatch.setattr(client, "connect", refuse)
     monkeypatch.setattr(remote_jobs, "is_elsewhere", lambda folder: True)
     monkeypatch.setattr(remote_jobs, "refreshed", fetch)
     if is_over:

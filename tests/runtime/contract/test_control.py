@@ -47,6 +47,11 @@ def greeted(version: Any = (1, 0), **more: bool) -> Conversation:
             control.Subscribe(metrics=True, look=("d1", "d2")),
         ),
         ({"type": "subscribe", "output": {"tail": 5}}, b"", control.Subscribe(output=control.OutputWanted(None, 5))),
+        (
+            {"type": "subscribe", "output": {"since": 1.5e9, "tasks": ["worker-0"]}},
+            b"",
+            control.Subscribe(output=control.OutputWanted(since=1.5e9, tasks=("worker-0",))),
+        ),
     ],
 )
 def test_a_client_that_has_greeted_may_ask(

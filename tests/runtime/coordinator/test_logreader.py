@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from sample_plan import sample_plan
 
+from distrun_runtime.contract import session
 from distrun_runtime.contract.control import OutputWanted
 from distrun_runtime.coordinator import logs
 from distrun_runtime.coordinator.jobfolder import JobFolder
@@ -386,3 +387,27 @@ def test_a_client_that_came_while_the_job_waited_in_a_queue_gets_its_output(tmp_
     writing.turn(("worker-1", "out", b"hello\n"))
     assert b'"host":"d1"' in output.read(100).replace(b" ", b"")
     output.close()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "texts"),
+    [
+        (OutputWanted(0, tasks=("worker-0",)), [b"a1\n", b"a2\n"]),
+        (OutputWanted(tail=1, tasks=("worker-0",)), [b"a2\n"]),
+        (OutputWanted(tail=1, since=0.0), [b"b3\n"]),
+        (OutputWanted(since=0.0, tasks=("worker-1",)), [b"b1\n", b"b2\n", b"b3\n"]),
+    ],
+)
+def test_a_client_gets_the_output_of_the_tasks_that_it_names_from_where_it_says(
+    wanted: OutputWanted, texts: list[bytes], tmp_path: Path
+) -> None:
+    folder = JobFolder.submit(tmp_path, {"name": "", "launcher": "slurm", "command": ["true"], "cwd": "/"})
+    folder.start(sample_plan())
+    writing = Writing(folder.logs)
+    for task, text in (("0", b"a1\n"), ("1", b"b1\n"), ("0", b"a2\n"), ("1", b"b2\n"), ("1", b"b3\n")):
+        writing.turn(("worker-" + task, "out", text))
+    output = LoggedOutput(folder, wanted)
+    frames = session.Decoder().feed(output.read(1000))
+    output.close()
+    assert [frame.body for frame in frames] == texts
+    assert all(frame.header["time"] > 0 and frame.header["attempt"] >= 0 for frame in frames)

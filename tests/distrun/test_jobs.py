@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,9 @@ import pytest
 from fakecoordinator import METRICS, Coordinator
 from sample_plan import sample_plan
 
-from distrun import cli, jobviews, remote_jobs
+from distrun import cli, jobs, remote_jobs
+from distrun.errors import UsageError
+from distrun_runtime.contract import session
 from distrun_runtime.coordinator.failures import Outcome, TaskResult
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
@@ -68,7 +71,7 @@ def place(folder: JobFolder, login: str, path: Path, theirs: Path, state: str = 
     folder.place_elsewhere(told, "d1", login)
 
 
-def states(views: list[jobviews.JobView]) -> list[str]:
+def states(views: list[jobs.JobView]) -> list[str]:
     return [str(view.state["state"]) for view in views]
 
 
@@ -78,7 +81,7 @@ def test_a_coordinator_here_is_asked_for_its_metrics(
     folder = new(store, "here-1")
     folder.write_control(str(tmp_path / "c.s"))
     coordinator("c.s", "here-1")
-    (view,) = jobviews.look([folder], here_s=LIMIT_S)
+    (view,) = jobs.look([folder], here_s=LIMIT_S)
     assert (view.metrics, view.is_here, view.problem) == (METRICS, True, "")
     assert view.progress == METRICS["progress"]
 
@@ -93,7 +96,7 @@ def test_coordinators_here_that_do_not_answer_cost_one_limit_of_time_and_their_m
     other = new(store, "gone-1")
     other.write_control(str(tmp_path / "nobody.s"))
     began = time.monotonic()
-    views = jobviews.look([*folders, other], here_s=0.2)
+    views = jobs.look([*folders, other], here_s=0.2)
     assert time.monotonic() - began < 5
     assert states(views) == ["running"] * 4
     assert [view.metrics for view in views] == [None] * 4
@@ -105,7 +108,7 @@ def test_metrics_of_another_job_that_has_the_socket_now_are_not_taken(
     folder = new(store, "mine-1")
     folder.write_control(str(tmp_path / "c.s"))
     coordinator("c.s", "theirs-1")
-    (view,) = jobviews.look([folder], here_s=LIMIT_S)
+    (view,) = jobs.look([folder], here_s=LIMIT_S)
     assert view.metrics is None
 
 
@@ -117,7 +120,7 @@ def test_all_jobs_of_a_host_are_asked_by_one_connection_that_may_not_ask_the_use
     for folder in folders:
         place(folder, login, tmp_path / f"{folder.id}.s", tmp_path / f"theirs-{folder.id}")
         coordinator(f"{folder.id}.s", folder.id)
-    views = jobviews.look(folders, there_s=LIMIT_S)
+    views = jobs.look(folders, there_s=LIMIT_S)
     assert states(views) == ["running", "running"]
     assert [view.metrics for view in views] == [METRICS, METRICS]
     assert [view.host for view in views] == ["d1", "d1"]
@@ -130,7 +133,7 @@ def test_a_job_that_has_ended_there_is_shown_as_it_ended_and_its_logs_are_still_
 ) -> None:
     folder = new(store, "over-1")
     place(folder, ssh(tmp_path), tmp_path / "nobody.s", tmp_path / "theirs", state="succeeded")
-    (view,) = jobviews.look([folder], there_s=LIMIT_S)
+    (view,) = jobs.look([folder], there_s=LIMIT_S)
     assert states([view]) == ["succeeded"]
     assert not folder.is_finished
 
@@ -144,7 +147,7 @@ def test_a_host_that_does_not_answer_in_time_leaves_its_jobs_unknown_with_when_t
     os.utime(folder.path / "state.json", (when, when))
     here = new(store, "here-1")
     began = time.monotonic()
-    views = jobviews.look([folder, here], there_s=0.3)
+    views = jobs.look([folder, here], there_s=0.3)
     assert time.monotonic() - began < 10
     assert states(views) == ["unknown", "running"]
     assert views[0].seen_s == pytest.approx(180, abs=30)
@@ -155,7 +158,7 @@ def test_what_ssh_says_is_the_reason_and_the_fix_is_to_try_it(store: JobStore, t
     folder = new(store, "denied-1")
     login = ssh(tmp_path, "echo 'Permission denied (publickey).' >&2; exit 255\n")
     place(folder, login, tmp_path / "nobody.s", tmp_path / "theirs")
-    (view,) = jobviews.look([folder], there_s=LIMIT_S)
+    (view,) = jobs.look([folder], there_s=LIMIT_S)
     assert view.problem == "d1 cannot be asked: Permission denied (publickey)."
     assert view.fix == f"{login} true"
 
@@ -168,7 +171,7 @@ def test_a_host_that_drops_a_connection_is_asked_again(
     calls = shlex.quote(str(tmp_path / "calls"))
     text = f"[ $(wc -l <{calls}) -gt 2 ] || {{ echo '{DROPS}' >&2; exit 255; }}\n{RUNS}"
     place(folder, ssh(tmp_path, text), tmp_path / "nobody.s", tmp_path / "theirs")
-    (view,) = jobviews.look([folder], there_s=LIMIT_S)
+    (view,) = jobs.look([folder], there_s=LIMIT_S)
     assert states([view]) == ["running"]
     assert (tmp_path / "calls").read_text().count("\n") == 3
 
@@ -179,7 +182,7 @@ def test_a_host_that_drops_a_connection_is_asked_again(
 def test_a_host_that_sends_nonsense_has_not_answered(said: str, store: JobStore, tmp_path: Path) -> None:
     folder = new(store, "odd-1")
     place(folder, ssh(tmp_path, f"printf {shlex.quote(said)}\n"), tmp_path / "nobody.s", tmp_path / "theirs")
-    (view,) = jobviews.look([folder], there_s=LIMIT_S)
+    (view,) = jobs.look([folder], there_s=LIMIT_S)
     assert states([view]) == ["unknown"]
     assert "cannot be asked" in view.problem
 
@@ -190,8 +193,8 @@ def test_jobs_that_go_on_come_first_and_of_the_others_the_newest(store: JobStore
     for number in range(3):
         over.append(new(store, f"over-{number}"))
         over[-1].finish(Outcome(0, "succeeded", "all well"))
-    assert [each.id for each in jobviews.listed(store.list(), 2)] == [running.id, "over-2", "over-1"]
-    assert len(jobviews.listed(store.list(), None)) == 4
+    assert [each.id for each in jobs.listed(store.list(), 2)] == [running.id, "over-2", "over-1"]
+    assert len(jobs.listed(store.list(), None)) == 4
 
 
 def test_the_table_shows_progress_and_when_an_unknown_job_was_seen(
@@ -210,3 +213,57 @@ def test_the_table_shows_progress_and_when_an_unknown_job_was_seen(
     assert "running 24 %, ETA 0:12:00 1 (1 running, 1 stalled)" in rows["here-1"]
     assert "unknown, seen 3 min ago" in rows["dead-1"]
     assert shown.err.count("d1 cannot be asked: ssh ended with code 255") == 1
+
+
+def test_the_log_of_a_task_is_followed_to_its_end_where_the_coordinator_and_the_logs_are_on_a_host(
+    store: JobStore, tmp_path: Path, coordinator: Callable[..., Coordinator], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = new(store, "there-1")
+    piece = {"type": "output", "task": "worker-0", "host": "d1", "stream": "out", "at": 0, "length": 6, "cursor": 6}
+    told = [
+        session.encode({**piece, "time": 1.5e9, "attempt": 0}, b"hello\n"),
+        session.encode({"type": "outcome", "outcome": {}}),
+    ]
+    coordinator("c.s", folder.id, answers=lambda kind: told if kind == "subscribe" else [])
+    place(folder, ssh(tmp_path), tmp_path / "c.s", tmp_path / "theirs")
+    assert cli.run(["logs", folder.id, "worker-0", "-f"]) == 0
+    assert capfd.readouterr().out == "hello\n"
+    assert cli.run(["logs", folder.id, "-f", "--json"]) == 0
+    line = json.loads(capfd.readouterr().out)
+    assert (line["text"], line["time"][:10]) == ("hello", "2017-07-14")
+
+
+def test_following_the_log_of_a_job_whose_coordinator_dies_on_its_host_ends_with_7(
+    store: JobStore, tmp_path: Path, coordinator: Callable[..., Coordinator]
+) -> None:
+    folder = new(store, "there-1")
+
+    def dies(kind: str) -> list[bytes]:
+        if kind == "subscribe":
+            raise OSError
+        return []
+
+    coordinator("c.s", folder.id, answers=dies)
+    place(folder, ssh(tmp_path), tmp_path / "c.s", tmp_path / "theirs")
+    assert cli.run(["logs", folder.id, "-f"]) == 7
+
+
+def test_jobs_are_listed_found_and_read_from_any_thread(store: JobStore) -> None:
+    folder = new(store, "here-1")
+    (folder.path / "logs").mkdir(exist_ok=True)
+    (folder.log_path("worker-0")).write_bytes(b"hello\n")
+    folder.finish(Outcome(3, "task_failed", "worker-0 failed", tasks=(TaskResult("worker-0", "worker", 0, "d1"),)))
+    found: list[Any] = []
+
+    def read() -> None:
+        (job,) = jobs.Jobs(store).list()
+        assert job.id == jobs.Jobs(store).get("here").id
+        found.append((job.state, job.wait(), [task["name"] for task in job.tasks]))
+        found.append([piece.data for piece in job.logs("worker", follow=True)])
+        with pytest.raises(UsageError, match="no task 'worker-7' in this job; there is: worker-0"):
+            next(job.logs("worker-7"))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join(LIMIT_S)
+    assert found == [("failed", 3, ["worker-0"]), [b"hello\n"]]

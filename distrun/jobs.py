@@ -1,0 +1,781 @@
+"""The user's jobs, on this machine or on hosts: how they stand, what they print, and their end.
+
+    for job in Jobs().list():
+        print(job.id, job.state)
+    job = Jobs().get("calm-otter")
+    for piece in job.logs("worker-0", follow=True):
+        sys.stdout.buffer.write(piece.data)
+    print(job.wait(), job.outcome)
+
+This can be used from a notebook and from any thread: no signal handler is set, no process is forked, and
+nothing is printed.
+
+`look` returns the current status of jobs: their state and, if they run, their metrics. Each query has a time limit.
+The job store is read at once. Coordinators on this machine are asked for metrics through their control sockets, all in
+parallel. Coordinators elsewhere are asked through one ssh connection per host, also in parallel: a few lines of Python
+there send the states of the jobs and forward the replies of their control sockets. ssh asks no questions. If a
+coordinator does not answer in time, its job is `unknown`; other jobs are not affected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import selectors
+import shlex
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from distrun.errors import UsageError
+from distrun_runtime.contract import facts
+from distrun_runtime.contract.facts import duration
+from distrun_runtime.coordinator import jobfolder, stored
+from distrun_runtime.coordinator.jobfolder import JobFolder, events_of
+from distrun_runtime.coordinator.jobstore import JobStore
+from distrun_runtime.errors import JobStoreError, WireError
+
+if TYPE_CHECKING:
+    from distrun.client import ControlConnection
+    from distrun.killing import Killed
+    from distrun_runtime.contract import session
+    from distrun_runtime.coordinator.logreader import LogPiece, LogReader
+
+HERE_S = 0.3
+"""How long coordinators on this machine are waited for, all together."""
+THERE_S = 2.0
+"""The same for those on other hosts."""
+METRICS_S = 0.5
+"""How long its host waits for the metrics of a coordinator elsewhere. It may have none."""
+EVENTS_SIZE = 16 * 1024
+"""Bytes from the end of events.jsonl that are read."""
+END_S = 0.2
+"""How long the end of an ssh program is waited for that has closed its output."""
+STACK_S = 15.0
+"""How long the stacks of a task are waited for: agents have 10 s."""
+POLL_S = 0.1
+"""How often new output is looked for."""
+READ_SIZE = 256 * 1024
+MOST = 100
+"""Jobs that one connection asks about; more would not fit into a command line."""
+
+
+# ---------------------------------------------------------------------- jobs
+
+
+def _warn(text: str, level: str) -> None:
+    if level == "warning":
+        warnings.warn(text, stacklevel=4)
+
+
+class Jobs:
+    """The jobs that this machine's job store knows.
+
+    Args:
+        store: the job store; None: the user's.
+        say: takes what a user should know besides what is returned, with its level, "info" or "warning". By default
+            warnings are those of Python, and the rest is dropped.
+    """
+
+    def __init__(self, store: JobStore | None = None, say: Callable[[str, str], None] = _warn) -> None:
+        self.store = store or JobStore()
+        self.say = say
+
+    def list(self, most: int | None = None) -> Sequence[Job]:
+        """Return the jobs, newest first: those that go on, then others, of which there are at most `most`."""
+        return [Job(folder, self.say) for folder in listed(self.store.list(), most)]
+
+    def views(self, most: int | None = None) -> Sequence[JobView]:
+        """Return how the jobs of `list` stand now; all are asked at once, for about 2 s at most."""
+        return look(listed(self.store.list(), most))
+
+    def get(self, wanted: str, prefers_living: bool = False) -> Job:
+        """Return the job of an id, the beginning of one, or a name; of several of one name the newest, and say so.
+
+        Args:
+            wanted: the id or name.
+            prefers_living: jobs that run come before those that are over.
+
+        Raises:
+            NoSuchJob: there is none, or several ids begin so.
+        """
+        if prefers_living:
+            return Job(self.store.find_living(wanted), self.say)
+        folder = self.store.find(wanted)
+        count = len(self.store.named(wanted)) if folder.id != wanted else 0
+        if count > 1:
+            self.say(f"{wanted}: the newest of {count} jobs of that name, {folder.id}", "info")
+        return Job(folder, self.say)
+
+
+class Job:
+    """One job. What it tells is read from its folder each time.
+
+    What is known here of a job whose coordinator is on another host is of the last `refresh`. Several threads may use
+    one object; each call of `attach` and `logs` opens a connection or files of its own.
+    """
+
+    def __init__(self, folder: JobFolder, say: Callable[[str, str], None] = _warn) -> None:
+        self.folder = folder
+        self.say = say
+        self._ended: Mapping[str, Any] | None = None
+        """The outcome that the coordinator told, which is perhaps not yet in the folder here."""
+
+    @property
+    def id(self) -> str:
+        """The job's id."""
+        return self.folder.id
+
+    @property
+    def state(self) -> str:
+        """How it stands: "running", "succeeded" ..."""
+        return str(self.folder.state()["state"])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self.state in facts.OVER
+
+    @property
+    def tasks(self) -> Sequence[Mapping[str, Any]]:
+        """Its tasks, as in `distrun status --json`: name, role, host, state ... None before it has a place."""
+        found: Sequence[Mapping[str, Any]] = self.folder.state()["tasks"]
+        return found
+
+    @property
+    def outcome(self) -> Mapping[str, Any] | None:
+        """How it ended: exit_code, reason, message ...; None while it is not over."""
+        return self.folder.outcome() or self._ended
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether what is known of it has to be fetched from one of its hosts."""
+        from distrun import remote_jobs
+
+        return remote_jobs.is_elsewhere(self.folder)
+
+    def refresh(self, may_ask: bool = True) -> Job:
+        """Fetch, by ssh, what its coordinator's host knows of it, if that has to be fetched; return itself.
+
+        If that host cannot be asked, this is said. `may_ask`: ssh may ask the user for a password.
+        """
+        from distrun import remote_jobs
+
+        warning = remote_jobs.refreshed(self.folder, may_ask)
+        if warning:
+            self.say(warning, "warning")
+        return self
+
+    def view(self) -> JobView:
+        """Return how it stands now; its coordinator is asked, for about 2 s at most, and ssh asks nothing.
+
+        If it has ended on another host, everything is fetched from there, once.
+
+        Raises:
+            JobStoreError: its files are damaged.
+        """
+        (view,) = look([self.folder], with_events=True)
+        if view.state["state"] == facts.DAMAGED:
+            self.folder.state()  # raises what is wrong
+        if view.state["state"] in facts.OVER and self.is_elsewhere:
+            self.refresh(may_ask=False)
+            (view,) = look([self.folder], with_events=True)
+        return view
+
+    def attach(self, may_ask: bool = True) -> ControlConnection:
+        """Return a connection to its coordinator, by which it can be followed; it is a context manager.
+
+        Raises:
+            UsageError: the coordinator cannot be asked, or is of another version.
+            CoordinatorLost: it is gone, or does not answer.
+        """
+        from distrun import client
+
+        return client.connect(self.folder, may_ask)
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait until it is over; return its exit code.
+
+        Raises:
+            TimeoutError: it is not over after `timeout_s`.
+            CoordinatorLost: its coordinator is gone.
+        """
+        from distrun.client import CoordinatorLost
+
+        recorded = self.folder.outcome()
+        if recorded is None:
+            try:
+                return self._follow(timeout_s)
+            except CoordinatorLost:
+                recorded = self.refresh().folder.outcome()  # it may have ended between the two looks
+                if recorded is None:
+                    raise
+        return int(recorded["exit_code"])
+
+    def _follow(self, timeout_s: float | None) -> int:
+        """Wait by a connection to the coordinator; as `wait`."""
+        from distrun import client
+        from distrun_runtime.coordinator import failures
+
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        with self.attach() as connection, client.reading():
+            connection.send("subscribe")
+            while frame := connection.receive(None if until is None else max(0.001, until - time.monotonic())):
+                if frame.type == "outcome":
+                    outcome = failures.from_json(frame.header["outcome"])
+                    self._ended = self.folder.outcome_json(self.folder.explained(outcome))
+                    return outcome.exit_code
+                if frame.type == "failed":
+                    return int(frame.header["exit_code"])
+        raise client.gone(self.folder)
+
+    def detach(self) -> bool:
+        """Let it go on without the terminal that launched it; return whether it had one.
+
+        Raises:
+            UsageError: it is over, or cannot be detached.
+            CoordinatorLost: its coordinator is gone.
+        """
+        return bool(self._ask("detach", {})[0]["released"])
+
+    def stack(self, *tasks: str) -> Sequence[Mapping[str, Any]]:
+        """Return where tasks stand, each once: task, text, how; error and fix where there is no text.
+
+        Args:
+            *tasks: names or roles; all workers if there are none.
+
+        Raises:
+            UsageError: it is over, or the coordinator refuses.
+            CoordinatorLost: its coordinator is gone.
+        """
+        self.choose(tasks)
+        found = self._ask("stack", *({"task": each} for each in tasks or ("",)), limit_s=STACK_S)
+        names = ("task", "text", "how", "error", "fix")
+        return list({str(answer["task"]): {name: answer[name] for name in names} for answer in found}.values())
+
+    def _ask(self, kind: str, *each: Mapping[str, Any], limit_s: float = 10.0) -> list[Mapping[str, Any]]:
+        """Ask the coordinator of a job that runs, once with each of these members; return what it answers."""
+        from distrun import client
+
+        if self.is_over:
+            raise UsageError(f"job {self.id} is over: {self.state}", f"what it printed: distrun logs {self.id}")
+        answers: list[Mapping[str, Any]] = []
+        with self.attach() as connection, client.reading():
+            for members in each:
+                left = True
+                connection.send(kind, **members)
+                while left:
+                    frame = connection.answer(kind, limit_s)
+                    if frame.type == "refused":
+                        refused = frame.header
+                        raise UsageError(f"job {self.id}: {refused['message']}", str(refused.get("hint", "")))
+                    answers.append(frame.header)
+                    left = bool(frame.header.get("left"))
+        return answers
+
+    def choose(self, wanted: Sequence[str]) -> Sequence[Mapping[str, Any]]:
+        """Return the tasks of these names and roles, in the order of the job; all, if none is named.
+
+        Raises:
+            UsageError: there is none of one; lists near ones.
+        """
+        return choose(self.tasks, wanted)
+
+    def logs(self, *tasks: str, follow: bool = False) -> Iterator[LogPiece]:
+        """Give what tasks printed, stdout and stderr, in the order in which it came.
+
+        Args:
+            *tasks: names or roles; all tasks if there are none.
+            follow: go on until the job is over.
+
+        Raises:
+            UsageError: there is no such task.
+            CoordinatorLost: the coordinator, on another host, is lost while the job is followed.
+        """
+        from distrun_runtime.coordinator.logreader import LogReader
+
+        names = [str(row["name"]) for row in self.choose(tasks)]
+        with contextlib.ExitStack() as stack:
+            output: RecordedOutput | ForwardedOutput
+            if follow and self.is_elsewhere:
+                output = stack.enter_context(ForwardedOutput(self, names, {"cursor": 0}))
+            else:
+                output = RecordedOutput(self, stack.enter_context(LogReader(self.folder.logs)), names)
+            while follow and output.goes_on():
+                yield from output.pieces()
+                time.sleep(POLL_S)
+            yield from output.pieces()
+            yield from output.last()
+
+    def stop(self, grace_s: float | None = None) -> Killed:
+        """Stop it and everything that it started; return what was done. See `killing.kill`."""
+        from distrun import killing
+
+        return killing.kill(self.folder, grace_s)
+
+
+def choose(tasks: Sequence[Mapping[str, Any]], wanted: Sequence[str]) -> Sequence[Mapping[str, Any]]:
+    """Return the tasks of these names and roles, in the order of the job; all, if none is named.
+
+    Raises:
+        UsageError: there is none of one; lists near ones.
+    """
+    for word in wanted:
+        if not any(word in (task["name"], task["role"]) for task in tasks):
+            import difflib
+
+            names = [str(task["name"]) for task in tasks]
+            if not names:
+                raise UsageError(
+                    f"no task {word!r} in this job: it has none yet", "distrun status JOB says what it waits for"
+                )
+            near = difflib.get_close_matches(word, names, n=3) or names[:8]
+            raise UsageError(f"no task {word!r} in this job; there is: {', '.join(near)}")
+    return [task for task in tasks if not wanted or task["name"] in wanted or task["role"] in wanted]
+
+
+class RecordedOutput:
+    """What tasks printed, in the order in which it came, from the job's logs on this machine."""
+
+    def __init__(self, job: Job, reader: LogReader, names: Sequence[str]) -> None:
+        self.job = job
+        self.reader = reader
+        self.names = names
+        self.cursor = 0
+        """Where reading goes on."""
+        self.since = 0.0
+        """Only what came then or later is given by `last`; seconds since 1970."""
+
+    def goes_on(self) -> bool:
+        """Return whether more may come. Asked before `pieces`: what was written before the end is then given."""
+        return self.job.state in facts.GOING
+
+    def pieces(self) -> Iterator[LogPiece]:
+        """Give what has come since the last call."""
+        while True:
+            found = self.reader.read(self.cursor, READ_SIZE, self.names)
+            yield from found.pieces
+            if found.cursor == self.cursor:
+                return
+            self.cursor = found.cursor
+
+    def last(self) -> Iterator[LogPiece]:
+        """Give, after the last of `pieces`, what else there is of a job that is over."""
+        if self.job.state in facts.LIVE:
+            return
+        said = False
+        for piece in self.reader.rest(self.names):
+            if piece.time >= self.since:
+                if not said:
+                    self.job.say("the order of the last lines is not known: their record was not written", "info")
+                    said = True
+                yield piece
+
+
+class ForwardedOutput:
+    """What tasks print of a job whose coordinator, with the logs, is on another host; the coordinator sends it.
+
+    Args:
+        job: the job.
+        names: names of tasks.
+        begin: where it begins, as `control.OutputWanted` has it.
+    """
+
+    def __init__(self, job: Job, names: Sequence[str], begin: Mapping[str, Any]) -> None:
+        self._job = job
+        self._names = names
+        self._cursor: int | None = None
+        self._is_over = False
+        self._connection = job.attach()
+        self._connection.send("subscribe", output={**begin, "tasks": list(names)})
+
+    def __enter__(self) -> ForwardedOutput:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._connection.close()
+
+    def goes_on(self) -> bool:
+        """Return whether more may come."""
+        return not self._is_over
+
+    def pieces(self) -> Iterator[LogPiece]:
+        """Give what has come since the last call; does not wait for more.
+
+        Raises:
+            CoordinatorLost: the coordinator has gone, and the job is not over.
+        """
+        from distrun import client
+        from distrun_runtime.coordinator.logreader import LogPiece
+
+        while not self._is_over:
+            try:
+                frame = self._connection.receive(0.001)
+            except TimeoutError:
+                return
+            if frame is None or frame.type in ("outcome", "failed"):
+                self._is_over = True
+                if self._job.refresh().folder.outcome() is None and frame is None:
+                    raise client.gone(self._job.folder)
+                return
+            with client.reading():
+                header = frame.header
+                self._cursor = header.get("cursor", self._cursor)
+                if frame.type == "output":
+                    place = self._cursor or 0, float(header["time"]), str(header["task"]), str(header["stream"])
+                    yield LogPiece(*place, int(header["attempt"]), int(header["at"]), frame.body)
+
+    def last(self) -> Iterator[LogPiece]:
+        """Give what the coordinator did not send at the end: it waits for no client that is slow."""
+        from distrun_runtime.coordinator.logreader import LogReader
+
+        if self._cursor is not None and self._job.folder.is_finished:
+            with LogReader(self._job.folder.logs) as reader:
+                rest = RecordedOutput(self._job, reader, self._names)
+                rest.cursor = self._cursor
+                yield from rest.pieces()
+
+
+# ---------------------------------------------------------------------- how jobs stand
+
+
+@dataclass(frozen=True)
+class JobView:
+    """How one job stands."""
+
+    folder: JobFolder
+    state: Mapping[str, Any]
+    """As `JobFolder.shown`; the state is `unknown` if its coordinator's host has not answered."""
+    host: str = ""
+    """Where its coordinator is, or was; empty: not known."""
+    is_here: bool = True
+    """That is this machine."""
+    metrics: Mapping[str, Any] | None = None
+    """What the coordinator measures (`distrun.metrics/1`); None: nothing is known."""
+    events: Sequence[Mapping[str, Any]] = ()
+    """The last events, the oldest first, if they were asked for."""
+    seen_s: float | None = None
+    """How long ago it was heard of; None: just now, or it is over."""
+    problem: str = ""
+    """Why its coordinator's host has not answered."""
+    fix: str = ""
+    """What to type then."""
+
+    @property
+    def id(self) -> str:
+        """The job's id."""
+        return self.folder.id
+
+    def with_state(self, state: Mapping[str, Any]) -> JobView:
+        """Return the view with a state that its coordinator has told just now."""
+        return dataclasses.replace(self, state=state, seen_s=None, problem="", fix="")
+
+    @property
+    def is_going(self) -> bool:
+        """Whether it goes on, as far as is known."""
+        return self.state["state"] in facts.GOING
+
+    @property
+    def progress(self) -> Mapping[str, Any] | None:
+        """The job's progress, if its script reports it."""
+        found = (self.metrics or {}).get("progress")
+        return found if isinstance(found, Mapping) else None
+
+
+def look(
+    folders: Iterable[JobFolder], here_s: float = HERE_S, there_s: float = THERE_S, with_events: bool = False
+) -> list[JobView]:
+    """Return how jobs stand, in their order.
+
+    Coordinators on this machine are waited for `here_s` seconds at most, those elsewhere `there_s`. Damaged jobs are
+    shown as such.
+    """
+    jobs = [_JobQuery(folder, with_events) for folder in folders]
+    _ask(jobs, here_s, there_s)
+    return [job.view() for job in jobs]
+
+
+class _JobQuery:
+    """What is known of one job, and how its coordinator is asked."""
+
+    def __init__(self, folder: JobFolder, with_events: bool) -> None:
+        self.folder = folder
+        self.with_events = with_events
+        self.state = folder.shown()
+        self.where: Mapping[str, Any] = {}
+        with contextlib.suppress(JobStoreError):
+            self.where = folder.control() or {}
+        self.is_here = not self.where or jobfolder.is_here(self.where)
+        is_fetched = bool(self.where.get("folder"))
+        is_going = self.state["state"] in facts.GOING
+        self.is_asked_there = bool(self.where.get("path")) and is_going and not self.is_here
+        self.is_asked_here = bool(self.where.get("path")) and is_going and self.is_here
+        self.is_owned_there = self.is_asked_there and is_fetched and not folder.is_finished
+        """What is here is a copy of what is on the coordinator's host."""
+        self.has_state = not self.is_owned_there
+        """What is known of its state is of now."""
+        self.has_metrics = False
+        self.metrics: Mapping[str, Any] | None = None
+        self.events: bytes | None = None
+        self.problem = ""
+        self.fix = ""
+        self._decoder: session.Decoder | None = None
+
+    @property
+    def login(self) -> str:
+        """What a user types before a command to run it on the coordinator's host."""
+        return str(self.where.get("login") or shlex.join(["ssh", str(self.where["host"])]))
+
+    def feed(self, data: bytes) -> bool:
+        """Take what the control socket says; return whether more is wanted."""
+        from distrun_runtime.contract import session
+
+        self._decoder = self._decoder or session.Decoder()
+        try:
+            for frame in self._decoder.feed(data):
+                if frame.type == "metrics" and isinstance(frame.header.get("metrics"), dict):
+                    self.metrics, self.has_metrics = frame.header["metrics"], True
+                elif frame.type == "hello" and frame.header.get("job") != self.folder.id:
+                    return False  # another job has its socket
+                elif frame.type in ("refused", "outcome", "failed"):
+                    return False
+        except WireError:
+            return False
+        return not self.has_metrics
+
+    def take(self, name: str, age_s: float, data: bytes) -> bool:
+        """Take what a host sent; return whether more is wanted."""
+        from distrun import remote_jobs
+
+        if name == "frames":
+            return self.feed(data)
+        if name == "events.jsonl":
+            self.events = data
+        elif name == "state.json" and self.is_owned_there:
+            try:
+                remote_jobs.save(self.folder, name, age_s, [data])
+                self.state = self.folder.shown()
+                self.has_state = True
+            except OSError as err:
+                self.problem = f"what {self.where['host']} sent cannot be written to {self.folder.path}: {err.strerror}"
+        return bool(name) and self.state["state"] in facts.GOING
+
+    def view(self) -> JobView:
+        state = self.state
+        if not self.has_state:
+            state = {**state, "state": facts.UNKNOWN}
+        seen_s = None
+        if state["state"] == facts.UNKNOWN:
+            seen_s = self._silent_s(state)
+        events: Sequence[Mapping[str, Any]] = ()
+        if self.with_events:
+            events = self.folder.last_events(EVENTS_SIZE) if self.events is None else events_of(self.events)
+        host = str(self.where.get("host") or "")
+        problem = self.problem if not self.has_state else ""
+        fix = self.fix if problem else ""
+        return JobView(self.folder, state, host, self.is_here, self.metrics, events, seen_s, problem, fix)
+
+    def _silent_s(self, state: Mapping[str, Any]) -> float | None:
+        """Return how long ago the coordinator was heard of."""
+        if not self.has_state:
+            with contextlib.suppress(OSError):
+                return max(0.0, time.time() - os.stat(str(self.folder.path / "state.json")).st_mtime)
+        heard = state.get("heard") or state["updated"]
+        return max(0.0, time.time() - stored.seconds(heard)) if heard else None
+
+
+# ---------------------------------------------------------------------- asking
+
+
+def asked() -> bytes:
+    """Return what a coordinator is sent: it answers with its metrics at once."""
+    from distrun_runtime.contract import control, session
+
+    return control.client_hello() + session.encode({"type": "subscribe", "metrics": True})
+
+
+def _ask(jobs: Sequence[_JobQuery], here_s: float, there_s: float) -> None:
+    """Ask all coordinators at the same time."""
+    began = time.monotonic()
+    by_login: dict[str, list[_JobQuery]] = {}
+    for job in jobs:
+        if job.is_asked_there:
+            by_login.setdefault(job.login, []).append(job)
+    hosts = [
+        _HostQuery(login, of_host[first : first + MOST], began + there_s)
+        for login, of_host in by_login.items()
+        for first in range(0, len(of_host), MOST)
+    ]
+    here = [job for job in jobs if job.is_asked_here]
+    if here:
+        _ask_here(here, began + here_s)
+    for host in hosts:
+        host.finish()
+
+
+def _ask_here(jobs: Sequence[_JobQuery], until: float) -> None:
+    """Ask coordinators on this machine; `until`: monotonic time."""
+    with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
+        for job in jobs:
+            peer = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            peer.setblocking(False)
+            with contextlib.suppress(OSError):  # gone, or so busy that its queue of connections is full
+                peer.connect(job.where["path"])
+                peer.sendall(asked())
+                selector.register(peer, selectors.EVENT_READ, (peer, job))
+        while selector.get_map() and (left_s := until - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                peer, job = key.data
+                try:
+                    data = peer.recv(READ_SIZE)
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    data = b""
+                if not data or not job.feed(data):
+                    selector.unregister(peer)
+
+
+class _HostQuery(threading.Thread):
+    """Asks a host with coordinators by one ssh connection; by another one if it drops that."""
+
+    def __init__(self, login: str, jobs: Sequence[_JobQuery], until: float) -> None:
+        super().__init__(name="host-query", daemon=True)
+        self._login = login
+        self._jobs = {job.folder.id: job for job in jobs}
+        self._until = until
+        self._limit_s = round(until - time.monotonic(), 1)
+        self._is_late = threading.Event()
+        self._child: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def finish(self) -> None:
+        """Wait for the end; what has not answered when the time is up is given up."""
+        self.join(max(0.0, self._until - time.monotonic()))
+        if self.is_alive():
+            self._fail(f"no answer within {duration(self._limit_s)}")
+            self._is_late.set()
+            _kill(self._child)
+            self.join(END_S)
+
+    def run(self) -> None:
+        """Ask until the host answers or does not merely drop the connection."""
+        from distrun import remote_jobs
+
+        pauses = remote_jobs.pauses()
+        while True:
+            try:
+                code, said = self._ask()
+            except OSError as err:
+                code, said = 0, f"cannot run {shlex.split(self._login)[0]}: {err.strerror}"
+            except (KeyError, remote_jobs.NotAsked):
+                code, said = 0, "it sent what is no answer"
+            if all(job.has_state for job in self._jobs.values()):
+                return
+            pause_s = next(pauses, None) if remote_jobs.is_dropped(code, said) else None
+            if pause_s is None or time.monotonic() + pause_s >= self._until or self._is_late.wait(pause_s):
+                break
+        lines = said.splitlines()
+        self._fail(lines[-1] if lines else f"ssh ended with code {code}" if code else "it has no state of this job")
+
+    def _ask(self) -> tuple[int, str]:
+        """Ask once; return the exit code of the ssh program, 0 if all have answered, and what it said."""
+        from distrun import remote_jobs
+
+        jobs = self._jobs
+        about = [[job, str(each.where.get("folder") or ""), str(each.where["path"])] for job, each in jobs.items()]
+        tail = EVENTS_SIZE if any(each.with_events for each in jobs.values()) else 0
+        connect_s = max(1.0, self._until - time.monotonic())
+        argv = remote_jobs.ask_argv(
+            self._login, about, connect_s, may_ask=False, asked=asked(), tail=tail, limit_s=METRICS_S
+        )
+        left = set(jobs)
+        with tempfile.TemporaryFile() as said:  # a master connection that is left behind would hold a pipe
+            # In a session of its own: a Ctrl-C is for us, and there is no terminal on which anything can be asked.
+            child = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, start_new_session=True
+            )
+            self._child = child
+            if self._is_late.is_set():
+                _kill(child)
+            with child:
+                assert child.stdout is not None
+                try:
+                    for job, (name, age_s, pieces) in remote_jobs.answers(child.stdout, stored.SIZE_LIMIT):
+                        if not jobs[job].take(name, age_s, b"".join(pieces)):
+                            left.discard(job)
+                        if not left:
+                            return 0, ""
+                    code = child.wait()
+                finally:
+                    _kill(child)
+            said.seek(0)
+            return code, said.read().decode("utf-8", "replace").strip()
+
+    def _fail(self, why: str) -> None:
+        for job in self._jobs.values():
+            if not job.has_state and not job.problem:
+                job.problem = f"{job.where['host']} cannot be asked: {why}"
+                job.fix = f"{self._login} true"
+
+
+def _kill(child: subprocess.Popen[bytes] | None) -> None:
+    if child is not None and child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+# ---------------------------------------------------------------------- order
+
+
+def listed(folders: Sequence[JobFolder], most: int | None) -> list[JobFolder]:
+    """Return the jobs of a list, newest first, in the order in which they are shown: those that go on, then others.
+
+    Of those that are over there are at most `most`; None: all.
+    """
+    going: list[JobFolder] = []
+    others: list[JobFolder] = []
+    for folder in folders:
+        if not folder.is_finished and folder.standing() in facts.GOING:
+            going.append(folder)
+        elif most is None or len(others) < most:
+            others.append(folder)
+    return going + others
+
+
+# ---------------------------------------------------------------------- again and again
+
+
+class Background:
+    """Looks at jobs again and again, in a thread of its own, so that who shows them never waits.
+
+    `read` returns the jobs; it is called in that thread and once in the first thread that asks.
+    """
+
+    def __init__(self, read: Callable[[], Iterable[JobFolder]], interval_s: float = 1.0) -> None:
+        self._read = read
+        self._interval_s = interval_s
+        self._views: Sequence[JobView] | None = None
+        self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
+
+    def states(self) -> Sequence[Mapping[str, Any]]:
+        """Return how the jobs stood at the last look; at first what the job store knows. Never waits for a host."""
+        if not self._thread.is_alive():
+            self._thread.start()
+            return [folder.shown() for folder in self._read()]
+        views = self._views
+        return [folder.shown() for folder in self._read()] if views is None else [view.state for view in views]
+
+    def _run(self) -> None:
+        while True:
+            views = look(self._read())
+            self._views = views
+            time.sleep(self._interval_s if all(view.is_here for view in views) else max(self._interval_s, THERE_S))
