@@ -6,7 +6,7 @@ No side effects.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from distrun import formats
 from distrun.dashboard import read, text
@@ -173,6 +173,11 @@ _READERS: Mapping[str, Callable[[Mapping[str, object]], Described]] = {
 # Reads a job's progress from a snapshot of its metrics and words it for all displays. No side effects.
 
 
+BEHIND_STEPS, BEHIND_S, BEHIND_SHARE = 5, 2.0, 3.0
+"""A task is clearly behind by this many steps, by what the job does in this time (reports are as old), and by this
+multiple of the median difference."""
+
+
 @dataclass(frozen=True)
 class ProgressView:
     """How far a job is, by what its tasks reported. What is unknown is None or empty."""
@@ -188,7 +193,9 @@ class ProgressView:
     values: Mapping[str, float] | None = None
     """Other reported values, by name."""
     slowest: str = ""
-    """The slowest rank; empty if all are in step."""
+    """The rank that is least far, if it is stalled or one of those that are clearly behind; else empty."""
+    behind: Mapping[str, int] = field(default_factory=dict)
+    """By how many steps tasks are clearly behind the others."""
     is_stalled: bool = False
     """The slowest rank is stalled, so there is no ETA."""
 
@@ -199,12 +206,16 @@ def of(metrics: Mapping[str, object]) -> ProgressView | None:
     if not told:
         return None
     tasks = {name: read.members(each) for name, each in read.members(metrics.get("tasks")).items()}
-    steps = {name: read.number(read.members(each.get("report")).get("step")) for name, each in tasks.items()}
+    step, rate, eta_s = read.whole(told.get("step")), read.finite(told.get("rate")), read.finite(told.get("eta_s"))
+    steps = _steps(tasks, step or 0)
+    behind = _behind(steps, rate or 0.0)
     slowest = read.text(told.get("slowest"))
     is_stalled = tasks.get(slowest, {}).get("condition") == facts.STALLED
-    rate, eta_s = read.finite(told.get("rate")), read.finite(told.get("eta_s"))
+    if not is_stalled:
+        late = {name for name, each in tasks.items() if each.get("condition") == facts.STRAGGLER}.union(behind)
+        slowest = min(late, key=lambda name: (steps.get(name, 0), name), default="")
     return ProgressView(
-        step=read.whole(told.get("step")),
+        step=step,
         total=read.whole(told.get("total")),
         phase=read.whole(told.get("phase")) or 0,
         fraction=read.finite(told.get("fraction")),
@@ -212,18 +223,31 @@ def of(metrics: Mapping[str, object]) -> ProgressView | None:
         rate=rate if rate is not None and rate > 0 else None,
         loss=read.number(told.get("loss")),
         values={name: value for name, value in read.numbers(told.get("values")).items() if name != "loss"},
-        slowest=slowest if slowest and (is_stalled or _is_behind(slowest, steps)) else "",
+        slowest=slowest,
+        behind=behind,
         is_stalled=is_stalled,
     )
 
 
-def _is_behind(name: str, steps: Mapping[str, float | None]) -> bool:
-    """Return whether a task is behind by more than the step in which all are: of ranks in step none is slow.
+def _steps(tasks: Mapping[str, Mapping[str, object]], least: int) -> dict[str, int]:
+    """Return how far tasks are that report steps. One with fewer than the least far is in the next epoch already."""
+    found = {}
+    for name, task in tasks.items():
+        report = read.members(task.get("report"))
+        step, total = read.whole(report.get("step")), read.whole(report.get("total"))
+        if step is not None:
+            found[name] = step if step >= least else step + (total or least)
+    return found
 
-    `steps`: what tasks have reported. A task that has not is behind.
-    """
-    known = {task: step for task, step in steps.items() if step is not None}
-    return name not in known or max(known.values()) - known[name] > 1
+
+def _behind(steps: Mapping[str, int], rate: float) -> dict[str, int]:
+    """Return by how many steps those tasks are behind the median that differ from it more than tasks usually do."""
+    if len(steps) < 2:
+        return {}
+    middle = sorted(steps.values())[len(steps) // 2]
+    usual = sorted(abs(step - middle) for step in steps.values())[(len(steps) - 1) // 2]
+    least = max(BEHIND_STEPS, BEHIND_S * rate, BEHIND_SHARE * usual)
+    return {name: middle - step for name, step in steps.items() if middle - step >= least}
 
 
 # ---------------------------------------------------------------------- words

@@ -366,6 +366,7 @@ class Model:
         metrics, hosts = (read.members(self._metrics.get(kind)) for kind in ("tasks", "hosts"))
         over = self.job.is_over
         tasks, waits = {}, {}
+        behind = {} if over or self.progress is None else self.progress.behind
         for each in read.objects(self._state.get("tasks")):
             name = read.text(each.get("name"))
             told = {} if over else read.members(metrics.get(name))
@@ -374,6 +375,9 @@ class Model:
             heard_s = read.finite(read.members(hosts.get(read.text(each.get("host")))).get("heard_s")) or 0.0
             silent_s = heard_s if heard_s > SILENT_S else 0.0
             tasks[name] = _task(each, told, waited_s=now - waits.get(name, now), silent_s=silent_s)
+            if name in behind and tasks[name].level == LEVELS[facts.RUNNING]:
+                why = f"{behind[name]} steps behind the others"
+                tasks[name] = replace(tasks[name], word=facts.STRAGGLER, level=LEVELS[facts.STRAGGLER], why=why)
         self.tasks, self._waits = tasks, waits
         error = self.first_error
         if error is not None:

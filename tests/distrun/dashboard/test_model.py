@@ -47,6 +47,66 @@ def test_problems_come_first_and_the_rest_keeps_the_order_of_ranks() -> None:
     ]
 
 
+def of_steps(steps: dict[str, int], **progress: Any) -> Model:
+    """Return a model of workers that have come so far; their store's rule for stragglers does not apply."""
+    model, metrics = Model("calm-otter-7f3"), snapshots.metrics(len(steps))
+    state = snapshots.state(len(steps))
+    for task in state["tasks"]:
+        task.update(state="running", code=None, ended=None)
+    told = {"condition": "", "why": ""}
+    metrics["tasks"] = {name: {**told, "report": {"step": step, "total": 1000}} for name, step in steps.items()}
+    metrics["progress"].update(step=min(steps.values()), slowest=min(steps, key=lambda name: steps[name]), **progress)
+    model.take("state", {"state": state}, NOW)
+    model.take("metrics", {"metrics": metrics}, NOW)
+    model.settle(NOW)
+    return model
+
+
+def test_a_worker_that_is_clearly_behind_in_steps_is_a_straggler_with_a_row_of_its_own() -> None:
+    steps = {f"worker-{rank}": 614 - rank % 2 for rank in range(100)}
+    model = of_steps({**steps, "worker-57": 600})
+    (slow,) = [task for task in model.tasks.values() if task.word == "straggler"]
+    assert (slow.name, slow.why, slow.is_problem) == ("worker-57", "14 steps behind the others", True)
+    assert names(model)[0] == "worker-57"
+    assert names(model, is_folded=True)[:2] == ["worker-57", "worker-[0-56,58-99]"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "rate"),
+    [
+        ([100, 96, 100, 100], 0.5),  # four steps
+        ([1000, 900, 1000, 1000], 60.0),  # reports that are 2 s apart
+        ([600, 610, 620, 630, 640], 1.0),  # all differ
+        ([990, 3, 995, 993], 1.0),  # one is in the next epoch
+    ],
+)
+def test_workers_that_differ_as_they_do_at_all_times_are_no_stragglers(steps: list[int], rate: float) -> None:
+    found = {f"worker-{rank}": step for rank, step in enumerate(steps)}
+    least = min(step for step in steps if step > 3)
+    model = of_steps(found, rate=rate)
+    metrics = {"progress": {"step": least, "rate": rate}, "tasks": {}}
+    metrics["tasks"] = {name: {"report": {"step": step, "total": 1000}} for name, step in found.items()}
+    model.take("metrics", {"metrics": metrics}, NOW)
+    model.settle(NOW)
+    assert {task.word for task in model.tasks.values()} == {"running"}
+    assert model.progress is not None
+    assert model.progress.slowest == ""
+
+
+def test_the_slowest_rank_is_one_of_those_that_are_marked() -> None:
+    model = of_steps({"worker-0": 610, "worker-1": 609, "worker-2": 610})
+    metrics = snapshots.metrics(3)
+    for name, task in metrics["tasks"].items():
+        if name.startswith("worker"):
+            task.update(condition="straggler" if name == "worker-2" else "", report={"step": 610, "total": 1000})
+    metrics["progress"]["slowest"] = "worker-0"
+    model.take("metrics", {"metrics": metrics}, NOW)
+    model.settle(NOW)
+    assert model.progress is not None
+    assert model.progress.slowest == "worker-2"
+    assert [task.name for task in model.tasks.values() if task.word == "straggler"] == ["worker-2"]
+
+
 def test_a_task_that_waits_long_becomes_a_problem() -> None:
     model = recorded()
     assert not model.tasks["worker-5"].is_problem

@@ -209,19 +209,6 @@ def test_there_is_no_eta_while_the_slowest_rank_is_stalled() -> None:
     assert "no ETA: worker-0 is stalled" in shown(model, size=(200, 50))[2]
 
 
-@pytest.mark.parametrize(("behind", "is_told"), [(0, False), (1, False), (2, True)])
-def test_of_ranks_in_step_none_is_called_the_slowest(behind: int, is_told: bool) -> None:
-    model = recorded(4)
-    metrics = snapshots.metrics(4)
-    for name, task in metrics["tasks"].items():
-        if name.startswith("worker"):
-            task["report"] = {"step": 610 - (behind if name == "worker-0" else 0), "total": 1000, "values": {}}
-    metrics["progress"]["slowest"] = "worker-0"
-    model.take("metrics", {"metrics": metrics}, NOW)
-    model.settle(NOW)
-    assert ("slowest worker-0" in shown(model, size=(200, 50))[2]) == is_told
-
-
 def test_the_clock_of_a_host_is_never_off_by_minus_nothing() -> None:
     model = recorded(4)
     metrics = snapshots.metrics(4)
