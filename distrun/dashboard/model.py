@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from distrun.dashboard import events, read
 from distrun.dashboard.events import EventLine
+from distrun.dashboard.text import natural
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator.failures import last_state
 
@@ -490,7 +491,7 @@ def _gpu(told: Mapping[str, object]) -> GpuView:
 
 
 def _store(told: Mapping[str, object]) -> StoreView:
-    scheduler = read.members(told.get("scheduler"))
+    scheduler, told_of = read.members(told.get("scheduler")), read.members(told.get("servers"))
     servers = [
         ServerView(
             name=name,
@@ -506,7 +507,7 @@ def _store(told: Mapping[str, object]) -> StoreView:
             lags=read.numbers(each.get("lags")),
             device=read.text(each.get("device")),
         )
-        for name, each in ((name, read.members(value)) for name, value in read.members(told.get("servers")).items())
+        for name, each in ((name, read.members(told_of[name])) for name in sorted(told_of, key=natural))
     ]
     return StoreView(
         servers=tuple(servers),

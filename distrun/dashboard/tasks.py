@@ -22,7 +22,7 @@ from distrun_runtime.contract import facts
 # No side effects.
 
 
-SORTS = ("problems", "task", "host", "cpu", "memory", "gpu", "last line")
+SORTS = ("problems", "task", "host", "step", "cpu", "memory", "gpu", "last line")
 """Orders of the table; `s` goes to the next one."""
 
 
@@ -122,7 +122,8 @@ _ROLES = {"worker": 0, "server": 1, "scheduler": 2}
 _KEYS: dict[str, Callable[[TaskView], tuple[Any, ...]]] = {
     "problems": lambda task: (task.level, task.ended or 0.0, _ROLES.get(task.role, 3), task.rank),
     "task": lambda task: (_ROLES.get(task.role, 3), task.role, task.rank),
-    "host": lambda task: (task.host, _ROLES.get(task.role, 3), task.rank),
+    "host": lambda task: (text.natural(task.host), _ROLES.get(task.role, 3), task.rank),
+    "step": lambda task: (float("inf") if task.step is None else task.step, _ROLES.get(task.role, 3), task.rank),
     "cpu": _descending(lambda task: task.cpu),
     "memory": _descending(lambda task: task.rss),
     "gpu": _descending(lambda task: task.gpu),

@@ -74,6 +74,11 @@ def clean_lines(text: str) -> str:
     return "\n".join(clean(line) for line in text.split("\n"))
 
 
+def natural(name: str) -> list[tuple[str, int]]:
+    """Return what sorts names as a reader does: worker-2 before worker-10."""
+    return [(word, int(number or 0)) for word, number in re.findall(r"(\D*)(\d*)", name, re.ASCII)]
+
+
 def only_ascii(text: str) -> str:
     """Return a text as wide with `?` in place of every character that is not ASCII."""
     return text if text.isascii() else "".join(each if each.isascii() else "?" * width(each) for each in text)

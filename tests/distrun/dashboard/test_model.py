@@ -120,10 +120,30 @@ def test_a_task_that_waits_long_becomes_a_problem() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "first"), [("task", "worker-0"), ("host", "worker-0"), ("memory", "worker-7"), ("last line", "worker-3")]
+    ("order", "first"), [("task", "worker-0"), ("step", "worker-0"), ("host", "worker-0"), ("memory", "worker-7"), ("last line", "worker-3")]
 )
 def test_the_table_is_sorted_as_the_user_wants(order: str, first: str) -> None:
     assert names(recorded(), order)[0] == first
+
+
+def test_sorted_by_step_the_task_that_is_least_far_is_first_and_those_without_steps_are_last() -> None:
+    found = names(of_steps({"worker-0": 12, "worker-1": 9, "worker-2": 100}), "step")
+    assert found == ["worker-1", "worker-0", "worker-2", "server-0", "server-1", "scheduler"]
+
+
+def test_hosts_and_servers_are_in_the_order_of_their_numbers() -> None:
+    model = Model("calm-otter-7f3")
+    state, metrics = snapshots.state(12), snapshots.metrics(12)
+    for task in state["tasks"]:
+        task.update(host=f"h{task['rank']}", state="running")
+    server = metrics["store"]["servers"]["server-0"]
+    metrics["store"]["servers"] = {f"server-{rank}": server for rank in (1, 10, 11, 2)}  # sorted, as frames are
+    model.take("state", {"state": state}, NOW)
+    model.take("metrics", {"metrics": metrics}, NOW)
+    model.settle(NOW)
+    assert names(model, "host", wanted="worker") == [f"worker-{rank}" for rank in range(12)]
+    assert model.store is not None
+    assert [server.name for server in model.store.servers] == ["server-1", "server-2", "server-10", "server-11"]
 
 
 def test_a_filter_is_for_name_host_and_state() -> None:
