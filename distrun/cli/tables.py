@@ -423,13 +423,14 @@ def _store(view: JobView, columns: int) -> str:
 def _events(view: JobView, columns: int) -> str:
     """Return the last events, without those that the rest of the page tells."""
     reader, lines = events.EventReader(), []
-    told = {name for name, task in _with_condition(view).items() if task["condition"] == facts.STALLED}
+    stalled = {name for name, task in _with_condition(view).items() if task["condition"] == facts.STALLED}
     for event in view.events:
         found = reader.take(event)
         is_told = event["event"] in QUIET or event.get("state") == facts.RUNNING
-        if found is not None and not is_told and found.stalled not in told:
-            lines.append(f"{time.strftime('%H:%M:%S', time.localtime(found.time))}  {found.words}")
-    return "".join(_cut(line, max(NARROW, columns)) + "\n" for line in lines[-EVENTS:])
+        if found is not None and not is_told and found.stalled not in stalled:
+            lines.append(found)
+    told = [f"{time.strftime('%H:%M:%S', time.localtime(each.time))}  {each.words}" for each in events.folded(lines)]
+    return "".join(_cut(line, max(NARROW, columns)) + "\n" for line in told[-EVENTS:])
 
 
 def _cut(line: str, columns: int) -> str:

@@ -22,7 +22,7 @@ LONG_WAIT_S = 30.0
 """A task that waits in the store for longer than this is a problem."""
 SILENT_S = 2.0
 """What a host told of its tasks is older than the snapshot, if it has been silent for longer than this."""
-EVENTS = 200
+EVENTS = 2000
 """Events that are kept."""
 TRACE = 120
 """Values of a trace that are kept, one a second."""
@@ -45,6 +45,8 @@ FIRST_LEVEL = -1
 LONG_WAIT_LEVEL = 3
 PROBLEM_LEVEL = 4
 """Words of at most this level are problems."""
+CONSEQUENCE_LEVEL = 5
+"""Of a task that failed because it lost another."""
 
 
 @dataclass(frozen=True)
@@ -437,11 +439,11 @@ def _task(state: Mapping[str, object], told: Mapping[str, object], *, waited_s: 
     condition = read.text(told.get("condition"))
     why = reason or read.text(state.get("own_failure"))
     lost_peer = read.text(state.get("lost_peer"))
-    if lost_peer and not why:
-        why = f"lost {lost_peer}"
+    if lost_peer:
+        why = f"lost {lost_peer}: {why}" if why else f"lost {lost_peer}"
     if word == facts.FAILED and reason == LOST_WITH_HOST:
         word = facts.LOST
-    level = LEVELS.get(word, PROBLEM_LEVEL)
+    level = CONSEQUENCE_LEVEL if word == facts.FAILED and lost_peer else LEVELS.get(word, PROBLEM_LEVEL)
     if word == facts.RUNNING and condition:
         word, why = condition, read.text(told.get("why"))
         level = LEVELS.get(word, PROBLEM_LEVEL)

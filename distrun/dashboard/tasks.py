@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from distrun import formats
 from distrun.dashboard import text
-from distrun.dashboard.model import HostView, TaskView
+from distrun.dashboard.model import CONSEQUENCE_LEVEL, HostView, TaskView
 from distrun.dashboard.text import Glyphs, Line, Span
-from distrun.hosts.ranges import fold
 from distrun_runtime.contract import facts
 
 # The rows of the table of tasks: filters and sorts them, and folds tasks that are alike into one row.
@@ -45,12 +43,12 @@ class TaskRow:
     @property
     def name(self) -> str:
         """Names of the tasks, folded: `worker-[0-7]`."""
-        return self.first.name if len(self.tasks) == 1 else folded(tuple(task.name for task in self.tasks))
+        return self.first.name if len(self.tasks) == 1 else text.folded(tuple(task.name for task in self.tasks))
 
     @property
     def host(self) -> str:
         """Names of the hosts, folded: `gpu[01-08]`."""
-        return self.first.host if len(self.tasks) == 1 else folded(tuple(task.host for task in self.tasks))
+        return self.first.host if len(self.tasks) == 1 else text.folded(tuple(task.host for task in self.tasks))
 
     def total(self, of: Callable[[TaskView], float | None]) -> float | None:
         """Return the sum over its tasks of what is known."""
@@ -65,12 +63,6 @@ class TaskRow:
     def largest(self, of: Callable[[TaskView], float | None]) -> float | None:
         """Return the largest value of its tasks."""
         return max((value for value in map(of, self.tasks) if value is not None), default=None)
-
-
-@lru_cache(maxsize=256)
-def folded(names: tuple[str, ...]) -> str:
-    """Return names as a node list."""
-    return fold(names)
 
 
 def table(tasks: Iterable[TaskView], wanted: str, order: str, is_folded: bool) -> list[TaskRow]:
@@ -276,7 +268,10 @@ class TaskTable:
         spans: list[Span] = [((self._glyphs.mark if is_chosen else " ").ljust(ROLE_COLUMNS), text.BOLD)]
         for column in self._shown:
             cell = self._aligned(column, self._cells[column.heading][number])
-            style = STYLES.get(row.first.word, text.PLAIN) if column.heading == "STATE" else text.PLAIN
+            style = text.PLAIN
+            if column.heading == "STATE":
+                is_dim = row.first.level == CONSEQUENCE_LEVEL
+                style = text.DIM if is_dim else STYLES.get(row.first.word, text.PLAIN)
             if column.heading == "TASK" and is_chosen:
                 style = text.CHOSEN
             spans += [(cell, style), (self._gap, text.PLAIN)]

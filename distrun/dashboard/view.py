@@ -49,7 +49,7 @@ def _host_style(host: HostView) -> str:
 
 def _host_cells(group: Sequence[HostView], since_s: float) -> tuple[str, ...]:
     first = group[0]
-    name = first.name if len(group) == 1 else tasks.folded(tuple(host.name for host in group))
+    name = first.name if len(group) == 1 else text.folded(tuple(host.name for host in group))
     word = first.word if len(group) == 1 or not first.word else f"{len(group)} {first.word}"
     heard_s = max((host.heard_s for host in group if host.heard_s is not None), default=None)
     load = _mean([host.load for host in group])
@@ -144,7 +144,7 @@ def events(model: Model, room: int, columns: int, glyphs: Glyphs) -> list[Line]:
     """Return the last events, the newest at the end, as many as there is room for."""
     return [
         text.cut(((time_of_day(event.time)[:8] + " ", text.DIM), (event.words, event.style)), columns, glyphs.ellipsis)
-        for event in model.events[-room:]
+        for event in progress.folded(model.events)[-room:]
     ]
 
 
@@ -496,7 +496,7 @@ def _panels(
         _Panel(
             "events",
             "events",
-            len(model.events),
+            len(progress.folded(model.events)),
             lambda height, columns: events(model, height, columns, glyphs),
         ),
     ]
@@ -682,7 +682,7 @@ def _detail(model: Model, look: ViewSelection, options: Options, now: float) -> 
         lines.append(
             ((f"  gpu {gpu.index} of {task.host}: {formats.percent(gpu.util)} {memory} {gpu.name}", text.PLAIN),)
         )
-    mine = [event for event in model.events if task.name in event.words.split(":")[0].split()]
+    mine = [event for event in model.events if event.task == task.name]
     if mine:
         lines += [(), (("  events", text.TITLE),)]
         lines += [(("  " + line[0][0], text.DIM), *line[1:]) for line in _event_lines(mine)]

@@ -7,7 +7,7 @@ import pytest
 import snapshots
 from snapshots import NOW
 
-from distrun.dashboard import tasks
+from distrun.dashboard import tasks, text
 from distrun.dashboard.model import LONG_WAIT_S, Model
 
 
@@ -120,7 +120,14 @@ def test_a_task_that_waits_long_becomes_a_problem() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "first"), [("task", "worker-0"), ("step", "worker-0"), ("host", "worker-0"), ("memory", "worker-7"), ("last line", "worker-3")]
+    ("order", "first"),
+    [
+        ("task", "worker-0"),
+        ("step", "worker-0"),
+        ("host", "worker-0"),
+        ("memory", "worker-7"),
+        ("last line", "worker-3"),
+    ],
 )
 def test_the_table_is_sorted_as_the_user_wants(order: str, first: str) -> None:
     assert names(recorded(), order)[0] == first
@@ -255,6 +262,27 @@ def test_the_task_that_failed_first_is_above_those_that_failed_with_it() -> None
     model.take("outcome", {"outcome": {"exit_code": 1, "reason": "failed", "culprit": {"task": first["name"]}}}, NOW)
     model.settle(NOW)
     assert names(model)[0] == first["name"]
+
+
+def test_tasks_that_failed_because_they_lost_another_are_below_its_row_and_dim() -> None:
+    state = snapshots.state(8)
+    for task in state["tasks"]:
+        failed = task["role"] == "worker"
+        is_cause = task["name"] == "worker-5"
+        ended = snapshots.moment(NOW - (10 if is_cause else 20))
+        task.update(
+            state="failed" if failed else "running", code=1 if failed else None, ended=ended if failed else None
+        )
+        task.update({} if is_cause or not failed else {"lost_peer": "worker-5", "reason": "worker-5@gpu02 failed"})
+    model = Model("calm-otter-7f3")
+    model.take("state", {"state": state}, NOW)
+    model.settle(NOW)
+    assert names(model, is_folded=True) == ["worker-5", "worker-[0-4,6-7]", "server-[0-1]", "scheduler"]
+    assert model.tasks["worker-0"].why == "lost worker-5: worker-5@gpu02 failed"
+    rows = tasks.table(model.tasks.values(), "worker", "problems", False)
+    table = tasks.TaskTable(rows, 100, tasks.Scene(NOW, 0.0), text.ASCII)
+    styles = [style for number in range(8) for words, style in table.line(number, False) if words.strip() == "failed"]
+    assert styles == [text.RED, *[text.DIM] * 7]
 
 
 def test_a_stall_is_one_event() -> None:
