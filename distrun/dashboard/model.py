@@ -248,8 +248,8 @@ class Model:
         self._is_settled = True
 
     def set_error(self, lines: Sequence[str]) -> None:
-        """Take the end of the log of the task that failed first."""
-        self.error_lines = tuple(lines)
+        """Take the end of the log of the task that failed first, without the marks below lines of a traceback."""
+        self.error_lines = tuple(line for line in lines if "^" not in line or line.strip(" ~^"))
         self._is_settled = False
 
     def frozen(self) -> Model:
@@ -345,6 +345,11 @@ class Model:
 
     # ------------------------------------------------------------------ what is shown
 
+    def trace(self, name: str, room: int) -> tuple[float | None, ...]:
+        """Return the past of a number for a chart: means of 10 s or, if they are few, what was seen each second."""
+        means, seen = self.history.get(name, ()), self.traces.get(name, ())
+        return means if 2 * len(means) > room or len(means) > len(seen) else seen
+
     @property
     def first_error(self) -> TaskView | None:
         """The task that failed first, not as the consequence of another's end."""
@@ -411,11 +416,10 @@ class Model:
         )
 
     def _trace(self) -> None:
-        store = self.store
-        if store is None:
-            return
+        store = self.store or StoreView()
         slowest = store.slowest
         values = {
+            "loss": self.progress.loss if self.progress is not None else None,
             "push_s": store.push_s,
             "pull_s": store.pull_s,
             "queue": store.queue,

@@ -26,10 +26,6 @@ from distrun_runtime.contract.facts import time_of_day
 # because a panel that has too little room is cut at its end.
 
 
-SPARKLINE = 24
-"""Columns of a chart in the store's panel."""
-
-
 def hosts_panel(
     model: Model, wanted: str, is_folded: bool, columns: int, glyphs: Glyphs, *, since_s: float
 ) -> list[Line]:
@@ -83,15 +79,13 @@ def store(model: Model, columns: int, glyphs: Glyphs, room: int) -> list[Line]:
         ("staleness", _rate(found.staleness), "staleness"),
         ("lag", f"{slowest[1]:.2f}s {_rank(slowest[0])}" if slowest else "", "lag"),
     ]
-    cell = max(24, min(columns, 96) // 3)
+    cell = max(24, columns // 3)
     charts: list[Line] = []
     for name, value, key in rates:
         if not value:
             continue
-        trace = model.history.get(key) or ()
-        trace = trace if len(trace) > 1 else model.traces.get(key, ())
-        head = f"{name} {value} "
-        chart = text.spark(trace, max(0, min(SPARKLINE, cell - 1 - text.width(head))), glyphs)
+        room = max(0, cell - 1 - text.width(f"{name} {value} "))
+        chart = text.spark(model.trace(key, room), room, glyphs)
         charts.append(text.padded(((name, text.DIM), (f" {value} ", text.BOLD), (chart, text.CYAN)), cell))
     per_line = max(1, columns // cell)
     lines: list[Line] = [
@@ -237,6 +231,7 @@ PANEL_LEAST = 3
 """Rows of a panel with its title, below which it is not shown."""
 TRACE_SPAN = "10 s each"
 LOSS_CHART = 12
+"""Columns that the chart of the loss needs to be shown."""
 OLD_S = 5.0
 """Metrics that are older are said to be so."""
 
@@ -434,9 +429,9 @@ def _progress(model: Model, options: Options) -> Line:
         spans.append((f"  {progress.loss(found)}", text.PLAIN))
     if slowest and not model.job.is_over:
         spans.append((f"  {slowest}", text.DIM))
-    chart = "  " + text.spark(model.history.get("loss", ()), LOSS_CHART, options.glyphs)
-    if found.loss is not None and text.line_width(tuple(spans)) + text.width(chart) <= options.columns:
-        spans.append((chart, text.CYAN))
+    room = options.columns - text.line_width(tuple(spans)) - 2
+    if found.loss is not None and room >= LOSS_CHART:
+        spans.append(("  " + text.spark(model.trace("loss", room), room, options.glyphs), text.CYAN))
     return tuple(spans)
 
 

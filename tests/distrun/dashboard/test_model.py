@@ -84,7 +84,7 @@ def test_workers_that_differ_as_they_do_at_all_times_are_no_stragglers(steps: li
     found = {f"worker-{rank}": step for rank, step in enumerate(steps)}
     least = min(step for step in steps if step > 3)
     model = of_steps(found, rate=rate)
-    metrics = {"progress": {"step": least, "rate": rate}, "tasks": {}}
+    metrics: dict[str, Any] = {"progress": {"step": least, "rate": rate}}
     metrics["tasks"] = {name: {"report": {"step": step, "total": 1000}} for name, step in found.items()}
     model.take("metrics", {"metrics": metrics}, NOW)
     model.settle(NOW)
