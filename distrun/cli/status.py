@@ -23,12 +23,11 @@ from distrun.cli.console import (
     is_read,
     print_err,
     print_out,
-    render,
+    styled,
     tell,
     wants_colour,
     width,
 )
-from distrun.cli.tables import heading, hosts_table, jobs_table, tasks_table
 from distrun.dashboard.text import clean_lines
 from distrun.errors import DistrunError, UsageError
 from distrun_runtime.contract import environ, facts
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distrun.dashboard.loop import Ended
+    from distrun.dashboard.model import Model
     from distrun.dashboard.terminal import Appearance
     from distrun.fleet.questions import HostJob
     from distrun.jobviews import JobView
@@ -126,15 +126,18 @@ def _watched(store: JobStore, job: str | None, everything: bool, plain: bool, is
     if folder is not None:
         ended = watch_one(folder, plain, is_ascii)
         if ended.signal is None and not plain:
-            state = _looked(folder).state
-            print_out(heading(state) + render(tasks_table(state, time.time(), width())))
+            from distrun.cli import tables
+
+            view = _looked(folder)
+            print_out(tables.heading(view.state) + styled(tables.tasks_table(view, time.time(), width())))
         return code_of(ended)
     if plain:
         return None
     from distrun import jobviews
+    from distrun.cli.tables import model_of
 
     known = jobviews.Background(lambda: jobviews.listed(store.list(), None if everything else SHOWN))
-    ended = watch_all(store, known.states, is_ascii)
+    ended = watch_all(store, lambda: [model_of(each, time.time()) for each in known.views()], is_ascii)
     if ended.signal is None:
         _list(store, False, everything, False)
     return code_of(ended)
@@ -150,9 +153,6 @@ def _list(store: JobStore, watch: bool, everything: bool, as_json: bool) -> int:
     def read() -> list[JobView]:
         return jobviews.look(jobviews.listed(store.list(), None if everything else SHOWN))
 
-    def table(views: Sequence[JobView]) -> Any:
-        return jobs_table([each.state for each in views], time.time(), width(), {each.id: each for each in views})
-
     if watch and as_json:
         return follow_jobs(read, view_as_json)
     if as_json:
@@ -160,8 +160,10 @@ def _list(store: JobStore, watch: bool, everything: bool, as_json: bool) -> int:
         jobs = [view_as_json(each, now) for each in read()]
         print_out(json.dumps({"schema": SCHEMA, "time": rfc3339(now), "jobs": jobs}, indent=2) + "\n")
     else:
+        from distrun.cli.tables import jobs_table
+
         views = read()
-        print_out(render(table(views)))
+        print_out(styled(jobs_table(views, time.time(), width())))
         _tell_unasked(views)
     return 0
 
@@ -256,7 +258,9 @@ def _on_hosts(wanted: str | None, as_json: bool, options: Mapping[str, Any]) -> 
         )
         return code
     if found:
-        print_out(render(hosts_table(found, width(), problems)))
+        from distrun.cli.tables import hosts_table
+
+        print_out(styled(hosts_table(found, width(), problems)))
     elif len(problems) < len(answers):
         print_out("no job of mine is there\n" if not problems else "no job of mine is on the other hosts\n")
     for host, problem in problems.items():
@@ -319,7 +323,7 @@ def watch_one(folder: JobFolder, plain: bool, is_ascii: bool) -> Ended:
     return dashboard.watch(folder, look(is_ascii)) if is_drawn(plain) else dashboard.follow(folder, tell)
 
 
-def watch_all(store: JobStore, read: Callable[[], Sequence[Mapping[str, Any]]], is_ascii: bool) -> Ended:
+def watch_all(store: JobStore, read: Callable[[], Sequence[Model]], is_ascii: bool) -> Ended:
     """Show the table of jobs live until the user leaves."""
     from distrun import dashboard
 

@@ -64,6 +64,8 @@ class TaskView:
     started: float | None = None
     ended: float | None = None
     code: str = ""
+    cpu_s: float | None = None
+    """Processor time of one that has ended, seconds."""
     why: str = ""
     cpu: float | None = None
     rss: float | None = None
@@ -147,6 +149,8 @@ class ServerView:
     staleness_max: float | None
     lags: Mapping[str, float]
     device: str = ""
+    device_why: str = ""
+    """Why its values are not on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,8 @@ class StoreView:
     round_s: float | None = None
     barriers: int | None = None
     barrier_waiting: int | None = None
+    members: int | None = None
+    """Of a barrier."""
 
     @property
     def queue(self) -> float:
@@ -194,18 +200,25 @@ class JobSummary:
     created: float | None = None
     finished: float | None = None
     heard: float | None = None
-    """When a job without an end was last heard of, if its coordinator is gone."""
+    """When a job was last heard of that has no end, though it does not go on."""
+    seen_s: float | None = None
+    """How long ago that was, if its host does not answer."""
 
     @property
     def is_over(self) -> bool:
         """Whether it goes on no more, as far as is known."""
         return bool(self.state) and self.state not in facts.GOING
 
+    @property
+    def until(self) -> float | None:
+        """When it ended, or was last heard of; None: it goes on."""
+        return self.finished or (self.heard if self.state not in facts.LIVE else None)
+
     def elapsed(self, now: float) -> float | None:
         """Return how long it has gone on, or went on."""
         if self.created is None:
             return None
-        return max(0.0, (self.finished or self.heard or now) - self.created)
+        return max(0.0, (self.until or now) - self.created)
 
 
 def exit_code(state: str) -> int:
@@ -218,10 +231,11 @@ class Model:
 
     Arguments:
         job: its id.
+        seen_s: how long ago it was heard of, if its host does not answer.
     """
 
-    def __init__(self, job: str) -> None:
-        self.job = JobSummary(job)
+    def __init__(self, job: str, seen_s: float | None = None) -> None:
+        self.job = JobSummary(job, seen_s=seen_s)
         self.tasks: Mapping[str, TaskView] = {}
         self.hosts: Mapping[str, HostView] = {}
         self.store: StoreView | None = None
@@ -297,7 +311,8 @@ class Model:
             exit_code=read.whole(state.get("exit_code")),
             created=read.moment(state.get("created")),
             finished=read.moment(state.get("finished")),
-            heard=read.moment(state.get("heard")),
+            heard=read.moment(state.get("heard")) or read.moment(state.get("updated")),
+            seen_s=self.job.seen_s,
         )
 
     def _take_outcome(self, outcome: Mapping[str, object], now: float) -> None:
@@ -382,7 +397,7 @@ class Model:
                 waits[name] = self._waits.get(name, now)
             heard_s = read.finite(read.members(hosts.get(read.text(each.get("host")))).get("heard_s")) or 0.0
             silent_s = heard_s if heard_s > SILENT_S else 0.0
-            tasks[name] = _task(each, told, waited_s=now - waits.get(name, now), silent_s=silent_s)
+            tasks[name] = _task(each, told, self.job.until, waited_s=now - waits.get(name, now), silent_s=silent_s)
             if name in behind and tasks[name].level == LEVELS[facts.RUNNING]:
                 why = f"{behind[name]} steps behind the others"
                 tasks[name] = replace(tasks[name], word=facts.STRAGGLER, level=LEVELS[facts.STRAGGLER], why=why)
@@ -437,7 +452,10 @@ def _moment(value: object) -> float | None:
     return read.moment(value) if isinstance(value, str) else read.finite(value)
 
 
-def _task(state: Mapping[str, object], told: Mapping[str, object], *, waited_s: float, silent_s: float) -> TaskView:
+def _task(
+    state: Mapping[str, object], told: Mapping[str, object], until: float | None, *, waited_s: float, silent_s: float
+) -> TaskView:
+    """Return a task. `until`: when its job ended, or was last heard of."""
     word = read.text(state.get("state"))
     reason = read.text(state.get("reason"))
     condition = read.text(told.get("condition"))
@@ -465,8 +483,9 @@ def _task(state: Mapping[str, object], told: Mapping[str, object], *, waited_s: 
         level=level,
         pid=read.whole(state.get("pid")),
         started=_moment(state.get("started")),
-        ended=_moment(state.get("ended")),
+        ended=_moment(state.get("ended")) or (None if reason == LOST_WITH_HOST else until),
         code=signal or ("" if code is None else str(code)),
+        cpu_s=read.finite(state.get("cpu_s")) if peak_kb else None,
         why=why,
         cpu=read.finite(told.get("cpu")),
         rss=read.finite(told.get("rss")) if told else (peak_kb * 1024 if peak_kb else None),
@@ -512,6 +531,7 @@ def _store(told: Mapping[str, object]) -> StoreView:
             staleness_max=read.finite(each.get("staleness_max")),
             lags=read.numbers(each.get("lags")),
             device=read.text(each.get("device")),
+            device_why=read.text(each.get("device_why")),
         )
         for name, each in ((name, read.members(told_of[name])) for name in sorted(told_of, key=natural))
     ]
@@ -522,4 +542,5 @@ def _store(told: Mapping[str, object]) -> StoreView:
         round_s=read.finite(told.get("round_s")),
         barriers=read.whole(scheduler.get("barriers")),
         barrier_waiting=read.whole(scheduler.get("barrier_waiting")),
+        members=read.whole(scheduler.get("members")),
     )

@@ -7,7 +7,7 @@ import pytest
 import snapshots
 from snapshots import NOW
 
-from distrun.dashboard import tasks, text
+from distrun.dashboard import rows, text
 from distrun.dashboard.model import LONG_WAIT_S, Model
 
 
@@ -22,7 +22,7 @@ def recorded(workers: int = 8, hosts: int = 4) -> Model:
 
 
 def names(model: Model, order: str = "problems", wanted: str = "", is_folded: bool = False) -> list[str]:
-    return [row.name for row in tasks.table(model.tasks.values(), wanted, order, is_folded)]
+    return [row.name for row in rows.task_rows(model.tasks.values(), wanted, order, is_folded)]
 
 
 def with_task(model: Model, name: str, when: float = NOW, **members: Any) -> None:
@@ -212,7 +212,7 @@ def test_a_lost_host_and_a_silent_one_are_told_apart() -> None:
     model.take("event", {"event": {"event": "lost", "host": "gpu03", "reason": "silent for 30 s"}}, NOW)
     model.settle(NOW)
     assert [host.word for host in model.hosts.values()] == ["ok", "silent", "lost", "ok"]
-    assert [group[0].name for group in tasks.hosts(model.hosts.values(), "", True)] == ["gpu02", "gpu03", "gpu01"]
+    assert [group[0].name for group in rows.host_rows(model.hosts.values(), "", True)] == ["gpu02", "gpu03", "gpu01"]
     model.take("event", {"event": {"event": "resumed", "host": "gpu02"}}, NOW)
     model.settle(NOW)
     assert model.hosts["gpu02"].word == "ok"
@@ -279,8 +279,8 @@ def test_tasks_that_failed_because_they_lost_another_are_below_its_row_and_dim()
     model.settle(NOW)
     assert names(model, is_folded=True) == ["worker-5", "worker-[0-4,6-7]", "server-[0-1]", "scheduler"]
     assert model.tasks["worker-0"].why == "lost worker-5: worker-5@gpu02 failed"
-    rows = tasks.table(model.tasks.values(), "worker", "problems", False)
-    table = tasks.TaskTable(rows, 100, tasks.Scene(NOW, 0.0), text.ASCII)
+    found = rows.task_rows(model.tasks.values(), "worker", "problems", False)
+    table = rows.tasks(found, 100, NOW, 0.0, text.ASCII, has_marks=True)
     styles = [style for number in range(8) for words, style in table.line(number, False) if words.strip() == "failed"]
     assert styles == [text.RED, *[text.DIM] * 7]
 
