@@ -10,6 +10,7 @@ import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import dropwhile
 
 from distrun.dashboard import events, read
 from distrun.dashboard.events import EventLine
@@ -362,7 +363,8 @@ class Model:
 
     def trace(self, name: str, room: int) -> tuple[float | None, ...]:
         """Return the past of a number for a chart: means of 10 s or, if they are few, what was seen each second."""
-        means, seen = self.history.get(name, ()), self.traces.get(name, ())
+        seen = self.traces.get(name, ())
+        means = tuple(dropwhile(lambda value: value is None, self.history.get(name, ())))
         return means if 2 * len(means) > room or len(means) > len(seen) else seen
 
     @property
@@ -441,7 +443,10 @@ class Model:
             "staleness": store.staleness,
             "lag": slowest[1] if slowest else None,
         }
-        self.traces = {name: (*self.traces.get(name, ())[-TRACE + 1 :], value) for name, value in values.items()}
+        for name, value in values.items():
+            known = self.traces.get(name, ())
+            if known or value is not None:
+                self.traces = {**self.traces, name: (*known[-TRACE + 1 :], value)}
 
 
 _HOST_NUMBERS = ("cpu", "load", "mem_used", "mem_total", "disk_free", "net_rx", "net_tx")

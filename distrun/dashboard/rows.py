@@ -20,6 +20,8 @@ from distrun_runtime.contract import facts
 
 REST_LEAST = 12
 """Columns of a terminal that the last column of a table needs at least, and the first one if it is cut."""
+REST_WANTED, LEAST = 40, 2
+"""Columns that the last one gets before those that matter least (`Column.keep`)."""
 STYLES = {
     facts.RUNNING: text.CYAN,
     facts.STARTING: text.CYAN,
@@ -96,10 +98,11 @@ class TextTable(Generic[Row]):
         self._shown = shown = [each for each in columns if self._measure(each) or each.is_kept]
         if self._needed() > room:
             self._widths.update({each: min(each.widest, self._widths[each]) for each in shown if each.widest})
-        while self._needed() > room and any(each.keep for each in shown):
-            least = min((each for each in shown if each.keep), key=lambda each: each.keep)
-            at = shown.index(least)
-            shown[at : at + 1] = [least.short] if least.short is not None and self._measure(least.short) else []
+        for rest, most in ((REST_WANTED, LEAST), (REST_LEAST, len(columns))):
+            while self._needed(rest) > room and (least := [each for each in shown if 0 < each.keep <= most]):
+                at = shown.index(min(least, key=lambda each: each.keep))
+                short = shown[at].short
+                shown[at : at + 1] = [short] if short is not None and self._measure(short) else []
         first, missing = self._widths[shown[0]], self._needed(rest=0) - room
         self._widths[shown[0]] = max(min(first, REST_LEAST), first - max(0, missing))
 

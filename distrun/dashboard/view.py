@@ -44,8 +44,8 @@ def store(model: Model, columns: int, glyphs: Glyphs, room: int) -> list[Line]:
     for name, value, key in rates:
         if not value:
             continue
-        room = max(0, cell - 1 - text.width(f"{name} {value} "))
-        chart = text.spark(model.trace(key, room), room, glyphs)
+        wide = max(0, cell - 1 - text.width(f"{name} {value} "))
+        chart = text.spark(model.trace(key, wide), wide, glyphs)
         charts.append(text.padded(((name, text.DIM), (f" {value} ", text.BOLD), (chart, text.CYAN)), cell))
     per_line = max(1, columns // cell)
     lines: list[Line] = [

@@ -223,6 +223,16 @@ def test_charts_fill_the_room_of_a_wide_terminal() -> None:
     assert " " not in store[10:65]
 
 
+def test_the_table_of_servers_has_a_heading_only_with_rows() -> None:
+    for rows in range(24, 34):
+        found = shown(recorded(4), ViewSelection(panel="store"), (80, rows))
+        heads = [number for number, line in enumerate(found) if line.startswith("SERVER ")]
+        assert all(found[number + 1].startswith("server-") for number in heads)
+    model = recorded(4)
+    lines = view.store(model, 80, text.ASCII, 3)
+    assert not any(text.plain(line).startswith("SERVER ") for line in lines)
+
+
 def test_of_a_young_job_the_chart_has_a_value_each_second() -> None:
     model = recorded(4)
     for second in range(1, 20):
