@@ -30,7 +30,6 @@ def model_of(view: JobView, now: float) -> Model:
     made.take("state", {"state": view.state}, now)
     if view.metrics and view.is_going:
         made.take("metrics", {"metrics": view.metrics}, now)
-    made.settle(now)
     return made
 
 
@@ -45,6 +44,7 @@ def tasks_table(view: JobView, now: float, columns: int = WIDE) -> list[Line]:
 
 
 def _tasks(model: Model, now: float, columns: int) -> list[Line]:
+    model.settle(now)
     return rows.tasks(rows.task_rows(model.tasks.values(), "", rows.SORTS[0], False), columns, now).lines()
 
 
@@ -94,9 +94,8 @@ def text(view: JobView, now: float, columns: int) -> str:
     """Return all that is known of a job. `now`: wall clock, seconds. `columns`: room."""
     model = model_of(view, now)
     parts = [heading(view.state) + "".join(_labelled(*pair, columns) for pair in _about(view, model, now))]
-    if model.tasks:
-        whys = "".join(_labelled(*pair, columns) for pair in _conditions(model))
-        parts.append(styled(_tasks(model, now, columns)) + whys)
+    table = styled(_tasks(model, now, columns))
+    parts.append(table + "".join(_labelled(*pair, columns) for pair in _conditions(model)) if model.tasks else "")
     if model.metrics_at is not None:
         groups = rows.host_rows([host for host in model.hosts.values() if host.word], "", False)
         parts.append(styled(rows.hosts(groups, columns, 0.0)) if groups else "")
@@ -213,7 +212,7 @@ def error_as_json(view: JobView) -> dict[str, Any] | None:
 
 def _first_failed(tasks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     failed = [task for task in tasks if task["state"] == facts.FAILED]
-    return min(failed, key=lambda task: str(task["ended"] or "~"), default=None)
+    return min(failed, key=lambda task: (bool(task.get("lost_peer")), str(task["ended"] or "~")), default=None)
 
 
 def _outcome(view: JobView) -> Outcome | None:

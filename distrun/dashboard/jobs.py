@@ -48,9 +48,10 @@ def picture(
     room = max(1, height - len(head) - 3)
     first = max(0, min(look.first, at_row, len(ids) - room))
     first = at_row - room + 1 if at_row >= first + room else first
-    table = rows.jobs(models, columns, now, glyphs, has_marks=True)
+    visible = models[first : first + room]
+    table = rows.jobs(visible, columns, now, glyphs, has_marks=True)
     lines = [*head, table.heading()]
-    lines += [table.line(number, number == at_row) for number in range(first, min(first + room, len(ids)))]
+    lines += [table.line(number, first + number == at_row) for number in range(len(visible))]
     if not ids:
         lines.append((("no jobs yet", text.DIM),))
     hidden = len(ids) - min(room, len(ids))

@@ -217,7 +217,7 @@ class JobSummary:
 
     def elapsed(self, now: float) -> float | None:
         """Return how long it has gone on, or went on."""
-        if self.created is None:
+        if self.created is None or self.state == facts.DAMAGED:
             return None
         return max(0.0, (self.until or now) - self.created)
 

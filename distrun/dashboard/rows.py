@@ -163,6 +163,8 @@ def of_texts(
 
 def jobs(models: Sequence[Model], room: int, now: float, glyphs: Glyphs = text.UNICODE, **how: Any) -> TextTable[Model]:
     """Return the table of jobs. `room`: columns of the terminal. `now`: wall clock, seconds."""
+    for model in models:
+        model.settle(now)
     words = (facts.FAILED, facts.LOST, facts.STALLED, facts.STRAGGLER)
     columns: Sequence[Column[Model]] = (
         Column("JOB", lambda model: model.job.id, False, is_kept=True),

@@ -7,6 +7,7 @@ import pytest
 
 from distrun.cli import tables
 from distrun.cli.console import styled
+from distrun.dashboard import jobs as jobs_of_top
 from distrun.dashboard import text
 from distrun.jobviews import JobView
 
@@ -119,6 +120,31 @@ def test_a_very_long_command_takes_nothing_from_the_other_columns() -> None:
     assert head.split() == ["JOB", "STATE", "TASKS", "TIME", "HOSTS", "CREATED", "COMMAND"]
     assert row.startswith("calm-otter-7f3  running  2 (2 running)  1:02:05")
     assert row.endswith("xxx…")
+
+
+def test_status_and_top_show_the_same_table_of_jobs() -> None:
+    progress = {"step": 1200, "total": 5000, "fraction": 0.24, "eta_s": 725.0}
+    known = [
+        view(state(name="one"), metrics={"progress": progress}),
+        view(state(id="x-1", state="unknown"), seen_s=180.0),
+        view(state(id="x-2", state="damaged", command=[], tasks=[], message="state.json is torn")),
+    ]
+    models = [tables.model_of(each, NOW) for each in known]
+    lines, *_ = jobs_of_top.picture(models, jobs_of_top.JobsLook(), 142, 20, text.UNICODE, now=NOW)
+    of_top = [text.plain(line)[2:] for line in lines[1:5]]
+    assert of_top == [text.plain(line) for line in tables.jobs_table(known, NOW, 140)]
+    assert "24 %, ETA 0:12:05" in of_top[1]
+    assert "unknown, seen 3 min ago" in of_top[2]
+    assert of_top[3].endswith("state.json is torn")
+
+
+def test_the_chosen_job_is_in_sight_and_the_others_are_counted() -> None:
+    models = [tables.model_of(view(state(id=f"job-{number}")), NOW) for number in range(50)]
+    look = jobs_of_top.JobsLook(chosen="job-30")
+    lines, first, room = jobs_of_top.picture(models, look, 80, 14, text.ASCII, now=NOW)
+    assert (first, room) == (21, 10)
+    assert [text.plain(line)[:8] for line in lines if text.plain(line).startswith(">")] == ["> job-30"]
+    assert text.plain(lines[-2]) == "  40 more"
 
 
 def test_no_jobs_is_an_empty_table() -> None:
