@@ -766,13 +766,12 @@ class Background:
         self._views: Sequence[JobView] | None = None
         self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
 
-    def states(self) -> Sequence[Mapping[str, Any]]:
+    def views(self) -> Sequence[JobView]:
         """Return how the jobs stood at the last look; at first what the job store knows. Never waits for a host."""
         if not self._thread.is_alive():
             self._thread.start()
-            return [folder.shown() for folder in self._read()]
         views = self._views
-        return [folder.shown() for folder in self._read()] if views is None else [view.state for view in views]
+        return [JobView(folder, folder.shown()) for folder in self._read()] if views is None else views
 
     def _run(self) -> None:
         while True:

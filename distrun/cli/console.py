@@ -12,7 +12,7 @@ import os
 import select
 import stat
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from distrun.cli.jobline import JobLine
     from distrun.cli.screen import Feed
     from distrun.cli.writer import Writer
+    from distrun.dashboard.text import Line
 
 INTERRUPTED_S = 0.5
 """After Ctrl-C at the end, a reader that takes nothing for this time is given up."""
@@ -398,6 +399,16 @@ def render(table: Table) -> str:
     with console.capture() as capture:
         console.print(table)
     return "".join(line.rstrip() + "\n" for line in capture.get().splitlines())
+
+
+def styled(lines: Iterable[Line]) -> str:
+    """Return lines as text, in the terminal's styles if stdout is one."""
+    from distrun.dashboard import text  # for tables only
+    from distrun_runtime.contract import environ
+
+    has_styles, has_colour = is_terminal(), wants_colour(1, environ.snapshot())
+    made = (text.encode(line, has_colour) if has_styles or has_colour else text.plain(line) for line in lines)
+    return "".join(f"{line.rstrip()}\n" for line in made)
 
 
 def is_read() -> bool:

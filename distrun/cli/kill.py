@@ -17,7 +17,7 @@ import click
 from distrun import formats
 from distrun.cli import engines
 from distrun.cli.common import agree, find_hosts, host_options, hosts_of, my_jobs, seconds, tell_warnings
-from distrun.cli.console import print_err, print_out, render, width
+from distrun.cli.console import print_err, print_out, styled, width
 from distrun.cli.options import LauncherOption, site_options
 from distrun.errors import UsageError
 from distrun.fleet import Fleet, questions
@@ -437,9 +437,9 @@ def _tell_problems(problems: Mapping[str, Problem]) -> None:
 def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print columns as wide as they need, the last one cut if there is no room; nothing without rows."""
     if rows:
-        from distrun.cli.tables import table
+        from distrun.dashboard.rows import of_texts
 
-        print_out(render(table(headings, rows, width(), (), has_state=False)))
+        print_out(styled(of_texts(headings, rows, width())))
 
 
 def _print_json(**members: Any) -> None:

@@ -22,11 +22,12 @@ from distrun.cli.console import (
     is_read,
     print_err,
     print_out,
-    render,
+    styled,
     tell,
     wants_colour,
     width,
 )
+from distrun.dashboard.text import clean_lines
 from distrun.errors import DistrunError, UsageError
 from distrun_runtime.contract import environ, facts
 from distrun_runtime.coordinator.jobfolder import rfc3339
@@ -35,6 +36,7 @@ from distrun_runtime.errors import JobStoreError
 if TYPE_CHECKING:
     from distrun.client import ControlConnection
     from distrun.dashboard.loop import Ended
+    from distrun.dashboard.model import Model
     from distrun.dashboard.terminal import Appearance
     from distrun.fleet.questions import HostJob
     from distrun.jobs import Job, Jobs, JobView
@@ -118,17 +120,18 @@ def _watched(jobs: Jobs, job: str | None, everything: bool, plain: bool, is_asci
     if found is not None:
         ended = watch_one(found.folder, plain, is_ascii)
         if ended.signal is None and not plain:
-            from distrun.cli.tables import heading, tasks_table
+            from distrun.cli import tables
 
-            state = found.view().state
-            print_out(heading(state) + render(tasks_table(state, time.time(), width())))
+            view = found.view()
+            print_out(tables.heading(view.state) + styled(tables.tasks_table(view, time.time(), width())))
         return code_of(ended)
     if plain:
         return None
+    from distrun.cli.tables import model_of
     from distrun.jobs import Background
 
     known = Background(lambda: [each.folder for each in jobs.list(None if everything else SHOWN)])
-    ended = watch_all(jobs, known.states, is_ascii)
+    ended = watch_all(jobs, lambda: [model_of(each, time.time()) for each in known.views()], is_ascii)
     if ended.signal is None:
         _list(jobs, False, everything, False)
     return code_of(ended)
@@ -153,15 +156,13 @@ def _list(jobs: Jobs, watch: bool, everything: bool, as_json: bool) -> int:
         from distrun.cli.tables import jobs_table
 
         views = read()
-        states, known = [each.state for each in views], {each.id: each for each in views}
-        print_out(render(jobs_table(states, time.time(), width(), known)))
+        print_out(styled(jobs_table(views, time.time(), width())))
         _tell_unasked(views)
     return 0
 
 
 def _tell_unasked(views: Sequence[JobView]) -> None:
     """Say, once for each host, why coordinators could not be asked."""
-    from distrun.dashboard.text import clean_lines
 
     told = {each.problem: each.fix for each in views if each.problem}
     for problem, fix in told.items():
@@ -237,7 +238,7 @@ def _on_hosts(wanted: str | None, as_json: bool, options: Mapping[str, Any]) -> 
     if found:
         from distrun.cli.tables import hosts_table
 
-        print_out(render(hosts_table(found, width(), problems)))
+        print_out(styled(hosts_table(found, width(), problems)))
     elif len(problems) < len(answers):
         print_out("no job of mine is there\n" if not problems else "no job of mine is on the other hosts\n")
     for host, problem in problems.items():
@@ -300,7 +301,7 @@ def watch_one(folder: JobFolder, plain: bool, is_ascii: bool) -> Ended:
     return dashboard.watch(folder, look(is_ascii)) if is_drawn(plain) else dashboard.follow(folder, tell)
 
 
-def watch_all(jobs: Jobs, read: Callable[[], Sequence[Mapping[str, Any]]], is_ascii: bool) -> Ended:
+def watch_all(jobs: Jobs, read: Callable[[], Sequence[Model]], is_ascii: bool) -> Ended:
     """Show the table of jobs live until the user leaves."""
     from distrun import dashboard
 

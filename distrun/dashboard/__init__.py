@@ -6,11 +6,12 @@ each change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from distrun.dashboard.loop import Ended
+    from distrun.dashboard.model import Model
     from distrun.dashboard.terminal import Appearance
     from distrun_runtime.coordinator.jobfolder import JobFolder
 
@@ -26,13 +27,11 @@ def watch(folder: JobFolder, look: Appearance) -> Ended:
     return watching.watch(folder, look)
 
 
-def watch_jobs(
-    read: Callable[[], Sequence[Mapping[str, object]]], find: Callable[[str], JobFolder], look: Appearance
-) -> Ended:
+def watch_jobs(read: Callable[[], Sequence[Model]], find: Callable[[str], JobFolder], look: Appearance) -> Ended:
     """Show a table of jobs on the terminal, of which the user can open one, until the user leaves.
 
     Args:
-        read: returns the states of the jobs that are shown.
+        read: returns the jobs that are shown.
         find: returns the folder of the job with an id.
         look: how it is drawn.
     """

@@ -6,13 +6,15 @@ No side effects.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from distrun import formats
 from distrun.dashboard import read, text
 from distrun_runtime.contract import facts
 
 DONE = "exit code 0"
+FOLD_S = 10.0
+"""What is told of several tasks is one line if it is not longer apart than this."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,10 @@ class EventLine:
     """It is told nowhere else: a message, or what happened to a host."""
     stalled: str = ""
     """Of a message that tasks are stalled: the first of them."""
+    task: str = ""
+    host: str = ""
+    what: str = ""
+    """What happened to the task or the host; what is the same for others makes one line with it (`folded`)."""
 
 
 class EventReader:
@@ -40,6 +46,8 @@ class EventReader:
         self._failures: list[str] = []
         """How messages that repeat a failure begin."""
         self._stalled: frozenset[str] = frozenset()
+        self._bereft: dict[str, str] = {}
+        """Tasks that have not failed themselves but lost another, and which."""
 
     def take(self, event: Mapping[str, object]) -> EventLine | None:
         """Return how the next event reads; None: it says nothing to a user, or nothing new."""
@@ -51,16 +59,23 @@ class EventReader:
         is_repeated = self.is_end_of_connection(event) or self._is_repeated(kind, event)
         if kind == "exited" and not event.get("stopped") and _how(event) != DONE:
             self._ended |= {task}
-            self._failures.append(f"{_where(event)}: {_how(event)}")
+            self._failures.append(f"{_where(task, host)}{_how(event)}")
         elif kind == "lost":
             self._ended |= {host}
             self._failures.append(f"lost {host}")
         elif kind == "published":
             values = read.members(event.get("values"))
             self._ended |= {task if values.get("failed") else read.text(values.get("lost_peer"))} - {""}
+            if not values.get("failed") and values.get("lost_peer") and task not in self._ended:
+                self._bereft.setdefault(task, read.text(values.get("lost_peer")))
+        elif kind == "started":
+            self._bereft.pop(task, None)
         elif kind == "condition" and event.get("condition") == facts.STALLED:
             self._stalled |= {task}
         found = None if is_repeated else describe(event)
+        if found is not None and found.style == text.RED and task in self._bereft:
+            after = f" after it lost {self._bereft[task]}"
+            found = replace(found, words=found.words + after, what=found.what + after, style=text.DIM)
         if found is None or kind != "said":
             return found
         first = found.words.partition(" ")[0].rstrip(",")
@@ -84,17 +99,41 @@ def describe(event: Mapping[str, object]) -> EventLine | None:
     found = None if how is None else how(event)
     if found is None:
         return None
-    words, style = found
-    is_message = event.get("event") in _MESSAGES
-    return EventLine(read.moment(event.get("time")) or 0.0, text.clean(" ".join(words.split())), style, is_message)
+    what, style = found
+    kind, task, host = (read.text(event.get(name)) for name in ("event", "task", "host"))
+    if kind in _OF_JOB:
+        task = host = ""
+    words, what = (text.clean(" ".join(each.split())) for each in (f"{_where(task, host)}{what}", what))
+    if kind == "started":
+        words += f", pid {read.whole(event.get('pid'))}"
+    return EventLine(read.moment(event.get("time")) or 0.0, words, style, kind in _MESSAGES, "", task, host, what)
+
+
+def folded(lines: Sequence[EventLine]) -> list[EventLine]:
+    """Return lines with those that tell the same of several tasks or hosts, at nearly the same time, as one of them."""
+    groups: list[list[EventLine]] = []
+    last: dict[tuple[str, str], list[EventLine]] = {}
+    for line in lines:
+        group = last.get((line.what, line.style), [])
+        if not group or not (line.task or line.host) or line.time > group[-1].time + FOLD_S:
+            group = last[line.what, line.style] = []
+            groups.append(group)
+        group.append(line)
+    return [group[0] if len(group) == 1 else _joined(group) for group in groups]
+
+
+def _joined(group: Sequence[EventLine]) -> EventLine:
+    tasks, hosts = [line.task for line in group], [line.host for line in group]
+    where = _where(*(text.folded(tuple(dict.fromkeys(filter(None, names)))) for names in (tasks, hosts)))
+    return replace(group[0], words=where + group[0].what)
 
 
 Described = tuple[str, str] | None
 
 
-def _where(event: Mapping[str, object]) -> str:
-    task, host = read.text(event.get("task")), read.text(event.get("host"))
-    return f"{task} on {host}" if task and host else task or host
+def _where(task: str, host: str) -> str:
+    """Return where something happened, as a line begins: `worker-0 on d1: `."""
+    return f"{task} on {host}: " if task and host else f"{task or host}: " if task or host else ""
 
 
 def _how(event: Mapping[str, object]) -> str:
@@ -106,14 +145,14 @@ def _exited(event: Mapping[str, object]) -> Described:
     how, reason = _how(event), read.text(event.get("reason"))
     more = f": {reason}" if reason else ""
     if event.get("stopped"):
-        return f"{_where(event)}: stopped ({how}){more}", text.DIM
-    return f"{_where(event)}: {how}{more}", text.GREEN if how == DONE else text.RED
+        return f"stopped ({how}){more}", text.DIM
+    return f"{how}{more}", text.GREEN if how == DONE else text.RED
 
 
 def _published(event: Mapping[str, object]) -> Described:
     values = read.members(event.get("values"))
     message = read.text(values.get("message")) or read.text(values.get("failed"))
-    return (f"{_where(event)}: {message}", text.RED) if message else None
+    return (message, text.RED if values.get("failed") else text.YELLOW) if message else None
 
 
 def _said(event: Mapping[str, object]) -> Described:
@@ -130,7 +169,7 @@ def _finished(event: Mapping[str, object]) -> Described:
 def _reasoned(what: str, style: str) -> Callable[[Mapping[str, object]], Described]:
     def describe_one(event: Mapping[str, object]) -> Described:
         reason = read.text(event.get("text")) or read.text(event.get("reason"))
-        return f"{_where(event)}: {what}" + (f": {reason}" if reason else ""), style
+        return what + (f": {reason}" if reason else ""), style
 
     return describe_one
 
@@ -140,15 +179,15 @@ def _condition(event: Mapping[str, object]) -> Described:
     if word != "straggler":
         return None  # of a stall there is a message; that tasks wait, and wait no more, is how a store works
     why = read.text(event.get("why"))
-    return f"{_where(event)}: {word}" + (f": {why}" if why else ""), text.YELLOW
+    return word + (f": {why}" if why else ""), text.YELLOW
 
 
 def _started(event: Mapping[str, object]) -> Described:
     attempt = read.whole(event.get("attempt")) or 0
-    what = f"started again ({attempt})" if attempt else "started"
-    return f"{_where(event)}: {what}, pid {read.whole(event.get('pid'))}", text.PLAIN
+    return f"started again ({attempt})" if attempt else "started", text.PLAIN
 
 
+_OF_JOB = ("said", "state", "finished")
 _MESSAGES = ("said", "warning", "ending", "cut", "resumed", "lost", "claimed_twice", "prepare_failed")
 _READERS: Mapping[str, Callable[[Mapping[str, object]], Described]] = {
     "ready": _reasoned("host is ready", text.PLAIN),
@@ -173,6 +212,11 @@ _READERS: Mapping[str, Callable[[Mapping[str, object]], Described]] = {
 # Reads a job's progress from a snapshot of its metrics and words it for all displays. No side effects.
 
 
+BEHIND_STEPS, BEHIND_S, BEHIND_SHARE = 5, 2.0, 3.0
+"""A task is clearly behind by this many steps, by what the job does in this time (reports are as old), and by this
+multiple of the median difference."""
+
+
 @dataclass(frozen=True)
 class ProgressView:
     """How far a job is, by what its tasks reported. What is unknown is None or empty."""
@@ -188,7 +232,9 @@ class ProgressView:
     values: Mapping[str, float] | None = None
     """Other reported values, by name."""
     slowest: str = ""
-    """The slowest rank; empty if all are in step."""
+    """The rank that is least far, if it is stalled or one of those that are clearly behind; else empty."""
+    behind: Mapping[str, int] = field(default_factory=dict)
+    """By how many steps tasks are clearly behind the others."""
     is_stalled: bool = False
     """The slowest rank is stalled, so there is no ETA."""
 
@@ -199,12 +245,16 @@ def of(metrics: Mapping[str, object]) -> ProgressView | None:
     if not told:
         return None
     tasks = {name: read.members(each) for name, each in read.members(metrics.get("tasks")).items()}
-    steps = {name: read.number(read.members(each.get("report")).get("step")) for name, each in tasks.items()}
+    step, rate, eta_s = read.whole(told.get("step")), read.finite(told.get("rate")), read.finite(told.get("eta_s"))
+    steps = _steps(tasks, step or 0)
+    behind = _behind(steps, rate or 0.0)
     slowest = read.text(told.get("slowest"))
     is_stalled = tasks.get(slowest, {}).get("condition") == facts.STALLED
-    rate, eta_s = read.finite(told.get("rate")), read.finite(told.get("eta_s"))
+    if not is_stalled:
+        late = {name for name, each in tasks.items() if each.get("condition") == facts.STRAGGLER}.union(behind)
+        slowest = min(late, key=lambda name: (steps.get(name, 0), name), default="")
     return ProgressView(
-        step=read.whole(told.get("step")),
+        step=step,
         total=read.whole(told.get("total")),
         phase=read.whole(told.get("phase")) or 0,
         fraction=read.finite(told.get("fraction")),
@@ -212,18 +262,31 @@ def of(metrics: Mapping[str, object]) -> ProgressView | None:
         rate=rate if rate is not None and rate > 0 else None,
         loss=read.number(told.get("loss")),
         values={name: value for name, value in read.numbers(told.get("values")).items() if name != "loss"},
-        slowest=slowest if slowest and (is_stalled or _is_behind(slowest, steps)) else "",
+        slowest=slowest,
+        behind=behind,
         is_stalled=is_stalled,
     )
 
 
-def _is_behind(name: str, steps: Mapping[str, float | None]) -> bool:
-    """Return whether a task is behind by more than the step in which all are: of ranks in step none is slow.
+def _steps(tasks: Mapping[str, Mapping[str, object]], least: int) -> dict[str, int]:
+    """Return how far tasks are that report steps. One with fewer than the least far is in the next epoch already."""
+    found = {}
+    for name, task in tasks.items():
+        report = read.members(task.get("report"))
+        step, total = read.whole(report.get("step")), read.whole(report.get("total"))
+        if step is not None:
+            found[name] = step if step >= least else step + (total or least)
+    return found
 
-    `steps`: what tasks have reported. A task that has not is behind.
-    """
-    known = {task: step for task, step in steps.items() if step is not None}
-    return name not in known or max(known.values()) - known[name] > 1
+
+def _behind(steps: Mapping[str, int], rate: float) -> dict[str, int]:
+    """Return by how many steps those tasks are behind the median that differ from it more than tasks usually do."""
+    if len(steps) < 2:
+        return {}
+    middle = sorted(steps.values())[len(steps) // 2]
+    usual = sorted(abs(step - middle) for step in steps.values())[(len(steps) - 1) // 2]
+    least = max(BEHIND_STEPS, BEHIND_S * rate, BEHIND_SHARE * usual)
+    return {name: middle - step for name, step in steps.items() if middle - step >= least}
 
 
 # ---------------------------------------------------------------------- words

@@ -5,23 +5,18 @@ from __future__ import annotations
 import select
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from distrun import formats
-from distrun.dashboard import keys, read, text
+from distrun.dashboard import keys, rows, text
 from distrun.dashboard.loop import Ended, Signals
-from distrun.dashboard.tasks import STYLES
+from distrun.dashboard.model import Model
 from distrun.dashboard.terminal import Terminal
 from distrun.dashboard.text import Glyphs, Line
 from distrun_runtime.contract import facts
 
 INTERVAL_S = 1.0
 ENDS = "q or Ctrl-C ends this view"
-GAP = "  "
-DISPENSABLE = (6, 2, 5, 4)
-"""Columns that are left out where there is no room, the first one first."""
-COMMAND_LEAST = 12
 
 
 @dataclass(frozen=True)
@@ -34,38 +29,29 @@ class JobsLook:
 
 
 def picture(
-    states: Sequence[Mapping[str, object]], look: JobsLook, columns: int, height: int, glyphs: Glyphs, *, now: float
+    models: Sequence[Model], look: JobsLook, columns: int, height: int, glyphs: Glyphs, *, now: float
 ) -> tuple[list[Line], int, int]:
     """Return the lines of the table, its first visible row and how many rows are visible. No side effects.
 
     Args:
-        states: the jobs as `JobFolder.shown` gives them.
+        models: the jobs.
         look: what is looked at.
         columns: of the terminal.
         height: rows of the terminal.
         glyphs: of charts and marks.
         now: wall clock, seconds.
     """
-    table = [
-        ("JOB", "STATE", "CODE", "NAME", "TASKS", "TIME", "HOSTS", "COMMAND"),
-        *(_cells(each, now) for each in states),
-    ]
-    widths = [max(text.width(row[at]) for row in table) for at in range(len(table[0]))]
-    shown = [at for at in range(len(widths)) if at in (0, 1, 7) or any(row[at] for row in table[1:])]
-    for at in DISPENSABLE:
-        if 2 + sum(widths[each] + len(GAP) for each in shown[:-1]) + COMMAND_LEAST > columns and at in shown:
-            shown.remove(at)
-    running = sum(each.get("state") in facts.GOING for each in states)
-    head: list[Line] = [((f"jobs {len(states)}", text.BOLD), (f": {running} running", text.PLAIN))]
-    ids = [row[0] for row in table[1:]]
+    running = sum(each.job.state in facts.GOING for each in models)
+    head: list[Line] = [((f"jobs {len(models)}", text.BOLD), (f": {running} running", text.PLAIN))]
+    ids = [each.job.id for each in models]
     at_row = ids.index(look.chosen) if look.chosen in ids else 0
     room = max(1, height - len(head) - 3)
     first = max(0, min(look.first, at_row, len(ids) - room))
     first = at_row - room + 1 if at_row >= first + room else first
-    lines = [*head, _line(table[0], widths, shown, "", style=text.BOLD, glyphs=glyphs)]
-    for number in range(first, min(first + room, len(ids))):
-        mark = glyphs.mark if number == at_row else ""
-        lines.append(_line(table[number + 1], widths, shown, mark, style="", glyphs=glyphs))
+    visible = models[first : first + room]
+    table = rows.jobs(visible, columns, now, glyphs, has_marks=True)
+    lines = [*head, table.heading()]
+    lines += [table.line(number, first + number == at_row) for number in range(len(visible))]
     if not ids:
         lines.append((("no jobs yet", text.DIM),))
     hidden = len(ids) - min(room, len(ids))
@@ -76,46 +62,11 @@ def picture(
     return [text.cut(line, columns, glyphs.ellipsis) for line in lines[:height]], first, room
 
 
-def _line(
-    row: Sequence[str], widths: Sequence[int], shown: Sequence[int], mark: str, *, style: str, glyphs: Glyphs
-) -> Line:
-    spans = [(mark.ljust(2), text.BOLD)]
-    for at in shown:
-        word_style = STYLES.get(row[1], text.PLAIN) if at == 1 and not style else style
-        if at == 0 and mark:
-            word_style = text.CHOSEN
-        spans += [(text.fit(row[at], widths[at], glyphs.ellipsis) if at != shown[-1] else row[at], word_style)]
-        spans.append((GAP, text.PLAIN))
-    return tuple(spans[:-1])
-
-
-def _cells(state: Mapping[str, object], now: float) -> tuple[str, ...]:
-    created = read.moment(state.get("created"))
-    word = read.text(state.get("state"))
-    until = read.moment(state.get("finished"))
-    if until is None and word not in facts.LIVE:
-        until = read.moment(state.get("heard")) or read.moment(state.get("updated"))
-    tasks = read.objects(state.get("tasks"))
-    counts = [(sum(task.get("state") == each for task in tasks), each) for each in ("running", "failed", "lost")]
-    code = read.whole(state.get("exit_code"))
-    command = formats.join(read.texts(state.get("command")))
-    return (
-        read.text(state.get("id")),
-        word,
-        "" if code is None else str(code),
-        text.clean(read.text(state.get("name"))),
-        formats.counted(len(tasks), counts) if tasks else "",
-        "" if created is None else formats.elapsed((now if until is None else until) - created),
-        str(len(read.texts(state.get("hosts"))) or ""),
-        text.clean(command or read.text(state.get("message"))),
-    )
-
-
 class JobsScreen:
     """The table on a terminal.
 
     Arguments:
-        read_states: returns the states of the jobs that are shown.
+        read: returns the jobs that are shown.
         terminal: taken already.
         signals: entered already.
         is_ascii: marks are ASCII.
@@ -123,13 +74,13 @@ class JobsScreen:
 
     def __init__(
         self,
-        read_states: Callable[[], Sequence[Mapping[str, object]]],
+        read: Callable[[], Sequence[Model]],
         terminal: Terminal,
         signals: Signals,
         *,
         is_ascii: bool = False,
     ) -> None:
-        self._read = read_states
+        self._read = read
         self._terminal = terminal
         self._signals = signals
         self._glyphs = text.ASCII if is_ascii else text.UNICODE
@@ -146,13 +97,13 @@ class JobsScreen:
         """Show the table until the user chooses a job, whose id is returned, or leaves."""
         self._terminal.redraw()
         next_s, read_s = 0.0, 0.0
-        states: Sequence[Mapping[str, object]] = ()
+        models: Sequence[Model] = ()
         while True:
             now = time.monotonic()
             if now >= read_s:
-                states, read_s = self._read(), now + INTERVAL_S
+                models, read_s = self._read(), now + INTERVAL_S
             if now >= next_s:
-                self._draw(states)
+                self._draw(models)
                 next_s = read_s
             limit_s = max(0.0, next_s - time.monotonic())
             if self._decoder.is_waiting:
@@ -205,11 +156,11 @@ class JobsScreen:
                 self._look = JobsLook(chosen, self._look.first)
         return None
 
-    def _draw(self, states: Sequence[Mapping[str, object]]) -> None:
+    def _draw(self, models: Sequence[Model]) -> None:
         if self._terminal.is_behind and not self._terminal.flush():
             return
-        self._ids = [read.text(state.get("id")) for state in states]
+        self._ids = [each.job.id for each in models]
         columns, height = self._terminal.size()
-        lines, first, self._room = picture(states, self._look, columns, height, self._glyphs, now=time.time())
+        lines, first, self._room = picture(models, self._look, columns, height, self._glyphs, now=time.time())
         self._look = JobsLook(self._look.chosen, first, self._look.message)
         self._terminal.draw(lines)

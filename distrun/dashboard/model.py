@@ -10,9 +10,11 @@ import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import dropwhile
 
 from distrun.dashboard import events, read
 from distrun.dashboard.events import EventLine
+from distrun.dashboard.text import natural
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator.failures import last_state
 
@@ -21,7 +23,7 @@ LONG_WAIT_S = 30.0
 """A task that waits in the store for longer than this is a problem."""
 SILENT_S = 2.0
 """What a host told of its tasks is older than the snapshot, if it has been silent for longer than this."""
-EVENTS = 200
+EVENTS = 2000
 """Events that are kept."""
 TRACE = 120
 """Values of a trace that are kept, one a second."""
@@ -44,6 +46,8 @@ FIRST_LEVEL = -1
 LONG_WAIT_LEVEL = 3
 PROBLEM_LEVEL = 4
 """Words of at most this level are problems."""
+CONSEQUENCE_LEVEL = 5
+"""Of a task that failed because it lost another."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class TaskView:
     started: float | None = None
     ended: float | None = None
     code: str = ""
+    cpu_s: float | None = None
+    """Processor time of one that has ended, seconds."""
     why: str = ""
     cpu: float | None = None
     rss: float | None = None
@@ -144,6 +150,8 @@ class ServerView:
     staleness_max: float | None
     lags: Mapping[str, float]
     device: str = ""
+    device_why: str = ""
+    """Why its values are not on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +164,8 @@ class StoreView:
     round_s: float | None = None
     barriers: int | None = None
     barrier_waiting: int | None = None
+    members: int | None = None
+    """Of a barrier."""
 
     @property
     def queue(self) -> float:
@@ -191,18 +201,25 @@ class JobSummary:
     created: float | None = None
     finished: float | None = None
     heard: float | None = None
-    """When a job without an end was last heard of, if its coordinator is gone."""
+    """When a job was last heard of that has no end, though it does not go on."""
+    seen_s: float | None = None
+    """How long ago that was, if its host does not answer."""
 
     @property
     def is_over(self) -> bool:
         """Whether it goes on no more, as far as is known."""
         return bool(self.state) and self.state not in facts.GOING
 
+    @property
+    def until(self) -> float | None:
+        """When it ended, or was last heard of; None: it goes on."""
+        return self.finished or (self.heard if self.state not in facts.LIVE else None)
+
     def elapsed(self, now: float) -> float | None:
         """Return how long it has gone on, or went on."""
-        if self.created is None:
+        if self.created is None or self.state == facts.DAMAGED:
             return None
-        return max(0.0, (self.finished or self.heard or now) - self.created)
+        return max(0.0, (self.until or now) - self.created)
 
 
 def exit_code(state: str) -> int:
@@ -215,10 +232,11 @@ class Model:
 
     Arguments:
         job: its id.
+        seen_s: how long ago it was heard of, if its host does not answer.
     """
 
-    def __init__(self, job: str) -> None:
-        self.job = JobSummary(job)
+    def __init__(self, job: str, seen_s: float | None = None) -> None:
+        self.job = JobSummary(job, seen_s=seen_s)
         self.tasks: Mapping[str, TaskView] = {}
         self.hosts: Mapping[str, HostView] = {}
         self.store: StoreView | None = None
@@ -245,8 +263,8 @@ class Model:
         self._is_settled = True
 
     def set_error(self, lines: Sequence[str]) -> None:
-        """Take the end of the log of the task that failed first."""
-        self.error_lines = tuple(lines)
+        """Take the end of the log of the task that failed first, without the marks below lines of a traceback."""
+        self.error_lines = tuple(line for line in lines if "^" not in line or line.strip(" ~^"))
         self._is_settled = False
 
     def frozen(self) -> Model:
@@ -294,7 +312,8 @@ class Model:
             exit_code=read.whole(state.get("exit_code")),
             created=read.moment(state.get("created")),
             finished=read.moment(state.get("finished")),
-            heard=read.moment(state.get("heard")),
+            heard=read.moment(state.get("heard")) or read.moment(state.get("updated")),
+            seen_s=self.job.seen_s,
         )
 
     def _take_outcome(self, outcome: Mapping[str, object], now: float) -> None:
@@ -342,6 +361,12 @@ class Model:
 
     # ------------------------------------------------------------------ what is shown
 
+    def trace(self, name: str, room: int) -> tuple[float | None, ...]:
+        """Return the past of a number for a chart: means of 10 s or, if they are few, what was seen each second."""
+        seen = self.traces.get(name, ())
+        means = tuple(dropwhile(lambda value: value is None, self.history.get(name, ())))
+        return means if 2 * len(means) > room or len(means) > len(seen) else seen
+
     @property
     def first_error(self) -> TaskView | None:
         """The task that failed first, not as the consequence of another's end."""
@@ -366,6 +391,7 @@ class Model:
         metrics, hosts = (read.members(self._metrics.get(kind)) for kind in ("tasks", "hosts"))
         over = self.job.is_over
         tasks, waits = {}, {}
+        behind = {} if over or self.progress is None else self.progress.behind
         for each in read.objects(self._state.get("tasks")):
             name = read.text(each.get("name"))
             told = {} if over else read.members(metrics.get(name))
@@ -373,7 +399,10 @@ class Model:
                 waits[name] = self._waits.get(name, now)
             heard_s = read.finite(read.members(hosts.get(read.text(each.get("host")))).get("heard_s")) or 0.0
             silent_s = heard_s if heard_s > SILENT_S else 0.0
-            tasks[name] = _task(each, told, waited_s=now - waits.get(name, now), silent_s=silent_s)
+            tasks[name] = _task(each, told, self.job.until, waited_s=now - waits.get(name, now), silent_s=silent_s)
+            if name in behind and tasks[name].level == LEVELS[facts.RUNNING]:
+                why = f"{behind[name]} steps behind the others"
+                tasks[name] = replace(tasks[name], word=facts.STRAGGLER, level=LEVELS[facts.STRAGGLER], why=why)
         self.tasks, self._waits = tasks, waits
         error = self.first_error
         if error is not None:
@@ -404,18 +433,20 @@ class Model:
         )
 
     def _trace(self) -> None:
-        store = self.store
-        if store is None:
-            return
+        store = self.store or StoreView()
         slowest = store.slowest
         values = {
+            "loss": self.progress.loss if self.progress is not None else None,
             "push_s": store.push_s,
             "pull_s": store.pull_s,
             "queue": store.queue,
             "staleness": store.staleness,
             "lag": slowest[1] if slowest else None,
         }
-        self.traces = {name: (*self.traces.get(name, ())[-TRACE + 1 :], value) for name, value in values.items()}
+        for name, value in values.items():
+            known = self.traces.get(name, ())
+            if known or value is not None:
+                self.traces = {**self.traces, name: (*known[-TRACE + 1 :], value)}
 
 
 _HOST_NUMBERS = ("cpu", "load", "mem_used", "mem_total", "disk_free", "net_rx", "net_tx")
@@ -426,17 +457,20 @@ def _moment(value: object) -> float | None:
     return read.moment(value) if isinstance(value, str) else read.finite(value)
 
 
-def _task(state: Mapping[str, object], told: Mapping[str, object], *, waited_s: float, silent_s: float) -> TaskView:
+def _task(
+    state: Mapping[str, object], told: Mapping[str, object], until: float | None, *, waited_s: float, silent_s: float
+) -> TaskView:
+    """Return a task. `until`: when its job ended, or was last heard of."""
     word = read.text(state.get("state"))
     reason = read.text(state.get("reason"))
     condition = read.text(told.get("condition"))
     why = reason or read.text(state.get("own_failure"))
     lost_peer = read.text(state.get("lost_peer"))
-    if lost_peer and not why:
-        why = f"lost {lost_peer}"
+    if lost_peer:
+        why = f"lost {lost_peer}: {why}" if why else f"lost {lost_peer}"
     if word == facts.FAILED and reason == LOST_WITH_HOST:
         word = facts.LOST
-    level = LEVELS.get(word, PROBLEM_LEVEL)
+    level = CONSEQUENCE_LEVEL if word == facts.FAILED and lost_peer else LEVELS.get(word, PROBLEM_LEVEL)
     if word == facts.RUNNING and condition:
         word, why = condition, read.text(told.get("why"))
         level = LEVELS.get(word, PROBLEM_LEVEL)
@@ -454,8 +488,9 @@ def _task(state: Mapping[str, object], told: Mapping[str, object], *, waited_s: 
         level=level,
         pid=read.whole(state.get("pid")),
         started=_moment(state.get("started")),
-        ended=_moment(state.get("ended")),
+        ended=_moment(state.get("ended")) or (None if reason == LOST_WITH_HOST else until),
         code=signal or ("" if code is None else str(code)),
+        cpu_s=read.finite(state.get("cpu_s")) if peak_kb else None,
         why=why,
         cpu=read.finite(told.get("cpu")),
         rss=read.finite(told.get("rss")) if told else (peak_kb * 1024 if peak_kb else None),
@@ -486,7 +521,7 @@ def _gpu(told: Mapping[str, object]) -> GpuView:
 
 
 def _store(told: Mapping[str, object]) -> StoreView:
-    scheduler = read.members(told.get("scheduler"))
+    scheduler, told_of = read.members(told.get("scheduler")), read.members(told.get("servers"))
     servers = [
         ServerView(
             name=name,
@@ -501,8 +536,9 @@ def _store(told: Mapping[str, object]) -> StoreView:
             staleness_max=read.finite(each.get("staleness_max")),
             lags=read.numbers(each.get("lags")),
             device=read.text(each.get("device")),
+            device_why=read.text(each.get("device_why")),
         )
-        for name, each in ((name, read.members(value)) for name, value in read.members(told.get("servers")).items())
+        for name, each in ((name, read.members(told_of[name])) for name in sorted(told_of, key=natural))
     ]
     return StoreView(
         servers=tuple(servers),
@@ -511,4 +547,5 @@ def _store(told: Mapping[str, object]) -> StoreView:
         round_s=read.finite(told.get("round_s")),
         barriers=read.whole(scheduler.get("barriers")),
         barrier_waiting=read.whole(scheduler.get("barrier_waiting")),
+        members=read.whole(scheduler.get("members")),
     )

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from distrun import formats
 from distrun.dashboard import events, text
-from distrun.dashboard import tasks as rows
 from distrun.dashboard.events import EventLine
 from distrun.dashboard.model import Model, TaskView
 from distrun_runtime.contract import facts
@@ -71,8 +70,8 @@ class Plain:
             changed.setdefault((word, why), []).append(task)
         lines = []
         for (word, why), tasks in changed.items():
-            names = rows.folded(tuple(task.name for task in tasks))
-            hosts = rows.folded(tuple(task.host for task in tasks))
+            names = text.folded(tuple(task.name for task in tasks))
+            hosts = text.folded(tuple(task.host for task in tasks))
             lines.append(f"{names} on {hosts}: {word}{why}")
         return lines
 

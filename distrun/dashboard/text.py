@@ -74,6 +74,19 @@ def clean_lines(text: str) -> str:
     return "\n".join(clean(line) for line in text.split("\n"))
 
 
+@lru_cache(maxsize=256)
+def folded(names: tuple[str, ...]) -> str:
+    """Return names as a node list: `worker-[0-7]`."""
+    from distrun.hosts.ranges import fold  # when there is something to fold
+
+    return fold(names)
+
+
+def natural(name: str) -> list[tuple[str, int]]:
+    """Return what sorts names as a reader does: worker-2 before worker-10."""
+    return [(word, int(number or 0)) for word, number in re.findall(r"(\D*)(\d*)", name, re.ASCII)]
+
+
 def only_ascii(text: str) -> str:
     """Return a text as wide with `?` in place of every character that is not ASCII."""
     return text if text.isascii() else "".join(each if each.isascii() else "?" * width(each) for each in text)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from distrun.dashboard.tasks import SORTS
+from distrun.dashboard.rows import SORTS
 
 MAIN, DETAIL, LOG, STACK, HELP = "main", "detail", "log", "stack", "help"
 PANELS = ("all", "hosts", "store", "events", "error", "none")

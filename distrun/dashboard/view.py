@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from distrun import formats
 from distrun.dashboard import events as progress
-from distrun.dashboard import tasks, text, user
+from distrun.dashboard import rows, text, user
 from distrun.dashboard.events import EventLine
-from distrun.dashboard.model import HostView, Model, ServerView
-from distrun.dashboard.tasks import STYLES, Scene, TaskRow, TaskTable
+from distrun.dashboard.model import Model
+from distrun.dashboard.rows import TaskRow
 from distrun.dashboard.text import Glyphs, Line, Span
 from distrun.dashboard.user import ViewSelection, VisibleRows
 from distrun_runtime.contract.facts import time_of_day
@@ -26,50 +26,6 @@ from distrun_runtime.contract.facts import time_of_day
 # because a panel that has too little room is cut at its end.
 
 
-SPARKLINE = 24
-"""Columns of a chart in the store's panel."""
-
-
-def hosts_panel(
-    model: Model, wanted: str, is_folded: bool, columns: int, glyphs: Glyphs, *, since_s: float
-) -> list[Line]:
-    """Return the table of hosts. `since_s`: age of the metrics, seconds."""
-    groups = tasks.hosts(model.hosts.values(), wanted, is_folded)
-    table: list[tuple[str, ...]] = [
-        ("HOST", "STATE", "HEARD", "CPU", "LOAD", "MEM", "DISK FREE", "NET IN", "NET OUT", "GPU", "CLOCK")
-    ]
-    table += [_host_cells(group, since_s) for group in groups]
-    styles = [text.BOLD, *(_host_style(group[0]) for group in groups)]
-    return _aligned(table, styles, columns, glyphs, left=(0, 1), dispensable=(10, 8, 7, 2, 4, 6))
-
-
-def _host_style(host: HostView) -> str:
-    return {"lost": text.RED, "silent": text.YELLOW}.get(host.word, text.PLAIN)
-
-
-def _host_cells(group: Sequence[HostView], since_s: float) -> tuple[str, ...]:
-    first = group[0]
-    name = first.name if len(group) == 1 else tasks.folded(tuple(host.name for host in group))
-    word = first.word if len(group) == 1 or not first.word else f"{len(group)} {first.word}"
-    heard_s = max((host.heard_s for host in group if host.heard_s is not None), default=None)
-    load = _mean([host.load for host in group])
-    gpus = [gpu.util for host in group for gpu in host.gpus if gpu.util is not None]
-    offset_s = max((host.offset_s for host in group if host.offset_s is not None), key=abs, default=None)
-    return (
-        text.clean(name),
-        word,
-        "" if heard_s is None else formats.age(heard_s + since_s),
-        formats.percent(_mean([host.cpu for host in group])),
-        "" if load is None else f"{load:.1f}",
-        _part(_sum([host.mem_used for host in group]), _sum([host.mem_total for host in group])),
-        formats.short_size(min((host.disk_free for host in group if host.disk_free is not None), default=None)),
-        _per_s(_sum([host.net_rx for host in group])),
-        _per_s(_sum([host.net_tx for host in group])),
-        "" if not gpus else f"{len(gpus)}x {formats.percent(sum(gpus) / len(gpus))}",
-        "" if offset_s is None else f"{round(offset_s, 1) + 0.0:+.1f}s",  # never -0.0
-    )
-
-
 def store(model: Model, columns: int, glyphs: Glyphs, room: int) -> list[Line]:
     """Return the store's panel: totals with charts, then a line for each server. `room`: lines."""
     found = model.store
@@ -77,74 +33,58 @@ def store(model: Model, columns: int, glyphs: Glyphs, room: int) -> list[Line]:
         return []
     slowest = found.slowest
     rates = [
-        ("push/s", _rate(found.push_s), "push_s"),
-        ("pull/s", _rate(found.pull_s), "pull_s"),
-        ("queue", _rate(found.queue), "queue"),
-        ("staleness", _rate(found.staleness), "staleness"),
-        ("lag", f"{slowest[1]:.2f}s {_rank(slowest[0])}" if slowest else "", "lag"),
+        ("push/s", rows.rate(found.push_s), "push_s"),
+        ("pull/s", rows.rate(found.pull_s), "pull_s"),
+        ("queue", rows.rate(found.queue), "queue"),
+        ("staleness", rows.rate(found.staleness), "staleness"),
+        ("lag", f"{slowest[1]:.2f}s {rows.rank(slowest[0])}" if slowest else "", "lag"),
     ]
-    cell = max(24, min(columns, 96) // 3)
+    cell = max(24, columns // 3)
     charts: list[Line] = []
     for name, value, key in rates:
         if not value:
             continue
-        trace = model.history.get(key) or ()
-        trace = trace if len(trace) > 1 else model.traces.get(key, ())
-        head = f"{name} {value} "
-        chart = text.spark(trace, max(0, min(SPARKLINE, cell - 1 - text.width(head))), glyphs)
+        wide = max(0, cell - 1 - text.width(f"{name} {value} "))
+        chart = text.spark(model.trace(key, wide), wide, glyphs)
         charts.append(text.padded(((name, text.DIM), (f" {value} ", text.BOLD), (chart, text.CYAN)), cell))
     per_line = max(1, columns // cell)
     lines: list[Line] = [
         text.cut(tuple(span for chart in charts[at : at + per_line] for span in chart), columns, glyphs.ellipsis)
         for at in range(0, len(charts), per_line)
     ]
+    if room - len(lines) < 2:
+        return lines  # a heading alone says nothing
+    return [*lines, *servers(model, columns, glyphs)]
+
+
+def servers(model: Model, columns: int, glyphs: Glyphs) -> list[Line]:
+    """Return the table of servers, and below it what is known of the store as a whole."""
+    found = model.store
+    if found is None:
+        return []
     more = []
     if found.barriers is not None:
         more.append(f"barriers {found.barriers}")
     if found.barrier_waiting:
-        more.append(f"a barrier waits for {found.barrier_waiting}")
+        of = "" if found.members is None else f" of {found.members} members"
+        more.append(f"a barrier waits for {found.barrier_waiting}{of}")
     if found.round_s is not None:
-        more.append(f"rounds/s {_rate(found.round_s)}")
-    table: list[tuple[str, ...]] = [
-        ("SERVER", "KEYS", "SIZE", "PUSH/S", "PULL/S", "IN", "OUT", "QUEUE", "WAITING", "STALE", "LAST RANK", "DEVICE")
-    ]
-    table += [_server_cells(server) for server in found.servers]
-    styles = [text.BOLD, *([text.PLAIN] * len(found.servers))]
-    if room - len(lines) < 2:
-        return lines  # a heading alone says nothing
-    lines += _aligned(table, styles, columns, glyphs, left=(0, 10, 11), dispensable=(6, 5, 1, 11, 9, 8, 2))
+        more.append(f"rounds/s {rows.rate(found.round_s)}")
+    lines = rows.servers(found.servers, columns, glyphs) if found.servers else []
     if more:
         lines.append((("  ".join(more), text.DIM),))
+    for server in found.servers:
+        if server.device_why:
+            why = f"{server.name}: in host memory, not on a GPU: {server.device_why}"
+            lines.append(text.cut(((text.clean(why), text.PLAIN),), columns, glyphs.ellipsis))
     return lines
-
-
-def _server_cells(server: ServerView) -> tuple[str, ...]:
-    last = max(server.lags.items(), key=lambda item: item[1], default=None)
-    return (
-        server.name,
-        str(server.keys if server.keys is not None else ""),
-        formats.short_size(server.size),
-        _rate(server.push_s),
-        _rate(server.pull_s),
-        _per_s(server.in_s),
-        _per_s(server.out_s),
-        "" if server.queue is None else str(server.queue),
-        "" if server.waiting is None else str(server.waiting),
-        _rate(server.staleness_max),
-        "" if last is None or last[1] <= 0 else f"{_rank(last[0])} +{last[1]:.2f}s",
-        server.device,
-    )
-
-
-def _rank(rank: str) -> str:
-    return f"worker-{rank}" if rank.isdigit() else rank
 
 
 def events(model: Model, room: int, columns: int, glyphs: Glyphs) -> list[Line]:
     """Return the last events, the newest at the end, as many as there is room for."""
     return [
         text.cut(((time_of_day(event.time)[:8] + " ", text.DIM), (event.words, event.style)), columns, glyphs.ellipsis)
-        for event in model.events[-room:]
+        for event in progress.folded(model.events)[-room:]
     ]
 
 
@@ -165,65 +105,6 @@ def error_title(model: Model) -> str:
     return f"first error: {task.name} on {task.host}, {how}"
 
 
-def _aligned(
-    table: Sequence[Sequence[str]],
-    styles: Sequence[str],
-    columns: int,
-    glyphs: Glyphs,
-    *,
-    left: Sequence[int],
-    dispensable: Sequence[int],
-) -> list[Line]:
-    """Return a table whose columns are as wide as they need. What is empty, or for what there is no room, is left out.
-
-    Args:
-        table: the headings, then the rows.
-        styles: of each row.
-        left: columns that are aligned at their left.
-        dispensable: columns in the order in which they are left out.
-    """
-    shown = [at for at in range(len(table[0])) if at in left[:1] or any(row[at] for row in table[1:])]
-    widths = [max(text.width(row[at]) for row in table) for at in range(len(table[0]))]
-    for at in dispensable:
-        if sum(widths[each] + 2 for each in shown) - 2 > columns and at in shown:
-            shown.remove(at)
-    widths[0] = min(widths[0], max(12, columns - sum(widths[each] + 2 for each in shown[1:])))
-    lines = []
-    for row, style in zip(table, styles, strict=True):
-        cells = [(text.fit if at in left else text.right)(row[at], widths[at], glyphs.ellipsis) for at in shown]
-        lines.append(text.cut((("  ".join(cells).rstrip(), style),), columns, glyphs.ellipsis))
-    return lines
-
-
-def _sum(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def _part(used: float | None, total: float | None) -> str:
-    return (
-        ""
-        if used is None
-        else formats.short_size(used)
-        if total is None
-        else f"{formats.short_size(used)}/{formats.short_size(total)}"
-    )
-
-
-def _per_s(value: float | None) -> str:
-    return "" if value is None else f"{formats.short_size(value)}/s"
-
-
-def _rate(value: float | None) -> str:
-    """Return how many a second, below a heading that says so."""
-    return formats.per_second(value).removesuffix("/s")
-
-
 COLUMNS, ROWS = 80, 24
 """A smaller terminal has no panels."""
 TWO_COLUMNS = 150
@@ -237,6 +118,7 @@ PANEL_LEAST = 3
 """Rows of a panel with its title, below which it is not shown."""
 TRACE_SPAN = "10 s each"
 LOSS_CHART = 12
+"""Columns that the chart of the loss needs to be shown."""
 OLD_S = 5.0
 """Metrics that are older are said to be so."""
 
@@ -249,7 +131,7 @@ HELP = (
     ("Enter", "all that is known of the task"),
     ("l", "follow the log of the task"),
     ("S", "where the task's program is now (its stack)"),
-    ("s", "sort by: " + ", ".join(tasks.SORTS)),
+    ("s", "sort by: " + ", ".join(rows.SORTS)),
     ("/", "show only tasks and hosts with these words in name, host or state; Esc: all"),
     ("f", "fold what is alike: worker-[0-7] on gpu[01-08]"),
     ("Tab", "which panels: " + ", ".join(user.PANELS)),
@@ -315,7 +197,7 @@ def picture(model: Model, look: ViewSelection, options: Options, now: float, ext
 def _main(model: Model, look: ViewSelection, options: Options, now: float) -> Picture:
     columns = options.columns
     head, bottom = _header(model, look, options, now), _bottom(model, look, options)
-    found = tasks.table(model.tasks.values(), look.wanted, look.order, look.is_folded)
+    found = rows.task_rows(model.tasks.values(), look.wanted, look.order, look.is_folded)
     keys = tuple(row.key for row in found)
     at = keys.index(look.chosen) if look.chosen in keys else 0
     why = text.clean(found[at].first.why) if found else ""
@@ -332,7 +214,7 @@ def _main(model: Model, look: ViewSelection, options: Options, now: float) -> Pi
     if at >= first + count:
         first = at - count + 1
     visible = found[first : first + count]
-    table = TaskTable(visible, columns, Scene(now, _since(model, now)), options.glyphs)
+    table = rows.tasks(visible, columns, now, _since(model, now), options.glyphs, has_marks=True)
     body = [table.heading(), *(table.line(number, first + number == at) for number in range(len(visible)))]
     if not found:
         body.append(((_no_tasks(model, look), text.DIM),))
@@ -371,7 +253,7 @@ def _header(model: Model, look: ViewSelection, options: Options, now: float) -> 
     first: list[Span] = [
         (job.id, text.BOLD),
         ("  ", text.PLAIN),
-        (state, STYLES.get(state, text.PLAIN)),
+        (state, rows.style_of(state)),
         (f" {formats.elapsed(job.elapsed(now))}", text.PLAIN),
     ]
     if job.exit_code is not None:
@@ -382,9 +264,9 @@ def _header(model: Model, look: ViewSelection, options: Options, now: float) -> 
     first.append((text.clean(formats.join(job.command)), text.PLAIN))
     second: list[Span] = [(f"tasks {len(model.tasks)}: ", text.DIM)]
     for number, (word, count) in enumerate(model.counts):
-        second += [(", " if number else "", text.DIM), (f"{count} {word}", STYLES.get(word, text.PLAIN))]
+        second += [(", " if number else "", text.DIM), (f"{count} {word}", rows.style_of(word))]
     second.append((f"  hosts {len(model.hosts)}", text.DIM))
-    if look.order != tasks.SORTS[0]:
+    if look.order != rows.SORTS[0]:
         second.append((f"  sorted by {look.order}", text.YELLOW))
     if look.wanted:
         second.append((f"  only {look.wanted!r}", text.YELLOW))
@@ -434,9 +316,9 @@ def _progress(model: Model, options: Options) -> Line:
         spans.append((f"  {progress.loss(found)}", text.PLAIN))
     if slowest and not model.job.is_over:
         spans.append((f"  {slowest}", text.DIM))
-    chart = "  " + text.spark(model.history.get("loss", ()), LOSS_CHART, options.glyphs)
-    if found.loss is not None and text.line_width(tuple(spans)) + text.width(chart) <= options.columns:
-        spans.append((chart, text.CYAN))
+    room = options.columns - text.line_width(tuple(spans)) - 2
+    if found.loss is not None and room >= LOSS_CHART:
+        spans.append(("  " + text.spark(model.trace("loss", room), room, options.glyphs), text.CYAN))
     return tuple(spans)
 
 
@@ -459,21 +341,22 @@ def _panels(
     """Return the lines of all panels. `table`: rows that the table would like to have."""
     if options.columns < COLUMNS or options.rows < ROWS or look.panel == "none":
         return []
-    glyphs, hosts = options.glyphs, len(tasks.hosts(model.hosts.values(), look.wanted, False))
+    glyphs, hosts = options.glyphs, len(rows.host_rows(model.hosts.values(), look.wanted, False))
     is_one = look.panel != "all"
     folds = look.is_folded or (hosts > HOSTS_MOST and not is_one)
 
     def host_lines(height: int, columns: int) -> Sequence[Line]:
-        found = hosts_panel(model, look.wanted, folds, columns, glyphs, since_s=since_s)
+        found = rows.hosts(groups, columns, since_s, glyphs)
         if len(found) > height and not is_one:
-            found = hosts_panel(model, look.wanted, True, columns, glyphs, since_s=since_s)
+            alike = rows.host_rows(model.hosts.values(), look.wanted, True)
+            found = rows.hosts(alike, columns, since_s, glyphs)
         if len(found) <= height:
             return found
         if height < PANEL_LEAST:  # better a row without its heading than a heading without rows
             return [*found[1:height], ((f"{len(found) - height} more (f folds them)", text.DIM),)]
         return [*found[: height - 1], ((f"{len(found) - height + 1} more hosts (f folds them)", text.DIM),)]
 
-    groups = tasks.hosts(model.hosts.values(), look.wanted, folds)
+    groups = rows.host_rows(model.hosts.values(), look.wanted, folds)
     every = [
         _Panel(
             "error",
@@ -496,7 +379,7 @@ def _panels(
         _Panel(
             "events",
             "events",
-            len(model.events),
+            len(progress.folded(model.events)),
             lambda height, columns: events(model, height, columns, glyphs),
         ),
     ]
@@ -668,7 +551,7 @@ def _detail(model: Model, look: ViewSelection, options: Options, now: float) -> 
     for name, value in pairs:
         if not value:
             continue
-        style = STYLES.get(value, text.PLAIN) if name == "state" else text.PLAIN
+        style = rows.style_of(value) if name == "state" else text.PLAIN
         first, *more = text.wrapped(value, max(20, columns - wide - 4))
         lines.append(((f"  {name:{wide}}  ", text.DIM), (first, style)))
         lines += [((" " * (wide + 4), text.PLAIN), (part, style)) for part in more]
@@ -682,7 +565,7 @@ def _detail(model: Model, look: ViewSelection, options: Options, now: float) -> 
         lines.append(
             ((f"  gpu {gpu.index} of {task.host}: {formats.percent(gpu.util)} {memory} {gpu.name}", text.PLAIN),)
         )
-    mine = [event for event in model.events if task.name in event.words.split(":")[0].split()]
+    mine = [event for event in model.events if event.task == task.name]
     if mine:
         lines += [(), (("  events", text.TITLE),)]
         lines += [(("  " + line[0][0], text.DIM), *line[1:]) for line in _event_lines(mine)]

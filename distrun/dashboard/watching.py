@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from distrun import client, remote_jobs
@@ -32,9 +32,7 @@ def watch(folder: JobFolder, look: Appearance) -> Ended:
         return _show(folder, connection, terminal, signals, look)
 
 
-def watch_jobs(
-    read: Callable[[], Sequence[Mapping[str, object]]], find: Callable[[str], JobFolder], look: Appearance
-) -> Ended:
+def watch_jobs(read: Callable[[], Sequence[Model]], find: Callable[[str], JobFolder], look: Appearance) -> Ended:
     """See `distrun.dashboard.watch_jobs`."""
     with Signals() as signals, Terminal(has_colour=look.has_colour, is_ascii=look.is_ascii) as terminal:
         jobs = JobsScreen(read, terminal, signals, is_ascii=look.is_ascii)

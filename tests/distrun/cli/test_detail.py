@@ -35,18 +35,16 @@ def text(folder: JobFolder, **more: Any) -> str:
 def test_a_running_job_is_shown_with_what_is_measured(folder: JobFolder) -> None:
     shown = text(folder, metrics=METRICS)
     assert shown.splitlines()[0] == "calm-1  running  python train.py"
-    said = "step 1200/5000 (24 %), 5.25 steps/s, ETA 0:12:00, loss nan, accuracy 0.91, slowest worker-1"
+    said = "step 1200/5000 (24 %), 5.25 steps/s, ETA 0:12:00, loss nan, accuracy 0.91"
     assert f"progress     {said}\n" in shown
-    assert re.search(
-        r"^worker-0 +stalled +7 +0:01:05 +150 % +3.0 GiB +87 % +1.0 GiB +2 s ago +d1$", shown, re.MULTILINE
-    )
+    assert re.search(r"^worker-0  d1 +7  stalled +0:01:05 +150 %  3.0G .*87 %  1.0G .* 2 s ", shown, re.MULTILINE)
     assert re.search(
         r"^worker-0 +stalled: no output, report or store call for 6 min; to see where: ", shown, re.MULTILINE
     )
-    assert re.search(r"^d1 +0 s ago +62 % +5.1 +12.0 of 64.0 GiB ", shown, re.MULTILINE)
-    assert re.search(r"^server-0 +12 +10.0 MiB +10.5/s .* worker-1 0.31 s +gpu:0, cpu:0$", shown, re.MULTILINE)
+    assert re.search(r"^d1 +ok +0 s +62 % +5.1 +12G/64G ", shown, re.MULTILINE)
+    assert re.search(r"^server-0 +12 +10M +10.5 .* worker-1 .0.31s +gpu:0, cpu:0$", shown, re.MULTILINE)
     assert "\nserver-0: in host memory, not on a GPU: key 'e' is row-sparse\n" in shown
-    assert "a barrier waits for 2 of 3 members\n" in shown
+    assert "  a barrier waits for 2 of 3 members  " in shown
 
 
 @pytest.mark.parametrize("odd", [None, 5, "x", [], {}, {"a": 1}, float("inf")])
@@ -106,12 +104,6 @@ def test_long_words_are_broken_at_the_width_of_the_screen(folder: JobFolder) -> 
     lines = [line for line in tables.text(view, NOW, 60).splitlines() if line.startswith(("progress", " " * 13))]
     assert len(lines) > 1
     assert all(len(line) <= 60 for line in lines)
-
-
-def test_ranks_in_step_have_no_slowest_one(folder: JobFolder) -> None:
-    report = {"step": 1200, "total": 5000, "values": {}}
-    even = {**METRICS, "tasks": {name: {"report": report} for name in ("worker-0", "worker-1")}}
-    assert "loss nan, accuracy 0.91\n" in text(folder, metrics=even)
 
 
 def test_a_host_that_said_goodbye_is_not_told_as_lost(folder: JobFolder) -> None:

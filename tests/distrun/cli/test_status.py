@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
-from distrun.cli.console import render
-from distrun.cli.tables import duration, heading, jobs_table, tasks_table
+from distrun.cli import tables
+from distrun.cli.console import styled
+from distrun.dashboard import jobs as jobs_of_top
+from distrun.dashboard import text
 from distrun.jobs import JobView
 
 START = "2026-01-31T12:00:00.000Z"
@@ -24,9 +26,21 @@ def state(**more: Any) -> dict[str, Any]:
     return {**base, **more}
 
 
+def view(state: dict[str, Any], **more: Any) -> JobView:
+    return JobView(SimpleNamespace(id=state["id"]), state, **more)  # type: ignore[arg-type]
+
+
+def jobs(*states: dict[str, Any]) -> list[str]:
+    return styled(tables.jobs_table([view(each) for each in states], NOW)).splitlines()
+
+
+def tasks(state: dict[str, Any], **more: Any) -> list[str]:
+    return styled(tables.tasks_table(view(state, **more), NOW)).splitlines()
+
+
 def test_jobs_have_a_row_each_with_the_command_quoted_and_no_markup_read() -> None:
-    rows = render(jobs_table([state(), state(id="x-1", state="failed", exit_code=3, finished=START)], NOW)).splitlines()
-    assert rows[0].split() == ["JOB", "STATE", "CODE", "TASKS", "TIME", "CREATED", "COMMAND"]
+    rows = jobs(state(), state(id="x-1", state="failed", exit_code=3, finished=START))
+    assert rows[0].split() == ["JOB", "STATE", "CODE", "TASKS", "TIME", "HOSTS", "CREATED", "COMMAND"]
     assert rows[1].startswith("calm-otter-7f3  running")
     assert "2 (2 running)  1:02:05" in rows[1]
     assert rows[1].endswith("python 'a b.py' '[bold]'")
@@ -37,83 +51,115 @@ def test_jobs_have_a_row_each_with_the_command_quoted_and_no_markup_read() -> No
 def test_tasks_have_a_row_each() -> None:
     ended = task("worker-1", state="failed", signal="KILL", ended=START, cpu_s=1.25, max_rss_kb=2048)
     found = state(tasks=[task("worker-0"), ended], message="worker-1 was killed")
-    text = heading(found) + render(tasks_table(found, NOW))
-    assert "calm-otter-7f3  running  python 'a b.py' '[bold]'" in text
-    assert "worker-1 was killed" in text
-    *_, first, second = text.splitlines()
-    assert first.split() == ["worker-0", "running", "7", "1:02:05", "d1"]
-    assert second.split() == ["worker-1", "failed", "KILL", "7", "0:00:00", "1.2", "s", "2", "MB", "d1"]
+    assert tables.heading(found).splitlines() == [
+        "calm-otter-7f3  running  python 'a b.py' '[bold]'",
+        "worker-1 was killed",
+    ]
+    head, first, second = tasks(found)
+    assert head.split() == ["TASK", "HOST", "PID", "STATE", "UP", "MEM", "CPU", "TIME", "CODE"]
+    assert first.split() == ["worker-1", "d1", "7", "failed", "0:00:00", "2.0M", "1.2", "s", "KILL"]
+    assert second.split() == ["worker-0", "d1", "7", "running", "1:02:05"]
+
+
+def test_a_task_that_runs_and_one_that_has_ended_are_shown_in_the_same_units() -> None:
+    ended = task("worker-1", state="exited", code=0, ended=START, cpu_s=1.25, max_rss_kb=3 * 1024)
+    head, first, second = tasks(
+        state(tasks=[task("worker-0"), ended]), metrics={"tasks": {"worker-0": {"rss": 3 * 2**20, "cpu": 0.5}}}
+    )
+    at = head.index("MEM") - 1
+    assert first[at : at + 4] == second[at : at + 4] == "3.0M"
 
 
 def test_what_a_task_used_that_was_lost_with_its_host_is_not_shown_as_nothing() -> None:
     lost = task("worker-1", state="failed", ended=START, reason="lost with its host")
-    *_, row = render(tasks_table(state(tasks=[lost]), NOW)).splitlines()
-    assert row.split() == ["worker-1", "failed", "7", "0:00:00", "d1"]
+    *_, row = tasks(state(tasks=[lost]))
+    assert row.split() == ["worker-1", "d1", "7", "lost", "0:00:00", "lost", "with", "its", "host"]
 
 
 def test_a_lost_job_took_as_long_as_it_was_heard_of() -> None:
-    assert " 0:00:00 " in render(jobs_table([state(state="lost")], NOW)).splitlines()[1]
+    assert " 0:00:00 " in jobs(state(state="lost"))[1]
 
 
 def test_a_lost_job_and_its_tasks_took_as_long_as_anything_of_it_was_written() -> None:
-    tasks = [task("worker-0", state="lost"), task("worker-1", state="lost")]
-    lost = state(state="lost", heard="2026-01-31T12:00:07.000Z", tasks=tasks)
-    assert "2 (2 lost)  0:00:07 " in render(jobs_table([lost], NOW)).splitlines()[1]
-    assert all(" 0:00:07 " in line for line in render(tasks_table(lost, NOW)).splitlines()[1:])
+    both = [task("worker-0", state="lost"), task("worker-1", state="lost")]
+    lost = state(state="lost", heard="2026-01-31T12:00:07.000Z", tasks=both)
+    assert "2 (2 lost)  0:00:07 " in jobs(lost)[1]
+    assert all(line.endswith(" 0:00:07") for line in tasks(lost)[1:])
 
 
 @pytest.mark.parametrize("columns", [160, 100, 80, 72, 60, 50, 40, 30])
 def test_where_there_is_no_room_columns_are_left_out_and_only_the_last_is_cut(columns: int) -> None:
-    from rich.console import Console
-
-    ended = task("worker-1", state="failed", signal="KILL", ended=START, cpu_s=1.25, max_rss_kb=2048)
-    for table in (jobs_table([state()], NOW, columns), tasks_table(state(tasks=[ended]), NOW, columns)):
-        console = Console(width=columns)
-        with console.capture() as capture:
-            console.print(table)
-        head, row = capture.get().splitlines()[-2:]
-        assert head.split()[1] == "STATE"
-        whole = ("2 (2 running)", "2", "1:02:05", "calm-otter-7f3", "worker-1", "failed", "running", "KILL", "2 MB")
-        for cell in row.rstrip().split("  ")[:-1]:
+    ended = task("worker-1", state="failed", signal="KILL", ended=START, cpu_s=1.25, max_rss_kb=2048, reason="x" * 99)
+    both = (
+        tables.jobs_table([view(state())], NOW, columns),
+        tables.tasks_table(view(state(tasks=[ended])), NOW, columns),
+    )
+    whole = (
+        "1",
+        "2 (2 running)",
+        "2",
+        "1:02:05",
+        "calm-otter-7f3",
+        "worker-1",
+        "failed",
+        "running",
+        "KILL",
+        "2.0M",
+        "d1",
+    )
+    for table in both:
+        head, row = (text.plain(line) for line in table)
+        assert "STATE" in head
+        assert len(row) <= columns
+        for cell in row.split("  ")[:-1]:
             assert cell.strip() in ("", "7", "1.2 s", "0:00:00", *whole) or cell.strip()[:3] in ("01-", "02-")
 
 
 def test_a_very_long_command_takes_nothing_from_the_other_columns() -> None:
-    head, row = render(jobs_table([state(command=["x" * 2000])], NOW)).splitlines()
-    assert head.split() == ["JOB", "STATE", "CODE", "TASKS", "TIME", "CREATED", "COMMAND"]
-    assert row.startswith("calm-otter-7f3  running        2 (2 running)  1:02:05")
+    head, row = jobs(state(command=["x" * 2000]))
+    assert head.split() == ["JOB", "STATE", "TASKS", "TIME", "HOSTS", "CREATED", "COMMAND"]
+    assert row.startswith("calm-otter-7f3  running  2 (2 running)  1:02:05")
     assert row.endswith("xxx…")
 
 
+def test_status_and_top_show_the_same_table_of_jobs() -> None:
+    progress = {"step": 1200, "total": 5000, "fraction": 0.24, "eta_s": 725.0}
+    known = [
+        view(state(name="one"), metrics={"progress": progress}),
+        view(state(id="x-1", state="unknown"), seen_s=180.0),
+        view(state(id="x-2", state="damaged", command=[], tasks=[], message="state.json is torn")),
+    ]
+    models = [tables.model_of(each, NOW) for each in known]
+    lines, *_ = jobs_of_top.picture(models, jobs_of_top.JobsLook(), 142, 20, text.UNICODE, now=NOW)
+    of_top = [text.plain(line)[2:] for line in lines[1:5]]
+    assert of_top == [text.plain(line) for line in tables.jobs_table(known, NOW, 140)]
+    assert "24 %, ETA 0:12:05" in of_top[1]
+    assert "unknown, seen 3 min ago" in of_top[2]
+    assert of_top[3].endswith("state.json is torn")
+
+
+def test_the_chosen_job_is_in_sight_and_the_others_are_counted() -> None:
+    models = [tables.model_of(view(state(id=f"job-{number}")), NOW) for number in range(50)]
+    look = jobs_of_top.JobsLook(chosen="job-30")
+    lines, first, room = jobs_of_top.picture(models, look, 80, 14, text.ASCII, now=NOW)
+    assert (first, room) == (21, 10)
+    assert [text.plain(line)[:8] for line in lines if text.plain(line).startswith(">")] == ["> job-30"]
+    assert text.plain(lines[-2]) == "  40 more"
+
+
 def test_no_jobs_is_an_empty_table() -> None:
-    assert len(render(jobs_table([], NOW)).splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("start", "end", "text"),
-    [
-        (None, None, ""),
-        (START, None, "1:02:05"),
-        (START, START, "0:00:00"),
-        (START, "2026-01-31T12:00:59.9Z", "0:00:59"),
-    ],
-)
-def test_durations(start: str | None, end: str | None, text: str) -> None:
-    assert duration(start, end, NOW) == text
+    assert len(jobs()) == 1
 
 
 def test_problems_of_tasks_are_seen_on_a_terminal_of_80_columns() -> None:
-    tasks = [task("worker-0"), task("worker-1"), task("worker-2"), task("worker-3")]
-    known: Any = JobView(
-        SimpleNamespace(id="calm-otter-7f3"),  # type: ignore[arg-type]
-        state(tasks=tasks),
-        metrics={
-            "tasks": {"worker-0": {"condition": "stalled"}},
-            "progress": {"step": 1200, "total": 5000, "fraction": 0.24, "eta_s": 725.0},
-        },
-    )
-    lines = render(jobs_table([known.state], NOW, 80, {known.id: known})).splitlines()
+    every = [task(f"worker-{rank}") for rank in range(4)]
+    metrics = {
+        "tasks": {"worker-0": {"condition": "stalled"}, "worker-1": {"condition": "waiting"}},
+        "progress": {"step": 1200, "total": 5000, "fraction": 0.24, "eta_s": 725.0},
+    }
+    known = view(state(tasks=every), metrics=metrics)
+    lines = styled(tables.jobs_table([known], NOW, 80)).splitlines()
     assert lines[0].split() == ["JOB", "STATE", "PROGRESS", "TASKS", "TIME", "COMMAND"]
     assert lines[1].startswith("calm-otter-7f3  running  24 %, ETA 0:12:05  4 (1 stalled)  1:02:05  python")
-    whole = render(jobs_table([known.state], NOW, 140, {known.id: known})).splitlines()
-    assert "4 (4 running, 1 stalled)" in whole[1]
+    whole = styled(tables.jobs_table([known], NOW, 140)).splitlines()
+    assert "4 (3 running, 1 stalled)" in whole[1]

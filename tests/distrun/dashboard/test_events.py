@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from distrun.dashboard.events import EventReader
+from distrun.dashboard import text
+from distrun.dashboard.events import EventLine, EventReader, folded
 
 AT = {"version": 1, "time": "2026-11-24T15:49:45.000Z", "host": "d1"}
 ERROR = "worker-0@d1 (pid 7) failed: ValueError: no"
 
 
-def told(*events: dict[str, Any]) -> list[str]:
+def read(*events: dict[str, Any]) -> list[EventLine]:
     reader = EventReader()
-    return [found.words for event in events if (found := reader.take({**AT, **event})) is not None]
+    return [found for event in events if (found := reader.take({**AT, **event})) is not None]
+
+
+def told(*events: dict[str, Any]) -> list[str]:
+    return [found.words for found in read(*events)]
 
 
 def exited(task: str, code: int | None = 1, **more: Any) -> dict[str, Any]:
@@ -63,3 +68,43 @@ def test_a_lost_host_is_told_once_and_not_at_all_after_its_goodbye() -> None:
     assert told(lost, said("lost d1; stopping the job")) == ["d1: host lost: silent for 30 s"]
     assert told({"event": "bye"}, lost) == []
     assert told({"event": "bye"}, {"event": "ready"}, lost)[1:] == ["d1: host lost: silent for 30 s"]
+
+
+def test_what_happened_to_many_tasks_is_one_line_and_the_cause_stays_in_sight() -> None:
+    def of_all(event: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{**event, "task": f"worker-{rank}", "host": f"h{rank % 10}"} for rank in range(100) if rank != 57]
+
+    history = [
+        *of_all({"event": "started", "pid": 7, "attempt": 0}),
+        exited("worker-57"),
+        {"event": "state", "state": "stopping"},
+        *of_all(exited("", None, signal="TERM", stopped=True)),
+    ]
+    assert [line.words for line in folded(read(*history))] == [
+        "worker-[0-56,58-99] on h[0-9]: started",
+        "worker-57 on d1: exit code 1",
+        "job is stopping",
+        "worker-[0-56,58-99] on h[0-9]: stopped (signal TERM)",
+    ]
+
+
+def test_the_same_is_told_again_if_it_happens_again_later() -> None:
+    later = {"time": "2026-11-24T15:50:45.000Z"}
+    history = [{"event": "ready"}, {"event": "ready", "host": "d2"}, {"event": "ready", **later}]
+    assert [line.words for line in folded(read(*history))] == ["d[1-2]: host is ready", "d1: host is ready"]
+    messages = [said("disk nearly full"), said("disk nearly full")]
+    assert [line.words for line in folded(read(*messages))] == ["disk nearly full", "disk nearly full"]
+
+
+def test_tasks_that_failed_because_they_lost_another_are_told_as_consequences() -> None:
+    history = [
+        *(published(name, lost_peer="worker-1", message=ERROR) for name in ("worker-0", "worker-2")),
+        published("worker-1", failed="ValueError: no"),
+        *(exited(name) for name in ("worker-0", "worker-1", "worker-2")),
+    ]
+    assert [(line.words, line.style) for line in folded(read(*history))] == [
+        (f"worker-0 on d1: {ERROR}", text.YELLOW),
+        ("worker-1 on d1: ValueError: no", text.RED),
+        ("worker-[0,2] on d1: exit code 1 after it lost worker-1", text.DIM),
+        ("worker-1 on d1: exit code 1", text.RED),
+    ]

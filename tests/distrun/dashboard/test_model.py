@@ -7,7 +7,7 @@ import pytest
 import snapshots
 from snapshots import NOW
 
-from distrun.dashboard import tasks
+from distrun.dashboard import rows, text
 from distrun.dashboard.model import LONG_WAIT_S, Model
 
 
@@ -22,7 +22,7 @@ def recorded(workers: int = 8, hosts: int = 4) -> Model:
 
 
 def names(model: Model, order: str = "problems", wanted: str = "", is_folded: bool = False) -> list[str]:
-    return [row.name for row in tasks.table(model.tasks.values(), wanted, order, is_folded)]
+    return [row.name for row in rows.task_rows(model.tasks.values(), wanted, order, is_folded)]
 
 
 def with_task(model: Model, name: str, when: float = NOW, **members: Any) -> None:
@@ -47,6 +47,66 @@ def test_problems_come_first_and_the_rest_keeps_the_order_of_ranks() -> None:
     ]
 
 
+def of_steps(steps: dict[str, int], **progress: Any) -> Model:
+    """Return a model of workers that have come so far; their store's rule for stragglers does not apply."""
+    model, metrics = Model("calm-otter-7f3"), snapshots.metrics(len(steps))
+    state = snapshots.state(len(steps))
+    for task in state["tasks"]:
+        task.update(state="running", code=None, ended=None)
+    told = {"condition": "", "why": ""}
+    metrics["tasks"] = {name: {**told, "report": {"step": step, "total": 1000}} for name, step in steps.items()}
+    metrics["progress"].update(step=min(steps.values()), slowest=min(steps, key=lambda name: steps[name]), **progress)
+    model.take("state", {"state": state}, NOW)
+    model.take("metrics", {"metrics": metrics}, NOW)
+    model.settle(NOW)
+    return model
+
+
+def test_a_worker_that_is_clearly_behind_in_steps_is_a_straggler_with_a_row_of_its_own() -> None:
+    steps = {f"worker-{rank}": 614 - rank % 2 for rank in range(100)}
+    model = of_steps({**steps, "worker-57": 600})
+    (slow,) = [task for task in model.tasks.values() if task.word == "straggler"]
+    assert (slow.name, slow.why, slow.is_problem) == ("worker-57", "14 steps behind the others", True)
+    assert names(model)[0] == "worker-57"
+    assert names(model, is_folded=True)[:2] == ["worker-57", "worker-[0-56,58-99]"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "rate"),
+    [
+        ([100, 96, 100, 100], 0.5),  # four steps
+        ([1000, 900, 1000, 1000], 60.0),  # reports that are 2 s apart
+        ([600, 610, 620, 630, 640], 1.0),  # all differ
+        ([990, 3, 995, 993], 1.0),  # one is in the next epoch
+    ],
+)
+def test_workers_that_differ_as_they_do_at_all_times_are_no_stragglers(steps: list[int], rate: float) -> None:
+    found = {f"worker-{rank}": step for rank, step in enumerate(steps)}
+    least = min(step for step in steps if step > 3)
+    model = of_steps(found, rate=rate)
+    metrics: dict[str, Any] = {"progress": {"step": least, "rate": rate}}
+    metrics["tasks"] = {name: {"report": {"step": step, "total": 1000}} for name, step in found.items()}
+    model.take("metrics", {"metrics": metrics}, NOW)
+    model.settle(NOW)
+    assert {task.word for task in model.tasks.values()} == {"running"}
+    assert model.progress is not None
+    assert model.progress.slowest == ""
+
+
+def test_the_slowest_rank_is_one_of_those_that_are_marked() -> None:
+    model = of_steps({"worker-0": 610, "worker-1": 609, "worker-2": 610})
+    metrics = snapshots.metrics(3)
+    for name, task in metrics["tasks"].items():
+        if name.startswith("worker"):
+            task.update(condition="straggler" if name == "worker-2" else "", report={"step": 610, "total": 1000})
+    metrics["progress"]["slowest"] = "worker-0"
+    model.take("metrics", {"metrics": metrics}, NOW)
+    model.settle(NOW)
+    assert model.progress is not None
+    assert model.progress.slowest == "worker-2"
+    assert [task.name for task in model.tasks.values() if task.word == "straggler"] == ["worker-2"]
+
+
 def test_a_task_that_waits_long_becomes_a_problem() -> None:
     model = recorded()
     assert not model.tasks["worker-5"].is_problem
@@ -60,10 +120,37 @@ def test_a_task_that_waits_long_becomes_a_problem() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "first"), [("task", "worker-0"), ("host", "worker-0"), ("memory", "worker-7"), ("last line", "worker-3")]
+    ("order", "first"),
+    [
+        ("task", "worker-0"),
+        ("step", "worker-0"),
+        ("host", "worker-0"),
+        ("memory", "worker-7"),
+        ("last line", "worker-3"),
+    ],
 )
 def test_the_table_is_sorted_as_the_user_wants(order: str, first: str) -> None:
     assert names(recorded(), order)[0] == first
+
+
+def test_sorted_by_step_the_task_that_is_least_far_is_first_and_those_without_steps_are_last() -> None:
+    found = names(of_steps({"worker-0": 12, "worker-1": 9, "worker-2": 100}), "step")
+    assert found == ["worker-1", "worker-0", "worker-2", "server-0", "server-1", "scheduler"]
+
+
+def test_hosts_and_servers_are_in_the_order_of_their_numbers() -> None:
+    model = Model("calm-otter-7f3")
+    state, metrics = snapshots.state(12), snapshots.metrics(12)
+    for task in state["tasks"]:
+        task.update(host=f"h{task['rank']}", state="running")
+    server = metrics["store"]["servers"]["server-0"]
+    metrics["store"]["servers"] = {f"server-{rank}": server for rank in (1, 10, 11, 2)}  # sorted, as frames are
+    model.take("state", {"state": state}, NOW)
+    model.take("metrics", {"metrics": metrics}, NOW)
+    model.settle(NOW)
+    assert names(model, "host", wanted="worker") == [f"worker-{rank}" for rank in range(12)]
+    assert model.store is not None
+    assert [server.name for server in model.store.servers] == ["server-1", "server-2", "server-10", "server-11"]
 
 
 def test_a_filter_is_for_name_host_and_state() -> None:
@@ -125,7 +212,7 @@ def test_a_lost_host_and_a_silent_one_are_told_apart() -> None:
     model.take("event", {"event": {"event": "lost", "host": "gpu03", "reason": "silent for 30 s"}}, NOW)
     model.settle(NOW)
     assert [host.word for host in model.hosts.values()] == ["ok", "silent", "lost", "ok"]
-    assert [group[0].name for group in tasks.hosts(model.hosts.values(), "", True)] == ["gpu02", "gpu03", "gpu01"]
+    assert [group[0].name for group in rows.host_rows(model.hosts.values(), "", True)] == ["gpu02", "gpu03", "gpu01"]
     model.take("event", {"event": {"event": "resumed", "host": "gpu02"}}, NOW)
     model.settle(NOW)
     assert model.hosts["gpu02"].word == "ok"
@@ -175,6 +262,27 @@ def test_the_task_that_failed_first_is_above_those_that_failed_with_it() -> None
     model.take("outcome", {"outcome": {"exit_code": 1, "reason": "failed", "culprit": {"task": first["name"]}}}, NOW)
     model.settle(NOW)
     assert names(model)[0] == first["name"]
+
+
+def test_tasks_that_failed_because_they_lost_another_are_below_its_row_and_dim() -> None:
+    state = snapshots.state(8)
+    for task in state["tasks"]:
+        failed = task["role"] == "worker"
+        is_cause = task["name"] == "worker-5"
+        ended = snapshots.moment(NOW - (10 if is_cause else 20))
+        task.update(
+            state="failed" if failed else "running", code=1 if failed else None, ended=ended if failed else None
+        )
+        task.update({} if is_cause or not failed else {"lost_peer": "worker-5", "reason": "worker-5@gpu02 failed"})
+    model = Model("calm-otter-7f3")
+    model.take("state", {"state": state}, NOW)
+    model.settle(NOW)
+    assert names(model, is_folded=True) == ["worker-5", "worker-[0-4,6-7]", "server-[0-1]", "scheduler"]
+    assert model.tasks["worker-0"].why == "lost worker-5: worker-5@gpu02 failed"
+    found = rows.task_rows(model.tasks.values(), "worker", "problems", False)
+    table = rows.tasks(found, 100, NOW, 0.0, text.ASCII, has_marks=True)
+    styles = [style for number in range(8) for words, style in table.line(number, False) if words.strip() == "failed"]
+    assert styles == [text.RED, *[text.DIM] * 7]
 
 
 def test_a_stall_is_one_event() -> None:

@@ -30,7 +30,8 @@ def of(tasks: dict[str, Any] | None = None, **changed: Any) -> events.ProgressVi
 def test_all_that_is_known_is_told_in_the_same_words_everywhere() -> None:
     parts = ["step 1200/5000 (24 %)", "5.25 steps/s", "ETA 0:12:05", "loss nan"]
     assert events.line(of()) == parts
-    assert events.details(of()) == [*parts, "accuracy 0.91", "slowest worker-1"]
+    tasks = {"worker-1": {"condition": "straggler"}}
+    assert events.details(of(tasks)) == [*parts, "accuracy 0.91", "slowest worker-1"]
     assert events.short(of()) == "24 %, ETA 0:12:05"
 
 
@@ -53,7 +54,7 @@ def test_a_rate_is_no_longer_than_it_has_to_be(rate: float, text: str) -> None:
     assert events.line(of(rate=rate))[1] == f"{text} steps/s"
 
 
-@pytest.mark.parametrize(("behind", "told"), [(0, ""), (1, ""), (2, "slowest worker-1")])
-def test_of_ranks_in_step_none_is_the_slowest(behind: int, told: str) -> None:
-    tasks = {f"worker-{rank}": {"report": {"step": 610 - behind * rank}} for rank in range(2)}
+@pytest.mark.parametrize(("behind", "told"), [(0, ""), (1, ""), (9, ""), (11, "slowest worker-1")])
+def test_of_ranks_that_are_as_far_as_the_others_none_is_the_slowest(behind: int, told: str) -> None:
+    tasks = {f"worker-{rank}": {"report": {"step": 1200 + behind * (1 - rank)}} for rank in range(2)}
     assert events.slowest(of(tasks)) == told

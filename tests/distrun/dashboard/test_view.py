@@ -209,17 +209,47 @@ def test_there_is_no_eta_while_the_slowest_rank_is_stalled() -> None:
     assert "no ETA: worker-0 is stalled" in shown(model, size=(200, 50))[2]
 
 
-@pytest.mark.parametrize(("behind", "is_told"), [(0, False), (1, False), (2, True)])
-def test_of_ranks_in_step_none_is_called_the_slowest(behind: int, is_told: bool) -> None:
-    model = recorded(4)
+def test_charts_fill_the_room_of_a_wide_terminal() -> None:
     metrics = snapshots.metrics(4)
-    for name, task in metrics["tasks"].items():
-        if name.startswith("worker"):
-            task["report"] = {"step": 610 - (behind if name == "worker-0" else 0), "total": 1000, "values": {}}
-    metrics["progress"]["slowest"] = "worker-0"
+    for name in ("loss", "push_s", "pull_s"):
+        metrics["history"][name] = [float(number % 7) for number in range(200)]
+    model = recorded(4)
     model.take("metrics", {"metrics": metrics}, NOW)
     model.settle(NOW)
-    assert ("slowest worker-0" in shown(model, size=(200, 50))[2]) == is_told
+    found = shown(model, size=(200, 50))
+    assert len(found[2]) == 200
+    (store,) = [line for line in shown(model, ViewSelection(panel="store"), (200, 50)) if line.startswith("push/s")]
+    assert store.index(" queue") == 131
+    assert " " not in store[10:65]
+
+
+def test_the_table_of_servers_has_a_heading_only_with_rows() -> None:
+    for rows in range(24, 34):
+        found = shown(recorded(4), ViewSelection(panel="store"), (80, rows))
+        heads = [number for number, line in enumerate(found) if line.startswith("SERVER ")]
+        assert all(found[number + 1].startswith("server-") for number in heads)
+    model = recorded(4)
+    lines = view.store(model, 80, text.ASCII, 3)
+    assert not any(text.plain(line).startswith("SERVER ") for line in lines)
+
+
+def test_of_a_young_job_the_chart_has_a_value_each_second() -> None:
+    model = recorded(4)
+    for second in range(1, 20):
+        metrics = snapshots.metrics(4)
+        metrics["history"] = {name: [1.0, 2.0] for name in metrics["history"]}
+        model.take("metrics", {"metrics": metrics}, NOW + second)
+    assert len(model.trace("loss", 40)) == len(model.trace("push_s", 40)) == 20
+    assert model.trace("push_s", 2) == (1.0, 2.0)
+
+
+def test_the_first_error_shows_no_marks_below_its_lines() -> None:
+    model = recorded(4)
+    model.set_error(["    return batch.compute(step) + step", "           ~~~~~^^^^^^^^^", "AttributeError: ^ no"])
+    found = "\n".join(shown(model))
+    assert "batch.compute" in found
+    assert "AttributeError: ^ no" in found
+    assert "~^^^" not in found
 
 
 def test_the_clock_of_a_host_is_never_off_by_minus_nothing() -> None:
