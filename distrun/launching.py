@@ -29,7 +29,7 @@ from distrun_runtime.contract import control, daemon, facts
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import STOP
 from distrun_runtime.coordinator import failures
-from distrun_runtime.coordinator.failures import Outcome, TaskResult
+from distrun_runtime.coordinator.failures import Outcome, Survivor, TaskResult
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.output import Sink
 from distrun_runtime.errors import ContractError, JobStoreError
@@ -343,8 +343,8 @@ def with_swept(outcome: Outcome, swept: Mapping[str, Swept], lease_s: float) -> 
     `lease_s`: how long the agent of a lost host goes on without us.
     """
     known = {host: each for host, each in swept.items() if not each.problem}
-    survivors = [text for text in outcome.survivors if text.rpartition(" on ")[2] not in known]
-    survivors += [f"{left} on {host}" for host, each in known.items() for left in each.left]
+    survivors = [each for each in outcome.survivors if each.host not in known]
+    survivors += [Survivor(left, host) for host, each in known.items() for left in each.left]
     message = outcome.message
     lost = outcome.culprit.host if outcome.reason == facts.HOST_LOST and outcome.culprit is not None else ""
     if lost in swept:

@@ -16,7 +16,7 @@ from distrun.dashboard import events, read
 from distrun.dashboard.text import clean, clean_lines
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator import stored
-from distrun_runtime.coordinator.failures import Culprit, Outcome, Problem, TaskResult
+from distrun_runtime.coordinator.failures import Culprit, Outcome, Problem, Survivor, TaskResult
 from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
@@ -510,7 +510,7 @@ def _outcome(view: JobView) -> Outcome | None:
             found["message"],
             None if culprit is None else _culprit(culprit),
             tuple(tasks),
-            tuple(map(str, found.get("survivors", ()))),
+            tuple(Survivor(each["what"], each["host"]) for each in found.get("survivors", ())),
             view.id,
             tuple(problems),
         )

@@ -195,9 +195,9 @@ class JobStopSequence:
     def _survive(self, host: HostState) -> None:
         for task in self._roster.on_host(host.name):
             if not task.is_over:
-                self._roster.survivors.append(f"{task.name} (pid {task.pid or 'unknown'}) on {host.name}")
+                self._roster.survive(task, host.name)
         if host.greeted:
-            self._roster.survivors.append(f"the agent on {host.name}")
+            self._roster.survivors.append(failures.Survivor("the agent", host.name))
 
 
 GATHERING = "gathering"
@@ -510,9 +510,9 @@ class Supervisor:
         host = self.roster.hosts[event.host]
         host.cleared = host.told_to_stop
         for pid, command in event.left:
-            text = f"pid {pid} ({command}) on {event.host}"
-            if text not in self.roster.survivors:
-                self.roster.survivors.append(text)
+            found = failures.Survivor(f"pid {pid} ({command})", event.host)
+            if found not in self.roster.survivors:
+                self.roster.survivors.append(found)
 
     def _on_agent_ending(self, event: messages.AgentEnding) -> None:
         host = self.roster.hosts[event.host]
