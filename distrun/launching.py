@@ -356,37 +356,23 @@ def with_swept(outcome: Outcome, swept: Mapping[str, Swept], lease_s: float) -> 
     return dataclasses.replace(outcome, message=message, survivors=tuple(survivors))
 
 
-class _CopyTeller:
-    """Passes on what a copy says, marked as the progress of the phase `sync`: as often as its reader shows it."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._told_at = time.monotonic()
-
-    def say(self, text: str, level: str) -> None:
-        """Take one message."""
-        self._service.say(text, level, "sync" if level == "info" else "")
-
-    def progress(self, text: str) -> None:
-        """Take a line of progress; they come every SYNC_S."""
-        from distrun.sync.copier import REPORT_S
-
-        if self._service.launcher_draws or time.monotonic() >= self._told_at + REPORT_S:
-            self._told_at = time.monotonic()
-            self.say(text, "info")
-
-
 def _copier(job: PlannedJob, service: Service) -> FileCopier | None:
     sync, rules = job.plan.sync, job.request.sync_rules
     if sync is None or rules is None:
         return None
-    from distrun.sync import CopyRequest
+    from distrun.sync import REPORT_S, CopyRequest
 
-    teller = _CopyTeller(service)
-    request = CopyRequest(
-        sync.source, job.plan.cwd, rules, sync.delete, job.tree, on_progress=teller.progress, report_s=SYNC_S
-    )
-    return job.backend.copier(job.plan.hosts, request, teller)
+    told_at = time.monotonic()
+
+    def tell(progress: control.CopyProgress) -> None:
+        """Say how far the copy is, as often as the launching client shows it."""
+        nonlocal told_at
+        if service.launcher_draws or time.monotonic() >= told_at + REPORT_S:
+            told_at = time.monotonic()
+            service.say(str(progress), "info", progress)
+
+    request = CopyRequest(sync.source, job.plan.cwd, rules, sync.delete, job.tree, on_progress=tell, report_s=SYNC_S)
+    return job.backend.copier(job.plan.hosts, request, service)
 
 
 # ---------------------------------------------------------------------- the client
