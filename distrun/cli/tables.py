@@ -427,7 +427,7 @@ def _events(view: JobView, columns: int) -> str:
     for event in view.events:
         found = reader.take(event)
         is_told = event["event"] in QUIET or event.get("state") == facts.RUNNING
-        if found is not None and not is_told and found.stalled not in told:
+        if found is not None and not is_told and not (found.stalled and told.intersection(found.tasks)):
             lines.append(f"{time.strftime('%H:%M:%S', time.localtime(found.time))}  {found.words}")
     return "".join(_cut(line, max(NARROW, columns)) + "\n" for line in lines[-EVENTS:])
 

@@ -6,13 +6,11 @@ No side effects.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from distrun import formats
 from distrun.dashboard import read, text
 from distrun_runtime.contract import facts
-
-DONE = "exit code 0"
 
 
 @dataclass(frozen=True)
@@ -25,8 +23,10 @@ class EventLine:
     style: str = text.PLAIN
     is_message: bool = False
     """It is told nowhere else: a message, or what happened to a host."""
-    stalled: str = ""
-    """Of a message that tasks are stalled: the first of them."""
+    tasks: tuple[str, ...] = ()
+    """Those that it is about."""
+    stalled: bool = False
+    """It says that they are stalled."""
 
 
 class EventReader:
@@ -37,9 +37,6 @@ class EventReader:
         """Hosts whose agents have said goodbye."""
         self._ended: frozenset[str] = frozenset()
         """Tasks and hosts that failed or were lost, or whose loss was told by others."""
-        self._failures: list[str] = []
-        """How messages that repeat a failure begin."""
-        self._stalled: frozenset[str] = frozenset()
 
     def take(self, event: Mapping[str, object]) -> EventLine | None:
         """Return how the next event reads; None: it says nothing to a user, or nothing new."""
@@ -49,22 +46,14 @@ class EventReader:
         elif kind == "ready":
             self._left -= {host}
         is_repeated = self.is_end_of_connection(event) or self._is_repeated(kind, event)
-        if kind == "exited" and not event.get("stopped") and _how(event) != DONE:
+        if kind == "exited" and not event.get("stopped") and not _has_succeeded(event):
             self._ended |= {task}
-            self._failures.append(f"{_where(event)}: {_how(event)}")
         elif kind == "lost":
             self._ended |= {host}
-            self._failures.append(f"lost {host}")
         elif kind == "published":
             values = read.members(event.get("values"))
             self._ended |= {task if values.get("failed") else read.text(values.get("lost_peer"))} - {""}
-        elif kind == "condition" and event.get("condition") == facts.STALLED:
-            self._stalled |= {task}
-        found = None if is_repeated else describe(event)
-        if found is None or kind != "said":
-            return found
-        first = found.words.partition(" ")[0].rstrip(",")
-        return replace(found, stalled=first) if first in self._stalled and "stalled" in found.words else found
+        return None if is_repeated else describe(event)
 
     def is_end_of_connection(self, event: Mapping[str, object]) -> bool:
         """Return whether an event only is the end of a connection after a goodbye, as at a job's end."""
@@ -72,8 +61,7 @@ class EventReader:
 
     def _is_repeated(self, kind: str, event: Mapping[str, object]) -> bool:
         if kind == "said":
-            said = read.text(event.get("text"))
-            return any(said.startswith((f"{words};", f"{words} (")) for words in self._failures)
+            return read.text(event.get("repeats")) in self._ended
         lost = read.text(read.members(event.get("values")).get("lost_peer"))
         return kind == "published" and (bool(event.get("stopped")) or lost in self._ended)
 
@@ -85,8 +73,14 @@ def describe(event: Mapping[str, object]) -> EventLine | None:
     if found is None:
         return None
     words, style = found
-    is_message = event.get("event") in _MESSAGES
-    return EventLine(read.moment(event.get("time")) or 0.0, text.clean(" ".join(words.split())), style, is_message)
+    return EventLine(
+        read.moment(event.get("time")) or 0.0,
+        text.clean(" ".join(words.split())),
+        style,
+        event.get("event") in _MESSAGES,
+        tuple(read.texts(event.get("tasks"))) or (read.text(event.get("task")),),
+        bool(event.get("stalled")),
+    )
 
 
 Described = tuple[str, str] | None
@@ -102,12 +96,16 @@ def _how(event: Mapping[str, object]) -> str:
     return f"signal {signal}" if signal else f"exit code {code}" if code is not None else "ended"
 
 
+def _has_succeeded(event: Mapping[str, object]) -> bool:
+    return read.whole(event.get("code")) == 0 and not event.get("signal")
+
+
 def _exited(event: Mapping[str, object]) -> Described:
     how, reason = _how(event), read.text(event.get("reason"))
     more = f": {reason}" if reason else ""
     if event.get("stopped"):
         return f"{_where(event)}: stopped ({how}){more}", text.DIM
-    return f"{_where(event)}: {how}{more}", text.GREEN if how == DONE else text.RED
+    return f"{_where(event)}: {how}{more}", text.GREEN if _has_succeeded(event) else text.RED
 
 
 def _published(event: Mapping[str, object]) -> Described:

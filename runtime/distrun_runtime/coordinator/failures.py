@@ -184,6 +184,8 @@ class Cause:
     problems: Tuple[Problem, ...] = ()
     is_missing: bool = False
     """The task did not fail; others lost it, or waited for it in vain."""
+    repeats: str = ""
+    """The task or host whose end is the failure: an event says what `short` says."""
 
     @property
     def is_failure(self) -> bool:
@@ -208,7 +210,7 @@ def task_failed(task: TaskResult) -> Cause:
         text = f"{where} failed with exit code {code}"
     if task.own_failure:
         text += ": " + _one_line(task.own_failure)
-    return _of_task(task, code, text, short)
+    return dataclasses.replace(_of_task(task, code, text, short), repeats=task.name)
 
 
 def task_failing(task: TaskResult, time: float) -> Cause:
@@ -273,14 +275,15 @@ def missing(task: TaskResult, consequence: Cause, why: str) -> Cause:
 def host_lost(host: str, why: str, time: float) -> Cause:
     """Return the failure of a host that can no longer be heard."""
     text = f"lost {host}: {_one_line(why)}"
-    return Cause(facts.HOST_LOST, facts.EXIT_HOST_LOST, time, text, f"lost {host}", host=host, detail=why)
+    short = f"lost {host}"
+    return Cause(facts.HOST_LOST, facts.EXIT_HOST_LOST, time, text, short, host=host, detail=why, repeats=host)
 
 
 def host_silent(host: str, silence_s: float, time: float) -> Cause:
     """Return the failure of a host that has been silent for `silence_s` while tasks elsewhere lost those on it."""
     cause = host_lost(host, f"silent for {rounded(silence_s)}", time)
     short = f"{host} has been silent for {rounded(silence_s)}, and tasks on other hosts lost those on it"
-    return dataclasses.replace(cause, short=short)
+    return dataclasses.replace(cause, short=short, repeats="")
 
 
 def agent_ended(host: str, why: str, by_user: bool, time: float) -> Cause:

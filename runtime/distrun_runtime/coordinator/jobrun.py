@@ -425,7 +425,7 @@ class _JobRun:
         if isinstance(action, messages.Announce):
             self._sink.say(action.text, action.level)
             if action.level != messages.DEBUG:
-                self._record("said", level=action.level, text=action.text)
+                self._record("said", **_members(action))
             return []
         if self._verbosity >= TRACE:
             self._sink.say(f"> {_shown(action)}", messages.DEBUG)

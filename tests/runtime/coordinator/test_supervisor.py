@@ -7,7 +7,7 @@ from history import WALL, History
 from sample_plan import sample_plan
 
 from distrun_runtime.coordinator import failures, messages
-from distrun_runtime.coordinator.messages import Begin, Drop, EndAgent, SignalTasks, Spawn, StopTasks
+from distrun_runtime.coordinator.messages import Announce, Begin, Drop, EndAgent, SignalTasks, Spawn, StopTasks
 
 TERM = (("TERM", 10.0), ("KILL", 0.0))
 INT = (("INT", 7.0), ("TERM", 2.0), ("KILL", 0.0))
@@ -170,6 +170,8 @@ def test_the_earliest_stamp_is_the_culprit_even_if_it_is_reported_later() -> Non
     assert history.end().exit_code == 4
     assert "worker-0 on d1: exit code 5; stopping the job" in history.said()
     assert "worker-1 on d2 failed before worker-0 on d1, but the report of it came later" in history.said()
+    told = [(each.tasks, each.repeats) for each in history.did(Announce) if each.tasks]
+    assert told == [(("worker-0",), "worker-0"), (("worker-1", "worker-0"), "")]
 
 
 def test_a_failure_reported_after_the_deadline_changes_nothing() -> None:
