@@ -406,7 +406,7 @@ class FollowerOutput(Protocol):
         """Whether it shows the job's progress in place, and so wants events and metrics."""
 
     def follow(self, kind: str, value: Mapping[str, Any]) -> None:
-        """Take an "event", the "state", "metrics", or what is said of a "phase" of the start."""
+        """Take an "event", the "state", "metrics", or what is said of the copy ("sync")."""
 
     def hold(self, text: str = "") -> None:
         """Stop printing for a question, until `release`; for any thread."""
@@ -537,8 +537,8 @@ class Follower:
 
 def said(told: Mapping[str, Any], terminal: FollowerOutput) -> None:
     """Show a message of distrun's own, from a `said` frame."""
-    if told.get("phase"):
-        terminal.follow("phase", told)
+    if "sync" in told:
+        terminal.follow("sync", told)
     else:
         terminal.say(told["text"], told["level"])
 

@@ -20,6 +20,7 @@ from distrun.errors import DistrunError, UsageError
 from distrun_runtime.contract import facts, process
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import Plan
+from distrun_runtime.coordinator.failures import Survivor
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.errors import JobStoreError
@@ -126,7 +127,7 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
 def _buried(folder: JobFolder, swept: Mapping[str, Swept], is_gone: bool = False) -> list[str]:
     """Write the end of a job that had lost its launcher; return what went wrong, a line each."""
     try:
-        folder.bury(tuple(left for each in swept.values() for left in each.left), is_gone)
+        folder.bury((Survivor(left, host) for host, each in swept.items() for left in each.left), is_gone)
     except OSError as err:
         return [f"its end could not be recorded: {err}"]
     return []

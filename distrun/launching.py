@@ -29,7 +29,7 @@ from distrun_runtime.contract import control, daemon, facts
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import STOP
 from distrun_runtime.coordinator import failures
-from distrun_runtime.coordinator.failures import Outcome, TaskResult
+from distrun_runtime.coordinator.failures import Outcome, Survivor, TaskResult
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.output import Sink
 from distrun_runtime.errors import ContractError, JobStoreError
@@ -339,8 +339,8 @@ def with_swept(outcome: Outcome, swept: Mapping[str, Swept], lease_s: float) -> 
     `lease_s`: how long the agent of a lost host goes on without us.
     """
     known = {host: each for host, each in swept.items() if not each.problem}
-    survivors = [text for text in outcome.survivors if text.rpartition(" on ")[2] not in known]
-    survivors += [f"{left} on {host}" for host, each in known.items() for left in each.left]
+    survivors = [each for each in outcome.survivors if each.host not in known]
+    survivors += [Survivor(left, host) for host, each in known.items() for left in each.left]
     message = outcome.message
     lost = outcome.culprit.host if outcome.reason == facts.HOST_LOST and outcome.culprit is not None else ""
     if lost in swept:
@@ -352,37 +352,23 @@ def with_swept(outcome: Outcome, swept: Mapping[str, Swept], lease_s: float) -> 
     return dataclasses.replace(outcome, message=message, survivors=tuple(survivors))
 
 
-class _CopyTeller:
-    """Passes on what a copy says, marked as the progress of the phase `sync`: as often as its reader shows it."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._told_at = time.monotonic()
-
-    def say(self, text: str, level: str) -> None:
-        """Take one message."""
-        self._service.say(text, level, "sync" if level == "info" else "")
-
-    def progress(self, text: str) -> None:
-        """Take a line of progress; they come every SYNC_S."""
-        from distrun.sync.copier import REPORT_S
-
-        if self._service.launcher_draws or time.monotonic() >= self._told_at + REPORT_S:
-            self._told_at = time.monotonic()
-            self.say(text, "info")
-
-
 def _copier(job: PlannedJob, service: Service) -> FileCopier | None:
     sync, rules = job.plan.sync, job.request.sync_rules
     if sync is None or rules is None:
         return None
-    from distrun.sync import CopyRequest
+    from distrun.sync import REPORT_S, CopyRequest
 
-    teller = _CopyTeller(service)
-    request = CopyRequest(
-        sync.source, job.plan.cwd, rules, sync.delete, job.tree, on_progress=teller.progress, report_s=SYNC_S
-    )
-    return job.backend.copier(job.plan.hosts, request, teller)
+    told_at = time.monotonic()
+
+    def tell(progress: control.CopyProgress) -> None:
+        """Say how far the copy is, as often as the launching client shows it."""
+        nonlocal told_at
+        if service.launcher_draws or time.monotonic() >= told_at + REPORT_S:
+            told_at = time.monotonic()
+            service.say(str(progress), "info", progress)
+
+    request = CopyRequest(sync.source, job.plan.cwd, rules, sync.delete, job.tree, on_progress=tell, report_s=SYNC_S)
+    return job.backend.copier(job.plan.hosts, request, service)
 
 
 # ---------------------------------------------------------------------- the client

@@ -83,7 +83,7 @@ def failure(outcome: Outcome, tail: Sequence[str] = (), log: str = "") -> str:
         if "\n" in culprit.reason:
             lines += ["    | " + _cut(line) for line in culprit.reason.splitlines()[-TAIL_LINES:]]
     if outcome.survivors:
-        lines.append(f"may still run: {', '.join(outcome.survivors)}")
+        lines.append(f"may still run: {', '.join(map(str, outcome.survivors))}")
     if culprit is not None and culprit.task and outcome.job:
         lines.append(f"to read all that it wrote: distrun logs {outcome.job} {culprit.task}")
     return "\n".join(lines)

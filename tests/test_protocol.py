@@ -356,7 +356,7 @@ EVENT = {"event": "state", "state": "running", "time": "2026-01-31T12:00:00.000Z
             ),
         ),
         (GOLDEN["said"], control.said("2 hosts are up", "info")),
-        (GOLDEN["said_phase"], control.said("sync 1/2 (3 files)", "info", "sync")),
+        (GOLDEN["said_sync"], control.said("sync 1/2: 3 files", "info", control.CopyProgress(1, 2, "3 files"))),
         (GOLDEN["place"], control.output(Chunk("worker-0", "h1", "out", 4096, 512))),
     ],
 )

@@ -452,20 +452,20 @@ class Slurm(Engine):
             found = self._jobs(handle)
         accounts = self._accounts(handle) if any(each.state in answers.OVER for each in found) or not found else ""
         explained = answers.explanation(found, accounts)
-        if explained is not None and explained.code == facts.EXIT_HOST_LOST:
+        if explained is not None and explained.code == facts.EXIT_HOST_LOST and answers.has_lost_node(found):
             return self._with_node(explained, found)
         if explained is not None or by_srun is not None:
             return explained or by_srun
-        standing = self.look(handle)
-        why = standing.gone.get(place, "") if place else ""
-        return Explanation(7, f"Slurm: {why}") if " is " in why else None
+        nodes = {each.place: each.node for each in self.look(handle).grants}
+        state = self._down.get(nodes.get(place, ""))
+        return Explanation(facts.EXIT_HOST_LOST, f"Slurm: {nodes[place]} is {state}") if state else None
 
     def _with_node(self, explained: Explanation, found: Sequence[answers.ScontrolJob]) -> Explanation:
         """Return why a job ended, with the node that failed: Slurm ends the tasks on all others in the same moment."""
         nodes = ",".join(node for job in found for node in job.cpus)
         with contextlib.suppress(EngineError):
             self._down.update(answers.down_nodes(answers.node_states(self._ask("sinfo", *NODE_STATES, "-n", nodes))))
-        if not self._down or "a node failed" not in explained.text:
+        if not self._down:
             return explained
         text = ", ".join(f"{node} is {state}" for node, state in self._down.items())
         return explained._replace(text=f"{explained.text}: {text}", lost=next(iter(self._down)))

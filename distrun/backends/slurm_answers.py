@@ -298,7 +298,7 @@ def explanation(found: Sequence[ScontrolJob], accounts: str = "") -> Explanation
         return Explanation(facts.EXIT_TIMEOUT, f"Slurm: the job reached {limit}; raise --time")
     if job.state == "PREEMPTED":
         return Explanation(facts.EXIT_HOST_LOST, "Slurm: preempted by a job of higher priority")
-    if job.state in ("NODE_FAIL", "BOOT_FAIL"):
+    if has_lost_node([job]):
         return Explanation(facts.EXIT_HOST_LOST, f"Slurm: a node failed ({job.state})")
     if job.state in ("CANCELLED", "REVOKED"):
         by = re.search(r"CANCELLED by (\w+)", accounts)
@@ -306,6 +306,11 @@ def explanation(found: Sequence[ScontrolJob], accounts: str = "") -> Explanation
     if job.state == "FAILED" and job.exit[1] == NO_OUTPUT_FILE:
         return Explanation(facts.EXIT_START_FAILED, "Slurm: the node could not open a file of the job (signal 53)")
     return None
+
+
+def has_lost_node(found: Sequence[ScontrolJob]) -> bool:
+    """Return whether a component has ended because a node of it failed."""
+    return any(job.state in ("NODE_FAIL", "BOOT_FAIL") for job in found)
 
 
 def _memory(accounts: str) -> str:

@@ -168,11 +168,11 @@ class Console:
     def follow(self, kind: str, value: Mapping[str, Any]) -> None:
         """Take what the coordinator tells of the job, for the line that shows its progress.
 
-        `kind`: "event" (a line of events.jsonl), "state" (what state.json holds), "metrics" (a snapshot) or "phase"
-        (what is said of a phase of the start). Nothing of it is shown where there is no region.
+        `kind`: "event" (a line of events.jsonl), "state" (what state.json holds), "metrics" (a snapshot) or "sync"
+        (what is said of the copy). Nothing of it is shown where there is no region.
         """
         line = self._line()
-        if kind == "phase" and (line is None or self._level < LEVELS.index("info")):
+        if kind == "sync" and (line is None or self._level < LEVELS.index("info")):
             self.say(value["text"], value["level"])
         if line is None:
             return

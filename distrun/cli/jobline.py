@@ -5,7 +5,6 @@ No side effects: `JobLine` takes data from the coordinator and returns text.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,9 +15,6 @@ _BEFORE = (facts.SUBMITTING, facts.QUEUED, facts.STARTING)
 CONNECT, CHECK, SYNC, START = "connect", "check", "sync", "start"
 _PLACES = {"hello": CONNECT, "ready": CHECK}
 """Events of agents and the phase that each ends for its place."""
-_SYNCED = re.compile(r"sync (\d+)/(\d+)(?:[:;] (?P<now>.*)| \((?P<all>.*)\) in .*)?")
-"""How a copy tells how far it is, and that it is done."""
-_BEGUN = re.compile(r"(rsync|copy) .* -> ")
 
 
 class JobLine:
@@ -53,7 +49,7 @@ class JobLine:
         if kind == "metrics":
             self._progress = events.of(value)
             return []
-        return self._take_phase(str(value["text"]), now)
+        return self._take_copy(value["sync"], now)
 
     def text(self) -> str:
         """Return the line as it stands; empty: there is nothing to show."""
@@ -90,14 +86,11 @@ class JobLine:
         self._done[START].update(map(str, started))
         return []
 
-    def _take_phase(self, text: str, now: float) -> list[str]:
-        found = _SYNCED.fullmatch(text)
-        if found:
-            self._synced = f"{found[1]}/{found[2]}"
-            self._sync_text = found["all"] or found["now"] or ""
-            self._passed_at[SYNC] = now
-            return []
-        return [] if _BEGUN.match(text) else [text]
+    def _take_copy(self, progress: Mapping[str, Any], now: float) -> list[str]:
+        self._synced = f"{progress['ready']}/{progress['hosts']}"
+        self._sync_text = progress["detail"] or self._sync_text
+        self._passed_at[SYNC] = now
+        return []
 
     # ------------------------------------------------------------------ words
 

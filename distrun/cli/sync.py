@@ -17,6 +17,7 @@ from distrun_runtime.contract import environ
 
 if TYPE_CHECKING:
     from distrun.sync import CopyResult, Tree
+    from distrun_runtime.contract.control import CopyProgress
 
 SCHEMA = "distrun.sync/1"
 REFRESH_S = 0.25
@@ -83,7 +84,7 @@ def sync(**options: Any) -> int:
         tree,
         keep_going=True,
         may_ask=True,
-        on_progress=screen.progress if screen.is_live else None,
+        on_progress=(lambda progress: screen.progress(str(progress))) if screen.is_live else None,
         report_s=REFRESH_S if screen.is_live else copying.REPORT_S,
     )
     copier = backend.copier(hosts, request, screen)
@@ -146,7 +147,7 @@ class _ProgressScreen:
         self.is_live = os.isatty(2) and not is_quiet
         self._shown = ""
 
-    def say(self, text: str, level: str = "info") -> None:
+    def say(self, text: str, level: str = "info", progress: CopyProgress | None = None) -> None:
         """Print a message."""
         if level in ("warning", "error") or (level == "info" and not self._is_quiet):
             mark = "" if level == "info" else level + ": "

@@ -16,7 +16,7 @@ from distrun.dashboard.model import Model
 from distrun.dashboard.text import UNICODE, Line, clean, clean_lines, folded
 from distrun.dashboard.view import servers
 from distrun_runtime.contract import facts
-from distrun_runtime.coordinator.failures import Culprit, Outcome, Problem, TaskResult
+from distrun_runtime.coordinator.failures import Culprit, Outcome, Problem, Survivor, TaskResult
 from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _events(view: JobView, model: Model, columns: int) -> str:
     for event in view.events:
         found = reader.take(event)
         is_told = event["event"] in QUIET or event.get("state") == facts.RUNNING
-        if found is not None and not is_told and found.stalled not in stalled:
+        if found is not None and not is_told and not (found.stalled and stalled.intersection(found.tasks)):
             lines.append(found)
     told = [f"{rows.clock(each.time, '%H:%M:%S')}  {each.words}" for each in events.folded(lines)]
     return "".join(_cut(line, max(NARROW, columns)) + "\n" for line in told[-EVENTS:])
@@ -240,7 +240,7 @@ def _outcome(view: JobView) -> Outcome | None:
             found["message"],
             None if culprit is None else _culprit(culprit),
             tuple(tasks),
-            tuple(map(str, found.get("survivors", ()))),
+            tuple(Survivor(each["what"], each["host"]) for each in found.get("survivors", ())),
             view.id,
             tuple(problems),
         )

@@ -12,7 +12,6 @@ from distrun import formats
 from distrun.dashboard import read, text
 from distrun_runtime.contract import facts
 
-DONE = "exit code 0"
 FOLD_S = 10.0
 """What is told of several tasks is one line if it is not longer apart than this."""
 
@@ -27,12 +26,13 @@ class EventLine:
     style: str = text.PLAIN
     is_message: bool = False
     """It is told nowhere else: a message, or what happened to a host."""
-    stalled: str = ""
-    """Of a message that tasks are stalled: the first of them."""
-    task: str = ""
+    tasks: tuple[str, ...] = ()
+    """Those that it is about."""
+    stalled: bool = False
+    """It says that they are stalled."""
     host: str = ""
     what: str = ""
-    """What happened to the task or the host; what is the same for others makes one line with it (`folded`)."""
+    """What happened to a task or a host; what is the same for others makes one line with it (`folded`)."""
 
 
 class EventReader:
@@ -43,9 +43,6 @@ class EventReader:
         """Hosts whose agents have said goodbye."""
         self._ended: frozenset[str] = frozenset()
         """Tasks and hosts that failed or were lost, or whose loss was told by others."""
-        self._failures: list[str] = []
-        """How messages that repeat a failure begin."""
-        self._stalled: frozenset[str] = frozenset()
         self._bereft: dict[str, str] = {}
         """Tasks that have not failed themselves but lost another, and which."""
 
@@ -57,12 +54,10 @@ class EventReader:
         elif kind == "ready":
             self._left -= {host}
         is_repeated = self.is_end_of_connection(event) or self._is_repeated(kind, event)
-        if kind == "exited" and not event.get("stopped") and _how(event) != DONE:
+        if kind == "exited" and not event.get("stopped") and not _has_succeeded(event):
             self._ended |= {task}
-            self._failures.append(f"{_where(task, host)}{_how(event)}")
         elif kind == "lost":
             self._ended |= {host}
-            self._failures.append(f"lost {host}")
         elif kind == "published":
             values = read.members(event.get("values"))
             self._ended |= {task if values.get("failed") else read.text(values.get("lost_peer"))} - {""}
@@ -70,16 +65,11 @@ class EventReader:
                 self._bereft.setdefault(task, read.text(values.get("lost_peer")))
         elif kind == "started":
             self._bereft.pop(task, None)
-        elif kind == "condition" and event.get("condition") == facts.STALLED:
-            self._stalled |= {task}
         found = None if is_repeated else describe(event)
         if found is not None and found.style == text.RED and task in self._bereft:
             after = f" after it lost {self._bereft[task]}"
             found = replace(found, words=found.words + after, what=found.what + after, style=text.DIM)
-        if found is None or kind != "said":
-            return found
-        first = found.words.partition(" ")[0].rstrip(",")
-        return replace(found, stalled=first) if first in self._stalled and "stalled" in found.words else found
+        return found
 
     def is_end_of_connection(self, event: Mapping[str, object]) -> bool:
         """Return whether an event only is the end of a connection after a goodbye, as at a job's end."""
@@ -87,8 +77,7 @@ class EventReader:
 
     def _is_repeated(self, kind: str, event: Mapping[str, object]) -> bool:
         if kind == "said":
-            said = read.text(event.get("text"))
-            return any(said.startswith((f"{words};", f"{words} (")) for words in self._failures)
+            return read.text(event.get("repeats")) in self._ended
         lost = read.text(read.members(event.get("values")).get("lost_peer"))
         return kind == "published" and (bool(event.get("stopped")) or lost in self._ended)
 
@@ -101,12 +90,14 @@ def describe(event: Mapping[str, object]) -> EventLine | None:
         return None
     what, style = found
     kind, task, host = (read.text(event.get(name)) for name in ("event", "task", "host"))
-    if kind in _OF_JOB:
-        task = host = ""
-    words, what = (text.clean(" ".join(each.split())) for each in (f"{_where(task, host)}{what}", what))
+    tasks = tuple(read.texts(event.get("tasks"))) or tuple(filter(None, [task]))
+    is_of_job = kind in _OF_JOB
+    what = text.clean(" ".join(what.split()))
+    words = what if is_of_job else text.clean(f"{_where(task, host)}{what}")
     if kind == "started":
         words += f", pid {read.whole(event.get('pid'))}"
-    return EventLine(read.moment(event.get("time")) or 0.0, words, style, kind in _MESSAGES, "", task, host, what)
+    time, what = read.moment(event.get("time")) or 0.0, "" if is_of_job else what
+    return EventLine(time, words, style, kind in _MESSAGES, tasks, bool(event.get("stalled")), host, what)
 
 
 def folded(lines: Sequence[EventLine]) -> list[EventLine]:
@@ -115,7 +106,7 @@ def folded(lines: Sequence[EventLine]) -> list[EventLine]:
     last: dict[tuple[str, str], list[EventLine]] = {}
     for line in lines:
         group = last.get((line.what, line.style), [])
-        if not group or not (line.task or line.host) or line.time > group[-1].time + FOLD_S:
+        if not group or not line.what or line.time > group[-1].time + FOLD_S:
             group = last[line.what, line.style] = []
             groups.append(group)
         group.append(line)
@@ -123,7 +114,7 @@ def folded(lines: Sequence[EventLine]) -> list[EventLine]:
 
 
 def _joined(group: Sequence[EventLine]) -> EventLine:
-    tasks, hosts = [line.task for line in group], [line.host for line in group]
+    tasks, hosts = [name for line in group for name in line.tasks], [line.host for line in group]
     where = _where(*(text.folded(tuple(dict.fromkeys(filter(None, names)))) for names in (tasks, hosts)))
     return replace(group[0], words=where + group[0].what)
 
@@ -141,12 +132,16 @@ def _how(event: Mapping[str, object]) -> str:
     return f"signal {signal}" if signal else f"exit code {code}" if code is not None else "ended"
 
 
+def _has_succeeded(event: Mapping[str, object]) -> bool:
+    return read.whole(event.get("code")) == 0 and not event.get("signal")
+
+
 def _exited(event: Mapping[str, object]) -> Described:
     how, reason = _how(event), read.text(event.get("reason"))
     more = f": {reason}" if reason else ""
     if event.get("stopped"):
         return f"stopped ({how}){more}", text.DIM
-    return f"{how}{more}", text.GREEN if how == DONE else text.RED
+    return f"{how}{more}", text.GREEN if _has_succeeded(event) else text.RED
 
 
 def _published(event: Mapping[str, object]) -> Described:

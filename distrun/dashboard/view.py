@@ -565,7 +565,7 @@ def _detail(model: Model, look: ViewSelection, options: Options, now: float) -> 
         lines.append(
             ((f"  gpu {gpu.index} of {task.host}: {formats.percent(gpu.util)} {memory} {gpu.name}", text.PLAIN),)
         )
-    mine = [event for event in model.events if event.task == task.name]
+    mine = [event for event in model.events if task.name in event.tasks]
     if mine:
         lines += [(), (("  events", text.TITLE),)]
         lines += [(("  " + line[0][0], text.DIM), *line[1:]) for line in _event_lines(mine)]

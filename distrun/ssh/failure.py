@@ -33,13 +33,17 @@ _OWN_LINE = re.compile(r"kex_exchange_identification|Connection (?:closed|reset)
 class SshFailure(Exception):
     """A host cannot be reached, or has nothing to run the agent with."""
 
-    def __init__(self, kind: str, text: str, fix: str = "", *, is_passing: bool = False) -> None:
+    def __init__(
+        self, kind: str, text: str, fix: str = "", *, is_passing: bool = False, takes_password: bool = False
+    ) -> None:
         super().__init__(text)
         self.kind = kind
         self.text = text
         self.fix = fix
         self.is_passing = is_passing
         """It may be over in a moment: the host drops new connections because it has too many."""
+        self.takes_password = takes_password
+        """The host has said that it lets users in by a password."""
 
     def __repr__(self) -> str:
         return f"SshFailure({self.kind!r}, {self.text!r}, {self.fix!r})"
@@ -198,7 +202,7 @@ def no_auth(where: Where, tried: str, accepted: str = "", fix: str = "") -> SshF
     text = f"{where.place} does not let user {where.user or '?'} in: {tried}"
     if accepted:
         text += f"; it accepts {accepted}"
-    return SshFailure(AUTH, text, fix or let_in(where, accepted))
+    return SshFailure(AUTH, text, fix or let_in(where, accepted), takes_password=_takes_password(accepted))
 
 
 def _denied(where: Where, accepted: str) -> SshFailure:
@@ -227,13 +231,17 @@ def new_key(where: Where, accepted: str) -> str:
 
 def let_in(where: Where, accepted: str) -> str:
     """Return what makes a host accept this user's key. `accepted`: what it lets users in by; empty: not known."""
-    if not accepted or "password" in accepted or "keyboard-interactive" in accepted:
+    if not accepted or _takes_password(accepted):
         return copy_id(where)
     key, user = where.identity or "~/.ssh/id_ed25519", where.user or "?"
     return (
         f"have your public key ({key}.pub) added to ~/.ssh/authorized_keys of user {user} there: it takes no password,"
         " so ssh-copy-id cannot do it"
     )
+
+
+def _takes_password(accepted: str) -> bool:
+    return "password" in accepted or "keyboard-interactive" in accepted
 
 
 def wrong_password(where: Where) -> SshFailure:

@@ -20,10 +20,20 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Union
 
 from distrun.formats import size as size_text
-from distrun.sync.copier import INTERRUPTED, CopyRequest, Says, failure_text, marked_source, progress_text
+from distrun.sync.copier import (
+    INTERRUPTED,
+    NOTHING_SENT,
+    CopyRequest,
+    Says,
+    done_text,
+    failure_text,
+    marked_source,
+    progress_text,
+)
 from distrun.sync.rsync import Rate, RsyncProgress
 from distrun.sync.rules import check_folder, filters, keep_rules
 from distrun.sync.tree import Snapshot, count, left_out_text, take_snapshot
+from distrun_runtime.contract.control import CopyProgress
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.folder import ON, PARTIAL
 from distrun_runtime.contract.plan import Plan
@@ -170,7 +180,7 @@ class ChannelCopier:
         self._rules = request.rules
         self._delete = request.delete
         self._sink = sink
-        self._on_progress = request.on_progress or (lambda text: sink.say(text, "info"))
+        self._on_progress = request.on_progress or (lambda progress: sink.say(str(progress), "info", progress))
         self._report_s = request.report_s
         self._channels = {channel.host: channel for channel in channels}
         self._snapshot = snapshot
@@ -244,7 +254,8 @@ class ChannelCopier:
                 channel.send(messages.copy(self._run, rules))
             self._deliver(deliveries, snapshot)
         sent = f"{count(snapshot.files * deliveries.wanting, 'file')}, {size_text(snapshot.size * deliveries.wanting)}"
-        self._sink.say(f"{self._ready(deliveries)} ({sent}) in {time.monotonic() - begun:.1f} s", "info")
+        progress = self._progress(deliveries, sent)
+        self._sink.say(done_text(progress, time.monotonic() - begun), "info", progress)
 
     def _deliver(self, deliveries: Deliveries, snapshot: Snapshot) -> None:
         """Send the files to those who want them, until all have them. Raises CopyError."""
@@ -256,12 +267,15 @@ class ChannelCopier:
                 raise CopyError("", INTERRUPTED)
             now = time.monotonic()
             for place in deliveries.next(now):
-                self._sink.say(f"copy {os.path.join(self._source, '')} -> {self._name(place)}:{self._dst}", "info")
+                begins = f"copy {os.path.join(self._source, '')} -> {self._name(place)}:{self._dst}"
+                self._sink.say(begins, "info", self._progress(deliveries))
                 self._channels[place].send_large(*messages.files(self._run, self._pieces(place, snapshot)))
             deliveries.check(now, self._moved)
-            self._rate.add(now, self._progress(snapshot).size)
+            sent = self._passed(snapshot)
+            self._rate.add(now, sent.size)
             if now > shown + self._report_s:
-                self._on_progress(self._line(deliveries, snapshot))
+                text = progress_text(sent, snapshot.total * deliveries.wanting, self._rate.value())
+                self._on_progress(self._progress(deliveries, text if sent.size else NOTHING_SENT))
                 shown = now
 
     def _hear(self, deliveries: Deliveries, event: Event) -> None:
@@ -291,19 +305,12 @@ class ChannelCopier:
         host = self._plan.host_of(place).name
         return place if host == place else f"{host} (place {place})"
 
-    # Progress in words
+    # Progress
 
-    def _ready(self, deliveries: Deliveries) -> str:
-        return f"sync {deliveries.ready}/{len(self._channels)}"
+    def _progress(self, deliveries: Deliveries, detail: str = "") -> CopyProgress:
+        return CopyProgress(deliveries.ready, len(self._channels), detail)
 
-    def _line(self, deliveries: Deliveries, snapshot: Snapshot) -> str:
-        sent = self._progress(snapshot)
-        if not sent.size:
-            return f"{self._ready(deliveries)}; nothing was sent so far"
-        text = progress_text(sent, snapshot.total * deliveries.wanting, self._rate.value())
-        return f"{self._ready(deliveries)}: {text}"
-
-    def _progress(self, snapshot: Snapshot) -> RsyncProgress:
+    def _passed(self, snapshot: Snapshot) -> RsyncProgress:
         with self._lock:
             sent = list(self._sent.values())
         return RsyncProgress(sum(map(snapshot.passed, sent)), sum(sent), sum(sent))

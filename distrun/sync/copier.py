@@ -31,6 +31,7 @@ from distrun.sync.rsync import Rate, RsyncProgress, RsyncResult, Transfer
 from distrun.sync.rules import CopyRules, Extra, check_folder, extra_filters, filters
 from distrun.sync.tree import Tree, chosen, count
 from distrun_runtime.contract import environ
+from distrun_runtime.contract.control import CopyProgress
 from distrun_runtime.contract.folder import ON, PARTIAL, SOURCE, STALE_S
 from distrun_runtime.contract.folder import identity as folder_identity
 from distrun_runtime.coordinator.messages import AllPrepared, PrepareFailed
@@ -56,6 +57,7 @@ RACES = 5
 """How often rsync is run again because another copy into the same folder ran at the same time."""
 REPORT_S = 5.0
 """Between two lines of progress."""
+NOTHING_SENT = "nothing was sent so far"
 INTERRUPTED = "the copy was interrupted; the hosts that were not done have what they had before"
 
 
@@ -72,8 +74,8 @@ class FileCopier(Protocol):
 class Says(Protocol):
     """Where messages go: a `coordinator.output.Sink`, of which only `say` is used, from a thread of the copier's."""
 
-    def say(self, text: str, level: str) -> None:
-        """Take one message."""
+    def say(self, text: str, level: str, progress: CopyProgress | None = None, /) -> None:
+        """Take one message. `progress`: it tells how far the copy is."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,8 @@ class CopyRequest:
     """A host that fails does not end the copy to others."""
     may_ask: bool = False
     """The user is asked for a password where nothing else lets us in."""
-    on_progress: Callable[[str], None] | None = None
-    """Gets a line every `report_s` seconds; None: the sink does."""
+    on_progress: Callable[[CopyProgress], None] | None = None
+    """Called every `report_s` seconds; None: the sink is told."""
     report_s: float = REPORT_S
 
 
@@ -197,7 +199,7 @@ class Copier:
         self._stall_s = stall_s
         self._answer_s = answer_s
         self._report_s = request.report_s
-        self._on_progress = request.on_progress or (lambda text: sink.say(text, "info"))
+        self._on_progress = request.on_progress or (lambda progress: sink.say(str(progress), "info", progress))
         self._helpers = remote_shell.Helpers()
         self._abort = Abort()
         self._shells: Shells = remote_shell.SshShells(asker, self._helpers, self._abort, request.may_ask)
@@ -328,10 +330,12 @@ class Copier:
                 self.cancel()
             self._rate.add(now, self._sent().size)
             if now > shown + self._report_s:
-                self._on_progress(self.line())
+                self._on_progress(self._progress(self._detail()))
                 shown = now
         if all(each.ok for each in self._results) and not self._cancelled.is_set():
-            self._sink.say(f"{self.summary()} in {time.monotonic() - begun:.1f} s", "info")
+            sent = self._sent()
+            progress = self._progress(f"{count(sent.files, 'file')}, {size_text(sent.size)}")
+            self._sink.say(done_text(progress, time.monotonic() - begun), "info", progress)
 
     # ------------------------------------------------------------------ one host, in one of the threads
 
@@ -359,7 +363,8 @@ class Copier:
         begun = time.monotonic()
         files = size = 0
         same = False
-        self._sink.say(f"rsync {os.path.join(self._source, '')} -> {host}:{self._dst}", "info")
+        begins = f"rsync {os.path.join(self._source, '')} -> {host}:{self._dst}"
+        self._sink.say(begins, "info", self._progress())
         attempts = self._shells(self._targets[host])
         shell = next(attempts)
         commands = self._commands(common, host, shell)
@@ -509,28 +514,21 @@ class Copier:
                 self._past.files += transfer.progress.files
                 self._past.size += transfer.progress.size
 
-    # ------------------------------------------------------------------ progress in words
+    # ------------------------------------------------------------------ progress
 
-    def summary(self) -> str:
-        """Return what was copied: `sync 5/5 (60 files, 22.5 MiB)`."""
-        sent = self._sent()
-        return f"{self._ready()} ({count(sent.files, 'file')}, {size_text(sent.size)})"
-
-    def line(self) -> str:
-        """Return the progress: `sync 3/5: 64%, 38 files, 14.4 MiB sent, 1.2 MiB/s, 0:00:07 left`."""
+    def _detail(self) -> str:
         if not self._tells:
-            return f"{self._ready()}; this rsync does not say how far it is"
+            return "this rsync does not say how far it is"
         sent = self._sent()
         if not sent.size and not sent.files:
-            return f"{self._ready()}; nothing was sent so far"
-        total = self._tree.size * self._hosts
-        return f"{self._ready()}: {progress_text(sent, total, self._rate.value())}"
+            return NOTHING_SENT
+        return progress_text(sent, self._tree.size * self._hosts, self._rate.value())
 
-    def _ready(self) -> str:
+    def _progress(self, detail: str = "") -> CopyProgress:
         results = list(self._results)
         have = {each.host for each in results if each.ok and not each.shared}
         done = sum(len(each.names) for each in results if each.ok and (each.shared or each.host) in have)
-        return f"sync {done}/{len(self._targets)}"
+        return CopyProgress(done, len(self._targets), detail)
 
     def _sent(self) -> RsyncProgress:
         with self._lock:
@@ -561,6 +559,11 @@ def marked_source(source: str, mark: str) -> Iterator[None]:
         if is_made:
             with contextlib.suppress(OSError):
                 os.unlink(path)
+
+
+def done_text(progress: CopyProgress, seconds: float) -> str:
+    """Return what to say when a copy is done: `sync 5/5 (60 files, 22.5 MiB) in 2.1 s`."""
+    return f"sync {progress.ready}/{progress.hosts} ({progress.detail}) in {seconds:.1f} s"
 
 
 def progress_text(sent: RsyncProgress, total: int, rate: float | None) -> str:

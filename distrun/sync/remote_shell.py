@@ -176,7 +176,6 @@ _POLL_S = 0.1
 _ASKS = ("BatchMode=no", "NumberOfPasswordPrompts=1")
 _KEYS = ("PasswordAuthentication=no", "KbdInteractiveAuthentication=no")
 _PASSWORD = ("PubkeyAuthentication=no",)
-_ACCEPTED = ("password", "keyboard-interactive")
 
 
 @dataclass(frozen=True)
@@ -245,7 +244,7 @@ class SshShells:
             failure = yield RemoteShell(_with(argv, *options), env)
         if asker is None or not found.asks_passwords:
             return
-        is_asked = self._may_ask and failure is not None and any(each in failure.text for each in _ACCEPTED)
+        is_asked = self._may_ask and failure is not None and failure.takes_password
         about, refused = "password of " + found.user, None
         prompt = f"Password of {found.where.login}: "
         while True:

@@ -16,7 +16,7 @@ from distrun.errors import UsageError
 from distrun.request import JobRequest
 from distrun_runtime.contract import process
 from distrun_runtime.contract.plan import Plan
-from distrun_runtime.coordinator.failures import Culprit, Outcome
+from distrun_runtime.coordinator.failures import Culprit, Outcome, Survivor
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
 
@@ -129,7 +129,7 @@ def test_processes_that_do_not_end_are_told(store: JobStore, monkeypatch: pytest
     assert killing.kill(folder, 1.0).lines[1:] == ["ended pid 9 (sleep)", "pid 8 (stuck) did not end"]
     outcome = folder.outcome()
     assert outcome is not None
-    assert outcome["survivors"] == ["pid 8 (stuck)"]
+    assert outcome["survivors"] == [{"what": "pid 8 (stuck)", "host": folder.plan().hosts[0].name}]
 
 
 def sweeping(monkeypatch: pytest.MonkeyPatch, **found: Swept) -> None:
@@ -215,11 +215,12 @@ def test_the_python_of_servers_may_be_named_below_the_home(
 
 
 def test_what_a_sweep_after_the_job_found_ended_is_not_said_to_run() -> None:
-    fears = ("worker-0 (pid 7) on d1", "worker-1 (pid 8) on d2", "the agent on d2", "worker-2 (pid 9) on d3")
+    pairs = [("worker-0", "d1"), ("worker-1", "d2"), ("the agent", "d2"), ("worker-2", "d3")]
+    fears = tuple(Survivor(what, host) for what, host in pairs)
     outcome = Outcome(7, "host_lost", "d2 is lost", survivors=fears)
     swept = {"d1": Swept(problem="no route"), "d2": Swept(("pid 8 (sleep)",)), "d3": Swept((), ("pid 9 (stuck)",))}
     assert launching.with_swept(outcome, {}, 45.0) == outcome
-    assert launching.with_swept(outcome, swept, 45.0).survivors == ("worker-0 (pid 7) on d1", "pid 9 (stuck) on d3")
+    assert launching.with_swept(outcome, swept, 45.0).survivors == (fears[0], Survivor("pid 9 (stuck)", "d3"))
 
 
 @pytest.mark.parametrize(

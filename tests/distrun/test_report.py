@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from distrun import report
-from distrun_runtime.coordinator.failures import Culprit, Outcome, TaskResult
+from distrun_runtime.coordinator.failures import Culprit, Outcome, Survivor, TaskResult
 
 
 def test_a_success_has_no_report() -> None:
@@ -93,7 +93,7 @@ def test_a_consequence_says_whom_it_lost() -> None:
 
 
 def test_a_lost_host_and_survivors_are_named() -> None:
-    outcome = Outcome(7, "host_lost", "lost d2: gone", Culprit("", "d2"), survivors=("pid 7 (sleep) on d2",))
+    outcome = Outcome(7, "host_lost", "lost d2: gone", Culprit("", "d2"), survivors=(Survivor("pid 7 (sleep)", "d2"),))
     text = report.failure(outcome)
     assert text.splitlines() == ["first failure: d2 was lost", "may still run: pid 7 (sleep) on d2"]
 
@@ -137,7 +137,9 @@ def test_a_task_that_was_stopped_while_it_failed_has_no_code() -> None:
 
 
 def test_the_report_ends_with_the_command_that_shows_the_culprits_log() -> None:
-    outcome = Outcome(1, "task_failed", "", Culprit("worker-1", "d1", 1), survivors=("pid 7",), job="calm-otter-7f3")
+    outcome = Outcome(
+        1, "task_failed", "", Culprit("worker-1", "d1", 1), survivors=(Survivor("pid 7", "d1"),), job="calm-otter-7f3"
+    )
     last = report.failure(outcome, ["x"], "/x.log").splitlines()[-1]
     assert last == "to read all that it wrote: distrun logs calm-otter-7f3 worker-1"
 

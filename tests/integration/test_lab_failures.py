@@ -556,7 +556,7 @@ def test_a_lost_host_that_cannot_be_reached_again_is_said_to_be_so_with_what_to_
     fix = "; to make sure: distrun kill " + job.id
     assert "it cannot be reached again: if that machine still runs" in job.outcome["message"]
     assert job.outcome["message"].endswith("ends the tasks there within 9 s" + fix)
-    assert job.outcome["survivors"] == ["worker-1 (pid %d) on h2" % job.pid("worker-1")]
+    assert job.outcome["survivors"] == [{"what": f"worker-1 (pid {job.pid('worker-1')})", "host": "h2"}]
     assert {task["state"] for task in job.outcome["tasks"]} == {"stopped", "failed"}
 
 

@@ -185,7 +185,7 @@ class Shown(Sink, Watcher):
 
     launcher_draws = False
 
-    def say(self, text: str, level: str, phase: str = "") -> None:
+    def say(self, text: str, level: str, sync: object = None) -> None:
         self.said.append(f"{level}: {text}")
 
     def toggle_pause(self) -> None:

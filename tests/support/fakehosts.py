@@ -28,7 +28,7 @@ class Sink:
     said: list[tuple[str, str]] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def say(self, text: str, level: str) -> None:
+    def say(self, text: str, level: str, progress: object = None) -> None:
         with self.changed:
             self.said.append((level, text))
             self.changed.notify_all()

@@ -360,10 +360,22 @@ def gap(length: int, cursor: int) -> bytes:
     return session.encode({"type": "gap", "length": length, "cursor": cursor})
 
 
-def said(text: str, level: str, phase: str = "") -> bytes:
-    """Return a message of distrun's own. `phase`: it tells how far that phase of the start is ("sync")."""
+class CopyProgress(NamedTuple):
+    """How far the copy of files to the hosts is. As text: `sync 1/2: 64%, 38 files, 14.4 MiB sent`."""
+
+    ready: int
+    """Hosts that have the files."""
+    hosts: int
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"sync {self.ready}/{self.hosts}: {self.detail}"
+
+
+def said(text: str, level: str, sync: Optional[CopyProgress] = None) -> bytes:
+    """Return a message of distrun's own. `sync`: it tells how far the copy is."""
     header = {"type": "said", "text": text, "level": level}
-    return session.encode(dict(header, phase=phase) if phase else header)
+    return session.encode(dict(header, sync=sync._asdict()) if sync else header)
 
 
 def prompt(number: int, text: str, limit_s: float) -> bytes:

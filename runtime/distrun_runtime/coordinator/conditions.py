@@ -603,7 +603,8 @@ class JobMeasurement:
         after = duration(self._plan.limits.stall_after_s)
         are = f"{facts.listed(names, NAMED)} {'are' if len(names) > 1 else 'is'} stalled"
         what = f"no output, report, store call, disk or CPU for {after}"
-        return [Announce(f"{are}: {what}; to see where: distrun stack {self._plan.job} {names[0]}", WARNING)]
+        text = f"{are}: {what}; to see where: distrun stack {self._plan.job} {names[0]}"
+        return [Announce(text, WARNING, tuple(names), stalled=True)]
 
     def _keep(self, now: float) -> List[MetricsAction]:
         """Return the minute's sample."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from distrun_runtime.contract import facts, gpus
 from distrun_runtime.contract.facts import duration
@@ -100,6 +100,16 @@ class Culprit:
     """It did not fail; others lost it, or waited for it in vain."""
 
 
+class Survivor(NamedTuple):
+    """A process that may still run. As text: `pid 123 (sleep) on d2`."""
+
+    what: str
+    host: str
+
+    def __str__(self) -> str:
+        return f"{self.what} on {self.host}"
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The end of a job."""
@@ -111,8 +121,7 @@ class Outcome:
     """One line: what happened, where, and what to do if that is known."""
     culprit: Optional[Culprit] = None
     tasks: Tuple[TaskResult, ...] = ()
-    survivors: Tuple[str, ...] = ()
-    """Processes that may still run, one text each (`pid 123 (sleep) on d2`)."""
+    survivors: Tuple[Survivor, ...] = ()
     job: str = ""
     """The job's id; may be empty."""
     problems: Tuple[Problem, ...] = ()
@@ -139,7 +148,7 @@ def from_json(value: Mapping[str, Any]) -> Outcome:
             **value,
             "culprit": None if culprit is None else Culprit(**culprit),
             "tasks": tuple(TaskResult(**task) for task in value["tasks"]),
-            "survivors": tuple(value["survivors"]),
+            "survivors": tuple(Survivor(*each) for each in value["survivors"]),
             "problems": tuple(Problem(**problem) for problem in value["problems"]),
         }
     )
@@ -175,6 +184,8 @@ class Cause:
     problems: Tuple[Problem, ...] = ()
     is_missing: bool = False
     """The task did not fail; others lost it, or waited for it in vain."""
+    repeats: str = ""
+    """The task or host whose end is the failure: an event says what `short` says."""
 
     @property
     def is_failure(self) -> bool:
@@ -199,7 +210,7 @@ def task_failed(task: TaskResult) -> Cause:
         text = f"{where} failed with exit code {code}"
     if task.own_failure:
         text += ": " + _one_line(task.own_failure)
-    return _of_task(task, code, text, short)
+    return dataclasses.replace(_of_task(task, code, text, short), repeats=task.name)
 
 
 def task_failing(task: TaskResult, time: float) -> Cause:
@@ -264,14 +275,15 @@ def missing(task: TaskResult, consequence: Cause, why: str) -> Cause:
 def host_lost(host: str, why: str, time: float) -> Cause:
     """Return the failure of a host that can no longer be heard."""
     text = f"lost {host}: {_one_line(why)}"
-    return Cause(facts.HOST_LOST, facts.EXIT_HOST_LOST, time, text, f"lost {host}", host=host, detail=why)
+    short = f"lost {host}"
+    return Cause(facts.HOST_LOST, facts.EXIT_HOST_LOST, time, text, short, host=host, detail=why, repeats=host)
 
 
 def host_silent(host: str, silence_s: float, time: float) -> Cause:
     """Return the failure of a host that has been silent for `silence_s` while tasks elsewhere lost those on it."""
     cause = host_lost(host, f"silent for {rounded(silence_s)}", time)
     short = f"{host} has been silent for {rounded(silence_s)}, and tasks on other hosts lost those on it"
-    return dataclasses.replace(cause, short=short)
+    return dataclasses.replace(cause, short=short, repeats="")
 
 
 def agent_ended(host: str, why: str, by_user: bool, time: float) -> Cause:
@@ -515,7 +527,7 @@ class FailureAnalysis:
         return choose(self._causes + failing, tasks, Evidence(self.background, self._lost_at, silent))
 
     def outcome(
-        self, job: str, tasks: Mapping[str, TaskResult], survivors: Sequence[str], silent: Mapping[str, float]
+        self, job: str, tasks: Mapping[str, TaskResult], survivors: Sequence[Survivor], silent: Mapping[str, float]
     ) -> Outcome:
         """Return how the job ended. `silent`: as in `Evidence`."""
         return dataclasses.replace(outcome_of(self.choose(tasks, silent), tasks, survivors), job=job)
@@ -564,7 +576,7 @@ def is_consequence(cause: Cause, tasks: Mapping[str, TaskResult]) -> bool:
     return bool(cause.task) and not cause.is_missing and bool(tasks[cause.task].lost_peer)
 
 
-def outcome_of(cause: Optional[Cause], tasks: Mapping[str, TaskResult], survivors: Sequence[str]) -> Outcome:
+def outcome_of(cause: Optional[Cause], tasks: Mapping[str, TaskResult], survivors: Sequence[Survivor]) -> Outcome:
     """Return the job's outcome for the cause that was chosen."""
     results = tuple(tasks.values())
     if cause is None:

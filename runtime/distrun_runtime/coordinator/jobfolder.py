@@ -34,7 +34,7 @@ from distrun_runtime.contract import facts, process
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator import logs, stored
-from distrun_runtime.coordinator.failures import Outcome, TaskResult
+from distrun_runtime.coordinator.failures import Outcome, Survivor, TaskResult
 from distrun_runtime.errors import ContractError, JobStoreError
 
 # The clock of the machine that keeps a folder's files.
@@ -296,7 +296,7 @@ class JobFolder:
             by = KILL
         return dataclasses.replace(outcome, message=f"stopped by {by or KILL}")
 
-    def bury(self, survivors: Iterable[str], is_gone: bool = False) -> None:
+    def bury(self, survivors: Iterable[Survivor], is_gone: bool = False) -> None:
         """Write the end of a lost job whose processes `distrun kill` has ended, but for `survivors`.
 
         A job that is not lost is left as it is, unless it is known that its coordinator `is_gone`.
@@ -327,7 +327,7 @@ class JobFolder:
             "message": outcome.message,
             "culprit": culprit,
             "problems": [dataclasses.asdict(problem) for problem in outcome.problems],
-            "survivors": list(outcome.survivors),
+            "survivors": [each._asdict() for each in outcome.survivors],
             "tasks": [self._task(task) for task in outcome.tasks],
             "folder": str(self.path),
         }

@@ -28,7 +28,7 @@ from distrun_runtime.contract.plan import WORKER, Plan, Secrets
 from distrun_runtime.coordinator import jobfolder, loop, messages
 from distrun_runtime.coordinator.channel import AgentChannel, Put
 from distrun_runtime.coordinator.conditions import JobMeasurement
-from distrun_runtime.coordinator.failures import Outcome, TaskResult
+from distrun_runtime.coordinator.failures import Outcome, Survivor, TaskResult
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.logs import Spool
 from distrun_runtime.coordinator.messages import AskStack, StackFound, StackWanted
@@ -432,7 +432,7 @@ class _JobRun:
     def _announce(self, action: messages.Announce) -> None:
         self._sink.say(action.text, action.level)
         if action.level != messages.DEBUG:
-            self._record("said", level=action.level, text=action.text)
+            self._record("said", **_members(action))
 
     def _end(self, action: messages.FinishJob) -> None:
         self._outcome = action.outcome
@@ -508,7 +508,8 @@ class _JobRun:
         left = self._loop.let_go(self._plan.limits.grace_s + LET_GO_S)
         tasks = tuple(self._supervisor.roster.tasks.values())
         text = f"distrun itself failed: {type(err).__name__}: {err}"
-        outcome = Outcome(facts.EXIT_INTERNAL, facts.INTERNAL, text, tasks=tasks, survivors=tuple(sorted(left)))
+        agents = tuple(Survivor("the agent", host) for host in sorted(left))
+        outcome = Outcome(facts.EXIT_INTERNAL, facts.INTERNAL, text, tasks=tasks, survivors=agents)
         self._try(lambda: self._folder.finish(outcome))
 
 

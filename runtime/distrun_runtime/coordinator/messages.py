@@ -615,6 +615,12 @@ class Announce:
 
     text: str
     level: str = INFO
+    tasks: Tuple[str, ...] = ()
+    """Those that it is about."""
+    stalled: bool = False
+    """It says that they are stalled."""
+    repeats: str = ""
+    """The task or host whose failure it tells; the event of that failure, if there was one, tells the same."""
 
 
 @dataclass(frozen=True)

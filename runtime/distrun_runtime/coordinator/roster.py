@@ -10,7 +10,7 @@ from typing import Counter as Counts
 
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.plan import ROLES, WORKER, Plan, Task, references
-from distrun_runtime.coordinator.failures import TaskResult, listed
+from distrun_runtime.coordinator.failures import Survivor, TaskResult, listed
 from distrun_runtime.coordinator.messages import Event, Output
 
 SKEW_S = 1.0
@@ -115,7 +115,7 @@ class JobRoster:
         """How many facts were known when tasks were last looked for that can be spawned."""
         self.facts: Dict[str, str] = {}
         self.spawned: Set[str] = set()
-        self.survivors: List[str] = []
+        self.survivors: List[Survivor] = []
         self._totals: Dict[Tuple[str, str], int] = {}
         self._received: Dict[Tuple[str, str], int] = {}
 
@@ -143,8 +143,12 @@ class JobRoster:
         live = [task for task in self.on_host(host) if not task.is_over]
         for task in live:
             self.change(task.name, state=state, ended=time, reason=LOST_WITH_HOST)
-            self.survivors.append(f"{task.name} (pid {task.pid or 'unknown'}) on {host}")
+            self.survive(task, host)
         return bool(live)
+
+    def survive(self, task: TaskResult, host: str) -> None:
+        """Note that a task may still run. `host`: the name of its place."""
+        self.survivors.append(Survivor(f"{task.name} (pid {task.pid or 'unknown'})", host))
 
     def on_host(self, host: str) -> List[TaskResult]:
         """Return the tasks of a host that were spawned, by name of the plan's order."""

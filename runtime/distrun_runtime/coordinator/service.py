@@ -229,9 +229,9 @@ class Service:
         launcher = self._launcher
         return launcher is not None and launcher.wants.metrics
 
-    def say(self, text: str, level: str, phase: str = "") -> None:
-        """Send one message of distrun's own. `phase` is as in `control.said`."""
-        data = control.said(text, level, phase)
+    def say(self, text: str, level: str, sync: Optional[control.CopyProgress] = None) -> None:
+        """Send one message of distrun's own. `sync` is as in `control.said`."""
+        data = control.said(text, level, sync)
         with self._changed:
             self._to_launcher(data)
             if level != "debug":

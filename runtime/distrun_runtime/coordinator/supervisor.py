@@ -195,9 +195,9 @@ class JobStopSequence:
     def _survive(self, host: HostState) -> None:
         for task in self._roster.on_host(host.name):
             if not task.is_over:
-                self._roster.survivors.append(f"{task.name} (pid {task.pid or 'unknown'}) on {host.name}")
+                self._roster.survive(task, host.name)
         if host.greeted:
-            self._roster.survivors.append(f"the agent on {host.name}")
+            self._roster.survivors.append(failures.Survivor("the agent", host.name))
 
 
 GATHERING = "gathering"
@@ -311,8 +311,8 @@ class Supervisor:
 
     # ------------------------------------------------------------------ hosts
 
-    def _say(self, text: str, level: str = INFO) -> None:
-        self._actions.append(Announce(text, level))
+    def _say(self, text: str, level: str = INFO, *tasks: str, repeats: str = "") -> None:
+        self._actions.append(Announce(text, level, tasks, repeats=repeats))
 
     def _hear(self, event: messages.Event) -> None:
         host = self.roster.hosts.get(getattr(event, "host", ""))
@@ -510,9 +510,9 @@ class Supervisor:
         host = self.roster.hosts[event.host]
         host.cleared = host.told_to_stop
         for pid, command in event.left:
-            text = f"pid {pid} ({command}) on {event.host}"
-            if text not in self.roster.survivors:
-                self.roster.survivors.append(text)
+            found = failures.Survivor(f"pid {pid} ({command})", event.host)
+            if found not in self.roster.survivors:
+                self.roster.survivors.append(found)
 
     def _on_agent_ending(self, event: messages.AgentEnding) -> None:
         host = self.roster.hosts[event.host]
@@ -632,7 +632,7 @@ class Supervisor:
 
     def _on_failure(self, task: failures.TaskResult) -> None:
         if self.phase == DRAINING:
-            self._say(f"{task.name} on {task.host} ended after the workers were done: {_how(task)}", WARNING)
+            self._say(f"{task.name} on {task.host} ended after the workers were done: {_how(task)}", WARNING, task.name)
             return
         cause = failures.task_failed(task)
         if task.lost_peer and self.phase in (STARTING, RUNNING):
@@ -710,7 +710,7 @@ class Supervisor:
                 if host.name != event.host:
                     self._actions.append(SignalTasks(host.name, names, event.signal))
                 given += names
-        self._say(f"SIG{event.signal} was given to {failures.listed(given) or 'no worker: none runs'}")
+        self._say(f"SIG{event.signal} was given to {failures.listed(given) or 'no worker: none runs'}", INFO, *given)
 
     def _on_disk_filled(self, event: messages.DiskFilled) -> None:
         if self.phase in UNDECIDED:
@@ -729,7 +729,8 @@ class Supervisor:
         self._analysis.start_deadline(self._now)
         if self.phase in UNDECIDED:
             if cause.reason not in (facts.INTERRUPTED, facts.TERMINATED):
-                self._say(f"{cause.short or cause.text}; stopping the job", WARNING)
+                text = f"{cause.short or cause.text}; stopping the job"
+                self._say(text, WARNING, *filter(None, [cause.task]), repeats=cause.repeats)
                 self._announced = cause
             self.phase = STOPPING
         if cause.is_failure and self._stop.level != OPEN:
@@ -801,7 +802,9 @@ class Supervisor:
             return
         if culprit.time < said.time:
             first, second = f"{culprit.task} on {culprit.host}", f"{said.task} on {said.host}"
-            self._say(f"{first} failed before {second}, but the report of it came later", WARNING)
+            self._say(
+                f"{first} failed before {second}, but the report of it came later", WARNING, culprit.task, said.task
+            )
 
 
 def _host_of(event: messages.Event) -> str:

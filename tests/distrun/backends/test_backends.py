@@ -62,7 +62,7 @@ def test_every_backend_connects_nothing_before_it_is_told_to(name: str) -> None:
 
 def test_a_backend_that_copies_no_files_says_so() -> None:
     class Says:
-        def say(self, text: str, level: str) -> None:
+        def say(self, text: str, level: str, progress: object = None) -> None:
             raise AssertionError(text)
 
     with pytest.raises(UsageError, match="--launcher local copies no files") as caught:

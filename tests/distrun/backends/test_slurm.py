@@ -11,8 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from distrun.backends import slurm
 from distrun.backends import slurm_answers as answers
-from distrun.backends.engine import ENDED, QUEUED, RUNNING, Bootstrap, Grant, Handle, QueueStatus, RoleGroup, Submission
+from distrun.backends.engine import (
+    ENDED,
+    QUEUED,
+    RUNNING,
+    Bootstrap,
+    Explanation,
+    Grant,
+    Handle,
+    QueueStatus,
+    RoleGroup,
+    Submission,
+)
 from distrun.backends.slurm import Slurm, _hint, _most, components
 from distrun.backends.slurm_answers import Component
 from distrun.errors import UsageError
@@ -237,6 +249,19 @@ def test_a_node_that_was_seen_down_is_named_as_the_one_that_failed(
     assert found is not None
     assert (found.code, found.lost) == (7, "h2")
     assert found.text.startswith("Slurm: a node failed (NODE_FAIL): h2 is down")
+
+
+def test_a_place_of_a_job_that_runs_is_lost_if_its_node_is_down_and_not_by_what_is_said_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {"scontrol": told("running.scontrol"), "sinfo": "h1 idle\nh2 down*\n"}
+    engine = Slurm()
+    monkeypatch.setattr(engine, "_ask", lambda program, *words, **more: said.get(program, ""))
+    monkeypatch.setattr(slurm, "EXPLAIN_S", 0.0)
+    (tmp_path / "log").write_text("srun: error: h1: task 0: what it is is not known\n")
+    handle = Handle("slurm", "21", {"log": str(tmp_path / "log"), "components": '[[[["worker", 3]], [1, 0, 0], 0]]'})
+    assert engine.explain(handle, "h2") == Explanation(7, "Slurm: h2 is down*")
+    assert engine.explain(handle, "h1") is None
 
 
 @pytest.mark.parametrize("name", ["completed", "failed", "running", "pending"])

@@ -329,7 +329,7 @@ def test_the_jobs_line_stands_below_the_bars_and_output_scrolls_above(watched: W
     watched.shows("connect 0/1")
     printer.follow("event", {"event": "hello", "host": "h"})
     watched.shows("connect 1/1 · check 0/1")
-    printer.follow("phase", {"text": "sync 0/1: 5%, 3 files", "level": "info"})
+    printer.follow("sync", {"text": "", "level": "info", "sync": {"ready": 0, "hosts": 1, "detail": "5%, 3 files"}})
     watched.shows("connect 1/1 · check 0/1 · sync 0/1 (5%, 3 files)")
     printer.follow("event", {"event": "state", "state": "running"})
     printer.output("worker-0", "h", "err", b"\r 10%", None)
@@ -382,7 +382,7 @@ def test_a_terminal_of_stdout_alone_gets_lines_and_no_region(watched: Watched, r
     assert not printer.draws
     printer.output("worker-0", "h", "out", b"\r 10%", None)
     watched.shows("worker-0@h |  10%")
-    printer.follow("phase", {"text": "sync 1/1", "level": "info"})
+    printer.follow("sync", {"text": "sync 1/1", "level": "info"})
     printer.output("worker-0", "h", "out", b"\r 20%\n", None)
     assert reader.finish(printer)["err"] == b"distrun: sync 1/1\n"
     watched.shows("worker-0@h |  10%", "worker-0@h |  20%")
@@ -404,7 +404,7 @@ def test_quiet_has_bars_and_no_line_of_the_job(watched: Watched) -> None:
     printer = watched.console(level="error")
     assert not printer.draws
     printer.follow("metrics", metrics(step=5))
-    printer.follow("phase", {"text": "sync 1/1", "level": "info"})
+    printer.follow("sync", {"text": "sync 1/1", "level": "info"})
     printer.output("worker-0", "h", "err", b"\r 10%", None)
     watched.shows("worker-0@h |  10%")
     printer.close()

@@ -116,10 +116,10 @@ def test_a_host_that_said_goodbye_is_not_told_as_lost(folder: JobFolder) -> None
 
 def test_a_stall_is_told_once_while_it_lasts(folder: JobFolder) -> None:
     when = {"version": 1, "time": "2026-01-31T12:00:00.000Z"}
-    said = "worker-0 is stalled: no output for 5 min; to see where: distrun stack calm-1 worker-0"
+    said = "one of them does nothing: distrun stack calm-1 worker-0"
     events = [
         {**when, "event": "condition", "task": "worker-0", "condition": "stalled"},
-        {**when, "event": "said", "level": "warning", "text": said},
+        {**when, "event": "said", "level": "warning", "text": said, "tasks": ["worker-0"], "stalled": True},
     ]
     assert text(folder, metrics=METRICS, events=events).count("distrun stack calm-1 worker-0") == 1
     over = {**METRICS, "tasks": {"worker-0": {**METRICS["tasks"]["worker-0"], "condition": ""}}}

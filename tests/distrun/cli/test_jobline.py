@@ -1,18 +1,20 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from distrun.cli.jobline import JobLine
-from distrun.sync.copier import progress_text
-from distrun.sync.rsync import RsyncProgress
+from distrun_runtime.contract.control import CopyProgress
 
 
 def event(what: str, **members: Any) -> Mapping[str, Any]:
     return {"event": what, **members}
+
+
+def copied(ready: int, detail: str, now: float) -> tuple[str, Mapping[str, Any], float]:
+    return "sync", {"text": "no matter what", "sync": CopyProgress(ready, 2, detail)._asdict()}, now
 
 
 def line(*, since: float | None = 0.0, places: int = 2, tasks: int = 3, has_symbols: bool = True) -> JobLine:
@@ -26,9 +28,10 @@ def test_the_phases_of_a_start_are_counted_and_collapse_to_one_line() -> None:
         ("event", event("hello", host="h2"), 0.5),
         ("event", event("ready", host="h1"), 0.6),
         ("event", event("ready", host="h2"), 0.8),
-        ("phase", {"text": "rsync /srv/code/ -> h1:job", "level": "info"}, 0.9),
-        ("phase", {"text": "sync 1/2: 50%, 120 files, 2.0 KiB sent, 40.0 MiB/s, 0:12 left", "level": "info"}, 1.5),
-        ("phase", {"text": "sync 2/2 (240 files, 4.0 KiB) in 2.1 s", "level": "info"}, 2.8),
+        copied(0, "", 0.9),
+        copied(1, "50%, 120 files, 2.0 KiB sent, 40.0 MiB/s, 0:12 left", 1.5),
+        copied(1, "", 1.6),
+        copied(2, "240 files, 4.0 KiB", 2.8),
         ("event", event("prepared"), 2.8),
         ("event", event("started", task="server-0"), 2.9),
         ("event", event("started", task="server-0"), 2.9),
@@ -42,24 +45,18 @@ def test_the_phases_of_a_start_are_counted_and_collapse_to_one_line() -> None:
         printed += job.take(kind, value, now)
         shown.append(job.text())
     assert shown[1] == "connect 2/2 · check 0/2"
-    assert shown[5] == "connect 2/2 · check 2/2 · sync 1/2 (50%, 120 files, 2.0 KiB sent, 40.0 MiB/s, 0:12 left)"
-    assert shown[10] == "connect 2/2 · check 2/2 · sync 2/2 (240 files, 4.0 KiB) · start 2/3"
+    assert shown[4] == "connect 2/2 · check 2/2 · sync 0/2"
+    assert (
+        shown[5]
+        == shown[6]
+        == "connect 2/2 · check 2/2 · sync 1/2 (50%, 120 files, 2.0 KiB sent, 40.0 MiB/s, 0:12 left)"
+    )
+    assert shown[11] == "connect 2/2 · check 2/2 · sync 2/2 (240 files, 4.0 KiB) · start 2/3"
     assert shown[-1] == ""
     assert printed == [
         "3 tasks on 2 hosts started in 3.0 s "
         "(connect 0.5 s · check 0.3 s · sync 2.0 s (240 files, 4.0 KiB) · start 0.2 s)"
     ]
-
-
-def test_what_a_copy_tells_is_understood_and_other_words_are_passed_on() -> None:
-    job = line()
-    job.take("phase", {"text": "sync 1/2: " + progress_text(RsyncProgress(3, 10, 10), 20, 5.0)}, 0.0)
-    assert re.search(r"sync 1/2 \(.*3 files, .*\)", job.text())
-    assert job.take("phase", {"text": "job is below the home directory of each host"}, 0.0) == [
-        "job is below the home directory of each host"
-    ]
-    job.take("phase", {"text": "sync 0/2; nothing was sent so far"}, 0.0)
-    assert "sync 0/2 (nothing was sent so far)" in job.text()
 
 
 def test_without_utf8_there_are_no_symbols() -> None:

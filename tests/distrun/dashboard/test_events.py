@@ -28,8 +28,8 @@ def published(task: str, stopped: bool = False, **values: str) -> dict[str, Any]
     return {"event": "published", "task": task, "stopped": stopped, "values": values}
 
 
-def said(text: str) -> dict[str, Any]:
-    return {"event": "said", "level": "warning", "text": text}
+def said(text: str, repeats: str = "") -> dict[str, Any]:
+    return {"event": "said", "level": "warning", "text": text, "repeats": repeats}
 
 
 def test_a_failure_is_told_once() -> None:
@@ -37,7 +37,7 @@ def test_a_failure_is_told_once() -> None:
         published("worker-0", failed="ValueError: no"),
         *(published(name, lost_peer="worker-0", message=ERROR) for name in ("scheduler", "worker-1", "server-0")),
         exited("worker-0"),
-        said("worker-0 on d1: exit code 1; stopping the job"),
+        said("the job is being stopped: worker-0", repeats="worker-0"),
         {"event": "state", "state": "stopping"},
         published("server-0", stopped=True, lost_peer="scheduler", message="the scheduler was told to end by SIGTERM"),
     ]
@@ -51,9 +51,9 @@ def test_the_first_of_those_that_lost_a_task_tells_of_it() -> None:
 
 def test_a_message_that_says_more_than_a_failure_is_told() -> None:
     silent = "d1 has been silent for 10 s, and tasks on other hosts lost those on it; stopping the job"
-    other = "worker-0 on d1: exit code 12; stopping the job"
-    assert told(exited("worker-0"), said(other), said(silent))[1:] == [other, silent]
-    assert told(exited("worker-0", None, signal="KILL"), said("worker-0 on d1: signal KILL (it lost x); stopping")) == [
+    other = "worker-1 on d1: exit code 1; stopping the job"
+    assert told(exited("worker-0"), said(other, repeats="worker-1"), said(silent))[1:] == [other, silent]
+    assert told(exited("worker-0", None, signal="KILL"), said("it is stopped", repeats="worker-0")) == [
         "worker-0 on d1: signal KILL"
     ]
 
@@ -65,7 +65,7 @@ def test_a_signal_to_the_job_is_told_once() -> None:
 
 def test_a_lost_host_is_told_once_and_not_at_all_after_its_goodbye() -> None:
     lost = {"event": "lost", "reason": "silent for 30 s"}
-    assert told(lost, said("lost d1; stopping the job")) == ["d1: host lost: silent for 30 s"]
+    assert told(lost, said("a host is lost", repeats="d1")) == ["d1: host lost: silent for 30 s"]
     assert told({"event": "bye"}, lost) == []
     assert told({"event": "bye"}, {"event": "ready"}, lost)[1:] == ["d1: host lost: silent for 30 s"]
 
@@ -108,3 +108,12 @@ def test_tasks_that_failed_because_they_lost_another_are_told_as_consequences() 
         ("worker-[0,2] on d1: exit code 1 after it lost worker-1", text.DIM),
         ("worker-1 on d1: exit code 1", text.RED),
     ]
+
+
+def test_the_tasks_that_a_message_is_about_are_those_that_it_names_as_data() -> None:
+    def tasks(event: dict[str, Any]) -> tuple[str, ...] | None:
+        found = EventReader().take({**AT, **event})
+        return None if found is None else found.tasks
+
+    assert tasks({**said("worker-9: no matter what"), "tasks": ["worker-1", "worker-2"]}) == ("worker-1", "worker-2")
+    assert tasks(exited("worker-3")) == ("worker-3",)

@@ -162,6 +162,8 @@ def test_commands_go_the_same_way_to_a_host() -> None:
 
 def test_a_user_without_a_key_makes_one_first() -> None:
     denied = "ubuntu@10.0.0.3: Permission denied (publickey,password).\n"
+    assert classify(denied, WHERE).takes_password
+    assert not classify(denied.replace(",password", ""), WHERE).takes_password
     known = classify(denied, replace(WHERE, has_key=False))
     assert "there was no key to offer" in known.text
     assert known.fix.splitlines() == ["first: ssh-keygen -t ed25519", "then: ssh-copy-id -p 2222 ubuntu@d2"]

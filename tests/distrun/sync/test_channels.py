@@ -13,6 +13,7 @@ import pytest
 from distrun.sync import ChannelCopier, CopyRequest, CopyRules
 from distrun.sync.channels import CopyError, Deliveries
 from distrun_runtime.contract import session
+from distrun_runtime.contract.control import CopyProgress
 from distrun_runtime.contract.plan import Host, Place, Plan
 from distrun_runtime.contract.session import Session
 from distrun_runtime.coordinator.channel import SessionChannel
@@ -142,7 +143,7 @@ class Told:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def say(self, text: str, level: str) -> None:
+    def say(self, text: str, level: str, progress: object = None) -> None:
         self.said.append(f"{level}: {text}")
 
 
@@ -186,13 +187,13 @@ def copying(request: CopyRequest, agents: dict[str, OneAgent], sink: Told) -> It
 def test_it_says_how_far_it_is(source: Path) -> None:
     agent = OneAgent("mine")
     agent.is_slow = True
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    lines: queue.SimpleQueue[CopyProgress] = queue.SimpleQueue()
     request = CopyRequest(str(source), "~/job", CopyRules(), on_progress=lines.put, report_s=0.0)
     with copying(request, {"h1": agent}, Told()) as copier:
         copier.start(lambda event: None)
-        while not (line := lines.get(timeout=WAIT_S)).endswith("waiting for the hosts to finish"):
+        while not (line := lines.get(timeout=WAIT_S)).detail.endswith("waiting for the hosts to finish"):
             pass
-    assert line == "sync 0/1: 99%, 1 file, 10.0 KiB sent, waiting for the hosts to finish"
+    assert str(line) == "sync 0/1: 99%, 1 file, 10.0 KiB sent, waiting for the hosts to finish"
 
 
 def test_the_files_go_to_those_who_want_them_and_all_is_said(source: Path) -> None:

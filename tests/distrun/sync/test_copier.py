@@ -637,7 +637,7 @@ def test_progress_is_said_while_it_goes(bench: Bench) -> None:
     copier = bench.copier("d1", report_s=0.05)
     got: queue.SimpleQueue[object] = queue.SimpleQueue()
     copier.start(got.put)
-    wait(lambda: "sync 0/1; nothing was sent so far" in bench.sink.texts(), "a line")
+    wait(lambda: "sync 0/1: nothing was sent so far" in bench.sink.texts(), "a line")
     gate.touch()
     assert got.get(timeout=LIMIT_S) == AllPrepared()
 
@@ -687,7 +687,7 @@ def test_where_rsync_does_not_say_how_far_it_is_no_rate_is_made_up(
     bench.hosts.before("d1", "while [ ! -e '%s' ]; do sleep 0.05; done" % gate)
     got: queue.SimpleQueue[object] = queue.SimpleQueue()
     bench.copier("d1", report_s=0.05).start(got.put)
-    wait(lambda: "sync 0/1; this rsync does not say how far it is" in bench.sink.texts(), "a line")
+    wait(lambda: "sync 0/1: this rsync does not say how far it is" in bench.sink.texts(), "a line")
     gate.touch()
     assert got.get(timeout=LIMIT_S) == AllPrepared()
 

@@ -1,10 +1,17 @@
-"""Which names are one host."""
+"""Which names are one host, and whether a password is asked for."""
 
 from __future__ import annotations
 
+import shutil
 import threading
+from types import SimpleNamespace
 
+import pytest
+
+from distrun.ssh import failure, resolve
+from distrun.ssh.abort import Abort
 from distrun.ssh.resolve import Target
+from distrun.sync import remote_shell
 from distrun.sync.remote_shell import distinct_hosts
 
 LIMIT_S = 60.0
@@ -43,3 +50,31 @@ def test_who_cancels_does_not_wait_for_names() -> None:
     assert found == [("a",)]
     assert not silent.is_set()
     silent.set()
+
+
+@pytest.mark.parametrize(("takes_password", "asked"), [(True, ["Password of me@d1: "]), (False, [])])
+def test_a_password_is_asked_for_where_the_host_takes_one_whatever_the_failure_says(
+    monkeypatch: pytest.MonkeyPatch, takes_password: bool, asked: list[str]
+) -> None:
+    found = SimpleNamespace(
+        jump=(), proxy_command="", identities=(), asks_passwords=True, user="me", where=failure.Where("d1", user="me")
+    )
+    monkeypatch.setattr(resolve, "resolve", lambda target: found)
+    monkeypatch.setattr(resolve, "shell", lambda found, named: ["ssh"])
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    prompts: list[str] = []
+
+    class Typist:
+        def recall(self, about: str) -> None:
+            return None
+
+        def ask(self, about: str, prompt: str, *rest: object) -> None:
+            prompts.append(prompt)
+
+    shells = remote_shell.SshShells(Typist(), remote_shell.Helpers(), Abort(), may_ask=True)  # type: ignore[arg-type]
+    attempts = shells(Target("d1"))
+    next(attempts)
+    words = "no password" if not takes_password else "wording that is new"
+    with pytest.raises(StopIteration):
+        attempts.send(failure.SshFailure(failure.AUTH, words, takes_password=takes_password))
+    assert prompts == asked

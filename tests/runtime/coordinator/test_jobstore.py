@@ -15,7 +15,7 @@ from sample_plan import sample_plan
 
 from distrun_runtime.contract import facts, process
 from distrun_runtime.coordinator import jobfolder, jobstore
-from distrun_runtime.coordinator.failures import Culprit, Outcome, TaskResult
+from distrun_runtime.coordinator.failures import Culprit, Outcome, Survivor, TaskResult
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.errors import JobStoreError, NoSuchJob
 
@@ -270,7 +270,7 @@ def test_a_lost_job_that_was_killed_is_over(tmp_path: Path) -> None:
     folder = store(tmp_path, "a-1").find("a-1")
     folder.write_state("running", mixed())
     orphan(folder)
-    folder.bury(["pid 9 (sleep)"])
+    folder.bury([Survivor("pid 9 (sleep)", "d1")])
     state = folder.state()
     assert (state["state"], state["exit_code"], state["reason"]) == ("killed", 143, "terminated")
     assert [task["state"] for task in state["tasks"]] == ["stopped"] * 3 + ["exited", "failed", "stopped"]
@@ -280,7 +280,7 @@ def test_a_lost_job_that_was_killed_is_over(tmp_path: Path) -> None:
     assert "distrun kill" in state["message"]
     outcome = folder.outcome()
     assert outcome is not None
-    assert outcome["survivors"] == ["pid 9 (sleep)"]
+    assert outcome["survivors"] == [{"what": "pid 9 (sleep)", "host": "d1"}]
 
 
 def test_a_job_that_ended_meanwhile_is_not_buried(tmp_path: Path) -> None:

@@ -395,7 +395,7 @@ def test_an_agent_that_answers_nothing_never_hangs_the_loop(tmp_path: Path) -> N
     outcome = job.run()
     assert outcome.exit_code == 124
     assert 10 <= job.took < 40  # 5 s for a report of the stop, 5 s for a bye
-    assert outcome.survivors == ("worker-0 (pid 100) on d1", "the agent on d1")
+    assert tuple(map(str, outcome.survivors)) == ("worker-0 (pid 100) on d1", "the agent on d1")
 
 
 def test_an_agent_that_never_greets_fails_the_start(tmp_path: Path) -> None:

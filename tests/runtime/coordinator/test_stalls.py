@@ -45,6 +45,8 @@ def test_a_stall_is_one_event_a_worker_and_is_said_once_for_all() -> None:
         "worker-0, worker-1 are stalled: no output, report, store call, disk or CPU for 5 min; "
         "to see where: distrun stack calm-otter-7f3 worker-0"
     ]
+    [said] = [each for each in job.done if isinstance(each, messages.Announce)]
+    assert (said.tasks, said.stalled) == (("worker-0", "worker-1"), True)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from history import WALL, History
 from sample_plan import sample_plan
 
 from distrun_runtime.coordinator import failures, messages
-from distrun_runtime.coordinator.messages import Begin, Drop, EndAgent, SignalTasks, Spawn, StopTasks
+from distrun_runtime.coordinator.messages import Announce, Begin, Drop, EndAgent, SignalTasks, Spawn, StopTasks
 
 TERM = (("TERM", 10.0), ("KILL", 0.0))
 INT = (("INT", 7.0), ("TERM", 2.0), ("KILL", 0.0))
@@ -140,7 +140,7 @@ def test_a_host_lost_after_all_workers_succeeded_is_still_a_success() -> None:
     history = History(sample_plan(), obedient=False).start().exited("worker-0").exited("worker-1").lost("d1")
     outcome = history.end()
     assert outcome.exit_code == 0
-    assert any("server-0" in text for text in outcome.survivors)
+    assert any("server-0" in each.what for each in outcome.survivors)
 
 
 # ---------------------------------------------------------------------- failure
@@ -170,6 +170,8 @@ def test_the_earliest_stamp_is_the_culprit_even_if_it_is_reported_later() -> Non
     assert history.end().exit_code == 4
     assert "worker-0 on d1: exit code 5; stopping the job" in history.said()
     assert "worker-1 on d2 failed before worker-0 on d1, but the report of it came later" in history.said()
+    told = [(each.tasks, each.repeats) for each in history.did(Announce) if each.tasks]
+    assert told == [(("worker-0",), "worker-0"), (("worker-1", "worker-0"), "")]
 
 
 def test_a_failure_reported_after_the_deadline_changes_nothing() -> None:
@@ -405,7 +407,7 @@ def test_a_lost_host_gives_7_and_the_others_are_stopped() -> None:
     outcome = history.end()
     assert (outcome.exit_code, outcome.reason) == (7, "host_lost")
     assert outcome.message == "lost d2: its connection ended"
-    assert outcome.survivors == ("worker-1 (pid 100) on d2",)
+    assert tuple(map(str, outcome.survivors)) == ("worker-1 (pid 100) on d2",)
     assert Drop("d2") in history.done
     assert {task.name: task.state for task in outcome.tasks}["worker-1"] == "failed"
 
@@ -514,14 +516,14 @@ def test_a_job_ends_although_nothing_obeys_and_names_what_may_be_left() -> None:
     history = History(sample_plan(workers=1, servers=0), obedient=False).start().interrupt("TERM")
     outcome = history.beat_to(60).end()
     assert 20 <= history.now <= 21  # grace, 5 s for the agent to report, 5 s from `end` to `bye`
-    assert outcome.survivors == ("worker-0 (pid 100) on d1", "the agent on d1")
+    assert tuple(map(str, outcome.survivors)) == ("worker-0 (pid 100) on d1", "the agent on d1")
     assert Drop("d1") in history.done
 
 
 def test_what_an_agent_could_not_end_is_named() -> None:
     history = History(sample_plan(workers=1, servers=0), obedient=False).start().exited("worker-0", 0)
     history.tell(messages.Cleared("d1", ((77, "sleep"),))).tell(messages.Bye("d1"))
-    assert history.end().survivors == ("pid 77 (sleep) on d1",)
+    assert tuple(map(str, history.end().survivors)) == ("pid 77 (sleep) on d1",)
 
 
 def test_frames_that_name_no_task_of_their_host_are_ignored() -> None:
