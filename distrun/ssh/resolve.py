@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from distrun.errors import UsageError
 from distrun.formats import exact
+from distrun.options import BY_KEY
 from distrun.ssh.failure import OTHER, SshFailure, Where
 from distrun_runtime.contract import environ
 
@@ -29,10 +30,8 @@ if TYPE_CHECKING:
 # A host as the user named it, and the command lines that lead there: of `ssh` here, of sshd there. No side effects.
 
 
-FABRIC = "fabric"
-OPENSSH = "openssh"
-TRANSPORTS = (FABRIC, OPENSSH)
-CONNECT_S = 10.0
+FABRIC, OPENSSH = TRANSPORTS = BY_KEY["transport"].choices
+CONNECT_S: float = BY_KEY["connect_timeout"].default
 """Until a host has answered and shown its key, unless the user's configuration or command line says otherwise."""
 YES = "yes"
 
