@@ -35,8 +35,6 @@ MOST = 65_536
 """Workers, or servers, of a job at most: as many as a job may have hosts."""
 SHOWN = 40
 """Characters of a wrong number that a message shows."""
-LOG_LIMIT = 1024 * 1024
-"""The least that --log-limit may keep: several chunks of output."""
 
 
 class Option(NamedTuple):
@@ -458,7 +456,7 @@ TABLE: Mapping[str, tuple[Option, ...]] = {
         size(
             "--log-limit",
             "Keep about so much of each task's log, its beginning and its end (100M, 2G, all). [default: 1G]",
-            low=LOG_LIMIT,
+            low=1024**2,  # several chunks of output
             default=1024**3,
         ),
         count(

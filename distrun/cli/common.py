@@ -141,10 +141,6 @@ def placed(folder: JobFolder) -> tuple[int, int]:
     return len(plan.all_places), len(plan.tasks)
 
 
-host_options = takes(*HOSTS)
-"""Adds the options of selecting and reaching hosts to a command."""
-
-
 def reach_options(options: Mapping[str, Any]) -> dict[str, str]:
     """Return what `Backend.reach` takes of a command's options; empty ones are left out."""
     found = {

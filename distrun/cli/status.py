@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun import client, jobviews
-from distrun.cli.common import found_job, host_options, hosts_of, tell_warnings
+from distrun.cli.common import found_job, hosts_of, takes, tell_warnings
 from distrun.cli.console import (
     can_draw,
     copy_out,
@@ -31,6 +31,7 @@ from distrun.cli.console import (
 from distrun.cli.tables import heading, hosts_table, jobs_table, tasks_table
 from distrun.dashboard.text import clean_lines
 from distrun.errors import DistrunError, UsageError
+from distrun.options import HOSTS
 from distrun_runtime.contract import environ, facts
 from distrun_runtime.coordinator import failures
 from distrun_runtime.coordinator.jobfolder import rfc3339
@@ -65,7 +66,7 @@ SURVEY_S = 30.0
     "-a", "--all", "everything", is_flag=True, help=f"List all jobs, not only the {SHOWN} newest that are over."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; with --watch one a line for each change.")
-@host_options
+@takes(*HOSTS)
 def status(
     job: str | None,
     *,
