@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 from distrun.errors import UsageError
 from distrun.hosts import HostSpec, Inventory, fold
+from distrun.options import BY_KEY
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER
 
-CYCLE, PACK, SPREAD = POLICIES = ("cycle", "pack", "spread")
+CYCLE, PACK, SPREAD = POLICIES = BY_KEY["placement"].choices
 SHOWN = 16
 """Hosts that are named in an error, at most."""
 

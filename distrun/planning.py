@@ -23,8 +23,9 @@ from distrun.backends.base import Backend, Listening, Rendered
 from distrun.errors import UsageError
 from distrun.formats import exact
 from distrun.hosts import HostSpec, Inventory, fold
+from distrun.options import ENGINES, NO_ENGINES, ROWS
 from distrun.placement import Slot, hosts_of, place, worker_places
-from distrun.request import BUNDLED, COMMAND, EngineOptions, JobRequest, Setting, check_tuning, given, parse_port_range
+from distrun.request import BUNDLED, COMMAND, JobRequest, Setting, check_tuning, given
 from distrun_runtime.contract import environ, gpus
 from distrun_runtime.contract.folder import identity
 from distrun_runtime.contract.plan import (
@@ -205,10 +206,9 @@ def plan_job(request: JobRequest, store: JobStore) -> PlannedJob | QueuedJob:
         inherited=request.outer if backend.inherits_env else {},
         token="" if request.dry_run else os.urandom(32).hex(),
     )
+    _check_launcher(request, allocation is None)
     if allocation is None:
-        _check_engine(request)
         return QueuedJob(request, cast("QueueBackend", backend), setup, data, tree)
-    _check_no_engine(request)
     plan, values = make_plan(request, allocation, setup)
     _check_coordinator_host(request, plan, backend)
     check_ports(request, plan)
@@ -264,15 +264,19 @@ def granted(request: JobRequest, engine: str, grants: Sequence[Grant]) -> Alloca
     return Allocation(hosts, slots, places=places, claims={name: claim for claim, name in names.items()})
 
 
-def _check_engine(request: JobRequest) -> None:
-    """Refuse options that mean nothing where an engine places the tasks. Raises UsageError."""
-    for option, value in (
-        ("--scheduler-host", request.scheduler_host),
-        ("--coordinator-host", request.coordinator_host),
-    ):
-        if value:
+def _check_launcher(request: JobRequest, is_engine: bool) -> None:
+    """Refuse options that mean nothing for the launcher. Raises UsageError."""
+    for row in ROWS:
+        if is_engine and row.launchers == NO_ENGINES and row.of(request):
             raise UsageError(
-                f"{option} is not for --launcher {request.launcher}: the engine chooses the hosts", "leave it out"
+                f"{row.name} is not for --launcher {request.launcher}: the engine chooses the hosts", "leave it out"
+            )
+        if is_engine and row.launchers not in ("", ENGINES, NO_ENGINES, request.launcher) and row.of(request):
+            raise UsageError(f"{row.name} is not for --launcher {request.launcher}", "leave it out")
+        if not is_engine and row.launchers not in ("", NO_ENGINES) and row.of(request):
+            raise UsageError(
+                f"{row.name} is for engines, and --launcher {request.launcher} is none",
+                f"leave it out, or name one: --launcher {'|'.join(backends.ENGINES)}",
             )
     asked = request.engine.worker.gpus
     if asked and request.gpus_per_worker > asked:
@@ -280,21 +284,6 @@ def _check_engine(request: JobRequest) -> None:
             f"--gpus-per-worker {request.gpus_per_worker}: each worker is to get {asked} from the engine"
             f" (--worker-gpus {asked})",
             f"--worker-gpus {request.gpus_per_worker}, or --gpus-per-worker {asked}",
-        )
-
-
-def _check_no_engine(request: JobRequest) -> None:
-    """Refuse options for engines where there is none. Raises UsageError."""
-    empty = EngineOptions(config=request.engine.config)
-    if request.engine != empty:
-        names = [name for name in EngineOptions._fields if getattr(request.engine, name) != getattr(empty, name)]
-        own = [f"--{name.replace('_', '-')}" for name in request.engine.own]
-        words = {"time_s": "--time", "args": "--engine-arg", "worker": "--worker-cores/-memory/-gpus"}
-        words["server"] = "--server-cores/-memory/-gpus"
-        given = own or [words.get(name, "--" + name) for name in names]
-        raise UsageError(
-            f"{given[0]} is for engines, and --launcher {request.launcher} is none",
-            f"leave it out, or name one: --launcher {'|'.join(backends.ENGINES)}",
         )
 
 
@@ -642,14 +631,9 @@ def _unbuffered(setup: Setup, users: Mapping[str, Setting]) -> dict[str, str]:
 
 
 def _tuning(request: JobRequest) -> dict[str, str]:
-    env = {}
-    if request.op_timeout_s is not None:
-        env["DISTRUN_OP_TIMEOUT"] = exact(request.op_timeout_s)
-    if request.start_timeout_s is not None:
-        env["DISTRUN_START_TIMEOUT"] = exact(request.start_timeout_s)
-    if request.port_range:
-        env["DISTRUN_PORT_RANGE"] = request.port_range
-    return env
+    rows = [row for row in ROWS if row.variable and environ.BY_NAME[row.variable].group == "tuning"]
+    found = {row.variable: row.of(request) for row in rows}
+    return {name: str(exact(value) if isinstance(value, float) else value) for name, value in found.items() if value}
 
 
 def _ports(request: JobRequest, layout: _JobLayout, host: str) -> tuple[str, ...]:
@@ -681,7 +665,7 @@ def check_ports(request: JobRequest, plan: Plan) -> None:
     """
     if not request.port_range:
         return
-    first, last = parse_port_range(request.port_range)
+    first, last = map(int, request.port_range.split("-"))
     for host in plan.hosts:
         terms = []
         if request.has_servers and request.ps == BUNDLED:

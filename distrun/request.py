@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
-import math
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,23 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distrun.errors import UsageError
-from distrun_runtime.contract import environ, gpus, process
+from distrun.options import BY_KEY, ROWS
+from distrun_runtime.contract import environ
 from distrun_runtime.contract.plan import ROLES, SCHEDULER, Limits
 
 if TYPE_CHECKING:
     from distrun.hosts import Inventory
     from distrun.sync.rules import CopyRules
 
-BUNDLED = "bundled"
-"""`--ps bundled`: distrun's own servers and scheduler."""
-COMMAND = "command"
-"""`--ps command`: the user's command in every role, as launch.py did."""
-PS_CHOICES = (BUNDLED, COMMAND)
-
-MOST = 65_536
-"""Workers, or servers, of a job at most: as many as a job may have hosts."""
-SHOWN = 40
-"""Characters of a wrong number that a message shows."""
+BUNDLED, COMMAND = BY_KEY["ps"].choices
+"""Who runs servers: distrun's own servers and scheduler; the user's command in every role, as launch.py did."""
 
 FORWARDED_PREFIXES = (
     "BYTEPS_",
@@ -155,7 +146,7 @@ class JobRequest:
     start_timeout_s: float | None = None
     """For the stores; `limits.start_s` is the launcher's own."""
     keep_outer_env: bool = False
-    placement: str = "cycle"
+    placement: str = BY_KEY["placement"].default
     oversubscribe: bool = False
     gpus_per_worker: int = 0
     """How many GPUs each worker sees, which no other worker does; 0: all that the hosts file gives its host."""
@@ -196,56 +187,28 @@ class JobRequest:
         ]
         rules = self.sync_rules
         engine = {} if self.engine == EngineOptions() else {"engine": self.engine.to_json()}
+        plain = {row.member: getattr(self, row.member) for row in ROWS if row.member and "." not in row.member}
         return {
             **engine,
-            "name": self.name,
-            "launcher": self.launcher,
             "command": list(self.command),
             "cwd": self.cwd,
-            "workers": self.workers,
-            "servers": self.servers,
             "hosts": None if self.hosts is None else list(self.hosts.names),
             "reach": dict(self.reach),
-            "ps": self.ps,
-            "shell": self.shell,
             "variables": variables,
-            "python": self.python,
-            "interface": self.interface,
-            "subnet": self.subnet,
-            "port_range": self.port_range,
-            "server_imports": list(self.server_imports),
-            "server_device": self.server_device,
-            "scheduler_host": self.scheduler_host,
             "limits": self.limits._asdict(),
-            "op_timeout_s": self.op_timeout_s,
-            "start_timeout_s": self.start_timeout_s,
-            "keep_outer_env": self.keep_outer_env,
-            "placement": self.placement,
-            "oversubscribe": self.oversubscribe,
-            "gpus_per_worker": self.gpus_per_worker,
-            "forward_signals": list(self.forward_signals),
             "activate": self.activate,
+            **{name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()},
             "sync_dst_dir": self.sync_dst_dir if rules is not None else "",
-            "sync_delete": self.sync_delete,
+            "run_dir": None if self.run_dir is None else str(self.run_dir),
         }
 
     def __post_init__(self) -> None:
         if not self.command or not self.command[0]:
             raise UsageError("there is no command to run", f"distrun launch -n {max(1, self.workers)} python train.py")
-        count("-n/--num-workers", self.workers, 1)
-        count("-s/--num-servers", self.servers, 0)
-        count("--gpus-per-worker", self.gpus_per_worker, 0)
-        if self.ps not in PS_CHOICES:
-            raise UsageError(f"--ps: expected {' or '.join(PS_CHOICES)}, found {self.ps!r}")
-        seconds("--grace", self.limits.grace_s, 0)
-        seconds("--start-timeout", self.limits.start_s, environ.BY_NAME["DISTRUN_START_TIMEOUT"].low)
-        seconds("--suspect-after", self.limits.suspect_s)
-        seconds("--lost-after", self.limits.lost_s)
-        seconds("--stall-after", self.limits.stall_after_s, 0)
-        if self.limits.timeout_s is not None:
-            seconds("--timeout", self.limits.timeout_s)
-        if self.op_timeout_s is not None:
-            seconds("--op-timeout", self.op_timeout_s, environ.BY_NAME["DISTRUN_OP_TIMEOUT"].low)
+        for row in ROWS:
+            if row.member:
+                row.check(self)
+        BY_KEY["start_timeout"].read(self.limits.start_s)
         if self.limits.lost_s < self.limits.suspect_s:
             raise UsageError(
                 f"--lost-after {self.limits.lost_s:g} is less than --suspect-after {self.limits.suspect_s:g}",
@@ -256,16 +219,12 @@ class JobRequest:
                 "--reconnect: a job on this machine has no connections that could be cut",
                 "leave it out, or name hosts with -H FILE or --hosts a,b",
             )
-        if self.name and not re.fullmatch(r"[\w.+@:-]{1,64}", self.name):
-            raise UsageError(f"--name: expected up to 64 letters, digits or . _ + @ : -, found {self.name!r}")
-        if self.port_range:
-            parse_port_range(self.port_range)
         _check_imports(self)
         _check_device(self)
-        if self.subnet:
-            _check_subnet(self.subnet)
-        if self.metrics_address:
-            _check_metrics_address(self.metrics_address, self.metrics_port)
+        if self.metrics_address and self.metrics_port is None:
+            raise UsageError(
+                "--metrics-address: nothing is served without --metrics-port", "add --metrics-port 0, or leave it out"
+            )
         for word in self.command:
             if "\0" in word:
                 raise UsageError(f"the command holds a NUL character in {word!r}; no program can be given one")
@@ -421,56 +380,6 @@ def is_secret(name: str) -> bool:
     return any(fnmatch.fnmatchcase(name.upper(), pattern) for pattern in environ.SECRET_PATTERNS)
 
 
-def parse_addresses(text: str) -> tuple[str, ...]:
-    """Return the addresses and host names of `A[,B...]`. Pure.
-
-    Raises:
-        UsageError: one of them is neither.
-    """
-    import ipaddress  # not for every launch
-
-    found = tuple(each.strip() for each in text.split(",")) if text else ()
-    for each in found:
-        with contextlib.suppress(ValueError):
-            ipaddress.ip_address(each)
-            continue
-        if not re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9])?", each):
-            raise UsageError(
-                f"--coordinator-address: expected addresses or host names with commas between, found {each!r}",
-                "the port is chosen by --port-range",
-            )
-    return tuple(dict.fromkeys(found))
-
-
-def parse_signals(text: str) -> tuple[str, ...]:
-    """Return the names of `USR1[,USR2]`. Pure.
-
-    Raises:
-        UsageError: another signal; distrun itself acts on it.
-    """
-    found = tuple(each.strip().upper().removeprefix("SIG") for each in text.split(",")) if text else ()
-    for each in found:
-        if each not in process.TASKS_SIGNALS:
-            known = ", ".join(process.TASKS_SIGNALS)
-            raise UsageError(
-                f"--forward-signal: expected some of {known} with commas between, found {each!r}",
-                "Ctrl-C and SIGTERM reach tasks anyway: they end the job",
-            )
-    return tuple(dict.fromkeys(found))
-
-
-def parse_port_range(text: str) -> tuple[int, int]:
-    """Return first and last port of `A-B`. Pure.
-
-    Raises:
-        UsageError: it is no range of ports.
-    """
-    match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
-    if match is None or not 1 <= int(match.group(1)) <= int(match.group(2)) <= 65535:
-        raise UsageError(f"--port-range: expected FIRST-LAST within 1-65535, found {text!r}")
-    return int(match.group(1)), int(match.group(2))
-
-
 def check_tuning(settings: Sequence[Setting], outer: Mapping[str, str]) -> None:
     """Check the tuning variables that tasks will see, in `outer` and in what the user gives.
 
@@ -501,12 +410,6 @@ def _unquote(value: str, where: str) -> str:
 
 
 def _check_imports(request: JobRequest) -> None:
-    for name in request.server_imports:
-        if not all(part.isidentifier() for part in name.split(".")) or name.endswith(".py"):
-            raise UsageError(
-                f"--server-import: expected a module's name as `import` takes it, such as my_rules; found {name!r}",
-                "leave .py and folders out: servers start in the job's directory and import from there",
-            )
     if request.server_imports and not (request.has_servers and request.ps == BUNDLED):
         raise UsageError(
             f"--server-import: this job has no servers of distrun's own that could import {request.server_imports[0]}",
@@ -518,8 +421,6 @@ def _check_device(request: JobRequest) -> None:
     asked = request.server_device
     if not asked:
         return
-    if not gpus.server_device(asked):
-        raise UsageError(f"--server-device: expected {gpus.DEVICES}, found {asked!r}")
     if request.ps != BUNDLED:
         raise UsageError(
             f"--server-device {asked}: with --ps {request.ps} the servers are your program's, which chooses for itself",
@@ -529,65 +430,3 @@ def _check_device(request: JobRequest) -> None:
         raise UsageError(
             f"--server-device {asked}: this job has no servers (-s 0)", "leave it out, or have some (-s 1 or more)"
         )
-
-
-def _check_subnet(text: str) -> None:
-    import ipaddress
-
-    try:
-        ipaddress.ip_network(text, strict=False)
-    except ValueError as err:
-        raise UsageError(f"--subnet: expected a network such as 10.0.0.0/8 or fd00::/8, found {text!r}") from err
-
-
-def _check_metrics_address(text: str, port: int | None) -> None:
-    import ipaddress
-
-    try:
-        ipaddress.ip_address(text)
-    except ValueError as err:
-        raise UsageError(f"--metrics-address: expected an address such as 0.0.0.0 or ::1, found {text!r}") from err
-    if port is None:
-        raise UsageError(
-            "--metrics-address: nothing is served without --metrics-port", "add --metrics-port 0, or leave it out"
-        )
-
-
-def count(option: str, value: str | int, low: int, high: int = MOST) -> int:
-    """Return a whole number from `low` to `high`. Pure.
-
-    Raises:
-        UsageError: it is none, or out of that range.
-    """
-    try:
-        number = int(value)
-    except ValueError:  # also one of thousands of digits
-        number = low - 1
-    if not low <= number <= high:
-        raise UsageError(f"{option}: expected a whole number from {low} to {high}, found {_shown(value)}")
-    return number
-
-
-def seconds(option: str, value: str | float, low: float | None = None) -> float:
-    """Return a time in seconds, from `low` (more than 0 if it is None) to a year. Pure.
-
-    Raises:
-        UsageError: it is none, or out of that range.
-    """
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not (number > 0 if low is None else low <= number) or not number <= environ.LONGEST_S:
-        least = "more than 0, at most" if low is None else f"from {low:g} to"
-        unit = re.fullmatch(r"([0-9.]+) ?s(?:ec)?", str(value))
-        raise UsageError(
-            f"{option}: expected a time in seconds, {least} {environ.LONGEST_S} (a year), found {_shown(value)}",
-            f"without the unit: {option} {unit[1]}" if unit else "",
-        )
-    return number
-
-
-def _shown(value: str | float) -> str:
-    text = value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)
-    return repr(text) if len(text) <= SHOWN else repr(text[:SHOWN]) + "..."

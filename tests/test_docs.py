@@ -251,8 +251,9 @@ def test_the_page_for_users_of_mxnet_has_every_old_name() -> None:
     assert [name for name in OLD_NAMES.split() if not in_code(name, page)] == []
 
 
-def test_environment_page_is_what_the_table_says() -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "render-environment"), "--check"]
+@pytest.mark.parametrize("script", ["render-environment", "render-options"])
+def test_a_page_is_what_its_table_says(script: str) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / script), "--check"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
 

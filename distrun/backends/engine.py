@@ -219,8 +219,6 @@ class Engine(ABC):
     """The user must say which hosts, with -H or --hosts."""
     takes_hosts: bool = False
     """The user may say which hosts."""
-    own_options: tuple[str, ...] = ()
-    """Keys of `EngineOptions.own` that it knows; others are refused."""
 
     options: EngineOptions = EngineOptions()
     """For `find` and `examine`, where there is no submission: what the user said, and the configuration file."""

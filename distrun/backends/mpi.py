@@ -148,7 +148,6 @@ class Mpi(Engine):
     name = "mpi"
     needs_hosts = True
     takes_hosts = True
-    own_options = ("mpirun", "mpi_flavor")
     hides = ("OPAL_*", "MPIR_CVAR_CH3_INTERFACE_HOSTNAME", "I_MPI_INFO_*", "I_MPI_PIN_*")
 
     def __init__(self) -> None:

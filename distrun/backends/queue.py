@@ -241,10 +241,6 @@ class QueueBackend(Backend):
         secret: str,
         is_dry: bool = False,
     ) -> Submission:
-        unknown = sorted(set(request.engine.own) - set(self.engine.own_options))
-        if unknown:
-            option = "--" + unknown[0].replace("_", "-")
-            raise UsageError(f"{option} is not for --launcher {self.name}", "leave it out")
         return Submission(
             job=job,
             marker=engines.marker(job, nonce),

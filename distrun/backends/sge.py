@@ -85,7 +85,6 @@ class Sge(Engine):
     """The engine `sge`."""
 
     name = "sge"
-    own_options = ("pe",)
 
     def __init__(self) -> None:
         self._secret = ""

@@ -108,7 +108,6 @@ class Yarn(Engine):
     """`--launcher yarn`."""
 
     name = "yarn"
-    own_options = ("yarn_rm", "yarn_hdfs", "node_label", "docker_image")
 
     def __init__(self) -> None:
         self._cluster: Cluster | None = None

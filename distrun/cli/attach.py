@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun.cli import standing
-from distrun.cli.common import count, my_jobs, placed, seconds
+from distrun.cli.common import my_jobs, placed, takes
 from distrun.cli.console import Console, print_err, print_out
 from distrun.client import ControlConnection, Follower
 from distrun.errors import UsageError
+from distrun.options import BY_KEY, count, seconds
 from distrun_runtime.contract import environ, facts
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.errors import JobStoreError
@@ -37,16 +38,18 @@ QUESTION = "distrun: [d]etach, [s]top the job, or [g]o on? (Ctrl-C again: stop) 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("job")
 @click.option("--since-start", is_flag=True, help="Show all that was printed since the job's start.")
-@count(
-    "--tail",
-    low=0,
-    help="Show the last N lines before what comes. [default: from where this terminal stood, else what fits]",
+@takes(
+    count(
+        "--tail",
+        "Show the last N lines before what comes. [default: from where this terminal stood, else what fits]",
+        low=0,
+    ),
+    BY_KEY["no_prefix"],
+    BY_KEY["quiet"],
 )
 @click.option(
     "--task", "tasks", multiple=True, metavar="NAME", help="Only what this task (worker-0) or role prints; repeatable."
 )
-@click.option("--no-prefix", is_flag=True, help="Print tasks' output unchanged.")
-@click.option("-q", "--quiet", is_flag=True, help="Print errors only, and the tasks' output.")
 def attach(
     job: str, *, since_start: bool, tail: int | None, tasks: tuple[str, ...], no_prefix: bool, quiet: bool
 ) -> int:
@@ -315,7 +318,7 @@ SCHEMA = "distrun.wait/1"
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("job")
-@seconds("--timeout", help="Wait at most so long (exit code 124).")
+@takes(seconds("--timeout", "Wait at most so long (exit code 124)."))
 @click.option("--json", "as_json", is_flag=True, help="At the end one JSON object, with the job's outcome.")
 def wait(job: str, timeout: float | None, as_json: bool) -> int:
     """Wait until JOB (an id, the beginning of one, or a name) is over; the exit code is the job's.

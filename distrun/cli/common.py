@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from distrun import formats, request
 from distrun.cli.console import print_err
 from distrun.errors import UsageError
 from distrun.formats import exact
-from distrun.ssh import CONNECT_S, TRANSPORTS
-from distrun_runtime.contract import environ
+from distrun.options import FLAG, HOSTS, LAUNCHER, SWITCH, TIMES, WORDS, Option
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
@@ -27,38 +25,49 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def seconds(*names: str, low: float | None = None, variable: str = "", **more: Any) -> Callable[[Function], Function]:
-    """Return an option for a time in seconds, from `low` (more than 0 if it is None) to a year.
+class _LauncherOption(click.Option):
+    """--launcher, whose help lists the backends there are, registered ones included, when it is asked for."""
 
-    An error names the option, the accepted range and what was found. `variable` is one of the environment table whose
-    range the option has.
-    """
-    least = environ.BY_NAME[variable].low if variable else low
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return the option's two cells in the help."""
+        from distrun import backends
 
-    def convert(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-        return None if value is None else request.seconds("/".join(param.opts), value, least)
-
-    return click.option(*names, type=str, callback=convert, metavar="S", **more)
+        self.help = str(self.help).format(launchers=", ".join(backends.names()))
+        return super().get_help_record(ctx)
 
 
-def count(*names: str, low: int, high: int = request.MOST, **more: Any) -> Callable[[Function], Function]:
-    """Return an option for a whole number from `low` to `high`. Errors are as those of `seconds`."""
+def takes(*rows: Option) -> Callable[[Function], Function]:
+    """Return what adds options to a command, in this order."""
 
-    def convert(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-        if value == "p" and "-n" in param.opts:
-            raise UsageError("there is no option -np", "it is mpirun's; type -n N")
-        return None if value is None else request.count("/".join(param.opts), value, low, high)
+    def add(function: Function) -> Function:
+        for row in reversed(rows):
+            function = _click_option(row)(function)
+        return function
 
-    return click.option(*names, type=str, callback=convert, metavar="N", **more)
+    return add
 
 
-def size(*names: str, low: int, **more: Any) -> Callable[[Function], Function]:
-    """Return an option for a number of bytes from `low` on; 0 if it is not given, or `all`."""
+def _click_option(row: Option) -> Callable[[Function], Function]:
+    def convert(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        return row.read(value) if isinstance(value, (str, tuple)) else value
 
-    def convert(ctx: click.Context, param: click.Parameter, value: str | None) -> int:
-        return 0 if value in (None, "all") else formats.parse_size("/".join(param.opts), str(value), low)
-
-    return click.option(*names, type=str, callback=convert, metavar="SIZE", **more)
+    without_value: dict[str, dict[str, Any]] = {
+        FLAG: {"is_flag": True},
+        SWITCH: {"default": None},
+        TIMES: {"count": True},
+    }
+    how = without_value.get(row.kind) or {
+        "callback": convert,
+        "type": click.Choice(row.choices) if row.choices and not row.value else click.UNPROCESSED,
+        "metavar": row.value or None,
+        "multiple": row.kind == WORDS,
+        "show_default": bool(row.default) and "[default:" not in row.help,
+    }
+    if row.default is not None:
+        how["default"] = row.default  # one of None would count as given
+    names = [row.name] if row.kind == SWITCH else row.name.split("/")
+    kind = _LauncherOption if row == LAUNCHER else click.Option
+    return click.option(*names, row.key, cls=kind, help=row.help, required=row.required, hidden=row.hidden, **how)
 
 
 def current_folder() -> str:
@@ -112,40 +121,6 @@ def placed(folder: JobFolder) -> tuple[int, int]:
     return len(plan.all_places), len(plan.tasks)
 
 
-# Command-line options for selecting and reaching hosts, shared by several commands.
-
-
-HOST_OPTIONS: tuple[Callable[[Any], Any], ...] = (
-    click.option("-H", "--hostfile", "hostfile", metavar="FILE", help="Hosts file; - reads standard input."),
-    click.option("--hosts", "hosts", metavar="A,B", help="Hosts, instead of a file: names, user@host, gpu[01-08]."),
-    click.option(
-        "--hostfile-format", default="auto", metavar="FORM", help="How the hosts file is read. [default: auto]"
-    ),
-    click.option(
-        "--transport",
-        type=click.Choice(TRANSPORTS),
-        default=TRANSPORTS[0],
-        show_default=True,
-        help="SSH client: the built-in library, or the ssh program (GSSAPI, FIDO keys, ControlMaster).",
-    ),
-    click.option("--strict-host-keys", is_flag=True, help="Refuse hosts whose key is not known yet."),
-    click.option("--ssh-config", default="", metavar="FILE", help="ssh configuration. [default: ~/.ssh/config]"),
-    seconds(
-        "--connect-timeout",
-        default=CONNECT_S,
-        show_default=True,
-        help="Seconds that one connection may take.",
-    ),
-)
-
-
-def host_options(function: Function) -> Function:
-    """Add the options to a command, in the order of the table."""
-    for option in reversed(HOST_OPTIONS):
-        function = option(function)
-    return function
-
-
 def reach_options(options: Mapping[str, Any]) -> dict[str, str]:
     """Return what `Backend.reach` takes of a command's options; empty ones are left out."""
     found = {
@@ -163,18 +138,16 @@ def typed(options: Mapping[str, Any], inventory: Inventory | None) -> list[str]:
     if options["hostfile"] == "-" and inventory is not None:
         from distrun.hosts import fold
 
-        words += ["--hosts", fold(list(inventory.names))]  # what was on standard input has been read
-    elif options["hostfile"] is not None:
-        words += ["-H", options["hostfile"]]
-    elif options["hosts"] is not None:
-        words += ["--hosts", options["hosts"]]
-    for name, default in (("hostfile_format", "auto"), ("transport", TRANSPORTS[0]), ("ssh_config", "")):
-        if options[name] != default:
-            words += ["--" + name.replace("_", "-"), options[name]]
-    words += ["--strict-host-keys"] if options["strict_host_keys"] else []
-    if options["connect_timeout"] != CONNECT_S:
-        words += ["--connect-timeout", f"{options['connect_timeout']:g}"]
-    return words + (["--launcher", options["launcher"]] if options.get("launcher") else [])
+        # What was on standard input has been read.
+        options = {**options, "hostfile": None, "hosts": fold(list(inventory.names))}
+    for row in (*HOSTS, LAUNCHER):
+        value = options.get(row.key, row.default)
+        if value != row.default:
+            words += [
+                row.name.split("/")[0],
+                *([] if value is True else [f"{value:g}" if isinstance(value, float) else value]),
+            ]
+    return words
 
 
 def typed_python(options: Mapping[str, Any]) -> list[str]:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun import activation, formats
-from distrun.cli.common import agree, current_folder, host_options, hosts_of, tell_warnings, typed, typed_python
+from distrun.cli.common import agree, current_folder, hosts_of, takes, tell_warnings, typed, typed_python
 from distrun.cli.console import print_err, print_out, render
 from distrun.cli.engines import engine_of
 from distrun.cli.engines import rows as engine_rows
-from distrun.cli.options import LauncherOption, site_options
 from distrun.doctor.checks import CheckRow, Ways
 from distrun.errors import UsageError
 from distrun.hosts import fold
+from distrun.options import BY_KEY, HOSTS, LAUNCHER, SITE
 from distrun_runtime.contract import environ, facts
 
 if TYPE_CHECKING:
@@ -40,21 +40,18 @@ STYLES = {"ok": "green", "warn": "yellow", "bad": "red"}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@host_options
-@click.option("--launcher", "--backend", "launcher", default="", metavar="NAME", cls=LauncherOption)
-@site_options
+@takes(*HOSTS, LAUNCHER, *SITE)
 @click.option("--sync-dst-dir", "dst", default="", metavar="DIR", help="Check that folder, as launch would use it.")
-@click.option("--python", default="", metavar="PATH", help="Python of the bundled servers. [default: python3]")
-@click.option(
-    "--activate",
-    multiple=True,
-    metavar="WHAT",
-    help="venv:PATH, conda:ENV, module:NAME or shell text, as for launch. Repeatable.",
+@takes(
+    BY_KEY["python"]._replace(help="Python of the bundled servers. [default: python3]"),
+    BY_KEY["activate"]._replace(help="venv:PATH, conda:ENV, module:NAME or shell text, as for launch. Repeatable."),
 )
 @click.option("--no-servers", is_flag=True, help="Do not check what bundled servers need.")
-@click.option("--interface", default="", metavar="NAME", help="Network interface for data.")
-@click.option("--subnet", default="", metavar="CIDR", help="Network for data.")
-@click.option("--port-range", default="", metavar="A-B", help="Ports to try between the hosts. [default: any]")
+@takes(
+    BY_KEY["interface"]._replace(help="Network interface for data."),
+    BY_KEY["subnet"]._replace(help="Network for data."),
+    BY_KEY["port_range"]._replace(help="Ports to try between the hosts. [default: any]"),
+)
 @click.option("--fix", "is_fixing", is_flag=True, help="Make what bundled servers need, where it is missing.")
 @click.option("-y", "--yes", is_flag=True, help="With --fix: do not ask.")
 @click.option("-q", "--quiet", is_flag=True, help="Show problems only.")

@@ -9,12 +9,12 @@ from typing import Any
 import click
 
 from distrun import formats
-from distrun.cli.common import host_options, hosts_of, seconds, tell_warnings
+from distrun.cli.common import hosts_of, takes, tell_warnings
 from distrun.cli.console import copy_out, print_err, print_out
-from distrun.cli.options import LauncherOption
 from distrun.errors import UsageError
 from distrun.fleet import Ran, run
 from distrun.fleet.commands import KEPT
+from distrun.options import BY_KEY, HOSTS, LAUNCHER, seconds
 from distrun_runtime.contract import environ, facts
 from distrun_runtime.coordinator.failures import Problem
 
@@ -23,11 +23,9 @@ RULE = b"-" * 15 + b"\n"
 
 
 @click.command("exec", context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
-@host_options
-@click.option("--launcher", "--backend", "launcher", default="", metavar="NAME", cls=LauncherOption)
+@takes(*HOSTS, LAUNCHER)
 @click.option("--cwd", default="", metavar="DIR", help="Run it there. [default: the home directory]")
-@click.option("--shell/--no-shell", "shell", default=None, help="Always or never run the command with bash -c.")
-@seconds("--timeout", help="End it after so many seconds.")
+@takes(BY_KEY["shell"], seconds("--timeout", "End it after so many seconds."))
 @click.option("--no-fold", is_flag=True, help="Print lines as they come, each with its host.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun.cli.common import count
+from distrun.cli.common import takes
 from distrun.cli.console import print_err, print_out
 from distrun.errors import UsageError
+from distrun.options import count
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator import stored
 from distrun_runtime.errors import JobStoreError
@@ -50,7 +51,7 @@ def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> float
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("names", metavar="[JOB]...", nargs=-1)
 @click.option("--older-than", callback=_age, metavar="TIME", help="Only jobs that ended so long ago. [default: 30d]")
-@count("--keep", low=0, help="Keep the N newest jobs, however old they are.")
+@takes(count("--keep", "Keep the N newest jobs, however old they are.", low=0))
 @click.option("--lost", is_flag=True, help="Also jobs whose launcher died. First: distrun kill JOB.")
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")

@@ -16,13 +16,13 @@ import click
 
 from distrun import formats
 from distrun.cli import engines
-from distrun.cli.common import agree, find_hosts, host_options, hosts_of, my_jobs, seconds, tell_warnings
+from distrun.cli.common import agree, find_hosts, hosts_of, my_jobs, takes, tell_warnings
 from distrun.cli.console import print_err, print_out, styled, width
-from distrun.cli.options import LauncherOption, site_options
 from distrun.errors import UsageError
 from distrun.fleet import Fleet, questions
 from distrun.fleet.questions import HostAnswer, HostJob
 from distrun.hosts import fold
+from distrun.options import HOSTS, LAUNCHER, SITE, seconds
 from distrun_runtime.contract import environ, facts, process
 from distrun_runtime.contract.plan import Host, Limits
 from distrun_runtime.coordinator.failures import Problem
@@ -41,13 +41,11 @@ Found = Mapping[str, HostAnswer | Problem]
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("names", metavar="[JOB]...", nargs=-1)
-@host_options
-@click.option("--launcher", "--backend", "launcher", default="", metavar="NAME", cls=LauncherOption)
-@site_options
+@takes(*HOSTS, LAUNCHER, *SITE)
 @click.option("--stale", is_flag=True, help="Only abandoned jobs: agent dead, stopped, or past its lease.")
 @click.option("--dry-run", is_flag=True, help="Show what would be ended, and end nothing.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@seconds("--grace", low=0, help="Seconds before killing. [default: the job's]")
+@takes(seconds("--grace", "Seconds before killing. [default: the job's]", low=0))
 @click.option("--match", metavar="REGEX", help="With --any-process: end my processes with such a command line.")
 @click.option("--any-process", is_flag=True, help="With --match: also processes that no job started. Check the list!")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")

@@ -13,16 +13,25 @@ import click
 
 from distrun import activation, backends, formats, hosts, placement
 from distrun.cli import common, hints, standing
-from distrun.cli.common import current_folder, placed
+from distrun.cli.common import current_folder, placed, takes
 from distrun.cli.console import ERRORS, Console
-from distrun.cli.options import collect_env, engine_options, launch_options
 from distrun.client import Detached
 from distrun.errors import UsageError
 from distrun.logout import outlive_logout
+from distrun.options import BY_KEY, ROWS, members
 from distrun.planning import QueuedJob, device_notes, device_warnings
-from distrun.request import JobRequest, Setting, forwarded, parse_addresses, parse_signals
-from distrun_runtime.contract import daemon, environ, facts, gpus, process
-from distrun_runtime.contract.plan import ROLES, Limits
+from distrun.request import (
+    EngineOptions,
+    JobRequest,
+    Needs,
+    Setting,
+    forwarded,
+    parse_env,
+    parse_env_file,
+    parse_role_env,
+)
+from distrun_runtime.contract import daemon, environ, facts, process
+from distrun_runtime.contract.plan import ROLES, SERVER, WORKER, Limits
 
 if TYPE_CHECKING:
     from distrun.hosts import Inventory
@@ -45,7 +54,7 @@ class _Launch(click.Command):
 
 
 @click.command(cls=_Launch, context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
-@launch_options
+@takes(*ROWS)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def launch(ctx: click.Context, /, command: tuple[str, ...], **options: Any) -> int:
@@ -86,7 +95,7 @@ def _launch(
     misplaced = hints.misplaced(command, ctx)
     if misplaced:
         console.say(misplaced)
-    for note in placement.notes(found, options["placement"], options["gpus_per_worker"] or 0) if found else ():
+    for note in placement.notes(found, options["placement"], options["gpus_per_worker"]) if found else ():
         console.say(note)
     store = JobStore()
     job = plan_job(_request(command, options, console, launcher=launcher, found=found, env=env), store)
@@ -166,7 +175,7 @@ def _request(
     env: Mapping[str, str],
 ) -> JobRequest:
     by_role = {role: options["env_" + role] for role in ROLES}
-    settings, notes = collect_env(options["env"], options["env_files"], by_role, env)
+    settings, notes = _collect_env(options["env"], options["env_files"], by_role, env)
     for note in notes:
         console.say(note, "warning")
     if not options["no_forward"] and not backends.load(launcher).inherits_env:
@@ -175,51 +184,61 @@ def _request(
     if options["verbosity"] >= FULL_TRACEBACKS:
         settings = (Setting("DISTRUN_TRACEBACK", "full"), *settings)
     given = {setting.name: setting.value for setting in settings if not setting.role}
+    asked: dict[str, Any] = {
+        **members(options),
+        "launcher": launcher,
+        "servers": options["workers"] if options["servers"] is None else options["servers"],
+        "interface": options["interface"] or environ.text("DMLC_INTERFACE", {**env, **given}),
+        "sync_dst_dir": "" if launcher == "local" else options["sync_dst_dir"],
+    }
     return JobRequest(
+        **asked,
         command=command,
-        launcher=launcher,
         hosts=found,
         reach=common.reach_options(options),
         outer=env,
-        workers=options["workers"],
-        servers=options["workers"] if options["servers"] is None else options["servers"],
         cwd=current_folder(),
-        ps=options["ps"],
-        shell=options["shell"],
-        name=options["name"],
         settings=settings,
-        python=options["python"],
-        interface=options["interface"] or environ.text("DMLC_INTERFACE", {**env, **given}),
-        subnet=options["subnet"],
-        port_range=options["port_range"],
-        coordinator_host=options["coordinator_host"],
-        coordinator_addresses=parse_addresses(options["coordinator_address"]),
-        server_imports=options["server_imports"],
-        server_device=gpus.server_device(options["server_device"]) or options["server_device"],
-        scheduler_host=options["scheduler_host"],
         limits=_limits(options),
-        reconnect=options["reconnect"],
-        op_timeout_s=options["op_timeout"],
-        start_timeout_s=options["start_timeout"],
-        keep_outer_env=options["keep_outer_env"],
-        placement=options["placement"],
-        oversubscribe=options["oversubscribe"],
-        gpus_per_worker=options["gpus_per_worker"] or 0,
-        forward_signals=parse_signals(options["forward_signals"]),
         activate=activation.script(options["activate"]),
         activated=activation.folders(options["activate"]),
-        sync_dst_dir="" if launcher == "local" else options["sync_dst_dir"],
         sync_rules=_rules(options),
-        sync_delete=options["sync_delete"],
-        run_dir=options["run_dir"],
-        log_limit=options["log_limit"],
-        metrics_port=options["metrics_port"],
-        metrics_address=options["metrics_address"],
-        detach=options["detach"],
-        engine=engine_options(launcher, options, env),
+        engine=_engine(launcher, options, env),
         doctor="" if backends.load(launcher).is_engine else _doctor(options, found),
         dry_run=options["dry_run"],
     )
+
+
+def _collect_env(
+    words: Sequence[str], files: Sequence[str], by_role: Mapping[str, Sequence[str]], outer: Mapping[str, str]
+) -> tuple[tuple[Setting, ...], list[str]]:
+    """Return all settings in the order of precedence, files first, and notes for the user. Reads the files."""
+    settings: list[Setting] = []
+    for path in files:
+        try:
+            text = Path(path).read_bytes().decode("utf-8", "surrogateescape")
+        except (OSError, ValueError) as err:
+            raise UsageError(f"--env-file: cannot read {path!r}: {getattr(err, 'strerror', None) or err}") from err
+        settings += parse_env_file(text, path)
+    given, notes = parse_env(words, outer)
+    settings += given
+    for role, pairs in by_role.items():
+        settings += parse_role_env(role, pairs)
+    return tuple(settings), notes
+
+
+def _engine(launcher: str, options: Mapping[str, Any], env: Mapping[str, str]) -> EngineOptions:
+    """Return what the options, and the configuration file, say to an engine. Reads the file if it is one."""
+    from distrun import config  # with its parser: for engines only
+
+    asked: dict[str, Any] = {
+        **members(options, "engine."),
+        WORKER: Needs(**members(options, "engine.worker.")),
+        SERVER: Needs(**members(options, "engine.server.")),
+        "own": {name: value for name, value in members(options, "engine.own.").items() if value},
+        "config": {} if launcher in ("local", "ssh") else config.section(launcher, env),
+    }
+    return EngineOptions(**asked)
 
 
 def _doctor(options: Mapping[str, Any], found: Inventory | None) -> str:
@@ -228,16 +247,13 @@ def _doctor(options: Mapping[str, Any], found: Inventory | None) -> str:
 
 
 def _limits(options: Mapping[str, Any]) -> Limits:
-    limits = Limits(
-        grace_s=options["grace"],
-        timeout_s=options["timeout"],
-        suspect_s=min(options["suspect_after"], options["lost_after"]),
-        lost_s=options["lost_after"],
-        lease_s=facts.LEASE_FACTOR * options["lost_after"],
-        stall_after_s=options["stall_after"],
-    )
+    limits = Limits(**members(options, "limits."))
     start_s = options["start_timeout"]
-    return limits if start_s is None else limits._replace(start_s=start_s)
+    return limits._replace(
+        suspect_s=min(limits.suspect_s, limits.lost_s),
+        lease_s=facts.LEASE_FACTOR * limits.lost_s,
+        start_s=limits.start_s if start_s is None else start_s,
+    )
 
 
 def _rules(options: Mapping[str, Any]) -> CopyRules | None:
@@ -245,7 +261,7 @@ def _rules(options: Mapping[str, Any]) -> CopyRules | None:
         for name in ("sync_exclude", "sync_gitignore", "sync_extra", "sync_delete"):
             if options[name]:
                 raise UsageError(
-                    f"--{name.replace('_', '-')}: nothing is copied without --sync-dst-dir",
+                    f"{BY_KEY[name].name}: nothing is copied without --sync-dst-dir",
                     "add --sync-dst-dir DIR, or leave it out",
                 )
         return None
@@ -271,7 +287,7 @@ def _private(paths: Sequence[str], cwd: str) -> list[str]:
 
 def _launcher(options: Mapping[str, Any], env: Mapping[str, str], console: Console) -> tuple[str, Inventory | None]:
     """Return the backend's name and the hosts: the one that was named; ssh when hosts are given; else local."""
-    named: str | None = options["launcher"]
+    named: str = options["launcher"]
     if named == "local":
         if options["hostfile"] not in (None, "-"):
             hosts.read(options["hostfile"])  # one that is not there is a mistake all the same
@@ -313,12 +329,12 @@ def _notes(job: PlannedJob | QueuedJob) -> list[tuple[str, str]]:
     return [*((note, "info") for note in (*_unused(job), *device_notes(job.plan))), *warnings]
 
 
-def _where(job: PlannedJob | QueuedJob, named: str | None) -> str:
+def _where(job: PlannedJob | QueuedJob, named: str) -> str:
     """Return on which machines the job runs, in words."""
     if isinstance(job, QueuedJob):
         return f"where {job.backend.name} finds room"
     if not job.backend.needs_hosts:
-        return "on this machine" + ("; no hosts given" if named is None else "")
+        return "on this machine" + ("; no hosts given" if not named else "")
     used = hosts.fold([host.name for host in job.plan.hosts])
     found = job.request.hosts
     source = "" if found is None else f", from {found.source}"

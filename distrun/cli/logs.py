@@ -15,7 +15,7 @@ from typing import Protocol
 
 import click
 
-from distrun.cli.common import count, my_jobs, say
+from distrun.cli.common import my_jobs, say, takes
 from distrun.cli.console import can_draw, copy_out, is_terminal, print_err, wants_colour
 from distrun.cli.region import Region, StreamBars, chosen
 from distrun.cli.screen import Feed, in_order, prefix, short_prefix
@@ -23,6 +23,7 @@ from distrun.errors import UsageError
 from distrun.formats import point_in_time
 from distrun.formats import size as size_text
 from distrun.jobs import ForwardedOutput, RecordedOutput
+from distrun.options import count
 from distrun_runtime.contract import environ, facts
 from distrun_runtime.coordinator.jobfolder import JobFolder, rfc3339
 from distrun_runtime.coordinator.logreader import LogPiece, LogReader
@@ -205,7 +206,7 @@ INDEX_S = 0.5
 )
 @click.option("--grep", metavar="REGEX", help="Only lines in which this Python regular expression is found.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line: time, task, text ... Implies --merge.")
-@count("-n", "--lines", low=0, high=MOST_LINES, help="Only the last N lines: of each task, or of all with --merge.")
+@takes(count("-n/--lines", "Only the last N lines: of each task, or of all with --merge.", low=0, high=MOST_LINES))
 def logs(
     job: str,
     tasks: tuple[str, ...],

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun.cli.common import host_options, hosts_of, my_jobs, tell_warnings
+from distrun.cli.common import hosts_of, my_jobs, takes, tell_warnings
 from distrun.cli.console import (
     can_draw,
     copy_out,
@@ -29,6 +29,7 @@ from distrun.cli.console import (
 )
 from distrun.dashboard.text import clean_lines
 from distrun.errors import DistrunError, UsageError
+from distrun.options import HOSTS
 from distrun_runtime.contract import environ, facts
 from distrun_runtime.coordinator.jobfolder import rfc3339
 from distrun_runtime.errors import JobStoreError
@@ -61,7 +62,7 @@ SURVEY_S = 30.0
     "-a", "--all", "everything", is_flag=True, help=f"List all jobs, not only the {SHOWN} newest that are over."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; with --watch one a line for each change.")
-@host_options
+@takes(*HOSTS)
 def status(
     job: str | None,
     *,

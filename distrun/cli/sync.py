@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun import sync as copying
-from distrun.cli.common import current_folder, host_options, hosts_of
+from distrun.cli.common import current_folder, hosts_of, takes
 from distrun.cli.console import print_err, print_out
 from distrun.errors import SyncError, UsageError
+from distrun.options import HOSTS
 from distrun_runtime.contract import environ
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ WIDE = 80
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@host_options
+@takes(*HOSTS)
 @click.option("--sync-dst-dir", "dst", required=True, metavar="DIR", help="Where to, on each host: DIR, ~/DIR.")
 @click.option("--sync-exclude", "excludes", multiple=True, metavar="PATTERN", help="Do not copy what matches.")
 @click.option("--sync-gitignore", "gitignore", is_flag=True, help="Copy what git would add, and nothing else.")

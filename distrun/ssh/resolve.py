@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from distrun.errors import UsageError
 from distrun.formats import exact
-from distrun.ssh import CONNECT_S, FABRIC, TRANSPORTS
+from distrun.options import BY_KEY
 from distrun.ssh.failure import OTHER, SshFailure, Where
 from distrun_runtime.contract import environ
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 # A host as the user named it, and the command lines that lead there: of `ssh` here, of sshd there. No side effects.
 
 
+FABRIC, OPENSSH = TRANSPORTS = BY_KEY["transport"].choices
+CONNECT_S: float = BY_KEY["connect_timeout"].default
+"""Until a host has answered and shown its key, unless the user's configuration or command line says otherwise."""
 YES = "yes"
 
 PROGRAM = "ssh"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from distrun import request
+from distrun import options, request
 from distrun.errors import UsageError
 from distrun.request import JobRequest, Setting
 from distrun_runtime.contract.plan import Limits
@@ -170,26 +170,26 @@ def test_what_the_user_gives_repairs_what_is_outside() -> None:
 
 
 def test_addresses_of_the_coordinator_are_addresses_or_names_without_a_port() -> None:
-    assert request.parse_addresses("") == ()
-    assert request.parse_addresses("10.0.0.1, head-0.example,fd00::1,10.0.0.1") == (
+    assert options.parse_addresses("--coordinator-address", "") == ()
+    assert options.parse_addresses("--coordinator-address", "10.0.0.1, head-0.example,fd00::1,10.0.0.1") == (
         "10.0.0.1",
         "head-0.example",
         "fd00::1",
     )
     for wrong in ("10.0.0.1:4711", "a,,b", "-x", "a b", "[::1]"):
         with pytest.raises(UsageError, match="--coordinator-address: expected addresses or host names"):
-            request.parse_addresses(wrong)
+            options.parse_addresses("--coordinator-address", wrong)
 
 
 def test_signals_to_forward_are_those_that_distrun_does_not_act_on() -> None:
-    assert request.parse_signals("") == ()
-    assert request.parse_signals("USR2, sigusr1,USR2") == ("USR2", "USR1")
+    assert options.parse_signals("--forward-signal", "") == ()
+    assert options.parse_signals("--forward-signal", "USR2, sigusr1,USR2") == ("USR2", "USR1")
     for wrong in ("TERM", "10", "USR1,", "USR1 USR2"):
         with pytest.raises(UsageError, match="--forward-signal: expected some of USR1, USR2 with commas between"):
-            request.parse_signals(wrong)
+            options.parse_signals("--forward-signal", wrong)
 
 
 def test_seconds_with_their_unit_are_refused_with_what_to_type() -> None:
     with pytest.raises(UsageError) as caught:
-        request.seconds("--stall-after", "20s", 0)
+        options.BY_KEY["stall_after"].read("20s")
     assert caught.value.hint == "without the unit: --stall-after 20"

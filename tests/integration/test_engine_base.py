@@ -284,7 +284,7 @@ def test_the_secret_is_in_one_file_of_the_user_alone_and_in_no_argument(queue: Q
         (("--launcher", "folderqueue", "--pe", "mpi"), "--pe is not for --launcher folderqueue"),
         (("--launcher", "folderqueue", "--hosts", "a,b"), "it chooses the hosts itself"),
         (("--launcher", "local", "--queue", "all.q"), "--queue is for engines"),
-        (("--launcher", "local", "--worker-cores", "2"), "--worker-cores/-memory/-gpus is for engines"),
+        (("--launcher", "local", "--worker-cores", "2"), "--worker-cores is for engines"),
         (("--launcher", "folderqueue", "--time", "soon"), "--time: expected a time such as 90m"),
         (("--launcher", "folderqueue", "--coordinator-host", "a"), "--coordinator-host is not for"),
     ],

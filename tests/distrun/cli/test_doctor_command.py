@@ -15,14 +15,15 @@ import pytest
 import wheels
 from distrun_cli import Distrun, leaving_nothing
 
-from distrun.cli.common import HOST_OPTIONS, typed
+from distrun.cli.common import typed
 from distrun.cli.doctor import doctor
 from distrun.cli.launch import launch
 from distrun.hosts import parse
+from distrun.options import HOSTS
 
 LIMIT_S = 120.0
 SHARED = {"launcher", "activate", "python", "interface", "subnet", "port_range"}
-"""Options of `launch` that say how hosts are reached and what is activated there, but for those of HOST_OPTIONS."""
+"""Options of `launch` that say how hosts are reached and what is activated there, but for those of HOSTS."""
 
 
 def options(command: click.Command) -> dict[str, tuple[list[str], str, bool]]:
@@ -34,9 +35,9 @@ def options(command: click.Command) -> dict[str, tuple[list[str], str, bool]]:
 
 
 def test_doctor_takes_every_option_of_reaching_and_activating_that_launch_takes() -> None:
-    assert len(HOST_OPTIONS) > 5
+    assert len(HOSTS) > 5
     names = SHARED | {name for name in options(launch) if name in TYPED}
-    assert len(names) == len(SHARED) + len(HOST_OPTIONS)
+    assert len(names) == len(SHARED) + len(HOSTS)
     ours, theirs = options(doctor), options(launch)
     assert {name: ours[name] for name in names} == {name: theirs[name] for name in names}
 
@@ -61,7 +62,7 @@ TYPED: dict[str, object] = {
         ({"hosts": "h1,h2", "launcher": "ssh"}, ["--hosts", "h1,h2", "--launcher", "ssh"]),
         (
             {"hostfile_format": "mpich", "transport": "openssh", "ssh_config": "c", "strict_host_keys": True},
-            ["--hostfile-format", "mpich", "--transport", "openssh", "--ssh-config", "c", "--strict-host-keys"],
+            ["--hostfile-format", "mpich", "--transport", "openssh", "--strict-host-keys", "--ssh-config", "c"],
         ),
         ({"connect_timeout": 2.5}, ["--connect-timeout", "2.5"]),
     ],
