@@ -20,11 +20,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from distrun import client
 from distrun_runtime.contract import control, facts, session
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.coordinator import stored
 from distrun_runtime.coordinator.jobfolder import JobFolder, events_of

@@ -17,7 +17,6 @@ import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from distrun import client
@@ -26,6 +25,7 @@ from distrun.client import ControlConnection, CoordinatorError, CoordinatorLost,
 from distrun.errors import DistrunError, UsageError
 from distrun.planning import PlannedJob, QueuedJob
 from distrun_runtime.contract import control, daemon, facts
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import STOP
 from distrun_runtime.coordinator import failures

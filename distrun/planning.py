@@ -15,7 +15,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from distrun import backends, formats, shipping
@@ -26,6 +26,7 @@ from distrun.hosts import HostSpec, Inventory, fold
 from distrun.placement import Slot, hosts_of, place, worker_places
 from distrun.request import BUNDLED, COMMAND, EngineOptions, JobRequest, Setting, check_tuning, given, parse_port_range
 from distrun_runtime.contract import environ, gpus
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.folder import identity
 from distrun_runtime.contract.plan import (
     HOLD,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,6 @@ from distrun.cli.console import Console
 from distrun.cli.options import collect_env, engine_options, launch_options
 from distrun.client import Detached
 from distrun.errors import UsageError
-from distrun.logout import outlive_logout
 from distrun.planning import QueuedJob, device_notes, device_warnings
 from distrun.request import JobRequest, Setting, forwarded, parse_addresses, parse_signals
 from distrun_runtime.contract import daemon, environ, facts, gpus, process
@@ -369,3 +369,39 @@ def _level(quiet: bool, verbosity: int) -> str:
     if quiet and verbosity:
         raise UsageError("-q and -v contradict each other")
     return "error" if quiet else "debug" if verbosity else "info"
+
+
+# Some systems end a user's processes at logout, daemons too (KillUserProcesses of systemd-logind). There a detached job
+# is started below the user's own service manager, which must go on without a login ("linger").
+
+
+def outlive_logout(argv: Sequence[str], root: str = "") -> None:
+    """Make sure that what this process starts survives a logout. May replace this process by `argv` in another place.
+
+    Arguments:
+        argv: the arguments of distrun that make it do what it is about to do, and do not lead here again.
+        root: where the system's files are looked for; for tests.
+
+    Raises:
+        UsageError: it would not survive; the hint has the line to type.
+    """
+    if not daemon.ends_at_logout(root):
+        return
+    line = daemon.needs_linger(root)
+    if line is not None:
+        raise UsageError(f"--detach: {daemon.WHY}", f"allow yours to go on, once: {line}")
+    import shutil  # with all its formats of archives
+
+    found = shutil.which("systemd-run")
+    if found is None:
+        raise UsageError(
+            f"--detach: {daemon.WHY}, and there is no systemd-run", "launch it without --detach, in tmux or so"
+        )
+    _replace_by([found, *daemon.SCOPE, sys.executable, "-m", "distrun", *argv])
+
+
+def _replace_by(argv: list[str]) -> None:
+    try:
+        os.execv(argv[0], argv)
+    except OSError as err:
+        raise UsageError(f"--detach: cannot run {argv[0]}: {err.strerror}") from err

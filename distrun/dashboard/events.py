@@ -6,11 +6,12 @@ No side effects.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from distrun import formats
 from distrun.dashboard import read, text
 from distrun_runtime.contract import facts
+from distrun_runtime.contract.dataclass import dataclass
 
 DONE = "exit code 0"
 

@@ -18,10 +18,11 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from distrun.errors import HostsError
 from distrun_runtime.contract import gpus
+from distrun_runtime.contract.dataclass import dataclass
 
 FORMATS = ("auto", "dmlc", "mpich", "horovod", "sge")
 """What the lines are: ours; ours with `:N` a port; with `:N` slots (two names); Grid Engine's $PE_HOSTFILE."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from distrun.hosts.grammar import Fault, Finding, error_of
+from distrun_runtime.contract.dataclass import dataclass
 
 LIMIT = 65_536
 """Hosts that one job may have."""

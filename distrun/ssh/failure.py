@@ -8,7 +8,8 @@ import shlex
 import socket
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from distrun_runtime.contract.dataclass import dataclass
 
 DNS = "dns"
 REFUSED = "refused"

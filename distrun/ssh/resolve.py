@@ -12,7 +12,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from distrun.errors import UsageError
 from distrun.formats import exact
 from distrun.ssh.failure import OTHER, SshFailure, Where
 from distrun_runtime.contract import environ
+from distrun_runtime.contract.dataclass import dataclass
 
 if TYPE_CHECKING:
     from distrun.hosts import HostSpec

@@ -15,10 +15,10 @@ No side effects: `Conversation.take` checks what a client sent and returns what 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 from distrun_runtime.contract import facts, process, session
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import RuntimeFault
 
 VERSION = (1, 0)

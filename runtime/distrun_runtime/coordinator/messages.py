@@ -9,11 +9,12 @@ without members are dataclasses: an empty tuple is false, and equal to any other
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract import session
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.plan import Plan, Secrets
 from distrun_runtime.contract.session import Source
 from distrun_runtime.coordinator.failures import Outcome

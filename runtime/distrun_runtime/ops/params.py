@@ -6,9 +6,9 @@ import difflib
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Dict, List, Union
 
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 
 Number = Union[float, bool, None]

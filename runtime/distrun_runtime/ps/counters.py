@@ -11,11 +11,12 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from distrun_runtime import stacks
 from distrun_runtime.contract import metrics
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.protocol.message import Message
 from distrun_runtime.ps.request import Request, Waits
 

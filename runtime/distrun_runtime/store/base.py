@@ -13,7 +13,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +20,7 @@ import numpy as np
 from distrun_runtime.arrays import find
 from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array, DType
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import StoreClosed
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.store.keys import Key, KeyRecord, named
