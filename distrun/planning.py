@@ -75,7 +75,7 @@ PS_PORT = "ps"
 SHOWN = 8
 """Tasks that are named in a warning, at most."""
 
-_PYTHON = re.compile(r"(.*/)?(python|pypy)[\d.]*\Z")
+_PYTHON = r"(.*/)?(python|pypy)[\d.]*\Z"
 
 
 class PlannedJob(NamedTuple):
@@ -488,7 +488,7 @@ def _argv(request: JobRequest, spec: HostSpec, role: str, python: str) -> tuple[
 def _interpreter(command: Sequence[str]) -> str:
     """Return the Python that the user's command names, looked for in the same PATH as the command; else python3."""
     first = command[0].split()[0] if command[0].split() else ""
-    return first if _PYTHON.match(first) else "python3"
+    return first if re.match(_PYTHON, first) else "python3"
 
 
 def _gpus(request: JobRequest, slot: Slot, spec: HostSpec, users: Mapping[str, Setting]) -> tuple[int, int] | None:

@@ -188,7 +188,7 @@ DIALED = tuple(f"{PACKAGE}.agent.{name}" for name in ("waiting", "probe", "daemo
 TABLE_ROW = "_row"
 """Function whose calls make the rows of `contract.environ.TABLE`. The fourth argument is documentation."""
 
-_IMPORT = re.compile(r"^ *from ([\w.]+) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
+_IMPORT = r"(?m)^ *from ([\w.]+) import (\([^)]*\)|[^\n]*)"
 
 BOOT = (
     'exec("import binascii,json,os,sys,zlib\\n'
@@ -422,7 +422,7 @@ def _module(root: Path, file: Path) -> str:
 def _imported(source: str) -> list[str]:
     """Return the names that Python source may import as modules, wherever the import stands."""
     found = []
-    for package, names in _IMPORT.findall(source):
+    for package, names in re.findall(_IMPORT, source):
         found += [package, *(f"{package}.{each}" for each in re.findall(r"\w+", names))]
     return found
 

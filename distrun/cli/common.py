@@ -13,7 +13,7 @@ from distrun import formats, request
 from distrun.cli.console import print_err
 from distrun.errors import UsageError
 from distrun.formats import exact
-from distrun.ssh.resolve import CONNECT_S, TRANSPORTS
+from distrun.ssh import CONNECT_S, TRANSPORTS
 from distrun_runtime.contract import environ
 
 if TYPE_CHECKING:

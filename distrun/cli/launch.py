@@ -350,11 +350,11 @@ def _show(job: PlannedJob | QueuedJob, as_json: bool, whole: bool, console: Cons
 
 def report(outcome: Outcome, folder: JobFolder, as_json: bool, console: Console) -> Sequence[str]:
     """Say how the job ended; return the last lines of the task that ended it."""
-    from distrun import report as reports
-    from distrun.dashboard.text import clean_lines
-
     tail: Sequence[str] = ()
     if outcome.exit_code:
+        from distrun import report as reports
+        from distrun.dashboard.text import clean_lines
+
         task = outcome.culprit.task if outcome.culprit else ""
         tail = folder.tail(task, reports.READ_LINES) if task else []
         text = reports.failure(outcome, tail, str(folder.log_path(task)) if task else "")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from distrun.errors import UsageError
 from distrun.formats import exact
+from distrun.ssh import CONNECT_S, FABRIC, TRANSPORTS
 from distrun.ssh.failure import OTHER, SshFailure, Where
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.dataclass import dataclass
@@ -30,11 +31,6 @@ if TYPE_CHECKING:
 # A host as the user named it, and the command lines that lead there: of `ssh` here, of sshd there. No side effects.
 
 
-FABRIC = "fabric"
-OPENSSH = "openssh"
-TRANSPORTS = (FABRIC, OPENSSH)
-CONNECT_S = 10.0
-"""Until a host has answered and shown its key, unless the user's configuration or command line says otherwise."""
 YES = "yes"
 
 PROGRAM = "ssh"

@@ -322,14 +322,6 @@ def test_a_current_directory_that_is_gone_is_told(distrun: Distrun, words: str) 
     assert "the current directory does not exist any more" in error(done)
 
 
-def test_what_the_ssh_options_may_be_stands_in_one_place() -> None:
-    from distrun.cli import common
-    from distrun.ssh import resolve
-
-    assert common.TRANSPORTS is resolve.TRANSPORTS
-    assert common.CONNECT_S is resolve.CONNECT_S
-
-
 def test_several_jobs_are_not_killed_unasked(distrun: Distrun) -> None:
     for name in ("one", "two"):
         assert distrun.launch("-q", "-n", "1", "-s", "0", "--name", name, "true").returncode == 0
