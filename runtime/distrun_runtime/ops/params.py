@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
@@ -151,5 +150,7 @@ def to_json(value: object) -> Json:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return " (did you mean 'x'?)" for the nearest known word, or nothing if none is near."""
+    import difflib  # for a mistake only
+
     near = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -6,7 +6,6 @@ calls its `StoreBackend`, which does the work: `local.LocalBackend` in this proc
 
 from __future__ import annotations
 
-import difflib
 import operator
 import os
 import threading
@@ -71,6 +70,8 @@ class CallOptions:
 
 def missing(key: Key, known: Iterable[Key]) -> str:
     """Return what is said of a key that was never initialised; names the keys most like it."""
+    import difflib  # for a mistake only
+
     by_text = {str(name): name for name in known}
     near = [repr(by_text[word]) for word in difflib.get_close_matches(str(key), list(by_text), n=3)]
     return (
