@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import signal
 import threading
 from pathlib import Path
@@ -82,7 +81,7 @@ def needs_linger(root: str = "") -> Optional[str]:
 
     `root`: where the system's files are; for tests. Only where `ends_at_logout`.
     """
-    user = pwd.getpwuid(os.geteuid()).pw_name
+    user = process.user_name()
     return None if os.path.exists(root + os.path.join(_LINGER, user)) else f"loginctl enable-linger {user}"
 
 
@@ -109,7 +108,7 @@ def _kills_users(root: str) -> bool:
                 name, equals, value = line.partition("=")
                 if equals and name.strip() in settings:
                     settings[name.strip()] = value.strip()
-    user = pwd.getpwuid(os.geteuid()).pw_name
+    user = process.user_name()
     only = settings["KillOnlyUsers"].split()
     return (
         settings["KillUserProcesses"].lower() in _TRUE
