@@ -19,10 +19,10 @@ from distrun.backends.queue import CANCEL_S, Submitting, with_explanation
 from distrun.errors import DistrunError
 from distrun.planning import PlannedJob, QueuedJob
 from distrun_runtime.contract import facts
+from distrun_runtime.contract.daemon import Interrupts
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.coordinator import jobfolder, loop, messages
 from distrun_runtime.coordinator.failures import Culprit, Outcome
-from distrun_runtime.coordinator.loop import Interrupts
 from distrun_runtime.coordinator.service import raise_signal
 from distrun_runtime.errors import ContractError
 
@@ -53,11 +53,13 @@ def allocate(job: QueuedJob, folder: JobFolder, service: Service) -> PlannedJob 
     """
     between: list[messages.Interrupt] = []
 
-    def keep(event: messages.Event) -> None:
+    def keep(name: str) -> None:
+        event = loop.event_of(name)
         if isinstance(event, messages.Interrupt):
             between.append(event)
 
-    with Interrupts(keep):  # a signal between two loops must not end this process: the engine would keep the job
+    # A signal between two loops must not end this process: the engine would keep the job.
+    with Interrupts(keep):
         found = _allocate(job, folder, service, between)
     if isinstance(found, PlannedJob):
         for event in between:

@@ -15,11 +15,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from distrun.errors import DistrunError, UsageError
 from distrun_runtime.contract import control, facts, lasting, process, session
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.coordinator import failures, jobfolder
 from distrun_runtime.coordinator.failures import Outcome

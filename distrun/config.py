@@ -10,7 +10,6 @@ without interpolation:
 
 from __future__ import annotations
 
-import configparser
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +29,8 @@ def section(name: str, env: Mapping[str, str]) -> dict[str, str]:
     Raises:
         UsageError: the file cannot be read or understood; the message has its path, and the line.
     """
+    import configparser  # for engines only
+
     file = path(env)
     parser = configparser.ConfigParser(interpolation=None)
     try:

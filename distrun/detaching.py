@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from distrun import shipping
-from distrun.backends import base, bootstrap
+from distrun.backends import bootstrap
 from distrun.fleet import Fleet
 from distrun.fleet.questions import HostAnswer
 from distrun_runtime.agent.daemon import PYTHON
@@ -69,7 +69,7 @@ def _start_coordinator(
         plan=job.plan,
         secrets=job.secrets,
         enrolment=secret,
-        pem=base.make(job.plan.job).pem,
+        pem=bootstrap.make(job.plan.job).pem,
         addresses=request.coordinator_addresses,
         port_range=request.port_range,
         request=request.to_json(),

@@ -135,11 +135,11 @@ def exact(number: float) -> str:
 
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-_DURATION = re.compile(r"(?:\d+(?:\.\d+)?\s*(?:ms|s|min|m|h|d|w)\s*)+", re.ASCII)
-_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|w)", re.ASCII)
-_CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}(?:\.\d+)?))?", re.ASCII)
-_HOURS = re.compile(r"(\d{1,6}):([0-5]\d):([0-5]\d)", re.ASCII)
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", re.ASCII | re.IGNORECASE)
+_DURATION = r"(?a)(?:\d+(?:\.\d+)?\s*(?:ms|s|min|m|h|d|w)\s*)+"
+_PART = r"(?a)(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|w)"
+_CLOCK = r"(?a)(\d{1,2}):(\d{2})(?::(\d{2}(?:\.\d+)?))?"
+_HOURS = r"(?a)(\d{1,6}):([0-5]\d):([0-5]\d)"
+_SIZE = r"(?ai)(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?"
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SHOWN = 40
 
@@ -154,9 +154,9 @@ def point_in_time(option: str, text: str, now: float) -> float:
     """
     word = text.strip()
     try:
-        if _DURATION.fullmatch(word):
-            return now - sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(word))
-        clock = _CLOCK.fullmatch(word)
+        if re.fullmatch(_DURATION, word):
+            return now - sum(float(number) * _UNITS[unit] for number, unit in re.findall(_PART, word))
+        clock = re.fullmatch(_CLOCK, word)
         if clock is not None:
             return _last(int(clock[1]), int(clock[2]), float(clock[3] or 0), now)
         return datetime.datetime.fromisoformat(re.sub(r"[zZ]\Z", "+00:00", word)).timestamp()
@@ -181,9 +181,9 @@ def lasting(option: str, text: str) -> float:
     """
     word = text.strip()
     found = 0.0
-    clock = _HOURS.fullmatch(word)
-    if _DURATION.fullmatch(word):
-        found = sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(word))
+    clock = re.fullmatch(_HOURS, word)
+    if re.fullmatch(_DURATION, word):
+        found = sum(float(number) * _UNITS[unit] for number, unit in re.findall(_PART, word))
     elif clock is not None:
         found = int(clock[1]) * 3600 + int(clock[2]) * 60 + int(clock[3])
     elif re.fullmatch(r"\d{1,9}(\.\d+)?", word, re.ASCII):
@@ -201,7 +201,7 @@ def parse_size(option: str, text: str, low: int) -> int:
     Raises:
         UsageError: it is none, or less.
     """
-    found = _SIZE.fullmatch(text.strip())
+    found = re.fullmatch(_SIZE, text.strip())
     number = int(float(found[1]) * 1024 ** _POWERS[found[2].lower()]) if found else 0
     if found is None or not low <= number < 2**62:
         least = size(low)
@@ -229,7 +229,7 @@ _QUIET = {
     "fish": "in ~/.config/fish/config.fish there, put what prints between these lines: if status is-interactive; end",
 }
 
-_CONTROL = re.compile("[\x00-\x1f\x7f\udc80-\udcff]")
+_CONTROL = "[\x00-\x1f\x7f\udc80-\udcff]"
 
 
 def to_argv(words: Sequence[str], shell: bool | None = None) -> tuple[str, ...]:
@@ -255,10 +255,10 @@ def quiet(shell: str) -> str:
 
 def quote(word: str) -> str:
     """Return `word` so that bash reads it back as the same bytes; control characters and stray bytes as $'..'."""
-    if not _CONTROL.search(word):
+    if not re.search(_CONTROL, word):
         return shlex.quote(word)
     escaped = word.replace("\\", "\\\\").replace("'", "\\'")
-    return f"$'{_CONTROL.sub(_escape, escaped)}'"
+    return f"$'{re.sub(_CONTROL, _escape, escaped)}'"
 
 
 def join(words: Iterable[str]) -> str:

@@ -32,11 +32,11 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distrun.errors import UsageError
 from distrun_runtime.contract import facts
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.coordinator import jobfolder, stored
 from distrun_runtime.coordinator.jobfolder import JobFolder, events_of

@@ -17,7 +17,6 @@ import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from distrun import client
@@ -25,7 +24,8 @@ from distrun.backends.base import Swept
 from distrun.client import ControlConnection, CoordinatorError, CoordinatorLost, Detached, Follower, FollowerOutput
 from distrun.errors import DistrunError, UsageError
 from distrun.planning import PlannedJob, QueuedJob
-from distrun_runtime.contract import control, daemon, facts
+from distrun_runtime.contract import control, daemon, facts, process
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import STOP
 from distrun_runtime.coordinator import failures
@@ -37,7 +37,6 @@ from distrun_runtime.errors import ContractError, JobStoreError
 if TYPE_CHECKING:
     from distrun.sync import FileCopier
     from distrun_runtime.coordinator.channel import AgentChannel
-    from distrun_runtime.coordinator.messages import Event
     from distrun_runtime.coordinator.service import Service
 
 HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -399,15 +398,13 @@ class _LaunchClient:
         With `detach`, output is not shown, and the coordinator is asked to let us go when all tasks run. A coordinator
         that is silent for `silence_s` while the job starts is killed.
         """
-        from distrun_runtime.coordinator.loop import Interrupts  # while the coordinator begins its work
-
         on_event = self._on_event if detach else lambda event: None
         found = Follower(self._connection, self._terminal, has_output=not detach, on_event=on_event)
         if detach or self._terminal.draws:
             self._connection.send("subscribe", events=True, metrics=self._terminal.draws)
         self._terminal.start()
         status = None
-        with Interrupts(self._forward):
+        with daemon.Interrupts(self._forward):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
             self._follow(found, silence_s)
             is_left = found.detached is not None and found.outcome is None and found.failure is None
@@ -441,16 +438,14 @@ class _LaunchClient:
         if event["event"] == "state" and event["state"] in (facts.QUEUED, facts.RUNNING):
             self._connection.send("detach")
 
-    def _forward(self, event: Event) -> None:
+    def _forward(self, name: str) -> None:
         """Tell the coordinator of a signal; called in the thread that reads signals."""
-        from distrun_runtime.coordinator.messages import Interrupt, PauseToggled, TasksSignal
-
-        if isinstance(event, PauseToggled):
+        if name == "TSTP":
             self._terminal.toggle_pause()
-        elif isinstance(event, (Interrupt, TasksSignal)):
-            if isinstance(event, Interrupt):
-                self._terminal.leave_out()
-            self._connection.send("signal", name=event.signal)
+            return
+        if name not in process.TASKS_SIGNALS:
+            self._terminal.leave_out()
+        self._connection.send("signal", name=name)
 
     def _died(self, status: int | None) -> CoordinatorError:
         how = "is gone"

@@ -15,7 +15,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from distrun import backends, formats, shipping
@@ -27,6 +27,7 @@ from distrun.options import ENGINES, NO_ENGINES, ROWS
 from distrun.placement import Slot, hosts_of, place, worker_places
 from distrun.request import BUNDLED, COMMAND, JobRequest, Setting, check_tuning, given
 from distrun_runtime.contract import environ, gpus
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.folder import identity
 from distrun_runtime.contract.plan import (
     HOLD,
@@ -75,7 +76,7 @@ PS_PORT = "ps"
 SHOWN = 8
 """Tasks that are named in a warning, at most."""
 
-_PYTHON = re.compile(r"(.*/)?(python|pypy)[\d.]*\Z")
+_PYTHON = r"(.*/)?(python|pypy)[\d.]*\Z"
 
 
 class PlannedJob(NamedTuple):
@@ -476,7 +477,7 @@ def _argv(request: JobRequest, spec: HostSpec, role: str, python: str) -> tuple[
 def _interpreter(command: Sequence[str]) -> str:
     """Return the Python that the user's command names, looked for in the same PATH as the command; else python3."""
     first = command[0].split()[0] if command[0].split() else ""
-    return first if _PYTHON.match(first) else "python3"
+    return first if re.match(_PYTHON, first) else "python3"
 
 
 def _gpus(request: JobRequest, slot: Slot, spec: HostSpec, users: Mapping[str, Setting]) -> tuple[int, int] | None:

@@ -6,13 +6,14 @@ import fnmatch
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distrun.errors import UsageError
 from distrun.options import BY_KEY, ROWS
 from distrun_runtime.contract import environ
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.plan import ROLES, SCHEDULER, Limits
 
 if TYPE_CHECKING:

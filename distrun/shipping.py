@@ -188,7 +188,7 @@ DIALED = tuple(f"{PACKAGE}.agent.{name}" for name in ("waiting", "probe", "daemo
 TABLE_ROW = "_row"
 """Function whose calls make the rows of `contract.environ.TABLE`. The fourth argument is documentation."""
 
-_IMPORT = re.compile(r"^ *from ([\w.]+) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
+_IMPORT = r"(?m)^ *from ([\w.]+) import (\([^)]*\)|[^\n]*)"
 
 BOOT = (
     'exec("import binascii,json,os,sys,zlib\\n'
@@ -390,28 +390,30 @@ def coordinator(start: str) -> bytes:
 
 
 def _kept(program: str, start: str, with_origin: bool, without: Sequence[str]) -> bytes:
-    files = _files(program, without)
-    sources = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-    origin = {name: str(file) for name, file in files.items()} if with_origin else {}
-    # Leaving out what need not travel takes a fifth of a second; this very module says how.
-    made_from = [program, start, sources, origin, Path(__file__).read_text(encoding="utf-8")]
-    return kept(_digest(made_from), ".blob", lambda: _line(program, start, sources, origin))
-
-
-def _files(program: str, without: Sequence[str]) -> dict[str, Path]:
-    """Return the modules that travel, by name: the program's but for some, and what they import of the contract."""
     root = Path(distrun_runtime.__file__).parent
-    every = [file for package in ("contract", program) for file in (root / package).glob("*.py")]
-    known = {_module(root, file): file for file in every if _module(root, file) not in without}
-    found = {_module(root, root / name): root / name for name in SHARED}
-    found.update((name, file) for name, file in known.items() if f".{program}" in name or file.name == "__init__.py")
+    every = [*(root / name for name in SHARED), *root.glob("contract/*.py"), *root.glob(f"{program}/*.py")]
+    texts = {file: file.read_text(encoding="utf-8") for file in sorted(every)}
+    known = {name: file for file in texts if (name := _module(root, file)) not in without}
+
+    def make() -> bytes:
+        files = {name: known[name] for name in _travelling({name: texts[known[name]] for name in known})}
+        origin = {name: str(file) for name, file in files.items()} if with_origin else {}
+        return _line(program, start, {name: texts[file] for name, file in files.items()}, origin)
+
+    # Leaving out what need not travel takes a fifth of a second; this very module says how.
+    made_from = [program, start, str(with_origin), *without, *(f"{file}\n{text}" for file, text in texts.items())]
+    return kept(_digest("\0".join([*made_from, Path(__file__).read_text(encoding="utf-8")])), ".blob", make)
+
+
+def _travelling(known: Mapping[str, str]) -> list[str]:
+    """Return the names of the modules that travel: the program's, and what they import of the others."""
+    found = {name for name in known if not name.startswith(f"{PACKAGE}.contract.")}
     todo = list(found)
     while todo:
-        for name in _imported(found[todo.pop()].read_text(encoding="utf-8")):
-            if name in known and name not in found:
-                found[name] = known[name]
-                todo.append(name)
-    return dict(sorted(found.items()))
+        new = {name for name in _imported(known[todo.pop()]) if name in known} - found
+        found |= new
+        todo += new
+    return sorted(found)
 
 
 def _module(root: Path, file: Path) -> str:
@@ -422,7 +424,7 @@ def _module(root: Path, file: Path) -> str:
 def _imported(source: str) -> list[str]:
     """Return the names that Python source may import as modules, wherever the import stands."""
     found = []
-    for package, names in _IMPORT.findall(source):
+    for package, names in re.findall(_IMPORT, source):
         found += [package, *(f"{package}.{each}" for each in re.findall(r"\w+", names))]
     return found
 
@@ -433,7 +435,7 @@ def _line(program: str, start: str, sources: Mapping[str, str], origin: Mapping[
         "names": sorted(modules),
         "packages": [PACKAGE, f"{PACKAGE}.contract", f"{PACKAGE}.{program}"],
         "origin": dict(origin),
-        "digest": _digest([modules, origin])[:32],
+        "digest": _digest(json.dumps([modules, origin], sort_keys=True))[:32],
     }
     importer = "".join(f"{name} = {value!r}\n" for name, value in facts.items()) + IMPORTER + start
     import zlib  # only needed for the first launch of a version
@@ -447,10 +449,10 @@ def _line(program: str, start: str, sources: Mapping[str, str], origin: Mapping[
     return line + b"\n"
 
 
-def _digest(value: object) -> str:
+def _digest(text: str) -> str:
     import hashlib  # with OpenSSL: while the agent's interpreter starts
 
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode("utf-8")).hexdigest()
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def bare(source: str) -> str:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import datetime
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from distrun import shipping
-from distrun.backends.engine import Bootstrap
 from distrun.errors import UsageError
-from distrun_runtime.contract import address, enrolment, process
+from distrun_runtime.contract import process
 from distrun_runtime.contract.plan import HOLD, Host, Plan, Reach
-from distrun_runtime.coordinator.listener import DialBack, with_port
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from distrun.hosts import HostSpec, Inventory
     from distrun.ssh.login import Asker
     from distrun.sync import CopyRequest, FileCopier, Says
@@ -187,102 +181,3 @@ class Backend(ABC):
 def marks(job: str, nonce: str, host: str) -> dict[str, str]:
     """Return the variables by which processes of a job on a host are found; none without a job. Pure."""
     return process.marks(job, nonce, host) if job else {}
-
-
-# Makes the TLS certificate of one job, for agents that dial back.
-#
-# The certificate proves nothing by itself: agents compare its SHA-256 with the one that they were given, and ignore
-# names and dates. The private key stays in memory. Where it has to go to another process, it goes by standard input or
-# in a file of mode 0600 in a private folder, never on a command line.
-
-
-_FROM = datetime.datetime(2000, 1, 1)
-_UNTIL = datetime.datetime(2100, 1, 1)
-"""Fixed dates, since the clocks of a job's hosts differ."""
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """A certificate with its private key."""
-
-    pem: bytes = field(repr=False)
-    """Certificate, then key, as `ssl.SSLContext.load_cert_chain` reads them. Secret."""
-    pin: str
-    """SHA-256 of the certificate (DER), hex: what agents compare."""
-
-
-def make(job: str) -> Certificate:
-    """Return a new self-signed certificate for the job of that id: EC P-256, no names but the job's."""
-    # They take 50 ms to import, and most jobs have no listener.
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"distrun {job}"[:64])])
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(_FROM)
-        .not_valid_after(_UNTIL)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    form = serialization.PrivateFormat.PKCS8
-    private = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
-    der = certificate.public_bytes(serialization.Encoding.DER)
-    return Certificate(certificate.public_bytes(serialization.Encoding.PEM) + private, enrolment.pin_of(der))
-
-
-# What backends share whose agents dial back: the addresses, the certificate and the secret of a job.
-
-
-class Callers:
-    """The agents of one job, which an engine starts and which dial back to this process.
-
-    Arguments:
-        job: its id.
-        limit_s: how long an agent that was started tries to reach this process.
-        listening: what the user said of where to listen.
-
-    Raises:
-        ContractError: no port is free.
-    """
-
-    def __init__(self, job: str, limit_s: float, listening: Listening) -> None:
-        made = make(job)
-        self.secret = os.urandom(enrolment.SECRET_BYTES).hex()
-        """The enrolment secret: agents get it in a file or by the engine's own means, never on a command line."""
-        self._job = job
-        self._limit_s = limit_s
-        self.agents = DialBack(job, self.secret, made.pem, (), program=shipping.dialed, port_range=listening.port_range)
-        self.addresses = tuple(with_port(each, self.agents.port) for each in listening.addresses or address.own())
-        """`ADDRESS:PORT` that agents try, in this order."""
-
-    @property
-    def bootstrap(self) -> Bootstrap:
-        """What starts an agent that reaches this process."""
-        return Bootstrap(self._job, self.agents.pin, self.addresses, self._limit_s)
-
-    def expect(self, plan: Plan, claims: Mapping[str, str] = MappingProxyType({})) -> Sequence[AgentChannel]:
-        """Return a channel for each place of the plan, whose agents are let in when the channels are started.
-
-        `claims`: what agents call their places, by the plan's name, where these differ.
-        """
-        self.agents.expect((place.name for place in plan.all_places), claims)
-        return self.agents.channels
-
-    def write_secret(self, path: Path) -> None:
-        """Write the secret to a new file of mode 0600, in a folder that agents can read. Raises OSError."""
-        write_new(path, self.secret + "\n", 0o600)
-
-
-def write_new(path: Path, text: str, mode: int) -> None:
-    """Write a file that is not there yet. Raises OSError: also if it is there, or is a link."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)

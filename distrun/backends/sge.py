@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import pwd
 import re
 import shlex
 import shutil
@@ -48,7 +47,7 @@ from distrun.backends.engine import (
     template,
 )
 from distrun.errors import UsageError
-from distrun_runtime.contract import facts
+from distrun_runtime.contract import facts, process
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import SERVER, WORKER
 
@@ -938,10 +937,10 @@ def _unheard() -> set[str]:
 
 
 def _user() -> str:
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError as err:
-        raise EngineError(f"user {os.geteuid()} has no name here, by which Grid Engine would know its jobs") from err
+    name = process.user_name()
+    if not name:
+        raise EngineError(f"user {os.geteuid()} has no name here, by which Grid Engine would know its jobs")
+    return name
 
 
 def _one_line(text: str) -> str:

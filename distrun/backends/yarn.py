@@ -11,11 +11,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import pwd
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from os import geteuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +64,7 @@ from distrun.backends.yarn_answers import (
     wanted_of,
 )
 from distrun.errors import UsageError
-from distrun_runtime.contract import environ, facts
+from distrun_runtime.contract import environ, facts, process
 from distrun_runtime.contract.plan import SERVER
 
 if TYPE_CHECKING:
@@ -384,12 +382,9 @@ class Cluster:
         named = options.own.get("yarn_hdfs", "") or config.get("hdfs", "")
         # The files of another cluster say nothing about the one that the user named.
         hdfs = hadoop.addresses(named, "--yarn-hdfs") if named else () if typed else hadoop.name_nodes(site)
-        user = environ.snapshot().get("HADOOP_USER_NAME", "")
+        user = environ.snapshot().get("HADOOP_USER_NAME", "") or process.user_name()
         if not user:
-            try:
-                user = pwd.getpwuid(geteuid()).pw_name
-            except KeyError:
-                raise UsageError("this user has no name on this machine", "set HADOOP_USER_NAME") from None
+            raise UsageError("this user has no name on this machine", "set HADOOP_USER_NAME")
         ca = config.get("ca", "")
         return Cluster(hadoop.Web("ResourceManager", rms, user, ca), hdfs, user, ca)
 

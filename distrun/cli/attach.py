@@ -20,14 +20,13 @@ from distrun.cli.console import Console, print_err, print_out
 from distrun.client import ControlConnection, Follower
 from distrun.errors import UsageError
 from distrun.options import BY_KEY, count, seconds
-from distrun_runtime.contract import environ, facts
+from distrun_runtime.contract import daemon, environ, facts, process
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
     from distrun.jobs import Job
     from distrun_runtime.coordinator.jobfolder import JobFolder
-    from distrun_runtime.coordinator.messages import Event
 
 
 LINES = 20
@@ -117,7 +116,6 @@ class _Attached:
         self._lock = threading.Lock()
 
     def run(self, start: dict[str, int], places: standing.OutputPlace) -> int:
-        from distrun_runtime.coordinator.loop import Interrupts
 
         where = self._connection.hello
         self._console.say(f"attached to job {self._folder.id} (its coordinator: pid {where['pid']} on {where['host']})")
@@ -130,7 +128,7 @@ class _Attached:
             self._console.say(f"all that it printed before: distrun {how} {self._folder.id}")
         self._console.when_unread(lambda: self._leave(facts.exit_code(None, "PIPE")))
         self._console.start()
-        with Interrupts(self._on_signal):
+        with daemon.Interrupts(self._on_signal):
             draws = self._console.draws
             self._connection.send("subscribe", events=draws, metrics=draws, output={**start, "tasks": self._names})
             if draws:
@@ -192,15 +190,13 @@ class _Attached:
 
     # ------------------------------------------------------------------ signals; called in the thread that reads them
 
-    def _on_signal(self, event: Event) -> None:
-        from distrun_runtime.coordinator.messages import Interrupt, PauseToggled
-
-        if isinstance(event, PauseToggled):
+    def _on_signal(self, name: str) -> None:
+        if name == "TSTP":
             self._console.toggle_pause()
-        elif isinstance(event, Interrupt) and event.signal == "INT":
+        elif name == "INT":
             self._on_ctrl_c()
-        elif isinstance(event, Interrupt):
-            self._leave(facts.exit_code(None, event.signal))
+        elif name not in process.TASKS_SIGNALS:
+            self._leave(facts.exit_code(None, name))
 
     def _on_ctrl_c(self) -> None:
         with self._lock:

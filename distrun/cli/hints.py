@@ -58,9 +58,9 @@ FOREIGN: Mapping[str, tuple[str, str]] = {
 """Options of launch.py, dmlc-submit, mpirun and torchrun: the option of ours without which the hint would not fit, and
 the hint."""
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=", re.DOTALL)
-_INTERPRETER = re.compile(r"(?:.*/)?(?:python|pypy|bash|sh|zsh|dash)[\d.]*\Z")
-_UNKNOWN = re.compile(r"unrecognized arguments|[Nn]o such option|[Uu]nknown (?:command line )?(?:option|flag|argument)")
+_ASSIGNMENT = r"(?s)([A-Za-z_][A-Za-z0-9_]*)="
+_INTERPRETER = r"(?:.*/)?(?:python|pypy|bash|sh|zsh|dash)[\d.]*\Z"
+_UNKNOWN = r"unrecognized arguments|[Nn]o such option|[Uu]nknown (?:command line )?(?:option|flag|argument)"
 
 
 class Behind(NamedTuple):
@@ -128,7 +128,7 @@ def behind(command: Sequence[str], params: Sequence[click.Parameter]) -> Iterato
         if name.startswith("-")
     }
     at = 1
-    while at < len(command) and _INTERPRETER.match(command[0]) and command[at].startswith("-"):
+    while at < len(command) and re.match(_INTERPRETER, command[0]) and command[at].startswith("-"):
         at += 1  # `python -s`, `bash -n`
     while at < len(command):
         name, equals, value = command[at].partition("=")
@@ -171,7 +171,7 @@ def afterwards(command: Sequence[str], outcome: Outcome, tail: Sequence[str], ct
     was_not_found = culprit.code == facts.EXIT_NOT_FOUND and len(command) == 1
     if was_not_found and re.search(r"\bpython: (command )?not found", text):
         return "many systems have no python, only python3: type that in the command"
-    if culprit.code and _UNKNOWN.search(text):
+    if culprit.code and re.search(_UNKNOWN, text):
         for each in behind(command, ctx.command.params):
             if re.search(rf"(?<![\w-]){re.escape(each.name)}(?![\w-])", text):
                 return (
@@ -193,7 +193,7 @@ def _not_found(command: Sequence[str], ctx: click.Context) -> str:
         )
     if first in formats.BUILTINS:
         return f"{first} is the shell's own; give the command as one quoted word"
-    if _ASSIGNMENT.match(first):
+    if re.match(_ASSIGNMENT, first):
         given = [_shown(word) for word in _leading_assignments(command)]
         return "{} is not a program: to set variables, type {} before the command".format(
             _shown(first),
@@ -206,7 +206,7 @@ def _not_found(command: Sequence[str], ctx: click.Context) -> str:
 
 def _leading_assignments(command: Sequence[str]) -> Iterator[str]:
     for word in command:
-        if not _ASSIGNMENT.match(word):
+        if not re.match(_ASSIGNMENT, word):
             return
         yield word
 
@@ -235,7 +235,7 @@ def _script(command: Sequence[str]) -> str:
     if len(command) < 2:
         return ""
     first = command[0]
-    if _INTERPRETER.match(first):
+    if re.match(_INTERPRETER, first):
         words = [word for word in command[1:] if not word.startswith("-")]
         return words[0] if words and os.path.isfile(words[0]) else ""
     return first if first.endswith((".py", ".sh")) and os.path.isfile(first) else ""

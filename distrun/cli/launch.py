@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,6 @@ from distrun.cli.common import current_folder, placed, takes
 from distrun.cli.console import ERRORS, Console
 from distrun.client import Detached
 from distrun.errors import UsageError
-from distrun.logout import outlive_logout
 from distrun.options import BY_KEY, ROWS, members
 from distrun.planning import QueuedJob, device_notes, device_warnings
 from distrun.request import (
@@ -372,11 +372,11 @@ def _show(job: PlannedJob | QueuedJob, as_json: bool, whole: bool, console: Cons
 
 def report(outcome: Outcome, folder: JobFolder, as_json: bool, console: Console) -> Sequence[str]:
     """Say how the job ended; return the last lines of the task that ended it."""
-    from distrun import report as reports
-    from distrun.dashboard.text import clean_lines
-
     tail: Sequence[str] = ()
     if outcome.exit_code:
+        from distrun import report as reports
+        from distrun.dashboard.text import clean_lines
+
         task = outcome.culprit.task if outcome.culprit else ""
         tail = folder.tail(task, reports.READ_LINES) if task else []
         text = reports.failure(outcome, tail, str(folder.log_path(task)) if task else "")
@@ -391,3 +391,39 @@ def _level(quiet: bool, verbosity: int) -> str:
     if quiet and verbosity:
         raise UsageError("-q and -v contradict each other")
     return "error" if quiet else "debug" if verbosity else "info"
+
+
+# Some systems end a user's processes at logout, daemons too (KillUserProcesses of systemd-logind). There a detached job
+# is started below the user's own service manager, which must go on without a login ("linger").
+
+
+def outlive_logout(argv: Sequence[str], root: str = "") -> None:
+    """Make sure that what this process starts survives a logout. May replace this process by `argv` in another place.
+
+    Arguments:
+        argv: the arguments of distrun that make it do what it is about to do, and do not lead here again.
+        root: where the system's files are looked for; for tests.
+
+    Raises:
+        UsageError: it would not survive; the hint has the line to type.
+    """
+    if not daemon.ends_at_logout(root):
+        return
+    line = daemon.needs_linger(root)
+    if line is not None:
+        raise UsageError(f"--detach: {daemon.WHY}", f"allow yours to go on, once: {line}")
+    import shutil  # with all its formats of archives
+
+    found = shutil.which("systemd-run")
+    if found is None:
+        raise UsageError(
+            f"--detach: {daemon.WHY}, and there is no systemd-run", "launch it without --detach, in tmux or so"
+        )
+    _replace_by([found, *daemon.SCOPE, sys.executable, "-m", "distrun", *argv])
+
+
+def _replace_by(argv: list[str]) -> None:
+    try:
+        os.execv(argv[0], argv)
+    except OSError as err:
+        raise UsageError(f"--detach: cannot run {argv[0]}: {err.strerror}") from err

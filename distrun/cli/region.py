@@ -15,7 +15,7 @@ DRAW_S = 0.1
 """How often it is drawn again, at most, if nothing is printed above it."""
 
 _RESET = b"\x1b[0m"
-_ESCAPE = re.compile(r"\x1b\[[\d;:?]*[@-~]|\x1b.?")
+_ESCAPE = r"\x1b\[[\d;:?]*[@-~]|\x1b.?"
 
 
 class StreamBars(NamedTuple):
@@ -112,7 +112,7 @@ def clip(line: bytes, columns: int) -> bytes:
     parts: list[str] = []
     at = 0
     while at < len(text):
-        escape = _ESCAPE.match(text, at)
+        escape = re.match(_ESCAPE, text, at)
         if escape is not None:
             parts.append(escape.group() if escape.group().endswith("m") else "")
             at = escape.end()
@@ -130,7 +130,7 @@ def width(line: bytes) -> int:
     """Return how many columns a line takes."""
     text = line.decode("utf-8", "replace")
     if "\x1b" in text:
-        text = _ESCAPE.sub("", text)
+        text = re.sub(_ESCAPE, "", text)
     return len(text) if text.isascii() else sum(map(_columns_of, text))
 
 

@@ -11,7 +11,9 @@ that no task can move the cursor, or change the title or the character set of th
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from distrun_runtime.contract.dataclass import dataclass
 
 ROWS = 10
 """Rows of one stream that may still be changed, at most."""

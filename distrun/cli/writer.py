@@ -17,11 +17,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distrun.cli.region import DRAW_S, Region, StreamBars, chosen
-from distrun.cli.screen import Feed, in_order, short_prefix
 from distrun_runtime.coordinator.output import Backlog, OutputPiece, encoded
 from distrun_runtime.errors import JobStoreError
+
+if TYPE_CHECKING:
+    from distrun.cli.screen import Feed
 
 LAST_BYTES = 64 * 1024
 """Output that waits for a reader after `leave_out`, at most: the last words of tasks that are being stopped."""
@@ -280,6 +283,8 @@ class Writer:
                 # What has just come may be half of a state.
                 self._is_drawn_late = self._is_drawn_late or (feed.live and feed.wait_s(now) is not None)
                 if bars:
+                    from distrun.cli.screen import short_prefix
+
                     groups.append(StreamBars(feed.prefix, short_prefix(task), bars))
             lines = chosen(groups, self._status, columns, rows)
         self._send(self._fds["err"], before + self._region.draw(lines, columns))
@@ -302,6 +307,8 @@ class Writer:
         key = (fd, piece.task, piece.stream)
         feed = self._feeds.get(key)
         if feed is None:
+            from distrun.cli.screen import in_order  # with its patterns: when there is something to show
+
             feed = self._feeds[key] = self._make_feed(piece)
             self._feeds = dict(sorted(self._feeds.items(), key=lambda item: in_order(*item[0][1:])))
         self._has_fed = True

@@ -6,11 +6,12 @@ No side effects.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from distrun import formats
 from distrun.dashboard import read, text
 from distrun_runtime.contract import facts
+from distrun_runtime.contract.dataclass import dataclass
 
 FOLD_S = 10.0
 """What is told of several tasks is one line if it is not longer apart than this."""

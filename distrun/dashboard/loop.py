@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
 import select
 import signal
@@ -19,6 +18,7 @@ from distrun.dashboard.model import Model
 from distrun.dashboard.source import FrameSource, JobFrame
 from distrun.dashboard.terminal import Terminal
 from distrun.dashboard.user import User, VisibleRows
+from distrun_runtime.contract import process
 
 # The signals of the dashboard: the interpreter records them, and the loop handles them.
 
@@ -365,11 +365,7 @@ class Dashboard:
 
 def _who() -> str:
     """Return this user and this machine, for a message to others."""
-    try:
-        user_name = getpass.getuser()
-    except (KeyError, OSError):
-        user_name = f"user {os.getuid()}"  # a user without a name, as in some containers
-    return f"{user_name}@{socket.gethostname()}"
+    return f"{process.user_name() or f'user {os.getuid()}'}@{socket.gethostname()}"
 
 
 class FolderOfLogs(Protocol):

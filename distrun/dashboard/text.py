@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+
+from distrun_runtime.contract.dataclass import dataclass
 
 Span = tuple[str, str]
 """A text without control characters, and the name of a style."""

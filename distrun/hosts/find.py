@@ -24,7 +24,7 @@ VARIABLES = (*FILES, GRID_ENGINE, SLURM_NODES)
 WAYS = f"-H FILE, --hosts A,B, or one of the variables {', '.join(VARIABLES)}"
 
 _LARGEST = 16 * 2**20
-_SLURM_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+_SLURM_COUNT = r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?"
 
 
 def find(hostfile: str | None, hosts: str | None, env: Mapping[str, str], *, form: str = "auto") -> Inventory | None:
@@ -84,7 +84,7 @@ def _per_node(text: str) -> list[int]:
     """Return the counts of `2(x3),1`: 2, 2, 2, 1. Empty, if it is something else. Pure."""
     counts: list[int] = []
     for item in text.strip().split(","):
-        match = _SLURM_COUNT.fullmatch(item)
+        match = re.fullmatch(_SLURM_COUNT, item)
         if match is None or not int(match[1]) or len(counts) + int(match[2] or 1) > ranges.LIMIT:
             return []
         counts += [int(match[1])] * int(match[2] or 1)

@@ -18,10 +18,11 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from distrun.errors import HostsError
 from distrun_runtime.contract import gpus
+from distrun_runtime.contract.dataclass import dataclass
 
 FORMATS = ("auto", "dmlc", "mpich", "horovod", "sge")
 """What the lines are: ours; ours with `:N` a port; with `:N` slots (two names); Grid Engine's $PE_HOSTFILE."""
@@ -95,13 +96,13 @@ CODES = {
 }
 """E114 (a name that cannot be resolved) and E115 (too few slots) come later, from preflight and placement."""
 
-_NAME = re.compile(r"[A-Za-z0-9._-]+")
-_USER = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._\\$+-]*")
-_IFACE = re.compile(r"[A-Za-z0-9._:@-]{1,15}")
-_NUMBER = re.compile(r"[0-9]{1,9}")
-_LABELS = re.compile(r"[^\s,]+(,[^\s,]+)*")
-_JUMP = re.compile(r"[A-Za-z0-9._\[][^\s,]*(,[A-Za-z0-9._\[][^\s,]*)*")
-_DOTTED = re.compile(r"[0-9]+(\.[0-9]+){3}")
+_NAME = r"[A-Za-z0-9._-]+"
+_USER = r"[A-Za-z0-9._][A-Za-z0-9._\\$+-]*"
+_IFACE = r"[A-Za-z0-9._:@-]{1,15}"
+_NUMBER = r"[0-9]{1,9}"
+_LABELS = r"[^\s,]+(,[^\s,]+)*"
+_JUMP = r"[A-Za-z0-9._\[][^\s,]*(,[A-Za-z0-9._\[][^\s,]*)*"
+_DOTTED = r"[0-9]+(\.[0-9]+){3}"
 _LONGEST = 253
 SHOWN = 200
 """Errors of one file that are printed; of a file that is none, every line is one."""
@@ -236,7 +237,7 @@ def unquote(text: str) -> tuple[str, bool]:
 
 def number(text: str) -> int:
     """Return a positive number of at most nine digits; 0 if it is none."""
-    return int(text) if _NUMBER.fullmatch(text) else 0
+    return int(text) if re.fullmatch(_NUMBER, text) else 0
 
 
 def port(text: str, at: int = 0) -> int:
@@ -270,13 +271,13 @@ def name(text: str, at: int = 0) -> str:
         Fault: E102.
     """
     problem = ""
-    if not _NAME.fullmatch(text):
+    if not re.fullmatch(_NAME, text):
         problem = "allowed are letters, digits, '.', '-', '_'"
     elif not text[0].isalnum() and text[0] != "_":
         problem = f"it begins with {text[0]!r}"
     elif len(text) > _LONGEST:
         problem = f"it is longer than {_LONGEST} characters"
-    elif _DOTTED.fullmatch(text):
+    elif re.fullmatch(_DOTTED, text):
         try:
             ipaddress.IPv4Address(text)
         except ValueError:
@@ -295,7 +296,7 @@ def ipv6(text: str) -> bool:
         ipaddress.IPv6Address(address)
     except ValueError:
         return False
-    return not percent or bool(_NAME.fullmatch(zone))
+    return not percent or bool(re.fullmatch(_NAME, zone))
 
 
 def user(text: str, at: int = 0) -> str:
@@ -304,7 +305,7 @@ def user(text: str, at: int = 0) -> str:
     Raises:
         Fault: E116.
     """
-    if not _USER.fullmatch(text):
+    if not re.fullmatch(_USER, text):
         raise Fault(at, "E116", f"invalid user {quote(text)}: expected letters, digits, '.', '-', '_'")
     return text
 
@@ -330,14 +331,14 @@ def value(key: str, text: str) -> object:
         if text not in ROLES:
             raise wrong(key, "one of " + ", ".join(ROLES), text)
         return "" if text == "any" else text
-    if key == "iface" and not _IFACE.fullmatch(text):
+    if key == "iface" and not re.fullmatch(_IFACE, text):
         raise wrong(key, "the name of a network interface", text)
     if key == "gpus" and not (gpus.is_count(text) or gpus.is_list(text)):
         raise wrong(key, "a number, or different numbers or UUIDs (GPU-..., MIG-...) with commas between", text)
-    if key == "jump" and not _JUMP.fullmatch(text):
+    if key == "jump" and not re.fullmatch(_JUMP, text):
         raise wrong(key, "[user@]host[:port]", text)
     if key == "labels":
-        if not _LABELS.fullmatch(text) or not text.isprintable():
+        if not re.fullmatch(_LABELS, text) or not text.isprintable():
             raise wrong(key, "words with commas between", text)
         return tuple(text.split(","))
     if not text or not text.isprintable():

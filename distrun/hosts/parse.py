@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import os.path
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from distrun.hosts import grammar, ranges
 from distrun.hosts.grammar import Fault, Finding, HostSpec, Inventory, Word, error_of, is_loopback, key_of
+from distrun_runtime.contract.dataclass import dataclass
 
 ReadText = Callable[[str], str]
 """Gives the text of an included file.

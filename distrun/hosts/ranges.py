@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from distrun.hosts.grammar import Fault, Finding, error_of
+from distrun_runtime.contract.dataclass import dataclass
 
 LIMIT = 65_536
 """Hosts that one job may have."""
@@ -19,7 +19,7 @@ DIGITS = 18
 """Digits of a number in a range, at most."""
 SOURCE = "node list"
 
-_RANGE = re.compile(r"([0-9]{1,%d})(?:-([0-9]{1,%d})(?:/([0-9]{1,%d}))?)?" % (DIGITS, DIGITS, DIGITS))
+_RANGE = r"([0-9]{1,%d})(?:-([0-9]{1,%d})(?:/([0-9]{1,%d}))?)?" % (DIGITS, DIGITS, DIGITS)
 _NUMBER = re.compile(r"([0-9]{1,%d})" % DIGITS)
 
 
@@ -112,7 +112,7 @@ def _ranges(text: str, start: int, end: int) -> tuple[Range, ...]:
 
 
 def _range(item: str, at: int) -> Range:
-    match = _RANGE.fullmatch(item)
+    match = re.fullmatch(_RANGE, item)
     if match is None:
         raise Fault(at, "E110", f"range {item!r} is none of N, N-M, N-M/STEP")
     low, high, step = match[1], match[2] or match[1], match[3] or "1"

@@ -8,7 +8,8 @@ import shlex
 import socket
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from distrun_runtime.contract.dataclass import dataclass
 
 DNS = "dns"
 REFUSED = "refused"
@@ -27,7 +28,7 @@ LINE_BYTES = 16 * 1024
 
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.EADDRNOTAVAIL)
 
-_OWN_LINE = re.compile(r"kex_exchange_identification|Connection (?:closed|reset)|ssh: |banner exchange")
+_OWN_LINE = r"kex_exchange_identification|Connection (?:closed|reset)|ssh: |banner exchange"
 
 
 class SshFailure(Exception):
@@ -155,7 +156,7 @@ def overrun(where: Where) -> SshFailure:
 
 def proxy_failed(where: Where, stderr: str) -> SshFailure:
     """Return the failure of a ProxyCommand that did not lead to the host."""
-    theirs = [line.strip() for line in stderr.splitlines() if line.strip() and not _OWN_LINE.match(line)]
+    theirs = [line.strip() for line in stderr.splitlines() if line.strip() and not re.match(_OWN_LINE, line)]
     told = theirs[-1] if theirs else "nothing"
     return SshFailure(OTHER, f"the ProxyCommand did not lead to {where.place}; it said: {told}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import getpass
 import os
 import re
 import shlex
@@ -12,7 +11,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -21,7 +20,8 @@ from distrun.errors import UsageError
 from distrun.formats import exact
 from distrun.options import BY_KEY
 from distrun.ssh.failure import OTHER, SshFailure, Where
-from distrun_runtime.contract import environ
+from distrun_runtime.contract import environ, process
+from distrun_runtime.contract.dataclass import dataclass
 
 if TYPE_CHECKING:
     from distrun.hosts import HostSpec
@@ -544,7 +544,8 @@ def digest(target: Target, options: Options, env: Mapping[str, str]) -> Resolved
 
     hostname = one("hostname", target.host)
     port = int(one("port", "22"))
-    user = one("user", target.user) or _local_user()
+    me = process.user_name() or str(os.getuid())
+    user = one("user", target.user) or me
     alias = one("hostkeyalias")
     jump = one("proxyjump")
     if jump == target.host:
@@ -561,7 +562,7 @@ def digest(target: Target, options: Options, env: Mapping[str, str]) -> Resolved
         "n": target.host,
         "p": str(port),
         "r": user,
-        "u": _local_user(),
+        "u": me,
     }
 
     def paths(values: Sequence[str]) -> tuple[str, ...]:
@@ -620,13 +621,6 @@ def _words(options: Options, name: str, default: str) -> list[str]:
 def _expand(text: str, tokens: Mapping[str, str], env: Mapping[str, str]) -> str:
     text = _VARIABLE.sub(lambda found: env.get(found[1], ""), text)
     return _TOKEN.sub(lambda found: tokens.get(found[1], found[0]), text)
-
-
-def _local_user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())  # a user without a name, as in some containers
 
 
 def _ask_program(target: Target) -> dict[str, list[str]]:

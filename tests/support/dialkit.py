@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from distrun.backends import base
+from distrun.backends import bootstrap
 from distrun_runtime.agent.dial import Credentials, Dialed, Dialer
 from distrun_runtime.coordinator.listener import AgentListener, ClaimedTwice, Connected, Register
 
 JOB = "calm-otter-7f3"
 SECRET = "5e" * 32
 WAIT_S = 20.0
-CERTIFICATE = base.make(JOB)
+CERTIFICATE = bootstrap.make(JOB)
 """Made once: what it takes is not what these tests are about."""
 
 

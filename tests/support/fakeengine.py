@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distrun import planning
-from distrun.backends.base import Backend, Callers, Listening, Rendered, Swept
+from distrun.backends.base import Backend, Listening, Rendered, Swept
 from distrun.backends.local import Local
+from distrun.backends.queue import Callers
 from distrun.hosts import Inventory
 from distrun.request import JobRequest
 from distrun.sync import ChannelCopier, CopyRequest, CopyRules, Says, scan

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Callable, Optional
+from typing import TYPE_CHECKING, Callable
 
 if TYPE_CHECKING:
-    from distrun_runtime.agent.channel import Channel, MakeReconnector
-    from distrun_runtime.agent.guard import GuardLink, Wakeup
-    from distrun_runtime.contract.process import Identity
+    from distrun_runtime.agent.guard import Start
 
 
 def main(first: bytes = b"", idle: Callable[[], None] = lambda: None) -> int:
@@ -18,20 +16,11 @@ def main(first: bytes = b"", idle: Callable[[], None] = lambda: None) -> int:
     return guard.serve(run_agent, first, idle)
 
 
-def run_agent(
-    channel: Channel,
-    guard: GuardLink,
-    me: Identity,
-    wakeup: Wakeup,
-    *,
-    is_subreaper: bool,
-    make_reconnector: Optional[MakeReconnector],
-    first: bytes,
-) -> int:
+def run_agent(start: Start) -> int:
     """Run the agent in its process, once it has said hello; return its exit code."""
     from distrun_runtime.agent.agent import Agent  # after the hello: the coordinator need not wait for this
 
-    return Agent(channel, guard, me, wakeup, is_subreaper, make_reconnector=make_reconnector).run(first)
+    return Agent(start).run(start.first)
 
 
 if __name__ == "__main__":

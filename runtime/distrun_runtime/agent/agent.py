@@ -15,8 +15,8 @@ import time
 from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, List, Optional, Sequence
 
 from distrun_runtime.agent import preflight, record, stopping
-from distrun_runtime.agent.channel import Channel, Connection, MakeReconnector, Reconnector
-from distrun_runtime.agent.guard import GuardLink, Wakeup, beat_s
+from distrun_runtime.agent.channel import Connection, Reconnector
+from distrun_runtime.agent.guard import Start, beat_s
 from distrun_runtime.agent.measuring import Hooks, HostMeasurement
 from distrun_runtime.agent.preflight import Preflight
 from distrun_runtime.agent.record import Record
@@ -25,7 +25,7 @@ from distrun_runtime.agent.stopping import Stopping, StopSequence
 from distrun_runtime.agent.tasks import TaskRunner
 from distrun_runtime.contract import facts, process, session
 from distrun_runtime.contract.plan import HOLD, STOP, WORKER
-from distrun_runtime.contract.process import Identity, Process
+from distrun_runtime.contract.process import Process
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
 
 if TYPE_CHECKING:
@@ -55,23 +55,14 @@ OTHER = "other"
 class Agent:
     """One host's share of a job."""
 
-    def __init__(
-        self,
-        channel: Channel,
-        guard: GuardLink,
-        me: Identity,
-        wakeup: Wakeup,
-        is_subreaper: bool,
-        *,
-        make_reconnector: Optional[MakeReconnector] = None,
-    ) -> None:
-        self._channel = channel
-        self._make_reconnector = make_reconnector
+    def __init__(self, start: Start) -> None:
+        self._channel = channel = start.channel
+        self._make_reconnector = start.make_reconnector
         self._reconnector: Optional[Reconnector] = None
-        self._guard = guard
-        self._me = me
-        self._wakeup = wakeup
-        self._is_subreaper = is_subreaper
+        self._guard = start.guard
+        self._me = start.me
+        self._wakeup = start.wakeup
+        self._is_subreaper = is_subreaper = start.is_subreaper
         # Not epoll: it refuses files, and a user may well try `< /dev/null`.
         self._selector = selectors.PollSelector()
         self._runner = TaskRunner(channel, self._selector)

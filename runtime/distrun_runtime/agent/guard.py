@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Protocol
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional
 
 from distrun_runtime.agent.channel import Channel, Connection, Descriptors, MakeReconnector
 from distrun_runtime.contract import facts, process, session, streams
@@ -30,25 +30,8 @@ KILLED_S = 3.0
 """How long the end of an agent that was killed is waited for. One that waits for a dead disk does not end."""
 
 
-class RunAgent(Protocol):
-    """Runs the agent over a channel on which it has said hello, until its end; returns its exit code."""
-
-    def __call__(
-        self,
-        channel: Channel,
-        guard: GuardLink,
-        me: Identity,
-        wakeup: Wakeup,
-        *,
-        is_subreaper: bool,
-        make_reconnector: Optional[MakeReconnector],
-        first: bytes,
-    ) -> int:
-        """`first`: bytes that were read ahead. The others are those of `Agent`."""
-
-
 def serve(
-    run_agent: RunAgent,
+    run_agent: Callable[[Start], int],
     first: bytes = b"",
     idle: Callable[[], None] = lambda: None,
     connection: Optional[Connection] = None,
@@ -111,6 +94,20 @@ class GuardLink(NamedTuple):
     """Pipe for what the guard must know if the agent dies, and then for the agent's beats."""
 
 
+class Start(NamedTuple):
+    """What an agent has when it has said hello."""
+
+    channel: Channel
+    guard: GuardLink
+    me: Identity
+    wakeup: Wakeup
+    is_subreaper: bool
+    make_reconnector: Optional[MakeReconnector]
+    """How it gets another connection; None: it waits for one if the plan says `hold`."""
+    first: bytes
+    """Bytes that were read ahead from the channel."""
+
+
 class Wakeup:
     """Signals as bytes on a descriptor that a selector can wait for."""
 
@@ -129,7 +126,7 @@ class Wakeup:
 
 
 def _serve_as_agent(
-    run_agent: RunAgent,
+    run_agent: Callable[[Start], int],
     guard: GuardLink,
     first: bytes,
     connection: Optional[Connection],
@@ -160,9 +157,7 @@ def _serve_as_agent(
         time=time.time(),
     )
     channel.flush()
-    return run_agent(
-        channel, guard, me, wakeup, is_subreaper=is_subreaper, make_reconnector=make_reconnector, first=first
-    )
+    return run_agent(Start(channel, guard, me, wakeup, is_subreaper, make_reconnector, first))
 
 
 class Silence:

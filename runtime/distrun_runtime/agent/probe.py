@@ -16,7 +16,7 @@ import time
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from distrun_runtime.agent import commands, helper, preflight
-from distrun_runtime.contract import address, environ
+from distrun_runtime.contract import address, environ, process
 from distrun_runtime.contract import folder as destination
 from distrun_runtime.contract.gpus import VISIBLE
 from distrun_runtime.contract.plan import SERVER_MODULES
@@ -46,7 +46,7 @@ def probe(args: Mapping[str, Any]) -> Dict[str, Any]:
         "hostname": socket.gethostname(),
         "debian": os.path.exists("/etc/debian_version"),
         "uid": os.geteuid(),
-        "user": _user(),
+        "user": process.user_name() or str(os.geteuid()),
         "shell": _shell(),
         "agent_python": {"version": sys.version.split()[0], "path": sys.executable},
         "python": {"error": error} if error else python(str(args.get("python") or "python3"), base),
@@ -147,7 +147,7 @@ def limit(which: int) -> List[Optional[int]]:
 
 def logind() -> Dict[str, Any]:
     """Return whether the system ends a user's processes at logout (None: unknown), and whether this user lingers."""
-    user = _user()
+    user = process.user_name() or str(os.geteuid())
     return {"kill_user_processes": _kills(), "linger": os.path.exists("/var/lib/systemd/linger/" + user)}
 
 
@@ -226,13 +226,6 @@ def _first_line(argv: Sequence[str]) -> Dict[str, str]:
 def _last(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:300] if lines else ""
-
-
-def _user() -> str:
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return str(os.geteuid())
 
 
 def _shell() -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.arrays.segments import Pool
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
 
 __all__ = ["CpuDevice", "Threads"]
 
@@ -41,6 +44,8 @@ class Threads:
             work(slice(0, size))
             return
         if self._pool is None:
+            from concurrent.futures import ThreadPoolExecutor  # with logging
+
             self._pool = ThreadPoolExecutor(self.count, "distrun-reduce", self._begin)
         ends = [size * part // self.count for part in range(self.count + 1)]
         runs = [slice(start, end) for start, end in itertools.pairwise(ends)]

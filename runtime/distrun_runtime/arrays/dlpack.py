@@ -15,8 +15,9 @@ import math
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from distrun_runtime.contract.dataclass import dataclass
 
 __all__ = [
     "CPU",

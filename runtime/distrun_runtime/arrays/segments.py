@@ -23,7 +23,7 @@ import weakref
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -31,6 +31,7 @@ import numpy as np
 
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array, DType
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import RuntimeFault
 
 __all__ = [

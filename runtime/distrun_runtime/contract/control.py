@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar
 
 from distrun_runtime.contract import facts, process, session
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import RuntimeFault
 
 VERSION = (1, 0)

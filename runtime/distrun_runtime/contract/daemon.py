@@ -1,14 +1,16 @@
-"""Forks processes that survive the terminal, the connection or the login from which they are started."""
+"""Processes and the terminal from which they are started: some survive it, some take its signals."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import signal
+import threading
 from pathlib import Path
-from typing import Iterable, Optional, Set
+from types import TracebackType
+from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Set, Type
 
+from distrun_runtime.contract import process
 from distrun_runtime.errors import ContractError
 
 
@@ -79,7 +81,7 @@ def needs_linger(root: str = "") -> Optional[str]:
 
     `root`: where the system's files are; for tests. Only where `ends_at_logout`.
     """
-    user = pwd.getpwuid(os.geteuid()).pw_name
+    user = process.user_name()
     return None if os.path.exists(root + os.path.join(_LINGER, user)) else f"loginctl enable-linger {user}"
 
 
@@ -106,10 +108,77 @@ def _kills_users(root: str) -> bool:
                 name, equals, value = line.partition("=")
                 if equals and name.strip() in settings:
                     settings[name.strip()] = value.strip()
-    user = pwd.getpwuid(os.geteuid()).pw_name
+    user = process.user_name()
     only = settings["KillOnlyUsers"].split()
     return (
         settings["KillUserProcesses"].lower() in _TRUE
         and (not only or user in only)
         and user not in settings["KillExcludeUsers"].split()
     )
+
+
+# What reaches a process by signals.
+
+
+ALL = ("INT", "TERM", "HUP", "TSTP", *process.TASKS_SIGNALS)
+
+
+class Interrupts:
+    """While it is entered, in the main thread, `put` gets the names of signals of `names`; elsewhere nothing is done.
+
+    It is called in another thread.
+
+    A signal that was ignored before (nohup) stays ignored, and handlers of others for signals that are for tasks stay.
+    Everything is put back at the end.
+
+    A Python handler runs only when the main thread comes to it, and the system may deliver a signal to any thread:
+    then the main thread's wait is not interrupted, and two Ctrl-C within it become one. So the interpreter's wakeup
+    descriptor is used, which gets one byte for each signal whatever the threads do, and a thread of ours reads it.
+    """
+
+    def __init__(self, put: Callable[[str], None], names: Sequence[str] = ALL) -> None:
+        self._put = put
+        self._names = names
+        self._before: Dict[int, Any] = {}
+        self._wakeup_before = -1
+        self._write_fd = -1
+        self._reader: Optional[threading.Thread] = None
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        self._reader = threading.Thread(target=self._read, args=(read_fd,), name="signals", daemon=True)
+        self._reader.start()
+        for name in self._names:
+            number = signal.Signals["SIG" + name]
+            before = signal.getsignal(number)
+            free = (signal.SIG_DFL, process.do_nothing)
+            # None: a handler that is not Python's; it could not be put back.
+            if before in free if name in process.TASKS_SIGNALS else before not in (signal.SIG_IGN, None):
+                self._before[number] = before
+                signal.signal(number, process.do_nothing)  # the byte on the wakeup descriptor has said it
+        return self
+
+    def __exit__(
+        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
+        if self._reader is None:
+            return
+        signal.set_wakeup_fd(self._wakeup_before)
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        os.close(self._write_fd)
+        self._reader.join()
+
+    def _read(self, read_fd: int) -> None:
+        while True:
+            numbers = os.read(read_fd, 64)
+            if not numbers:
+                os.close(read_fd)
+                return
+            for number in numbers:
+                if number in self._before:  # others of this process are not ours
+                    self._put(signal.Signals(number).name[3:])

@@ -24,9 +24,9 @@ AUTO, CPU, ANY_GPU = "auto", "cpu", "gpu"
 DEVICES = "auto, cpu, gpu or gpu:N (cuda, cuda:N)"
 """What names the device of a server, in words."""
 
-_NUMBER = re.compile(r"[0-9]{1,4}", re.ASCII)
-_DEVICE = re.compile(r"auto|cpu|(?:gpu|cuda)(:[0-9]{1,4})?", re.ASCII)
-_UUID = re.compile(r"GPU-[0-9a-f-]{1,36}|MIG-[0-9a-f-]{1,36}|MIG-GPU-[0-9a-f-]{1,36}/[0-9]{1,3}/[0-9]{1,3}", re.I)
+_NUMBER = r"(?a)[0-9]{1,4}"
+_DEVICE = r"(?a)auto|cpu|(?:gpu|cuda)(:[0-9]{1,4})?"
+_UUID = r"(?i)GPU-[0-9a-f-]{1,36}|MIG-[0-9a-f-]{1,36}|MIG-GPU-[0-9a-f-]{1,36}/[0-9]{1,3}/[0-9]{1,3}"
 
 
 class Gpu(NamedTuple):
@@ -97,14 +97,14 @@ class GpusUnfit(Exception):
 def is_list(text: str) -> bool:
     """Return whether a text names GPUs: different numbers, or different UUIDs, with commas between; one may end it."""
     items = text[:-1].split(",") if text.endswith(",") else text.split(",")
-    if all(_NUMBER.fullmatch(item) for item in items):
+    if all(re.fullmatch(_NUMBER, item) for item in items):
         return len({int(item) for item in items}) == len(items)
-    return all(_UUID.fullmatch(item) for item in items) and len({item.lower() for item in items}) == len(items)
+    return all(re.fullmatch(_UUID, item) for item in items) and len({item.lower() for item in items}) == len(items)
 
 
 def is_count(text: str) -> bool:
     """Return whether a text is how many GPUs, not which."""
-    return bool(_NUMBER.fullmatch(text))
+    return bool(re.fullmatch(_NUMBER, text))
 
 
 def listed(said: str) -> Tuple[str, ...]:
@@ -116,7 +116,7 @@ def listed(said: str) -> Tuple[str, ...]:
 
 def server_device(text: str) -> str:
     """Return the device of a server as `auto`, `cpu`, `gpu` or `gpu:N`; empty: the text names none."""
-    found = _DEVICE.fullmatch(text)
+    found = re.fullmatch(_DEVICE, text)
     if found is None:
         return ""
     if text in (AUTO, CPU):
@@ -187,8 +187,8 @@ def seen(value: str, found: HostGpus) -> Tuple[str, ...]:
     names: Dict[str, None] = {}
     for item in value.split(","):
         name = item.strip()
-        is_number = _NUMBER.fullmatch(name)
-        if name in names or not (is_number or _UUID.fullmatch(name)):
+        is_number = re.fullmatch(_NUMBER, name)
+        if name in names or not (is_number or re.fullmatch(_UUID, name)):
             break
         if found.how and is_number and int(name) >= len(found.gpus):
             break
@@ -248,7 +248,7 @@ def variables(sees: View, first: int, count: int, order: str = "") -> Dict[str, 
 
 def _is_same(one: str, other: str, found: HostGpus) -> bool:
     """Return whether two names are of one GPU."""
-    numbers = [int(name) if _NUMBER.fullmatch(name) else None for name in (one, other)]
+    numbers = [int(name) if re.fullmatch(_NUMBER, name) else None for name in (one, other)]
     if None not in numbers:
         return numbers[0] == numbers[1]
     if numbers == [None, None]:

@@ -376,3 +376,13 @@ def allow_open_files(wanted: int) -> int:
     except (OSError, ValueError):  # systems with a limit of their own below the hard one
         return soft
     return reached
+
+
+def user_name(uid: Optional[int] = None) -> str:
+    """Return the name of a user, by default of this process's; empty: it has none, as in some containers."""
+    import pwd
+
+    try:
+        return pwd.getpwuid(os.geteuid() if uid is None else uid).pw_name
+    except KeyError:
+        return ""

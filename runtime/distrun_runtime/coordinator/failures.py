@@ -8,10 +8,11 @@ and did not answer. No side effects.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from distrun_runtime.contract import facts, gpus
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import WORKER
 

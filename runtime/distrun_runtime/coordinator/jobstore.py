@@ -37,7 +37,7 @@ _SECOND = (
     "wombat wren yak zebra"
 )
 
-_NOT_PLAIN = re.compile(r"[^A-Za-z0-9._]+")
+_NOT_PLAIN = r"[^A-Za-z0-9._]+"
 _TRIES = 200
 _NAME_LIMIT = 40
 
@@ -54,7 +54,7 @@ def new_id(taken: Callable[[str], bool], name: str = "", chance: Optional[random
         JobStoreError: the store is full of such ids.
     """
     chance = chance or random.SystemRandom()
-    stem = _NOT_PLAIN.sub("-", name).strip("-._")[:_NAME_LIMIT].rstrip("-._")
+    stem = re.sub(_NOT_PLAIN, "-", name).strip("-._")[:_NAME_LIMIT].rstrip("-._")
     for _ in range(_TRIES):
         front = stem or f"{chance.choice(_FIRST.split())}-{chance.choice(_SECOND.split())}"
         wanted = f"{front}-{chance.randrange(16**3):03x}"

@@ -13,12 +13,13 @@ to an agent has its TYPE. `docs/protocol.md` says what the members mean.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Callable, ClassVar, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar, Union
 
 from distrun_runtime.contract import control, session
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.control import NO_MEMBERS, Members
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.plan import Plan, Secrets
 from distrun_runtime.contract.session import Source
 from distrun_runtime.coordinator.failures import Outcome

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable, Deque, List, Mapping, Optional, Protocol
+
+from distrun_runtime.contract.dataclass import dataclass
 
 if TYPE_CHECKING:
     from distrun_runtime.coordinator.messages import Event

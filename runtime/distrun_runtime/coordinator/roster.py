@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Set, Tuple
 from typing import Counter as Counts
 
 from distrun_runtime.contract import facts
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.plan import ROLES, WORKER, Plan, Task, references
 from distrun_runtime.coordinator.failures import Survivor, TaskResult, listed
 from distrun_runtime.coordinator.messages import Event, Output

@@ -21,7 +21,6 @@ import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
 from typing import Any, ClassVar, Dict
 
@@ -30,6 +29,7 @@ import numpy as np
 from distrun_runtime.arrays import kernels
 from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_on_host
 from distrun_runtime.arrays.dtypes import Array, DType, narrow, widen, work_dtype
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import quantize
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Dict, List, Union
 
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 
 Number = Union[float, bool, None]
@@ -151,5 +150,7 @@ def to_json(value: object) -> Json:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return " (did you mean 'x'?)" for the nearest known word, or nothing if none is near."""
+    import difflib  # for a mistake only
+
     near = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple, Union
 
 import numpy as np
 
 from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_on_host
 from distrun_runtime.arrays.dtypes import Array, DType, widen, work_dtype
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops.compression import ROWS

@@ -16,10 +16,11 @@ from __future__ import annotations
 import hmac
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import WireError
 from distrun_runtime.protocol.message import VERSION, Kind, Message
 

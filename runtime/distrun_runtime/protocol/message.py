@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import IntEnum, IntFlag
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ import numpy as np
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import WireError
 
 MAGIC = b"DRKV"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from distrun_runtime.arrays.arena import Run, runs
 from distrun_runtime.arrays.device import Buffer, DeviceArray
 from distrun_runtime.arrays.dtypes import Array, work_dtype
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops import optimizers as rules

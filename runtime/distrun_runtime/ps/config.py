@@ -7,9 +7,9 @@ import os
 import socket
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from distrun_runtime.contract import address, environ, gpus
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import ContractError
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.transport.base import Heartbeat, endpoint

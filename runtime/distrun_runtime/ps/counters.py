@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import heapq
 import math
-import statistics
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from distrun_runtime import stacks
 from distrun_runtime.contract import metrics
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.protocol.message import Message
 from distrun_runtime.ps.request import Request, Waits
 
@@ -272,7 +272,9 @@ class Lags:
         at = sample.at
         if len(at) < 2 or math.isinf(since):  # of the first one it is not known how long it took
             return
-        median = statistics.median_low(at.values())  # of two workers, the one that was first
+        from statistics import median_low  # with decimals and fractions
+
+        median = median_low(at.values())  # of two workers, the one that was first
         lags = {rank: when - median for rank, when in at.items()}
         self._rounds.append(_SampledRound(last[0] if len(last) == 1 else -1, lags, (now - since) / rounds))
 
@@ -281,7 +283,9 @@ class Lags:
         rounds = self._rounds
         if not rounds:
             return {}
-        round_s = statistics.median(each.duration_s for each in rounds)
+        from statistics import median
+
+        round_s = median(each.duration_s for each in rounds)
         found: dict[int, list[float]] = {}
         newest = rounds[-1].lags
         for rank in {each.last for each in rounds if each.last >= 0}.union(
@@ -289,7 +293,7 @@ class Lags:
         ):
             mine = [each.lags[rank] for each in rounds if rank in each.lags]
             times = sum(each.last == rank for each in rounds)
-            found[rank] = [round(mine[-1], 4), times, round(statistics.median(mine), 4), round(round_s, 4)]
+            found[rank] = [round(mine[-1], 4), times, round(median(mine), 4), round(round_s, 4)]
         worst = sorted(found, key=lambda rank: (-found[rank][1], -found[rank][2]))[:RANKS]
         return {str(rank): found[rank] for rank in sorted(worst)}
 

@@ -19,7 +19,7 @@ there when values come, the store leaves the GPU. A store that has left the GPU 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +28,7 @@ from distrun_runtime.arrays import find
 from distrun_runtime.arrays.device import Device
 from distrun_runtime.arrays.dtypes import DType, is_float, work_dtype
 from distrun_runtime.contract import gpus
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import ContractError, KVError
 from distrun_runtime.ops import compression, update
 from distrun_runtime.ops.optimizers import Rule

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
 
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Flag, Kind, Message, payloads_of

@@ -18,12 +18,13 @@ Which values go by relays is decided in `store.transfers`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import DTYPE_SIZES, ENTRY, Kind, Message, Payload, rows_of, sizes_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from distrun_runtime.arrays.arena import runs
 from distrun_runtime.arrays.device import Buffer, DeviceArray
 from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops import reduce

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol, Union
 
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import RuntimeFault
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Message

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, field, fields, replace
 from typing import Any
 
 from distrun_runtime.contract import facts
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Message
 from distrun_runtime.ps.replies import refusal

@@ -17,7 +17,6 @@ import itertools
 import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ import numpy as np
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import RELEASED, Array, DType, copy
 from distrun_runtime.arrays.segments import Pool
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.ops import partition
 from distrun_runtime.ops.compression import NONE, ROWS
 from distrun_runtime.ops.partition import Shard

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration, listed
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.handshake import NodeIdentity

@@ -23,7 +23,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ import numpy as np
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.device import DeviceArray, is_on_host, on_host
 from distrun_runtime.arrays.dtypes import BFLOAT16, Array, name_of
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import update

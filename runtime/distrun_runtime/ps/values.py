@@ -6,7 +6,7 @@ Values of one dtype lie in an arena, in the order in which keys were initialised
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
@@ -16,6 +16,7 @@ import numpy as np
 from distrun_runtime.arrays.arena import Arena, Run
 from distrun_runtime.arrays.device import ArrayPlace, Buffer, Device, DeviceArray, copy, is_on_host, move, on_host
 from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import update

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Union
 
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.ops.reduce import PLAIN, How
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps.shards import Notes, Store, Turn

@@ -6,14 +6,12 @@ calls its `StoreBackend`, which does the work: `local.LocalBackend` in this proc
 
 from __future__ import annotations
 
-import difflib
 import operator
 import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +19,7 @@ import numpy as np
 from distrun_runtime.arrays import find
 from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array, DType
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import StoreClosed
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.store.keys import Key, KeyRecord, named
@@ -71,6 +70,8 @@ class CallOptions:
 
 def missing(key: Key, known: Iterable[Key]) -> str:
     """Return what is said of a key that was never initialised; names the keys most like it."""
+    import difflib  # for a mistake only
+
     by_text = {str(name): name for name in known}
     near = [repr(by_text[word]) for word in difflib.get_close_matches(str(key), list(by_text), n=3)]
     return (

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -23,6 +23,7 @@ from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_on_host, on_host
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.arrays.segments import Pool
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codec
 from distrun_runtime.ops.compression import Codec

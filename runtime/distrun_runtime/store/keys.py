@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol, Union
 
 import numpy as np
 
 from distrun_runtime.arrays import dtypes
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 
 __all__ = ["DENSE", "ROW_SPARSE", "Key", "KeyRecord", "Shaped", "named", "twice"]

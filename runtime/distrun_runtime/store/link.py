@@ -14,10 +14,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from distrun_runtime.arrays.dtypes import work_dtype
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps.request import Request

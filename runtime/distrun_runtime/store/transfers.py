@@ -11,7 +11,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +20,7 @@ from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.device import Buffer, DeviceArray, copy, is_on_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.segments import Stitched, stitched
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops import reduce

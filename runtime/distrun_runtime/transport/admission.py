@@ -29,10 +29,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import zmq
 
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.transport.base import Stranger
 
 UNPROVEN_BYTES = 16384

@@ -38,10 +38,10 @@ Errors:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol, Union
 
 from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.contract.dataclass import dataclass
 
 __all__ = [
     "COPIED",

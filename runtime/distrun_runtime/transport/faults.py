@@ -15,9 +15,10 @@ import itertools
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.protocol.message import Kind
 from distrun_runtime.transport.base import Arrived, Down, Event, Link, Transport
 from distrun_runtime.transport.resend import HANDSHAKE, kind_of

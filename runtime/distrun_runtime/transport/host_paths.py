@@ -17,11 +17,11 @@ import json
 import struct
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 from distrun_runtime.arrays.segments import Pool
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import WireError
 from distrun_runtime.transport.base import (
     Arrived,

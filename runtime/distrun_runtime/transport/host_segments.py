@@ -35,7 +35,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +43,7 @@ import numpy as np
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.segments import BLOCKS, PAGE, Pool, Segment, address_of, has_fixed_size, seal
+from distrun_runtime.contract.dataclass import dataclass
 
 __all__ = ["NotShared", "Reference", "Segments"]
 

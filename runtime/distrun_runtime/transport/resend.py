@@ -20,9 +20,9 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.protocol.message import Kind
 from distrun_runtime.transport.base import (
     Arrived,

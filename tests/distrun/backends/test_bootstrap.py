@@ -19,7 +19,7 @@ import pytest
 from dialkit import CERTIFICATE, JOB, SECRET, WAIT_S, Hall, hall, read
 from pythons import TOO_OLD, VERSIONS, need
 
-from distrun.backends import base, bootstrap
+from distrun.backends import bootstrap
 from distrun_runtime.contract import enrolment
 from distrun_runtime.coordinator.listener import Admitted, Register, server_context
 
@@ -198,7 +198,7 @@ def test_a_second_process_for_a_place_is_refused(secret: str) -> None:
 
 
 def test_a_man_in_the_middle_gets_nothing(secret: str) -> None:
-    other = base.make(JOB)
+    other = bootstrap.make(JOB)
     heard: list[bytes] = []
 
     def serve(listening: socket.socket) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from distrun.backends.base import Callers, Listening
+from distrun.backends.base import Listening
+from distrun.backends.queue import Callers
 from distrun_runtime.contract import address
 from distrun_runtime.contract.address import Interface
 from distrun_runtime.contract.plan import Host, Plan

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from dialkit import CERTIFICATE, JOB, SECRET, WAIT_S, agent, credentials, hall, read
 
-from distrun.backends import base
+from distrun.backends import bootstrap
 from distrun_runtime.agent import dial
 from distrun_runtime.contract import enrolment
 from distrun_runtime.coordinator.listener import Admitted, Register, server_context
@@ -56,7 +56,7 @@ def test_only_one_of_several_good_addresses_is_used() -> None:
 
 def test_a_man_in_the_middle_gets_nothing() -> None:
     """Another certificate: the connection ends before the agent has sent a byte."""
-    other = base.make(JOB)
+    other = bootstrap.make(JOB)
     heard: list[bytes] = []
 
     def serve(listening: socket.socket) -> None:

@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Dict, Union, cast
 
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array, is_float, name_of, narrow, widen, work_dtype
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import schedules as schedule
 from distrun_runtime.ops.params import Json, Param, complete

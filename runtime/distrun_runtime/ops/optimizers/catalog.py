@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Dict, Tuple, Type, Union, cast
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import params as parameters
 from distrun_runtime.ops.optimizers.adaptive import (

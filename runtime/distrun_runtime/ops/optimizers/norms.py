@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array, narrow, widen
+from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.ops.optimizers.adaptive import BETAS, epsilon
 from distrun_runtime.ops.optimizers.base import (
     COMMON,

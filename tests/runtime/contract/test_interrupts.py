@@ -5,14 +5,13 @@ import queue
 import signal
 import threading
 
-from distrun_runtime.coordinator.loop import Interrupts
-from distrun_runtime.coordinator.messages import Event, Interrupt, PauseToggled, TasksSignal
+from distrun_runtime.contract.daemon import Interrupts
 
 LIMIT_S = 60.0
 
 
-def test_each_signal_is_an_event_even_while_the_main_thread_is_busy_and_others_take_the_delivery() -> None:
-    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+def test_each_signal_is_told_even_while_the_main_thread_is_busy_and_others_take_the_delivery() -> None:
+    names: queue.SimpleQueue[str] = queue.SimpleQueue()
     done = threading.Event()
 
     def send() -> None:
@@ -21,37 +20,37 @@ def test_each_signal_is_an_event_even_while_the_main_thread_is_busy_and_others_t
             signal.pthread_kill(threading.get_ident(), signal.SIGINT)
         done.set()
 
-    with Interrupts(events.put):
+    with Interrupts(names.put):
         thread = threading.Thread(target=send)
         thread.start()
-        got = [events.get(timeout=LIMIT_S), events.get(timeout=LIMIT_S)]
+        got = [names.get(timeout=LIMIT_S), names.get(timeout=LIMIT_S)]
         thread.join()
-    assert [event.signal for event in got if isinstance(event, Interrupt)] == ["INT", "INT"]
+    assert got == ["INT", "INT"]
     assert done.is_set()
 
 
-def test_ctrl_z_toggles_a_pause_and_other_signals_of_the_process_are_left_alone() -> None:
-    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+def test_ctrl_z_is_told_and_other_signals_of_the_process_are_left_alone() -> None:
+    names: queue.SimpleQueue[str] = queue.SimpleQueue()
     before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
     try:
-        with Interrupts(events.put):
+        with Interrupts(names.put):
             os.kill(os.getpid(), signal.SIGUSR1)
             os.kill(os.getpid(), signal.SIGTSTP)
-            assert events.get(timeout=LIMIT_S) == PauseToggled()
-        assert events.empty()
+            assert names.get(timeout=LIMIT_S) == "TSTP"
+        assert names.empty()
     finally:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_signals_for_tasks_are_events_unless_they_were_ignored() -> None:
-    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+def test_signals_for_tasks_are_told_unless_they_were_ignored() -> None:
+    names: queue.SimpleQueue[str] = queue.SimpleQueue()
     before, other = signal.signal(signal.SIGUSR2, signal.SIG_IGN), signal.getsignal(signal.SIGUSR1)
     try:
-        with Interrupts(events.put):
+        with Interrupts(names.put):
             os.kill(os.getpid(), signal.SIGUSR2)
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert events.get(timeout=LIMIT_S) == TasksSignal("USR1")
-        assert events.empty()
+            assert names.get(timeout=LIMIT_S) == "USR1"
+        assert names.empty()
         assert signal.getsignal(signal.SIGUSR1) == other
     finally:
         signal.signal(signal.SIGUSR2, before)
@@ -60,7 +59,7 @@ def test_signals_for_tasks_are_events_unless_they_were_ignored() -> None:
 def test_handlers_wakeup_descriptor_and_thread_are_put_back() -> None:
     threads = threading.active_count()
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)]
-    with Interrupts(lambda event: None):
+    with Interrupts(lambda name: None):
         assert signal.getsignal(signal.SIGINT) != handlers[0]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)] == handlers
     assert signal.set_wakeup_fd(-1) == -1
@@ -72,7 +71,7 @@ def test_outside_the_main_thread_nothing_is_touched() -> None:
     seen = []
 
     def enter() -> None:
-        with Interrupts(lambda event: None):
+        with Interrupts(lambda name: None):
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=enter)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from distrun.cli.launch import outlive_logout
 from distrun.errors import UsageError
-from distrun.logout import outlive_logout
 from distrun_runtime.contract import daemon
 
 USER = pwd.getpwuid(os.geteuid()).pw_name
@@ -70,7 +70,7 @@ def test_with_linger_it_goes_on_below_the_users_manager(tmp_path: Path) -> None:
     stand_in.parent.mkdir()
     stand_in.write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
     stand_in.chmod(0o755)
-    code = f"from distrun import logout; logout.outlive_logout(['launch', '--in-scope', '-n', '2'], {root!r})"
+    code = f"from distrun.cli import launch; launch.outlive_logout(['launch', '--in-scope', '-n', '2'], {root!r})"
     env = {**os.environ, "PATH": f"{stand_in.parent}:{os.environ['PATH']}"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=60)
     words = ["--user", "--scope", "--quiet", "--collect", "--", sys.executable, "-m", "distrun"]
