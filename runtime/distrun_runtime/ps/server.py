@@ -8,15 +8,15 @@ Nothing is done here: `handle` returns actions (`role`), which the node's loop (
 `role.Work` goes to the engine; if it `reports`, `role.Done` comes back as an event, at once or later, and with `holds`
 nothing else that arrives on that connection is told before.
 
-Here are the job, what messages say, and membership. What a push leads to is in `rounds`, what a pull waits for in
-`pulls`; saved states, rules, counters and profiles are in `control`. What workers of this host push to servers of other
-hosts goes through `relay`, which can be left out at first.
+Here are the job, what messages say, rules, saved states, and membership. What a push leads to is in `rounds`, what a
+pull waits for in `pulls`. What workers of this host push to servers of other hosts goes through `relay`, which can be
+left out at first.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,125 +44,6 @@ from distrun_runtime.ps.roster import from_json
 from distrun_runtime.ps.rounds import Rounds, words_of
 from distrun_runtime.ps.shards import Store, relayed
 from distrun_runtime.ps.trace import Recorder
-
-# What a server is asked that is no push and no pull: rules, saved states, counters, profiles. Pure.
-
-
-Stores = dict[int, Store]
-
-
-class Control:
-    """Answers these requests; None: it is not one of them."""
-
-    def __init__(self, me: Callable[[], NodeIdentity], counters: Counters, recorder: Recorder, relay: Relay) -> None:
-        self._me = me
-        self._relay = relay
-        self._counters = counters
-        self._recorder = recorder
-        self.held: list[Message] = []
-        """Requests that wait until no update of their store is under way."""
-
-    def from_scheduler(self, message: Message, stores: Stores) -> list[role.Action] | None:
-        """Take in a request of the scheduler."""
-        if message.kind is Kind.RULE:
-            kind = role.TryRule if message.body.get("check") else role.SetRule
-            return [role.Work(kind(message.store, message.body["spec"], message), reports=True)]
-        if message.kind is Kind.LOAD and message.body["action"] != "stage":
-            return [role.Work(role.Load(message.store, message), reports=True)]
-        if message.kind in (Kind.SAVE, Kind.LOAD):
-            return self._states(message, stores)
-        return None
-
-    def from_worker(self, link: role.Link, message: Message, stores: Stores, waiting: int) -> list[role.Action] | None:
-        """Take in a request of a worker; `waiting`: how many pulls of the store wait."""
-        if message.kind is Kind.STATS:
-            return [role.Send(link, answer(message, self._stats(stores.get(message.store), waiting)))]
-        if message.kind is Kind.PROFILE:
-            return [role.Send(link, self._profile(message))]
-        if message.kind is Kind.RELEASE:
-            return [role.Work(role.Release(link, message), reports=True)]
-        return None
-
-    def tick(self, stores: Stores) -> list[role.Action]:
-        """Go on with what waited for updates."""
-        held, self.held = self.held, []
-        return [action for message in held for action in self._states(message, stores)]
-
-    def forget(self) -> None:
-        """The job's next script begins: nobody waits any more, and nothing was counted."""
-        self.held.clear()
-        self._counters.reset()
-        if self._recorder.is_on:
-            self._recorder.stop("")
-
-    def done(
-        self, what: role.TryRule | role.SetRule | role.Save | role.Load, event: role.WorkDone, stores: Stores
-    ) -> list[role.Action]:
-        """The engine has done work that the scheduler asked for here."""
-        message = what.message
-        if event.error is not None:
-            return [role.Send(role.SCHEDULER_LINK, failed(message, event))]
-        body: dict[str, Any] = {}
-        follows: list[role.Action] = []
-        match what:
-            case role.SetRule():
-                store = stores.setdefault(what.store, Store(what.store, self._me().workers))
-                store.has_rule, store.needs_norms = what.spec is not None, bool(event.value)
-            case role.Save():
-                known = stores.get(what.store)
-                is_sync = known is not None and known.is_sync
-                body = {**event.value, "rounds": known.rounds(known.changed_rounds()) if known and is_sync else []}
-            case role.Load() if message.body["action"] == "commit":
-                rounds = {int(number): int(done) for number, done in message.body.get("rounds", ())}
-                _set_rounds(stores.get(what.store), rounds)
-                follows = self._relay.loaded(what.store, rounds)
-        return [role.Send(role.SCHEDULER_LINK, answer(message, body)), *follows]
-
-    # Saved states
-
-    def _states(self, message: Message, stores: Stores) -> list[role.Action]:
-        open_here = self._relay.open_round(message.store, _names_in(message))
-        if open_here is not None:
-            return [role.Send(role.SCHEDULER_LINK, refusal(message, _is_open(*open_here)))]
-        store = stores.get(message.store)
-        if store is not None and (store.pending or (store.ordered > store.done).any()):
-            # An update waits for norms of other servers; they are on their way.
-            self.held.append(message)
-            return []
-        wrong = _open_round(store, message, self._me().workers) if store is not None and store.is_sync else ""
-        if wrong:
-            return [role.Send(role.SCHEDULER_LINK, refusal(message, wrong))]
-        me = self._me()
-        body = {**message.body, "file": statefile.server_file(me.rank), "host": me.host}
-        kind = role.Save if message.kind is Kind.SAVE else role.Load
-        return [role.Work(kind(message.store, replace(message, body=body)), reports=True)]
-
-    # Counters and profiles
-
-    def _stats(self, store: Store | None, waiting: int) -> dict[str, object]:
-        is_used = store is not None and store.count > 0
-        return {
-            "server": self._me().name,
-            "host": self._me().host,
-            "keys": len(store.by_key) if store is not None else 0,
-            "pieces": store.count if store is not None else 0,
-            "rounds": int(store.changed_rounds().max()) if store is not None and is_used else 0,
-            "queue": waiting,
-            "device": "" if store is None else store.device,
-            **self._counters.to_json(),
-        }
-
-    def _profile(self, message: Message) -> Message:
-        me = self._me()
-        action = message.body["action"]
-        if action == "start":
-            if self._recorder.is_on:
-                return refusal(message, f"{me.name} on host {me.host} is being profiled already")
-            self._recorder.start()
-            return answer(message)
-        if not self._recorder.is_on:
-            return refusal(message, f"{me.name} on host {me.host} is not being profiled")
-        return answer(message, {"events": self._recorder.stop(f"{me.name}@{me.host}")})
 
 
 def _open_round(store: Store, message: Message, workers: int) -> str:
@@ -237,7 +118,9 @@ class Server:
         self._pulls = Pulls(lambda: self.me, config.workers)
         self._rounds = Rounds(lambda: self.me, config.workers, self._counters, self._pulls)
         self._relay = Relay(lambda: self.me, config.workers, self._rounds.peers, self._pulls)
-        self._control = Control(lambda: self.me, self._counters, recorder or Recorder(), self._relay)
+        self._recorder = recorder or Recorder()
+        self._held: list[Message] = []
+        """SAVE and LOAD that wait until no update of their store is under way."""
         self._nodes: set[tuple[str, int]] = set()
         self._stores: dict[int, Store] = {}
         self._ranks: dict[str, int] = {}
@@ -308,7 +191,10 @@ class Server:
         if self._deadline.is_due(now):
             text = "the scheduler at %s did not answer for %s"
             return [role.Finish(1, text % (self._config.root_endpoint, duration(self._config.start_timeout_s)))]
-        actions = self._control.tick(self._stores) if self._control.held else []
+        actions: list[role.Action] = []
+        if self._held:
+            held, self._held = self._held, []
+            actions += (action for message in held for action in self._states(message))
         if self._relay.stores:
             actions += self._relay.tick(now)
         return [*actions, *self._pulls.remind(now)]
@@ -388,8 +274,13 @@ class Server:
             # The workers are told next, and expect that this server knows them.
             answered = role.Send(role.SCHEDULER_LINK, answer(message))
             return [*(role.Log("INFO", line) for line in lines), *stands_in, answered]
-        if message.kind in (Kind.RULE, Kind.SAVE, Kind.LOAD):
-            return self._control.from_scheduler(message, self._stores) or []
+        if message.kind is Kind.RULE:
+            kind = role.TryRule if message.body.get("check") else role.SetRule
+            return [role.Work(kind(message.store, message.body["spec"], message), reports=True)]
+        if message.kind is Kind.LOAD and message.body["action"] != "stage":
+            return [role.Work(role.Load(message.store, message), reports=True)]
+        if message.kind in (Kind.SAVE, Kind.LOAD):
+            return self._states(message)
         if message.kind is Kind.JOIN:
             return [*self._joined(message), role.Send(role.SCHEDULER_LINK, answer(message))]
         if message.kind is Kind.LEFT and message.request:
@@ -432,7 +323,10 @@ class Server:
         self._relay.clear()
         self._nodes, self._stores, self._buckets, self._lags = set(), {}, {}, {}
         self._over_rounds = 0
-        self._control.forget()
+        self._held.clear()
+        self._counters.reset()
+        if self._recorder.is_on:
+            self._recorder.stop("")
         return [*forgotten, told]
 
     def _forget(self, number: int) -> list[role.Action]:
@@ -502,11 +396,12 @@ class Server:
             return self._relay.settle(link, rank, message)
         if message.kind is Kind.INIT:
             return self._relay.declare(link, message) if message.is_relayed else self._init(link, message)
-        if message.kind in (Kind.STATS, Kind.PROFILE, Kind.RELEASE):
-            waiting = self._pulls.of_store(message.store)
-            handled = self._control.from_worker(link, message, self._stores, waiting)
-            if handled is not None:
-                return handled
+        if message.kind is Kind.STATS:
+            return [role.Send(link, answer(message, self._stats(message.store)))]
+        if message.kind is Kind.PROFILE:
+            return [role.Send(link, self._profile(message))]
+        if message.kind is Kind.RELEASE:
+            return [role.Work(role.Release(link, message), reports=True)]
         wrong = self._relay.against(rank) if message.is_relayed else ""
         if wrong:
             return [self._refuse(link, message, wrong)]
@@ -687,6 +582,51 @@ class Server:
                 store.shapes[entry.key] = shape
         return [role.Work(role.Fill(batch, link), reports=True)]
 
+    # Rules, saved states, counters and profiles
+
+    def _states(self, message: Message) -> list[role.Action]:
+        open_here = self._relay.open_round(message.store, _names_in(message))
+        if open_here is not None:
+            return [role.Send(role.SCHEDULER_LINK, refusal(message, _is_open(*open_here)))]
+        store = self._stores.get(message.store)
+        if store is not None and (store.pending or (store.ordered > store.done).any()):
+            # An update waits for norms of other servers; they are on their way.
+            self._held.append(message)
+            return []
+        wrong = _open_round(store, message, self._config.workers) if store is not None and store.is_sync else ""
+        if wrong:
+            return [role.Send(role.SCHEDULER_LINK, refusal(message, wrong))]
+        me = self.me
+        body = {**message.body, "file": statefile.server_file(me.rank), "host": me.host}
+        kind = role.Save if message.kind is Kind.SAVE else role.Load
+        return [role.Work(kind(message.store, replace(message, body=body)), reports=True)]
+
+    def _stats(self, number: int) -> dict[str, object]:
+        store = self._stores.get(number)
+        is_used = store is not None and store.count > 0
+        return {
+            "server": self.me.name,
+            "host": self.me.host,
+            "keys": len(store.by_key) if store is not None else 0,
+            "pieces": store.count if store is not None else 0,
+            "rounds": int(store.changed_rounds().max()) if store is not None and is_used else 0,
+            "queue": self._pulls.of_store(number),
+            "device": "" if store is None else store.device,
+            **self._counters.to_json(),
+        }
+
+    def _profile(self, message: Message) -> Message:
+        me = self.me
+        action = message.body["action"]
+        if action == "start":
+            if self._recorder.is_on:
+                return refusal(message, f"{me.name} on host {me.host} is being profiled already")
+            self._recorder.start()
+            return answer(message)
+        if not self._recorder.is_on:
+            return refusal(message, f"{me.name} on host {me.host} is not being profiled")
+        return answer(message, {"events": self._recorder.stop(f"{me.name}@{me.host}")})
+
     # What the engine reports
 
     def _done(self, event: role.WorkDone) -> list[role.Action]:
@@ -728,8 +668,31 @@ class Server:
             case role.Release(link, message):
                 return [role.Send(link, answer(message) if event.error is None else failed(message, event))]
             case role.TryRule() | role.SetRule() | role.Save() | role.Load() as what:
-                return self._control.done(what, event, self._stores)
+                return self._scheduled(what, event)
         raise AssertionError(f"{event.work} reports nothing")
+
+    def _scheduled(
+        self, what: role.TryRule | role.SetRule | role.Save | role.Load, event: role.WorkDone
+    ) -> list[role.Action]:
+        """The engine has done work that the scheduler asked for."""
+        message = what.message
+        if event.error is not None:
+            return [role.Send(role.SCHEDULER_LINK, failed(message, event))]
+        body: dict[str, Any] = {}
+        follows: list[role.Action] = []
+        match what:
+            case role.SetRule():
+                store = self._store(what.store)
+                store.has_rule, store.needs_norms = what.spec is not None, bool(event.value)
+            case role.Save():
+                known = self._stores.get(what.store)
+                is_sync = known is not None and known.is_sync
+                body = {**event.value, "rounds": known.rounds(known.changed_rounds()) if known and is_sync else []}
+            case role.Load() if message.body["action"] == "commit":
+                rounds = {int(number): int(done) for number, done in message.body.get("rounds", ())}
+                _set_rounds(self._stores.get(what.store), rounds)
+                follows = self._relay.loaded(what.store, rounds)
+        return [role.Send(role.SCHEDULER_LINK, answer(message, body)), *follows]
 
     def _filled(self, what: role.Fill | role.Assign, event: role.WorkDone) -> list[role.Action]:
         message, store = what.batch.message, what.batch.store
