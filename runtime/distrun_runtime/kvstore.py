@@ -35,11 +35,21 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import schedules as schedule
 from distrun_runtime.ops.params import did_you_mean
-from distrun_runtime.store import kinds, values
-from distrun_runtime.store.base import CallOptions, Contribution, RowsItem, Selection, StoreBackend, Updater, missing
+from distrun_runtime.store import values
+from distrun_runtime.store.base import (
+    CallOptions,
+    Contribution,
+    KVStoreBase,
+    RowsItem,
+    Selection,
+    StoreBackend,
+    Updater,
+    find_type,
+    missing,
+    registered,
+)
 from distrun_runtime.store.compress import Compression
-from distrun_runtime.store.keys import Key, KeyRecord, named, twice
-from distrun_runtime.store.kinds import TYPES, KVStoreBase
+from distrun_runtime.store.keys import OLD_TYPES, TYPES, Key, KeyRecord, is_async, is_dist, named, twice
 from distrun_runtime.store.pending import BackgroundCall, BorrowedArrays, CompletedCall, Pending
 from distrun_runtime.store.reducer import is_gpu_array
 from distrun_runtime.store.values import Lookup, RowSparse, Value
@@ -124,15 +134,15 @@ def create(name: str = "local", *, staleness: int | None = None, deterministic: 
     if not isinstance(name, str):
         raise TypeError(f"a store is created by name ({', '.join(TYPES)}), not by {type(name).__name__}")
     kind = name.lower()
-    found = None if kind in TYPES else kinds.find_type(kind)
+    found = None if kind in TYPES else find_type(kind)
     if kind not in TYPES and found is None:
-        known = [*TYPES, *kinds.names()]
-        if kind in kinds.OLD_NAMES:
-            raise KVError(f"store type {name!r} is MXNet's; fix: {kinds.OLD_NAMES[kind]}; known are {', '.join(known)}")
+        known = [*TYPES, *registered()]
+        if kind in OLD_TYPES:
+            raise KVError(f"store type {name!r} is MXNet's; fix: {OLD_TYPES[kind]}; known are {', '.join(known)}")
         raise KVError(f"unknown store type {name!r}{did_you_mean(kind, known)}; known are {', '.join(known)}")
     bound = {**_staleness(kind, staleness), **_order(kind, deterministic)}
     # Imported here, each of them: only the kind that is asked for is loaded.
-    if kinds.is_dist(kind) and found is None:
+    if is_dist(kind) and found is None:
         streams.open_streams()
         from distrun_runtime.store.dist import create_dist
 
@@ -147,7 +157,7 @@ def create(name: str = "local", *, staleness: int | None = None, deterministic: 
 
 def _report_crashes(name: object) -> None:
     """Have the agent, and the job's other nodes, told why the script ends; also if the store cannot be created."""
-    if environ.text("DISTRUN_PUBLISH_FD") or (isinstance(name, str) and kinds.is_dist(name.lower())):
+    if environ.text("DISTRUN_PUBLISH_FD") or (isinstance(name, str) and is_dist(name.lower())):
         from distrun_runtime.ps import session
 
         session.watch()
@@ -156,7 +166,7 @@ def _report_crashes(name: object) -> None:
 def _staleness(kind: str, staleness: object) -> dict[str, Any]:
     if staleness is None:
         return {}
-    if kind not in TYPES or not kinds.is_async(kind):
+    if kind not in TYPES or not is_async(kind):
         raise KVError(f"staleness bounds a dist_async store; a {kind!r} store has none")
     if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
         raise KVError("staleness is a number of pushes, a whole number from 0, not %.60r" % (staleness,))
@@ -166,10 +176,10 @@ def _staleness(kind: str, staleness: object) -> dict[str, Any]:
 def _order(kind: str, deterministic: object) -> dict[str, Any]:
     if not isinstance(deterministic, bool):
         raise KVError("deterministic is True or False, not %.60r" % (deterministic,))
-    if deterministic and (kind not in TYPES or kinds.is_async(kind)):
+    if deterministic and (kind not in TYPES or is_async(kind)):
         raise KVError(f"a {kind!r} store has no sums of rounds that deterministic=True could order")
     # In one process sums are in the order of devices in any case.
-    return {"deterministic": True} if deterministic and kinds.is_dist(kind) else {}
+    return {"deterministic": True} if deterministic and is_dist(kind) else {}
 
 
 def _only_on_workers(kind: str) -> None:

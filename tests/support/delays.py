@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from distrun_runtime.protocol.message import Kind
-from distrun_runtime.ps.request import Request
+from distrun_runtime.ps.role import Request
 from distrun_runtime.transport import admission, host_segments
 from distrun_runtime.transport.admission import Admission
 from distrun_runtime.transport.inproc import InprocTransport

@@ -488,7 +488,7 @@ class History:
         """Let the server's device fail for good."""
         engine = self._loop._engine
         assert isinstance(engine, WorkEngine)
-        engine._placement._failed = KVError(why)
+        engine._placement.failed = KVError(why)
         return self.step()
 
     # Inside

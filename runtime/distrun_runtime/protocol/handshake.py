@@ -17,12 +17,13 @@ import hmac
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import WireError
-from distrun_runtime.protocol.message import VERSION, Kind, Message
+from distrun_runtime.protocol.message import VERSION, Kind, Message, size_of
 
 TOKEN = "token"
 OPEN = "open"
@@ -53,7 +54,7 @@ class NodeIdentity:
     resends: bool = False
     """Whether its messages are in envelopes (`transport.resend`)."""
 
-    @property
+    @cached_property
     def name(self) -> str:
         """`worker-1`, or `worker` while it has no rank."""
         if self.role == "scheduler":
@@ -212,7 +213,7 @@ def check_size(frames: Sequence[Buffer]) -> None:
     Raises:
         WireError: it is.
     """
-    size = sum(memoryview(frame).nbytes for frame in frames)
+    size = size_of(frames)
     if len(frames) > 2 or size > SIZE_LIMIT:
         raise WireError(
             f"a message of {len(frames)} frames and {size} bytes before WELCOME; at most 2 and {SIZE_LIMIT}"

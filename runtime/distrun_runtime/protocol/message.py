@@ -181,6 +181,11 @@ NO_ENTRIES: Array = np.empty(0, ENTRY)
 NO_ENTRIES.flags.writeable = False
 
 
+def size_of(frames: Iterable[Buffer]) -> int:
+    """Return how many bytes frames have."""
+    return sum([memoryview(frame).nbytes for frame in frames])
+
+
 @dataclass(frozen=True, eq=False)
 class Message:
     """One message.
@@ -188,7 +193,7 @@ class Message:
     `payloads` holds the frames after the body: one for each entry whose payload kind is FRAME, or the frames that the
     PACKED entries share. `bucket` names a list of entries that the receiver knows from an earlier message of this
     sender (0: none); without entries of its own the message has those, `step` rounds later. `request` numbers this
-    message; a reply has the same (a worker's `request.Request` may have several messages).
+    message; a reply has the same (a worker's `role.Request` may have several messages).
     """
 
     kind: Kind
@@ -205,6 +210,11 @@ class Message:
     entries: Array = field(default_factory=lambda: NO_ENTRIES)
     body: Mapping[str, Any] = field(default_factory=dict)
     payloads: Sequence[Buffer] = ()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the payloads."""
+        return size_of(self.payloads)
 
     @property
     def is_reply(self) -> bool:

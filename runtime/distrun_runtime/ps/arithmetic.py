@@ -26,7 +26,7 @@ from distrun_runtime.ops.optimizers import NormRule
 from distrun_runtime.ops.reduce import Contribution, Dense, How, Sum, read, scaled, spread, widened
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import DTYPES, Message, Payload, payloads_of
-from distrun_runtime.ps import checks, role, work
+from distrun_runtime.ps import checks, role
 from distrun_runtime.ps.shards import SYNC, Failure, Turn
 from distrun_runtime.ps.values import Layout, OpenUpdate, PushedValues, Round, Values
 
@@ -43,7 +43,7 @@ LAYOUTS = 1024
 # What messages bring
 
 
-def given_by(values: Values, batch: work.Batch) -> list[tuple[int, PushedValues]]:
+def given_by(values: Values, batch: role.Batch) -> list[tuple[int, PushedValues]]:
     """Return what a batch of plain payloads brings, by code of dtype."""
     codes = values.codes(batch.shards)
     packed = len(batch.entries) > 0 and batch.entries["payload"][0] == Payload.PACKED
@@ -67,7 +67,7 @@ def _elements(values: Values, frame: Buffer, code: int, scale: float) -> DeviceA
     return elements if scale == 1 else scaled(widened(elements), scale)
 
 
-def _packed(values: Values, batch: work.Batch, code: int) -> PushedValues:
+def _packed(values: Values, batch: role.Batch, code: int) -> PushedValues:
     frames = [_elements(values, frame, code, batch.how.scale) for frame in batch.message.payloads]
     found, places = _layout(values, batch.shards, tuple(map(len, frames)))
     return PushedValues(batch.shards, found, [frames[number][begin:end] for number, begin, end in places])
@@ -95,7 +95,7 @@ def _layout(values: Values, shards: Array, sizes: tuple[int, ...]) -> tuple[list
     return found, places
 
 
-def contributions(values: Values, batch: work.Batch) -> Iterator[tuple[int, Contribution]]:
+def contributions(values: Values, batch: role.Batch) -> Iterator[tuple[int, Contribution]]:
     """Yield each shard of a batch with what it brings, one by one."""
     frames = payloads_of(batch.entries, batch.message.payloads)
     entries = range(len(batch.entries)) if batch.at is None else batch.at.tolist()
@@ -111,7 +111,7 @@ def contributions(values: Values, batch: work.Batch) -> Iterator[tuple[int, Cont
 # Sums of rounds
 
 
-def add(values: Values, what: work.Add) -> None:
+def add(values: Values, what: role.Add) -> None:
     """Add contributions to the sums of a round."""
     of = values.round_of(what.round)
     batch = what.batch
@@ -126,7 +126,7 @@ def add(values: Values, what: work.Add) -> None:
         raise
 
 
-def _add_batch(values: Values, of: Round, what: work.Add) -> None:
+def _add_batch(values: Values, of: Round, what: role.Add) -> None:
     batch = what.batch
     if values.store.is_deterministic:
         for shard, contribution in contributions(values, batch):
@@ -170,7 +170,7 @@ def add_given(values: Values, of: Round, code: int, given: PushedValues) -> None
             values.device.sum([there, part], there)
 
 
-def _add_encoded(values: Values, of: Round, batch: work.Batch) -> bool:
+def _add_encoded(values: Values, of: Round, batch: role.Batch) -> bool:
     """Decode payloads into the sums of a round, or add them; tell whether that was possible.
 
     It is if all have one codec and the sums are float32, none of them made by shard.
@@ -280,13 +280,13 @@ def total_of(of: Round, shard: int, row_size: int) -> Contribution:
     return total.total()
 
 
-def how_of(batch: work.Batch, codec: int) -> How:
+def how_of(batch: role.Batch, codec: int) -> How:
     """Return how payloads of a codec become elements."""
     how = batch.how
     return how if codec == how.codec else How(codec, checks.params_of(batch.message, codec), how.scale)
 
 
-def is_plain(batch: work.Batch) -> bool:
+def is_plain(batch: role.Batch) -> bool:
     """Whether all payloads are the elements themselves."""
     return batch.how.codec == codecs.NONE and not batch.entries["codec"].any()
 
@@ -308,7 +308,7 @@ class UpdateResult:
     """Shard to its sums of squares: it waits for norms."""
 
 
-def apply(values: Values, what: work.Apply) -> UpdateResult:
+def apply(values: Values, what: role.Apply) -> UpdateResult:
     """Apply the rule to the sums of a round, or assign them."""
     result = UpdateResult()
     if what.skip:
@@ -316,8 +316,8 @@ def apply(values: Values, what: work.Apply) -> UpdateResult:
         return result
     values.note_writes(what.shards)
     if what.last is not None and (values.store.is_deterministic or not is_plain(what.last)):
-        add(values, work.Add(what.rank, what.round, what.last))
-        last: work.Batch | None = None
+        add(values, role.Add(what.rank, what.round, what.last))
+        last: role.Batch | None = None
     else:
         last = what.last
     givens = {} if last is None else dict(given_by(values, last))
@@ -515,7 +515,7 @@ def _step_alone(values: Values, shard: int, given: Contribution, turn: tuple[int
     return None
 
 
-def step(values: Values, what: work.Step) -> Mapping[int, tuple[float, ...]]:
+def step(values: Values, what: role.Step) -> Mapping[int, tuple[float, ...]]:
     """Apply the rule to each payload of an async push; return the sums of squares of shards that wait for norms."""
     batch = what.batch
     if values.rule is None:
@@ -544,7 +544,7 @@ def step(values: Values, what: work.Step) -> Mapping[int, tuple[float, ...]]:
     return result.squares
 
 
-def finish(values: Values, what: work.FinishUpdate) -> None:
+def finish(values: Values, what: role.FinishUpdate) -> None:
     """Finish an update whose norms are known."""
     half = values.open_updates[what.shard].pop((what.turn.rank, what.turn.round))
     if what.shard not in values.state:
@@ -553,7 +553,7 @@ def finish(values: Values, what: work.FinishUpdate) -> None:
     half.rule.finish(weight, half.prepared, what.totals, values.state[what.shard], half.knobs)
 
 
-def drop(values: Values, what: work.DropUpdate) -> None:
+def drop(values: Values, what: role.DropUpdate) -> None:
     """Forget an update that waits for norms."""
     open_updates = values.open_updates.get(what.shard, {})
     open_updates.pop((what.turn.rank, what.turn.round), None)
@@ -590,14 +590,11 @@ class Norms:
     """The updates of a server that wait for norms."""
 
     def __init__(self) -> None:
-        self._open: dict[Turn, _Exchange] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._open)
+        self.open: dict[Turn, _Exchange] = {}
 
     def mine(self, turn: Turn, shard: int, offset: int, length: int, squares: tuple[float, ...]) -> list[Part]:
         """Enter a shard of ours that is ready for this turn; return our parts so far."""
-        exchange = self._open.setdefault(turn, _Exchange())
+        exchange = self.open.setdefault(turn, _Exchange())
         exchange.shards[shard] = offset
         exchange.parts[offset] = Part(offset, length, squares)
         ours = set(exchange.shards.values())
@@ -605,21 +602,21 @@ class Norms:
 
     def theirs(self, turn: Turn, parts: list[Part]) -> None:
         """Enter the parts of another server."""
-        exchange = self._open.setdefault(turn, _Exchange())
+        exchange = self.open.setdefault(turn, _Exchange())
         exchange.parts.update((part.offset, part) for part in parts)
 
     def fail(self, turn: Turn, failure: Failure) -> None:
         """The update of this turn fails, here and for shards that are not ready yet; the first reason counts."""
-        exchange = self._open.setdefault(turn, _Exchange())
+        exchange = self.open.setdefault(turn, _Exchange())
         exchange.failure = exchange.failure or failure
 
     def has(self, turn: Turn) -> bool:
         """Whether anything is known of a turn."""
-        return turn in self._open
+        return turn in self.open
 
     def turns(self) -> list[Turn]:
         """Return the turns that are under way."""
-        return list(self._open)
+        return list(self.open)
 
     def settled(self, turn: Turn, size: int) -> tuple[list[int], tuple[float, ...] | Failure] | None:
         """Return our shards that may go on, and with what: totals or a failure; None: parts are missing.
@@ -627,7 +624,7 @@ class Norms:
         Arguments:
             size: elements of the whole value.
         """
-        exchange = self._open.get(turn)
+        exchange = self.open.get(turn)
         if exchange is None:
             return None
         parts = [part for _, part in sorted(exchange.parts.items())]
@@ -645,11 +642,11 @@ class Norms:
 
     def close(self, turn: Turn) -> None:
         """Forget a turn: all our shards are through."""
-        self._open.pop(turn, None)
+        self.open.pop(turn, None)
 
     def clear(self) -> None:
         """Forget all."""
-        self._open.clear()
+        self.open.clear()
 
 
 class Peers:

@@ -17,7 +17,7 @@ from distrun_runtime import stacks
 from distrun_runtime.contract import metrics
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.protocol.message import Message
-from distrun_runtime.ps.request import Request, Waits
+from distrun_runtime.ps.role import Request, Waits
 
 
 @dataclass

@@ -166,8 +166,8 @@ class Placement:
         self._limit = limit
         self.say: Callable[[str, str], None] = lambda level, text: None
         """Writes a line to the server's log, given its level and text."""
-        self._gpu: GpuDevice | None = None
-        self._failed: KVError | None = None
+        self.gpu: GpuDevice | None = None
+        self.failed: KVError | None = None
         """What ended the search for a GPU, and every use of it by this process."""
         self._missing = ""
         """Why there is no GPU, once one was looked for in vain."""
@@ -186,16 +186,11 @@ class Placement:
         if self.asked in (gpus.AUTO, gpus.CPU):
             return
         try:
-            self._gpu = self._opened()
+            self.gpu = self._opened()
         except KVError as err:
             raise ContractError(
                 f"--server-device {self.asked} (DISTRUN_SERVER_DEVICE): {err}. To have no GPU used: {ON_CPU}"
             ) from err
-
-    @property
-    def failed(self) -> KVError | None:
-        """The error after which this process cannot use its GPU any more; None: there was none."""
-        return self._failed if self._gpu is None else self._gpu.failed
 
     def spares(self, let_go: Callable[[], None]) -> None:
         """Call `let_go` when memory of the GPU runs out: it drops arrays there that are not in use."""
@@ -222,7 +217,7 @@ class Placement:
     def give_up(self, values: Values, err: KVError) -> bool:
         """A call of the GPU failed while a store's arrays were to be made there: with `auto`, the store is in the
         host's memory from now on. Return whether it is."""
-        if self.asked != gpus.AUTO or self.failed is not None or not err.is_of_device:
+        if self.asked != gpus.AUTO or self.gpu is None or self.gpu.failed is not None or not err.is_of_device:
             return False
         self._leave(values.store, DeviceChoice(False, str(err), is_unexpected=True))
         return True
@@ -236,8 +231,8 @@ class Placement:
 
     def trim(self) -> None:
         """Give memory of the GPU back that no store uses: other processes may want it."""
-        if self._gpu is not None and self._gpu.failed is None:
-            self._gpu.pool.trim()
+        if self.gpu is not None and self.gpu.failed is None:
+            self.gpu.pool.trim()
 
     def _is_candidate(self, store: Store) -> bool:
         if self.asked == gpus.CPU or store.number in self._away:
@@ -284,18 +279,18 @@ class Placement:
         Raises:
             KVError: a GPU has failed for good, and `failed` says so from now on.
         """
-        if self._gpu is None and not self._missing:
+        if self.gpu is None and not self._missing:
             try:
-                self._gpu = self._opened()
+                self.gpu = self._opened()
             except KVError as err:
                 if getattr(err, "is_sticky", False):
-                    self._failed = err
+                    self.failed = err
                     raise
                 self._missing = str(err)
                 self._say_where(store.number, self.host.name, DeviceChoice(False, self._missing))
-        if self._gpu is None:
+        if self.gpu is None:
             store.why_host = self._missing
-        return self._gpu
+        return self.gpu
 
     def _drop_spares(self) -> None:
         self._spares()

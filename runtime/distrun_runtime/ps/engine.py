@@ -4,7 +4,7 @@ Little work is done at once. Much work is done by the engine's own thread, so th
 returns None then, and `result` has what came of it later. While such work is under way all other work waits for its
 turn, also if it is little: results come in the order of the work.
 
-What the work consists of is in `sums`, `updates` and `answers`, over the arrays of `values`. An arena has one or more
+What the work consists of is in `arithmetic` and `replies`, over the arrays of `values`. An arena has one or more
 sides, which are laid out alike; for each shard one of them has its present value. A value that is lent to a reply is
 not written until the reply has left, and until a receiver on this host has read it: an update meanwhile writes a side
 that no reply reads, and there is one more if all of them are read.
@@ -30,8 +30,8 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import reduce
 from distrun_runtime.ops.reduce import read
-from distrun_runtime.protocol.message import DTYPES, Kind, Message, payloads_of, rows_of
-from distrun_runtime.ps import arithmetic, checks, replies, role, statefile, work
+from distrun_runtime.protocol.message import DTYPES, Kind, Message, payloads_of, rows_of, size_of
+from distrun_runtime.ps import arithmetic, checks, replies, role, statefile
 from distrun_runtime.ps import counters as stages
 from distrun_runtime.ps.counters import Counters
 from distrun_runtime.ps.device_choice import Placement
@@ -102,45 +102,23 @@ class WorkEngine:
         self._open = 0
         """How much work was handed to the thread whose result was not taken yet."""
         self._changed = threading.Condition()
-        self._queue: deque[tuple[work.Work, int]] = deque()
+        self._queue: deque[tuple[role.EngineWork, int]] = deque()
         self._queued_bytes = 0
         self._results: deque[role.WorkDone] = deque()
         self._worked = stages.Worked()
         self._thread: threading.Thread | None = None
         self._wake: Callable[[], None] = lambda: None
         self._is_closed = False
-        self._does: dict[type[Any], Callable[[Any], Any]] = {
-            work.Fill: self._fill,
-            work.TryFill: self._try_fill,
-            work.Assign: self._assign,
-            work.Check: self._check,
-            work.Add: lambda what: arithmetic.add(self._of(what.batch.store), what),
-            work.Apply: self._apply,
-            work.Step: lambda what: arithmetic.step(self._of(what.batch.store), what),
-            work.FinishUpdate: lambda what: arithmetic.finish(self._of(what.store), what),
-            work.DropUpdate: lambda what: arithmetic.drop(self._of(what.store), what),
-            work.Lend: self._lend,
-            work.Deliver: self._deliver,
-            work.Discard: self._discard,
-            work.Reserve: self._reserve,
-            work.Forward: self._forward,
-            work.Clear: self._clear,
-            work.TryRule: self._try_rule,
-            work.SetRule: self._set_rule,
-            work.Save: self._save,
-            work.Load: self._load,
-            work.Release: self._release,
-        }
 
     # The order of work
 
-    def do(self, what: work.Work) -> role.WorkDone | None:
+    def do(self, what: role.EngineWork) -> role.WorkDone | None:
         """Do one piece of work; what it raises is in the result. None: it is done later, and `result` has it then."""
-        size = work.size_of(what)
-        if not self._open and isinstance(what, (work.Deliver, work.Forward)):
+        size = _size_of(what)
+        if not self._open and isinstance(what, (role.Deliver, role.Forward)):
             # With work that is open this waits its turn in any case, and what is lent is the thread's.
             size = sum(each.copied_bytes for each in self._lent.get(what.ticket, ()))
-        if not self._open and (size < self._much_bytes or isinstance(what, work.ALONE)):
+        if not self._open and (size < self._much_bytes or isinstance(what, role.ALONE)):
             return self._do(what)
         self._open += 1
         with self._changed:
@@ -156,7 +134,8 @@ class WorkEngine:
     @property
     def failed(self) -> KVError | None:
         """The error after which this process cannot use its device any more; None: there was none."""
-        return self._placement.failed
+        gpu = self._placement.gpu
+        return self._placement.failed if gpu is None else gpu.failed
 
     @property
     def is_busy(self) -> bool:
@@ -210,28 +189,75 @@ class WorkEngine:
             if is_first:
                 self._wake()
 
-    def _do(self, what: work.Work) -> role.WorkDone:
+    def _do(self, what: role.EngineWork) -> role.WorkDone:
         self._give_back()
         began = time.monotonic()
         try:
             if self._recorder.is_on:
                 with self._recorder.span(type(what).__name__.lower(), "work", **_about(what)):
-                    value = self._does[type(what)](what)
+                    value = self._value_of(what)
             else:
-                value = self._does[type(what)](what)
+                value = self._value_of(what)
         except Exception as err:
             # A user's rule may raise anything; the caller gets it with this traceback, the server lives.
             return role.WorkDone(what, err, traceback.format_exc())
-        if isinstance(what, (work.Add, work.Apply, work.Step, work.FinishUpdate)):
-            self._worked.note(self._stage_of(what), began, time.monotonic())
+        self._note(what, began)
         return role.WorkDone(what, value=value)
 
-    def _stage_of(self, what: work.Add | work.Apply | work.Step | work.FinishUpdate) -> str:
-        """Return what work counts as. A round's last contributions are added as the rule goes over them."""
-        if isinstance(what, work.Add):
-            return stages.ADD
-        store = what.batch.store if isinstance(what, work.Step) else what.store
-        return stages.ADD if self._of(store).rule is None else stages.RULE
+    def _value_of(self, what: role.EngineWork) -> Any:
+        """Do what `what` asks for and return its result: one case for each kind of work."""
+        match what:
+            case role.Add():
+                return arithmetic.add(self._of(what.batch.store), what)
+            case role.Apply():
+                return self._apply(what)
+            case role.Lend():
+                return self._lend(what)
+            case role.Deliver():
+                return self._deliver(what)
+            case role.Step():
+                return arithmetic.step(self._of(what.batch.store), what)
+            case role.Check():
+                return self._check(what)
+            case role.FinishUpdate():
+                return arithmetic.finish(self._of(what.store), what)
+            case role.DropUpdate():
+                return arithmetic.drop(self._of(what.store), what)
+            case role.Assign():
+                return self._assign(what)
+            case role.Forward():
+                return self._forward(what)
+            case role.Discard():
+                return self._discard(what)
+            case role.Fill():
+                return self._fill(what)
+            case role.TryFill():
+                return self._try_fill(what)
+            case role.Reserve():
+                return self._place(self._of(what.store), what.shards)
+            case role.Release():
+                return self._release(what)
+            case role.TryRule():
+                return self._try_rule(what)
+            case role.SetRule():
+                return self._set_rule(what)
+            case role.Save():
+                return self._save(what)
+            case role.Load():
+                return self._load(what)
+            case role.Clear():
+                return self._clear(what)
+
+    def _note(self, what: role.EngineWork, began: float) -> None:
+        """Note how long work on sums took. A round's last contributions are added as the rule goes over them."""
+        match what:
+            case role.Add():
+                stage = stages.ADD
+            case role.Step(batch=role.Batch(store=store)) | role.Apply(store=store) | role.FinishUpdate(store=store):
+                stage = stages.ADD if self._of(store).rule is None else stages.RULE
+            case _:
+                return
+        self._worked.note(stage, began, time.monotonic())
 
     # Replies that are on their way
 
@@ -290,7 +316,7 @@ class WorkEngine:
         for values in self._values.values():
             values.spare_sums.clear()
 
-    def _fill(self, what: work.Fill) -> None:
+    def _fill(self, what: role.Fill) -> None:
         batch = what.batch
         values = self._of(batch.store)
         before = values.extent()
@@ -311,23 +337,20 @@ class WorkEngine:
             # Answers are copied there, once for all workers: page-locked before a round needs it.
             self._device.reserve(*_answered(batch), ROUNDS_AT_ONCE, store=batch.store.number)
 
-    def _reserve(self, what: work.Reserve) -> None:
-        self._place(self._of(what.store), what.shards)
-
     def _place(self, values: Values, shards: Array) -> None:
         """Give new shards places, and have the store where it belongs with them."""
         for code, at in values.codes(shards):
             values.place(shards if at is None else shards[at], code)
         self._settle(values, values.rule)
 
-    def _write(self, values: Values, batch: work.Batch) -> None:
+    def _write(self, values: Values, batch: role.Batch) -> None:
         for code, given in arithmetic.given_by(values, batch):
             arena = values.arenas[code]
             for shards, piece, parts, side in values.cut(given.shards, given.runs, [[part] for part in given.parts]):
                 values.device.sum(parts, arena.view(piece.begin, piece.end, side))
                 values.side[shards] = side
 
-    def _try_fill(self, what: work.TryFill) -> None:
+    def _try_fill(self, what: role.TryFill) -> None:
         message = what.message
         if message.store not in self._rules:
             return
@@ -342,7 +365,7 @@ class WorkEngine:
             except KVError as err:
                 raise KVError(f"key {names.get(entry.key, entry.key)!r}: {err}") from None
 
-    def _assign(self, what: work.Assign) -> None:
+    def _assign(self, what: role.Assign) -> None:
         values = self._of(what.batch.store)
         self._write(values, what.batch)
         values.note_writes(what.batch.shards)
@@ -350,7 +373,7 @@ class WorkEngine:
             for shard in what.batch.shards.tolist():
                 values.renew_master(shard)
 
-    def _clear(self, what: work.Clear) -> None:
+    def _clear(self, what: role.Clear) -> None:
         if what.store is not None:
             for number in (what.store, relayed(what.store)):
                 self._values.pop(number, None)
@@ -368,7 +391,7 @@ class WorkEngine:
         if isinstance(self._device, CpuDevice):
             self._device.unreserve()
 
-    def _check(self, what: work.Check) -> None:
+    def _check(self, what: role.Check) -> None:
         batch = what.batch
         values, message = self._values[batch.store.number], batch.message
         frames = payloads_of(batch.entries, message.payloads)
@@ -385,7 +408,7 @@ class WorkEngine:
                 first = "; row 0 here is row %d of the value" % (one.offset // one.row_size) if one.offset else ""
                 raise KVError(f"{values.named(shard)}: {err}{first}") from None
 
-    def _release(self, what: work.Release) -> None:
+    def _release(self, what: role.Release) -> None:
         for number in (what.message.store, relayed(what.message.store)):
             values = self._values.get(number)
             if values is not None:
@@ -393,7 +416,7 @@ class WorkEngine:
 
     # Rounds
 
-    def _apply(self, what: work.Apply) -> arithmetic.UpdateResult:
+    def _apply(self, what: role.Apply) -> arithmetic.UpdateResult:
         values = self._of(what.store)
         lost = values.lost(what.round, what.shards)
         try:
@@ -408,14 +431,14 @@ class WorkEngine:
 
     # Answers
 
-    def _lend(self, what: work.Lend) -> None:
+    def _lend(self, what: role.Lend) -> None:
         values = self._of(what.store)
         if not values.has_residuals and not what.rows and replies.leaves_rest(what.codec):
             values.has_residuals = True
             self._settle(values, values.rule)
         self._lent.setdefault(what.ticket, []).append(replies.lend(values, what))
 
-    def _deliver(self, what: work.Deliver) -> Reply:
+    def _deliver(self, what: role.Deliver) -> Reply:
         """Whatever is wrong with the pull is said in the reply, and nothing raised."""
         lent = self._lent.pop(what.ticket, [])
         try:
@@ -434,22 +457,22 @@ class WorkEngine:
             for each in lent:  # the reply carries copies of what is on a GPU
                 each.give_back()
             lent = []
-        self._counters.sent(sum(memoryview(payload).nbytes for payload in message.payloads))
+        self._counters.sent(message.size)
         return Reply(what.link, message, lent)
 
-    def _forward(self, what: work.Forward) -> Reply:
+    def _forward(self, what: role.Forward) -> Reply:
         lent = self._lent.pop(what.ticket)
         payloads = replies.frames_of(lent[0])
-        self._counters.sent(sum(memoryview(payload).nbytes for payload in payloads))
+        self._counters.sent(size_of(payloads))
         return Reply(what.link, replace(what.message, payloads=payloads), lent)
 
-    def _discard(self, what: work.Discard) -> None:
+    def _discard(self, what: role.Discard) -> None:
         for each in self._lent.pop(what.ticket, []):
             each.give_back()
 
     # Rules and saved states
 
-    def _try_rule(self, what: work.TryRule) -> None:
+    def _try_rule(self, what: role.TryRule) -> None:
         if what.spec is None:
             return
         rule = self._made(what.store, rules.RuleSpec.from_json(what.spec))
@@ -467,7 +490,7 @@ class WorkEngine:
             rules.check_keys(rule, ((table.name(key), DTYPES[code]) for key, code in sorted(first)))
         return rule
 
-    def _set_rule(self, what: work.SetRule) -> bool:
+    def _set_rule(self, what: role.SetRule) -> bool:
         """Return whether the new rule needs norms."""
         values = self._values.get(what.store)
         if what.spec is None:
@@ -483,11 +506,11 @@ class WorkEngine:
         self._rules[what.store] = rule, spec
         return rule.needs_norms
 
-    def _save(self, what: work.Save) -> dict[str, Any]:
+    def _save(self, what: role.Save) -> dict[str, Any]:
         values = self._values.get(what.store)
         return statefile.save(what.message.body, values.saved() if values is not None else ())
 
-    def _load(self, what: work.Load) -> None:
+    def _load(self, what: role.Load) -> None:
         body, values = what.message.body, self._values.get(what.store)
         present = self._rules.get(what.store, (None, None))[1]
         if body["action"] == "stage":
@@ -506,7 +529,7 @@ class WorkEngine:
             values.restore()
 
 
-def _answered(batch: work.Batch) -> tuple[int, int]:
+def _answered(batch: role.Batch) -> tuple[int, int]:
     """Return how many bytes all shards of a batch have, and in how many pieces answers may have them.
 
     The part of a pull whose round is over first is often copied before the rest: one piece more.
@@ -518,7 +541,25 @@ def _answered(batch: work.Batch) -> tuple[int, int]:
     return nbytes, pieces + 1
 
 
-def _about(what: work.Work) -> dict[str, object]:
+_WORD_BYTES = 4
+"""Of an element: most are float32."""
+
+
+def _size_of(what: role.EngineWork) -> int:
+    """Return about how many bytes work goes over; 0 for work that touches no elements."""
+    match what:
+        case role.Fill() | role.Assign() | role.Check() | role.Add() | role.Step():
+            return what.batch.message.size
+        case role.Apply(skip=False):
+            return _WORD_BYTES * int(what.store.length[what.shards].sum())
+        case role.FinishUpdate():
+            return _WORD_BYTES * int(what.store.length[what.shard])
+        case role.Lend() if what.codec:
+            return _WORD_BYTES * int(what.store.length[what.shards].sum())
+    return 0
+
+
+def _about(what: role.EngineWork) -> dict[str, object]:
     batch = getattr(what, "batch", None)
     shards = getattr(batch, "shards", None) if batch is not None else getattr(what, "shards", None)
     return {} if shards is None else {"shards": len(shards)}

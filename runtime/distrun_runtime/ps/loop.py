@@ -19,7 +19,7 @@ from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import WireError
 from distrun_runtime.protocol import handshake, message
 from distrun_runtime.protocol.message import Kind, Message
-from distrun_runtime.ps import role, work
+from distrun_runtime.ps import role
 from distrun_runtime.ps.engine import Reply, WorkEngine
 from distrun_runtime.ps.replies import refusal
 from distrun_runtime.ps.trace import Trace
@@ -93,7 +93,7 @@ class Loop:
         self._trace = trace
         self._engine = engine
         self._publish = publish
-        self.metrics: Callable[[float], None] = lambda now: None
+        self.metrics: Callable[[float], None] | None = None
         """Called at every turn, with the time. Set it before `run`."""
         self._clock = clock
         self._gates: dict[str, _Gate] = {}
@@ -137,13 +137,18 @@ class Loop:
                 self._arrived(event)
             if self._later:
                 self._take_results()
-            self._check_engine()
+            if self._engine is not None and self._engine.failed is not None and not self._is_failing:
+                # The role is told, once, that the engine cannot use its device any more.
+                self._is_failing = True
+                self._decide(role.Failing(str(self._engine.failed)))
             while self._asked:
                 self._decide(self._asked.popleft())
             now = self._clock()
             self._perform(self._role.tick(now))
-            self.metrics(now)
-            self._drop_strangers()
+            if self.metrics is not None:
+                self.metrics(now)
+            if now >= self._looked + 1.0:  # there may be thousands of connections
+                self._drop_strangers(now)
         if self._engine is not None:
             self._engine.close()
         # The others have had an answer to their last words, or know that there will be none.
@@ -153,24 +158,25 @@ class Loop:
     # Connections
 
     def _arrived(self, event: Event) -> None:
-        if isinstance(event, (Arrived, Down)) and event.link in self._holds:
-            self._holds[event.link].events.append(event)
-        elif isinstance(event, Up):
-            self._say_hello(event.link)
-        elif isinstance(event, Down):
-            self._ended(event.link, event.reason)
-        elif isinstance(event, Rejected):
-            self._turned_away(event.link, event.reason)
-        elif isinstance(event, Stranger):
-            self._deny(role.Denied(event.reason, event.address, event.is_foreign, event.is_same_user))
-        elif isinstance(event, Released):
-            if self._engine is not None:
-                self._engine.released(event.lease)
-        elif isinstance(event, PathChosen):
-            why = f" reason={event.reason}" if event.reason else ""
-            self._trace.log("INFO", f"event=path link={event.link} path={event.path}{why}")
-        else:
-            self._received(event.link, event.frames)
+        match event:
+            case Arrived(link=link) | Down(link=link) if link in self._holds:
+                self._holds[link].events.append(event)
+            case Arrived():
+                self._received(event.link, event.frames)
+            case Released():
+                if self._engine is not None:
+                    self._engine.released(event.lease)
+            case Up():
+                self._say_hello(event.link)
+            case Down():
+                self._ended(event.link, event.reason)
+            case Rejected():
+                self._turned_away(event.link, event.reason)
+            case Stranger():
+                self._deny(role.Denied(event.reason, event.address, event.is_foreign, event.is_same_user))
+            case PathChosen():
+                why = f" reason={event.reason}" if event.reason else ""
+                self._trace.log("INFO", f"event=path link={event.link} path={event.path}{why}")
 
     def _say_hello(self, link: str) -> None:
         opener = handshake.Opener(self._role.me, self._token, secrets.token_hex(16), calls=link)
@@ -207,7 +213,8 @@ class Loop:
             if gate.opener is None and not gate.is_open:
                 self._refuse(link, gate, handshake.refused(str(err)))
             return
-        self._trace.received(link, arrived)
+        if self._trace.has_messages:
+            self._trace.received(link, arrived)
         self._hear(link, arrived)
 
     def _hear(self, link: str, arrived: Message) -> None:
@@ -232,7 +239,8 @@ class Loop:
         self._decide(role.Broken(link, f"its answer to {reason}"))
 
     def _shake(self, link: str, gate: _Gate, arrived: Message) -> None:
-        self._trace.received(link, arrived)
+        if self._trace.has_messages:
+            self._trace.received(link, arrived)
         if gate.opener is not None:
             self._shake_out(link, gate, gate.opener, arrived)
         else:
@@ -295,10 +303,7 @@ class Loop:
     def _forget(self, link: str) -> None:
         self._gates.pop(link, None)
 
-    def _drop_strangers(self) -> None:
-        now = self._clock()
-        if now < self._looked + 1.0:
-            return  # there may be thousands of connections
+    def _drop_strangers(self, now: float) -> None:
         self._looked = now
         limit = now - STRANGER_S
         for link, gate in list(self._gates.items()):
@@ -324,35 +329,31 @@ class Loop:
                 self._malformed(link, cause, err)
 
     def _act(self, action: role.Action, link: str | None, cause: Message | None) -> list[role.Action]:
-        if isinstance(action, role.Work):
-            return self._work(action, link, cause)
-        if isinstance(action, role.Send):
-            self._send(action.link, action.message)
-        elif isinstance(action, role.Resolve):
-            action.request.resolve(action.replies, action.error)
-        else:
-            self._perform_rest(action)
+        match action:
+            case role.Work():
+                return self._work(action, link, cause)
+            case role.Send():
+                self._send(action.link, action.message)
+            case role.Resolve():
+                action.request.resolve(action.replies, action.error)
+            case role.Resume():
+                self._resume(action.link)
+            case role.Note(request, text, awaited, key):
+                request.note, request.awaited, request.awaited_key = text, awaited, key
+            case role.Connect():
+                self._gates[action.link] = _Gate(opener=handshake.Opener(self._role.me, self._token, ""))
+                self._transport.connect(action.link, action.endpoint)
+            case role.Log():
+                self._trace.log(action.level, action.text)
+            case role.Publish():
+                self._publish(action.facts)
+            case role.Finish():
+                self._finish = self._finish or action
         return []
-
-    def _perform_rest(self, action: role.Action) -> None:
-        if isinstance(action, role.Connect):
-            self._gates[action.link] = _Gate(opener=handshake.Opener(self._role.me, self._token, ""))
-            self._transport.connect(action.link, action.endpoint)
-        elif isinstance(action, role.Log):
-            self._trace.log(action.level, action.text)
-        elif isinstance(action, role.Publish):
-            self._publish(action.facts)
-        elif isinstance(action, role.Resume):
-            self._resume(action.link)
-        elif isinstance(action, role.Note):
-            action.request.note = action.text
-            action.request.awaited, action.request.awaited_key = action.awaited, action.key
-        elif isinstance(action, role.Finish) and self._finish is None:
-            self._finish = action
 
     def _work(self, action: role.Work, link: str | None, cause: Message | None) -> list[role.Action]:
         assert self._engine is not None
-        while self._later and isinstance(action.what, work.ALONE):
+        while self._later and isinstance(action.what, role.ALONE):
             self._take_results(waits=True)
         if action.holds:
             self._holds.setdefault(action.holds, _Hold()).count += 1
@@ -384,7 +385,7 @@ class Loop:
         if done.error is not None and not isinstance(done.error, Exception):
             raise done.error  # A user's rule asked for the end of the process.
         if self._engine.failed is not None:
-            return []  # Nobody is answered from what is left (`_check_engine`).
+            return []  # Nobody is answered from what is left (`run`).
         if isinstance(done.value, Reply):
             lease = self._send(done.value.link, done.value.message)
             self._engine.sent(done.value.lent, lease)
@@ -392,13 +393,6 @@ class Loop:
             self._trace.log("ERROR", f"event=work-failed work={type(action.what).__name__} error={done.error}")
         actions = self._role.handle(done, self._clock()) if action.reports else []
         return [*actions, role.Resume(action.holds)] if action.holds else actions
-
-    def _check_engine(self) -> None:
-        """Tell the role, once, that the engine cannot use its device any more."""
-        if self._engine is None or self._is_failing or self._engine.failed is None:
-            return
-        self._is_failing = True
-        self._decide(role.Failing(str(self._engine.failed)))
 
     def _resume(self, link: str) -> None:
         """Some work that held a link is done: take in what happened there, until it is held again."""
@@ -424,7 +418,8 @@ class Loop:
 
     def _transmit(self, link: str, out: Message) -> Lease | None:
         me = self._role.me
-        self._trace.sent(link, out)
+        if self._trace.has_messages:
+            self._trace.sent(link, out)
         try:
             return self._transport.send(link, message.encode(out, (ROLE_CODES[me.role], me.rank, me.incarnation)))
         except ConnectionError as err:

@@ -22,7 +22,7 @@ from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Flag, Kind, Message, payloads_of
-from distrun_runtime.ps import checks, role, work
+from distrun_runtime.ps import checks, role
 from distrun_runtime.ps.replies import refusal
 from distrun_runtime.ps.roster import NAMED, listed, tasks_of
 from distrun_runtime.ps.shards import Failure, Store
@@ -123,7 +123,7 @@ class Pulls:
         return self._open.get(self._tickets)
 
     def take(
-        self, link: str, ranks: tuple[int, ...], batch: work.Batch, now: float, own: int | None = None
+        self, link: str, ranks: tuple[int, ...], batch: role.Batch, now: float, own: int | None = None
     ) -> list[role.Action]:
         """Take in a pull at time `now`.
 
@@ -169,7 +169,7 @@ class Pulls:
             actions += self._lend(pull, at)
         if not pull.owed.any():
             del self._open[pull.ticket]
-            deliver = work.Deliver(pull.ticket, pull.link, pull.message, pull.entries, pull.skipped, pull.notice.since)
+            deliver = role.Deliver(pull.ticket, pull.link, pull.message, pull.entries, pull.skipped, pull.notice.since)
             return [*actions, role.Work(deliver, reports=True)]
         self._watch(pull, int(pull.shards[pull.first_owed()]))
         return actions
@@ -235,7 +235,7 @@ class Pulls:
                 if notes is not None:
                     pull.skipped[int(store.key[shard])] = notes
         if not pull.entries["codec"].any():
-            return [role.Work(work.Lend(pull.ticket, store, shards, at))]
+            return [role.Work(role.Lend(pull.ticket, store, shards, at))]
         wanted = pull.entries["codec"][at].astype(np.int64)
         # The first value is never compressed.
         wanted[~np.isin(wanted, (codecs.NONE, codecs.ROWS, checks.HALF)) & store.fresh[shards]] = codecs.NONE
@@ -244,7 +244,7 @@ class Pulls:
             some = wanted == codec
             params = checks.params_of(pull.message, codec)
             rows = tuple(pull.rows[place] or b"" for place in at[some].tolist()) if codec == codecs.ROWS else ()
-            actions.append(role.Work(work.Lend(pull.ticket, store, shards[some], at[some], codec, params, rows)))
+            actions.append(role.Work(role.Lend(pull.ticket, store, shards[some], at[some], codec, params, rows)))
         return actions
 
     def advanced(self, store: Store, shards: Array) -> list[role.Action]:
@@ -366,7 +366,7 @@ class Pulls:
         for name, pulls in list(self._waiting.items()):
             if pulls.pop(pull.ticket, None) is not None and not pulls:
                 del self._waiting[name]
-        return [role.Work(work.Discard(pull.ticket))]
+        return [role.Work(role.Discard(pull.ticket))]
 
     def drop(self, link: role.Link) -> list[role.Action]:
         """A worker's connection is gone: nobody waits for its answers."""

@@ -28,7 +28,7 @@ from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import DTYPE_SIZES, ENTRY, Kind, Message, Payload, rows_of, sizes_of
-from distrun_runtime.ps import checks, role, work
+from distrun_runtime.ps import checks, role
 from distrun_runtime.ps.arithmetic import Peers
 from distrun_runtime.ps.pulls import Pull, Pulls, names_of
 from distrun_runtime.ps.replies import answer, refusal
@@ -120,7 +120,7 @@ class Relay:
         self._pulls = pulls
         self.members: tuple[int, ...] = ()
         """The workers of this host."""
-        self._stores: dict[int, _Relayed] = {}
+        self.stores: dict[int, _Relayed] = {}
         """By the store's number."""
         self._requests = 0
         self._sums: dict[int, int] = {}
@@ -145,30 +145,30 @@ class Relay:
 
     def store(self, number: int) -> Store | None:
         """Return the table of a store's shards on other servers; None: there are none."""
-        found = self._stores.get(number)
+        found = self.stores.get(number)
         return None if found is None else found.store
 
     def clear(self) -> None:
         """The job's next script begins. Numbers go on, so that a late answer is to nothing of it."""
-        self._stores.clear()
+        self.stores.clear()
         self._sums.clear()
         self._fetches.clear()
         self._settling.clear()
 
     def forget(self, number: int) -> Store | None:
         """A store is closed, so all sums of it are acknowledged; return the table of its shards, if there is one."""
-        of = self._stores.pop(number, None)
+        of = self.stores.pop(number, None)
         self._fetches = {each: fetch for each, fetch in self._fetches.items() if fetch.of is not of}
         return None if of is None else of.store
 
     def declare(self, link: str, message: Message) -> list[role.Action]:
         """Take in which shards a server has (INIT without values), or that their values were replaced (`assign`)."""
-        of = self._stores.get(message.store)
+        of = self.stores.get(message.store)
         if of is None:
             nothing = np.zeros(0, np.int64)
             store = Store(relayed(message.store), self._workers, self._me().rank)
             of = _Relayed(store, nothing, np.zeros((self._workers, 0), np.int64), nothing, nothing)
-            self._stores[message.store] = of
+            self.stores[message.store] = of
         store = of.store
         store.names.update({int(number): name for number, name in message.body.get("names", [])})
         shards = store.find(message.entries)
@@ -182,24 +182,24 @@ class Relay:
             new = rows_of(message.entries[shards < 0])
             places = [Shard(rank, each.offset, each.length, each.key, each.dtype, 0) for each in new]
             added = of.add(int(message.body["owner"]), places)
-            actions.append(role.Work(work.Reserve(store, added), reports=True))
+            actions.append(role.Work(role.Reserve(store, added), reports=True))
         return [*actions, *self._fetch_again(of, known), role.Send(link, answer(message))]
 
     # Contributions
 
-    def push(self, rank: int, batch: work.Batch) -> list[role.Action]:
+    def push(self, rank: int, batch: role.Batch) -> list[role.Action]:
         """Take in contributions of a worker of this host."""
-        of, shards = self._stores[relayed(batch.store.number)], batch.shards
+        of, shards = self.stores[relayed(batch.store.number)], batch.shards
         rounds = batch.entries["round"].astype(np.int64)
         at = np.flatnonzero(rounds > of.store.last[rank, shards])
         if len(at) < len(shards):  # the others are repeats
-            batch, rounds = work.Batch(of.store, shards[at], batch.message, batch.entries, batch.how, at), rounds[at]
+            batch, rounds = role.Batch(of.store, shards[at], batch.message, batch.entries, batch.how, at), rounds[at]
         actions: list[role.Action] = []
         for number, some in by_round(batch, rounds) if len(at) else ():
             actions += self._contribute(of, rank, number, some)
         return actions
 
-    def _contribute(self, of: _Relayed, rank: int, number: int, batch: work.Batch) -> list[role.Action]:
+    def _contribute(self, of: _Relayed, rank: int, number: int, batch: role.Batch) -> list[role.Action]:
         store, shards = of.store, batch.shards
         actions: list[role.Action] = []
         note = batch.message.body.get("skip")
@@ -215,7 +215,7 @@ class Relay:
         ready = self._reach(of, shards) >= number
         if ready.all():
             return [*actions, *self._forward(of, number, shards, last=batch)]
-        actions.append(role.Work(work.Add(rank, number, batch), reports=True))
+        actions.append(role.Work(role.Add(rank, number, batch), reports=True))
         return [*actions, *self._forward(of, number, shards[ready])]
 
     def _reach(self, of: _Relayed, shards: Array) -> Array:
@@ -246,7 +246,7 @@ class Relay:
         number: int,
         shards: Array,
         *,
-        last: work.Batch | None = None,
+        last: role.Batch | None = None,
         body: Mapping[str, Any] | None = None,
     ) -> list[role.Action]:
         """Send what is here of a round of shards to their owners.
@@ -259,7 +259,7 @@ class Relay:
         actions: list[role.Action] = []
         groups = list(self._groups(of, number, shards))
         if last is not None and len(groups) > 1:
-            actions.append(role.Work(work.Add(-1, number, last), reports=True))
+            actions.append(role.Work(role.Add(-1, number, last), reports=True))
             last = None
         for owner, ranks, some in groups:
             of.sent[np.ix_(np.array(ranks), some)] = number
@@ -281,9 +281,9 @@ class Relay:
             store.done[some] = -1
             ticket = -self._requests
             actions += [
-                role.Work(work.Apply(store, number, some, last=last), reports=True),
-                role.Work(work.Lend(ticket, store, some, np.arange(len(some))), reports=True),
-                role.Work(work.Forward(ticket, store, link, message), reports=True),
+                role.Work(role.Apply(store, number, some, last=last), reports=True),
+                role.Work(role.Lend(ticket, store, some, np.arange(len(some))), reports=True),
+                role.Work(role.Forward(ticket, store, link, message), reports=True),
             ]
         return actions
 
@@ -317,9 +317,9 @@ class Relay:
 
     # Values
 
-    def pull(self, link: str, rank: int, batch: work.Batch, now: float) -> list[role.Action]:
+    def pull(self, link: str, rank: int, batch: role.Batch, now: float) -> list[role.Action]:
         """Take in a pull of a worker of this host."""
-        of = self._stores[relayed(batch.store.number)]
+        of = self.stores[relayed(batch.store.number)]
         actions = self._pulls.take(link, (rank,), batch, now)
         waiting = self._pulls.newest()
         return actions if waiting is None else [*actions, *self._fetch(of, waiting)]
@@ -380,7 +380,7 @@ class Relay:
 
     def _fetched(self, fetch: _Fetch, message: Message) -> list[role.Action]:
         store, shards = fetch.of.store, fetch.shards
-        found = sum(memoryview(each).nbytes for each in message.payloads)
+        found = message.size
         if found != sizes_of(fetch.entries).sum() or (message.entries["payload"] != Payload.PACKED).any():
             return [role.Finish(1, f"the answer of another server has {found} bytes of values, expected others")]
         entries = fetch.entries.copy()
@@ -394,8 +394,8 @@ class Relay:
             said = {int(rank): note for rank, note in notes.items()}
             for shard in np.flatnonzero(store.key[shards] == int(key)).tolist():
                 store.skipped.setdefault(int(shards[shard]), {})[int(rounds[shard])] = said
-        values = work.Batch(store, shards, message, entries)
-        return [role.Work(work.Assign(values), reports=True), *self._pulls.advanced(store, shards)]
+        values = role.Batch(store, shards, message, entries)
+        return [role.Work(role.Assign(values), reports=True), *self._pulls.advanced(store, shards)]
 
     def _refused(self, fetch: _Fetch, message: Message) -> list[role.Action]:
         """Tell those who wait; others hear of a failed update by their next pull."""
@@ -429,7 +429,7 @@ class Relay:
 
     def settle(self, link: str, rank: int, message: Message) -> list[role.Action]:
         """Answer when the owners have all that a worker has pushed here."""
-        of = self._stores.get(message.store)
+        of = self.stores.get(message.store)
         if of is None:
             return [role.Send(link, answer(message))]
         actions = self._send_held(of, np.flatnonzero(of.held[rank]))
@@ -446,13 +446,13 @@ class Relay:
 
     def excused(self, number: int) -> list[role.Action]:
         """A worker has joined or left a store: no sum waits for it."""
-        of = self._stores.get(number)
+        of = self.stores.get(number)
         return [] if of is None else self._send_held(of, np.arange(of.store.count), only_complete=True)
 
     def tick(self, now: float) -> list[role.Action]:
         """Send the parts of sums that pulls have waited for long enough."""
         actions: list[role.Action] = []
-        for of in self._stores.values():
+        for of in self.stores.values():
             for pull in self._pulls.open_of(of.store):
                 if now - pull.notice.since >= PART_S:
                     shards = np.unique(pull.shards[pull.owed])
@@ -462,7 +462,7 @@ class Relay:
     def open_round(self, number: int, keys: Mapping[int, Any]) -> tuple[int, Any, list[int], list[int]] | None:
         """Return a round of some of these keys that has contributions here: its number, the key, who of this host has
         pushed it, and who has not; None: there is none."""
-        of = self._stores.get(number)
+        of = self.stores.get(number)
         for shard in np.flatnonzero(of.held.any(axis=0)).tolist() if of is not None else ():
             assert of is not None
             key = int(of.store.key[shard])
@@ -474,7 +474,7 @@ class Relay:
 
     def loaded(self, number: int, rounds: Mapping[int, int]) -> list[role.Action]:
         """Saved states are in place: rounds go on from theirs, by number of the key."""
-        of = self._stores.get(number)
+        of = self.stores.get(number)
         if of is None:
             return []
         store = of.store

@@ -15,8 +15,8 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops import reduce
 from distrun_runtime.ops.reduce import How
-from distrun_runtime.protocol.message import DTYPE_SIZES, DTYPES, Flag, Message, Payload
-from distrun_runtime.ps import role, work
+from distrun_runtime.protocol.message import DTYPE_SIZES, DTYPES, Flag, Message, Payload, size_of
+from distrun_runtime.ps import role
 from distrun_runtime.ps.values import Values
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def leaves_rest(codec: int) -> bool:
     return codec != codecs.NONE and codecs.numbered(codec).has_residual
 
 
-def lend(values: Values, what: work.Lend) -> ReplyValues:
+def lend(values: Values, what: role.Lend) -> ReplyValues:
     """Keep the present values of shards for a pull: they are not written until they are given back."""
     lent = ReplyValues(values, what.shards, what.at, values.side[what.shards], what.codec)
     if not what.rows and what.codec == codecs.NONE:
@@ -122,7 +122,7 @@ def lend(values: Values, what: work.Lend) -> ReplyValues:
     return lent
 
 
-def reply_of(what: work.Deliver, lent: Sequence[ReplyValues]) -> Message:
+def reply_of(what: role.Deliver, lent: Sequence[ReplyValues]) -> Message:
     """Return the answer to a pull from all that was lent to it."""
     for each in lent:
         if each.error:
@@ -159,7 +159,7 @@ def frames_of(lent: ReplyValues) -> list[Buffer]:
     if not values.is_on_host:
         return [memory.data for _, memory in _copied(lent)]
     found = [values.device.frame(array) for array in _arrays(values, lent.shards, lent.sides)]
-    size = sum(memoryview(each).nbytes for each in found)
+    size = size_of(found)
     if len(found) > _JOINED_FRAMES and size < _JOINED_BYTES * len(found):
         return [b"".join(found)]
     return found

@@ -6,15 +6,23 @@ them. None of this touches a socket, a clock or an array.
 
 from __future__ import annotations
 
+import copy
 import signal
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, Protocol, Union
 
+from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract.dataclass import dataclass
-from distrun_runtime.errors import RuntimeFault
+from distrun_runtime.contract.facts import duration
+from distrun_runtime.errors import RuntimeFault, TimedOut
+from distrun_runtime.ops.reduce import PLAIN, How
 from distrun_runtime.protocol.handshake import NodeIdentity
-from distrun_runtime.protocol.message import Message
+from distrun_runtime.protocol.message import Kind, Message
+from distrun_runtime.ps.shards import Notes, Store, Turn
 
 Link = str
 
@@ -27,6 +35,395 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+# What a server asks of its engine: work on arrays, done in the order in which it is asked for.
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What one message brings to some shards of a store."""
+
+    store: Store
+    shards: Array
+    """int64, each once."""
+    message: Message
+    entries: Array
+    """Of the message, or those of the bucket that it names: one for each shard, unless `at` says which."""
+    how: How = PLAIN
+    at: Array | None = None
+    """Which entries are those of `shards`; None: all, in their order."""
+
+
+@dataclass(frozen=True, eq=False)
+class Fill:
+    """The first values of shards."""
+
+    batch: Batch
+    link: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class TryFill:
+    """Find out whether the store's rule, if it has one, takes the values of an INIT, and change nothing."""
+
+    link: str
+    message: Message
+
+
+@dataclass(frozen=True, eq=False)
+class Assign:
+    """Other values for shards; the rule's state and rounds go on."""
+
+    batch: Batch
+    link: str = ""
+    """Of the worker that is told when it is done; empty: a relay is."""
+
+
+@dataclass(frozen=True, eq=False)
+class Check:
+    """Look whether the payloads of a push or pull can be read, before anything of it is done."""
+
+    link: str
+    rank: int
+    batch: Batch
+
+
+@dataclass(frozen=True, eq=False)
+class Add:
+    """Add contributions to the sums of a round."""
+
+    rank: int
+    round: int
+    batch: Batch
+
+
+@dataclass(frozen=True, eq=False)
+class Apply:
+    """A round of some shards is complete: apply the rule to its sums, or assign them where there is no rule.
+
+    The result is an `arithmetic.UpdateResult`: which shards failed, and which wait for norms (FinishUpdate or
+    DropUpdate follows).
+    """
+
+    store: Store
+    round: int
+    shards: Array
+    skip: bool = False
+    """A worker skipped the round: forget the sums and leave the values as they are."""
+    rank: int = -1
+    last: Batch | None = None
+    """The last contributions, by worker `rank`, of just these shards; they are not in the sums yet."""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """Apply the rule to each payload of an async push, one shard after the other.
+
+    The result is a dict: for each shard that waits for norms its sums of squares.
+    """
+
+    link: str
+    rank: int
+    batch: Batch
+
+
+@dataclass(frozen=True, eq=False)
+class FinishUpdate:
+    """The norms of a turn are known: finish the shard's update."""
+
+    store: Store
+    shard: int
+    turn: Turn
+    totals: tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class DropUpdate:
+    """The shard's update that waits for norms is not to be."""
+
+    store: Store
+    shard: int
+    turn: Turn
+
+
+@dataclass(frozen=True, eq=False)
+class Lend:
+    """Keep the present values of some shards for entries of the pull `ticket`; later rounds go to other buffers."""
+
+    ticket: int
+    store: Store
+    shards: Array
+    at: Array
+    """The number of each shard's entry in the pull."""
+    codec: int = 0
+    """The codec that the values are answered in; a codec's or rows' values are made at once."""
+    params: Mapping[str, float] = field(default_factory=dict)
+    rows: tuple[Buffer, ...] = ()
+    """For each shard the payload that says which rows are wanted; empty: whole values."""
+
+
+@dataclass(frozen=True, eq=False)
+class Deliver:
+    """Make the answer of the pull `ticket` from all that was lent to it; the result is an `engine.Reply`."""
+
+    ticket: int
+    link: str
+    message: Message
+    entries: Array
+    skipped: Mapping[int, Notes] = field(default_factory=dict)
+    """Key number to the notes of its round, for the keys whose round was skipped."""
+    since: float = 0.0
+    """When the pull came."""
+
+
+@dataclass(frozen=True, eq=False)
+class Discard:
+    """The pull `ticket` failed: give back what was lent to it."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, eq=False)
+class Reserve:
+    """Make places for shards whose values come later."""
+
+    store: Store
+    shards: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """Give `message` the values that were lent to `ticket` as its payloads; the result is an `engine.Reply`."""
+
+    ticket: int
+    store: Store
+    link: str
+    message: Message
+
+
+@dataclass(frozen=True, eq=False)
+class Clear:
+    """Forget all shards and rules, as the job's next script begins anew (STOP), or those of one store (CLOSE)."""
+
+    message: Message
+
+    @property
+    def store(self) -> int | None:
+        """The store that is forgotten; None: all are."""
+        return self.message.store if self.message.kind is Kind.CLOSE else None
+
+
+@dataclass(frozen=True, eq=False)
+class TryRule:
+    """Find out whether the store could have the rule of `spec`, and change nothing."""
+
+    store: int
+    spec: Mapping[str, Any] | None
+    message: Message
+
+
+@dataclass(frozen=True, eq=False)
+class SetRule:
+    """Make the rule of `spec` (JSON of an `ops.optimizers.RuleSpec`) the store's; None: it has none from now on."""
+
+    store: int
+    spec: Mapping[str, Any] | None
+    message: Message
+
+
+@dataclass(frozen=True, eq=False)
+class Save:
+    """Write the store's shards as `ps.statefile` does; the result is what the manifest says of them."""
+
+    store: int
+    message: Message
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """Read the store's shards as `ps.statefile` does."""
+
+    store: int
+    message: Message
+
+
+@dataclass(frozen=True, eq=False)
+class Release:
+    """Read no memory of workers any more for the rounds of a store that are open: copy what is still needed."""
+
+    link: str
+    message: Message
+
+
+EngineWork = Union[
+    Fill,
+    TryFill,
+    Assign,
+    Check,
+    Add,
+    Apply,
+    Step,
+    FinishUpdate,
+    DropUpdate,
+    Lend,
+    Deliver,
+    Discard,
+    Reserve,
+    Forward,
+    Clear,
+    TryRule,
+    SetRule,
+    Save,
+    Load,
+    Release,
+]
+"""What `WorkEngine.do` takes. Its `match` says how each is done, that of `Server._done` what follows."""
+
+ALONE = (TryFill, Fill, TryRule, SetRule, Save, Load, Clear)
+"""Work that begins when all before it is done and reported, and before anything else is decided."""
+
+
+# What the threads of a process ask of its node.
+
+
+class Waits:
+    """For which request the script's main thread waits at the moment: it sets both, the node's thread reads them."""
+
+    def __init__(self) -> None:
+        self.request: Request | None = None
+        self.since = 0.0
+        """Wall clock."""
+
+
+class Request:
+    """A request in flight: messages that went out, and all their replies when these are there.
+
+    What a store's call returns to the user, a `store.pending.Pending`, has one or more of these.
+
+    Threads: any may wait; the node's thread resolves, once.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        on_error: Callable[[RuntimeFault], None] | None = None,
+        limit: str = "",
+        waits: Waits | None = None,
+    ) -> None:
+        self._waits = waits
+        self._limit = limit
+        """Where its deadline comes from, for people."""
+        self.what = what
+        """What was asked, for people: `pull of key 'w'`."""
+        self.note = ""
+        """What it waits for, as the other side last said."""
+        self.awaited: tuple[str, ...] = ()
+        """The tasks that the other side waits for, as it last said."""
+        self.awaited_key = ""
+        self.missing: dict[int, str] = {}
+        """Its messages that are not answered, by their numbers, and to whom each went. The node's thread's."""
+        self._lock = threading.Lock()
+        self._followers: list[Callable[[RuntimeFault | None], None]] | None = []
+        """What to call when it is done; None once that was done."""
+        if on_error is not None:
+            self.then(lambda error: None if error is None else on_error(error))
+        self._is_done = threading.Event()
+        self._replies: tuple[Message, ...] = ()
+        self._error: RuntimeFault | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._is_done.is_set()
+
+    def resolve(self, replies: tuple[Message, ...], error: RuntimeFault | None) -> None:
+        """Complete it with its replies, or with what went wrong."""
+        with self._lock:
+            self._replies, self._error = replies, error
+            followers, self._followers = self._followers or [], None
+        for follow in followers:
+            follow(error)
+        # Last: who has waited for it finds what followed done.
+        self._is_done.set()
+
+    def then(self, follow: Callable[[RuntimeFault | None], None]) -> None:
+        """Call `follow` with the error, or None, when it is done: now, or in the thread that resolves it."""
+        with self._lock:
+            if self._followers is not None:
+                self._followers.append(follow)
+                return
+        follow(self._error)
+
+    def wait(self, timeout_s: float, limit: str | None = None) -> tuple[Message, ...]:
+        """Return the replies.
+
+        Arguments:
+            limit: where this deadline comes from, for people, if it is not the request's own.
+
+        Raises:
+            TimedOut: not done after `timeout_s` seconds; the message says who has not answered, and what for.
+            RuntimeFault: what went wrong, of its own class (KVError, PeerLost ...).
+        """
+        started = time.monotonic()
+        if not self._waited(min(timeout_s, threading.TIMEOUT_MAX)):
+            waited_s = time.monotonic() - started
+            waited_s = round(waited_s, 1 if waited_s < 10 else 0)
+            note = ", " + self.note if self.note else ""
+            where = self._limit if limit is None else limit
+            limit = f" ({where})" if where else ""
+            names = ", ".join(sorted(set(self.missing.copy().values())))
+            whose = " from " + names if names else ""
+            raise TimedOut(f"{self.what}: no answer{whose} for {duration(waited_s)}{note}{limit}")
+        if self._error is not None:
+            # A fresh exception each time: several threads may raise it, and a traceback belongs to one.
+            raise copy.copy(self._error)
+        return self._replies
+
+    def _waited(self, timeout_s: float) -> bool:
+        """Wait until it is done, and let the node know that the script does; return whether it is done."""
+        if self._is_done.is_set():
+            return True
+        waits = self._waits
+        if waits is None or threading.current_thread() is not threading.main_thread():
+            return self._is_done.wait(timeout_s)
+        waits.since = time.time()
+        waits.request = self
+        try:
+            return self._is_done.wait(timeout_s)
+        finally:
+            waits.request = None
+
+    @property
+    def replies(self) -> tuple[Message, ...]:
+        """The replies, once it is done without an error; none after `forget`."""
+        return self._replies
+
+    def forget(self) -> None:
+        """Let go of the replies: their memory may be the servers'. Call when nobody will ask for them."""
+        self._replies = ()
+
+
+def when_done(requests: Sequence[Request], act: Callable[[], None]) -> None:
+    """Call `act` once all of these are done, well or not: now, or in the thread that resolves the last one."""
+    missing = len(requests)
+    lock = threading.Lock()
+
+    def one_less(error: RuntimeFault | None) -> None:
+        nonlocal missing
+        with lock:
+            missing -= 1
+            is_last = missing == 0
+        if is_last:
+            act()
+
+    if not requests:
+        act()
+    for request in requests:
+        request.then(one_less)
+
+
+# Events
 
 
 @dataclass(frozen=True)
@@ -86,7 +483,7 @@ class CallSubmitted:
 class WorkDone:
     """The engine has done `work`; `error` is what it raised, else `value` what it returned."""
 
-    work: Any
+    work: EngineWork
     error: BaseException | None = None
     traceback: str = ""
     value: Any = None
@@ -107,6 +504,9 @@ class Failing:
 
 
 Event = Union[Welcomed, TurnedAway, Denied, Broken, MessageReceived, CallSubmitted, WorkDone, SignalReceived, Failing]
+
+
+# Actions
 
 
 @dataclass(frozen=True)
@@ -147,7 +547,7 @@ class Work:
     Work is done in the order in which it was asked for, and reported in that order.
     """
 
-    what: Any
+    what: EngineWork
     reports: bool = field(default=False, kw_only=True)
     """Whether the role is told what came of it, at once or later, by `Done`."""
     holds: Link = field(default="", kw_only=True)
@@ -156,9 +556,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Resolve:
-    """A request (`request.Request`) was answered or failed: whoever waits for it gets `replies`, or `error` raised."""
+    """A request was answered or failed: whoever waits for it gets `replies`, or `error` raised."""
 
-    request: Any
+    request: Request
     replies: tuple[Message, ...] = ()
     error: RuntimeFault | None = None
 
@@ -167,7 +567,7 @@ class Resolve:
 class Note:
     """Tell a request what it waits for."""
 
-    request: Any
+    request: Request
     text: str
     awaited: tuple[str, ...] = ()
     """The tasks that it waits for."""

@@ -25,7 +25,7 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Kind, Message, rows_of
-from distrun_runtime.ps import role, work
+from distrun_runtime.ps import role
 from distrun_runtime.ps.arithmetic import Norms, Part, Peers, UpdateResult
 from distrun_runtime.ps.counters import Counters
 from distrun_runtime.ps.pulls import Pulls, names_of
@@ -72,7 +72,7 @@ class Rounds:
                 self._norms.close(turn)
         self._logged.discard(number)
 
-    def push(self, link: str, ranks: Sequence[int], batch: work.Batch, first: int = -1) -> list[role.Action]:
+    def push(self, link: str, ranks: Sequence[int], batch: role.Batch, first: int = -1) -> list[role.Action]:
         """Take in the contributions of a synchronous push: of one worker, or a sum of several (`against_sum`).
 
         Arguments:
@@ -87,7 +87,7 @@ class Rounds:
             taken |= self._count(store, rank, shards, rounds)
         if not taken.all():
             at = np.flatnonzero(taken)
-            batch, rounds = work.Batch(store, shards[at], batch.message, batch.entries, batch.how, at), rounds[at]
+            batch, rounds = role.Batch(store, shards[at], batch.message, batch.entries, batch.how, at), rounds[at]
         if not len(batch.shards):
             return actions
         for number, some in by_round(batch, rounds):
@@ -132,18 +132,18 @@ class Rounds:
         store.early.setdefault(int(shard), {}).setdefault(int(number), set()).add(rank)
         return True
 
-    def _contribute(self, rank: int, number: int, batch: work.Batch) -> list[role.Action]:
+    def _contribute(self, rank: int, number: int, batch: role.Batch) -> list[role.Action]:
         """Order what contributions to one round lead to."""
         store, shards = batch.store, batch.shards
         if store.is_held_up(shards):
-            return [role.Work(work.Add(rank, number, batch))]
+            return [role.Work(role.Add(rank, number, batch))]
         reach = store.reach(shards)
         ready = (store.ordered[shards] + 1 == number) & (store.done[shards] + 1 == number) & (reach >= number)
         if store.skipping or store.early or not ready.all():
-            return [role.Work(work.Add(rank, number, batch)), *self._complete(store, shards)]
+            return [role.Work(role.Add(rank, number, batch)), *self._complete(store, shards)]
         # The most frequent case: the last contributions of all these shards need not be kept for a moment.
         store.ordered[shards] = number
-        return [role.Work(work.Apply(store, number, shards, rank=rank, last=batch), reports=True)]
+        return [role.Work(role.Apply(store, number, shards, rank=rank, last=batch), reports=True)]
 
     def _complete(self, store: Store, shards: Array) -> list[role.Action]:
         """Order the next rounds of some shards, as far as they are complete and the rounds before them are over."""
@@ -162,10 +162,10 @@ class Rounds:
                 store.skipped.setdefault(shard, {})[number] = {rank: said.get(rank) for rank in ranks}
             if skipped:
                 gone = np.array(skipped)
-                actions.append(role.Work(work.Apply(store, number, gone, skip=True), reports=True))
+                actions.append(role.Work(role.Apply(store, number, gone, skip=True), reports=True))
                 some = some[~np.isin(some, gone)]
             if len(some):
-                actions.append(role.Work(work.Apply(store, number, some), reports=True))
+                actions.append(role.Work(role.Apply(store, number, some), reports=True))
         return actions
 
     def _take_early(self, store: Store, shards: Array) -> None:
@@ -210,7 +210,7 @@ class Rounds:
 
     # What the engine reports
 
-    def applied(self, what: work.Apply, event: role.WorkDone) -> list[role.Action]:
+    def applied(self, what: role.Apply, event: role.WorkDone) -> list[role.Action]:
         """A round is applied, or waits for norms."""
         store, shards = what.store, what.shards
         result = event.value if isinstance(event.value, UpdateResult) else UpdateResult()
@@ -222,7 +222,7 @@ class Rounds:
         if len(good):
             self._note_applied(store, good, what.round)
             actions += self._pulls.advanced(store, good)
-            for key in {int(store.key[shard]) for shard in good} if self._norms else ():
+            for key in {int(store.key[shard]) for shard in good} if self._norms.open else ():
                 actions += self._went_without(store, Turn(store.number, key, SYNC, what.round))
         for shard, (error, trace) in result.failed.items():
             failure = self._failure(store, shard, error, trace)
@@ -238,7 +238,7 @@ class Rounds:
             actions += self._complete(store, good)
         return actions
 
-    def stepped(self, what: work.Step, event: role.WorkDone) -> list[role.Action]:
+    def stepped(self, what: role.Step, event: role.WorkDone) -> list[role.Action]:
         """An async push is applied, or half applied; it is acknowledged now in any case."""
         batch, store = what.batch, what.batch.store
         waiting: Mapping[int, tuple[float, ...]] = event.value or {}
@@ -251,7 +251,7 @@ class Rounds:
         else:
             actions.append(role.Send(what.link, answer(batch.message)))
         stale = self._count_async(store, batch.shards, what.rank, rounds)
-        if event.error is None and not waiting and not self._norms:
+        if event.error is None and not waiting and not self._norms.open:
             self._counters.updated(len(batch.shards), what.rank, stale.tolist())
             store.updates[batch.shards] += 1
             store.fresh[batch.shards] = False
@@ -276,7 +276,7 @@ class Rounds:
             actions += self._pulls.advanced(store, np.array([shard]))
         return actions
 
-    def finished(self, what: work.FinishUpdate, event: role.WorkDone) -> list[role.Action]:
+    def finished(self, what: role.FinishUpdate, event: role.WorkDone) -> list[role.Action]:
         """The second half of an update is done, or has failed."""
         failure = None if event.error is None else self._failure(what.store, what.shard, event.error, event.traceback)
         logs = [] if failure is None else self._log(what.store, failure)
@@ -402,9 +402,9 @@ class Rounds:
         actions: list[role.Action] = []
         if not isinstance(result, Failure):
             self._norms.close(turn)
-            return [role.Work(work.FinishUpdate(store, shard, turn, result), reports=True) for shard in ready]
+            return [role.Work(role.FinishUpdate(store, shard, turn, result), reports=True) for shard in ready]
         for shard in ready:
-            actions.append(role.Work(work.DropUpdate(store, shard, turn)))
+            actions.append(role.Work(role.DropUpdate(store, shard, turn)))
             # All of them before anybody is answered: a pull of several shards fails once.
             self._note(store, shard, turn, result)
         for shard in ready:
@@ -444,7 +444,7 @@ class Rounds:
         return self.peers.tell(Message(Kind.NORMS, store=turn.store, body=facts))
 
 
-def by_round(batch: work.Batch, rounds: Array) -> Iterator[tuple[int, work.Batch]]:
+def by_round(batch: role.Batch, rounds: Array) -> Iterator[tuple[int, role.Batch]]:
     """Yield the rounds that a batch contributes to, each with its part of the batch."""
     first = int(rounds[0])
     if (rounds == first).all():
@@ -453,7 +453,7 @@ def by_round(batch: work.Batch, rounds: Array) -> Iterator[tuple[int, work.Batch
     entries = np.arange(len(batch.shards)) if batch.at is None else batch.at
     for number in np.unique(rounds).tolist():
         some = rounds == number
-        part = work.Batch(batch.store, batch.shards[some], batch.message, batch.entries, batch.how, entries[some])
+        part = role.Batch(batch.store, batch.shards[some], batch.message, batch.entries, batch.how, entries[some])
         yield number, part
 
 

@@ -30,7 +30,7 @@ from distrun_runtime.ops.compression import NONE, ROWS
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import PLAIN, How
 from distrun_runtime.protocol.message import DTYPE_SIZES, DTYPES, ENTRY, Payload
-from distrun_runtime.ps.request import Request
+from distrun_runtime.ps.role import Request
 
 __all__ = ["Buckets", "Portion", "Route", "cut", "mxnet_shards", "place", "portions_of", "shards_on"]
 

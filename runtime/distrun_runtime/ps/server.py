@@ -8,15 +8,15 @@ Nothing is done here: `handle` returns actions (`role`), which the node's loop (
 `role.Work` goes to the engine; if it `reports`, `role.Done` comes back as an event, at once or later, and with `holds`
 nothing else that arrives on that connection is told before.
 
-Here are the job, what messages say, and membership. What a push leads to is in `rounds`, what a pull waits for in
-`pulls`; saved states, rules, counters and profiles are in `control`. What workers of this host push to servers of other
-hosts goes through `relay`, which can be left out at first.
+Here are the job, what messages say, rules, saved states, and membership. What a push leads to is in `rounds`, what a
+pull waits for in `pulls`. What workers of this host push to servers of other hosts goes through `relay`, which can be
+left out at first.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from distrun_runtime.protocol.message import (
     rows_of,
     sizes_of,
 )
-from distrun_runtime.ps import checks, role, statefile, work
+from distrun_runtime.ps import checks, role, statefile
 from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.counters import Counters, Lags
 from distrun_runtime.ps.pulls import Pulls
@@ -45,125 +45,6 @@ from distrun_runtime.ps.roster import from_json
 from distrun_runtime.ps.rounds import Rounds, words_of
 from distrun_runtime.ps.shards import Store, relayed
 from distrun_runtime.ps.trace import Recorder
-
-# What a server is asked that is no push and no pull: rules, saved states, counters, profiles. Pure.
-
-
-Stores = dict[int, Store]
-
-
-class Control:
-    """Answers these requests; None: it is not one of them."""
-
-    def __init__(self, me: Callable[[], NodeIdentity], counters: Counters, recorder: Recorder, relay: Relay) -> None:
-        self._me = me
-        self._relay = relay
-        self._counters = counters
-        self._recorder = recorder
-        self._held: list[Message] = []
-        """Requests that wait until no update of their store is under way."""
-
-    def from_scheduler(self, message: Message, stores: Stores) -> list[role.Action] | None:
-        """Take in a request of the scheduler."""
-        if message.kind is Kind.RULE:
-            kind = work.TryRule if message.body.get("check") else work.SetRule
-            return [role.Work(kind(message.store, message.body["spec"], message), reports=True)]
-        if message.kind is Kind.LOAD and message.body["action"] != "stage":
-            return [role.Work(work.Load(message.store, message), reports=True)]
-        if message.kind in (Kind.SAVE, Kind.LOAD):
-            return self._states(message, stores)
-        return None
-
-    def from_worker(self, link: role.Link, message: Message, stores: Stores, waiting: int) -> list[role.Action] | None:
-        """Take in a request of a worker; `waiting`: how many pulls of the store wait."""
-        if message.kind is Kind.STATS:
-            return [role.Send(link, answer(message, self._stats(stores.get(message.store), waiting)))]
-        if message.kind is Kind.PROFILE:
-            return [role.Send(link, self._profile(message))]
-        if message.kind is Kind.RELEASE:
-            return [role.Work(work.Release(link, message), reports=True)]
-        return None
-
-    def tick(self, stores: Stores) -> list[role.Action]:
-        """Go on with what waited for updates."""
-        held, self._held = self._held, []
-        return [action for message in held for action in self._states(message, stores)]
-
-    def forget(self) -> None:
-        """The job's next script begins: nobody waits any more, and nothing was counted."""
-        self._held.clear()
-        self._counters.reset()
-        if self._recorder.is_on:
-            self._recorder.stop("")
-
-    def done(self, event: role.WorkDone, stores: Stores) -> list[role.Action] | None:
-        """The executor has done work that was asked for here."""
-        what = event.work
-        if isinstance(what, work.Release):
-            return [role.Send(what.link, answer(what.message) if event.error is None else failed(what.message, event))]
-        if not isinstance(what, (work.TryRule, work.SetRule, work.Save, work.Load)):
-            return None
-        if event.error is not None:
-            return [role.Send(role.SCHEDULER_LINK, failed(what.message, event))]
-        body: dict[str, Any] = {}
-        if isinstance(what, work.SetRule):
-            stores.setdefault(what.store, Store(what.store, self._me().workers)).has_rule = what.spec is not None
-        elif isinstance(what, work.Save):
-            store = stores.get(what.store)
-            is_sync = store is not None and store.is_sync
-            body = {**event.value, "rounds": store.rounds(store.changed_rounds()) if store and is_sync else []}
-        elif isinstance(what, work.Load) and what.message.body["action"] == "commit":
-            rounds = {int(number): int(done) for number, done in what.message.body.get("rounds", ())}
-            _set_rounds(stores.get(what.store), rounds)
-            fetched = self._relay.loaded(what.store, rounds)
-            return [role.Send(role.SCHEDULER_LINK, answer(what.message, body)), *fetched]
-        return [role.Send(role.SCHEDULER_LINK, answer(what.message, body))]
-
-    # Saved states
-
-    def _states(self, message: Message, stores: Stores) -> list[role.Action]:
-        open_here = self._relay.open_round(message.store, _names_in(message))
-        if open_here is not None:
-            return [role.Send(role.SCHEDULER_LINK, refusal(message, _is_open(*open_here)))]
-        store = stores.get(message.store)
-        if store is not None and (store.pending or (store.ordered > store.done).any()):
-            # An update waits for norms of other servers; they are on their way.
-            self._held.append(message)
-            return []
-        wrong = _open_round(store, message, self._me().workers) if store is not None and store.is_sync else ""
-        if wrong:
-            return [role.Send(role.SCHEDULER_LINK, refusal(message, wrong))]
-        me = self._me()
-        body = {**message.body, "file": statefile.server_file(me.rank), "host": me.host}
-        kind = work.Save if message.kind is Kind.SAVE else work.Load
-        return [role.Work(kind(message.store, replace(message, body=body)), reports=True)]
-
-    # Counters and profiles
-
-    def _stats(self, store: Store | None, waiting: int) -> dict[str, object]:
-        is_used = store is not None and store.count > 0
-        return {
-            "server": self._me().name,
-            "host": self._me().host,
-            "keys": len(store.by_key) if store is not None else 0,
-            "pieces": store.count if store is not None else 0,
-            "rounds": int(store.changed_rounds().max()) if store is not None and is_used else 0,
-            "queue": waiting,
-            "device": "" if store is None else store.device,
-            **self._counters.to_json(),
-        }
-
-    def _profile(self, message: Message) -> Message:
-        me = self._me()
-        action = message.body["action"]
-        if action == "start":
-            if self._recorder.is_on:
-                return refusal(message, f"{me.name} on host {me.host} is being profiled already")
-            self._recorder.start()
-            return answer(message)
-        if not self._recorder.is_on:
-            return refusal(message, f"{me.name} on host {me.host} is not being profiled")
-        return answer(message, {"events": self._recorder.stop(f"{me.name}@{me.host}")})
 
 
 def _open_round(store: Store, message: Message, workers: int) -> str:
@@ -238,7 +119,9 @@ class Server:
         self._pulls = Pulls(lambda: self.me, config.workers)
         self._rounds = Rounds(lambda: self.me, config.workers, self._counters, self._pulls)
         self._relay = Relay(lambda: self.me, config.workers, self._rounds.peers, self._pulls)
-        self._control = Control(lambda: self.me, self._counters, recorder or Recorder(), self._relay)
+        self._recorder = recorder or Recorder()
+        self._held: list[Message] = []
+        """SAVE and LOAD that wait until no update of their store is under way."""
         self._nodes: set[tuple[str, int]] = set()
         self._stores: dict[int, Store] = {}
         self._ranks: dict[str, int] = {}
@@ -276,27 +159,28 @@ class Server:
     def handle(self, event: role.Event, now: float) -> list[role.Action]:
         """Take in one event."""
         self._now = now
-        if isinstance(event, role.Failing):
-            return self._fail(event.reason)
-        if self._failing:
+        if self._failing and not isinstance(event, role.Failing):
             return self._while_failing(event)
-        if isinstance(event, role.Welcomed):
-            return self._welcomed(event)
-        if isinstance(event, role.TurnedAway) and event.link == role.SCHEDULER_LINK:
-            return [role.Finish(1, f"the scheduler refused {self.me.name}: {event.reason}")]
-        if isinstance(event, role.TurnedAway):
-            return self._lost_peer(event)
-        if isinstance(event, role.Broken):
-            return self._broken(event)
-        if isinstance(event, role.SignalReceived):
-            name = role.signal_name(event.signal)
-            return [role.Publish({"told": name}), *self._leave(f"signal {event.signal}", now)]
-        if isinstance(event, role.WorkDone):
-            return self._done(event)
-        if isinstance(event, role.MessageReceived):
-            if event.link == role.SCHEDULER_LINK:
-                return self._from_scheduler(event.message)
-            return self._from_peer(event.link, event.message)
+        match event:
+            case role.WorkDone():
+                return self._done(event)
+            case role.MessageReceived(role.SCHEDULER_LINK, message):
+                return self._from_scheduler(message)
+            case role.MessageReceived(link, message):
+                return self._from_peer(link, message)
+            case role.Welcomed():
+                return self._welcomed(event)
+            case role.TurnedAway(role.SCHEDULER_LINK, reason):
+                return [role.Finish(1, f"the scheduler refused {self.me.name}: {reason}")]
+            case role.TurnedAway():
+                return self._lost_peer(event)
+            case role.Broken():
+                return self._broken(event)
+            case role.SignalReceived(number):
+                told = role.Publish({"told": role.signal_name(number)})
+                return [told, *self._leave(f"signal {number}", now)]
+            case role.Failing(reason):
+                return self._fail(reason)
         return []
 
     def tick(self, now: float) -> list[role.Action]:
@@ -308,7 +192,13 @@ class Server:
         if self._deadline.is_due(now):
             text = "the scheduler at %s did not answer for %s"
             return [role.Finish(1, text % (self._config.root_endpoint, duration(self._config.start_timeout_s)))]
-        return [*self._control.tick(self._stores), *self._relay.tick(now), *self._pulls.remind(now)]
+        actions: list[role.Action] = []
+        if self._held:
+            held, self._held = self._held, []
+            actions += (action for message in held for action in self._states(message))
+        if self._relay.stores:
+            actions += self._relay.tick(now)
+        return [*actions, *self._pulls.remind(now)]
 
     def counters(self) -> dict[str, float]:
         """Return what the agent is told (`metrics`)."""
@@ -385,8 +275,13 @@ class Server:
             # The workers are told next, and expect that this server knows them.
             answered = role.Send(role.SCHEDULER_LINK, answer(message))
             return [*(role.Log("INFO", line) for line in lines), *stands_in, answered]
-        if message.kind in (Kind.RULE, Kind.SAVE, Kind.LOAD):
-            return self._control.from_scheduler(message, self._stores) or []
+        if message.kind is Kind.RULE:
+            kind = role.TryRule if message.body.get("check") else role.SetRule
+            return [role.Work(kind(message.store, message.body["spec"], message), reports=True)]
+        if message.kind is Kind.LOAD and message.body["action"] != "stage":
+            return [role.Work(role.Load(message.store, message), reports=True)]
+        if message.kind in (Kind.SAVE, Kind.LOAD):
+            return self._states(message)
         if message.kind is Kind.JOIN:
             return [*self._joined(message), role.Send(role.SCHEDULER_LINK, answer(message))]
         if message.kind is Kind.LEFT and message.request:
@@ -403,7 +298,7 @@ class Server:
         if message.kind is Kind.LOST:
             return self._lost(message)
         if message.kind is Kind.CLOSE or (message.kind is Kind.STOP and message.body.get("stay")):
-            return [role.Work(work.Clear(message), reports=True)]
+            return [role.Work(role.Clear(message), reports=True)]
         if message.kind is Kind.STOP:
             self._is_stopping = True
             who, reason = str(message.body.get("who", "")), str(message.body.get("reason", ""))
@@ -419,7 +314,7 @@ class Server:
         self._rounds.stop()
         return [told, *self._pulls.drop_all(reason, who)]
 
-    def _cleared(self, what: work.Clear) -> list[role.Action]:
+    def _cleared(self, what: role.Clear) -> list[role.Action]:
         """The engine has forgotten the script that is over, or a store that is closed; so do we."""
         told = role.Send(role.SCHEDULER_LINK, answer(what.message))
         if what.store is not None:
@@ -429,7 +324,10 @@ class Server:
         self._relay.clear()
         self._nodes, self._stores, self._buckets, self._lags = set(), {}, {}, {}
         self._over_rounds = 0
-        self._control.forget()
+        self._held.clear()
+        self._counters.reset()
+        if self._recorder.is_on:
+            self._recorder.stop("")
         return [*forgotten, told]
 
     def _forget(self, number: int) -> list[role.Action]:
@@ -482,7 +380,7 @@ class Server:
     # Requests of workers and other servers
 
     def _from_peer(self, link: str, message: Message) -> list[role.Action]:
-        self._counters.received(sum(memoryview(payload).nbytes for payload in message.payloads))
+        self._counters.received(message.size)
         if self._rounds.peers.is_ours(link):
             is_end = message.kind is Kind.LOST and message.body.get("who") == link
             return self._lost(message) if is_end else self._relay.heard(message)
@@ -499,11 +397,12 @@ class Server:
             return self._relay.settle(link, rank, message)
         if message.kind is Kind.INIT:
             return self._relay.declare(link, message) if message.is_relayed else self._init(link, message)
-        if message.kind in (Kind.STATS, Kind.PROFILE, Kind.RELEASE):
-            waiting = self._pulls.of_store(message.store)
-            handled = self._control.from_worker(link, message, self._stores, waiting)
-            if handled is not None:
-                return handled
+        if message.kind is Kind.STATS:
+            return [role.Send(link, answer(message, self._stats(message.store)))]
+        if message.kind is Kind.PROFILE:
+            return [role.Send(link, self._profile(message))]
+        if message.kind is Kind.RELEASE:
+            return [role.Work(role.Release(link, message), reports=True)]
         wrong = self._relay.against(rank) if message.is_relayed else ""
         if wrong:
             return [self._refuse(link, message, wrong)]
@@ -533,7 +432,7 @@ class Server:
             wrong = self._rounds.against_sum(ranks, store, shards, rounds)
         if wrong:
             return [self._refuse(link, message, wrong)]
-        batch = work.Batch(store, shards, message, entries)
+        batch = role.Batch(store, shards, message, entries)
         self._counters.asked(is_push, not is_push)
         if is_push:
             self._sample(ranks, batch)
@@ -563,9 +462,9 @@ class Server:
             )
         if wrong:
             return self._refuse_data(link, rank, store, message, entries=entries, wrong=wrong)
-        batch = work.Batch(store, shards, message, entries, checks.how(message, entries))
+        batch = role.Batch(store, shards, message, entries, checks.how(message, entries))
         if message.payloads and entries["codec"].any() and np.isin(entries["codec"], tuple(checks.READ_FIRST)).any():
-            return [role.Work(work.Check(link, rank, batch), reports=True, holds=link)]
+            return [role.Work(role.Check(link, rank, batch), reports=True, holds=link)]
         return self._accept(link, rank, batch)
 
     def _missed(self, rank: int, store: Store, message: Message) -> str:
@@ -600,7 +499,7 @@ class Server:
         entries = known.entries.copy()
         entries["round"] += np.uint64(message.step)
         is_push = message.kind is not Kind.PULL
-        if is_push and sum(memoryview(each).nbytes for each in message.payloads) != known.size:
+        if is_push and message.size != known.size:
             text = "bucket %d has %d bytes, the message brings others"
             return entries, known.shards, text % (message.bucket, known.size), False
         entries["payload"] = Payload.PACKED if is_push else Payload.NONE
@@ -612,24 +511,24 @@ class Server:
         others = self._rounds.refused(store, rank, entries, wrong) if message.kind is not Kind.PULL else []
         return [self._refuse(link, message, wrong), *others]
 
-    def _accept(self, link: str, rank: int, batch: work.Batch) -> list[role.Action]:
+    def _accept(self, link: str, rank: int, batch: role.Batch) -> list[role.Action]:
         """Do what nothing is wrong with."""
         kind = batch.message.kind
         self._counters.asked(kind is not Kind.PULL, kind is not Kind.PUSH)
         if kind is Kind.PULL:
             return self._pull(link, rank, batch)
         if not batch.store.is_sync:
-            return [role.Work(work.Step(link, rank, batch), reports=True, holds=link)]
+            return [role.Work(role.Step(link, rank, batch), reports=True, holds=link)]
         self._sample((rank,), batch)
         is_relayed = batch.store.is_relayed
         pushed = self._relay.push(rank, batch) if is_relayed else self._rounds.push(link, (rank,), batch)
         if kind is Kind.PUSH:
             return [*pushed, role.Send(link, answer(batch.message))]
         # The answer to both is that to the pull. It must not keep what was pushed.
-        pulled = work.Batch(batch.store, batch.shards, replace(batch.message, payloads=()), batch.entries)
+        pulled = role.Batch(batch.store, batch.shards, replace(batch.message, payloads=()), batch.entries)
         return [*pushed, *self._pull(link, rank, pulled)]
 
-    def _sample(self, ranks: Sequence[int], batch: work.Batch) -> None:
+    def _sample(self, ranks: Sequence[int], batch: role.Batch) -> None:
         """Note when contributions come to one shard of a store: the first that was ever pushed."""
         if not len(batch.shards):
             return
@@ -644,7 +543,7 @@ class Server:
                 members -= len(store.excused().intersection(everyone))
             lags.contributed(ranks, int(batch.entries["round"][0]), members, self._now)
 
-    def _pull(self, link: str, rank: int, batch: work.Batch) -> list[role.Action]:
+    def _pull(self, link: str, rank: int, batch: role.Batch) -> list[role.Action]:
         if batch.store.is_relayed:
             return self._relay.pull(link, rank, batch, self._now)
         return self._pulls.take(link, (rank,), batch, self._now, rank)
@@ -658,9 +557,9 @@ class Server:
             return [self._refuse(link, message, wrong)]
         if message.body.get("assign"):
             store.fresh[shards] = True
-            batch = work.Batch(store, shards, message, message.entries)
-            return [role.Work(work.Assign(batch, link), reports=True)]
-        return [role.Work(work.TryFill(link, message), reports=True)]
+            batch = role.Batch(store, shards, message, message.entries)
+            return [role.Work(role.Assign(batch, link), reports=True)]
+        return [role.Work(role.TryFill(link, message), reports=True)]
 
     def _fill(self, link: str, store: Store, message: Message) -> list[role.Action]:
         """Take in new keys. All work before is done, and nothing is decided until it is known whether their values have
@@ -673,7 +572,7 @@ class Server:
             Shard(self.me.rank, each.offset, each.length, each.key, each.dtype, checks.row_size_of(message, each))
             for each in rows
         ]
-        batch = work.Batch(store, store.add(new), message, message.entries)
+        batch = role.Batch(store, store.add(new), message, message.entries)
         store.is_sync = "async" not in str(message.body.get("type", ""))
         store.on_devices = bool(message.body.get("on_devices"))
         store.is_deterministic = bool(message.body.get("deterministic"))
@@ -682,49 +581,121 @@ class Server:
             shape = checks.shape_of(message, entry)
             if shape is not None:
                 store.shapes[entry.key] = shape
-        return [role.Work(work.Fill(batch, link), reports=True)]
+        return [role.Work(role.Fill(batch, link), reports=True)]
+
+    # Rules, saved states, counters and profiles
+
+    def _states(self, message: Message) -> list[role.Action]:
+        open_here = self._relay.open_round(message.store, _names_in(message))
+        if open_here is not None:
+            return [role.Send(role.SCHEDULER_LINK, refusal(message, _is_open(*open_here)))]
+        store = self._stores.get(message.store)
+        if store is not None and (store.pending or (store.ordered > store.done).any()):
+            # An update waits for norms of other servers; they are on their way.
+            self._held.append(message)
+            return []
+        wrong = _open_round(store, message, self._config.workers) if store is not None and store.is_sync else ""
+        if wrong:
+            return [role.Send(role.SCHEDULER_LINK, refusal(message, wrong))]
+        me = self.me
+        body = {**message.body, "file": statefile.server_file(me.rank), "host": me.host}
+        kind = role.Save if message.kind is Kind.SAVE else role.Load
+        return [role.Work(kind(message.store, replace(message, body=body)), reports=True)]
+
+    def _stats(self, number: int) -> dict[str, object]:
+        store = self._stores.get(number)
+        is_used = store is not None and store.count > 0
+        return {
+            "server": self.me.name,
+            "host": self.me.host,
+            "keys": len(store.by_key) if store is not None else 0,
+            "pieces": store.count if store is not None else 0,
+            "rounds": int(store.changed_rounds().max()) if store is not None and is_used else 0,
+            "queue": self._pulls.of_store(number),
+            "device": "" if store is None else store.device,
+            **self._counters.to_json(),
+        }
+
+    def _profile(self, message: Message) -> Message:
+        me = self.me
+        action = message.body["action"]
+        if action == "start":
+            if self._recorder.is_on:
+                return refusal(message, f"{me.name} on host {me.host} is being profiled already")
+            self._recorder.start()
+            return answer(message)
+        if not self._recorder.is_on:
+            return refusal(message, f"{me.name} on host {me.host} is not being profiled")
+        return answer(message, {"events": self._recorder.stop(f"{me.name}@{me.host}")})
 
     # What the engine reports
 
     def _done(self, event: role.WorkDone) -> list[role.Action]:
-        what = event.work
-        if isinstance(what, (work.Fill, work.Assign)) and what.link:
-            return self._filled(what, event)
-        if isinstance(what, (work.Reserve, work.Forward, work.Add, work.Lend, work.Assign)):
-            return self._relay.worked(event)
-        if isinstance(what, work.Apply) and what.store.is_relayed:
-            return self._relay.worked(event)
-        if isinstance(what, (work.Apply, work.Check, work.Step, work.FinishUpdate)):
-            store = what.batch.store if isinstance(what, (work.Check, work.Step)) else what.store
-            if self._stores.get(store.number) is not store:
+        """Go on with what waited for work: one case for each kind that reports."""
+        match event.work:
+            case role.Clear() as what:
+                return self._cleared(what)
+            case role.Deliver():
+                return []  # The loop has sent the reply (`engine.Reply`).
+            case (role.Fill() | role.Assign()) as what if what.link:
+                return self._filled(what, event)
+            case role.Reserve() | role.Forward() | role.Add() | role.Lend() | role.Assign():
+                return self._relay.worked(event)
+            case role.Apply(store=store) if store.is_relayed:
+                return self._relay.worked(event)
+            case role.Check(batch=role.Batch(store=store)) | role.Step(batch=role.Batch(store=store)) if (
+                self._stores.get(store.number) is not store
+            ):
                 return []  # The script that it belonged to is over.
-        if isinstance(what, work.Apply):
-            return self._rounds.applied(what, event)
-        if isinstance(what, work.Clear):
-            return self._cleared(what)
-        if isinstance(what, work.Deliver):
-            return []  # The loop has sent the reply (`engine.Reply`).
-        handled = self._control.done(event, self._stores)
-        if isinstance(what, work.SetRule) and event.error is None:
-            self._store(what.store).needs_norms = bool(event.value)
-        if handled is not None:
-            return handled
-        if isinstance(what, work.Check):
-            message, store = what.batch.message, what.batch.store
-            if event.error is not None:
+            case role.Apply(store=store) | role.FinishUpdate(store=store) if (
+                self._stores.get(store.number) is not store
+            ):
+                return []
+            case role.Apply() as what:
+                return self._rounds.applied(what, event)
+            case role.Step() as what:
+                return self._rounds.stepped(what, event)
+            case role.FinishUpdate() as what:
+                return self._rounds.finished(what, event)
+            case role.Check(link, rank, batch) if event.error is not None:
                 wrong = words_of(event.error)
-                return self._refuse_data(what.link, what.rank, store, message, entries=what.batch.entries, wrong=wrong)
-            return self._accept(what.link, what.rank, what.batch)
-        if isinstance(what, work.TryFill):
-            if event.error is not None:
-                return [role.Send(what.link, failed(what.message, event))]
-            return self._fill(what.link, self._store(what.message.store), what.message)
-        if isinstance(what, work.Step):
-            return self._rounds.stepped(what, event)
-        assert isinstance(what, work.FinishUpdate)
-        return self._rounds.finished(what, event)
+                return self._refuse_data(link, rank, batch.store, batch.message, entries=batch.entries, wrong=wrong)
+            case role.Check(link, rank, batch):
+                return self._accept(link, rank, batch)
+            case role.TryFill(link, message) if event.error is not None:
+                return [role.Send(link, failed(message, event))]
+            case role.TryFill(link, message):
+                return self._fill(link, self._store(message.store), message)
+            case role.Release(link, message):
+                return [role.Send(link, answer(message) if event.error is None else failed(message, event))]
+            case role.TryRule() | role.SetRule() | role.Save() | role.Load() as what:
+                return self._scheduled(what, event)
+        raise AssertionError(f"{event.work} reports nothing")
 
-    def _filled(self, what: work.Fill | work.Assign, event: role.WorkDone) -> list[role.Action]:
+    def _scheduled(
+        self, what: role.TryRule | role.SetRule | role.Save | role.Load, event: role.WorkDone
+    ) -> list[role.Action]:
+        """The engine has done work that the scheduler asked for."""
+        message = what.message
+        if event.error is not None:
+            return [role.Send(role.SCHEDULER_LINK, failed(message, event))]
+        body: dict[str, Any] = {}
+        follows: list[role.Action] = []
+        match what:
+            case role.SetRule():
+                store = self._store(what.store)
+                store.has_rule, store.needs_norms = what.spec is not None, bool(event.value)
+            case role.Save():
+                known = self._stores.get(what.store)
+                is_sync = known is not None and known.is_sync
+                body = {**event.value, "rounds": known.rounds(known.changed_rounds()) if known and is_sync else []}
+            case role.Load() if message.body["action"] == "commit":
+                rounds = {int(number): int(done) for number, done in message.body.get("rounds", ())}
+                _set_rounds(self._stores.get(what.store), rounds)
+                follows = self._relay.loaded(what.store, rounds)
+        return [role.Send(role.SCHEDULER_LINK, answer(message, body)), *follows]
+
+    def _filled(self, what: role.Fill | role.Assign, event: role.WorkDone) -> list[role.Action]:
         message, store = what.batch.message, what.batch.store
         if event.error is None:
             told: role.Action = role.Send(what.link, answer(message))
@@ -732,7 +703,7 @@ class Server:
             names = [repr(store.name(key)) for key in np.unique(store.key[what.batch.shards]).tolist()]
             text = f"{self.me.name} cannot take the values of key {listed(names, 3)}: {words_of(event.error)}"
             told = self._refuse(what.link, message, text)
-        if isinstance(what, work.Fill) and event.error is not None:
+        if isinstance(what, role.Fill) and event.error is not None:
             store.take_back(what.batch.shards)
         return [told]
 

@@ -31,7 +31,7 @@ from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.counters import NodeMetrics, Stages
 from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.node import bind, connected, publish
-from distrun_runtime.ps.request import Request, Waits, when_done
+from distrun_runtime.ps.role import Request, Waits, when_done
 from distrun_runtime.ps.routing import DIRECT_BYTES, MESSAGE_BYTES, ROUNDS_AT_ONCE
 from distrun_runtime.ps.trace import Recorder, Trace
 from distrun_runtime.ps.worker import BYE_S, Ask, EntriesOf, Goodbye, Worker

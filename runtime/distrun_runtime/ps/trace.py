@@ -35,6 +35,8 @@ class Trace:
 
     def __init__(self, verbose: int, me: Callable[[], NodeIdentity], out: TextIO | None = None) -> None:
         self._verbose = verbose
+        self.has_messages = verbose > 1
+        """Whether a line for each message is wanted: `sent` and `received`, at PS_VERBOSE=2."""
         self._me = me
         self._out = out
         self._stranger_lines: set[str] = set()
@@ -63,14 +65,12 @@ class Trace:
         self.log("WARNING", text + more)
 
     def sent(self, link: str, message: Message) -> None:
-        """Write a line for a message that goes out, at PS_VERBOSE=2."""
-        if self._verbose > 1:
-            self._write(f"event=send to={link} {describe(message)}")
+        """Write a line for a message that goes out."""
+        self._write(f"event=send to={link} {describe(message)}")
 
     def received(self, link: str, message: Message) -> None:
-        """Write a line for a message that came in, at PS_VERBOSE=2."""
-        if self._verbose > 1:
-            self._write(f"event=receive from={link} {describe(message)}")
+        """Write a line for a message that came in."""
+        self._write(f"event=receive from={link} {describe(message)}")
 
     def _write(self, text: str) -> None:
         me = self._me()
@@ -103,7 +103,7 @@ def describe(message: Message) -> str:
     if message.bucket:
         fields.append(f"bucket={message.bucket} step={message.step}")
     if len(message.entries):
-        size = sum(memoryview(payload).nbytes for payload in message.payloads)
+        size = message.size
         first = rows_of(message.entries[:1])[0]
         fields.append(f"entries={len(message.entries)} key={first.key} offset={first.offset} round={first.round}")
         codec = f"codec={first.codec} " if first.codec else ""

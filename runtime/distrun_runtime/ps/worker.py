@@ -2,7 +2,7 @@
 
 `handle` is told what happens, and returns actions (`role`), which the node's loop (`loop`) carries out: `role.Send`
 sends a message, `role.Resolve` wakes the thread that waits for a request. What the script's threads want comes as
-`role.Asked`, from `session.Session.ask`.
+`role.CallSubmitted`, from `session.Session.ask`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.config import Config
-from distrun_runtime.ps.request import Request
+from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.roster import from_json, relays_of_hosts
 from distrun_runtime.ps.routing import WINDOW_BYTES
 
@@ -63,7 +63,7 @@ class Outbox:
         ready: list[Message] = []
         while self._heap:
             message = self._heap[0].message
-            size = sum(memoryview(each).nbytes for each in message.payloads) if message.kind is Kind.PUSH else 0
+            size = message.size if message.kind is Kind.PUSH else 0
             if size and self._in_flight and sum(self._in_flight.values()) + size > self._window:
                 break
             heapq.heappop(self._heap)
@@ -169,18 +169,19 @@ class Worker:
 
     def handle(self, event: role.Event, now: float) -> list[role.Action]:
         """Take in one event."""
-        if isinstance(event, role.CallSubmitted):
-            return self._asked(event.what, now)
-        if isinstance(event, role.MessageReceived):
-            return self._heard(event.link, event.message, now)
-        if isinstance(event, role.Welcomed) and event.peer is None:
-            return self._welcomed(event.link, now)
-        if isinstance(event, role.TurnedAway):
-            return self._fail(Refused(f"{self._name(event.link)} refused this process: {event.reason}"))
-        if isinstance(event, role.Broken) and self._is_ours(event.link):
-            if self._goodbye is not None:  # only the scheduler's answer counts now
-                return self._gone() if event.link == role.SCHEDULER_LINK else []
-            return self._lose(event.link, f"{self._name(event.link)} is lost: {event.reason}")
+        match event:
+            case role.CallSubmitted(what):
+                return self._asked(what, now)
+            case role.MessageReceived(link, message):
+                return self._heard(link, message, now)
+            case role.Welcomed(link, None):
+                return self._welcomed(link, now)
+            case role.TurnedAway(link, reason):
+                return self._fail(Refused(f"{self._name(link)} refused this process: {reason}"))
+            case role.Broken(link, reason) if link == role.SCHEDULER_LINK or link in self._outboxes:
+                if self._goodbye is not None:  # only the scheduler's answer counts now
+                    return self._gone() if link == role.SCHEDULER_LINK else []
+                return self._lose(link, f"{self._name(link)} is lost: {reason}")
         return []
 
     def tick(self, now: float) -> list[role.Action]:
@@ -363,9 +364,6 @@ class Worker:
                 seen.append(entry.request)
         self._open.clear()
         return actions + [role.Resolve(request, error=_about(error, request)) for request in seen]
-
-    def _is_ours(self, link: str) -> bool:
-        return link == role.SCHEDULER_LINK or link in self._outboxes
 
     def _name(self, link: str) -> str:
         for server in self.servers:

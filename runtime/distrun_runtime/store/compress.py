@@ -147,6 +147,8 @@ class Compressor:
     """
 
     def __init__(self) -> None:
+        self.is_on = False
+        """Whether any key's values may be compressed."""
         self._default = Compression()
         self._settings: dict[Key, Compression] = {}
         self._residuals: dict[tuple[Key, int], DeviceArray] = {}
@@ -194,16 +196,12 @@ class Compressor:
             else:
                 self._settings.update((key, setting) for key in keys)
         self.version += 1
+        self.is_on = any(setting.type != "none" for setting in (self._default, *self._settings.values()))
         self._of = {}
         self._residuals_version += 1
         for held in list(self._residuals):
             if self.setting(held[0]).type == "none":
                 del self._residuals[held]
-
-    @property
-    def is_on(self) -> bool:
-        """Whether any key's values may be compressed."""
-        return any(setting.type != "none" for setting in (self._default, *self._settings.values()))
 
     def setting(self, key: Key) -> Compression:
         """Return the setting of a key."""

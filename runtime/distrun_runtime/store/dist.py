@@ -4,7 +4,7 @@ Decides which call goes when, and what waits for what. `transfers` makes the mes
 replies; `declaring` and `saving` are the calls that all workers make together; the worker's node (`ps.session`) sends
 and receives.
 
-A data call returns a `SentCall` (`outcome`) of the request that it has made (`ps.request`), `Both` of two, `Gathered`
+A data call returns a `SentCall` (`outcome`) of the request that it has made (`ps.role`), `Both` of two, `Gathered`
 while it waits for others to share a message with, or a `CompletedCall`. The node's thread resolves the request. The
 thread that calls `wait` then writes the outputs, by the call's `Take`, or raises what went wrong; an error of a push
 that nobody waits for is raised by the store's next call (`watch`).
@@ -30,13 +30,13 @@ from distrun_runtime.protocol.message import DTYPE_CODES, Flag, Kind, Message, P
 from distrun_runtime.ps import config as configs
 from distrun_runtime.ps import session
 from distrun_runtime.ps.node import serve
-from distrun_runtime.ps.request import Request
+from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.routing import Route, mxnet_shards, shards_on
 from distrun_runtime.ps.trace import prepare, write
-from distrun_runtime.store import kinds, saving
+from distrun_runtime.store import saving
 from distrun_runtime.store.base import CallOptions, Contribution, Lifetime, RowsItem, Selection, StoreBackend, Updater
 from distrun_runtime.store.compress import Compression, Compressor
-from distrun_runtime.store.keys import Key, KeyRecord, named
+from distrun_runtime.store.keys import Key, KeyRecord, canonical, is_async, named, on_devices
 from distrun_runtime.store.link import StoreLink, close_link, is_added_on_hosts, open_link
 from distrun_runtime.store.pending import CompletedCall, Pending
 from distrun_runtime.store.reducer import reducer_for
@@ -279,6 +279,7 @@ class DistBackend(StoreBackend):
         self, type_name: str, node: session.NodeSession, staleness: int | None = None, deterministic: bool = False
     ) -> None:
         self.type = type_name
+        self._is_async = is_async(type_name)
         self.lifetime = Lifetime(type_name)
         self._compressor = Compressor()
         self.reducer = reducer_for(type_name, node.empty, self._compressor)
@@ -291,9 +292,9 @@ class DistBackend(StoreBackend):
         """Small pulls that are not answered yet."""
         bound = {} if staleness is None else {"staleness": staleness}
         order = {"deterministic": True} if deterministic else {}
-        self._facts = {"type": kinds.canonical(type_name), **bound, **order}
+        self._facts = {"type": canonical(type_name), **bound, **order}
         """What all workers and servers must know alike."""
-        self._link = open_link(node, f"create({type_name!r})", self._facts, kinds.on_devices(type_name))
+        self._link = open_link(node, f"create({type_name!r})", self._facts, on_devices(type_name))
         self._link.replaced = self._replaced
         self._transfers = Transfers(self._link, self._compressor)
         self._labels: dict[Key, str] = {}
@@ -384,7 +385,7 @@ class DistBackend(StoreBackend):
                     self._flush()
                 return gathered
             self._flush()
-            if call.waits and not kinds.is_async(self.type):
+            if call.waits and not self._is_async:
                 self._pushed = keys
                 if keys.pulled_next >= PULLED_NEXT and self._transfers.goes_at_once(keys):
                     return self._push_and_ask(keys, cast("Sequence[Array]", values), call)
@@ -413,7 +414,7 @@ class DistBackend(StoreBackend):
             self.lifetime.check()
             self._begin()
             self._flush()
-            if call.waits and not kinds.is_async(self.type) and self._transfers.goes_at_once(keys):
+            if call.waits and not self._is_async and self._transfers.goes_at_once(keys):
                 sent, taking = self._pushpull_now(keys, cast("Sequence[Array]", values), call)
                 sent.fill(taking(outs, True))
                 return sent
@@ -462,7 +463,7 @@ class DistBackend(StoreBackend):
             self.lifetime.late.add(self, err)
 
     def skip(self, records: list[KeyRecord], note: Mapping[str, Any]) -> Pending:
-        if kinds.is_async(self.type):
+        if self._is_async:
             return super().skip(records, note)
         what = f"skip_round of {named(record.key for record in records)}"
         with self._lock, self._link.span("skip_round", keys=len(records)):

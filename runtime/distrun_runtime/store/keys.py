@@ -1,4 +1,4 @@
-"""Keys of a store, what it knows of each since `init`, and how keys are named in messages."""
+"""Names: the keys of a store, what it knows of each since `init`, how messages name them; and the kinds of store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,21 @@ from distrun_runtime.arrays import dtypes
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 
-__all__ = ["DENSE", "ROW_SPARSE", "Key", "KeyRecord", "Shaped", "named", "twice"]
+__all__ = [
+    "DENSE",
+    "OLD_TYPES",
+    "ROW_SPARSE",
+    "TYPES",
+    "Key",
+    "KeyRecord",
+    "Shaped",
+    "canonical",
+    "is_async",
+    "is_dist",
+    "named",
+    "on_devices",
+    "twice",
+]
 
 Key = Union[int, str]
 """A key, as stores keep it."""
@@ -91,3 +105,51 @@ def twice(key: Key, record: KeyRecord | None) -> str:
     """Return what is said of a second init; `record` is what the first one made, if it has ended."""
     was = f" with shape {record.shape} and dtype {dtypes.name_of(record.dtype)}" if record else ""
     return f"key {key!r} was already initialised{was}; init works once a key, push changes its value"
+
+
+# The built-in kinds of store. Source: the names are MXNet's. There, any name that contains `dist`, `device` or `_async`
+# is taken; here only these.
+
+TYPES = (
+    *("local", "device", "dist", "dist_sync", "dist_async"),
+    *("dist_device_sync", "dist_sync_device", "dist_device_async", "dist_async_device"),
+)
+"""The built-in kinds, as `kvstore.create` takes them."""
+
+
+OLD_TYPES = {
+    "local_update_cpu": "create('local')",
+    "local_allreduce_cpu": "create('local')",
+    "local_allreduce_device": "create('device')",
+    "nccl": "create('device')",
+    "horovod": "a store that a package registers (KVStoreBase.register), or create('dist_device_sync')",
+    "byteps": "a store that a package registers (KVStoreBase.register), or create('dist_device_sync')",
+}
+"""MXNet's kinds that have other names here, to what to call."""
+
+
+def is_dist(name: str) -> bool:
+    """Tell whether its values are on the servers of a job."""
+    return name.startswith("dist")
+
+
+def is_async(name: str) -> bool:
+    """Tell whether each push is applied on arrival, without rounds."""
+    return "async" in name
+
+
+def on_devices(name: str) -> bool:
+    """Tell whether a worker's device values are summed on a device rather than by the host's threads."""
+    return "device" in name
+
+
+def canonical(name: str) -> str:
+    """Return what a kind means to the servers and to other workers: `local`, `dist_sync` or `dist_async`.
+
+    `dist_device_sync` is `dist_sync` to them: only how a worker sums its own devices differs, and the sums are equal.
+    So workers of both kinds may share a store. If one of them is of the kind `dist_device_*`, servers may keep it on a
+    GPU (`ps.device_choice`).
+    """
+    if not is_dist(name):
+        return "local"
+    return "dist_async" if is_async(name) else "dist_sync"

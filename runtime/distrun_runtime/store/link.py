@@ -21,8 +21,7 @@ from distrun_runtime.arrays.dtypes import work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed
 from distrun_runtime.protocol.message import Kind, Message
-from distrun_runtime.ps.request import Request
-from distrun_runtime.ps.role import SCHEDULER_LINK
+from distrun_runtime.ps.role import SCHEDULER_LINK, Request
 from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.ps.worker import EntriesOf
 from distrun_runtime.store.compress import Compression

@@ -184,19 +184,19 @@ class LocalBackend(StoreBackend):
 
     def save(self, folder: str) -> None:
         # Imported here, as below: most scripts never save.
-        from distrun_runtime.store import localstates
+        from distrun_runtime.store import saving
 
         compressor = self._compressor()
         with self._open():
             residuals = compressor.residuals() if compressor else {}
-            localstates.save_local(folder, self.type, self._records.values(), self._weights, residuals)
+            saving.save_local(folder, self.type, self._records.values(), self._weights, residuals)
 
     def load(self, folder: str) -> None:
-        from distrun_runtime.store import localstates
+        from distrun_runtime.store import saving
 
         compressor = self._compressor()
         with self._open():
-            residuals = localstates.load_local(folder, self._records.values(), self._weights)
+            residuals = saving.load_local(folder, self._records.values(), self._weights)
             if compressor is not None:
                 compressor.restore(residuals)
 

@@ -26,9 +26,8 @@ from distrun_runtime.arrays.device import Device, DeviceArray, is_on_host
 from distrun_runtime.arrays.dtypes import Array, DType, name_of
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError
-from distrun_runtime.store import kinds
 from distrun_runtime.store.compress import Compressor
-from distrun_runtime.store.keys import Key, KeyRecord, named
+from distrun_runtime.store.keys import Key, KeyRecord, is_dist, named, on_devices
 from distrun_runtime.store.values import RowSparse, Value
 
 if TYPE_CHECKING:  # Most processes use no GPU.
@@ -48,9 +47,9 @@ def reducer_for(type_name: str, memory: Memory = np.empty, sender: Compressor | 
         sender: compresses what a store sends to servers.
     """
     threads = Threads(environ.read("MXNET_KVSTORE_REDUCTION_NTHREADS"), environ.read("MXNET_KVSTORE_BIGARRAY_BOUND"))
-    if not kinds.on_devices(type_name):
+    if not on_devices(type_name):
         return Reducer(threads, memory)
-    return DeviceReducer(threads, memory, sender, is_shared=kinds.is_dist(type_name))
+    return DeviceReducer(threads, memory, sender, is_shared=is_dist(type_name))
 
 
 def is_gpu_array(value: object) -> TypeGuard[DeviceArray]:

@@ -1,4 +1,4 @@
-"""States on disk, the workers' part: the manifest, by which a folder is whole, and each worker's residuals.
+"""States on disk: the manifest, by which a folder is whole, and each worker's residuals; all of a store in a process.
 
 Servers write `data-ID/server-I.npz` and workers `data-ID/worker-R.npz`; then rank 0 puts `manifest.json` in the place
 of the old one, in one step, and only then removes what the old one named. So the folder always holds one whole state.
@@ -7,18 +7,23 @@ of the old one, in one step, and only then removes what the old one named. So th
 from __future__ import annotations
 
 import os
+import platform
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
+from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps import statefile
-from distrun_runtime.store.keys import Key
+from distrun_runtime.ps.agreement import Keys
+from distrun_runtime.store.keys import Key, KeyRecord
 from distrun_runtime.store.link import StoreLink
+from distrun_runtime.store.weights import Weights
 
-__all__ = ["load", "save"]
+__all__ = ["load", "load_local", "save", "save_local"]
 
 Residuals = Mapping[Key, Array]
 
@@ -75,21 +80,20 @@ def load(link: StoreLink, folder: str, keys: Mapping[Key, tuple[int, int]]) -> t
         saved = {old: by_number[number] for number, old in facts["numbers"]}
         wrong = _error(lambda: found.update(statefile.read_residuals(folder, facts["part"], name, saved, host)))
     facts = link.together(what, Kind.LOAD, folder=folder, **mine, **_said(wrong))
-    if facts["workers"] != link.workers:
-        _warn_of_residuals(facts, link)
+    if facts["workers"] != link.workers and facts["residuals"] and link.rank == 0:
+        _warn_of_residuals(int(facts["workers"]), facts["residuals"], str(link.workers))
     return found, {by_number[number][0]: int(done) for number, done in facts["rounds"]}
 
 
-def _warn_of_residuals(facts: Mapping[str, Any], link: StoreLink) -> None:
-    if facts["residuals"] and link.rank == 0:
-        warnings.warn(
-            (
-                f"states of {int(facts['workers'])} workers are loaded by {link.workers}: what compression had left"
-                f" out in each of them ({', '.join(facts['residuals'])}) is dropped"
-            ),
-            RuntimeWarning,
-            stacklevel=5,
-        )
+def _warn_of_residuals(workers: int, names: Collection[str], by: str) -> None:
+    warnings.warn(
+        (
+            f"states of {workers} workers are loaded by {by}: what compression had left out in each of them"
+            f" ({', '.join(names)}) is dropped"
+        ),
+        RuntimeWarning,
+        stacklevel=5,
+    )
 
 
 def _error(act: Callable[[], object]) -> str:
@@ -103,3 +107,99 @@ def _error(act: Callable[[], object]) -> str:
 
 def _said(error: object) -> dict[str, str]:
     return {"error": str(error)} if error else {}
+
+
+# A store in this process: the same files as those of a job with one server and one worker. So what was saved on one
+# machine can be loaded in a job, and the other way round.
+
+
+def save_local(
+    folder: str, kind: str, records: Iterable[KeyRecord], weights: Weights, residuals: Mapping[Key, Array]
+) -> None:
+    """Write weights, rule states and residuals into a folder, all or nothing.
+
+    Raises:
+        KVError: a file cannot be written, or a rule's state is of a kind that cannot be saved.
+    """
+    host, part, keys = platform.node(), statefile.new_part(), _declared(records)
+    folder = os.path.abspath(folder)
+    body = {"folder": folder, "part": part, "names": keys.names, "file": statefile.server_file(0), "host": host}
+    try:
+        saved = statefile.save(body, _shards(keys, weights))
+        files = {saved["file"]: saved["holds"]}
+        arrays = {f"{int(number)}.residual": residuals[key] for number, key in keys.names if key in residuals}
+        if arrays:
+            name = statefile.worker_file(0)
+            files[name] = statefile.write(folder, part, name, arrays, host)
+        manifest = {
+            **{"format": statefile.FORMAT, "type": kind, "data": part, "keys": keys.to_json()},
+            **{"rule": weights.spec.to_json() if weights.spec else None, "workers": 1, "servers": 1},
+            **{"rounds": [], "files": files},
+        }
+        statefile.write_manifest(folder, manifest, host)
+    except BaseException:
+        statefile.discard(folder, part)
+        raise
+
+
+def load_local(folder: str, records: Collection[KeyRecord], weights: Weights) -> dict[Key, Array]:
+    """Take up what was saved, also by a job of any size; return the residuals, if they are one worker's.
+
+    Raises:
+        KVError: the folder is not whole, or does not fit the store. Then nothing was changed.
+    """
+    host, keys = platform.node(), _declared(records)
+    folder = os.path.abspath(folder)
+    manifest = statefile.read_manifest(folder, host)
+    rule = None if manifest["rule"] is None else RuleSpec.from_json(manifest["rule"])
+    wrong = keys.differ_from(manifest["keys"])
+    if not wrong and rule is not None and weights.spec is not None and rule.name != weights.spec.name:
+        wrong = f"the states were saved under the rule {rule.name!r}, the store has {weights.spec.name!r}"
+    if wrong:
+        raise KVError(f"states in {folder}: {wrong}")
+    saved = keys.saved_as(manifest["keys"])
+    has_own = weights.spec is not None or weights.has_updater
+    fresh = None if rule is None or has_own else (rule, weights.made(rule))
+    chosen = weights.rule if fresh is None else fresh[1]
+    body = {"folder": folder, "host": host, "manifest": manifest, "numbers": saved}
+    staged = statefile.stage(body, _shards(keys, weights), chosen)
+    sizes = {record.key: record.size for record in records}
+    residuals: dict[Key, Array] = {}
+    names = statefile.worker_files(manifest)
+    if names and manifest["workers"] != 1:
+        _warn_of_residuals(int(manifest["workers"]), names, "one")
+    elif names:
+        mine = {old: (key, sizes[key]) for _, old, key in saved}
+        residuals = statefile.read_residuals(folder, manifest["data"], statefile.worker_file(0), mine, host)
+    if fresh is not None:
+        weights.install(*fresh)
+    for (_, key), read in zip(keys.names, staged, strict=True):
+        if read is not None:
+            weights.values[key] = read.weight.reshape(weights.values[key].shape)
+            weights.states.pop(key, None)
+            if read.state is not None:
+                weights.states[key] = read.state
+    return residuals
+
+
+def _declared(records: Iterable[KeyRecord]) -> Keys:
+    """Return the keys as workers would have declared them to a scheduler."""
+    keys = Keys()
+    keys.declare(
+        [
+            {
+                **{"key": record.key, "shape": list(record.shape)},
+                **{"dtype": dtypes.name_of(record.dtype), "stype": record.stype},
+            }
+            for record in records
+        ]
+    )
+    return keys
+
+
+def _shards(keys: Keys, weights: Weights) -> list[statefile.Saved]:
+    """Return each value as the one shard that a server would have of it."""
+    return [
+        statefile.Saved(number, 0, weights.on_host(key).reshape(-1), weights.state_on_host(key))
+        for number, key in keys.names
+    ]

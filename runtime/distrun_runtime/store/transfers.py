@@ -30,7 +30,7 @@ from distrun_runtime.ops.reduce import PLAIN, How
 from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Flag, Kind, Message, Payload, payloads_of
 from distrun_runtime.ps import counters
 from distrun_runtime.ps.counters import COPY_IN
-from distrun_runtime.ps.request import Request
+from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.routing import (
     GATHERED_BYTES,
     MESSAGE_BYTES,
@@ -477,7 +477,7 @@ class Transfers:
             body = {**body, counters.ASKED: True}
         messages = [self._message(kind, each, rounds, body, priority) for each in loaded]
         began = time.monotonic()
-        # From here on it is the node's thread: `ps.worker` is told (`role.Asked`), and the loop sends.
+        # From here on it is the node's thread: `ps.worker` is told (`role.CallSubmitted`), and the loop sends.
         request = self._link.ask(what, messages, entries_of=entries_of)
         if is_measured:
             request.then(lambda error: measured.answered(time.monotonic() - began, request.replies))
@@ -638,7 +638,7 @@ def _fill_devices(
 
 def _check_answer(portion: Portion, reply: Message) -> None:
     expected = portion.size * portion.dtype.itemsize
-    found = sum(memoryview(each).nbytes for each in reply.payloads)
+    found = reply.size
     if found != expected or (len(reply.entries) and (reply.entries["payload"] != Payload.PACKED).any()):
         raise KVError(f"{portion.link} answered with {found} bytes of values, expected {expected}")
 

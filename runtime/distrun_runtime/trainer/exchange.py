@@ -28,7 +28,7 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError, RuntimeFault, TimedOut
 from distrun_runtime.kvstore import KVStore, KVStoreBase, Pending, RowSparse
 from distrun_runtime.ps.shards import Notes
-from distrun_runtime.store import kinds
+from distrun_runtime.store.keys import is_dist
 from distrun_runtime.trainer.model import Buffers
 from distrun_runtime.trainer.parameters import Buffer, Gradient, Parameter, is_near, memory_of, on_host
 
@@ -122,7 +122,7 @@ class StoreExchange:
         keys, values = list(range(len(self._params))), [self._initial(one) for one in self._params]
         if self._counter is not None:
             keys, values = [*keys, self._counter], [*values, np.zeros(COUNTED, np.int64)]
-        if self._buffers and kinds.is_dist(self._store.type):
+        if self._buffers and is_dist(self._store.type):
             # They must come back as they are, whatever the store was told for all its keys.
             self._store.set_gradient_compression({"type": "none"}, self._buffer_keys)
         self._store.label(self._labels())

@@ -10,7 +10,7 @@ from distrun_runtime import reporting
 from distrun_runtime.data.sampling import Epochs, whole
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStoreBase
-from distrun_runtime.store import kinds
+from distrun_runtime.store.keys import is_async, is_dist
 from distrun_runtime.trainer.trainer import Trainer, scale_of
 
 __all__ = ["fit"]
@@ -125,13 +125,13 @@ def _length_of(data: object) -> int | None:
 
 def _workers_of_a_step(store: KVStoreBase | None) -> int:
     """Return how many workers' batches make a step."""
-    if store is None or kinds.is_async(store.type):
+    if store is None or is_async(store.type):
         return 1
     return store.num_workers
 
 
 def _waits_after(store: KVStoreBase | None, is_last: bool) -> bool:
     """Tell whether this worker waits for the others after an epoch. Without rounds, no worker waits before the end."""
-    if store is None or not kinds.is_dist(store.type):
+    if store is None or not is_dist(store.type):
         return False
-    return is_last or not kinds.is_async(store.type)
+    return is_last or not is_async(store.type)

@@ -21,8 +21,8 @@ from distrun_runtime.errors import KVError, StoreClosed
 from distrun_runtime.kvstore import KVStore, KVStoreBase
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import schedules as schedule
-from distrun_runtime.store import kinds
 from distrun_runtime.store.compress import Compression
+from distrun_runtime.store.keys import is_dist
 from distrun_runtime.store.values import row_numbers
 from distrun_runtime.trainer.agreement import SKIP, Opened, close_failed, leave, open_store, updates_itself
 from distrun_runtime.trainer.exchange import Gradients, Sent, StoreExchange
@@ -566,7 +566,7 @@ class Trainer:
     def _overlapping(self) -> Overlap | None:
         """Return what sends gradients before `step`; None: nothing is sent to other workers."""
         exchange = self._exchange
-        if exchange is None or self.kvstore is None or not kinds.is_dist(self.kvstore.type):
+        if exchange is None or self.kvstore is None or not is_dist(self.kvstore.type):
             return None
         if not isinstance(exchange, StoreExchange):
             raise KVError(f"overlap=True needs a store of distrun's own, not {self.kvstore.type!r}")

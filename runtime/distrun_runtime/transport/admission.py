@@ -135,7 +135,8 @@ class Admission:
         """The connection that is closed next asked for another mechanism."""
         self._is_broken = False
         """The connection that is closed next was ended by its other side, in the middle of ZMTP's handshake."""
-        self._strangers: list[Stranger] = []
+        self.turned_away: list[Stranger] = []
+        """What `strangers` returns next."""
         self._untold = 0
         self._stop_in, self._stop_out = socket.socketpair()
         self._thread: threading.Thread | None = None
@@ -196,15 +197,10 @@ class Admission:
         self._stop_in.close()
         self._stop_out.close()
 
-    @property
-    def has_strangers(self) -> bool:
-        """Whether `strangers` returns any."""
-        return bool(self._strangers)
-
     def strangers(self) -> list[Stranger]:
         """Return who was turned away since the last call."""
         with self._lock:
-            found, self._strangers = self._strangers, []
+            found, self.turned_away = self.turned_away, []
             untold, self._untold = self._untold, 0
         if untold:
             found.append(Stranger("", f"{untold} more connections were closed for such reasons"))
@@ -248,7 +244,7 @@ class Admission:
                         self._monitored(*next_of(monitor))
                     self._answer(zap)
                 self._scan(time.monotonic())
-                if self._strangers:
+                if self.turned_away:
                     self._wake()
         finally:
             with self._lock:
@@ -314,8 +310,8 @@ class Admission:
 
     def _tell(self, stranger: Stranger) -> None:
         with self._lock:
-            if len(self._strangers) < _EVENTS_KEPT:
-                self._strangers.append(stranger)
+            if len(self.turned_away) < _EVENTS_KEPT:
+                self.turned_away.append(stranger)
             else:
                 self._untold += 1
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from distrun_runtime.contract.dataclass import dataclass
-from distrun_runtime.protocol.message import Kind
+from distrun_runtime.protocol.message import Kind, size_of
 from distrun_runtime.transport.base import (
     Arrived,
     Buffer,
@@ -406,7 +406,7 @@ class Resending:
             return []
         stream.owes_ack = True
         frames = event.frames[1:]
-        size = sum(memoryview(frame).nbytes for frame in frames)
+        size = size_of(frames)
         return [Arrived(event.link, ready) for ready in stream.into.take(envelope.number, frames, size)]
 
     def _acknowledge(self) -> None:

@@ -275,7 +275,7 @@ class ZmqTransport:
                 events += self._monitored(source, self._monitors[source])
         if self._inbound:
             events += self._probe()
-        if self._admission.has_strangers:
+        if self._admission.turned_away:
             events += self._admission.strangers()
         return events
 

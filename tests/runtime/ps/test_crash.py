@@ -93,7 +93,7 @@ def test_an_error_that_may_be_ours_keeps_our_frames(monkeypatch: pytest.MonkeyPa
         raise ZeroDivisionError("our bug")
 
     broken.__code__ = broken.__code__.replace(co_filename=session.__file__)
-    monkeypatch.setattr(kvstore.kinds, "is_dist", broken)
+    monkeypatch.setattr(kvstore, "is_dist", broken)
     lines = session.printed(raised(lambda: kvstore.create("local"))).splitlines()
     assert '  File "%s"' % session.__file__ in "\n".join(lines)
     assert any("kvstore.py" in line for line in lines)

@@ -16,7 +16,7 @@ from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps import engine as engines
-from distrun_runtime.ps import work
+from distrun_runtime.ps import role
 from distrun_runtime.ps.engine import Reply, WorkEngine
 from distrun_runtime.ps.shards import Store
 
@@ -36,10 +36,10 @@ class Bench:
         pieces = [Piece(0, length=LENGTH, payload=raw(np.zeros(LENGTH, np.float32))), self._small(0, 0)]
         message = data(Kind.INIT, pieces)
         shards = self.store.add([Shard(0, 0, LENGTH, key=0), Shard(0, 0, 2, key=1)])
-        self.take(self.engine.do(work.Fill(work.Batch(self.store, shards, message, message.entries))))
+        self.take(self.engine.do(role.Fill(role.Batch(self.store, shards, message, message.entries))))
         if rule:
             spec = RuleSpec(rule, {}).to_json()
-            self.take(self.engine.do(work.SetRule(1, spec, message)))
+            self.take(self.engine.do(role.SetRule(1, spec, message)))
 
     def _small(self, number: int, value: float) -> Piece:
         return Piece(1, 0, 2, number, payload=raw(np.full(2, value, np.float32)))
@@ -52,22 +52,22 @@ class Bench:
             raise done.error
         return done.value
 
-    def apply(self, number: int, *, is_much: bool, value: float = 1) -> work.Apply:
+    def apply(self, number: int, *, is_much: bool, value: float = 1) -> role.Apply:
         """Return the work of one round of one key, to which one worker gave a value."""
         payload = raw(np.full(LENGTH, value, np.float32))
         piece = Piece(0, 0, LENGTH, number, payload=payload) if is_much else self._small(number, value)
         message = data(Kind.PUSH, [piece])
         shards = np.array([0 if is_much else 1])
-        return work.Apply(
-            self.store, number, shards, rank=0, last=work.Batch(self.store, shards, message, message.entries)
+        return role.Apply(
+            self.store, number, shards, rank=0, last=role.Batch(self.store, shards, message, message.entries)
         )
 
-    def ask(self, ticket: int, shard: int) -> list[work.Work]:
+    def ask(self, ticket: int, shard: int) -> list[role.EngineWork]:
         """Return the work of a pull."""
         entries = data(Kind.PULL, [Piece(shard, 0, 2 if shard else LENGTH)]).entries
         message = data(Kind.PULL, [])
-        lend = work.Lend(ticket, self.store, np.array([shard]), np.array([0]))
-        return [lend, work.Deliver(ticket, "w0", message, entries)]
+        lend = role.Lend(ticket, self.store, np.array([shard]), np.array([0]))
+        return [lend, role.Deliver(ticket, "w0", message, entries)]
 
 
 @pytest.fixture
@@ -221,12 +221,12 @@ def test_a_contribution_that_cannot_be_added_fails_its_round_and_leaves_nothing_
     assert applied.last is not None
     with monkeypatch.context() as patched:
         patched.setattr(one.engine._of(one.store).device, "elements", full)
-        failed = one.engine.do(work.Add(0, 1, applied.last))
+        failed = one.engine.do(role.Add(0, 1, applied.last))
     assert failed is not None
     assert isinstance(failed.error, MemoryError)
     if not is_alone:
-        one.take(one.engine.do(work.Add(1, 1, applied.last)))
-    done = one.take(one.engine.do(work.Apply(one.store, 1, applied.shards)))
+        one.take(one.engine.do(role.Add(1, 1, applied.last)))
+    done = one.take(one.engine.do(role.Apply(one.store, 1, applied.shards)))
     ((shard, (error, trace)),) = done.failed.items()
     assert (shard, str(error)) == (1, "full")
     assert "in full" in trace

@@ -26,7 +26,7 @@ from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import PLAIN, How
 from distrun_runtime.protocol.message import DTYPES, Kind
-from distrun_runtime.ps import replies, work
+from distrun_runtime.ps import replies, role
 from distrun_runtime.ps import values as ps_values
 from distrun_runtime.ps.device_choice import Placement
 from distrun_runtime.ps.engine import WorkEngine
@@ -63,16 +63,16 @@ class Side:
             [Shard(0, 0, size, key, code) for key, (size, code) in enumerate(zip(SIZES, CODES, strict=True))]
         )
         self.tickets = 0
-        self.do(work.Fill(self.batch(0)))
+        self.do(role.Fill(self.batch(0)))
 
-    def do(self, what: work.Work) -> Any:
+    def do(self, what: role.EngineWork) -> Any:
         done = self.engine.do(what) or self.engine.result(waits=True)
         assert done is not None
         if done.error is not None:
             raise done.error
         return done.value
 
-    def batch(self, seed: int, number: int = 1, how: How = PLAIN, body: Mapping[str, Any] | None = None) -> work.Batch:
+    def batch(self, seed: int, number: int = 1, how: How = PLAIN, body: Mapping[str, Any] | None = None) -> role.Batch:
         """Return what a message brings to all keys, plain or encoded."""
         pieces = []
         for key, (size, code) in enumerate(zip(SIZES, CODES, strict=True)):
@@ -82,11 +82,11 @@ class Side:
                 payload = compression.numbered(how.codec).encode(dtypes.widen(given), None, dict(how.params))
             pieces.append(Piece(key, 0, size, number, code, how.codec, payload))
         message = data(Kind.PUSH, pieces, body=dict(body or {}))
-        return work.Batch(self.store, self.shards, message, message.entries, how)
+        return role.Batch(self.store, self.shards, message, message.entries, how)
 
     def set_rule(self, name: str, **params: Any) -> None:
         spec = rules.RuleSpec.of(name, params).to_json()
-        self.do(work.SetRule(1, spec, data(Kind.RULE)))
+        self.do(role.SetRule(1, spec, data(Kind.RULE)))
 
     def pulled(self, codec: int = 0, **params: float) -> list[bytes]:
         """Return what a pull of all keys carries."""
@@ -94,7 +94,7 @@ class Side:
 
     def lend(self, codec: int = 0, **params: float) -> int:
         self.tickets += 1
-        self.do(work.Lend(self.tickets, self.store, self.shards, np.arange(len(SIZES)), codec, params))
+        self.do(role.Lend(self.tickets, self.store, self.shards, np.arange(len(SIZES)), codec, params))
         return self.tickets
 
     def entries(self) -> Array:
@@ -102,7 +102,7 @@ class Side:
         return data(Kind.PULL, pieces).entries
 
     def delivered(self, ticket: int) -> list[bytes]:
-        reply = self.do(work.Deliver(ticket, "w0", data(Kind.PULL), self.entries()))
+        reply = self.do(role.Deliver(ticket, "w0", data(Kind.PULL), self.entries()))
         assert not reply.message.is_error
         self.frames = reply.message.payloads
         self.engine.sent(reply.lent, None)
@@ -111,12 +111,12 @@ class Side:
     def lend_floats(self) -> int:
         """Lend the keys of float32: what a message has in one frame."""
         self.tickets += 1
-        self.do(work.Lend(self.tickets, self.store, self.shards[:2], np.arange(2)))
+        self.do(role.Lend(self.tickets, self.store, self.shards[:2], np.arange(2)))
         return self.tickets
 
     def refused(self, ticket: int) -> str:
         """Return why an answer is a refusal."""
-        reply = self.do(work.Deliver(ticket, "w0", data(Kind.PULL), self.entries()))
+        reply = self.do(role.Deliver(ticket, "w0", data(Kind.PULL), self.entries()))
         assert reply.message.is_error
         return str(reply.message.body)
 
@@ -127,7 +127,7 @@ class Side:
     def save(self, folder: Path) -> dict[str, Any]:
         body = {"folder": str(folder), "part": "data-1", "file": "server-0.npz", "host": "d1"}
         body["names"] = [[key, "k%d" % key] for key in range(len(SIZES))]  # type: ignore[assignment]
-        found: dict[str, Any] = self.do(work.Save(1, data(Kind.SAVE, body=body)))
+        found: dict[str, Any] = self.do(role.Save(1, data(Kind.SAVE, body=body)))
         return found
 
     def load(self, folder: Path, saved: Mapping[str, Any], spec: rules.RuleSpec | None) -> None:
@@ -135,8 +135,8 @@ class Side:
         body["manifest"] = {"data": "data-1", "files": {saved["file"]: saved["holds"]}}
         body["numbers"] = [[key, key, "k%d" % key] for key in range(len(SIZES))]
         body["spec"] = None if spec is None else spec.to_json()
-        self.do(work.Load(1, data(Kind.LOAD, body=body)))
-        self.do(work.Load(1, data(Kind.LOAD, body={**body, "action": "commit"})))
+        self.do(role.Load(1, data(Kind.LOAD, body=body)))
+        self.do(role.Load(1, data(Kind.LOAD, body={**body, "action": "commit"})))
 
     def state(self) -> list[dict[str, Any]]:
         """Return the rule's state of each key, as it is saved."""
@@ -179,14 +179,14 @@ def test_rounds_give_the_bytes_of_host_memory(
         if rule is not None:
             side.set_rule(rule, multi_precision=True)
         for number in (1, 2, 3):
-            side.do(work.Add(1, number, side.batch(number, number)))
+            side.do(role.Add(1, number, side.batch(number, number)))
             if number > 1:
                 body = {"codec": params} if codec else {}
-                side.do(work.Add(0, number, side.batch(20 + number, number, how, body)))
-        side.do(work.Apply(side.store, 1, side.shards, rank=0, last=side.batch(11, 1, how)))
+                side.do(role.Add(0, number, side.batch(20 + number, number, how, body)))
+        side.do(role.Apply(side.store, 1, side.shards, rank=0, last=side.batch(11, 1, how)))
         found = side.pulled()
-        side.do(work.Apply(side.store, 2, side.shards))
-        side.do(work.Apply(side.store, 3, side.shards, skip=True))
+        side.do(role.Apply(side.store, 2, side.shards))
+        side.do(role.Apply(side.store, 3, side.shards, skip=True))
         return found, side.pulled()
 
     first, second = alike(history, deterministic=deterministic)
@@ -198,10 +198,10 @@ def test_asynchronous_steps_and_assigned_values_give_the_bytes_of_host_memory(ma
         side.set_rule("sgd", momentum=0.9, multi_precision=True)
         found = []
         for number, how in enumerate((PLAIN, How(0, {}, 0.5), How(2, compression.numbered(2).check({}), 1.0)), 1):
-            side.do(work.Step("w0", 0, side.batch(number, number, how)))
+            side.do(role.Step("w0", 0, side.batch(number, number, how)))
             found.append(side.pulled())
-        side.do(work.Assign(side.batch(30)))
-        side.do(work.Step("w0", 0, side.batch(9, 4)))
+        side.do(role.Assign(side.batch(30)))
+        side.do(role.Step("w0", 0, side.batch(9, 4)))
         return found
 
     alike(history)
@@ -213,7 +213,7 @@ def test_encoded_answers_and_what_they_leave_out_have_the_bytes_of_host_memory(m
         for codec in (2, 3):
             params = compression.numbered(codec).check({})
             for number in (1, 2):
-                side.do(work.Apply(side.store, number, side.shards, rank=0, last=side.batch(number, number)))
+                side.do(role.Apply(side.store, number, side.shards, rank=0, last=side.batch(number, number)))
                 found += [side.pulled(codec, **params), side.pulled(codec, **params)]
         return found
 
@@ -225,7 +225,7 @@ def test_a_reply_carries_the_values_that_were_lent_to_it(machine: Machine) -> No
         before = side.pulled()
         tickets = [side.lend(), side.lend()]
         for number in (1, 2):
-            side.do(work.Apply(side.store, number, side.shards, rank=0, last=side.batch(number, number)))
+            side.do(role.Apply(side.store, number, side.shards, rank=0, last=side.batch(number, number)))
         now = side.lend()
         assert side.delivered(tickets[0]) == side.delivered(tickets[1]) == before
         return before, side.delivered(now)
@@ -239,7 +239,7 @@ def test_states_that_were_saved_on_one_device_go_on_on_the_other(machine: Machin
     spec = rules.RuleSpec.of(name, {"multi_precision": True} if name != "test" else {})
 
     def step(side: Side, number: int) -> None:
-        side.do(work.Apply(side.store, number, side.shards, rank=0, last=side.batch(number, number)))
+        side.do(role.Apply(side.store, number, side.shards, rank=0, last=side.batch(number, number)))
 
     sides = [Side(asked) for asked in ON]
     saved = []
@@ -266,11 +266,11 @@ def test_states_that_were_saved_on_one_device_go_on_on_the_other(machine: Machin
 def test_a_rule_takes_over_the_state_that_both_know(machine: Machine) -> None:
     def history(side: Side) -> Any:
         side.set_rule("sgd", momentum=0.9)
-        side.do(work.Apply(side.store, 1, side.shards, rank=0, last=side.batch(1)))
+        side.do(role.Apply(side.store, 1, side.shards, rank=0, last=side.batch(1)))
         side.set_rule("nag", momentum=0.8, multi_precision=True)  # the momentum goes on, the master is new
-        side.do(work.Apply(side.store, 2, side.shards, rank=0, last=side.batch(2, 2)))
+        side.do(role.Apply(side.store, 2, side.shards, rank=0, last=side.batch(2, 2)))
         found = side.pulled()
-        side.do(work.SetRule(1, None, data(Kind.RULE)))
+        side.do(role.SetRule(1, None, data(Kind.RULE)))
         return found
 
     alike(history)
@@ -282,16 +282,16 @@ def test_a_store_moves_between_devices_with_all_it_has(machine: Machine, determi
 
     def history(side: Side) -> Any:
         side.set_rule("adam", multi_precision=True)
-        side.do(work.Apply(side.store, 1, side.shards, rank=0, last=side.batch(1)))
+        side.do(role.Apply(side.store, 1, side.shards, rank=0, last=side.batch(1)))
         side.pulled(2, **compression.numbered(2).check({}))
         for rank, number in ((0, 2), (1, 2), (1, 3)):
-            side.do(work.Add(rank, number, side.batch(5 * number + rank, number)))
+            side.do(role.Add(rank, number, side.batch(5 * number + rank, number)))
         ticket, here = side.lend(), side.values.device
         for device in (devices.get("cpu:0"), devices.get("gpu:0"), here):
             side.values.move(device)
         first = side.delivered(ticket)
-        side.do(work.Apply(side.store, 2, side.shards))
-        side.do(work.Apply(side.store, 3, side.shards, rank=0, last=side.batch(8, 3)))
+        side.do(role.Apply(side.store, 2, side.shards))
+        side.do(role.Apply(side.store, 3, side.shards, rank=0, last=side.batch(8, 3)))
         return first, side.pulled(2, **compression.numbered(2).check({}))
 
     alike(history, deterministic=deterministic)
@@ -318,10 +318,10 @@ def test_a_move_that_fails_at_any_step_leaves_the_store_where_it_was(
             return None
 
         side.set_rule("adam", multi_precision=True)
-        side.do(work.Apply(side.store, 1, side.shards, rank=0, last=side.batch(1)))
+        side.do(role.Apply(side.store, 1, side.shards, rank=0, last=side.batch(1)))
         side.pulled(2, **compression.numbered(2).check({}))
         for rank, number in ((0, 2), (1, 2), (1, 3)):
-            side.do(work.Add(rank, number, side.batch(5 * number + rank, number)))
+            side.do(role.Add(rank, number, side.batch(5 * number + rank, number)))
         steps = 0
         if moves:
             pool.trim()
@@ -342,8 +342,8 @@ def test_a_move_that_fails_at_any_step_leaves_the_store_where_it_was(
             side.values.move(host)
             pool.limit = None
         assert steps == 0 or steps > 20
-        side.do(work.Apply(side.store, 2, side.shards))
-        side.do(work.Apply(side.store, 3, side.shards, rank=0, last=side.batch(8, 3)))
+        side.do(role.Apply(side.store, 2, side.shards))
+        side.do(role.Apply(side.store, 3, side.shards, rank=0, last=side.batch(8, 3)))
         return side.pulled(2, **compression.numbered(2).check({})), side.pulled(), side.state()
 
     expected, found = (history(Side("cpu", deterministic=deterministic), moves=moves) for moves in (False, True))
@@ -371,15 +371,15 @@ def test_the_kernels_of_rules_and_codecs_are_compiled_before_the_first_round(mac
     side.set_rule("rmsprop", wd=0.1)
     loaded = machine.standin.calls["load"]
     for number in (1, 2):
-        side.do(work.Add(1, number, side.batch(number, number)))
-        side.do(work.Apply(side.store, number, side.shards, rank=0, last=side.batch(7, number)))
+        side.do(role.Add(1, number, side.batch(number, number)))
+        side.do(role.Apply(side.store, number, side.shards, rank=0, last=side.batch(7, number)))
     how = How(2, compression.numbered(2).check({}), 0.5)
-    side.do(work.Apply(side.store, 3, side.shards, rank=0, last=side.batch(8, 3, how)))
+    side.do(role.Apply(side.store, 3, side.shards, rank=0, last=side.batch(8, 3, how)))
     assert len(side.pulled(2, **how.params)) == len(SIZES)
     scaled = How(0, {}, 0.5)
     for number, (first, last) in enumerate([(scaled, PLAIN), (PLAIN, scaled), (scaled, scaled)], 4):
-        side.do(work.Add(1, number, side.batch(number, number, first)))
-        side.do(work.Apply(side.store, number, side.shards, rank=0, last=side.batch(7, number, last)))
+        side.do(role.Add(1, number, side.batch(number, number, first)))
+        side.do(role.Apply(side.store, number, side.shards, rank=0, last=side.batch(7, number, last)))
     assert machine.standin.calls["load"] == loaded
 
 
@@ -392,9 +392,9 @@ def test_keys_that_are_not_neighbours_are_updated_by_one_kernel_a_dtype(
     def history(side: Side) -> Any:
         side.set_rule("adam")
         for number in (1, 2, 3):
-            side.do(work.Add(1, number, side.batch(number, number)))
+            side.do(role.Add(1, number, side.batch(number, number)))
             before = machine.standin.calls["launch"]
-            side.do(work.Apply(side.store, number, side.shards, rank=0, last=side.batch(7, number)))
+            side.do(role.Apply(side.store, number, side.shards, rank=0, last=side.batch(7, number)))
             launched = machine.standin.calls["launch"] - before
             assert not side.values.device.is_gpu or number == 1 or launched == 2
         return side.pulled()
@@ -429,7 +429,7 @@ def test_what_several_replies_carry_is_copied_once_from_the_gpu(machine: Machine
     before = side.pulled(), side.frames
     assert copies(first) == 0
     assert places() == [address_of(frame) for frame in before[1]]
-    side.do(work.Apply(side.store, 1, side.shards, rank=0, last=side.batch(1, 1)))
+    side.do(role.Apply(side.store, 1, side.shards, rank=0, last=side.batch(1, 1)))
     assert copies(side.lend())
     changed = [bytes(frame) for frame in side.frames], side.frames
     assert copies(side.lend()) == 0
@@ -444,13 +444,13 @@ def test_what_several_replies_carry_is_copied_once_from_the_gpu(machine: Machine
 
 def test_a_reply_carries_what_is_copied_already_and_the_rest(machine: Machine) -> None:
     side = Side("gpu:0", memory=Pool())
-    floats = side.do(work.Forward(side.lend_floats(), side.store, "w0", data(Kind.PULL)))
+    floats = side.do(role.Forward(side.lend_floats(), side.store, "w0", data(Kind.PULL)))
     before = machine.standin.calls["copy"]
     assert side.pulled() == Side("cpu").pulled()
     assert machine.standin.calls["copy"] == before + 1  # the key of half precision
     places = [address_of(frame) for frame in (*floats.message.payloads, *side.frames)]
     assert places[1:3] == [places[0], places[0] + 4 * SIZES[0]]
-    again = side.do(work.Forward(side.lend_floats(), side.store, "w0", data(Kind.PULL)))
+    again = side.do(role.Forward(side.lend_floats(), side.store, "w0", data(Kind.PULL)))
     assert [address_of(frame) for frame in again.message.payloads] == places[:1]
     assert machine.standin.calls["copy"] == before + 1
 
@@ -470,7 +470,7 @@ def test_answers_have_their_values_whatever_is_pulled_kept_and_written_meanwhile
 
         def answer(place: int) -> None:
             ticket, keys = waiting.pop(place)
-            reply = side.do(work.Deliver(ticket, "w0", data(Kind.PULL), side.entries()[keys]))
+            reply = side.do(role.Deliver(ticket, "w0", data(Kind.PULL), side.entries()[keys]))
             carried.append((reply.message.payloads, [bytes(each) for each in reply.message.payloads]))
             found.append([b"".join(carried[-1][1])])
             side.engine.sent(reply.lent, None)
@@ -480,14 +480,14 @@ def test_answers_have_their_values_whatever_is_pulled_kept_and_written_meanwhile
             if step < 3:
                 keys = random.permutation(len(SIZES))[: random.integers(1, len(SIZES) + 1)]
                 waiting.append((number, keys))
-                side.do(work.Lend(number, side.store, side.shards[keys], np.arange(len(keys))))
+                side.do(role.Lend(number, side.store, side.shards[keys], np.arange(len(keys))))
             elif step < 5 and waiting:
                 answer(random.integers(len(waiting)))
             elif step < 6 and carried:
                 frames, sent = carried.pop(random.integers(len(carried)))
                 assert side.values.is_on_host or [bytes(each) for each in frames] == sent
             elif step == 7:
-                side.do(work.Assign(side.batch(number)))
+                side.do(role.Assign(side.batch(number)))
         while waiting:
             answer(0)
         return found
@@ -500,8 +500,8 @@ def test_much_that_is_copied_from_a_gpu_for_an_answer_is_copied_later(machine: M
     side = Side(asked, much_bytes=4 * 8 + 2 * 20)
     expected = Side("cpu").pulled()
     replies = [
-        work.Deliver(side.lend(), "w0", data(Kind.PULL), side.entries()),
-        work.Forward(side.lend_floats(), side.store, "w0", data(Kind.PULL)),
+        role.Deliver(side.lend(), "w0", data(Kind.PULL), side.entries()),
+        role.Forward(side.lend_floats(), side.store, "w0", data(Kind.PULL)),
     ]
     for what, much, frames in zip(replies, (True, False), (expected, [b"".join(expected[:2])]), strict=True):
         done = side.engine.do(what)
@@ -609,7 +609,7 @@ def test_a_server_makes_memory_for_its_answers_with_its_first_values_and_keeps_i
     before = pool.size
     kept = []
     for number in range(1, 3):  # as many rounds at once
-        side.do(work.Apply(side.store, number, side.shards, rank=0, last=side.batch(number, number)))
+        side.do(role.Apply(side.store, number, side.shards, rank=0, last=side.batch(number, number)))
         for _ in range(side.store.workers):
             side.pulled()
             kept.append(side.frames)
@@ -617,10 +617,10 @@ def test_a_server_makes_memory_for_its_answers_with_its_first_values_and_keeps_i
     assert all(pool.find(address_of(frame), memoryview(frame).nbytes) for frames in kept for frame in frames)
     del kept, side.frames
     reserved = dict(pool._reserved)
-    side.do(work.Clear(data(Kind.BYE)))
+    side.do(role.Clear(data(Kind.BYE)))
     side.store = Store(1, workers=2)
     side.shards = side.store.add(
         [Shard(0, 0, size, key, code) for key, (size, code) in enumerate(zip(SIZES, CODES, strict=True))]
     )
-    side.do(work.Fill(side.batch(0)))
+    side.do(role.Fill(side.batch(0)))
     assert (pool.size, pool._reserved) == (before, reserved)

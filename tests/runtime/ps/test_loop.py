@@ -17,7 +17,7 @@ from distrun_runtime.arrays import find as devices
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.handshake import Acceptor, NodeIdentity, Opener
 from distrun_runtime.protocol.message import Flag, Kind, Message
-from distrun_runtime.ps import role, work
+from distrun_runtime.ps import role
 from distrun_runtime.ps.engine import WorkEngine
 from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.trace import Trace
@@ -334,15 +334,15 @@ def test_what_a_reply_carried_is_given_back_once_before_the_next_work() -> None:
     script, held, unknown, reply = Script(), Held(), Held(), Counted()
     engine = WorkEngine(devices.get("cpu:0"))
     engine.sent(cast(Any, [reply]), held)
-    engine.do(work.Discard(1))
+    engine.do(role.Discard(1))
     assert reply.returns == 0
     script.coming.append([Released(unknown), Released(held), Released(held)])
     caller = Echo()
     loop = Loop(script, caller, TOKEN, Trace(0, lambda: caller.me, io.StringIO()), engine=engine)
     loop.tell(15)
     loop.run()
-    engine.do(work.Discard(1))
-    engine.do(work.Discard(1))
+    engine.do(role.Discard(1))
+    engine.do(role.Discard(1))
     assert reply.returns == 1
 
 
@@ -350,5 +350,5 @@ def test_what_has_left_when_a_reply_was_sent_is_given_back_by_the_next_work() ->
     engine, left, unsent = WorkEngine(devices.get("cpu:0")), Counted(), Counted()
     engine.sent(cast(Any, [left]), COPIED)
     engine.sent(cast(Any, [unsent]), None)
-    engine.do(work.Discard(1))
+    engine.do(role.Discard(1))
     assert (left.returns, unsent.returns) == (1, 1)

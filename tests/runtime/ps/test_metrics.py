@@ -17,7 +17,7 @@ from distrun_runtime.arrays import find
 from distrun_runtime.arrays.cuda import CudaMissing
 from distrun_runtime.contract import metrics
 from distrun_runtime.ps.counters import Lags, NodeMetrics
-from distrun_runtime.ps.request import Request, Waits
+from distrun_runtime.ps.role import Request, Waits
 
 LIMIT_S = 60.0
 

@@ -22,7 +22,7 @@ from distrun_runtime.ops import compression, update
 from distrun_runtime.ops.optimizers import RuleSpec, rule_of
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import DTYPE_CODES, Kind
-from distrun_runtime.ps import arithmetic, device_choice, work
+from distrun_runtime.ps import arithmetic, device_choice, role
 from distrun_runtime.ps.device_choice import DeviceChoice, Placement, StoreNeeds, decide, need_of, obstacle_of
 from distrun_runtime.ps.engine import WorkEngine
 from distrun_runtime.ps.node import placement_of
@@ -180,8 +180,8 @@ def test_contributions_to_two_rounds_take_no_more_than_was_estimated(
             for shard in range(0, 40, step):
                 payload = np.full(length, rank, np.float32).tobytes()
                 message = data(Kind.PUSH, [Piece(shard, 0, length, number, payload=payload)])
-                batch = work.Batch(values.store, np.array([shard]), message, message.entries)
-                arithmetic.add(values, work.Add(rank, number, batch))
+                batch = role.Batch(values.store, np.array([shard]), message, message.entries)
+                arithmetic.add(values, role.Add(rank, number, batch))
     gpu.synchronize()
     gpu.pool.trim()
     assert gpu.pool.size <= need_of(values, None)

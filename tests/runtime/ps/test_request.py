@@ -6,7 +6,7 @@ import pytest
 
 from distrun_runtime.errors import KVError, RuleError, RuntimeFault, TimedOut
 from distrun_runtime.protocol.message import Kind, Message
-from distrun_runtime.ps.request import Request, when_done
+from distrun_runtime.ps.role import Request, when_done
 
 
 def test_what_follows_is_called_with_the_error_before_anybody_stops_waiting() -> None:

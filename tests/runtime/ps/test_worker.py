@@ -12,7 +12,7 @@ from distrun_runtime.errors import KVError, PeerLost, Refused, RuleError, Runtim
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Entry, Flag, Kind, Message, entries_of
 from distrun_runtime.ps import role
-from distrun_runtime.ps.request import Request
+from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.worker import Ask, Goodbye, Worker
 
 

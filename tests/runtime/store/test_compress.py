@@ -14,7 +14,7 @@ from distrun_runtime.ops import compression as codec
 from distrun_runtime.ops.partition import Shard, compressed_shards
 from distrun_runtime.ops.reduce import How
 from distrun_runtime.protocol.message import DTYPE_CODES
-from distrun_runtime.ps.request import Request
+from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.routing import Portion, portions_of
 from distrun_runtime.store.compress import MIN_SIZE, Compression, Compressor
 from distrun_runtime.store.keys import KeyRecord

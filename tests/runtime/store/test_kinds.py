@@ -13,8 +13,8 @@ import pytest
 from distrun_runtime import kvstore
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
-from distrun_runtime.store import kinds
-from distrun_runtime.store.kinds import KVStoreBase
+from distrun_runtime.store import base
+from distrun_runtime.store.base import KVStoreBase
 
 MODULE = """
 from distrun_runtime.kvstore import KVStoreBase
@@ -35,7 +35,7 @@ not_a_class = 3
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing that a test registers stay."""
-    monkeypatch.setattr(kinds, "_classes", {})
+    monkeypatch.setattr(base, "_classes", {})
 
 
 def make(name: str = "Summing", **members: object) -> Any:

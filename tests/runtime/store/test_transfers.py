@@ -15,7 +15,7 @@ from distrun_runtime.ops import compression
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import DTYPE_CODES, Entry, Flag, Message, Payload, rows_of
 from distrun_runtime.ps.counters import Stages
-from distrun_runtime.ps.request import Request
+from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.routing import mxnet_shards
 from distrun_runtime.store.base import CallOptions, Selection
 from distrun_runtime.store.compress import Compression, Compressor
