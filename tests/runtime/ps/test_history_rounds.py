@@ -90,6 +90,21 @@ def test_every_pull_gets_the_round_that_it_asks_for_though_its_worker_pushes_aga
         server.push(1, number + 1, {"a": [0, 0]})
 
 
+def test_a_pull_gets_its_round_though_its_worker_has_gone_on_while_the_others_were_rounds_behind(
+    serving: Serving,
+) -> None:
+    server = serving()
+    for number in (1, 2):
+        server.push(0, number, {"a": [number, 0], "b": [number, 0]})
+    assert server.pull(0, 2, "a", "b") == []
+    server.push(0, 3, {"b": [100, 0]})
+    for name, last in (("b", 3), ("a", 1)):
+        for number in range(1, last + 1):
+            assert said(server.push(1, number, {name: [0, 1]})) == ["w1 PUSH"]
+    [pulled] = [each for each in server.push(1, 2, {"a": [0, 1]}) if each.link == "w0"]
+    assert values([pulled]) == {"a": [2, 1], "b": [2, 1]}
+
+
 @pytest.mark.parametrize(("pulled", "pushed"), [("abcde", "cdefghijkl"), ("abcdefgh", "fghi"), ("abc", "cd")])
 def test_of_many_pulls_that_wait_those_are_answered_whose_keys_have_their_round(
     serving: Serving, pulled: str, pushed: str
