@@ -60,19 +60,19 @@ def test_rounds_that_are_ahead_are_summed_apart_in_whatever_order_their_keys_com
     assert values(server.pull(0, 2, "a", "b")) == {"a": [22, 0], "b": [0, 22]}
 
 
-def test_the_keys_of_one_message_may_be_at_different_rounds_and_some_of_them_repeats(serving: Serving) -> None:
+@pytest.mark.parametrize("begin", [{"c": [5, 0]}, {"a": [1, 0], "c": [5, 0]}], ids=["", "some are repeats"])
+def test_the_keys_of_one_message_may_be_at_different_rounds(serving: Serving, begin: dict[str, Any]) -> None:
     server = serving()
     server.init({"c": [0, 0]})
     for rank in (0, 1):
-        server.push(rank, 1, {"a": [1, 0], "c": [5, 0]})
+        server.push(rank, 1, begin)
     for rank in (0, 1):
-        rounds = {"a": 1, "b": 1, "c": 2}
-        payload = raw(np.array([10, 1], np.float32))
-        pieces = [Piece(at, round=number, payload=payload) for at, number in enumerate(rounds.values())]
+        payloads = [raw(np.array([key, rank], np.float32)) for key in (10, 20, 30)]
+        pieces = [Piece(key, round=1 + key // 2, payload=payload) for key, payload in enumerate(payloads)]
         assert said(server.hear("w%d" % rank, data(Kind.PUSH, pieces)))[0] == "w%d PUSH" % rank
     assert server.rounds() == {"a": 1, "b": 1, "c": 2}
-    assert values(server.pull(0, 1, "a", "b")) == {"a": [2, 0], "b": [20, 2]}
-    assert values(server.pull(0, 2, "c")) == {"c": [20, 2]}
+    assert values(server.pull(0, 1, "a", "b")) == {"a": [2, 0] if "a" in begin else [20, 1], "b": [40, 1]}
+    assert values(server.pull(0, 2, "c")) == {"c": [60, 1]}
 
 
 def test_every_pull_gets_the_round_that_it_asks_for_though_its_worker_pushes_again_meanwhile(serving: Serving) -> None:

@@ -370,6 +370,22 @@ def test_a_rule_that_fails_on_one_server_fails_the_round_on_all(serving: Serving
     assert reason(server.pull(0, 3)) == "the rule failed on server-1", "it did not ask for round 2"
 
 
+def test_a_rule_that_fails_for_one_piece_fails_the_round_for_the_others_here(serving: Serving) -> None:
+    server = norms_server(serving, PICKY)
+    server.init({"c+2": [0, 0], "c": [7, 0]}, shapes={"2": [4]})
+    push_round(server, 1, {"c+2": [0, 4]})
+    assert server.pull(1, 1, "c+2") == []
+    [refused] = [each for each in push_round(server, 1, {"c": [3, 0]}) if each.kind is Kind.PULL]
+    assert reason([refused]) == "the rule failed on server-0 for key 'c': a seven"
+
+
+def test_a_rule_that_fails_for_a_value_that_lies_here_alone_is_no_other_servers_affair(serving: Serving) -> None:
+    server = norms_server(serving, PICKY)
+    server.assign({"b": [7, 0]})
+    assert said(push_round(server, 1, {"b": [1, 1]})) == ["w0 PUSH", "w1 PUSH"]
+    assert reason(server.pull(0, 1, "b")) == "the rule failed on server-0 for key 'b': a seven"
+
+
 def test_a_failure_that_is_heard_before_the_own_part_is_ready_counts(serving: Serving) -> None:
     server = norms_server(serving)
     server.norms(1, error="the rule failed on server-1")
@@ -495,7 +511,9 @@ def test_an_async_push_without_norms_is_counted_and_told_though_another_one_wait
     assert told.body["error"].startswith("the rule was changed while push 1 of key 'a' was under way")
     assert (told.body["rank"], server.stats()["updates"]) == (1, 1)
     server.norms(1, rank=0, parts=FOUR)
-    assert server.stats()["updates"] == 2
+    server.push(0, 2, THREE)
+    assert server.stats()["updates"] == 3
+    assert server.stats()["staleness"]["0"] == {"mean": 1.0, "max": 2, "pushes": 2}
 
 
 def test_a_refused_repeat_of_an_update_that_is_over_is_no_other_servers_affair(serving: Serving) -> None:
