@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from distrun.request import EngineOptions, JobRequest, Needs, Setting
 from distrun_runtime.contract import environ
 from distrun_runtime.contract import plan as contract
 from distrun_runtime.contract.plan import Place, Plan, Runtime, Secrets
+from distrun_runtime.coordinator.jobstore import JobStore
 
 FIVE = ("h1", "h2", "h3", "h4", "h5")
 SETUP = plans.Setup(
@@ -424,3 +426,107 @@ def test_tasks_of_two_places_of_a_node_are_told_apart() -> None:
         ("0", "2", "1", "0", "{host:8.address}", "{7/port:master}"),
         ("1", "2", "1", "0", "{host:8.address}", "{7/port:master}"),
     ]
+
+
+def planned(folder: Path, **more: Any) -> plans.PlannedJob | plans.QueuedJob:
+    return plans.plan_job(
+        JobRequest(**{"command": ("true",), "workers": 2, "servers": 1, "cwd": "/", **more}), JobStore(folder)
+    )
+
+
+def test_a_dry_run_makes_no_names_and_no_secrets(tmp_path: Path) -> None:
+    dry, ready = planned(tmp_path, dry_run=True), planned(tmp_path)
+    assert isinstance(dry, plans.PlannedJob)
+    assert (dry.plan.job, dry.plan.nonce, dry.secrets.token) == (plans.DRY_RUN_ID, plans.DRY_RUN_ID, "")
+    assert isinstance(ready, plans.PlannedJob)
+    assert ready.plan.job != plans.DRY_RUN_ID
+    assert (len(ready.plan.nonce), len(ready.secrets.token)) == (16, 64)
+
+
+def test_a_job_of_an_engine_is_planned_when_it_has_its_places(tmp_path: Path) -> None:
+    assert isinstance(planned(tmp_path), plans.PlannedJob)
+    assert isinstance(planned(tmp_path, launcher="slurm"), plans.QueuedJob)
+
+
+def test_hosts_are_sent_the_runtime_and_this_machine_has_it(tmp_path: Path) -> None:
+    here, there = planned(tmp_path), planned(tmp_path, launcher="ssh", hosts=named(("h1",)))
+    assert isinstance(here, plans.PlannedJob)
+    assert here.plan.runtime.path
+    assert not here.runtime
+    assert isinstance(there, plans.PlannedJob)
+    assert not there.plan.runtime.path
+    assert there.runtime
+
+
+@pytest.mark.parametrize(
+    ("network", "address"), [({}, "127.0.0.1"), ({"interface": "lo"}, ""), ({"subnet": "127.0.0.0/8"}, "")]
+)
+def test_the_agents_find_the_addresses_in_a_network_that_the_user_chose(
+    tmp_path: Path, network: dict[str, str], address: str
+) -> None:
+    job = planned(tmp_path, **network)
+    assert isinstance(job, plans.PlannedJob)
+    assert [host.address for host in job.plan.hosts] == [address]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "more", "words"),
+    [
+        ("slurm", {"scheduler_host": "h1"}, "--scheduler-host is not for --launcher slurm"),
+        ("slurm", {"coordinator_host": "h1"}, "--coordinator-host is not for --launcher slurm"),
+        (
+            "slurm",
+            {"gpus_per_worker": 3, "engine": EngineOptions(worker=Needs(gpus=2))},
+            "--gpus-per-worker 3: each worker is to get 2 from the engine",
+        ),
+        ("local", {"engine": EngineOptions(time_s=60.0)}, "--time is for engines, and --launcher local is none"),
+        ("local", {"engine": EngineOptions(queue="gpu")}, "--queue is for engines"),
+        ("local", {"engine": EngineOptions(own={"slurm_qos": "high"})}, "--slurm-qos is for engines"),
+        ("local", {"coordinator_host": "here"}, "only a detached job has its coordinator on a host"),
+        ("ssh", {"coordinator_host": "h1"}, "only a detached job has its coordinator on a host"),
+        ("ssh", {"coordinator_host": "h2", "detach": True}, "--coordinator-host: 'h2' is no host of this job"),
+        ("local", {"python": "no-such-python"}, "--python: there is no program 'no-such-python' on this machine"),
+        (
+            "ssh",
+            {"port_range": "5000-5004"},
+            "--port-range 5000-5004 has 5 ports, and host h1 needs 6: 1 scheduler + 1",
+        ),
+        ("ssh", {"port_range": "5000-5000", "servers": 0}, "--port-range 5000-5000 has 1 port, and host h1 needs 2: 2"),
+    ],
+)
+def test_what_a_launcher_cannot_do_is_refused_when_the_job_is_planned(
+    tmp_path: Path, launcher: str, more: dict[str, Any], words: str
+) -> None:
+    hosts = {"hosts": named(("h1",))} if launcher == "ssh" else {}
+    with pytest.raises(UsageError) as caught:
+        planned(tmp_path, launcher=launcher, **hosts, **more)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "more"),
+    [
+        ("slurm", {"gpus_per_worker": 2, "engine": EngineOptions(worker=Needs(gpus=2))}),
+        ("slurm", {"gpus_per_worker": 2}),
+        ("local", {"engine": EngineOptions(config={"queue": "config.toml"})}),
+        ("ssh", {"coordinator_host": "h1", "detach": True}),
+        ("local", {"python": "no-such-python", "servers": 0}),
+        ("local", {"python": "no-such-python", "ps": requests.COMMAND}),
+        ("ssh", {"port_range": "5000-5005"}),
+        ("ssh", {"port_range": "5000-5001", "servers": 0}),
+        ("ssh", {"port_range": "5000-5002", "ps": requests.COMMAND}),
+    ],
+)
+def test_what_a_launcher_can_do_is_not_refused(tmp_path: Path, launcher: str, more: dict[str, Any]) -> None:
+    hosts = {"hosts": named(("h1",))} if launcher == "ssh" else {}
+    assert planned(tmp_path, launcher=launcher, **hosts, **more) is not None
+
+
+def test_a_program_for_the_servers_is_looked_for_in_their_own_path(tmp_path: Path) -> None:
+    program = tmp_path / "mine"
+    program.write_text("")
+    program.chmod(0o755)
+    setting = Setting("PATH", str(tmp_path))
+    assert planned(tmp_path / "jobs", python="mine", settings=(setting,)) is not None
+    with pytest.raises(UsageError, match="no program 'mine'"):
+        planned(tmp_path / "jobs", python="mine", settings=(setting._replace(role="worker"),))

@@ -284,9 +284,7 @@ class Rounds:
 
     def _note_applied(self, store: Store, shards: Array, number: int) -> None:
         """Rounds of shards are over, and their updates have not failed."""
-        changed = self._note_over(store, shards, number)
-        self._counters.updated(len(changed))
-        store.updates[changed] += 1
+        self._counters.updated(len(self._note_over(store, shards, number)))
 
     def _note_over(self, store: Store, shards: Array, number: int) -> Array:
         """Rounds of shards are over, for good or ill; return those that were not skipped."""

@@ -97,7 +97,7 @@ class Store:
         """Rounds that are over: applied, failed or skipped (in async the farthest worker's pushes; in a relay the round
         of the value, -1: it has none); and rounds whose Apply was ordered."""
         self.skips = self.updates = integers
-        """Rounds that were skipped; updates that were made."""
+        """Rounds that were skipped; in async the updates that were made."""
         self.slow = integers
         """A worker that had contributed least when `reach` last looked; if there are MANY."""
         self.fresh = np.zeros(0, np.bool_)

@@ -295,6 +295,11 @@ def test_a_task_that_is_cut_off_is_named_and_not_those_that_it_lost_first() -> N
     assert culprit(history) == "worker-2"
 
 
+def test_of_tasks_that_lost_each_other_on_one_host_the_one_that_most_others_lost_is_named() -> None:
+    history = running(workers=3).loses("worker-1", "worker-0").loses("worker-0", "worker-1")
+    assert culprit(history.loses("worker-2", "worker-1")) == "worker-1"
+
+
 def test_of_a_host_that_is_cut_off_a_task_is_named_although_several_there_lost_the_scheduler() -> None:
     plan = sample_plan(workers=6, hosts=("d1", "d2", "d3"))
     history = History(plan, obedient=False).start().beat_to(5)

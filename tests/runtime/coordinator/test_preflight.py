@@ -329,3 +329,15 @@ def test_a_host_lost_while_it_settles_and_an_interrupt_end_the_job() -> None:
     history = settling().bad("d2", "activation", refused=True).interrupt("INT")
     assert history.end().exit_code == 3
     assert settling().interrupt("INT").settled("d1").settled("d2").did(Spawn) == []
+
+
+def test_an_agent_that_cannot_be_reached_any_more_during_the_preparation_ends_the_job() -> None:
+    outcome = prepared().bad("d2").end()
+    assert (outcome.exit_code, outcome.message) == (6, "no agent on d2: no route to host")
+
+
+def test_the_wait_for_other_hosts_runs_from_the_first_that_cannot_be_used() -> None:
+    history = gathering(start_s=100.0).beat_to(40).bad("d1").beat_to(50).bad("d2").beat_to(54.5)
+    assert history.supervisor.wake_s() == pytest.approx(0.5)
+    assert history.outcome is None
+    assert history.beat_to(60).outcome is not None

@@ -52,14 +52,16 @@ def test_a_silent_host_that_stays_away_after_a_failure_is_lost_at_30_seconds_and
     assert tuple(map(str, outcome.survivors)) == ("worker-1 (pid 100) on d2",)
 
 
-def test_after_an_interrupt_the_rest_of_a_flood_is_not_waited_for() -> None:
+def test_after_an_interrupt_the_rest_of_a_flood_is_waited_for_3_seconds() -> None:
     history = two_hosts().interrupt("TERM")
+    began = history.now
     for task, host in (("worker-0", "d1"), ("worker-1", "d2")):
         history.killed(task, "TERM", stopped=True, out=1 << 30).tell(messages.Cleared(host))
     offset = 0
     while history.outcome is None and history.now < 60:
         history.tell(messages.Output("d1", "worker-0", "out", offset, b"x" * 1000)).beat_to(history.now + 0.5)
         offset += 1000
+        assert (EndAgent("d1") in history.done) == (history.now >= began + 3)
         for host in ("d1", "d2"):
             if EndAgent(host) in history.done:
                 history.tell(messages.Bye(host))

@@ -377,7 +377,8 @@ def test_an_interrupt_after_all_workers_succeeded_only_hurries() -> None:
 def test_the_time_limit_gives_124() -> None:
     history = History(sample_plan(timeout_s=30.0)).start().beat_to(29.5)
     assert history.stops() == []
-    outcome = history.beat_to(30.5).end()
+    assert history.beat_to(30).stops() != []
+    outcome = history.end()
     assert (outcome.exit_code, outcome.reason) == (124, "timeout")
     names = "worker-0 on d1, worker-1 on d1 had not ended"
     assert outcome.message == "the job did not end within 30 s (--timeout): " + names
@@ -549,3 +550,39 @@ def test_it_wants_a_tick_at_its_next_deadline() -> None:
     history = History(sample_plan(timeout_s=0.25))
     assert history.supervisor.wake_s() == pytest.approx(0.25)
     assert History(sample_plan()).supervisor.wake_s() == pytest.approx(1.0)
+
+
+def test_it_wants_a_tick_when_the_start_is_to_be_over_and_none_for_that_later() -> None:
+    history = History(sample_plan(start_s=10.0)).beat_to(9.5)
+    history.now = 9.8
+    history.tell(messages.Tick(WALL + 9.8))
+    assert history.supervisor.wake_s() == pytest.approx(0.2)
+    running = History(sample_plan(start_s=10.0)).start()
+    running.now = 9.8
+    running.tell(messages.Tick(WALL + 9.8))
+    assert running.supervisor.wake_s() == pytest.approx(1.0)
+
+
+def test_it_wants_a_tick_when_the_wait_for_other_workers_after_an_early_end_is_over() -> None:
+    history = History(sample_plan()).start().exited("server-0").beat_to(9.5)
+    history.now = 9.8
+    history.tell(messages.Tick(WALL + 9.8))
+    assert history.supervisor.wake_s() == pytest.approx(0.2)
+
+
+def test_while_it_stops_the_job_it_wants_a_tick_often() -> None:
+    history = History(sample_plan(), obedient=False).start().exited("worker-0", 3)
+    assert history.supervisor.wake_s() == pytest.approx(0.1)
+
+
+def test_what_a_task_publishes_when_it_is_over_does_not_make_it_a_consequence() -> None:
+    history = History(sample_plan(), obedient=False).start().exited("worker-0", 3)
+    outcome = history.publish("worker-0", lost_peer="server-0").end()
+    assert outcome.message == "worker-0 on d1 failed with exit code 3"
+
+
+def test_of_the_losses_that_a_task_publishes_the_first_counts() -> None:
+    history = History(sample_plan()).start().publish("worker-0", lost_peer="server-0", message="server-0 is lost")
+    outcome = history.loses("worker-0", "worker-1").end()
+    assert outcome.culprit is not None
+    assert outcome.culprit.task == "server-0"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from history_server import History, Piece, data, reason, said, values
+from history_server import History, Piece, data, raw, reason, said, values
 
 from distrun_runtime.protocol.message import Flag, Kind
 
@@ -58,6 +58,67 @@ def test_rounds_that_are_ahead_are_summed_apart_in_whatever_order_their_keys_com
     assert values(server.pull(0, 1, "b", "a")) == {"a": [11, 0], "b": [0, 22]}, "b has gone on"
     server.push(1, 2, {"a": [20, 0]})
     assert values(server.pull(0, 2, "a", "b")) == {"a": [22, 0], "b": [0, 22]}
+
+
+@pytest.mark.parametrize("begin", [{"c": [5, 0]}, {"a": [1, 0], "c": [5, 0]}], ids=["", "some are repeats"])
+def test_the_keys_of_one_message_may_be_at_different_rounds(serving: Serving, begin: dict[str, Any]) -> None:
+    server = serving()
+    server.init({"c": [0, 0]})
+    for rank in (0, 1):
+        server.push(rank, 1, begin)
+    for rank in (0, 1):
+        payloads = [raw(np.array([key, rank], np.float32)) for key in (10, 20, 30)]
+        pieces = [Piece(key, round=1 + key // 2, payload=payload) for key, payload in enumerate(payloads)]
+        assert said(server.hear("w%d" % rank, data(Kind.PUSH, pieces)))[0] == "w%d PUSH" % rank
+    assert server.rounds() == {"a": 1, "b": 1, "c": 2}
+    assert values(server.pull(0, 1, "a", "b")) == {"a": [2, 0] if "a" in begin else [20, 1], "b": [40, 1]}
+    assert values(server.pull(0, 2, "c")) == {"c": [60, 1]}
+
+
+def test_every_pull_gets_the_round_that_it_asks_for_though_its_worker_pushes_again_meanwhile(serving: Serving) -> None:
+    """Key b goes on while the pull waits for key a."""
+    server = serving()
+    for number in (1, 3, 5):
+        server.push(0, number, {"a": [number, 0], "b": [number, 0]})
+        assert server.pull(0, number, "a", "b") == []
+        server.push(0, number + 1, {"b": [100, 0]})
+        for each in (number, number + 1):
+            assert said(server.push(1, each, {"b": [0, 1]})) == ["w1 PUSH"]
+        [pulled] = [each for each in server.push(1, number, {"a": [0, 1]}) if each.link == "w0"]
+        assert values([pulled]) == {"a": [number, 1], "b": [number, 1]}
+        server.push(0, number + 1, {"a": [0, 0]})
+        server.push(1, number + 1, {"a": [0, 0]})
+
+
+def test_a_pull_gets_its_round_though_its_worker_has_gone_on_while_the_others_were_rounds_behind(
+    serving: Serving,
+) -> None:
+    server = serving()
+    for number in (1, 2):
+        server.push(0, number, {"a": [number, 0], "b": [number, 0]})
+    assert server.pull(0, 2, "a", "b") == []
+    server.push(0, 3, {"b": [100, 0]})
+    for name, last in (("b", 3), ("a", 1)):
+        for number in range(1, last + 1):
+            assert said(server.push(1, number, {name: [0, 1]})) == ["w1 PUSH"]
+    [pulled] = [each for each in server.push(1, 2, {"a": [0, 1]}) if each.link == "w0"]
+    assert values([pulled]) == {"a": [2, 1], "b": [2, 1]}
+
+
+@pytest.mark.parametrize(("pulled", "pushed"), [("abcde", "cdefghijkl"), ("abcdefgh", "fghi"), ("abc", "cd")])
+def test_of_many_pulls_that_wait_those_are_answered_whose_keys_have_their_round(
+    serving: Serving, pulled: str, pushed: str
+) -> None:
+    server = serving()
+    server.init({key: [0, 0] for key in "cdefghijkl"})
+    server.push(0, 1, {key: [1, 1] for key in "abcdefghijkl"})
+    for name in pulled:
+        assert server.pull(0, 1, name) == []
+    sent = server.push(1, 1, {key: [2, 2] for key in pushed})
+    answers = [each for each in sent if each.link == "w0"]
+    assert sorted(name for each in answers for name in each.values) == sorted(set(pulled) & set(pushed))
+    rest = server.push(1, 1, {key: [2, 2] for key in sorted(set(pulled) - set(pushed))})
+    assert len(answers) + len([each for each in rest if each.link == "w0"]) == len(pulled)
 
 
 def test_a_repeat_is_acknowledged_and_counted_once(serving: Serving) -> None:

@@ -370,6 +370,22 @@ def test_a_rule_that_fails_on_one_server_fails_the_round_on_all(serving: Serving
     assert reason(server.pull(0, 3)) == "the rule failed on server-1", "it did not ask for round 2"
 
 
+def test_a_rule_that_fails_for_one_piece_fails_the_round_for_the_others_here(serving: Serving) -> None:
+    server = norms_server(serving, PICKY)
+    server.init({"c+2": [0, 0], "c": [7, 0]}, shapes={"2": [4]})
+    push_round(server, 1, {"c+2": [0, 4]})
+    assert server.pull(1, 1, "c+2") == []
+    [refused] = [each for each in push_round(server, 1, {"c": [3, 0]}) if each.kind is Kind.PULL]
+    assert reason([refused]) == "the rule failed on server-0 for key 'c': a seven"
+
+
+def test_a_rule_that_fails_for_a_value_that_lies_here_alone_is_no_other_servers_affair(serving: Serving) -> None:
+    server = norms_server(serving, PICKY)
+    server.assign({"b": [7, 0]})
+    assert said(push_round(server, 1, {"b": [1, 1]})) == ["w0 PUSH", "w1 PUSH"]
+    assert reason(server.pull(0, 1, "b")) == "the rule failed on server-0 for key 'b': a seven"
+
+
 def test_a_failure_that_is_heard_before_the_own_part_is_ready_counts(serving: Serving) -> None:
     server = norms_server(serving)
     server.norms(1, error="the rule failed on server-1")
@@ -483,6 +499,29 @@ def test_async_pushes_of_each_worker_have_norms_of_their_own_and_may_overtake(se
     server.norms(1, rank=0, parts=FOUR)
     assert server.pull(0, 1) == [], "it came after worker 1's second push"
     assert values(server.norms(2, rank=1, parts=FOUR)) == {"a": pytest.approx([-1.2, -0.6])}
+
+
+def test_an_async_push_without_norms_is_counted_and_told_though_another_one_waits_for_norms(serving: Serving) -> None:
+    """The rule was changed in between; server 1 had the old one for the second push, too."""
+    server = norms_server(serving, type_name="dist_async")
+    server.push(0, 1, THREE)
+    server.rule("sgd")
+    server.norms(1, rank=1, parts=FOUR)
+    [told] = to(server.push(1, 1, {"a": [0, 3]}), "server-1")
+    assert told.body["error"].startswith("the rule was changed while push 1 of key 'a' was under way")
+    assert (told.body["rank"], server.stats()["updates"]) == (1, 1)
+    server.norms(1, rank=0, parts=FOUR)
+    server.push(0, 2, THREE)
+    assert server.stats()["updates"] == 3
+    assert server.stats()["staleness"]["0"] == {"mean": 1.0, "max": 2, "pushes": 2}
+
+
+def test_a_refused_repeat_of_an_update_that_is_over_is_no_other_servers_affair(serving: Serving) -> None:
+    server = norms_server(serving, type_name="dist_async")
+    server.push(0, 1, THREE)
+    server.norms(1, rank=0, parts=FOUR)
+    bad = [Piece(0, round=1, codec=4, payload=bytes(3))]
+    assert said(server.hear("w0", data(Kind.PUSH, bad))) == ["w0 PUSH!"]
 
 
 def test_an_async_failure_after_the_acknowledgement_is_the_pushers_next_pull_once(serving: Serving) -> None:
@@ -806,6 +845,15 @@ def test_saving_waits_for_updates_that_are_under_way(serving: Serving, tmp_path:
     with np.load(tmp_path / "data-1" / "server-0.npz") as file:
         assert file["0.0.weight"].tolist() == pytest.approx([-0.6, 0])
     assert server.tick(3.0) == []
+
+
+def test_saving_waits_for_async_updates_until_the_last_of_them_is_over(serving: Serving, tmp_path: Path) -> None:
+    server = norms_server(serving, type_name="dist_async")
+    server.push(0, 1, THREE)
+    server.push(1, 1, THREE)
+    assert save(server, tmp_path, "a", "b") == []
+    assert [*server.norms(1, rank=1, parts=FOUR), *server.tick(1.0)] == []
+    assert said([*server.norms(1, rank=0, parts=FOUR), *server.tick(2.0)]) == ["scheduler SAVE"]
 
 
 def test_rounds_go_on_where_the_saved_ones_ended(serving: Serving, tmp_path: Path) -> None:

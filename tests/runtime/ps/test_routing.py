@@ -312,6 +312,12 @@ def test_shards_that_travel_in_different_ways_share_no_message_and_none_is_left_
             assert len(one.entries) == 4 or used[at] + size_of[first] > 1000, "it would have fitted into the one before"
 
 
+def test_messages_are_filled_to_the_last_byte() -> None:
+    shapes: list[tuple[int, ...]] = [(128,)] * 6
+    route = Route.of(shards_of(shapes, [np.dtype(np.float32)] * 6, 1), shapes, message_bytes=1024)
+    assert [len(portion.entries) for portion in route.portions] == [2, 2, 2]
+
+
 # Buckets
 
 
@@ -364,3 +370,22 @@ def test_a_portion_that_is_forgotten_is_told_anew() -> None:
     assert buckets.name(portion, rounds, registers=False) == (0, -1)
     buckets.name(portion, rounds + 1, registers=True)
     assert buckets.name(portion, rounds + 1, registers=False) == (2, 0)
+
+
+def test_a_portion_that_is_told_anew_keeps_its_new_bucket_when_its_former_one_is_given_to_another() -> None:
+    buckets, portion = Buckets(), portion_of()
+    rounds = np.zeros(10, np.int64)
+    buckets.name(portion, rounds, registers=True)
+    buckets.forget([portion])
+    assert buckets.name(portion, rounds, registers=True) == (2, -1)
+    for _ in range(BUCKETS - 1):
+        buckets.name(portion_of(), rounds, registers=True)
+    assert buckets.name(portion, rounds, registers=False) == (2, 0)
+
+
+def test_a_step_that_has_no_room_in_a_message_is_not_named() -> None:
+    buckets, portion = Buckets(), portion_of()
+    rounds = np.zeros(10, np.int64)
+    buckets.name(portion, rounds, registers=True)
+    assert buckets.name(portion, rounds + 2**32 - 1, registers=False) == (1, 2**32 - 1)
+    assert buckets.name(portion, rounds + 2**32, registers=False) == (0, -1)

@@ -245,6 +245,58 @@ def test_it_says_every_few_seconds_whom_it_waits_for() -> None:
     assert said == {0: [], 1: [], 5: [text], 6: [], 10: [text]}
 
 
+def test_only_the_first_worker_moves_the_deadline() -> None:
+    job = Job(3, is_open=False, start_timeout_s=20)
+    job.now = 15
+    job.register("w0", "worker", 0)
+    job.now = 30
+    job.register("s0", "server", 0)
+    job.register("w1", "worker", 1)
+    assert finish(job.tick(35)) is not None
+
+
+def test_the_log_says_who_came_when_all_were_here_and_which_ranks_they_have() -> None:
+    job = Job(1, is_open=False)
+    said = [*logs(job.register("s0", "server")), *logs(job.register("w0", "worker"))]
+    where = "host=d1 pid=1 endpoint=tcp://10.0.0.1:1"
+    assert said == [
+        f"event=registered node=server {where}",
+        f"event=registered node=worker {where}",
+        "event=complete workers=1 servers=1",
+        f"event=assigned node=server-0 {where}",
+        f"event=assigned node=worker-0 {where}",
+    ]
+
+
+def test_it_counts_who_lives_and_who_waits_at_a_barrier() -> None:
+    job = Job()
+    assert job.scheduler.counters() == {"members": 3, "barriers": 0, "barrier_waiting": 0}
+    job.hear("w0", Kind.BARRIER)
+    assert job.scheduler.counters() == {"members": 3, "barriers": 0, "barrier_waiting": 1}
+    job.hear("w1", Kind.BARRIER)
+    assert job.scheduler.counters() == {"members": 3, "barriers": 1, "barrier_waiting": 0}
+    job.hear("w1", Kind.BYE)
+    assert job.scheduler.counters() == {"members": 2, "barriers": 1, "barrier_waiting": 0}
+
+
+def test_it_counts_the_barriers_of_all_scripts_of_a_job() -> None:
+    job = Job(1, stays=True)
+    job.hear("w0", Kind.BARRIER)
+    job.settle(job.hear("w0", Kind.BYE))
+    job.answer(job.register("w0b", "worker", 0))
+    job.hear("w0b", Kind.BARRIER)
+    assert job.scheduler.counters()["barriers"] == 2
+
+
+def test_under_an_agent_a_server_that_dies_before_all_are_here_is_a_loss_and_a_worker_is_none() -> None:
+    job = Job(servers=2, is_open=False, stays=True)
+    job.register("s0", "server", 0)
+    job.register("w0", "worker", 0)
+    assert to(job.scheduler.handle(role.Broken("w0", "killed"), 1)) == []
+    actions = job.scheduler.handle(role.Broken("s0", "killed"), 2)
+    assert role.Publish({"lost_peer": "server-0", "message": "server-0@d1 (pid 1) is lost: killed"}) in actions
+
+
 def test_a_node_that_goes_away_before_all_are_here_may_come_again() -> None:
     job = Job(is_open=False)
     job.register("w0", "worker", 0)
