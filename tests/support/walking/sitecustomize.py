@@ -1,8 +1,8 @@
 """Notes which functions of ours a process enters. Python imports it at its start where PYTHONPATH names this folder.
 
 The process writes them to the file `$WALK_OUT.PID` as JSON when it ends: names of functions by module, and of classes
-that are made (`class NAME`). If WALK_STEPS is set, it writes those between two signals instead: at CLEAR it forgets what
-it has seen, at WRITE it writes. It answers CLEAR with a file, too: `$WALK_OUT.PID.cleared`.
+that are made (`class NAME`). If WALK_STEPS is set, it writes those between two signals instead: at CLEAR it forgets
+what it has seen, at WRITE it writes. It answers CLEAR with a file, too: `$WALK_OUT.PID.cleared`.
 """
 
 import atexit
