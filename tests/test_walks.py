@@ -1,23 +1,47 @@
-"""How far a reader walks to follow a command: the modules and functions that it enters stay below their limits."""
+"""How far a reader walks to follow a command: within limits, and through the files that docs/overview.md names."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from pathlib import Path
 
+import folderqueue
 import pytest
 import walks
 from distrun_cli import Distrun, leaving_nothing, wait_until
 from manual import ManualJob
+from terminal import Session
+
+COMMON = "what all commands use"
+LAUNCH = (COMMON, "a local launch")
 
 
-def run(distrun: Distrun, out: Path, *words: str) -> None:
-    """Run `distrun WORDS` in a new process, without a cache; note what it and the coordinator that it forks enter."""
+def watched(distrun: Distrun, out: Path) -> dict[str, str]:
+    """Return the variables of a command that notes what it enters, without a cache."""
     env = {**distrun.env, **walks.watched(out), "XDG_CACHE_HOME": str(out.parent / "cache")}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (env["PYTHONPATH"], distrun.env.get("PYTHONPATH"))))
+    return env
+
+
+def run(distrun: Distrun, out: Path, *words: str, code: int = 0) -> None:
+    """Run `distrun WORDS` in a new process; note what it and the coordinator that it forks enter."""
     done = subprocess.run(
-        distrun.argv(*words), env=env, cwd=distrun.work, capture_output=True, text=True, timeout=100, check=False
+        distrun.argv(*words),
+        env=watched(distrun, out),
+        cwd=distrun.work,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
+
+
+def walk_of_launch(out: Path) -> walks.Walk:
+    wait_until(lambda: len(walks.files(out)) == 2, 60, "client and coordinator have written what they entered")
+    return walks.walk(out)
 
 
 def test_a_steady_push_and_pull_enters_no_more_than_its_limit() -> None:
@@ -31,14 +55,43 @@ def test_a_steady_push_and_pull_enters_no_more_than_its_limit() -> None:
         assert set(job.wait()) == {0}, job.report()
         assert len(walks.files(out)) == 3
         walks.check("push_and_pull", walks.walk(out))
+        walks.check_map(walks.walk(out), "push and pull")
 
 
 def test_a_local_launch_enters_no_more_than_its_limit(tmp_path: Path) -> None:
     with leaving_nothing(tmp_path) as distrun:
         out = tmp_path / "walk"
         run(distrun, out, "launch", "-n", "1", "-s", "0", "--launcher", "local", "true")
-        wait_until(lambda: len(walks.files(out)) == 2, 60, "client and coordinator have written what they entered")
-        walks.check("launch", walks.walk(out))
+        found = walk_of_launch(out)
+        walks.check("launch", found)
+        walks.check_map(found, *LAUNCH)
+
+
+def test_the_map_names_the_files_of_a_failure(tmp_path: Path) -> None:
+    with leaving_nothing(tmp_path) as distrun:
+        run(distrun, tmp_path / "walk", "launch", "-n", "2", "-s", "0", "--launcher", "local", "exit 3", code=3)
+        walks.check_map(walk_of_launch(tmp_path / "walk"), *LAUNCH, "a failure")
+
+
+def test_the_map_names_the_files_of_a_launch_on_a_queue_system(tmp_path: Path) -> None:
+    with leaving_nothing(tmp_path) as distrun:
+        distrun.env.update(folderqueue.install(tmp_path))
+        run(distrun, tmp_path / "walk", "launch", "-n", "1", "-s", "0", "--launcher", "folderqueue", "true")
+        walks.check_map(walk_of_launch(tmp_path / "walk"), *LAUNCH, "a launch on a queue system")
+
+
+def test_the_map_names_the_files_of_the_dashboard(tmp_path: Path) -> None:
+    with leaving_nothing(tmp_path) as distrun:
+        job = distrun.begin("-n", "1", "-s", "0", "--grace", "1", "sleep", "100")
+        wait_until(lambda: distrun.jobs and distrun.state()["state"] == "running", 60, "the job runs")
+        words = distrun.argv("top", distrun.job.name)
+        shown = Session(words, watched(distrun, tmp_path / "walk"), distrun.work, size=(100, 30))
+        shown.expect("worker-0")
+        shown.type("q")
+        assert shown.ends() == 0
+        job.send_signal(signal.SIGINT)
+        job.wait(60)
+        walks.check_map(walks.walk(tmp_path / "walk"), COMMON, "distrun top")
 
 
 def test_status_enters_no_more_than_its_limit(tmp_path: Path) -> None:

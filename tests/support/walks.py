@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -15,6 +16,9 @@ else:
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = "limits.toml"
 WALKING = Path(__file__).parent / "walking"
+MAP = ROOT / "docs" / "overview.md"
+IS_IMPORT = re.compile(r"class |<")
+"""Names of what runs while a module is imported: classes are made, tables filled."""
 
 Walk = dict[str, set[str]]
 """Names of functions, by module."""
@@ -52,3 +56,23 @@ def check(name: str, found: Walk) -> None:
         f" {limits['modules']} and {limits['functions']} + 10 %. Enter fewer, or raise the limit in {LIMITS} and say"
         f" why in the commit. Entered:\n{entered}"
     )
+
+
+def check_map(found: Walk, *titles: str) -> None:
+    """Fail if the processes entered a file that docs/overview.md does not name under these walks.
+
+    Files that were only imported do not count.
+    """
+    text = MAP.read_text("utf-8")
+    chapters = [text.partition(f"\n### Walk: {title}\n")[2].partition("\n#")[0] for title in titles]
+    named = set(re.findall(r"`((?:distrun|distrun_runtime)/[\w/]+\.py)`", " ".join(chapters)))
+    entered = {path_of(module) for module, names in found.items() if not all(map(IS_IMPORT.match, names))}
+    assert all(chapters), titles
+    assert entered <= named, f"{MAP.name}, walk of {titles[-1]}, does not name {' '.join(sorted(entered - named))}"
+
+
+def path_of(module: str) -> str:
+    """Return a module's file: below the checkout, or below `runtime/`."""
+    path = module.replace(".", "/")
+    is_package = any((root / path).is_dir() for root in (ROOT, ROOT / "runtime"))
+    return f"{path}/__init__.py" if is_package else f"{path}.py"

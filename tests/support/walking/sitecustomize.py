@@ -1,8 +1,8 @@
 """Notes which functions of ours a process enters. Python imports it at its start where PYTHONPATH names this folder.
 
-The process writes them to the file `$WALK_OUT.PID` as JSON when it ends: names of functions by module. If WALK_STEPS is
-set, it writes those between two signals instead: at CLEAR it forgets what it has seen, at WRITE it writes. It answers
-CLEAR with a file, too: `$WALK_OUT.PID.cleared`.
+The process writes them to the file `$WALK_OUT.PID` as JSON when it ends: names of functions by module, and of classes
+that are made (`class NAME`). If WALK_STEPS is set, it writes those between two signals instead: at CLEAR it forgets
+what it has seen, at WRITE it writes. It answers CLEAR with a file, too: `$WALK_OUT.PID.cleared`.
 """
 
 import atexit
@@ -16,6 +16,7 @@ CLEAR = signal.SIGRTMIN + 8
 WRITE = signal.SIGRTMIN + 9
 
 OURS = ("distrun.", "distrun_runtime.")
+NEW_LOCALS = 2  # inspect.CO_NEWLOCALS: a function's code has it, that of a class does not
 seen = {}
 
 
@@ -25,7 +26,8 @@ def note(frame, event, argument):
     if event == "call" and code.co_name != "<module>" and "distrun" in code.co_filename:
         module = frame.f_globals.get("__name__") or ""
         if module.startswith(OURS):
-            seen.setdefault(module, set()).add(getattr(code, "co_qualname", code.co_name))
+            kind = "" if code.co_flags & NEW_LOCALS else "class "
+            seen.setdefault(module, set()).add(kind + getattr(code, "co_qualname", code.co_name))
 
 
 def path():
