@@ -95,7 +95,7 @@ def script(words: Sequence[str], cwd: str = "") -> str:
 def folders(words: Sequence[str]) -> tuple[str, ...] | None:
     """Return the folders of environments that words of --activate name, as typed. Pure.
 
-    None: a word is shell text, so that nobody knows what it needs. Modules and conda's environments have names, and
+    None: a word is shell text, so that its needs are unknown. Modules and conda's environments have names, and
     are on a host before any file is copied there.
     """
     found: list[str] = []

@@ -354,7 +354,7 @@ def _unanswered(connection: ControlConnection, folder: JobFolder, where: Mapping
         return _Dropped()
     said = bool(connection._relay.said)
     connection._relay.show()
-    if code in (remote_jobs.NOBODY, None):
+    if code in (remote_jobs.NO_LISTENER, None):
         return gone(folder)
     return CoordinatorLost(
         f"job {folder.id}: its coordinator is on {where['host']}, which cannot be reached by ssh "

@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from distrun_runtime.coordinator.logreader import LogPiece, LogReader
 
 HERE_S = 0.3
-"""How long coordinators on this machine are waited for, all together."""
+"""Total time limit for the coordinators on this machine, in seconds."""
 THERE_S = 2.0
-"""The same for those on other hosts."""
+"""As above, for coordinators on other hosts."""
 METRICS_S = 0.5
 """How long its host waits for the metrics of a coordinator elsewhere. It may have none."""
 EVENTS_SIZE = 16 * 1024

@@ -1,7 +1,7 @@
 """Jobs whose coordinator is on one of their hosts: keeps this machine's folder of such a job up to date.
 
 The job's real folder is on that host, unless this machine and that host share a job store. Its state is fetched when
-somebody looks; when the job is over, everything that is in the folder is fetched once, logs included, and from then on
+a command looks at it; when the job is over, everything in the folder is fetched once, logs included, and from then on
 the job is like any other.
 """
 
@@ -46,15 +46,15 @@ IGNORING_KEYS = 'trap "" INT QUIT TSTP; exec "$@"'
 """Shell text that runs a program to which the terminal's keys mean nothing: they are for us."""
 OWN_FAILURE = 255
 """Exit code of the ssh program when it failed itself."""
-NOBODY = 3
-"""Exit code of the relay: nobody listens at the socket."""
+NO_LISTENER = 3
+"""Exit code of the relay: nothing listens at the socket."""
 RELAY = f"""
 import os, socket, sys, threading
 peer = socket.socket(socket.AF_UNIX)
 try:
     peer.connect(sys.argv[1])
 except OSError as err:
-    sys.exit({NOBODY})
+    sys.exit({NO_LISTENER})
 def copy(read, write, end):
     try:
         while True:

@@ -156,7 +156,7 @@ class JobRequest:
     activate: str = ""
     """Shell text whose environment the tasks get, run once on each host."""
     activated: tuple[str, ...] | None = ()
-    """Folders of environments that it activates; None: nobody knows what it needs (`activation.folders`)."""
+    """Folders of environments that it activates; None: they are unknown (`activation.folders`)."""
     sync_dst_dir: str = ""
     """Folder on each host that the current directory is copied to, and where tasks then start; empty: no copy."""
     sync_rules: CopyRules | None = None

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # Keeps in the user's cache what takes long to make and is the same until a source changes. Nothing needs the cache.
 #
-# Files are named by what they were made from (`contract.keptfiles`), and are read only from a folder that nobody else
+# Files are named by what they were made from (`contract.keptfiles`), and are read only from a folder that no other user
 # can write to (`contract.caches`). What is damaged is removed and made again.
 
 
@@ -184,7 +184,7 @@ SHARED = ("__init__.py", "errors.py")
 DIALING = (f"{PACKAGE}.agent.dial", f"{PACKAGE}.agent.unpack")
 """What only agents that dial back need: the others get files by rsync."""
 DIALED = tuple(f"{PACKAGE}.agent.{name}" for name in ("waiting", "probe", "daemon"))
-"""What these do not need: nobody dials them, and nobody asks them anything but the tasks of their job."""
+"""Modules that an agent which dials back does not need: it is never dialed, and answers no questions without a job."""
 TABLE_ROW = "_row"
 """Function whose calls make the rows of `contract.environ.TABLE`. The fourth argument is documentation."""
 

@@ -176,7 +176,7 @@ class QueueStatus(NamedTuple):
     gone: Mapping[str, str] = {}
     """Places whose process or node is known to be gone, and why."""
     why: Explanation | None = None
-    """Of a job that has ENDED before it was RUNNING, if that is known: its time was over, somebody cancelled it."""
+    """Of a job that has ENDED before it was RUNNING, if that is known: its time was over, it was cancelled."""
 
 
 class Explanation(NamedTuple):

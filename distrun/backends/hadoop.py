@@ -506,7 +506,7 @@ def _why(said: str) -> str:
 def containers_of(said: Mapping[str, Any], servers: int) -> tuple[Container, ...]:
     """Return the containers that an attempt has, without the application master's: servers first. Pure.
 
-    Whether their files are there already, nobody says.
+    It is unknown whether their files are there already.
     """
     rows = [(str(each.get("containerId", "")), each) for each in listed(said, "container")]
     rows += [(str(each.get("containerId", "")), each) for each in listed(said.get("containers"), "container")]

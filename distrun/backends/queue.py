@@ -371,7 +371,7 @@ class QueueBackend(Backend):
 
 
 class _PlacesWatch:
-    """Asks the engine, in a thread, how the places stand, so that nobody waits for an agent that cannot come back."""
+    """Asks the engine, in a thread, how the places stand, so that no wait is for an agent that cannot come back."""
 
     def __init__(
         self, backend: QueueBackend, channels: Sequence[DialBackChannel], lose: Callable[[str, str], None]

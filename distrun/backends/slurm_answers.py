@@ -74,7 +74,7 @@ HOPELESS = frozenset(
         "launch_failed_requeued_held",
     ]
 )
-"""Reasons for which a job waits until somebody changes the job or the cluster."""
+"""Reasons for which a job waits until the job or the cluster is changed."""
 
 OOM = 125
 """As the signal in a `DerivedExitCode`, Slurm's mark of a step that ran out of memory."""

@@ -171,7 +171,7 @@ class Yarn(Engine):
         path = secret_path(home, submission.marker)
         try:
             if is_shell:
-                # The shell's own folder: made now, so that nobody else can enter it.
+                # The shell's own folder: made now, so that no other user can enter it.
                 path = f"{home}/{submission.marker}/{hadoop.SECRET_FILE}"
                 cluster.files.make_private(path.rpartition("/")[0])
                 app = hadoop.submit(script.commands[0], submission.folder / "yarn.log")
@@ -405,7 +405,7 @@ class Cluster:
 
     @property
     def files(self) -> hadoop.HdfsFiles:
-        """HDFS. The ResourceManager says where it is, if nobody else did. Raises EngineError."""
+        """HDFS. The ResourceManager says where it is, unless it was given. Raises EngineError."""
         if self._files is None:
             if not self._hdfs:
                 self._hdfs = self._asked_hdfs()

@@ -119,7 +119,7 @@ def cli(ctx: click.Context) -> None:
 def main() -> NoReturn:
     """Run the command line and exit."""
     streams.open_streams()
-    # Ignored signals stay ignored (nohup), but for this one: whoever ignores it never hears of a child's end.
+    # Ignored signals stay ignored (nohup), but for this one: without it the end of a child goes unnoticed.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     set_threshold(GARBAGE)

@@ -54,7 +54,7 @@ def attach(
 ) -> int:
     """Show what JOB prints (an id, the beginning of one, or a name), as `launch` does, until it is over.
 
-    Ctrl-C asks whether to detach, to stop the job, or to go on; a second Ctrl-C stops it. Where nobody can be asked,
+    Ctrl-C asks whether to detach, to stop the job, or to go on; a second Ctrl-C stops it. Without a terminal to ask on,
     Ctrl-C detaches. Several terminals may be attached at once.
 
     The exit code is the job's if its end was seen, 0 after a chosen detach, 130 after Ctrl-C without a question, and 7

@@ -165,7 +165,7 @@ def tell_warnings(inventory: Inventory) -> None:
 
 
 def find_hosts(options: Mapping[str, Any], env: Mapping[str, str]) -> Inventory | None:
-    """Return the hosts that the options, or else the environment, name; None if nobody named any.
+    """Return the hosts that the options, or else the environment, name; None if there are none.
 
     Raises:
         HostsError: what names them cannot be read or understood.

@@ -315,7 +315,7 @@ def print_out(text: str) -> None:
 
 
 def tell(text: str) -> bool:
-    """Print to stdout; return False when nobody reads any more, or it cannot be written."""
+    """Print to stdout; return False if stdout is closed or cannot be written."""
     return _print_plain(1, text)
 
 
@@ -422,7 +422,7 @@ def is_read() -> bool:
 
 
 def copy_out(data: bytes) -> bool:
-    """Write bytes to stdout unchanged; return False when nobody reads any more, or they cannot be written."""
+    """Write bytes to stdout unchanged; return False if it is closed or cannot be written."""
     return _print_plain(1, data)
 
 

@@ -343,7 +343,7 @@ def _where(job: PlannedJob | QueuedJob, named: str) -> str:
 
 
 def _unused(job: PlannedJob) -> list[str]:
-    """Return a note on hosts that get no task: nobody has looked at them."""
+    """Return a note on hosts that get no task: they were not checked."""
     used = {host.name for host in job.plan.hosts}
     found = job.request.hosts
     names = [name for name in found.names if name not in used] if found is not None else []

@@ -408,7 +408,7 @@ class _LogPrinter:
         self._size = 0
 
     def show(self, goes_on: Callable[[], bool]) -> None:
-        """Print until `goes_on` says no, or nobody reads any more."""
+        """Print until `goes_on` says no, or stdout is closed."""
         while True:
             # Asked before reading: what was written before the end is then shown.
             is_last = not goes_on()

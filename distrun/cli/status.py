@@ -350,7 +350,7 @@ class _LineWriter:
         """Write a line of type `kind`, about a job if one is named.
 
         Raises:
-            Closed: nobody reads any more.
+            Closed: stdout is closed.
         """
         who = {"job": job} if job else {}
         value = {"schema": WATCH_SCHEMA, "type": kind, "time": rfc3339(time.time()), **who, **members}
@@ -441,7 +441,7 @@ class _JobFollower:
         """Write all lines; return the outcome, None if there is none.
 
         Raises:
-            Closed: nobody reads any more.
+            Closed: stdout is closed.
         """
         view = self._view
         shown = self._show(view, time.time())

@@ -45,7 +45,7 @@ def follow(folder: JobFolder, write: Callable[[str], bool]) -> Ended:
 
     Args:
         folder: the job's.
-        write: prints a text; returns False when nobody reads it any more.
+        write: prints a text; returns False if stdout is closed.
     """
     from distrun.dashboard import watching
 

@@ -315,7 +315,7 @@ class RunCommand:
 class _OutputThread:
     """The command's decisions for the loop, whose output is handed on by a thread of its own.
 
-    A reader that is slow keeps nobody from hearing the hosts.
+    A slow reader does not delay the hosts.
     """
 
     def __init__(self, command: RunCommand, on_output: OnOutput) -> None:

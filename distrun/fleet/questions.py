@@ -353,7 +353,7 @@ class HostJob:
 
     @property
     def is_stale(self) -> bool:
-        """Whether nobody looks after it: its agent is dead, stopped, or past its lease."""
+        """Whether it is abandoned: its agent is dead, stopped, or past its lease."""
         return self.agent != facts.AGENT_ALIVE or self.is_past_lease
 
     @property

@@ -12,7 +12,7 @@ class Aborted(Exception):
 
 
 class Abort:
-    """Set once, from any thread; wakes whoever waits."""
+    """Set once, from any thread; wakes all waiting threads."""
 
     def __init__(self) -> None:
         self._event = threading.Event()

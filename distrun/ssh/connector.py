@@ -224,7 +224,7 @@ def connect(where: Where, family: str, limit_s: float, abort: Abort) -> socket.s
     """Return a socket connected to `where`, its addresses tried in turn.
 
     Raises:
-        SshFailure: there is no such name, or nobody answers.
+        SshFailure: there is no such name, or no answer.
         Aborted: it was given up.
     """
     until = time.monotonic() + limit_s

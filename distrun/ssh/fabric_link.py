@@ -104,7 +104,7 @@ def _transport(resolved: Resolved, sock: Any) -> Any:
 
 
 def shut(sock: Any) -> None:
-    """Wake whoever waits for a socket, or for a channel that is used as one; does not wait."""
+    """Wake the threads that wait for a socket, or for a channel used as one; does not wait."""
     with contextlib.suppress(OSError, EOFError, SSHException):
         sock.shutdown(socket.SHUT_RDWR)
 

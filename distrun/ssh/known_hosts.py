@@ -210,7 +210,7 @@ def line_of(name: str, kind: str, key: str, hashed: bool, salt: bytes = b"") -> 
 
 
 def record(path: str, name: str, kind: str, key: str, hashed: bool = False) -> KeyStatus:
-    """Record a key unless a line is there by now; return how it stands then (KNOWN: nobody said otherwise).
+    """Record a key unless a line is there by now; return the result (KNOWN if there was no such line).
 
     The file is locked meanwhile, so that connections that see the host for the first time at once agree.
 

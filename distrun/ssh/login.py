@@ -34,7 +34,7 @@ TERMINAL = "/dev/tty"
 LIMIT_S = 60.0
 """How long an answer is waited for."""
 TRIES = 3
-"""How often one question is asked in all: whoever mistypes gets another chance, whoever does not know does not."""
+"""How often one question is asked: a typing error gets another chance."""
 _POLL_S = 0.2
 
 
@@ -62,7 +62,7 @@ class Asker:
         self._read = read
 
     def recall(self, about: str) -> str | None:
-        """Return the answer about something, if there was one; asks nobody. It may have been a wrong one."""
+        """Return the answer about something, if there was one; does not ask. It may have been a wrong one."""
         return self._answers.get(about)
 
     def ask(self, about: str, prompt: str, abort: Abort, refused: str | None = None) -> str | None:
@@ -75,7 +75,7 @@ class Asker:
             refused: an answer that was tried and is wrong.
 
         Returns:
-            None where there is no terminal, nobody answers in time, or it was asked TRIES times.
+            None if there is no terminal, no answer in time, or it was asked TRIES times.
 
         Raises:
             Aborted: it was given up.
@@ -93,7 +93,7 @@ class Asker:
             said = "" if refused is None else "Not accepted; please try again.\r\n"
             answer = self._read(said + prompt, self._limit_s, abort.check)
             if answer is None:
-                self._is_closed = True  # nobody is there: the other hosts need not wait for that to show
+                self._is_closed = True  # no user is there: the other hosts do not wait for an answer
             else:
                 self._answers[about] = answer
             return answer

@@ -66,7 +66,7 @@ class Child:
 
 
 def read_rest(pipe: IO[bytes], limit_s: float = 1.0) -> bytes:
-    """Return what a pipe holds, without waiting for its end: somebody may hold it open for long."""
+    """Return what a pipe holds, without waiting for its end: another process may hold it open for long."""
     found: list[bytes] = []
     until = time.monotonic() + limit_s
     poll = select.poll()
@@ -174,7 +174,7 @@ class OpensshLink:
     def finish(self) -> str:
         """Wait a moment for the program's end, then make it end; return the last lines of its stderr."""
         self._child.end(END_S)
-        self.end_input()  # only now: whoever is writing is woken by the program's end
+        self.end_input()  # only now: a writing thread is woken by the program's end
         # Not to its end: a master connection that it left behind (ControlPersist) holds it open.
         self._last_lines.feed(read_rest(self._err, END_S))
         self._out.close()

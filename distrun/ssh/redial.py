@@ -16,7 +16,7 @@ from distrun_runtime.coordinator.channel import Greeting
 from distrun_runtime.errors import WireError
 
 GONE = "distrun: no agent waits here"
-"""What the relay says where nobody listens: the agent has ended."""
+"""What the relay says if nothing listens: the agent has ended."""
 
 # In no quotes but these, and without a `!`: see `target.remote_command`. It goes to the folder of the socket because
 # the path may be too long for a socket's address.

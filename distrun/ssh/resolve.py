@@ -324,7 +324,7 @@ Patterns = Sequence[re.Pattern[str]]
 def patterns(said: str) -> Patterns | None:
     """Return the patterns of all `Host` lines of the files that `ssh -v -G` says it has read.
 
-    None: there is more to it than such lines, or nobody knows which files count.
+    None: there is more to it than such lines, or it is unknown which files count.
     """
     found: list[re.Pattern[str]] = []
     paths = _READ.findall(said)
@@ -572,7 +572,7 @@ def digest(target: Target, options: Options, env: Mapping[str, str]) -> Resolved
     may_ask = not yes("batchmode")
     named = [value for value in options.get("identityfile", ()) if value not in _NOT_SET]
     is_default = set(named) <= set(DEFAULT_IDENTITIES) and set(named) >= _USUAL
-    if target.identity:  # `ssh -G -i` forgets a file that is not there; nobody would hear that it is mistyped
+    if target.identity:  # `ssh -G -i` drops a missing file without a word, a mistyped one too
         named, is_default = [target.identity, *([] if is_default else named)], False
     timeout = one("connecttimeout")
     seconds = float(timeout) if timeout.replace(".", "", 1).isdigit() and float(timeout) > 0 else CONNECT_S

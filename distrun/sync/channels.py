@@ -135,10 +135,10 @@ class Deliveries:
         return found
 
     def check(self, now: float, moved: dict[str, float]) -> None:
-        """Look whether somebody is late. `moved`: when a place was last sent a piece.
+        """Look whether a host is late. `moved`: when a place was last sent a piece.
 
         Raises:
-            CopyError: somebody is.
+            CopyError: one is.
         """
         if self._unanswered and now >= self._begun + self._answer_s:
             first, *others = self._unanswered

@@ -344,7 +344,7 @@ class Snapshot:
         self._reading = threading.Lock()
 
     def close(self) -> None:
-        """Free it. Whoever reads it hears that."""
+        """Free it. Its readers are told."""
         with self._reading:
             self._file.close()
 

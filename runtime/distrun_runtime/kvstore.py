@@ -214,7 +214,7 @@ class KVStore(KVStoreBase):
     a call may return before the GPU has read or written the array.
 
     Every call raises KVError if its arguments do not fit, StoreClosed after `close` or `leave` or in a forked child,
-    and the error of an earlier push that nobody waited for. May be called from any thread. As a context manager it
+    and the error of an earlier push that was not waited for. May be called from any thread. As a context manager it
     closes itself.
     """
 
@@ -705,7 +705,7 @@ class KVStore(KVStoreBase):
             self._joiner(self._backend.join)
 
     def joins_by(self, joiner: Joiner | None) -> None:
-        """Have `join` made by whoever keeps weights in this store, a trainer; None: by the store alone."""
+        """Let the trainer that keeps weights in this store make `join`; None: by the store alone."""
         self._joiner = joiner
 
     def leave(self) -> None:
@@ -718,7 +718,7 @@ class KVStore(KVStoreBase):
         """Finish what is under way and give everything back. A second close does nothing.
 
         Raises:
-            RuntimeFault: what went wrong with a call that nobody waited for. The store is closed all the same.
+            RuntimeFault: the error of a call that was not waited for. The store is closed all the same.
         """
         self._lifetime.check_process()
         # Before it counts as closed: what was begun may need the store as it is.
@@ -760,7 +760,7 @@ class KVStore(KVStoreBase):
 
         Raises:
             StoreClosed: closed, left, or inherited by a forked child.
-            RuntimeFault: what went wrong with an earlier call that nobody waited for.
+            RuntimeFault: the error of an earlier call that was not waited for.
         """
         self._lifetime.check()
         self._lifetime.late.raise_first()

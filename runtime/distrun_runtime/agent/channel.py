@@ -107,7 +107,7 @@ class StreamSocket:
         self._sock = sock
         self._waits: Any = BlockingIOError
         if hasattr(sock, "pending"):
-            import ssl  # whoever made this socket has imported it
+            import ssl  # imported when this socket was made
 
             self._waits = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -160,7 +160,7 @@ class Channel:
             self.attach(connection)
 
     def attach(self, connection: Connection) -> None:
-        """Go on over a connection. One that is still there is closed: see that nobody waits for its descriptors."""
+        """Go on over a connection. One that is still there is closed: no thread may wait for its descriptors."""
         self.cut()
         self.connection = connection
         self._session.connect()

@@ -270,11 +270,11 @@ def chosen(share: Share) -> Share:
 
 
 def _check_known(seen: gpus.View, found: gpus.HostGpus, host: str) -> None:
-    """Raises Unfit: nobody knows how many GPUs there are."""
+    """Raises Unfit: it is unknown how many GPUs there are."""
     if not seen.source:
         why = found.error or gpus.NO_DRIVER
         raise gpus.GpusUnfit(
-            f"nobody says how many GPUs {host} has: {why}",
+            f"it is unknown how many GPUs {host} has: {why}",
             "leave --gpus-per-worker out, or name them: gpus= in the hosts file, or CUDA_VISIBLE_DEVICES there",
         )
 

@@ -66,7 +66,7 @@ class HostMeasurement:
         self._reports: Optional[Reports] = None
         """None before the job has begun."""
         self._stacks: Optional[StackReader] = None
-        """None as long as no task has said anything of its stacks, and nobody has asked for them."""
+        """None as long as no task has said anything of its stacks, and no client has asked for them."""
         self._metrics: Optional[Metrics] = None
         """None until the coordinator asks for samples."""
         self._interval_s = 0.0

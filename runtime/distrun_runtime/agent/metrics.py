@@ -281,7 +281,7 @@ class Reports:
         try:
             listening.setblocking(False)
             listening.bind(path)
-            os.chmod(path, 0o600)  # the folder lets nobody else in anyway
+            os.chmod(path, 0o600)  # the folder lets no other user in anyway
         except OSError:
             listening.close()
             raise
@@ -380,7 +380,7 @@ class Reports:
 def checked(kind: str, found: Mapping[str, Any]) -> Optional[Dict[str, Any]]:
     """Return the members that a datagram of this kind has; None if one that it needs is not there. No side effects.
 
-    What is of another type is left out: a task may send anything, and all of it goes to whoever watches the job.
+    What is of another type is left out: a task may send anything, and all of it goes to the clients of the job.
     """
     if kind == metrics.REPORT:
         whole = {name: number(found.get(name)) for name in ("step", "total")}

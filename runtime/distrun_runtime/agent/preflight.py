@@ -552,7 +552,7 @@ def _home() -> str:
 
 
 def _is_private(info: os.stat_result) -> bool:
-    """Whether it is a folder of this user's to which nobody else may write: what is in it will be executed."""
+    """Whether it is a folder of this user's to which no other user may write: what is in it will be executed."""
     return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022
 
 

@@ -204,7 +204,7 @@ def run(argv: Sequence[str], limit_s: float = PROGRAM_S) -> Tuple[Optional[int],
         out, err_text = child.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         with contextlib.suppress(OSError):
-            # Not reaped yet: its id, and so its session's, is nobody else's.
+            # Not reaped yet: no other process has its id, and so its session's.
             os.killpg(child.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(1.0)

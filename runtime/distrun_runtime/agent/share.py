@@ -63,7 +63,7 @@ class Share(NamedTuple):
 
     @property
     def marks(self) -> Dict[str, str]:
-        """What a process of the job is known by, whoever its parent is by then."""
+        """What a process of the job is known by, whatever its parent is by then."""
         return process.marks(self.plan.job, self.plan.nonce, self.host, self.place)
 
     def environment(self, task: Task, sent: Mapping[str, str]) -> Dict[bytes, bytes]:

@@ -590,7 +590,7 @@ def _environs(rows: List[Process]) -> Dict[int, Dict[str, str]]:
     return {pid: env for pid, env in found.items() if env.get("DISTRUN_JOB_ID")}
 
 
-# By a pattern, whoever started it
+# By a pattern, whichever program started it
 
 
 def match(args: Mapping[str, Any]) -> Dict[str, Any]:

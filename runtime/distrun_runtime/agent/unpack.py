@@ -1,6 +1,6 @@
 """Puts the files of a job, which come over the agent's channel as a tar archive, into their folder on this host.
 
-Whoever sees the folder first makes another one in it, the stage, named after this copy, and gets the files. All others
+The first process there makes another one in it, the stage, named after this copy, and gets the files. All others
 see the same folder: places of one host, containers and hosts that share a file system. So each folder gets them once.
 
 Files wait in the stage until all have come. Then each is renamed to where it belongs, so a copy that fails before that

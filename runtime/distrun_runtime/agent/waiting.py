@@ -166,7 +166,7 @@ def _listen(folder: str) -> socket.socket:
     try:
         with reached(folder) as path:
             listening.bind(path)
-            os.chmod(path, 0o600)  # the folder lets nobody else in anyway
+            os.chmod(path, 0o600)  # the folder lets no other user in anyway
         listening.listen(GUESTS)
         listening.setblocking(False)
     except OSError:

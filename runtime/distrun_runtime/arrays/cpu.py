@@ -29,7 +29,7 @@ CHUNK = 1 << 15
 class Threads:
     """Who shares the work on large arrays: `count` threads, for arrays of at least `bound` elements.
 
-    The threads start with the first such array. Every element is calculated alike whoever does it.
+    The threads start with the first such array. Every element is calculated alike by each of them.
     """
 
     def __init__(self, count: int = 1, bound: int = 1000000) -> None:

@@ -95,7 +95,7 @@ class Pointer:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Memory of the host. Whoever passes it keeps it alive until the copy is done."""
+    """Memory of the host. The caller keeps it alive until the copy is done."""
 
     address: int
     nbytes: int
@@ -481,7 +481,7 @@ class Cuda:
                 raise
 
     def device_of(self, address: int) -> int:
-        """Return the device that has the memory at an address, whoever allocated it; a negative number: none has."""
+        """Return the device that has the memory at an address, however allocated; a negative number: none has."""
         return self._made("device_of", None, self._driver.device_of, address)
 
     def _made(self, name: str, device: int | None, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

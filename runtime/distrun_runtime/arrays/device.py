@@ -132,7 +132,7 @@ def move(places: Iterable[ArrayPlace], device: Device) -> None:
         for at, each in enumerate(every):
             copy(each.array, made[at])
     except BaseException:
-        made.clear()  # whoever keeps the error does not keep their memory
+        made.clear()  # keeping the error does not keep their memory
         raise
     for each, new in zip(every, made, strict=True):
         each.put(new)

@@ -229,7 +229,7 @@ _HELD_BYTES = 16 * 1024 * 1024
 def copy(source: Array, target: Array) -> None:
     """Copy the elements of an array to another of its shape and dtype, without giving up the interpreter's lock.
 
-    Whoever gives it up beside a busy Python thread has it back 5 ms later (`sys.getswitchinterval`): for a list of
+    If it is given up beside a busy Python thread, it is back 5 ms later (`sys.getswitchinterval`): for a list of
     arrays that would take longer than copying them. Arrays that are not contiguous, or very large, are left to numpy.
     """
     if source.nbytes <= _HELD_BYTES and source.flags.c_contiguous and target.flags.c_contiguous:

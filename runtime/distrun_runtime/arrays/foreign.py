@@ -138,7 +138,7 @@ def current_device() -> int | None:
         return None
     try:
         is_used = bool(cupy.cuda.driver.ctxGetCurrent())
-    except cupy.cuda.driver.CUDADriverError:  # nobody has initialised the driver
+    except cupy.cuda.driver.CUDADriverError:  # the driver is not initialised
         is_used = False
     return int(cupy.cuda.runtime.getDevice()) if is_used else None
 

@@ -153,7 +153,7 @@ def top_encode(values: GpuArray, residual: GpuArray | None, out: Payload) -> Non
     device, count, n = values.device, out.size // 8, values.size
     if not count:
         return
-    # In memory that nobody else has: the program may write the values meanwhile, and what is taken has to be what was
+    # In memory of its own: the program may write the values meanwhile, and what is taken has to be what was
     # counted. Nor in the residual: what follows may fail, and a repeat would count the values twice.
     total = device.empty(values.shape, F32)
     device.sum([values] if residual is None else [residual, values], total)

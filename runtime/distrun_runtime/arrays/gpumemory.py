@@ -106,7 +106,7 @@ class GpuPool:
     def _found_in_room(self, size: int) -> _Block:
         """Make room, and return a block that is free or new then. `_found` has checked that calls can be made."""
         with self._trimming:
-            # Whoever made room while this thread waited for it has made it for this one, too.
+            # Another thread may have made room while this one waited.
             found = self._found(size)
             while found is None and self.trim():
                 found = self._found(size)

@@ -210,7 +210,7 @@ _compiled: dict[str, Loop | None] = {}
 _asked: dict[str, object] = {}
 """Loops that a thread compiles, or has compiled."""
 _one_at_a_time = threading.Lock()
-"""Held by who compiles. Never by `call`: a forked child must not meet a lock that nobody opens."""
+"""Held while compiling, never by `call`: a forked child must not meet a lock that is never released."""
 
 
 def call(name: str, *arguments: Any) -> Any:
@@ -252,7 +252,7 @@ def prepare(names: Iterable[str]) -> None:
 
 
 def prepare_soon(names: Iterable[str]) -> None:
-    """Compile loops in another thread, so that nobody waits for them; the same for loops of former calls."""
+    """Compile loops in another thread, so that no call waits for them; the same for loops of former calls."""
     for name in names:
         mark = object()
         if name in _compiled or _asked.setdefault(name, mark) is not mark:

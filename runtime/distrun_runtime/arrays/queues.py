@@ -255,7 +255,7 @@ def _sleep(cuda: Cuda, asked: SimpleQueue[tuple[Event, Future[None]] | None]) ->
     while (found := asked.get()) is not None:
         try:
             cuda.synchronize(found[0])
-        except BaseException as err:  # whatever it is: somebody waits for it
+        except BaseException as err:  # whatever it is: a thread waits for it
             found[1].set_exception(err)
         else:
             found[1].set_result(None)

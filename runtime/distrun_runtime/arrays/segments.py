@@ -79,7 +79,7 @@ class BlockWatcher(Protocol):
 class Blocks:
     """The blocks of shared memory that this process has mapped, its own and those of others, and who watches them.
 
-    An error of a watcher ends nothing: the block is used as it is. A child that is forked tells nobody of its blocks.
+    An error of a watcher ends nothing: the block is used as it is. A forked child tells no watcher of its blocks.
     Threads: any. It has no lock, which a forked child might find locked.
     """
 
@@ -205,7 +205,7 @@ class Pool:
         self._reserving = threading.Lock()
         self._reserved: dict[int, tuple[list[int], int]] = {}
         """By store: sizes of the arrays that there is room for, of all stores at the same time, and how many bytes of
-        the last one of `FIRST_BYTES` nobody has asked for yet."""
+        the last one of `FIRST_BYTES` was not asked for yet."""
         self.ahead: tuple[Segment, ...] = ()
         """Segments that peers are to map before they are used: those that were there after the last `reserve`."""
 
@@ -227,7 +227,7 @@ class Pool:
         if place is None:
             return None
         segment, begin = place
-        # Every view of this array, and every memoryview, keeps it: when it goes, nobody can see the memory any more.
+        # Every view of this array, and every memoryview, keeps it: when it goes, the memory is out of reach.
         owner: Array = np.frombuffer(segment.memory, np.uint8, size, begin)
         weakref.finalize(owner, self._unused.append, (segment, begin, begin + size)).atexit = False
         return owner[: count * dtype.itemsize].view(dtype).reshape(tuple(shape))
@@ -412,7 +412,7 @@ def _close(fd: int, pid: int) -> None:
 
 
 def seal(fd: int, *, is_read_only: bool) -> None:
-    """Fix a segment's size; with `is_read_only` nobody can map it writable from now on.
+    """Fix a segment's size; with `is_read_only` it cannot be mapped writable from now on.
 
     Raises:
         OSError: the system cannot seal a size. One that only lacks F_SEAL_FUTURE_WRITE is taken as it is.

@@ -28,7 +28,7 @@ VERSION = (1, 0)
 FIXED = ("hello", "state", "stop", "kill")
 """Types of frames that no version changes."""
 SIGNALS = ("INT", "TERM", "HUP", "PIPE", *process.TASKS_SIGNALS)
-"""What the launching client may send as `signal`. PIPE: it did not receive it, but nobody reads what it prints."""
+"""What the launching client may send as `signal`. PIPE: it did not receive it, but its stdout is closed."""
 STOPS = ("TERM", "INT")
 """What `stop` may name: how the job is stopped. The first is the default."""
 BY_LIMIT = 200

@@ -266,8 +266,8 @@ TABLE: Tuple[Variable, ...] = (
         "JAX_COORDINATOR_ADDRESS",
         "jax",
         GIVEN,
-        "IP:port where worker 0 listens. The port is another than MASTER_PORT and held in the same way: whoever binds"
-        " it must set SO_REUSEADDR before, as jax.distributed.initialize does.",
+        "IP:port where worker 0 listens. The port is another than MASTER_PORT and held in the same way: a program that"
+        " binds it must set SO_REUSEADDR before, as jax.distributed.initialize does.",
     ),
     _row("JAX_NUM_PROCESSES", "jax", GIVEN, "Number of workers.", type=INT, low=1),
     _row("JAX_PROCESS_ID", "jax", GIVEN, "The worker's rank.", type=INT, low=0),

@@ -126,7 +126,7 @@ KILLED = "killed"
 LOST = "lost"
 JOB_STATES = (SUBMITTING, QUEUED, STARTING, RUNNING, STOPPING, SUCCEEDED, FAILED, KILLED, LOST)
 """submitting, queued: it has no allocation yet, so no limit of time runs. killed: interrupted or terminated. lost: the
-coordinator died and nobody finished the job."""
+coordinator died and the job was not finished."""
 UNKNOWN = "unknown"
 """In place of the state of a live job that another host of a shared home runs, and has not updated for UNKNOWN_S."""
 LIVE = (SUBMITTING, QUEUED, STARTING, RUNNING, STOPPING)

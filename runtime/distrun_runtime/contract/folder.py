@@ -1,6 +1,6 @@
 """The folder on a host that files are copied to: found, made and checked.
 
-What is in that folder is on the import path of the tasks. So nobody but the user and root may be able to put anything
+What is in that folder is on the import path of the tasks. So only the user and root may be able to put anything
 there, or another folder in its place. The agent asks for it before a job (agent/preflight.py), and the program
 that runs rsync on the host asks again (distrun/sync/receiver.py). It sends this very file, which imports nothing of
 distrun's.
@@ -31,7 +31,7 @@ ON = ".on"
 """Ends the name of a link that is there while a copy runs, `PARTIAL` and the copy's name before it.
 
 It is in the source, where it leads to `SOURCE`, and in each folder that gets the files, where it leads to the name of
-the host that gets them. Hosts that share a folder know it by this link, for nobody else makes one of that name.
+the host that gets them. Hosts that share a folder know it by this link, for its name is unique.
 """
 SOURCE = "."
 STAGE = ".new"
@@ -131,7 +131,7 @@ def follow(path: str, where: str, make: bool = False) -> Tuple[str, Dict[str, No
     """Return an absolute path without links, and notes for the user. With `make`, missing folders are made.
 
     Raises:
-        Unfit: somebody else could put another folder in its place, or files into it.
+        Unfit: another user could put another folder in its place, or files into it.
         OSError: it is not there, cannot be made, or is not a folder.
     """
     notes: Dict[str, None] = {}
@@ -148,7 +148,7 @@ def follow(path: str, where: str, make: bool = False) -> Tuple[str, Dict[str, No
         except FileNotFoundError:
             if not make:
                 raise
-            with contextlib.suppress(FileExistsError):  # somebody was quicker; whose it is will be seen now
+            with contextlib.suppress(FileExistsError):  # another process was quicker; whose it is will be seen now
                 os.mkdir(at, 0o755)
             info = os.lstat(at)
         _judge(at, info, where, notes, is_last=not todo)
@@ -175,7 +175,7 @@ def own(path: str, where: str, notes: Dict[str, None], limit_s: float = LOOK_S) 
     while todo and len(found) < SHOWN:
         try:
             entries = os.scandir(todo.popleft())
-        except OSError:  # it has gone, or nobody may look into it
+        except OSError:  # it has gone, or cannot be read
             continue
         with entries:
             for entry in entries:
@@ -249,7 +249,7 @@ def copied_to(path: str, run: str) -> str:
 def leads_out(name: str, target: str) -> bool:
     """Return whether the link `name`, a path below the folder, leads out of it. Pure.
 
-    `..` counts only at the beginning of its target: behind the name of another link, nobody knows where it leads.
+    `..` counts only at the beginning of its target: behind the name of another link, it is unknown where it leads.
     """
     parts = target.split("/")
     ups = 0

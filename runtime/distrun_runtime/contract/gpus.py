@@ -81,7 +81,7 @@ class View(NamedTuple):
 
     names: Tuple[str, ...] = ()
     source: str = ""
-    """Who says so, in words; empty: nobody knows any."""
+    """The source, in words; empty: none are known."""
     is_inherited: bool = False
     """They are those of the CUDA_VISIBLE_DEVICES that the place has, or some of them."""
 

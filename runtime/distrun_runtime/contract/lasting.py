@@ -45,7 +45,7 @@ def own(path: str) -> str:
     found = owned(path)
     if found:
         return found[0]
-    import tempfile  # somebody keeps us from our folder
+    import tempfile  # another user keeps us from our folder
 
     return tempfile.mkdtemp(prefix=os.path.basename(path) + "-", dir=os.path.dirname(path))
 
@@ -105,7 +105,7 @@ def locked(folder: str) -> Iterator[None]:
 
 
 def is_live(path: str) -> bool:
-    """Return whether somebody listens at a socket."""
+    """Return whether a process listens at a socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -118,7 +118,7 @@ def is_live(path: str) -> bool:
 
 
 def unlink_dead(path: str) -> None:
-    """Remove a socket at which nobody listens. Only where the folder is `locked`. Errors are ignored."""
+    """Remove a socket at which no process listens. Only while the folder is `locked`. Errors are ignored."""
     with contextlib.suppress(OSError):
         if stat.S_ISSOCK(os.lstat(path).st_mode) and not is_live(path):
             os.unlink(path)

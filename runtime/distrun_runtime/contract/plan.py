@@ -146,7 +146,7 @@ class Limits(NamedTuple):
 
 
 class Runtime(NamedTuple):
-    """Where the tasks of a host find the package `distrun_runtime`. Neither given: nobody looks after that."""
+    """Where the tasks of a host find the package `distrun_runtime`. Neither given: distrun does not provide it."""
 
     path: str = ""
     """Folder that is put on PYTHONPATH as it stands: it is on this host already."""

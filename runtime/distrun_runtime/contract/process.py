@@ -253,7 +253,7 @@ def do_nothing(number: int, frame: object) -> None:
 def outlive_tasks_signals(handler: Callable[[int, object], None] = do_nothing) -> List[int]:
     """Keep the signals that are for tasks from ending this process, and return those that `handler` gets from now on.
 
-    Where somebody else has set a handler, or ignores the signal, that stays.
+    If another part of the program has set a handler, or ignores the signal, that stays.
     """
     numbers = [signal.Signals["SIG" + name] for name in TASKS_SIGNALS]
     ours = [number for number in numbers if signal.getsignal(number) in (signal.SIG_DFL, do_nothing)]
@@ -266,7 +266,7 @@ def send_signal(who: Identity, number: int) -> bool:
     """Send a signal to that very process; return False if it is gone.
 
     Raises:
-        PermissionError: it belongs to somebody else now (a set-user-id program).
+        PermissionError: it belongs to another user now (a set-user-id program).
     """
     if not has_pidfd():
         if not is_alive(who):

@@ -40,7 +40,7 @@ def environs(pids: Optional[List[int]] = None) -> Dict[int, Dict[str, str]]:
     which = ("ax",) if pids is None else ("-p", ",".join(str(pid) for pid in pids))
     plain = _by_pid(_run(*which, "-ww", "-o", "pid=,command="))
     full = _by_pid(_run(*(("axeww",) if pids is None else ("eww", *which)), "-o", "pid=,command="))
-    # Cut the command line off, so that a mark among somebody's arguments is none.
+    # Cut the command line off, so that a mark among its arguments is none.
     return {
         pid: _pairs(full[pid][len(text) :].split()) for pid, text in plain.items() if full.get(pid, "").startswith(text)
     }

@@ -310,7 +310,7 @@ class Session:
         return kept.head + kept.body
 
     def forget_sent(self) -> None:
-        """Keep nothing that was sent: nobody will say that it came, and there will be no other connection."""
+        """Keep nothing that was sent: it will not be acknowledged, and there will be no other connection."""
         self._held -= sum(kept.size for kept in self._sent)
         self._sent.clear()
 

@@ -115,7 +115,7 @@ class SocketConnection:
         sock.setblocking(False)
         self._sock = sock
         self._using = threading.Lock()
-        """One thread at a time may use a TLS connection. Nobody waits while it holds this."""
+        """One thread at a time may use a TLS connection. It does not block while it holds this."""
         self._is_killed = False
         self._waits: Tuple[Type[OSError], ...] = (BlockingIOError,)
         if hasattr(sock, "pending"):
@@ -214,7 +214,7 @@ class AgentChannel(Protocol):
         """Free everything that the channel holds, at once. The agent, if it lives, sees the end of its input.
 
         The loop leaves alone the channels of agents that said `bye`: their end, which is the guard's, is waited for by
-        whoever made the channel.
+        the maker of the channel.
         """
 
 
@@ -314,7 +314,7 @@ class Inlet:
 class SessionChannel:
     """A channel whose session outlives its connections: `serve` or `attach` gives it one, and later another.
 
-    A connection has two threads: the one that serves it reads, another writes. Nobody who calls `send` waits.
+    A connection has two threads: the one that serves it reads, another writes. `send` does not block.
 
     Args:
         host: `Host.name` of the plan.
@@ -504,7 +504,7 @@ class SessionChannel:
         Blocks; waits for `start` first. The caller then calls `connection.finish()`.
 
         Args:
-            connection: whoever is at its other end has proved who they are.
+            connection: the process at its other end has proved its identity.
             program: what the other side reads before the first frame.
             ahead: what was read from it already.
             check: called after each read, about once a second at least. What it raises ends the connection.

@@ -190,7 +190,7 @@ class Cause:
 
     @property
     def is_failure(self) -> bool:
-        """Whether a task or a host failed (and not: somebody or a clock ended the job)."""
+        """Whether a task or a host failed (and the job was not stopped by a user or a time limit)."""
         return self.reason in (facts.TASK_FAILED, facts.HOST_LOST)
 
 
@@ -332,11 +332,11 @@ def not_prepared(host: str, why: str, time: float, detail: str) -> Cause:
 
 
 def claimed_twice(place: str, first: str, second: str, time: float) -> Cause:
-    """Return the cause that a second agent for a place is. Nobody can tell which of the two is right."""
+    """Return the cause that a second agent for a place is. It is unknown which of the two is right."""
     short = f"two agents claim place {place}"
     text = (
         f"{short}: one from {first}, and another from {second}, which knows this job's secret too;"
-        " it was started twice, or somebody else has the secret"
+        " it was started twice, or another process has the secret"
     )
     return Cause(facts.START_FAILED, facts.EXIT_START_FAILED, time, text, short, host=place)
 
@@ -366,7 +366,7 @@ def interrupted(signal: str, time: float) -> Cause:
         "INT": (facts.INTERRUPTED, "interrupted (SIGINT)"),
         "TERM": (facts.TERMINATED, "terminated (SIGTERM)"),
         "HUP": (facts.TERMINATED, "terminated (SIGHUP: the terminal went away)"),
-        "PIPE": (facts.TERMINATED, "nobody reads stdout any more (SIGPIPE)"),
+        "PIPE": (facts.TERMINATED, "stdout is closed (SIGPIPE)"),
     }[signal]
     return Cause(reason, facts.exit_code(None, signal), time, text)
 
@@ -380,7 +380,7 @@ def workers_done(tasks: Iterable[TaskResult]) -> Optional[float]:
 
 
 def root_of(name: str, tasks: Mapping[str, TaskResult], lost_at: Mapping[str, float]) -> str:
-    """Return where the chain of losses that begins at `name` ends: the task that itself lost nobody.
+    """Return where the chain of losses that begins at `name` ends: the task that itself lost no peer.
 
     Where the chain runs in a circle, as with two tasks that lost each other, the one counts that most others lost: a
     task that was cut off loses its peers too, and is alone with that. Of equals, the one that was lost first.

@@ -2,8 +2,8 @@
 
 The launcher has checked the hosts and copied the files. It starts this process there (`agent.daemon`) and gives it the
 job by standard input, secrets included: a frame with the plan, whose body is the program of the agents, and a frame
-with the runtime's archive. The process prints one line, a JSON object that says where it listens. From then on nobody
-holds it: agents dial back to it, clients come by its control socket, and the job's folder is in the job store of this
+with the runtime's archive. The process prints one line, a JSON object that says where it listens. From then on it
+runs alone: agents dial back to it, clients come by its control socket, and the job's folder is in the job store of this
 host. If this host shares the launcher's job store, that is the folder which the launcher has made.
 """
 

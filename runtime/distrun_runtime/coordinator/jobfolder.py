@@ -82,7 +82,7 @@ def _touched(folder: Path) -> float:
 VERSION = 1
 SCHEMA = "distrun.job/1"
 KILL = "distrun kill"
-"""Who stops a job if its `stop` names nobody."""
+"""Who stops a job if its `stop` gives no name."""
 OUTCOME_SCHEMA = "distrun.outcome/1"
 REQUEST_SCHEMA = "distrun.request/1"
 ALLOCATION_SCHEMA = "distrun.allocation/1"

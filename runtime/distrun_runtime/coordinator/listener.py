@@ -136,7 +136,7 @@ class Register:
         holder = self._holders.get(claim.place)
         kind = REDIAL if claim.is_redial else CLAIM
         key = self._secret if not claim.is_redial else holder.key if holder is not None else ""
-        # Whoever cannot prove anything learns nothing: not even which places there are.
+        # Without a proof a connection learns nothing, not even which places there are.
         if not key or not enrolment.is_same(claim.proof, self._proof(key, AGENT, kind, claim, nonce)):
             return _denied("the proof is wrong: the secret, the key or the certificate is not that of this job")
         proven = self._proof(key, COORDINATOR, kind, claim, nonce)
@@ -224,7 +224,7 @@ class AgentListener:
         Args:
             on_agent: gets a place and a connection to its agent; it owns the connection from then on.
             on_claimed_twice: a second agent has claimed a place.
-            on_denied: gets the address of somebody who was refused, why, and whether they claimed to be an agent.
+            on_denied: gets the address of a refused connection, why, and whether it claimed to be an agent.
         """
         self._on_agent, self._on_claimed_twice, self._on_denied = on_agent, on_claimed_twice, on_denied
         self._thread = threading.Thread(target=self._run, name="listener", daemon=True)

@@ -109,7 +109,7 @@ class StackFound(NamedTuple):
 
 @_from_agent("folder")
 class FolderFound(NamedTuple):
-    """An agent has looked at the folder for the job's files. It and the next three are for whoever copies them."""
+    """An agent has looked at the folder for the job's files. This and the next three events are for the copier."""
 
     host: str
     state: str
@@ -159,7 +159,7 @@ class PrepareFailed(NamedTuple):
     """One line."""
     time: float = 0.0
     text: str = ""
-    """More lines of it: the last words of whoever failed."""
+    """More lines of it: the last output of the task that failed."""
 
 
 @_from_agent("refused")
@@ -305,7 +305,7 @@ class MetricsWanted(NamedTuple):
 
 
 class MetricsAsked(NamedTuple):
-    """Somebody wants one snapshot. The supervisor has no part in it, nor in the one before."""
+    """A client wants one snapshot. The supervisor ignores this event and the one before."""
 
     give: Callable[[Mapping[str, Any]], None]
     """Takes it, in the loop's thread; must not wait."""

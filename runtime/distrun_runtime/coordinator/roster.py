@@ -269,7 +269,7 @@ class JobRoster:
         return [f"{task.name} on {task.host}" for task in workers or left]
 
     def settle(self) -> None:
-        """Bring every task that was spawned to its last state: the job is over, and nobody will hear of its end."""
+        """Bring every task that was spawned to its last state: the job is over, and no message of its end will come."""
         for name in self.spawned:
             task = self.tasks[name]
             if task.is_over:

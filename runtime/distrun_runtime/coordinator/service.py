@@ -182,7 +182,7 @@ class Service:
         self._read_at = 0.0
         self._state_value: Mapping[str, Any] = {}
         self._snapshot_value: Optional[Mapping[str, Any]] = None
-        """The newest snapshot of the job's numbers; None: nobody wants one."""
+        """The newest snapshot of the job's numbers; None: no client wants one."""
         self._snapshot_bytes = b""
         self._snapshots = 0
         self._metrics_wanted = MetricsWanted(False)
@@ -371,7 +371,7 @@ class Service:
         while True:
             ready = self._selector.select(self._wait_s())
             with self._changed:
-                if self._is_woken:  # both at once: a byte that is taken later would be one that nobody writes again
+                if self._is_woken:  # both at once: a byte that is taken later would not be written again
                     self._is_woken = False
                     os.read(self._wakeup, 1)
                 is_closing = self._is_closing
@@ -812,7 +812,7 @@ def listen(service: Service, folder: JobFolder) -> str:
 
 
 def leave_streams(folder: JobFolder) -> None:
-    """Read nothing, and write errors that nobody expected to a file of the job's folder."""
+    """Read nothing, and write unexpected errors to a file of the job's folder."""
     nothing = os.open(os.devnull, os.O_RDWR)
     log = nothing
     with contextlib.suppress(OSError):  # a full disk

@@ -388,7 +388,7 @@ class Supervisor:
             self._say(f"{host}: servers run by Python {text}", DEBUG)
 
     def _tell_gpus(self, host: str, found: Mapping[str, Any]) -> None:
-        """Say which GPUs tasks see, and where nobody could look whether they are there."""
+        """Say which GPUs tasks see, and on which hosts that could not be checked."""
         if not found:
             return
         sees = "tasks see " + (",".join(map(str, found.get("visible") or ())) or "none")

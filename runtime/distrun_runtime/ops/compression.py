@@ -406,7 +406,7 @@ def _by(array: DeviceArray) -> ModuleType:
 
 
 def _on_gpus() -> ModuleType:
-    # Whoever has an array on a GPU has imported it all; no one else needs it.
+    # A process with an array on a GPU has imported it all; no other process needs it.
     return importlib.import_module("distrun_runtime.arrays.gpucodecs")
 
 

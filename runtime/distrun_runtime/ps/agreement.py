@@ -370,7 +370,7 @@ class Rules:
         return self._specs.get(store)
 
     def forget(self, store: int) -> None:
-        """Nobody has the store any more."""
+        """No worker has the store any more."""
         self._specs.pop(store, None)
 
     def ask(self, call: Call) -> list[role.Action]:
@@ -834,7 +834,7 @@ def _declare(store: _AgreedStore, gathering: Gathering) -> list[role.Action]:
     first = gathering.calls[0].message
     records = first.body["records"]
     body = store.keys.told(records) if first.body.get("assign") else store.keys.declare(records)
-    # Rank 0 goes to fill the servers now; the others hear when it has (INIT), so that nobody reads too early.
+    # Rank 0 goes to fill the servers now; the others hear when it has (INIT), so that none reads too early.
     return [role.Send(gathering.calls[0].link, answer(first, body))]
 
 

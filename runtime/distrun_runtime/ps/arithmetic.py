@@ -120,7 +120,7 @@ def add(values: Values, what: role.Add) -> None:
     try:
         _add_batch(values, of, what)
     except Exception as err:
-        # Mostly this push was acknowledged: whoever pulls the round is told.
+        # Mostly this push was acknowledged: the workers that pull the round are told.
         of.where[batch.shards[of.where[batch.shards] == 0]] = SUM_IN_ARENA
         values.lose(what.round, batch.shards, err, traceback.format_exc())
         raise

@@ -52,7 +52,7 @@ class Config:
     ports: tuple[int, ...] = ()
     """Ports that may be bound; empty: any."""
     stays: bool = False
-    """Whoever started this scheduler or server also stops it (an agent): when all workers have ended it forgets them
+    """The agent that started this scheduler or server also stops it: when all workers have ended it forgets them
     and waits for others, so that one job can run several scripts after each other."""
     server_imports: tuple[str, ...] = ()
     """Modules that users' rules may come from (servers)."""

@@ -233,7 +233,7 @@ class _SampledRound:
 class Lags:
     """How late workers contribute to rounds of one shard, by this server's clock.
 
-    Of a sum that a relay sends, nobody knows here which of its workers was late; the relay itself samples them.
+    Of a sum that a relay sends, it is unknown here which of its workers was late; the relay itself samples them.
 
     Arguments:
         shard: the shard that is sampled.

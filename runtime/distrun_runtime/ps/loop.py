@@ -385,7 +385,7 @@ class Loop:
         if done.error is not None and not isinstance(done.error, Exception):
             raise done.error  # A user's rule asked for the end of the process.
         if self._engine.failed is not None:
-            return []  # Nobody is answered from what is left (`run`).
+            return []  # No answer is made from what is left (`run`).
         if isinstance(done.value, Reply):
             lease = self._send(done.value.link, done.value.message)
             self._engine.sent(done.value.lent, lease)
@@ -409,7 +409,7 @@ class Loop:
     def _send(self, link: str, out: Message) -> Lease | None:
         gate = self._gates.get(link)
         if gate is None:
-            return None  # It broke or was refused; whoever waits for the answer hears of that.
+            return None  # It broke or was refused; the thread that waits for the answer is told.
         if not gate.is_open:
             # Its buffers are given back now, so it gets its own.
             gate.held.append(replace(out, payloads=[bytes(payload) for payload in out.payloads]))

@@ -82,7 +82,7 @@ FILES, FILES_A_NODE = 256, 4
 def serve(role: str) -> int:
     """Be the job's scheduler or one of its servers until the job ends; return the exit code: 0 when it ended well.
 
-    SIGTERM and SIGINT end it early: with 0, since whoever starts servers also stops them.
+    SIGTERM and SIGINT end it early: with 0, since the agent that starts servers also stops them.
 
     Raises:
         ContractError: the environment lacks or garbles what a node needs, a module of the user's cannot be imported, or
@@ -91,7 +91,7 @@ def serve(role: str) -> int:
     """
     outlive_tasks_signals()
     config = configs.read(role)
-    # Before anything is bound: nobody waits for a server that cannot serve.
+    # Before anything is bound: no node waits for a server that cannot serve.
     import_all(config.server_imports, config.host)
     if role == "server":
         keep_freed_memory()

@@ -268,7 +268,7 @@ class Pulls:
         return actions
 
     def all_advanced(self, store: Store) -> list[role.Action]:
-        """Somebody is excused in a whole store."""
+        """A worker is excused in a whole store."""
         return self.advanced(store, np.arange(store.count))
 
     def remind(self, now: float) -> list[role.Action]:
@@ -369,12 +369,12 @@ class Pulls:
         return [role.Work(role.Discard(pull.ticket))]
 
     def drop(self, link: role.Link) -> list[role.Action]:
-        """A worker's connection is gone: nobody waits for its answers."""
+        """A worker's connection is gone: its answers are dropped."""
         pulls = [pull for pull in self._open.values() if pull.link == link]
         return [action for pull in pulls for action in self._forget(pull)]
 
     def drop_store(self, store: Store) -> list[role.Action]:
-        """A store is closed: nobody waits for its answers."""
+        """A store is closed: its answers are dropped."""
         return [action for pull in self.open_of(store) for action in self._forget(pull)]
 
     def drop_all(self, reason: str = "", who: str = "") -> list[role.Action]:
@@ -382,7 +382,7 @@ class Pulls:
         actions: list[role.Action] = []
         for pull in list(self._open.values()):
             if reason:
-                # It may come before the scheduler's word, and whoever asks then who is lost is to be told.
+                # It may come before the scheduler's word, and a node that asks then is to be told who is lost.
                 actions.append(role.Send(pull.link, refusal(pull.message, reason, "PeerLost", who=who)))
             actions += self._forget(pull)
         return actions

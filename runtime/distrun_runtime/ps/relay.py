@@ -6,9 +6,9 @@ server that has the shards, their owner, with the ranks that it is of. What come
 first of the workers pulls it, and all of them read it here. To the owner a sum is one push for several workers.
 
 A sum leaves when all workers of the host have contributed that are to contribute. It leaves earlier, as a part, when
-somebody wants the owner to know: a worker whose calls are to be settled (SETTLE: before a barrier, `join`, saved
+the owner must know: a worker whose calls are to be settled (SETTLE: before a barrier, `join`, saved
 states, its end), a pull that has waited for a while, a push that is no usual one (its worker has left out a round, or
-skips this one). So a contribution leaves exactly once, and whoever asks the owner then is told the truth.
+skips this one). So a contribution leaves exactly once, and the owner then answers correctly.
 
 The shards have a table (`shards.Store`) and arrays (`values.Values`) as any others; here `done` is the round of the
 value that is in the array, -1 where there is none. The sum of a round is made in the same array, and leaves from there.

@@ -400,7 +400,7 @@ class Request:
         return self._replies
 
     def forget(self) -> None:
-        """Let go of the replies: their memory may be the servers'. Call when nobody will ask for them."""
+        """Let go of the replies: their memory may be the servers'. Call when they will not be asked for."""
         self._replies = ()
 
 
@@ -445,7 +445,7 @@ class TurnedAway:
 
 @dataclass(frozen=True)
 class Denied:
-    """Somebody who wanted to join was turned away, by this node."""
+    """This node refused a node that wanted to join."""
 
     reason: str
     address: str = ""
@@ -527,7 +527,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Log:
-    """One line for whoever watches; `level` is a name of the logging module."""
+    """One line of the log; `level` is a name of the logging module."""
 
     level: str
     text: str
@@ -556,7 +556,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Resolve:
-    """A request was answered or failed: whoever waits for it gets `replies`, or `error` raised."""
+    """A request was answered or failed: the waiting thread gets `replies`, or `error` raised."""
 
     request: Request
     replies: tuple[Message, ...] = ()
@@ -637,14 +637,14 @@ class Deadline:
 
 
 FIRST_NOTE_S = 2.0
-"""How long a wait lasts until whoever waits is told, quietly, what for."""
+"""How long a wait lasts until the waiting node is told, quietly, what for."""
 WAITING_S = 30.0
 """How often it is told so from then on, and says it."""
 
 
 @dataclass
 class WaitNotice:
-    """When somebody who waits is to be told what for."""
+    """When a waiting node is told what for."""
 
     since: float
     told: float | None = None

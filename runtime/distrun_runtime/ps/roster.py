@@ -180,7 +180,7 @@ class Roster:
         return [asdict(member.who) for member in self.members.values()]
 
     def missing(self) -> list[str]:
-        """Return the names of the nodes that have not registered; [] if a node has no rank yet: nobody knows then."""
+        """Return the names of the nodes that have not registered; [] while a node has no rank: they are unknown."""
         if any(member.who.rank < 0 for member in self.members.values()):
             return []
         present = {member.who.name for member in self.members.values()}

@@ -56,7 +56,7 @@ class Rounds:
         """Stores with a failed update that was logged."""
 
     def stop(self) -> None:
-        """Somebody is lost: no norms are waited for any more."""
+        """A server is lost: no norms are waited for any more."""
         self._norms.clear()
 
     def clear(self) -> None:
@@ -183,7 +183,7 @@ class Rounds:
                 store.early.pop(shard, None)
 
     def complete_all(self, store: Store) -> list[role.Action]:
-        """Order the rounds of a store that are complete now: somebody was excused."""
+        """Order the rounds of a store that are complete now: a worker was excused."""
         return self._complete(store, np.arange(store.count)) if store.is_sync else []
 
     def refused(self, store: Store, rank: int, entries: Array, reason: str) -> list[role.Action]:
@@ -423,7 +423,7 @@ class Rounds:
         return [*actions, *self._settle(store, turn)]
 
     def _went_without(self, store: Store, turn: Turn) -> list[role.Action]:
-        """An update was done without norms: whoever waits for ours has another rule, and is told."""
+        """An update was done without norms: a server that waits for ours has another rule, and is told."""
         if not self._norms.has(turn):
             return []
         failure = self._other_rule(store, turn)

@@ -26,7 +26,7 @@ from distrun_runtime.ps.statefile import FORMAT, worker_file, worker_files
 REPORT_S = 5.0
 """How often the scheduler says whom it waits for."""
 DENIED_KEPT = 4
-"""How many reasons for turning somebody away are remembered, for the error at the deadline."""
+"""How many reasons for refusing nodes are remembered, for the error at the deadline."""
 
 LOSSES_TOLD = 16
 """So many losses are told to all nodes. The first one fails every call; as a rule later ones come of it."""
@@ -328,9 +328,9 @@ class Scheduler:
     # Registration
 
     def _wait_anew(self, now: float) -> None:
-        """Nobody has registered: by when somebody must.
+        """No node has registered: by when one must.
 
-        Under an agent, nobody must: a job whose script opens no store is none of the scheduler's business, and the
+        Under an agent, none must: a job whose script opens no store is none of the scheduler's business, and the
         clock starts with the first worker. One that was started by hand would wait for ever.
         """
         self._deadline.at = None if self._config.stays else now + self._config.start_timeout_s
@@ -369,7 +369,7 @@ class Scheduler:
         def tell_workers(_: Answers) -> list[role.Action]:
             return [role.Send(member.link, roster(member)) for member in workers]
 
-        # Each on a connection of its own: a worker that had it earlier than a server would find one that knows nobody.
+        # Each on a connection of its own: a worker that had it before a server would find one that knows none.
         return [*actions, *self._queries.send(roster, servers, tell_workers)]
 
     # Leaving and dying

@@ -66,7 +66,7 @@ def _names_in(message: Message) -> dict[int, Any]:
 
 def _is_open(number: int, name: Any, pushed: Iterable[int], missing: Iterable[int]) -> str:
     return (
-        f"round {number} of key {name!r} is open: {_names(pushed) or 'nobody'} pushed it, {_names(missing)} did"
+        f"round {number} of key {name!r} is open: {_names(pushed) or 'no worker'} pushed it, {_names(missing)} did"
         " not; states are saved and loaded when all workers have pushed equally often"
     )
 
@@ -723,7 +723,7 @@ class Server:
         return [self._store(number), *([] if others is None else [others])]
 
     def _excused(self, number: int) -> list[role.Action]:
-        """Somebody contributes nothing from now on."""
+        """A worker contributes nothing from now on."""
         store = self._store(number)
         return [
             *self._rounds.complete_all(store),

@@ -62,14 +62,14 @@ class _Hook:
         self._pid = 0
 
     def install(self) -> None:
-        """Take the place, unless it is taken already; whoever is there is called afterwards."""
+        """Take the place, unless it is taken already; the handler that is there is called afterwards."""
         if sys.excepthook is not self and self._before is None:
             self._before, sys.excepthook = sys.excepthook, self
             self._pid = os.getpid()
 
     @property
     def was_replaced(self) -> bool:
-        """Whether somebody has taken our place, and may not call us."""
+        """Whether another handler has taken our place, and may not call us."""
         return self._before is not None and sys.excepthook is not self
 
     def __call__(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
@@ -116,7 +116,7 @@ def catch_up() -> None:
 def meaning(error: BaseException) -> dict[str, str]:
     """Return what an exception that ends the script means to the agent, as members of a publish line. Pure.
 
-    One that comes of a lost peer is a consequence; a Ctrl-C is nobody's fault.
+    One that comes of a lost peer is a consequence; a Ctrl-C is no failure.
     """
     for each in _chain(error):
         if isinstance(each, RuntimeFault) and each.lost_peer:
@@ -444,7 +444,7 @@ class NodeSession:
     def end(self) -> BaseException | None:
         """Flush and say BYE, or say ABORT; then close. Does nothing the second time, or in a forked child.
 
-        Returns what went wrong while flushing: a push whose error nobody waited for.
+        Returns what went wrong while flushing: a push whose error was not waited for.
         """
         if self._is_over or os.getpid() != self._pid:
             return None
@@ -478,7 +478,7 @@ class NodeSession:
         try:
             self._loop.run()
         except BaseException as err:
-            # Whoever waits must not wait for a thread that died.
+            # A caller must not wait for a thread that died.
             self._crash = err
             raise
         finally:
@@ -548,7 +548,7 @@ def _note_crash(error: BaseException) -> None:
 def _end_process() -> None:
     """End the session at the end of the process.
 
-    A push that failed and that nobody waited for makes the exit code 1: the script ended as if all were well, and an
+    A failed push that was not waited for makes the exit code 1: the script ended as if all were well, and an
     exit handler has no gentler way to say otherwise.
     """
     catch_up()

@@ -209,7 +209,7 @@ class Store:
         return self.names.get(key, key)
 
     def size(self, key: int) -> int | None:
-        """Return the elements of a key's whole value; None: nobody said."""
+        """Return the elements of a key's whole value; None: not known."""
         shape = self.shapes.get(key)
         return None if shape is None else math.prod(shape)
 
@@ -235,7 +235,7 @@ class Store:
                 self.slow[shards] = self.workers - 1 - last[::-1].argmin(axis=0)
             return reached
         members = [rank for rank in range(self.workers) if rank not in excused]
-        # A round without any contribution is none, whoever is excused.
+        # A round without any contribution is none, even if workers are excused.
         most: Array = self.last[:, shards].max(axis=0)
         return most if not members else np.minimum(self.last[np.ix_(np.array(members), shards)].min(axis=0), most)
 
@@ -262,7 +262,7 @@ class Store:
         return [rank for rank in ranks if not self.contributed(shard, rank, number)]
 
     def is_open(self, shard: int) -> bool:
-        """Whether somebody has contributed to a round that is not ordered."""
+        """Whether a worker has contributed to a round that is not ordered."""
         return int(self.last[:, shard].max()) > int(self.ordered[shard]) or bool(self.early.get(shard))
 
     def waits_for_itself(self, shard: int, rank: int, number: int) -> bool:

@@ -66,11 +66,11 @@ class CallOptions:
     """The values stay as they are until the Pending is done, so that they may be sent from where they are. Else they
     may be overwritten when the call returns, and are copied before."""
     own: bool = False
-    """The values are lent, and the store's own: nobody will write them, so nothing has to be released."""
+    """The values are lent, and the store's own: they are never written, so nothing has to be released."""
     scale: float = 1.0
     """What a contribution is multiplied by where it is summed, after it was compressed."""
     waits: bool = True
-    """Whether the script passed wait=True. A push waits for nobody even then; but what follows it in the script may be
+    """Whether the script passed wait=True. A push does not wait even then; but what follows it in the script may be
     taken to belong to it."""
 
 
@@ -100,7 +100,7 @@ class Lifetime:
         self.uses_gpus = False
         """Whether a call was given arrays in GPU memory."""
         self.late = Late()
-        """Errors of calls that nobody has waited for."""
+        """Errors of calls that were not waited for."""
         self.line = Line(f"distrun-{type_name}-calls")
         """Runs calls that wait for all workers, if the caller does not."""
 
@@ -275,7 +275,7 @@ class StoreBackend(ABC):
         return np.empty(shape, dtype)
 
     def view(self, keys: Selection) -> Sequence[Array]:
-        """Return the stored values, read-only, each as long as somebody refers to it; waits as a pull does."""
+        """Return the stored values, read-only, each as long as it is referred to; waits as a pull does."""
         outs = [np.empty(record.shape, record.dtype) for record in keys.records]
         self.pull(keys, [(out,) for out in outs], CallOptions()).wait()
         for out in outs:

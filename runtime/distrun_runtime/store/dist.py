@@ -7,7 +7,7 @@ and receives.
 A data call returns a `SentCall` (`outcome`) of the request that it has made (`ps.role`), `Both` of two, `Gathered`
 while it waits for others to share a message with, or a `CompletedCall`. The node's thread resolves the request. The
 thread that calls `wait` then writes the outputs, by the call's `Take`, or raises what went wrong; an error of a push
-that nobody waits for is raised by the store's next call (`watch`).
+that is not waited for is raised by the store's next call (`watch`).
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def create_dist(type_name: str, staleness: int | None = None, deterministic: boo
 class DistBackend(StoreBackend):
     """A key-value store on the servers of the job.
 
-    Threads: any may call; calls are ordered as they take the store's lock, which nobody holds while waiting.
+    Threads: any may call; calls are ordered as they take the store's lock, which no thread holds while waiting.
     """
 
     def __init__(
@@ -428,7 +428,7 @@ class DistBackend(StoreBackend):
         if keys is not None:
             keys.pulled_next = 0 if expected is None else PULLED_NEXT - PULLED_NEXT_AGAIN
         if expected is not None and not expected[0].is_done:
-            # Nobody wants the result. Later calls wait until servers have what was pushed, not for other workers.
+            # The result is not wanted. Later calls wait until servers have what was pushed, not for other workers.
             expected[0].disregard()
             self._open.append(self._link.ask_servers("the end of a push", Kind.RELEASE))
 
@@ -459,7 +459,7 @@ class DistBackend(StoreBackend):
         try:
             self._flush()
         except Exception as err:
-            # The store was closed, or the process has lost the job: whoever calls next is told.
+            # The store was closed, or the process has lost the job: the next call is told.
             self.lifetime.late.add(self, err)
 
     def skip(self, records: list[KeyRecord], note: Mapping[str, Any]) -> Pending:

@@ -202,7 +202,7 @@ class StoreLink:
         self._held = call
         if call.kind is Kind.JOIN:
             return
-        # The process may have lost the job: then nobody waits for it any more.
+        # The process may have lost the job: then no call waits for it any more.
         with suppress(RuntimeFault):
             request = self.call("taking back a call", call.kind, {"number": call.number, "take_back": True})
             (reply,) = request.wait(TAKE_BACK_S)

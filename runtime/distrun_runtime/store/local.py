@@ -66,10 +66,10 @@ class LocalBackend(StoreBackend):
         return self._open()
 
     def agree(self, facts: Mapping[str, str]) -> None:
-        """Do nothing: nobody else is there."""
+        """Do nothing: there are no other workers."""
 
     def label(self, labels: Mapping[Key, str]) -> None:
-        """Do nothing: nobody else has names for keys."""
+        """Do nothing: no other worker has names for keys."""
 
     def init(self, items: list[tuple[Key, Value]], call_number: int) -> list[KeyRecord]:
         with self._open():
@@ -120,7 +120,7 @@ class LocalBackend(StoreBackend):
         try:
             with self._open(), self._recorder.span(call, "store", keys=keys):
                 work()
-        # Whatever the user's updater raises is for whoever waits.
+        # Whatever the user's updater raises is raised where the call is waited for.
         except Exception as err:
             return CompletedCall(what, err, self.lifetime.late)
         return CompletedCall(what)
@@ -230,10 +230,10 @@ class LocalBackend(StoreBackend):
         return CompletedCall("barrier")
 
     def join(self) -> None:
-        """Return at once: nobody else is there."""
+        """Return at once: there are no other workers."""
 
     def leave(self) -> None:
-        """Do nothing: nobody else is there."""
+        """Do nothing: there are no other workers."""
 
     def close(self) -> None:
         with self._lock:

@@ -1,6 +1,6 @@
 """Pending: a call that goes on after it has returned, what becomes of it, and the thread that makes some of them.
 
-An error of a call is raised once: by `wait` of its Pending; of a push, if nobody waits, by the store's next call
+An error of a call is raised once: by `wait` of its Pending; of a push that is not waited for, by the store's next call
 (`Late`).
 """
 
@@ -84,17 +84,17 @@ class Pending(ABC):
 
 
 class Late:
-    """Errors of calls that nobody has waited for. Any thread may use it."""
+    """Errors of calls that were not waited for. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._errors: list[tuple[object, BaseException]] = []
         self._told: list[object] = []
-        """Owners that somebody is waiting for."""
+        """Owners that a thread is waiting for."""
 
     @contextmanager
     def told(self, owner: object) -> Iterator[None]:
-        """While the block runs, its error is for whoever runs it; afterwards it is nobody else's."""
+        """While the block runs, its error is raised there; afterwards it is not raised again."""
         with self._lock:
             self._told.append(owner)
         try:
@@ -270,7 +270,7 @@ class BackgroundCall(Pending):
             self._error = err
             self._late.add(self, err)
         finally:
-            del self._body  # It holds the arrays, which nobody lends any more.
+            del self._body  # It holds the arrays, which are not lent any more.
             self._over.set()
 
     def wait(self, timeout_s: float | None = None) -> None:

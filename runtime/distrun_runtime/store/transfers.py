@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 
 
-# What becomes of a call that was sent to servers: its replies, taken in by whoever waits for them.
+# What becomes of a call that was sent to servers: its replies, processed by the thread that waits for them.
 
 
 Take = Callable[["tuple[Message, ...]"], Notes]
@@ -106,7 +106,7 @@ class SentCall(Pending):
         self._take = take
 
     def disregard(self) -> None:
-        """Note that nobody wants its replies; what goes wrong is told all the same."""
+        """Note that its replies are not wanted; errors are reported all the same."""
         self._request.then(lambda error: self._request.forget())
 
     def watch(self) -> None:
@@ -190,7 +190,7 @@ class _Routes:
     version: tuple[int, int]
     """Of the compressor's settings that they were made with, and the most that their messages carry."""
     plain: Route
-    """Where all values travel as they are."""
+    """The route of uncompressed values."""
     push: Route
     pull: Route
     """These are `plain` if nothing is encoded: what a push has registered, a pull names."""
@@ -316,7 +316,7 @@ class Transfers:
         """
         route = self._routes(keys).plain
         # The answer comes when the round is over: then nothing is read any more. So a lent value needs no release, also
-        # if the call waits; of a push that waits only the store's own sums are lent, which nobody else has.
+        # if the call waits; of a push that waits only the store's own sums are lent.
         in_place = self._in_place(route, values) if call.lent else frozenset()
         loaded: list[Loaded] = []
         with self._link.stage(counters.COPY_OUT):
@@ -737,7 +737,7 @@ def _said(skipped: Mapping[int, Notes]) -> Notes:
 #
 # A program that pushes and pulls key by key, without waiting, would pay for a message and an answer each time. So a
 # small call that follows others which are still under way is kept until one of them is answered, until there is a
-# message full, or until somebody waits. No clock is involved, and the calls on one key keep their order.
+# message full, or until a thread waits. No clock is involved, and the calls on one key keep their order.
 
 
 KNOWN_KEYS = 1 << 16

@@ -368,7 +368,7 @@ def fingerprint(facts: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def said_rules(notes: Notes) -> bool | None:
-    """Return whether all workers said their rules in these notes; None: nobody did. No side effects."""
+    """Return whether all workers said their rules in these notes; None: none did. No side effects."""
     said = [note is not None and "rule" in note for note in notes.values()]
     return all(said) if any(said) else None
 

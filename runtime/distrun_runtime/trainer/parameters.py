@@ -521,7 +521,7 @@ class TensorReplica:
     def _holding(self, buffer: Array) -> Any:
         """Return the tensor of the host that has what is in a buffer."""
         if self._host is None or memory_of(array_of(self._host)) != memory_of(buffer):
-            self._host = self._tensor.detach().cpu()  # whoever asked for another buffer may use that one still
+            self._host = self._tensor.detach().cpu()  # a caller that asked for another buffer may still use that one
             np.copyto(array_of(self._host), buffer)
         return self._host
 

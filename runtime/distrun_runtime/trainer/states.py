@@ -81,7 +81,7 @@ class _GpuStep:
     weights: Sequence[DeviceArray]
     """The weight, and its copies on other devices."""
     buffers: Sequence[tuple[Replica, Buffer]]
-    """What they are, for whoever is told that they were written."""
+    """What they are, for the message that they were written."""
 
 
 class LocalRule:

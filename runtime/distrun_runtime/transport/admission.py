@@ -178,7 +178,7 @@ class Admission:
     def abandon(self) -> None:
         """The guarded socket could not be bound: guard another."""
         if self._monitor is not None and self._router is not None:
-            # In this order: libzmq would wait for ever to report to nobody.
+            # In this order: libzmq would wait for ever to report to no reader.
             self._router.disable_monitor()
             self._monitor.close(0)
             self._monitor = None
@@ -403,7 +403,7 @@ def _unmapped(address: str) -> str:
 def _is_same_user(peer: tuple[str, int], here: tuple[str, int]) -> bool | None:
     """Return whether the other end of a connection within this machine is a socket of this user.
 
-    The kernel is asked for exactly that socket (sock_diag(7)). One that is gone already is nobody's: what cannot be
+    The kernel is asked for exactly that socket (sock_diag(7)). One that is gone already has no owner: what cannot be
     verified is not believed. None: the system has no such question.
     """
     if not sys.platform.startswith("linux"):

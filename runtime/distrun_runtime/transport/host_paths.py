@@ -88,7 +88,7 @@ class BulkTransport:
 
     Arguments:
         pools: memory of this process that others on the host may read.
-        offers: offer paths to those who connect to us. A node that nobody sends values to does not.
+        offers: offer paths to nodes that connect to us. A node that gets no values does not.
         large_bytes: frames from this size on go by another path.
     """
 

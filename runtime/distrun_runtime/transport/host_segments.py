@@ -157,7 +157,7 @@ class SharedLease:
     slot: int
     generation: int
     frames: Sequence[Buffer] | None
-    """Kept, so that their memory is given to nobody else meanwhile."""
+    """Kept, so that their memory is not given to another user meanwhile."""
 
     @property
     def is_over(self) -> bool:
@@ -234,7 +234,7 @@ class Segments:
             _tell(one, self._proof(nonce), out.fd)
         except OSError as err:
             one.close()
-            # The address is of another network namespace, or nobody listens.
+            # The address is of another network namespace, or no process listens.
             raise NotShared("its socket cannot be reached from here (%s)" % (err.strerror or err)) from err
         except NotShared:
             one.close()
@@ -251,7 +251,7 @@ class Segments:
         nonce = self._offered.pop(link, b"")
         found = self._came.pop(nonce, None)
         if found is None:
-            raise NotShared("nobody with the right proof came to the socket")
+            raise NotShared("no process with the right proof came to the socket")
         one, fd = found
         try:
             into = _Board.given(fd, nonce)
@@ -302,7 +302,7 @@ class Segments:
 
     def _accept(self) -> None:
         """Accept who has connected to our socket, and close what is another user's. Any user of the host can connect,
-        and connections that nobody accepts would keep later ones away."""
+        and connections that are not accepted would keep later ones away."""
         with contextlib.suppress(OSError):
             while self._listener is not None:
                 one = self._listener.accept()[0]
@@ -553,7 +553,7 @@ def _has(peer: _Peer, segment: Segment) -> bool:
         try:
             _tell(peer.socket, f"{segment.number} {segment.size}", segment.fd)
         except OSError:
-            return False  # The socket is full of descriptors that nobody has read, or its other end is closed.
+            return False  # The socket is full of descriptors that were not read, or its other end is closed.
         peer.told.add(segment.number)
     return True
 

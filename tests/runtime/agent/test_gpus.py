@@ -147,9 +147,9 @@ def test_a_value_of_the_users_own_is_left_alone() -> None:
             "",
             1,
             None,
-            "nobody says how many GPUs d1 has: neither the library of NVIDIA's driver nor",
+            "it is unknown how many GPUs d1 has: neither the library of NVIDIA's driver nor",
         ),
-        (HostGpus(error="mismatch"), "", 1, None, "nobody says how many GPUs d1 has: mismatch"),
+        (HostGpus(error="mismatch"), "", 1, None, "it is unknown how many GPUs d1 has: mismatch"),
     ],
 )
 def test_a_host_with_too_few_gpus_is_refused(

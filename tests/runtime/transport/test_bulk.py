@@ -278,7 +278,7 @@ def test_a_process_without_the_token_is_not_taken_in(pair: Callable[..., Pair]) 
     one.opener._segments._token = b"another secret"
     chosen = one.agree()
     assert [event.path for event in chosen] == ["messages", "messages"]
-    assert chosen[0].reason == "nobody with the right proof came to the socket"
+    assert chosen[0].reason == "no process with the right proof came to the socket"
 
 
 def test_strangers_at_the_socket_get_nothing_and_keep_nobody_out(pair: Callable[..., Pair]) -> None:
@@ -331,7 +331,7 @@ def test_a_proof_is_good_for_one_connection(pair: Callable[..., Pair]) -> None:
     later = Segments(TOKEN, [Pool()])
     later.take("server-1", offer)
     acceptor.offer("in:bb")
-    with pytest.raises(NotShared, match="nobody with the right proof"):
+    with pytest.raises(NotShared, match="no process with the right proof"):
         acceptor.taken("in:bb")
     for each in (opener, replay, later):
         each.close()
@@ -367,7 +367,7 @@ def test_another_user_at_the_socket_gets_nothing_even_with_the_right_proof(pair:
         assert other.stdin is not None
         assert other.stdout is not None
         assert other.stdout.readline() == "sent\n"
-        with pytest.raises(NotShared, match="nobody with the right proof"):
+        with pytest.raises(NotShared, match="no process with the right proof"):
             acceptor.taken("in:00")
         other.stdin.close()
 
