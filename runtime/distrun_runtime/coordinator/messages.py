@@ -743,4 +743,5 @@ def files(run: str, archive: Source) -> Large:
 
 def to_frame(action: AgentAction) -> session.Frame:
     """Return the frame that an action is."""
+    assert action.TYPE, f"{action!r} is no frame by itself: it needs an encoder of the loop's caller"
     return session.Frame({"type": action.TYPE, **{name: each for name, each in vars(action).items() if name != "host"}})

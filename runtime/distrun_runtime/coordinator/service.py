@@ -264,14 +264,9 @@ class Service:
             client = self._asking.get(number)
             if not members["left"]:
                 self._asking.pop(number, None)
-            if client is None or client.is_gone:
-                return
-            data = control.stack(members)
-            if client.is_launcher:
-                client.backlog.put(OutputPiece(data))
-            else:
-                client.replies.append(data)
-            self._wake()
+            if client is not None and not client.is_gone:
+                self._reply(client, control.stack(members))
+                self._wake()
 
     def metrics(self, value: Mapping[str, Any]) -> None:
         """Take a snapshot of the job's numbers for those who want them; it takes the place of the one before."""

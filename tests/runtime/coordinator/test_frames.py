@@ -79,6 +79,11 @@ def test_output_carries_its_bytes() -> None:
     [
         {"type": "started", "task": "w"},
         {"type": "started", "task": "w", "pid": "seven"},
+        {"type": "started", "task": "w", "pid": True},
+        {"type": "started", "task": ["w"], "pid": 7},
+        {"type": "ready", "address": "x", "ports": {"jax": "5"}},
+        {"type": "folder", "state": "mine", "notes": "n"},
+        {"type": "cleared", "left": [{"command": "sh"}]},
         {"type": "output", "task": "w", "stream": "log", "offset": 0},
         {"type": "output", "task": "w", "stream": "out", "offset": -1},
         {"type": "published", "task": "w", "values": 5},
@@ -89,6 +94,20 @@ def test_output_carries_its_bytes() -> None:
 def test_a_malformed_frame_is_an_error_that_names_its_type(header: dict[str, Any]) -> None:
     with pytest.raises(ContractError, match="malformed '%s'" % header["type"]):
         messages.to_event("d1", Frame(header), 9.0)
+
+
+def test_a_malformed_frame_is_an_error_that_says_what_was_expected() -> None:
+    with pytest.raises(ContractError, match=r"'started': expected the members task, pid, .*, found task, host"):
+        messages.to_event("d1", Frame({"type": "started", "task": "w", "host": "d2"}), 9.0)
+    with pytest.raises(ContractError, match="'started': pid: expected a whole number, found 'seven'"):
+        messages.to_event("d1", Frame({"type": "started", "task": "w", "pid": "seven"}), 9.0)
+
+
+def test_no_frame_speaks_for_another_host_or_sets_what_is_ours() -> None:
+    said = {"type": "warning", "text": "hm", "host": "d2", "arrived": 1.0, "refused": False}
+    assert messages.to_event("d1", Frame(said), 9.0) == messages.Warned("d1", "hm")
+    said.update(type="refused", reason="no", time=5.0)
+    assert messages.to_event("d1", Frame(said), 9.0) == messages.StartFailed("d1", "no", 5.0, refused=True)
 
 
 def test_an_unknown_frame_is_only_a_warning() -> None:
