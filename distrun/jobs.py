@@ -59,6 +59,7 @@ EVENTS_SIZE = 16 * 1024
 """Bytes from the end of events.jsonl that are read."""
 END_S = 0.2
 """How long the end of an ssh program is waited for that has closed its output."""
+STACK = ("task", "text", "how", "error", "fix")
 STACK_S = 15.0
 """How long the stacks of a task are waited for: agents have 10 s."""
 POLL_S = 0.1
@@ -244,7 +245,7 @@ class Job:
             UsageError: it is over, or cannot be detached.
             CoordinatorLost: its coordinator is gone.
         """
-        return bool(self._ask("detach", {})[0]["released"])
+        return bool(self._ask("detach", {}, members=("released",))[0]["released"])
 
     def stack(self, *tasks: str) -> Sequence[Mapping[str, Any]]:
         """Return where tasks stand, each once: task, text, how; error and fix where there is no text.
@@ -257,27 +258,28 @@ class Job:
             CoordinatorLost: its coordinator is gone.
         """
         self.choose(tasks)
-        found = self._ask("stack", *({"task": each} for each in tasks or ("",)), limit_s=STACK_S)
-        names = ("task", "text", "how", "error", "fix")
-        return list({str(answer["task"]): {name: answer[name] for name in names} for answer in found}.values())
+        found = self._ask("stack", *({"task": each} for each in tasks or ("",)), members=STACK, limit_s=STACK_S)
+        return list({str(answer["task"]): answer for answer in found}.values())
 
-    def _ask(self, kind: str, *each: Mapping[str, Any], limit_s: float = 10.0) -> list[Mapping[str, Any]]:
-        """Ask the coordinator of a job that runs, once with each of these members; return what it answers."""
+    def _ask(
+        self, kind: str, *each: Mapping[str, Any], members: Sequence[str], limit_s: float = 10.0
+    ) -> list[Mapping[str, Any]]:
+        """Ask the coordinator of a job that runs once with each of these; return the members of what it answers."""
         from distrun import client
 
         if self.is_over:
             raise UsageError(f"job {self.id} is over: {self.state}", f"what it printed: distrun logs {self.id}")
         answers: list[Mapping[str, Any]] = []
         with self.attach() as connection, client.reading():
-            for members in each:
+            for question in each:
                 left = True
-                connection.send(kind, **members)
+                connection.send(kind, **question)
                 while left:
                     frame = connection.answer(kind, limit_s)
                     if frame.type == "refused":
                         refused = frame.header
                         raise UsageError(f"job {self.id}: {refused['message']}", str(refused.get("hint", "")))
-                    answers.append(frame.header)
+                    answers.append({name: frame.header[name] for name in members})
                     left = bool(frame.header.get("left"))
         return answers
 
