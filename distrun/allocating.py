@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from distrun.backends.engine import ANSWER_S, ENDED, NOTE, QUEUED, RUNNING, QueueStatus
+from distrun.backends.engine import ANSWER_S, ENDED, QUEUED, RUNNING, QueueStatus
 from distrun.backends.queue import CANCEL_S, Submitting, with_explanation
 from distrun.errors import DistrunError
 from distrun.planning import PlannedJob, QueuedJob
@@ -101,8 +101,8 @@ def _wait(
 ) -> QueueWait:
     """Submit a job and wait; return what the engine gave it, or how it ended. `begun` gets what submits."""
     submission, script = job.backend.open(job.request, job.setup.job_id, job.setup.nonce, folder.path)
-    if submission.found.get(NOTE):
-        service.say(submission.found[NOTE], "warning")
+    if submission.found.note:
+        service.say(submission.found.note, "warning")
     job.backend.keep_files(job.request)
     service.say(f"submitting to {job.backend.name} as {submission.marker}", "debug")
     waiting = QueueWait(job.backend.name, service.say, lambda *told: _note(folder, service, *told), folder.touch)

@@ -32,8 +32,6 @@ ENDED = "ended"
 
 SECRET = "{secret}"
 """Stands for the enrolment secret where a script is only shown."""
-NOTE = "note"
-"""What the user is told before a job is submitted, in `Submission.found`."""
 MARK = "distrun-"
 """Every marker begins so."""
 
@@ -80,6 +78,14 @@ class Bootstrap(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Preparation:
+    """What `Engine.prepare` has found. Engines add fields of their own."""
+
+    note: str = ""
+    """What the user is told before the job is submitted."""
+
+
+@dataclass(frozen=True)
 class Submission:
     """A job that an engine is asked to find room for: all that its script depends on."""
 
@@ -103,8 +109,8 @@ class Submission:
     """The hosts that the user named, for engines that are given them."""
     outer: Mapping[str, str] = field(default_factory=dict, repr=False)
     """The environment of the launching process: an outer allocation is in it."""
-    found: Mapping[str, str] = field(default_factory=dict)
-    """What `Engine.prepare` has found."""
+    found: Any = Preparation()
+    """What `Engine.prepare` has found: a `Preparation` of that engine's."""
     oversubscribe: bool = False
     """Hosts that are given may get more tasks than they have slots."""
     is_dry: bool = False
@@ -136,7 +142,8 @@ class Handle(NamedTuple):
     engine: str
     id: str
     """What the engine calls it."""
-    more: Mapping[str, str] = {}
+    more: Mapping[str, Any] = {}
+    """JSON-able values of the engine's own."""
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON-able values."""
@@ -145,7 +152,7 @@ class Handle(NamedTuple):
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Handle:
         """Return what `to_json` gave. Raises KeyError, TypeError."""
-        return Handle(str(value["engine"]), str(value["id"]), {str(k): str(v) for k, v in value["more"].items()})
+        return Handle(str(value["engine"]), str(value["id"]), dict(value["more"]))
 
 
 class Grant(NamedTuple):
@@ -227,7 +234,7 @@ class Engine(ABC):
     hides: tuple[str, ...] = ()
     """Names and `PREFIX*` patterns that say which process of the engine the agent is: tasks do not get them."""
 
-    def prepare(self, submission: Submission) -> Mapping[str, str]:
+    def prepare(self, submission: Submission) -> Preparation:
         """Ask the engine what the script depends on, and refuse what it cannot do. Changes nothing anywhere.
 
         Called for a dry run, too (`is_dry`): then an engine that is not here is no error, and names stand for answers.
@@ -236,7 +243,7 @@ class Engine(ABC):
             UsageError: an unknown queue, more memory than any node has ...: what was found, and what to type.
             EngineError: the engine does not answer.
         """
-        return {}
+        return Preparation()
 
     @abstractmethod
     def render(self, submission: Submission) -> Script:

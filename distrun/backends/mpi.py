@@ -38,6 +38,7 @@ from distrun.backends.engine import (
     FoundJob,
     Grant,
     Handle,
+    Preparation,
     QueueStatus,
     Script,
     Submission,
@@ -142,6 +143,14 @@ class Installed(NamedTuple):
     """As `4.1.4`; empty: it does not say."""
 
 
+@dataclass(frozen=True)
+class MpiPreparation(Preparation):
+    """The mpirun that starts the agents."""
+
+    mpirun: str = "{mpirun}"
+    flavor: str = FLAVORS[0].name
+
+
 class Mpi(Engine):
     """mpirun, of whatever make."""
 
@@ -154,7 +163,7 @@ class Mpi(Engine):
         self._guard: subprocess.Popen[bytes] | None = None
         self._grants: tuple[Grant, ...] = ()
 
-    def prepare(self, submission: Submission) -> Mapping[str, str]:
+    def prepare(self, submission: Submission) -> MpiPreparation:
         """Find mpirun and its flavor; refuse what no mpirun can do.
 
         Raises:
@@ -167,20 +176,20 @@ class Mpi(Engine):
         except UsageError:
             if not submission.is_dry or program or name:
                 raise
-            return {"mpirun": "{mpirun}", "flavor": FLAVORS[0].name}
+            return MpiPreparation()
         if found.flavor.refuses_root and os.geteuid() == 0 and not submission.is_dry and not _allows_root(submission):
             raise UsageError(
                 f"{found.path} ({found.flavor.title}) does not run as root, unless it is asked to",
                 "launch as another user, or add: --engine-arg=--allow-run-as-root",
             )
-        return {"mpirun": found.path, "flavor": found.flavor.name}
+        return MpiPreparation(mpirun=found.path, flavor=found.flavor.name)
 
     def render(self, submission: Submission) -> Script:
         """Return the script that executes mpirun, and its hosts file."""
-        flavor = _flavor(submission.found["flavor"])
+        flavor = _flavor(submission.found.flavor)
         grants = grants_of(submission)
         path = submission.folder / HOSTS
-        mpirun = submission.found["mpirun"]
+        mpirun: str = submission.found.mpirun
         words = [mpirun]
         if flavor.rank == OMPI and os.path.dirname(mpirun) in SYSTEM:
             words.append("--noprefix")  # else agents and tasks get this folder's libraries before all others
@@ -203,7 +212,7 @@ class Mpi(Engine):
         """Start mpirun, below its guard."""
         env = {name: value for name, value in submission.outer.items() if not NESTED.match(name)}
         env.update(process.marks(submission.job, self.nonce_of(submission.marker)), **{SECRET: submission.secret})
-        env.update(_bootstrap(submission.found["flavor"], env))
+        env.update(_bootstrap(submission.found.flavor, env))
         argv = [sys.executable, "-I", mpiguard.__file__, submission.marker, str(submission.folder), SCRIPT]
         try:
             self._guard = subprocess.Popen(

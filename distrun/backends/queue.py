@@ -239,11 +239,11 @@ class QueueBackend(Backend):
             note = JobFolder(folder).engine()
             if note is None:
                 return {}  # it was not submitted
+            if self._submission is None:
+                self.engine.options = _asked(JobFolder(folder))
             if note["handle"] is not None:
                 handles = [Handle.from_json(note["handle"])]
             else:
-                if self._submission is None:
-                    self.engine.options = _asked(JobFolder(folder))
                 handles = [each.handle for each in self.engine.find() if each.marker == note["marker"]]
             ended = [f"{self.name} job {each.id}" for each in handles if self.cancelled(each)]
         except (EngineError, JobStoreError, OSError) as err:

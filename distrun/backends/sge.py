@@ -23,6 +23,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from xml.etree import ElementTree
 
@@ -39,6 +40,7 @@ from distrun.backends.engine import (
     FoundJob,
     Grant,
     Handle,
+    Preparation,
     QueueStatus,
     Script,
     Submission,
@@ -52,8 +54,6 @@ from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import SERVER, WORKER
 
 SCRIPT = "sge.sh"
-PARALLEL = "parallel"
-ARRAY = "array"
 NO_PE = "none"
 """`--pe none`: an array is wanted."""
 MEMORY = "mem_free"
@@ -78,6 +78,26 @@ SHOWN = 3
 CANCELLED = facts.EXIT_TERMINATED
 NOTIFIED = facts.exit_code(None, "USR2")
 """How the script ends after USR2, by which `-notify` announces the end. An agent never ends so by itself."""
+
+
+@dataclass(frozen=True)
+class SgePreparation(Preparation):
+    """What Grid Engine was asked before a job is submitted."""
+
+    pe: str = "PE"
+    """The parallel environment; NO_PE: the job is an array."""
+    complexes: Mapping[str, str] = field(default_factory=dict)
+    """Whether each resource is consumed; empty: no job asks for one."""
+
+
+class SgeJob(NamedTuple):
+    """What the handle of a job has to say of it."""
+
+    is_array: bool = False
+    tasks: int = 0
+    slots: int = 0
+    servers: int = 0
+    time_s: float | None = None
 
 
 class Sge(Engine):
@@ -105,19 +125,16 @@ class Sge(Engine):
         self._reasons: dict[str, tuple[float, str]] = {}
         """Why a job waits, and when Grid Engine was asked (monotonic clock), by job."""
 
-    def prepare(self, submission: Submission) -> Mapping[str, str]:
+    def prepare(self, submission: Submission) -> SgePreparation:
         """Find the parallel environment and what the resources are called; have Grid Engine say whether it fits."""
         try:
             return self._found(submission)
         except EngineError:
             if not submission.is_dry:
                 raise
-            return {
-                "pe": submission.options.own.get("pe") or submission.options.config.get("pe", "PE"),
-                "complexes": "",
-            }
+            return SgePreparation(pe=submission.options.own.get("pe") or submission.options.config.get("pe", "PE"))
 
-    def _found(self, submission: Submission) -> Mapping[str, str]:
+    def _found(self, submission: Submission) -> SgePreparation:
         options = submission.options
         wanted = options.own.get("pe") or options.config.get("pe", "")
         if options.queue:
@@ -125,13 +142,12 @@ class Sge(Engine):
         if options.project:
             _check_listed("project", options.project, _listed("-sprjl"), "--project")
         chosen = choose(_environments(wanted), wanted)
-        found = {"pe": chosen, "complexes": ""}
-        if any(group.needs.memory or group.needs.gpus for group in submission.groups):
-            found["complexes"] = " ".join(f"{k}={v}" for k, v in parse_complexes(_ask("qconf", "-sc")).items())
+        asks = any(group.needs.memory or group.needs.gpus for group in submission.groups)
+        found = SgePreparation(pe=chosen, complexes=parse_complexes(_ask("qconf", "-sc")) if asks else {})
         self._verify(submission, found)
         return found
 
-    def _verify(self, submission: Submission, found: Mapping[str, str]) -> None:
+    def _verify(self, submission: Submission, found: SgePreparation) -> None:
         """Have Grid Engine say whether the job could run if the cluster were empty (`-w v`)."""
         words = qsub(submission, found)
         refusal = _refusal(words)
@@ -160,15 +176,10 @@ class Sge(Engine):
                 f"qsub said no job number: {_one_line(said)!r}",
                 "name the real one by submit = ... in the [sge] section",
             )
-        more = {
-            "kind": _kind(submission.found),
-            "tasks": str(submission.tasks),
-            "slots": str(slots(submission)),
-            "servers": str(sum(group.count for group in submission.groups if group.role == SERVER)),
-            "queue": submission.options.queue,
-            "time_s": str(submission.options.time_s or ""),
-        }
-        return Handle(self.name, number, more)
+        servers = sum(group.count for group in submission.groups if group.role == SERVER)
+        is_array = submission.found.pe == NO_PE
+        job = SgeJob(is_array, submission.tasks, slots(submission), servers, submission.options.time_s)
+        return Handle(self.name, number, job._asdict())
 
     def look(self, handle: Handle) -> QueueStatus:
         """Ask `qstat`. A job that could not be started is deleted; the secret is delivered when the job starts."""
@@ -181,20 +192,21 @@ class Sge(Engine):
             why = parse_errors(_ask("qstat", "-xml", "-j", handle.id, may_fail=True))
             return self._give_up(handle, f"in an error state (Eqw): {why or 'Grid Engine does not say why'}")
         running = [row for row in rows if row.host]
-        is_parallel = handle.more.get("kind") == PARALLEL
+        job = SgeJob(**handle.more)
+        is_parallel = not job.is_array
         hosts = [row.host for row in sorted(running, key=lambda row: not row.is_master)]
         known = self._hosts.get(handle.id)
         if known and (any("q" in row.state for row in rows) or (is_parallel and set(hosts) - set(known))):
             why = self._why(handle.id) or "Grid Engine does not say why"
             where = f"{known[0]} has not started it" if is_parallel else "a task was not started"
             return self._give_up(handle, f"{where}, and it went back to the queue ({why})")
-        is_whole = is_parallel or len(running) >= int(handle.more["tasks"])
+        is_whole = is_parallel or len(running) >= job.tasks
         if not running or not (is_whole or handle.id in self._running_since):  # some tasks of an array end earlier
             return self._waiting(handle, running, rows)
         self._running_since.setdefault(handle.id, time.monotonic())
         self._hosts.setdefault(handle.id, hosts)
-        found = grants(running, handle.more)
-        if self._secret and not self._delivered and handle.more.get("kind") == PARALLEL:
+        found = grants(running, job)
+        if self._secret and not self._delivered and is_parallel:
             self._deliver(handle.id, next((row.host for row in running if row.is_master), running[0].host))
         if handle.id in self._deleted and any(row.host in _unheard() for row in running):
             _run(("qdel", "-f", handle.id))  # if the user may; else it stays until the host is back
@@ -203,7 +215,7 @@ class Sge(Engine):
 
     def _waiting(self, handle: Handle, running: Sequence[QstatRow], rows: Sequence[QstatRow]) -> QueueStatus:
         if running:
-            count = f"{len(running)} of {handle.more['tasks']} array tasks have started"
+            count = f"{len(running)} of {SgeJob(**handle.more).tasks} array tasks have started"
             since = self._first_seen.setdefault(handle.id, time.monotonic())
             if time.monotonic() - since > self._limit_s:
                 return self._give_up(
@@ -268,18 +280,19 @@ class Sge(Engine):
         if handle.id in self._given_up:
             return self._given_up[handle.id]
         until = time.monotonic() + EXPLAIN_S
-        limit_s = float(handle.more.get("time_s") or math.inf)
+        job = SgeJob(**handle.more)
+        limit_s = job.time_s or math.inf
         while True:
             rows = _rows(handle.id)
             if any("d" in row.state for row in rows):
                 self._deleted.add(handle.id)
-            found = explanation(_accounted(handle.id), handle.more, place)
+            found = explanation(_accounted(handle.id), job.is_array, place)
             is_sure = found is not None and (found.code != CANCELLED or not rows or limit_s == math.inf)
             if found is not None and is_sure:
                 return found
             if handle.id in self._deleted:
                 return Explanation(CANCELLED, "Grid Engine: the job was deleted from outside (qdel)")
-            host = place if handle.more.get("kind") == PARALLEL else next((r.host for r in rows if r.task == place), "")
+            host = place if not job.is_array else next((r.host for r in rows if r.task == place), "")
             if host and host in _unheard():
                 return Explanation(facts.EXIT_HOST_LOST, f"Grid Engine does not hear of {host} any more")
             if time.monotonic() > until:
@@ -292,7 +305,7 @@ class Sge(Engine):
     def _ended(self, handle: Handle) -> QueueStatus:
         """Return how a job stands that Grid Engine does not list any more."""
         records = _accounted(handle.id)
-        found = explanation(records, handle.more, "")
+        found = explanation(records, SgeJob(**handle.more).is_array, "")
         has_run = bool(records) or handle.id in self._running_since
         is_deleted = handle.id in self._deleted or (not has_run and _was_deleted_in_queue(handle.id))
         if found is None and is_deleted:
@@ -316,8 +329,8 @@ class Sge(Engine):
         found: dict[str, FoundJob] = {}
         for row in parse_jobs(_ask("qstat", "-xml", "-r", "-u", _user())):
             if row.name.startswith(MARK):
-                more = {"kind": ARRAY if row.task else PARALLEL, "tasks": "0", "servers": "0"}
-                found.setdefault(row.id, FoundJob(Handle(self.name, row.id, more), row.name, row.state))
+                handle = Handle(self.name, row.id, SgeJob(bool(row.task))._asdict())
+                found.setdefault(row.id, FoundJob(handle, row.name, row.state))
         return tuple(found.values())
 
     def examine(self) -> Sequence[CheckResult]:
@@ -359,11 +372,7 @@ class Sge(Engine):
 # What is submitted. Pure.
 
 
-def _kind(found: Mapping[str, str]) -> str:
-    return ARRAY if found.get("pe") == NO_PE else PARALLEL
-
-
-def script(submission: Submission, found: Mapping[str, str]) -> Script:
+def script(submission: Submission, found: SgePreparation) -> Script:
     """Return the script and the command that submits it."""
     agent = submission.bootstrap.command(submission.python, "env:DISTRUN_ENGINE_PLACE", "env:DISTRUN_ENGINE_SECRET")
     values = {
@@ -376,7 +385,7 @@ def script(submission: Submission, found: Mapping[str, str]) -> Script:
     return Script({SCRIPT: text}, ((*qsub(submission, found), str(submission.folder / SCRIPT)),))
 
 
-def qsub(submission: Submission, found: Mapping[str, str]) -> tuple[str, ...]:
+def qsub(submission: Submission, found: SgePreparation) -> tuple[str, ...]:
     """Return the command without the script.
 
     Raises:
@@ -386,8 +395,8 @@ def qsub(submission: Submission, found: Mapping[str, str]) -> tuple[str, ...]:
     words = [options.config.get("submit", "qsub"), "-terse", "-N", submission.marker, "-S", "/bin/sh"]
     # The user's own defaults (.sge_request) may say otherwise. Folder and output must be there on every host.
     words += ["-b", "n", "-sync", "n", "-wd", "/", "-o", "/dev/null", "-j", "y", "-r", "n", "-notify"]
-    if _kind(found) == PARALLEL:
-        words += ["-pe", found["pe"], str(slots(submission))]
+    if found.pe != NO_PE:
+        words += ["-pe", found.pe, str(slots(submission))]
     else:
         if slots(submission) != submission.tasks:
             raise UsageError(
@@ -410,7 +419,7 @@ def slots(submission: Submission) -> int:
     return sum(group.count * max(1, group.needs.cores) for group in submission.groups)
 
 
-def requests(submission: Submission, found: Mapping[str, str]) -> list[str]:
+def requests(submission: Submission, found: SgePreparation) -> list[str]:
     """Return what follows `-l`. Grid Engine takes one request for all slots, so it is the larger of the roles'.
 
     A resource that is consumed counts a slot, a host or a job, as its definition says (`qconf -sc`).
@@ -419,7 +428,7 @@ def requests(submission: Submission, found: Mapping[str, str]) -> list[str]:
         UsageError: a resource is not defined, or counts a slot, and a task's cores do not share it evenly.
     """
     options = submission.options
-    kinds = dict(each.split("=") for each in found.get("complexes", "").split())
+    kinds = found.complexes
     asked = [f"h_rt={math.ceil(options.time_s)}"] if options.time_s else []
     memory = [(g.needs.memory, max(1, g.needs.cores), g.count) for g in submission.groups if g.needs.memory]
     gpus = [(g.needs.gpus, max(1, g.needs.cores), g.count) for g in submission.groups if g.needs.gpus]
@@ -601,24 +610,23 @@ def parse_jobs(text: str, is_lenient: bool = False) -> list[QstatRow]:
     return rows
 
 
-def grants(running: Iterable[QstatRow], more: Mapping[str, str]) -> tuple[Grant, ...]:
+def grants(running: Iterable[QstatRow], job: SgeJob) -> tuple[Grant, ...]:
     """Return the places of a job that runs, given its rows of `qstat -g t`.
 
     Of a parallel job there is a row SLAVE for each slot and one more, MASTER, for the script; in an environment whose
     first task is the script, MASTER is a slot.
     """
     rows = list(running)
-    if more.get("kind") == ARRAY:
-        servers = int(more.get("servers") or 0)
+    if job.is_array:
         return tuple(
-            Grant(row.task, row.host, {SERVER if int(row.task) <= servers else WORKER: 1})
+            Grant(row.task, row.host, {SERVER if int(row.task) <= job.servers else WORKER: 1})
             for row in sorted(rows, key=lambda row: int(row.task))
         )
     slaves = [row for row in rows if not row.is_master]
     masters = [row.host for row in rows if row.is_master]
     hosts = masters[:1] + [row.host for row in slaves]
     count = {host: sum(row.slots for row in slaves if row.host == host) for host in dict.fromkeys(hosts)}
-    if masters and len(slaves) < int(more.get("slots") or 0):
+    if masters and len(slaves) < job.slots:
         count[masters[0]] += 1
     return tuple(Grant(host, host, cores=max(1, number)) for host, number in count.items())
 
@@ -790,9 +798,8 @@ def parse_accounting(text: str) -> list[AccountingRecord]:
     return records
 
 
-def explanation(records: Sequence[AccountingRecord], more: Mapping[str, str], place: str) -> Explanation | None:
+def explanation(records: Sequence[AccountingRecord], is_array: bool, place: str) -> Explanation | None:
     """Return why Grid Engine ended a place (empty: the job); None: it did not."""
-    is_array = more.get("kind") == ARRAY
     mine = [each for each in records if not place or (each.task if is_array else each.host) == place] or records
     # A limit is recorded at one host; the agents of the others were told to stop. A script that could not be run is
     # why what was started beside it has died of a signal.

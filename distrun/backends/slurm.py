@@ -12,7 +12,6 @@ What Slurm's commands print is read by `slurm_answers`.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 import shlex
@@ -21,12 +20,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from distrun.backends import slurm_answers as answers
 from distrun.backends.engine import (
     ANSWER_S,
     ENDED,
-    NOTE,
     RUNNING,
     CheckResult,
     Engine,
@@ -35,6 +34,7 @@ from distrun.backends.engine import (
     FoundJob,
     Grant,
     Handle,
+    Preparation,
     QueueStatus,
     Script,
     Submission,
@@ -42,9 +42,10 @@ from distrun.backends.engine import (
     fill,
     template,
 )
+from distrun.backends.slurm_answers import Component
 from distrun.errors import UsageError
 from distrun.request import Needs
-from distrun_runtime.contract import environ, facts, process
+from distrun_runtime.contract import environ, facts
 
 SCRIPT = "slurm.sh"
 LOG = "slurm.log"
@@ -141,23 +142,40 @@ PARTITIONS = ("-h", "-e", "-o", "%R|%l|%c|%m|%G|%D|%a")
 
 
 @dataclass(frozen=True)
-class JobComponent:
-    """One component of a job: tasks that need the same."""
+class SlurmPreparation(Preparation):
+    """What is known of Slurm, or of the allocation around this process, before a job is submitted."""
 
-    roles: tuple[tuple[str, int], ...]
-    needs: Needs
-    most: int = 0
-    """Tasks on a node, where they need GPUs: the step is given as many on each node."""
+    is_shared: bool = False
+    """Nodes see the folder of the submission."""
+    most: tuple[int, ...] = ()
+    """`Component.most` of each component."""
+    inside: str = ""
+    """The job in whose allocation this process is; empty: in none. What follows is of that."""
+    nodes: str = ""
+    sizes: tuple[str, ...] = ()
+    """Nodes of each component."""
+    gpus: str = ""
+    """What a step asks for on each node; empty: nothing."""
+    grants: tuple[Grant, ...] = ()
 
-    @property
-    def tasks(self) -> int:
-        """All of them."""
-        return sum(count for _, count in self.roles)
 
-    @property
-    def gpus(self) -> int:
-        """Of each node."""
-        return self.most * self.needs.gpus
+class SlurmJob(NamedTuple):
+    """What the handle of a job has to say of it."""
+
+    log: str = ""
+    cluster: str = ""
+    step: str = ""
+    """The name of the step in an allocation of the user's; empty: the job was submitted."""
+    components: Sequence[Component] = ()
+    grants: Sequence[Grant] = ()
+    """In an allocation of the user's."""
+
+    @staticmethod
+    def of(handle: Handle) -> SlurmJob:
+        """Return what `_asdict` gave, also after it was JSON."""
+        found = SlurmJob(**handle.more)
+        parts = [Component(roles, Needs(*needs), most) for roles, needs, most in found.components]
+        return found._replace(components=parts, grants=[Grant(*each) for each in found.grants])
 
 
 class Slurm(Engine):
@@ -173,12 +191,10 @@ class Slurm(Engine):
         self._position = ("", 0.0)
         self._down: dict[str, str] = {}
         """Nodes of the job that were seen down, and their states."""
-        self._bin = ""
-        """Where Slurm's commands are, as a job's handle says: of jobs of another process."""
 
     # ------------------------------------------------------------------ before submitting
 
-    def prepare(self, submission: Submission) -> Mapping[str, str]:
+    def prepare(self, submission: Submission) -> SlurmPreparation:
         """Look for an allocation around this process, else for a partition with room for the job."""
         self.options = submission.options
         inside = submission.outer.get("SLURM_JOB_ID", "")
@@ -200,13 +216,10 @@ class Slurm(Engine):
                 raise UsageError(
                     problem, "ask for less, or for another partition with --queue; sinfo -N -l shows the nodes"
                 )
-        found = {"shared": "yes"} if self._is_shared(submission.folder) else {}
-        for number, asked in enumerate(components(submission)):
-            if asked.needs.gpus:
-                found[f"most.{number}"] = str(_most(asked, partitions, options.queue))
-        return found
+        most = tuple(_most(asked, partitions, options.queue) for asked in components(submission))
+        return SlurmPreparation(is_shared=self._is_shared(submission.folder), most=most)
 
-    def _prepare_inside(self, submission: Submission, job: str) -> Mapping[str, str]:
+    def _prepare_inside(self, submission: Submission, job: str) -> SlurmPreparation:
         options = submission.options
         for option, value in (("--queue", options.queue), ("--time", options.time_s), ("--project", options.project)):
             if value:
@@ -219,7 +232,7 @@ class Slurm(Engine):
         except EngineError:
             if not submission.is_dry:
                 raise
-            return {"inside": job, "nodes": "{nodes}", "sizes": "{number of nodes}", "gpus": "", "grants": "[]"}
+            return SlurmPreparation(inside=job, nodes="{nodes}", sizes=("{number of nodes}",))
         if not found or any(each.state != "RUNNING" for each in found):
             state = found[0].state if found else "not known to Slurm"
             raise UsageError(
@@ -228,21 +241,20 @@ class Slurm(Engine):
             )
         from distrun.backends.queue import check_room  # it is what uses engines
 
-        grants = answers.grants(found, answered(components(submission)), is_ours=False)
+        grants = answers.grants(found, components(submission), is_ours=False)
         used = check_room(submission, grants, True)
         if len(found) > 1:
             used = {each.place for each in grants}
         grants = tuple(each for each in grants if each.place in used)
         nodes = [each.node for each in grants]
-        sizes = ",".join(str(len(each.cpus)) for each in found) if len(found) > 1 else str(len(nodes))
-        return {
-            "inside": job,
-            "nodes": ",".join(nodes),
-            "sizes": sizes,
-            "gpus": _gpus_inside(submission.outer),
-            NOTE: "" if submission.oversubscribe else answers.crowded(found, submission.groups),
-            "grants": json.dumps([[each.place, each.node, each.takes, each.cores] for each in grants]),
-        }
+        return SlurmPreparation(
+            "" if submission.oversubscribe else answers.crowded(found, submission.groups),
+            inside=job,
+            nodes=",".join(nodes),
+            sizes=tuple(str(len(each.cpus)) for each in found) if len(found) > 1 else (str(len(nodes)),),
+            gpus=_gpus_inside(submission.outer),
+            grants=grants,
+        )
 
     def _is_shared(self, folder: Path) -> bool:
         """Return whether nodes see the submission's folder: as the configuration says, else by its file system."""
@@ -255,14 +267,14 @@ class Slurm(Engine):
 
     def render(self, submission: Submission) -> Script:
         """Return the script and sbatch's command line; inside an allocation, srun's. Pure but for the template."""
-        parts = components(submission)
-        if "inside" in submission.found:
+        found: SlurmPreparation = submission.found
+        if found.inside:
             return Script({}, (self._inside_command(submission),))
-        is_shared = "shared" in submission.found
-        word = str(submission.secret_file) if is_shared else f"env:{SECRET}"
+        parts = components(submission, found.most)
+        word = str(submission.secret_file) if found.is_shared else f"env:{SECRET}"
         place = f"env:{answers.place_variable(len(parts))}"
         agent = submission.bootstrap.command(submission.python, place, word)
-        secret = "" if is_shared else f"export {SECRET}={shlex.quote(submission.secret)}"
+        secret = "" if found.is_shared else f"export {SECRET}={shlex.quote(submission.secret)}"
         values = {
             "log": shlex.quote(str(submission.folder / LOG)),
             "secret": secret or "# The secret is in a file that the agents read.",
@@ -278,11 +290,11 @@ class Slurm(Engine):
         return Script({SCRIPT: text}, ((*argv, str(submission.folder / SCRIPT)),))
 
     def _program(self, name: str) -> str:
-        folder = self.options.config.get("bin", "") or self._bin
+        folder = self.options.config.get("bin", "")
         return str(Path(folder).expanduser() / name) if folder else name
 
     @staticmethod
-    def _wanted(submission: Submission, asked: JobComponent) -> list[str]:
+    def _wanted(submission: Submission, asked: Component) -> list[str]:
         """Return sbatch's options for one component."""
         options, needs = submission.options, asked.needs
         words = [f"--ntasks={asked.tasks}"]
@@ -302,7 +314,7 @@ class Slurm(Engine):
             words.append(f"--time={_time(options.time_s)}")
         return [*words, *shlex.split(options.config.get("args", "")), *options.args]
 
-    def _agents(self, submission: Submission, parts: Sequence[JobComponent]) -> str:
+    def _agents(self, submission: Submission, parts: Sequence[Component]) -> str:
         """Return the shell command that starts the agents of a job that was submitted."""
         extra = shlex.split(submission.options.config.get("srun_args", ""))
         has_gpus = any(each.needs.gpus for each in parts)
@@ -318,17 +330,16 @@ class Slurm(Engine):
 
     def _inside_command(self, submission: Submission) -> tuple[str, ...]:
         """Return what is executed inside an allocation."""
-        found = submission.found
-        sizes = found["sizes"].split(",")
-        place = f"env:{answers.place_variable(len(sizes))}"
+        found: SlurmPreparation = submission.found
+        place = f"env:{answers.place_variable(len(found.sizes))}"
         agent = submission.bootstrap.command(submission.python, place, f"env:{SECRET}")
         extra = [*shlex.split(submission.options.config.get("srun_args", "")), *submission.options.args]
         words = [self._program("srun")]
-        for number, size in enumerate(sizes):
+        for number, size in enumerate(found.sizes):
             words += [":"] if number else []
-            words += [*AGENT_OPTIONS, f"--jobid={found['inside']}", f"--job-name={submission.marker}"]
-            words += [f"--het-group={number}"] if len(sizes) > 1 else [f"--nodelist={found['nodes']}"]
-            words += [f"--gres=gpu:{found['gpus']}"] if found["gpus"] else []
+            words += [*AGENT_OPTIONS, f"--jobid={found.inside}", f"--job-name={submission.marker}"]
+            words += [f"--het-group={number}"] if len(found.sizes) > 1 else [f"--nodelist={found.nodes}"]
+            words += [f"--gres=gpu:{found.gpus}"] if found.gpus else []
             words += [f"--nodes={size}", f"--ntasks={size}", *extra, *agent]
         return tuple(words)
 
@@ -338,25 +349,23 @@ class Slurm(Engine):
         """Run sbatch, or start srun."""
         [argv] = script.commands
         log = str(submission.folder / LOG)
-        if "inside" in submission.found:
+        if submission.found.inside:
             return self._start_step(submission, argv, log)
-        more = {
-            "log": log,
-            "bin": self.options.config.get("bin", ""),
-            "components": json.dumps([[each.roles, each.needs, each.most] for each in components(submission)]),
-        }
+        job = SlurmJob(log, components=components(submission, submission.found.most))
         try:
             told = self._run(argv, SUBMIT_S)
         except EngineError as err:
             # It may have been taken all the same, if the answer was late.
-            late = [each.handle for each in self._find_quietly() if each.marker == submission.marker]
+            late: list[Handle] = []
+            with contextlib.suppress(EngineError):
+                late = [each.handle for each in self.find() if each.marker == submission.marker]
             if not late:
                 raise EngineError(str(err), _hint(str(err))) from err
-            return late[0]._replace(more=more)
+            return late[0]._replace(more=job._asdict())
         match = re.search(r"^(\d+)(?:;(\S+))?\s*$", told, re.M) or re.search(r"Submitted batch job (\d+)()", told)
         if match is None:
             raise EngineError(f"sbatch printed no job number, but: {told.strip()[:200] or 'nothing'}", "")
-        return Handle(self.name, match[1], {**more, **({"cluster": match[2]} if match[2] else {})})
+        return Handle(self.name, match[1], job._replace(cluster=match[2] or "")._asdict())
 
     def _start_step(self, submission: Submission, argv: Sequence[str], log: str) -> Handle:
         env = {name: value for name, value in submission.outer.items() if not MISLEADING.fullmatch(name)}
@@ -374,12 +383,8 @@ class Slurm(Engine):
             raise EngineError(
                 f"{argv[0]} cannot be started: {err}", "see that Slurm's commands are on the PATH"
             ) from err
-        who = process.identity(self._srun.pid)
-        job = submission.found["inside"]
-        more = {"log": log, "step": submission.marker, "pid": str(who.pid), "start": who.start}
-        more["bin"] = self.options.config.get("bin", "")
-        more["grants"] = submission.found["grants"]
-        handle = Handle(self.name, job, more)
+        job = SlurmJob(log, step=submission.marker, grants=submission.found.grants)
+        handle = Handle(self.name, submission.found.inside, job._asdict())
         until = time.monotonic() + STEP_S
         while not self._step(handle) and time.monotonic() < until:
             if self._srun.poll() is not None:
@@ -389,27 +394,22 @@ class Slurm(Engine):
 
     def look(self, handle: Handle) -> QueueStatus:
         """Ask scontrol for the job, and squeue for its position or sinfo for its nodes."""
-        self._bin = handle.more.get("bin", "")
-        found = self._jobs(handle)
-        components_ = _components(handle)
-        if "step" in handle.more:
-            return self._look_inside(handle, found)
-        grants = answers.grants(found, components_, is_ours=True) if components_ else ()
+        found, job = self._jobs(handle), SlurmJob.of(handle)
+        if job.step:
+            return self._look_inside(handle, job, found)
+        grants = answers.grants(found, job.components, is_ours=True) if job.components else ()
         standing = answers.standing(found, grants, self._position_of(handle, found))
         if standing.state == ENDED:
             standing = standing._replace(why=answers.explanation(found, ""))
         if standing.state == ENDED and found and any(each.state == "FAILED" for each in found):
-            standing = standing._replace(
-                text="; ".join(filter(None, (standing.text, _tail(handle.more.get("log", "")))))
-            )
+            standing = standing._replace(text="; ".join(filter(None, (standing.text, _tail(job.log)))))
         return self._without_lost_nodes(standing, answers.is_ending(found))
 
-    def _look_inside(self, handle: Handle, found: Sequence[answers.ScontrolJob]) -> QueueStatus:
-        grants = tuple(Grant(*each) for each in json.loads(handle.more.get("grants", "[]")))
+    def _look_inside(self, handle: Handle, job: SlurmJob, found: Sequence[answers.ScontrolJob]) -> QueueStatus:
         if found and all(each.state == "RUNNING" for each in found) and not self._step_lives(handle):
-            return QueueStatus(ENDED, "; ".join(filter(None, ("srun has ended", _tail(handle.more.get("log", ""))))))
-        standing = answers.standing(found, grants)
-        told = answers.told_by_srun(_text(handle.more.get("log", "")))
+            return QueueStatus(ENDED, "; ".join(filter(None, ("srun has ended", _tail(job.log)))))
+        standing = answers.standing(found, job.grants)
+        told = answers.told_by_srun(_text(job.log))
         gone = {**{place: what for place, what in told.items() if not what.startswith("Exited")}, **standing.gone}
         return self._without_lost_nodes(standing._replace(gone=gone), answers.is_ending(found))
 
@@ -428,8 +428,7 @@ class Slurm(Engine):
 
     def cancel(self, handle: Handle) -> None:
         """Run scancel for the job, or for the step in an allocation of the user's."""
-        self._bin = handle.more.get("bin", "")
-        if "step" not in handle.more:
+        if not SlurmJob.of(handle).step:
             self._ask("scancel", *_cluster(handle), handle.id, unknown=answers.GONE_ALREADY)
             return
         for words in (("--signal=TERM",), ()):  # agents that get SIGTERM end their tasks; else Slurm kills all
@@ -443,7 +442,7 @@ class Slurm(Engine):
     def explain(self, handle: Handle, place: str) -> Explanation | None:
         """Return what scontrol, sacct and srun say; waits a little for a job that is just ending."""
         until = time.monotonic() + EXPLAIN_S
-        told = answers.told_by_srun(_text(handle.more.get("log", ""))).get(place, "")
+        told = answers.told_by_srun(_text(SlurmJob.of(handle).log)).get(place, "")
         by_srun = answers.explained_by_srun(told)
         found = self._jobs(handle)
         # The agents have gone: a job of ours is about to end, and only then is it known what became of its step.
@@ -473,7 +472,7 @@ class Slurm(Engine):
     @staticmethod
     def _is_over(handle: Handle, found: Sequence[answers.ScontrolJob]) -> bool:
         """Return whether Slurm can say how a job ended; an allocation of the user's goes on without us."""
-        if "step" in handle.more and not answers.is_ending(found):
+        if SlurmJob.of(handle).step and not answers.is_ending(found):
             return True
         return all(each.state in answers.OVER for each in found)
 
@@ -498,7 +497,7 @@ class Slurm(Engine):
         found = []
         for number, (marker, state) in answers.marked(queue, steps).items():
             job, dot, _ = number.partition(".")
-            handle = Handle(self.name, re.sub(r"\+.*", "", job), {"step": marker} if dot else {})
+            handle = Handle(self.name, re.sub(r"\+.*", "", job), SlurmJob(step=marker if dot else "")._asdict())
             found.append(FoundJob(handle, marker, state))
         return found
 
@@ -556,18 +555,12 @@ class Slurm(Engine):
         """Return the number of the step that was started in an allocation, JOB.STEP; empty: there is none."""
         told = self._ask("squeue", "-h", "--steps", "-j", handle.id, "-o", "%i|%j", unknown=answers.UNKNOWN_JOB)
         rows = (line.partition("|") for line in told.splitlines())
-        return next((number for number, _, name in rows if name == handle.more["step"]), "")
+        return next((number for number, _, name in rows if name == SlurmJob.of(handle).step), "")
 
     def _step_lives(self, handle: Handle) -> bool:
         if self._srun is not None:
             return self._srun.poll() is None
         return bool(self._step(handle))
-
-    def _find_quietly(self) -> Sequence[FoundJob]:
-        try:
-            return self.find()
-        except EngineError:
-            return ()
 
     def _ask(self, program: str, *words: str, unknown: str | tuple[str, ...] = (), limit_s: float = ANSWER_S) -> str:
         """Return what a command prints; nothing if it fails with one of the words `unknown`. Raises EngineError."""
@@ -590,34 +583,23 @@ class Slurm(Engine):
 # ---------------------------------------------------------------------- pure
 
 
-def components(submission: Submission) -> tuple[JobComponent, ...]:
-    """Return what is asked for: all tasks together if their roles need the same, else a component for each role."""
+def components(submission: Submission, most: Sequence[int] = ()) -> tuple[Component, ...]:
+    """Return what is asked for: all tasks together if their roles need the same, else a component for each role.
+
+    `most`: `Component.most` of each, once it is known; else all tasks that need GPUs go on one node.
+    """
     groups = submission.groups
     if len({group.needs for group in groups}) == 1:
-        parts = [JobComponent(tuple((group.role, group.count) for group in groups), groups[0].needs)]
+        parts = [Component(tuple((group.role, group.count) for group in groups), groups[0].needs)]
     else:
-        parts = [JobComponent(((group.role, group.count),), group.needs) for group in groups]
-    made = []
-    for number, asked in enumerate(parts):
-        most = int(submission.found.get(f"most.{number}", 0)) or (asked.tasks if asked.needs.gpus else 0)
-        made.append(JobComponent(asked.roles, asked.needs, most))
-    return tuple(made)
+        parts = [Component(((group.role, group.count),), group.needs) for group in groups]
+    most = most or [asked.tasks for asked in parts]
+    return tuple(
+        asked._replace(most=number if asked.needs.gpus else 0) for asked, number in zip(parts, most, strict=True)
+    )
 
 
-def answered(parts: Sequence[JobComponent]) -> tuple[answers.Component, ...]:
-    """Return what is needed to read the allocation that these get."""
-    return tuple(answers.Component(each.roles, each.needs.cores, each.most) for each in parts)
-
-
-def _components(handle: Handle) -> tuple[answers.Component, ...]:
-    told = json.loads(handle.more.get("components", "[]"))
-    parts = [
-        JobComponent(tuple((role, count) for role, count in roles), Needs(*needs), most) for roles, needs, most in told
-    ]
-    return answered(parts)
-
-
-def _most(asked: JobComponent, partitions: Sequence[answers.Partition], queue: str) -> int:
+def _most(asked: Component, partitions: Sequence[answers.Partition], queue: str) -> int:
     """Return how many tasks go on a node: the most that fit and that make all nodes alike."""
     needs = asked.needs
     nodes = [each for each in partitions if not queue or each.name in queue.split(",")]
@@ -654,7 +636,8 @@ def _time(seconds: float) -> str:
 
 
 def _cluster(handle: Handle) -> tuple[str, ...]:
-    return ("-M", handle.more["cluster"]) if "cluster" in handle.more else ()
+    cluster = SlurmJob.of(handle).cluster
+    return ("-M", cluster) if cluster else ()
 
 
 def _hint(said: str) -> str:

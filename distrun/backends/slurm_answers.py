@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from distrun.backends.engine import ENDED, MARK, QUEUED, RUNNING, Explanation, Grant, QueueStatus, RoleGroup
 from distrun.hosts import expand
@@ -144,21 +145,25 @@ def _count(ids: str) -> int:
     return sum(int(last or first) - int(first) + 1 for first, _, last in ranges)
 
 
-@dataclass(frozen=True)
-class Component:
+class Component(NamedTuple):
     """What was asked for at once: the tasks of one role, or of all roles if they need the same."""
 
-    roles: tuple[tuple[str, int], ...]
+    roles: Sequence[tuple[str, int]]
     """Names, and how many tasks of each."""
-    cores: int = 0
-    """Of each task; 0: not asked for."""
+    needs: Needs = Needs()
+    """Of each task."""
     most: int = 0
-    """Tasks on one node; 0: as many as there are processors for."""
+    """Tasks on one node, the same on each: known where they need GPUs; 0: as many as there are processors for."""
 
     @property
     def tasks(self) -> int:
         """All of them."""
         return sum(count for _, count in self.roles)
+
+    @property
+    def gpus(self) -> int:
+        """Of each node."""
+        return self.most * self.needs.gpus
 
 
 def grants(found: Sequence[ScontrolJob], components: Sequence[Component], is_ours: bool) -> tuple[Grant, ...]:
@@ -174,10 +179,10 @@ def grants(found: Sequence[ScontrolJob], components: Sequence[Component], is_our
     """
     made: list[Grant] = []
     apart = len(components) > 1 and len(components) == len(found)
-    counts_cores = is_ours or any(each.cores for each in components)
+    counts_cores = is_ours or any(each.needs.cores for each in components)
     for number, job in enumerate(found):
         shares = _shares(job, components[number]) if apart and job.cpus else {}
-        most = components[0].most * max(1, components[0].cores) if is_ours and len(components) == 1 else 0
+        most = components[0].most * max(1, components[0].needs.cores) if is_ours and len(components) == 1 else 0
         for node, cpus in job.cpus.items():
             cores = (min(cpus, most) if most else cpus) if counts_cores else 0
             name = node if len(found) == 1 else str(len(made))
@@ -206,7 +211,7 @@ def place_variable(components: int) -> str:
 def _shares(job: ScontrolJob, component: Component) -> dict[str, dict[str, int]]:
     """Return how many tasks of the one role of a component each node takes."""
     [(role, count)] = component.roles
-    room = {node: cpus // max(1, component.cores) if cpus else count for node, cpus in job.cpus.items()}
+    room = {node: cpus // max(1, component.needs.cores) if cpus else count for node, cpus in job.cpus.items()}
     if component.most:
         room = {node: min(each, component.most) for node, each in room.items()}
     taken = dict.fromkeys(room, 0)

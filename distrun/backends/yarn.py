@@ -14,6 +14,7 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from distrun.backends.engine import (
     FoundJob,
     Grant,
     Handle,
+    Preparation,
     QueueStatus,
     Script,
     Submission,
@@ -102,6 +104,19 @@ _SINGLE = re.compile(r"[^'\\$`!]*")
 """What may stand in single quotes inside YARN's double quotes, once its own double quotes are escaped."""
 
 
+@dataclass(frozen=True)
+class YarnPreparation(Preparation):
+    """Where the parts of the cluster are."""
+
+    home: str = "{home}"
+    """The user's folder in HDFS."""
+    rm: str = "{ResourceManager}"
+    yarn: str = ""
+    """The program that submits; empty: the services API does."""
+    jar: str = ""
+    """Of YARN's shell, which `yarn` runs."""
+
+
 class Yarn(Engine):
     """`--launcher yarn`."""
 
@@ -116,7 +131,7 @@ class Yarn(Engine):
 
     # ------------------------------------------------------------------ before a job is submitted
 
-    def prepare(self, submission: Submission) -> Mapping[str, str]:
+    def prepare(self, submission: Submission) -> YarnPreparation:
         """Find the active ResourceManager and HDFS, and refuse what this cluster cannot do."""
         options = submission.options
         if options.project:
@@ -127,11 +142,11 @@ class Yarn(Engine):
         except (EngineError, UsageError) as err:
             if not submission.is_dry or (isinstance(err, UsageError) and not isinstance(err, _NoAddress)):
                 raise
-            return {"home": "{home}", "rm": "{ResourceManager}", "yarn": ""}
+            return YarnPreparation()
         self._cluster = cluster
         return found
 
-    def _asked(self, cluster: Cluster, submission: Submission) -> Mapping[str, str]:
+    def _asked(self, cluster: Cluster, submission: Submission) -> YarnPreparation:
         config = submission.options.config
         yarn, _ = _way(cluster, config)
         jar = ""
@@ -147,27 +162,26 @@ class Yarn(Engine):
         label = submission.options.own.get("node_label", "")
         if label:
             refuse_label(label, cluster.rm.json("/ws/v1/cluster/get-node-labels"))
-        return {"home": cluster.files.home(), "rm": cluster.rm.addresses[0], "yarn": yarn, "jar": jar}
+        return YarnPreparation(home=cluster.files.home(), rm=cluster.rm.addresses[0], yarn=yarn, jar=jar)
 
     def render(self, submission: Submission) -> Script:
         """Return the spec, and the request that posts it; where the services API is off, the shell's script."""
-        yarn = submission.found["yarn"]
-        if yarn:
-            argv = hadoop.command(submission, yarn, submission.found["jar"], MEMORY_MB)
+        if submission.found.yarn:
+            argv = hadoop.command(submission, submission.found.yarn, submission.found.jar, MEMORY_MB)
             return Script({hadoop.SCRIPT: hadoop.agent_script(submission)}, (argv,))
         spec = service(submission)
         text = json.dumps(spec, indent=2) + "\n"
         commands = (
-            ("PUT", "webhdfs:" + secret_path(submission.found["home"], submission.marker), "(the secret, mode 0600)"),
-            ("POST", submission.found["rm"] + "/app/v1/services", SPEC),
+            ("PUT", "webhdfs:" + secret_path(submission.found.home, submission.marker), "(the secret, mode 0600)"),
+            ("POST", submission.found.rm + "/app/v1/services", SPEC),
         )
         return Script({SPEC: text}, commands)
 
     def submit(self, submission: Submission, script: Script) -> Handle:
         """Put the secret into HDFS, then post the spec; or have `yarn` upload both secret and script."""
         cluster = self._cluster or Cluster.of(submission.options)
-        is_shell = bool(submission.found["yarn"])
-        home = submission.found["home"]
+        is_shell = bool(submission.found.yarn)
+        home = submission.found.home
         path = secret_path(home, submission.marker)
         try:
             if is_shell:
@@ -194,7 +208,7 @@ class Yarn(Engine):
         more = {**cluster.more(), "name": submission.marker, "secret": path}
         if is_shell:
             servers = sum(group.count for group in submission.groups if group.role == SERVER)
-            more.update(tasks=str(submission.tasks), servers=str(servers))
+            more.update(tasks=submission.tasks, servers=servers)
         return Handle(self.name, app, more)
 
     @staticmethod
@@ -248,11 +262,11 @@ class Yarn(Engine):
             found = cluster.service(handle.more["name"])
             return containers_of(found), wanted_of(found)
         known = {each.id: each for each in self._containers.values()}
-        there = hadoop.containers_of(cluster.attempt(handle.id), int(handle.more["servers"]))
+        there = hadoop.containers_of(cluster.attempt(handle.id), handle.more["servers"])
         # The ResourceManager forgets a container when it ends.
         over = (each._replace(state="STOPPED") for each in known.values() if each.id not in {one.id for one in there})
-        kept = [known[each.id] if len(known) >= int(handle.more["tasks"]) else each for each in there]
-        return (*kept, *over), int(handle.more["tasks"])
+        kept = [known[each.id] if len(known) >= handle.more["tasks"] else each for each in there]
+        return (*kept, *over), handle.more["tasks"]
 
     def cancel(self, handle: Handle) -> None:
         """Kill the application, then delete the service."""
@@ -393,15 +407,14 @@ class Cluster:
         """Return the cluster of a job. Raises EngineError: the handle is damaged."""
         try:
             more = handle.more
-            rm = hadoop.Web("ResourceManager", more["rm"].split(","), more["user"], more["ca"])
-            return Cluster(rm, more["hdfs"].split(","), more["user"], more["ca"])
+            rm = hadoop.Web("ResourceManager", more["rm"], more["user"], more["ca"])
+            return Cluster(rm, more["hdfs"], more["user"], more["ca"])
         except KeyError as err:
             raise EngineError(f"the record of YARN's {handle.id} has no {err}") from None
 
-    def more(self) -> dict[str, str]:
+    def more(self) -> dict[str, Any]:
         """Return what a handle has to say of the cluster."""
-        hdfs = ",".join(self._hdfs)
-        return {"rm": ",".join(self.rm.addresses), "hdfs": hdfs, "user": self.user, "ca": self._ca}
+        return {"rm": self.rm.addresses, "hdfs": self._hdfs, "user": self.user, "ca": self._ca}
 
     @property
     def files(self) -> hadoop.HdfsFiles:
@@ -545,7 +558,7 @@ def service(submission: Submission) -> dict[str, Any]:
         "job": submission.job,
         "queue": options.queue or "default",
         "lifetime": str(math.ceil(options.time_s)) if options.time_s else "-1",
-        "secret": secret_path(submission.found["home"], submission.marker),
+        "secret": secret_path(submission.found.home, submission.marker),
         "command": launch_command(submission),
     }
     components = []

@@ -5,6 +5,7 @@ The text shows tasks that differ only by rank and host once, unless it is to sho
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -120,7 +121,7 @@ def queued_as_json(job: QueuedJob, submission: Submission, script: Script) -> di
         "marker": submission.marker,
         "files": dict(script.files),
         "commands": [list(argv) for argv in script.commands],
-        "found": dict(submission.found),
+        "found": dataclasses.asdict(submission.found),
         "tasks": [
             {"role": each.role, "count": each.count, "needs": each.needs._asdict()} for each in submission.groups
         ],

@@ -165,7 +165,7 @@ def afterwards(command: Sequence[str], outcome: Outcome, tail: Sequence[str], ct
     given = ROLES if ctx.params["ps"] == COMMAND else (WORKER,)  # the roles that run the command
     if culprit is None or not culprit.task.startswith(given):
         return ""
-    if culprit.reason.startswith("command not found"):
+    if culprit.code == facts.EXIT_NOT_FOUND and culprit.reason:
         return _not_found(command, ctx)
     text = "\n".join(tail)
     was_not_found = culprit.code == facts.EXIT_NOT_FOUND and len(command) == 1

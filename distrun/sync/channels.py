@@ -20,16 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Union
 
 from distrun.formats import size as size_text
-from distrun.sync.copier import (
-    INTERRUPTED,
-    NOTHING_SENT,
-    CopyRequest,
-    Says,
-    done_text,
-    failure_text,
-    marked_source,
-    progress_text,
-)
+from distrun.sync.copier import INTERRUPTED, CopyRequest, Says, done_text, failure_text, marked_source, progress_text
 from distrun.sync.rsync import Rate, RsyncProgress
 from distrun.sync.rules import check_folder, filters, keep_rules
 from distrun.sync.tree import Snapshot, count, left_out_text, take_snapshot
@@ -275,7 +266,7 @@ class ChannelCopier:
             self._rate.add(now, sent.size)
             if now > shown + self._report_s:
                 text = progress_text(sent, snapshot.total * deliveries.wanting, self._rate.value())
-                self._on_progress(self._progress(deliveries, text if sent.size else NOTHING_SENT))
+                self._on_progress(self._progress(deliveries, text))
                 shown = now
 
     def _hear(self, deliveries: Deliveries, event: Event) -> None:

@@ -57,7 +57,6 @@ RACES = 5
 """How often rsync is run again because another copy into the same folder ran at the same time."""
 REPORT_S = 5.0
 """Between two lines of progress."""
-NOTHING_SENT = "nothing was sent so far"
 INTERRUPTED = "the copy was interrupted; the hosts that were not done have what they had before"
 
 
@@ -519,10 +518,7 @@ class Copier:
     def _detail(self) -> str:
         if not self._tells:
             return "this rsync does not say how far it is"
-        sent = self._sent()
-        if not sent.size and not sent.files:
-            return NOTHING_SENT
-        return progress_text(sent, self._tree.size * self._hosts, self._rate.value())
+        return progress_text(self._sent(), self._tree.size * self._hosts, self._rate.value())
 
     def _progress(self, detail: str = "") -> CopyProgress:
         results = list(self._results)
@@ -568,6 +564,8 @@ def done_text(progress: CopyProgress, seconds: float) -> str:
 
 def progress_text(sent: RsyncProgress, total: int, rate: float | None) -> str:
     """Return how far a copy is: `64%, 38 files, 14.4 MiB sent, 1.2 MiB/s, 0:00:07 left`. Bytes, and bytes a second."""
+    if not sent.size and not sent.files:
+        return "nothing was sent so far"
     done = min(total, sent.done)
     parts = [f"{min(99, 100 * done // total)}%"] if total else []
     parts += [count(sent.files, "file"), f"{size_text(sent.size)} sent"]

@@ -596,15 +596,14 @@ class JobMeasurement:
 
     def _say_stalls(self) -> List[MetricsAction]:
         """Return one line for all workers that have stalled."""
-        names = [change.task for change in self._stalls]
-        if not names:
+        who = tuple(change.task for change in self._stalls)
+        if not who:
             return []
         self._stalls = []
         after = duration(self._plan.limits.stall_after_s)
-        are = f"{facts.listed(names, NAMED)} {'are' if len(names) > 1 else 'is'} stalled"
+        are = f"{facts.listed(who, NAMED)} {'are' if len(who) > 1 else 'is'} stalled"
         what = f"no output, report, store call, disk or CPU for {after}"
-        text = f"{are}: {what}; to see where: distrun stack {self._plan.job} {names[0]}"
-        return [Announce(text, WARNING, tuple(names), stalled=True)]
+        return [Announce(f"{are}: {what}; to see where: distrun stack {self._plan.job} {who[0]}", WARNING, who, True)]
 
     def _keep(self, now: float) -> List[MetricsAction]:
         """Return the minute's sample."""

@@ -115,7 +115,7 @@ def test_open_mpi_runs_as_root_only_when_asked(tmp_path: Path) -> None:
             asked, outer={**asked.outer, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         ),
     ):
-        assert mpi.Mpi().prepare(allowed) == {"mpirun": path, "flavor": "openmpi4"}
+        assert mpi.Mpi().prepare(allowed) == mpi.MpiPreparation(mpirun=path, flavor="openmpi4")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_how_ssh_reaches_a_host_is_said_in_its_own_configuration() -> None:
 def test_script_and_hosts_file_are_the_recorded_ones(flavor: str) -> None:
     options = EngineOptions(args=("--mca", "x y"), config={"args": "-v"})
     place = {"openmpi4": "/usr/bin/mpirun", "openmpi5": "/opt/openmpi/bin/mpirun"}.get(flavor, "/opt/mpi/mpiexec.hydra")
-    asked = submission(*THREE, servers=1, options=options, found={"mpirun": place, "flavor": flavor})
+    asked = submission(*THREE, servers=1, options=options, found=mpi.MpiPreparation(mpirun=place, flavor=flavor))
     script = mpi.Mpi().render(asked)
     assert script == mpi.Mpi().render(asked)
     assert script.commands == (("/state/jobs/calm otter/engine/mpirun.sh",),)
@@ -161,7 +161,7 @@ def test_a_sites_template_takes_the_place_of_ours(tmp_path: Path) -> None:
     own = tmp_path / "own.sh"
     own.write_text("#!/bin/sh\nmodule load openmpi\nexec @{mpirun} @{agent}\n")
     options = EngineOptions(config={"template": str(own)})
-    found = {"mpirun": "mpirun", "flavor": "mpich"}
+    found = mpi.MpiPreparation(mpirun="mpirun", flavor="mpich")
     script = mpi.Mpi().render(submission(*THREE, options=options, found=found)).files["mpirun.sh"]
     assert script.startswith("#!/bin/sh\nmodule load openmpi\nexec mpirun -f ")
 
@@ -243,7 +243,7 @@ def test_nothing_is_made_of_output_that_means_nothing() -> None:
 
 @pytest.fixture
 def engine_job(tmp_path: Path) -> tuple[mpi.Mpi, Submission]:
-    return mpi.Mpi(), submission(*THREE, folder=tmp_path, found={"mpirun": "mpirun", "flavor": "mpich"})
+    return mpi.Mpi(), submission(*THREE, folder=tmp_path, found=mpi.MpiPreparation(mpirun="mpirun", flavor="mpich"))
 
 
 def begin(engine: mpi.Mpi, asked: Submission, text: str) -> Handle:

@@ -25,6 +25,7 @@ from distrun.request import EngineOptions, Needs
 HERE = Path(__file__).resolve().parent / "sge"
 SECRET = "5e" * 32
 START = Bootstrap("merry-fox-1a2", "ab" * 32, ("10.0.0.1:4000", "[fd00::1]:4000"), 120.0)
+MPI = sge.SgePreparation(pe="mpi")
 GIB = 2**30
 
 
@@ -40,7 +41,7 @@ def submission(
     servers: int = 2,
     workers: int = 4,
     *,
-    found: Mapping[str, str] = {"pe": "mpi"},
+    found: sge.SgePreparation = MPI,
     folder: Path = Path("/nfs/jobs/engine"),
     python: str = "python3",
     **options: object,
@@ -90,7 +91,7 @@ def test_options_become_those_of_qsub() -> None:
             worker=Needs(cores=2),
             config={"submit": "/opt/bin/qsub", "args": "-m n"},
         ),
-        {"pe": "mpi"},
+        MPI,
     )
     assert words[0] == "/opt/bin/qsub"
     assert words[words.index("-pe") :] == (
@@ -99,11 +100,11 @@ def test_options_become_those_of_qsub() -> None:
 
 
 def test_an_array_has_a_task_for_each_task() -> None:
-    words = sge.qsub(submission(), {"pe": "none"})
+    words = sge.qsub(submission(), sge.SgePreparation(pe="none"))
     assert words[-2:] == ("-t", "1-6")
     assert "-pe" not in words
     with pytest.raises(UsageError, match="need a parallel environment"):
-        sge.qsub(submission(worker=Needs(cores=2)), {"pe": "none"})
+        sge.qsub(submission(worker=Needs(cores=2)), sge.SgePreparation(pe="none"))
 
 
 def test_the_secret_is_in_no_script_and_no_argument() -> None:
@@ -118,21 +119,21 @@ def test_the_secret_is_in_no_script_and_no_argument() -> None:
 )
 def test_resources_are_counted_as_grid_engine_consumes_them(kind: str, asked: list[str]) -> None:
     told = submission(server=Needs(memory=2 * GIB), workers=2, worker=Needs(cores=2, memory=8 * GIB, gpus=2), servers=2)
-    assert sge.requests(told, {"complexes": f"mem_free={kind} gpu={kind}"}) == asked
+    assert sge.requests(told, sge.SgePreparation(complexes={"mem_free": kind, "gpu": kind})) == asked
 
 
 def test_a_resource_that_is_not_defined_is_named_with_what_to_type() -> None:
-    complexes = " ".join(f"{k}={v}" for k, v in sge.parse_complexes(recorded("complexes.txt")).items())
+    found = sge.SgePreparation(complexes=sge.parse_complexes(recorded("complexes.txt")))
     with pytest.raises(UsageError, match="no resource 'gpu'") as caught:
-        sge.requests(submission(worker=Needs(gpus=1)), {"complexes": complexes})
+        sge.requests(submission(worker=Needs(gpus=1)), found)
     assert "gpu = NAME" in caught.value.hint
     named = submission(worker=Needs(memory=GIB), config={"memory": "mf"})
-    assert sge.requests(named, {"complexes": complexes}) == ["mf=1024M"]
+    assert sge.requests(named, found) == ["mf=1024M"]
 
 
 def test_gpus_that_slots_cannot_share_are_refused() -> None:
     with pytest.raises(UsageError, match="a task with 4 slots"):
-        sge.requests(submission(worker=Needs(cores=4, gpus=1)), {"complexes": "gpu=YES"})
+        sge.requests(submission(worker=Needs(cores=4, gpus=1)), sge.SgePreparation(complexes={"gpu": "YES"}))
 
 
 # Which parallel environment.
@@ -184,7 +185,7 @@ def test_the_job_number_is_found_in_what_qsub_says(said: str, number: str) -> No
 
 def test_the_hosts_of_a_parallel_job_have_their_slots() -> None:
     rows = [row for row in sge.parse_jobs(recorded("qstat_running.xml")) if row.id == "1"]
-    assert [(each.place, each.node, each.cores) for each in sge.grants(rows, {"kind": "parallel", "slots": "6"})] == [
+    assert [(each.place, each.node, each.cores) for each in sge.grants(rows, sge.SgeJob(slots=6))] == [
         ("h1", "h1", 2),
         ("h2", "h2", 2),
         ("h3", "h3", 2),
@@ -193,13 +194,13 @@ def test_the_hosts_of_a_parallel_job_have_their_slots() -> None:
 
 def test_a_script_that_is_the_first_task_has_a_slot() -> None:
     rows = [row for row in sge.parse_jobs(recorded("qstat_first_task.xml")) if row.id == "25"]
-    found = sge.grants(rows, {"kind": "parallel", "slots": "4"})
+    found = sge.grants(rows, sge.SgeJob(slots=4))
     assert [(each.place, each.cores) for each in found] == [("h1", 2), ("h2", 1), ("h3", 1)]
 
 
 def test_the_first_tasks_of_an_array_are_servers() -> None:
     rows = [row for row in sge.parse_jobs(recorded("qstat_first_task.xml")) if row.id == "26"]
-    found = sge.grants(rows, {"kind": "array", "tasks": "3", "servers": "1"})
+    found = sge.grants(rows, sge.SgeJob(True, 3, servers=1))
     assert [(each.place, each.node, dict(each.takes)) for each in found] == [
         ("1", "h1", {"server": 1}),
         ("2", "h1", {"worker": 1}),
@@ -303,7 +304,7 @@ def test_what_is_no_xml_is_an_error_that_shows_it() -> None:
     ],
 )
 def test_the_accounting_explains_an_end(name: str, code: int | None, text: str) -> None:
-    found = sge.explanation(sge.parse_accounting(recorded(f"qacct_{name}.txt")), {"kind": "parallel"}, "")
+    found = sge.explanation(sge.parse_accounting(recorded(f"qacct_{name}.txt")), False, "")
     assert (found and found.code) == code
     assert found is None or text in found.text
 
@@ -311,11 +312,11 @@ def test_the_accounting_explains_an_end(name: str, code: int | None, text: str) 
 def test_memory_beyond_h_vmem_is_told_from_the_time_limit() -> None:
     record = sge.AccountingRecord("h2", "", 37, "qmaster enforced h_rt, h_cpu, or h_vmem limit", 137, 5.0, "2.1G", "")
     both = record._replace(category="-l h_rt=3600,h_vmem=2G -pe mpi 2")
-    found = sge.explanation([both], {}, "h2")
+    found = sge.explanation([both], False, "h2")
     assert found is not None
     assert found.code == 137
     assert "maxvmem 2.1G of h_vmem 2G" in found.text
-    late = sge.explanation([both._replace(wall_s=3600.0)], {}, "h2")
+    late = sge.explanation([both._replace(wall_s=3600.0)], False, "h2")
     assert late is not None
     assert late.code == 124
 
@@ -325,10 +326,10 @@ def test_a_host_that_stopped_at_the_time_limit_was_not_cancelled() -> None:
     other = sge.AccountingRecord("h2", "", 0, "", 140, 10.0, "", "-l h_rt=12 -pe mpi 2")
     head = other._replace(host="h1", failed=37, failure="qmaster enforced h_rt, h_cpu, or h_vmem limit", wall_s=12.0)
     for records in ([other], [other, head]):
-        found = sge.explanation(records, {"kind": "parallel"}, "h2")
+        found = sge.explanation(records, False, "h2")
         assert found is not None
         assert (found.code, found.text) == (124, "Grid Engine: the time limit of 12 s was reached; raise --time")
-    early = sge.explanation([other._replace(wall_s=5.0)], {"kind": "parallel"}, "h2")
+    early = sge.explanation([other._replace(wall_s=5.0)], False, "h2")
     assert early is not None
     assert early.code == 143
 
@@ -338,7 +339,7 @@ def test_a_script_that_could_not_be_run_is_the_cause_of_what_was_ended_beside_it
     beside = sge.AccountingRecord("h1", "", 100, "assumedly after job", 0, 0.0, "0.000B", "-pe mpi 1")
     script = beside._replace(failed=28, failure="changing into working directory")
     for records in ([beside, script], [script, beside]):
-        found = sge.explanation(records, {"kind": "parallel"}, "h1")
+        found = sge.explanation(records, False, "h1")
         assert found is not None
         assert (found.code, found.text) == (
             6,
@@ -348,7 +349,7 @@ def test_a_script_that_could_not_be_run_is_the_cause_of_what_was_ended_beside_it
 
 def test_without_accounting_nothing_is_explained() -> None:
     assert sge.parse_accounting("error: job id 99999 not found\n") == []
-    assert sge.explanation([], {}, "h2") is None
+    assert sge.explanation([], False, "h2") is None
 
 
 # How a job stands: the commands are stand-ins that print recorded answers.
@@ -386,26 +387,26 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
 def test_a_job_that_qstat_does_not_list_has_ended(commands: Commands) -> None:
     commands.answer("qstat", "echo '<job_info/>'")
     commands.answer("qacct", f"cat {HERE}/qacct_killed.txt")
-    found = Sge().look(Handle("sge", "9", {"kind": "parallel"}))
+    found = Sge().look(Handle("sge", "9"))
     assert found.state == ENDED
     assert "deleted or killed from outside" in found.text
 
 
 def test_a_job_that_waits_tells_its_position(commands: Commands) -> None:
     commands.answer("qstat", f"cat {HERE}/qstat_waiting.xml")
-    found = Sge().look(Handle("sge", "4", {"kind": "parallel"}))
+    found = Sge().look(Handle("sge", "4"))
     assert (found.state, found.text) == (QUEUED, "position 2 of 3")
-    assert Sge().look(Handle("sge", "7", {"kind": "parallel"})).text.startswith("on hold (state hqw)")
+    assert Sge().look(Handle("sge", "7")).text.startswith("on hold (state hqw)")
 
 
 def test_a_job_that_waits_tells_why_and_the_queue_is_not_asked_each_time(commands: Commands) -> None:
     commands.answer("qstat", f"case $* in *-f*) cat {HERE}/qstat_states.xml;; *) cat {HERE}/qstat_waiting.xml;; esac")
     engine = Sge()
-    assert engine.look(Handle("sge", "4", {"kind": "parallel"})).text == "position 2 of 3"
+    assert engine.look(Handle("sge", "4")).text == "position 2 of 3"
     said = 'Job 4 queue instance "all.q@h2" dropped because it is temporarily not available'
     commands.answer("qalter", f"echo '{said}'")
     for _ in range(2):
-        found = engine.look(Handle("sge", "4", {"kind": "parallel"}))
+        found = engine.look(Handle("sge", "4"))
         assert (found.state, found.text) == (QUEUED, "position 2 of 3 (disabled: all.q@h2)")
     assert commands.said.count("qalter -w p 4") == 2
 
@@ -413,7 +414,7 @@ def test_a_job_that_waits_tells_why_and_the_queue_is_not_asked_each_time(command
 def test_a_job_that_goes_back_to_the_queue_is_deleted_at_once_and_the_reason_told(commands: Commands) -> None:
     commands.answer("qstat", f"cat {HERE}/qstat_running.xml")
     engine = Sge()
-    handle = Handle("sge", "1", {"kind": "parallel", "slots": "6"})
+    handle = Handle("sge", "1", {"slots": 6})
     assert engine.look(handle).state == RUNNING
     commands.answer(
         "qstat",
@@ -435,7 +436,7 @@ def test_a_job_that_goes_back_to_the_queue_is_deleted_at_once_and_the_reason_tol
 def test_a_job_that_is_started_on_other_hosts_than_before_has_lost_its_places(commands: Commands) -> None:
     commands.answer("qstat", f"cat {HERE}/qstat_running.xml")
     engine = Sge()
-    handle = Handle("sge", "1", {"kind": "parallel", "slots": "6"})
+    handle = Handle("sge", "1", {"slots": 6})
     engine.look(handle)
     commands.answer("qstat", f"sed 's:@h3<:@h4<:' {HERE}/qstat_running.xml")
     assert engine.look(handle).text.startswith("h1 has not started it, and it went back to the queue")
@@ -448,7 +449,7 @@ def test_a_job_that_is_deleted_while_it_waits_ends_as_one_that_is_deleted_while_
     row = f"<job_list><JB_job_number>4</JB_job_number><JAT_prio>{priority}</JAT_prio></job_list>"
     commands.answer("qstat", f'case $* in *"-s z"*) echo "<x>{row}</x>";; *) echo "<x/>";; esac')
     commands.answer("qacct", "echo 'error: job id 4 not found' >&2; exit 1")
-    found = Sge().look(Handle("sge", "4", {"kind": "parallel"}))
+    found = Sge().look(Handle("sge", "4"))
     assert found.state == ENDED
     assert "deleted" in found.text
     assert (found.why and found.why.code) == code
@@ -456,7 +457,7 @@ def test_a_job_that_is_deleted_while_it_waits_ends_as_one_that_is_deleted_while_
 
 def test_a_job_in_an_error_state_is_deleted_and_the_reason_told(commands: Commands) -> None:
     commands.answer("qstat", f"case $* in *-j*) cat {HERE}/qstat_error.xml;; *) cat {HERE}/qstat_waiting.xml;; esac")
-    found = Sge().look(Handle("sge", "6", {"kind": "parallel"}))
+    found = Sge().look(Handle("sge", "6"))
     assert found.state == ENDED
     assert found.text == "in an error state (Eqw): can't chdir to /nonexistent: No such file or directory"
     assert "qdel 6" in commands.said
@@ -467,7 +468,7 @@ def test_a_host_that_is_not_heard_of_is_not_given_up_but_explains_a_loss(command
     commands.answer(
         "qstat", f'case $* in *"-qs u"*) cat {HERE}/qstat_unheard.xml;; *) cat {HERE}/qstat_running.xml;; esac'
     )
-    handle = Handle("sge", "1", {"kind": "parallel", "slots": "6"})
+    handle = Handle("sge", "1", {"slots": 6})
     standing = Sge().look(handle)
     assert (standing.state, standing.gone) == (RUNNING, {})
     found = Sge().explain(handle, "h3")
@@ -496,7 +497,7 @@ def test_the_secret_is_delivered_once_by_standard_input(commands: Commands, tmp_
 
 def test_an_array_whose_tasks_do_not_all_start_is_given_up(commands: Commands) -> None:
     commands.answer("qstat", f"cat {HERE}/qstat_waiting.xml")
-    handle = Handle("sge", "8", {"kind": "array", "tasks": "3", "servers": "0"})
+    handle = Handle("sge", "8", {"is_array": True, "tasks": 3})
     engine = Sge()
     waiting = engine.look(handle)
     assert (waiting.state, waiting.text) == (QUEUED, "1 of 3 array tasks have started; the others wait")
@@ -509,7 +510,7 @@ def test_an_array_whose_tasks_do_not_all_start_is_given_up(commands: Commands) -
 
 def test_an_array_of_which_some_tasks_have_ended_still_runs(commands: Commands) -> None:
     commands.answer("qstat", f"cat {HERE}/qstat_first_task.xml")
-    handle = Handle("sge", "26", {"kind": "array", "tasks": "3", "servers": "0"})
+    handle = Handle("sge", "26", {"is_array": True, "tasks": 3})
     engine = Sge()
     assert len(engine.look(handle).grants) == 3
     engine._limit_s = 0.0
@@ -533,20 +534,20 @@ def test_a_job_that_is_being_deleted_on_a_host_that_is_not_heard_of_is_deleted_b
         f'case $* in *"-qs u"*) cat {HERE}/qstat_unheard.xml;; '
         f"*) sed 's:<state>r<:<state>dr<:' {HERE}/qstat_running.xml;; esac",
     )
-    assert Sge().look(Handle("sge", "1", {"kind": "parallel", "slots": "6"})).text == "being deleted"
+    assert Sge().look(Handle("sge", "1", {"slots": 6})).text == "being deleted"
     assert "qdel -f 1" in commands.said
 
 
 def test_a_job_that_is_being_deleted_was_cancelled_from_outside(commands: Commands) -> None:
     commands.answer("qstat", f"sed 's:<state>r<:<state>dr<:' {HERE}/qstat_running.xml")
-    found = Sge().explain(Handle("sge", "1", {"kind": "parallel", "slots": "6"}), "h2")
+    found = Sge().explain(Handle("sge", "1", {"slots": 6}), "h2")
     assert found is not None
     assert found.code == 143
 
 
 def test_the_time_limit_is_known_without_accounting(commands: Commands) -> None:
     commands.answer("qstat", f'case $* in *"-qs u"*) echo "<x/>";; *) cat {HERE}/qstat_running.xml;; esac')
-    handle = Handle("sge", "1", {"kind": "parallel", "slots": "6", "time_s": "4"})
+    handle = Handle("sge", "1", {"slots": 6, "time_s": 4.0})
     engine = Sge()
     assert engine.explain(handle, "h2") is None
     engine.look(handle)
@@ -573,7 +574,7 @@ def test_a_job_that_can_never_run_is_refused_before_it_is_submitted(commands: Co
     said = 'Unable to run job: Job 21 cannot run in PE "mpi" because it only offers 12 slots'
     commands.answer("qsub", f"echo '{said}\nverification: no suitable queues\nExiting.' >&2; exit 1")
     with pytest.raises(UsageError, match='it cannot run in PE "mpi" because it only offers 12 slots'):
-        Sge().prepare(submission(found={}))
+        Sge().prepare(submission(found=sge.SgePreparation()))
 
 
 def test_a_load_value_that_cannot_be_verified_is_no_reason_to_refuse(commands: Commands) -> None:
@@ -583,13 +584,13 @@ def test_a_load_value_that_cannot_be_verified_is_no_reason_to_refuse(commands: C
     commands.answer("qhost", f"cat {HERE}/qhost.txt")
     said = 'Unable to run job: Job 2 cannot run in PE "mpi" because it only offers 0 slots'
     commands.answer("qsub", f"case $* in *mem_free*) echo '{said}' >&2; exit 1;; esac")
-    Sge().prepare(submission(found={}, worker=Needs(memory=GIB)))
+    Sge().prepare(submission(found=sge.SgePreparation(), worker=Needs(memory=GIB)))
     assert "mem_total=1024M" in commands.said[-1]
     asked = "(-l mem_total=1048576M) cannot run in queue"
     big = f'Job 3 {asked} "h1" because it offers only hl:mem_total=23.541G'
     commands.answer("qsub", f"printf 'Unable to run job: %s\\n' '{big}' 'Exiting.' >&2; exit 1")
     with pytest.raises(UsageError, match=r'it \(-l mem_total=1048576M\) cannot run in queue "h1"'):
-        Sge().prepare(submission(found={}, worker=Needs(memory=1024 * GIB)))
+        Sge().prepare(submission(found=sge.SgePreparation(), worker=Needs(memory=1024 * GIB)))
 
 
 @pytest.mark.parametrize(
@@ -601,14 +602,14 @@ def test_an_empty_list_of_grid_engine_is_not_taken_for_names(
 ) -> None:
     commands.answer("qconf", f"echo {said} >&2; exit 1")
     with pytest.raises(UsageError, match="vis: Grid Engine has no such") as caught:
-        Sge().prepare(submission(found={}, **options))
+        Sge().prepare(submission(found=sge.SgePreparation(), **options))
     assert caught.value.hint == "it has: none"
 
 
 def test_an_unknown_queue_is_refused_with_those_that_are_known(commands: Commands) -> None:
     commands.answer("qconf", "echo all.q; echo gpu.q")
     with pytest.raises(UsageError, match=r"--queue nope\.q: Grid Engine has no such queue") as caught:
-        Sge().prepare(submission(found={}, queue="nope.q"))
+        Sge().prepare(submission(found=sge.SgePreparation(), queue="nope.q"))
     assert caught.value.hint == "it has: all.q, gpu.q"
 
 

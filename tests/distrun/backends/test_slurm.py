@@ -6,6 +6,7 @@ The files in `slurm/` were printed by Slurm 22.05.8 on three nodes of two proces
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from distrun.backends.engine import (
     RoleGroup,
     Submission,
 )
-from distrun.backends.slurm import Slurm, _hint, _most, components
+from distrun.backends.slurm import Slurm, SlurmJob, SlurmPreparation, _hint, _most, components
 from distrun.backends.slurm_answers import Component
 from distrun.errors import UsageError
 from distrun.request import EngineOptions, Needs
@@ -49,7 +50,7 @@ def submission(
     options: EngineOptions | None = None,
     servers: int = 1,
     workers: int = 2,
-    found: Mapping[str, str] | None = None,
+    found: SlurmPreparation = SlurmPreparation(),  # noqa: B008
     outer: Mapping[str, str] | None = None,
 ) -> Submission:
     options = options or EngineOptions()
@@ -63,7 +64,7 @@ def submission(
         folder=Path("/users/ann/jobs/engine"),
         cwd="/users/ann/work",
         secret="5ec4e7",
-        found=found or {},
+        found=found,
         outer=outer or {},
     )
 
@@ -88,7 +89,7 @@ def program(asked: Submission) -> str:
     ("name", "asked"),
     [
         ("plain", submission()),
-        ("shared", submission(found={"shared": "yes"})),
+        ("shared", submission(found=SlurmPreparation(is_shared=True))),
         (
             "het",
             submission(
@@ -102,7 +103,7 @@ def program(asked: Submission) -> str:
                 ),
                 servers=2,
                 workers=4,
-                found={"most.1": "2"},
+                found=SlurmPreparation(most=(2, 2)),
             ),
         ),
     ],
@@ -117,12 +118,12 @@ def test_nothing_but_the_script_has_the_secret_and_a_shared_folder_needs_none_th
     script, argv = rendered(submission())
     assert "5ec4e7" in script
     assert "5ec4e7" not in " ".join(argv)
-    assert "5ec4e7" not in rendered(submission(found={"shared": "yes"}))[0]
+    assert "5ec4e7" not in rendered(submission(found=SlurmPreparation(is_shared=True)))[0]
     assert "5ec4e7" not in repr(submission())
 
 
 def test_inside_an_allocation_srun_is_all_that_is_executed() -> None:
-    found = {"inside": "20", "nodes": "h1,h2", "sizes": "2", "gpus": ""}
+    found = SlurmPreparation(inside="20", nodes="h1,h2", sizes=("2",))
     script, argv = rendered(submission(found=found))
     assert script == ""
     assert argv[0] == "srun"
@@ -197,7 +198,7 @@ def test_a_place_is_a_node_with_its_processors() -> None:
 
 
 def test_the_components_of_a_heterogeneous_job_take_their_own_roles() -> None:
-    parts = [Component((("server", 1),), cores=2), Component((("worker", 3),))]
+    parts = [Component((("server", 1),), Needs(2)), Component((("worker", 3),))]
     assert answers.grants(jobs("het-running"), parts, True) == (
         Grant("0", "h1", {"server": 1}, 2),
         Grant("1", "h2", {"worker": 2}, 2),
@@ -259,7 +260,7 @@ def test_a_place_of_a_job_that_runs_is_lost_if_its_node_is_down_and_not_by_what_
     monkeypatch.setattr(engine, "_ask", lambda program, *words, **more: said.get(program, ""))
     monkeypatch.setattr(slurm, "EXPLAIN_S", 0.0)
     (tmp_path / "log").write_text("srun: error: h1: task 0: what it is is not known\n")
-    handle = Handle("slurm", "21", {"log": str(tmp_path / "log"), "components": '[[[["worker", 3]], [1, 0, 0], 0]]'})
+    handle = Handle("slurm", "21", {"log": str(tmp_path / "log"), "components": [[[["worker", 3]], [1, 0, 0], 0]]})
     assert engine.explain(handle, "h2") == Explanation(7, "Slurm: h2 is down*")
     assert engine.explain(handle, "h1") is None
 
@@ -371,7 +372,7 @@ def test_a_machine_without_slurm_is_told_and_a_dry_run_needs_none(monkeypatch: p
     with pytest.raises(Exception, match="sinfo is not on this machine") as caught:
         Slurm().prepare(asked)
     assert "bin = DIR" in getattr(caught.value, "hint", "")
-    assert Slurm().prepare(dataclasses.replace(asked, is_dry=True)) == {"most.0": "2"}
+    assert Slurm().prepare(dataclasses.replace(asked, is_dry=True)) == SlurmPreparation(most=(2,))
     inside = dataclasses.replace(asked, is_dry=True, outer={"SLURM_JOB_ID": "20"})
     assert "--jobid=20" in Slurm().render(dataclasses.replace(inside, found=Slurm().prepare(inside))).commands[0]
     engine = Slurm()
@@ -397,5 +398,9 @@ def test_options_of_a_queue_mean_nothing_inside_an_allocation() -> None:
 
 
 def test_a_handle_survives_json() -> None:
-    handle = Handle("slurm", "12", {"log": "/x", "components": "[]"})
-    assert Handle.from_json(handle.to_json()) == handle
+    handle = Handle(
+        "slurm", "12", SlurmJob("/x", components=(ANY,), grants=(Grant("h1", "h1", {"worker": 2}),))._asdict()
+    )
+    job = SlurmJob.of(Handle.from_json(json.loads(json.dumps(handle.to_json()))))
+    assert [(each.place, each.takes) for each in job.grants] == [("h1", {"worker": 2})]
+    assert [(each.tasks, each.needs.cores) for each in job.components] == [(3, 0)]

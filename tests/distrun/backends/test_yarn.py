@@ -23,7 +23,7 @@ from distrun.backends.engine import (
     RoleGroup,
     Submission,
 )
-from distrun.backends.yarn import Yarn
+from distrun.backends.yarn import Yarn, YarnPreparation
 from distrun.backends.yarn_answers import Container, Exit, YarnQueue
 from distrun.errors import UsageError
 from distrun.request import EngineOptions, Needs
@@ -49,7 +49,7 @@ def submission(folder: Path = Path("/job/engine"), *, is_dry: bool = False, **op
         folder=folder,
         cwd="/work",
         secret="5ec7e7",
-        found={"home": "/user/ann", "rm": "http://rm:8088", "yarn": ""},
+        found=YarnPreparation(home="/user/ann", rm="http://rm:8088"),
         is_dry=is_dry,
     )
 
@@ -348,12 +348,7 @@ def test_a_cluster_is_asked_before_anything_is_submitted(rm: Rm) -> None:
     import dataclasses
 
     small = dataclasses.replace(submission(**of(rm)), groups=(RoleGroup(WORKER, 2, Needs()),))
-    assert Yarn().prepare(small) == {
-        "home": "/user/ann",
-        "rm": rm.server.url,
-        "yarn": "",
-        "jar": "",
-    }
+    assert Yarn().prepare(small) == YarnPreparation(home="/user/ann", rm=rm.server.url)
     with pytest.raises(UsageError, match="--worker-memory"):
         Yarn().prepare(submission(**of(rm)))
     assert rm.files == {}
@@ -388,7 +383,7 @@ def test_a_project_is_refused(rm: Rm) -> None:
 def test_a_dry_run_needs_no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
     found = Yarn().prepare(submission(is_dry=True))
-    assert found == {"home": "{home}", "rm": "{ResourceManager}", "yarn": ""}
+    assert found == YarnPreparation(home="{home}", rm="{ResourceManager}")
     with pytest.raises(UsageError, match="no ResourceManager is known"):
         Yarn().prepare(submission())
 
@@ -597,7 +592,7 @@ def test_the_configuration_file_can_ask_for_the_shell(rm: Rm, stub: Path, tmp_pa
     small = submission(tmp_path, **of(rm, config={"shell": "yes"}))
     import dataclasses
 
-    assert Yarn().prepare(dataclasses.replace(small, groups=()))["yarn"] == str(stub / "yarn")
+    assert Yarn().prepare(dataclasses.replace(small, groups=())).yarn == str(stub / "yarn")
 
 
 def test_a_container_that_the_shell_has_lost_is_gone(rm: Rm, stub: Path, tmp_path: Path) -> None:
