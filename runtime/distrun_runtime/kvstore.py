@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, Type, Union, cast, overload
 import numpy as np
 
 from distrun_runtime import reporting, stacks
-from distrun_runtime.arrays import dtypes, find
+from distrun_runtime.arrays import dtypes, find, foreign
 from distrun_runtime.arrays.device import DeviceArray, is_on_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract import environ, streams
@@ -49,7 +49,7 @@ from distrun_runtime.store.base import (
     registered,
 )
 from distrun_runtime.store.compress import Compression
-from distrun_runtime.store.keys import OLD_TYPES, TYPES, Key, KeyRecord, is_async, is_dist, named, twice
+from distrun_runtime.store.keys import TYPES, Key, KeyRecord, is_async, is_dist, named, twice
 from distrun_runtime.store.pending import BackgroundCall, BorrowedArrays, CompletedCall, Pending
 from distrun_runtime.store.reducer import is_gpu_array
 from distrun_runtime.store.values import Lookup, RowSparse, Value
@@ -66,18 +66,6 @@ Folder = Union[str, "os.PathLike[str]"]
 
 Joiner = Callable[[Callable[[], None]], None]
 """joiner(join): makes a worker join, where that takes more than the store's own `join`."""
-
-OLD_NAMES = {
-    "_barrier": "barrier()",
-    "_set_updater": "set_updater(function)",
-    "save_optimizer_states": "save_states(folder)",
-    "load_optimizer_states": "load_states(folder)",
-    "_send_command_to_servers": "set_optimizer(name, ...), profile(folder) or stats()",
-    "_set_optimizer": "set_optimizer(name, ...)",
-    "get_num_dead_node": "num_dead_node(node_id, timeout)",
-    "local_rank": "the variable DISTRUN_LOCAL_RANK",
-}
-"""What MXNet's stores have by other names, to what it is here."""
 
 Item = tuple[KeyRecord, Value]
 
@@ -137,8 +125,9 @@ def create(name: str = "local", *, staleness: int | None = None, deterministic: 
     found = None if kind in TYPES else find_type(kind)
     if kind not in TYPES and found is None:
         known = [*TYPES, *registered()]
-        if kind in OLD_TYPES:
-            raise KVError(f"store type {name!r} is MXNet's; fix: {OLD_TYPES[kind]}; known are {', '.join(known)}")
+        if kind in foreign.MXNET_KINDS:
+            fix = foreign.MXNET_KINDS[kind]
+            raise KVError(f"store type {name!r} is MXNet's; fix: {fix}; known are {', '.join(known)}")
         raise KVError(f"unknown store type {name!r}{did_you_mean(kind, known)}; known are {', '.join(known)}")
     bound = {**_staleness(kind, staleness), **_order(kind, deterministic)}
     # Imported here, each of them: only the kind that is asked for is loaded.
@@ -237,7 +226,7 @@ class KVStore(KVStoreBase):
 
         def __getattr__(self, name: str) -> Any:
             """Raise AttributeError; it says what one of MXNet's names is called here."""
-            now = f"; MXNet's {name} is {OLD_NAMES[name]} here" if name in OLD_NAMES else ""
+            now = f"; MXNet's {name} is {foreign.MXNET_MEMBERS[name]} here" if name in foreign.MXNET_MEMBERS else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{now}", name=name, obj=self)
 
     def __repr__(self) -> str:

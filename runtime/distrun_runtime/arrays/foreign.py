@@ -225,12 +225,47 @@ def device_output(value: object, cuda: Cuda, streams: Streams | None = None) -> 
     return view
 
 
+# What scripts for MXNet ask for by other names, or bring along.
+
+MXNET_MEMBERS = {
+    "_barrier": "barrier()",
+    "_set_updater": "set_updater(function)",
+    "save_optimizer_states": "save_states(folder)",
+    "load_optimizer_states": "load_states(folder)",
+    "_send_command_to_servers": "set_optimizer(name, ...), profile(folder) or stats()",
+    "_set_optimizer": "set_optimizer(name, ...)",
+    "get_num_dead_node": "num_dead_node(node_id, timeout)",
+    "local_rank": "the variable DISTRUN_LOCAL_RANK",
+}
+"""What MXNet's stores have by other names, to what it is here."""
+
+MXNET_KINDS = {
+    "local_update_cpu": "create('local')",
+    "local_allreduce_cpu": "create('local')",
+    "local_allreduce_device": "create('device')",
+    "nccl": "create('device')",
+    "horovod": "a store that a package registers (KVStoreBase.register), or create('dist_device_sync')",
+    "byteps": "a store that a package registers (KVStoreBase.register), or create('dist_device_sync')",
+}
+"""MXNet's kinds that have other names here, to what to call."""
+
+
 def of_mxnet(value: object, is_output: bool = False) -> str | None:
     """Return what to do about an array of MXNet, which shows its memory to no other library; None: it is none."""
     if isinstance(value, np.ndarray) or not hasattr(value, "asnumpy"):
         return None
     fix = "pull into an array of numpy, and then x[:] = array" if is_output else "call .asnumpy()"
     return f"found {named(value)}, an array of MXNet, which only MXNet can read; fix: {fix}"
+
+
+def not_of_torch(found: object) -> str:
+    """Return what to do about something of MXNet's in place of parameters; empty: it is not MXNet's."""
+    if type(found).__module__.partition(".")[0] != "mxnet":
+        return ""
+    return (
+        ", but of MXNet; fix: give the parameters of a torch network, or Parameter(x.asnumpy(), gradient), whose weight"
+        " and gradient are arrays of numpy"
+    )
 
 
 def refusal(value: object, is_output: bool = False) -> str | None:

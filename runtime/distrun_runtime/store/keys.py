@@ -14,7 +14,6 @@ from distrun_runtime.errors import KVError
 
 __all__ = [
     "DENSE",
-    "OLD_TYPES",
     "ROW_SPARSE",
     "TYPES",
     "Key",
@@ -115,17 +114,6 @@ TYPES = (
     *("dist_device_sync", "dist_sync_device", "dist_device_async", "dist_async_device"),
 )
 """The built-in kinds, as `kvstore.create` takes them."""
-
-
-OLD_TYPES = {
-    "local_update_cpu": "create('local')",
-    "local_allreduce_cpu": "create('local')",
-    "local_allreduce_device": "create('device')",
-    "nccl": "create('device')",
-    "horovod": "a store that a package registers (KVStoreBase.register), or create('dist_device_sync')",
-    "byteps": "a store that a package registers (KVStoreBase.register), or create('dist_device_sync')",
-}
-"""MXNet's kinds that have other names here, to what to call."""
 
 
 def is_dist(name: str) -> bool:

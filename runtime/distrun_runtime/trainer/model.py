@@ -9,6 +9,7 @@ import numpy as np
 
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.foreign import not_of_torch
 from distrun_runtime.errors import KVError
 from distrun_runtime.trainer.parameters import Parameter, TensorReplica, is_tensor, memory_of, write_weight
 
@@ -75,25 +76,16 @@ def _check_memory(params: list[Parameter]) -> None:
                 names[place] = parameter.name
 
 
-def _hint(found: object) -> str:
-    """Return what to do about something of MXNet's."""
-    if type(found).__module__.partition(".")[0] != "mxnet":
-        return ""
-    return (
-        ", but of MXNet; fix: give the parameters of a torch network, or Parameter(x.asnumpy(), gradient), whose weight"
-        " and gradient are arrays of numpy"
-    )
-
-
 def _items(params: object) -> list[tuple[str, object]]:
     if hasattr(params, "named_parameters"):
         return list(params.named_parameters())
     if isinstance(params, Mapping):
         return sorted(((str(name), item) for name, item in params.items()), key=lambda pair: pair[0])
-    is_single = isinstance(params, (str, bytes, np.ndarray)) or is_tensor(params) or _hint(params)
+    is_single = isinstance(params, (str, bytes, np.ndarray)) or is_tensor(params) or not_of_torch(params)
     if is_single or not isinstance(params, Iterable):
         raise KVError(
-            f"parameters are a list or dict of Parameter or torch tensors, not {type(params).__name__}{_hint(params)}"
+            "parameters are a list or dict of Parameter or torch tensors, not"
+            f" {type(params).__name__}{not_of_torch(params)}"
         )
     return [
         (item[0], item[1]) if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) else ("", item)
@@ -110,7 +102,9 @@ def _parameter(name: str, item: object, sparse: set[int], index: str) -> Paramet
     if isinstance(one, np.ndarray):
         raise KVError(f"parameter {name!r}: a numpy array has no gradient; give Parameter(data, grad)")
     if not is_tensor(one):
-        raise KVError(f"parameter {name!r} is a {type(one).__name__}, neither Parameter nor torch tensor{_hint(one)}")
+        raise KVError(
+            f"parameter {name!r} is a {type(one).__name__}, neither Parameter nor torch tensor{not_of_torch(one)}"
+        )
     return Parameter(item, name=name, grad_stype="row_sparse" if id(one) in sparse else "default")
 
 
