@@ -29,6 +29,7 @@ from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import reduce
+from distrun_runtime.ops.compression import numbered
 from distrun_runtime.ops.reduce import read
 from distrun_runtime.protocol.message import DTYPES, Kind, Message, payloads_of, rows_of, size_of
 from distrun_runtime.ps import arithmetic, checks, replies, role, statefile
@@ -433,7 +434,7 @@ class WorkEngine:
 
     def _lend(self, what: role.Lend) -> None:
         values = self._of(what.store)
-        if not values.has_residuals and not what.rows and replies.leaves_rest(what.codec):
+        if what.codec and not values.has_residuals and not what.rows and numbered(what.codec).has_residual:
             values.has_residuals = True
             self._settle(values, values.rule)
         self._lent.setdefault(what.ticket, []).append(replies.lend(values, what))

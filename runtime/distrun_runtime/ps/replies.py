@@ -92,11 +92,6 @@ class ReplyValues:
             self.values.lent[self.sides, self.shards] -= 1
 
 
-def leaves_rest(codec: int) -> bool:
-    """Tell whether answers in a codec leave something out, which a residual takes."""
-    return codec != codecs.NONE and codecs.numbered(codec).has_residual
-
-
 def lend(values: Values, what: role.Lend) -> ReplyValues:
     """Keep the present values of shards for a pull: they are not written until they are given back."""
     lent = ReplyValues(values, what.shards, what.at, values.side[what.shards], what.codec)
@@ -133,7 +128,7 @@ def reply_of(what: role.Deliver, lent: Sequence[ReplyValues]) -> Message:
             str(key): {str(rank): note for rank, note in notes.items()} for key, notes in what.skipped.items()
         }
     entries = what.entries.copy()
-    is_packed = all(each.payloads is None for each in lent) and _is_one_dtype(entries)
+    is_packed = all(each.payloads is None for each in lent) and bool((entries["dtype"] == entries["dtype"][:1]).all())
     entries["payload"] = Payload.PACKED if is_packed else Payload.FRAME
     for each in lent:
         entries["codec"][each.at] = each.codec
@@ -237,10 +232,6 @@ def _breaks(numbers: Array, places: Array, sizes: Array) -> Array:
     """Return which shards do not lie behind the one before: those without a number do so among themselves."""
     follow = (numbers[1:] == 0) | (places[1:] == places[:-1] + sizes[:-1])
     return np.flatnonzero((numbers[1:] != numbers[:-1]) | ~follow) + 1
-
-
-def _is_one_dtype(entries: Array) -> bool:
-    return not len(entries) or bool((entries["dtype"] == entries["dtype"][0]).all())
 
 
 class _Encoder:

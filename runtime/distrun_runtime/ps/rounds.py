@@ -147,7 +147,8 @@ class Rounds:
 
     def _complete(self, store: Store, shards: Array) -> list[role.Action]:
         """Order the next rounds of some shards, as far as they are complete and the rounds before them are over."""
-        self._take_early(store, shards)
+        if store.early:
+            self._take_early(store, shards)
         following = store.ordered[shards] + 1
         ready = (store.reach(shards) >= following) & (store.ordered[shards] == store.done[shards])
         shards, following = shards[ready], following[ready]
@@ -170,8 +171,6 @@ class Rounds:
 
     def _take_early(self, store: Store, shards: Array) -> None:
         """Count contributions as usual ones that came beyond a gap which is closed: the missing worker was excused."""
-        if not store.early:
-            return
         for shard in shards.tolist():
             known = store.early.get(shard, {})
             number = int(store.ordered[shard]) + 1

@@ -449,7 +449,9 @@ class Server:
             # Entries that travelled name the rounds of the bucket's step 0. Also if the push is refused: later ones
             # that name the bucket are on their way, and each is to hear why it is refused.
             fits = checks.fit(store, entries, shards)
-            self._buckets[rank, store.number, message.bucket] = _Bucket(entries, shards, fits, _bytes_of(entries))
+            self._buckets[rank, store.number, message.bucket] = _Bucket(
+                entries, shards, fits, int(sizes_of(entries).sum())
+            )
         wrong = wrong or checks.against(store, message, entries, shards, self.me.name, is_plain=is_plain)
         is_push = message.kind is not Kind.PULL
         if not wrong and store.is_relayed and entries["codec"].any():
@@ -736,7 +738,3 @@ class Server:
 
     def _refuse(self, link: str, message: Message, reason: str, error: str = "KVError", trace: str = "") -> role.Action:
         return role.Send(link, refusal(message, reason, error, trace))
-
-
-def _bytes_of(entries: Array) -> int:
-    return int(sizes_of(entries).sum())

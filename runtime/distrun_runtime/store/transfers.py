@@ -76,7 +76,7 @@ class SentCall(Pending):
         take: Take | None = None,
         left: Callable[[], None] = lambda: None,
         *,
-        settle: Callable[[], None] = lambda: None,
+        settle: Callable[[], None] | None = None,
     ) -> None:
         self.what = request.what
         self._request = request
@@ -126,7 +126,8 @@ class SentCall(Pending):
                 else:
                     replies = self._request.wait(timeout_s, "as long as wait was to wait")
             self._finish(replies)
-            self._settle()
+            if self._settle is not None:
+                self._settle()
         self._is_over = True
 
     def _finish(self, replies: tuple[Message, ...]) -> None:
