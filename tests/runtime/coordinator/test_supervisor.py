@@ -8,6 +8,7 @@ from sample_plan import sample_plan
 
 from distrun_runtime.coordinator import failures, messages
 from distrun_runtime.coordinator.messages import Announce, Begin, Drop, EndAgent, SignalTasks, Spawn, StopTasks
+from distrun_runtime.coordinator.supervisor import Supervisor
 
 TERM = (("TERM", 10.0), ("KILL", 0.0))
 INT = (("INT", 7.0), ("TERM", 2.0), ("KILL", 0.0))
@@ -586,3 +587,26 @@ def test_of_the_losses_that_a_task_publishes_the_first_counts() -> None:
     outcome = history.loses("worker-0", "worker-1").end()
     assert outcome.culprit is not None
     assert outcome.culprit.task == "server-0"
+
+
+def test_the_time_limit_counts_from_the_first_event_whatever_the_clock_shows() -> None:
+    supervisor = Supervisor(sample_plan(timeout_s=30.0))
+    for now in (100.0, 129.5):
+        supervisor.handle(messages.Tick(WALL + now), now)
+        assert supervisor.job_state == "starting"
+    supervisor.handle(messages.Tick(WALL + 130), 130.0)
+    assert supervisor.job_state == "stopping"
+
+
+def test_the_state_of_a_job_is_told_in_the_words_of_the_job_store() -> None:
+    history = History(sample_plan(), obedient=False)
+    assert history.supervisor.job_state == "starting"
+    assert history.start().supervisor.job_state == "running"
+    assert history.exited("worker-0", 3).supervisor.job_state == "stopping"
+
+
+def test_what_is_ignored_is_said_and_no_output_is_missed_where_all_has_come() -> None:
+    history = History(sample_plan()).start().tell(messages.Exited("d1", "worker-9", code=0, time=WALL))
+    assert "d1 sent Exited of 'worker-9', which is not a task of that host; ignored" in history.said()
+    assert history.interrupt("INT").end().exit_code == 130
+    assert "is not waited for" not in history.said()

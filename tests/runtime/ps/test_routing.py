@@ -312,6 +312,34 @@ def test_shards_that_travel_in_different_ways_share_no_message_and_none_is_left_
             assert len(one.entries) == 4 or used[at] + size_of[first] > 1000, "it would have fitted into the one before"
 
 
+class Staging:
+    """Memory that the receiver reads where it is."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[int, ...]] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        self.taken.append(shape)
+        return np.empty(shape, dtype)
+
+
+def test_of_values_in_shared_memory_those_that_stay_are_not_copied() -> None:
+    shapes: list[tuple[int, ...]] = [(3,), (SHARD_BYTES // 2,), (20_000,)]
+    values = random_values(1, shapes, [np.dtype(np.float32)] * 3)
+    [portion] = Route.of(shards_of(shapes, [np.dtype(np.float32)] * 3, 1), shapes).portions
+    staging: Any = Staging()
+    frames = portion.gather(values, lent=True, staging=staging, in_place={1})
+    assert [memoryview(frame).nbytes for frame in frames] == [12, 2 * SHARD_BYTES, 80_000]
+    assert [bytes(frame) for frame in frames] == [value.tobytes() for value in values]
+    before = [value.tobytes() for value in values]
+    for value in values:
+        value[:] = 1
+    assert [bytes(frame) for frame in frames] == [before[0], values[1].tobytes(), before[2]]
+    [only] = Route.of(shards_of(shapes[1:2], [np.dtype(np.float32)], 1), shapes[1:2]).portions
+    assert [bytes(frame) for frame in only.gather(values[1:2], True, staging, {0})] == [values[1].tobytes()]
+    assert staging.taken == [(20_003,)]
+
+
 def test_messages_are_filled_to_the_last_byte() -> None:
     shapes: list[tuple[int, ...]] = [(128,)] * 6
     route = Route.of(shards_of(shapes, [np.dtype(np.float32)] * 6, 1), shapes, message_bytes=1024)
