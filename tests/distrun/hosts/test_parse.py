@@ -354,3 +354,23 @@ def test_gpus_are_counted() -> None:
         1,
         1,
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "is_met"),
+    [
+        ("d[1,2]", "range.list", True),
+        ("d[1-2]", "range.list", False),
+        ("d[1-5/2]", "range.step", True),
+        ("d[1-5]", "range.step", False),
+        ("d1\n\nd2", "blank", True),
+        ("d1\n# d2", "comment.hash", True),
+        ("d1\n// d2", "comment.slashes", True),
+        ("d1\n# d2", "blank", False),
+        ("d1\n\nd2", "comment.slashes", False),
+    ],
+)
+def test_forms_that_a_hosts_file_has_are_noted_and_no_others(text: str, form: str, is_met: bool) -> None:
+    saw: set[str] = set()
+    hosts.parse(text, "hosts", saw=saw)
+    assert (form in saw) == is_met
