@@ -1,4 +1,4 @@
-"""Options and helpers that several commands share. Those that concern hosts are in `distrun.cli.common`."""
+"""Options and helpers that several commands share."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from distrun import formats
@@ -30,6 +30,7 @@ from distrun.backends.engine import (
     FoundJob,
     Grant,
     Handle,
+    Preparation,
     QueueStatus,
     Script,
     Submission,
@@ -66,13 +67,13 @@ class FolderQueue(Engine):
         if self._is("silent") is not None:
             raise EngineError("folderqueue does not answer", "remove the file silent")
 
-    def prepare(self, submission: Submission) -> Mapping[str, str]:
+    def prepare(self, submission: Submission) -> Preparation:
         if self._is("slow") is not None:
             (self.folder / "asked.new").write_text(str(os.getpid()))
             (self.folder / "asked.new").rename(self.folder / "asked")
         while self._is("slow") is not None:
             time.sleep(0.05)
-        return {}
+        return Preparation()
 
     def render(self, submission: Submission) -> Script:
         command = submission.bootstrap.command(submission.python, "env:PLACE", str(submission.secret_file))
