@@ -402,7 +402,7 @@ def test_the_page_lists_what_the_coordinator_sends_to_a_client_and_the_client_ta
         control.output(Chunk("worker-0", "d1", "out", 0, 6, b"hello\n", 6)),
         control.metrics(SNAPSHOT),
         control.gap(512, 4096),
-        control.said("sync 1/2 (3 files)", "info", "sync"),
+        control.said("sync 1/2: 3 files", "info", control.CopyProgress(1, 2, "3 files")),
         control.prompt(1, "Password: ", 60.0),
         control.withdrawn(1),
         control.detached(4096),

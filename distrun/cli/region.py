@@ -112,7 +112,7 @@ def clip(line: bytes, columns: int) -> bytes:
     parts: list[str] = []
     at = 0
     while at < len(text):
-        escape = re.match(_ESCAPE, text, at)
+        escape = re.compile(_ESCAPE).match(text, at)
         if escape is not None:
             parts.append(escape.group() if escape.group().endswith("m") else "")
             at = escape.end()

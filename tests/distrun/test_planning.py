@@ -481,7 +481,7 @@ def test_the_agents_find_the_addresses_in_a_network_that_the_user_chose(
         ),
         ("local", {"engine": EngineOptions(time_s=60.0)}, "--time is for engines, and --launcher local is none"),
         ("local", {"engine": EngineOptions(queue="gpu")}, "--queue is for engines"),
-        ("local", {"engine": EngineOptions(own={"slurm_qos": "high"})}, "--slurm-qos is for engines"),
+        ("local", {"engine": EngineOptions(own={"node_label": "gpu"})}, "--node-label is for engines"),
         ("local", {"coordinator_host": "here"}, "only a detached job has its coordinator on a host"),
         ("ssh", {"coordinator_host": "h1"}, "only a detached job has its coordinator on a host"),
         ("ssh", {"coordinator_host": "h2", "detach": True}, "--coordinator-host: 'h2' is no host of this job"),

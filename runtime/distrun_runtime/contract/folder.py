@@ -21,8 +21,6 @@ import time
 from collections import deque
 from typing import Deque, Dict, List, NamedTuple, Tuple
 
-from distrun_runtime.contract import process
-
 MARKER = ".distrun-sync"
 """File that says: this folder was made, or was empty, when distrun first copied into it. Only there it may delete."""
 PARTIAL = ".distrun-part-"
@@ -287,7 +285,7 @@ def _fault(path: str, info: os.stat_result, is_last: bool) -> Tuple[str, str]:
     (not `is_last`) that is enough, since whatever stands there is judged too.
     """
     if info.st_uid not in (0, os.geteuid()):
-        return f"owned by {process.user_name(info.st_uid) or f'user {info.st_uid}'}", ""
+        return f"owned by {_user(info.st_uid)}", ""
     if stat.S_ISLNK(info.st_mode) or (info.st_mode & stat.S_ISVTX and stat.S_ISDIR(info.st_mode) and not is_last):
         return "", ""
     mode = stat.S_IMODE(info.st_mode)
@@ -322,6 +320,13 @@ def _is_private(gid: int) -> bool:
     except KeyError:
         return False
     return gid == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
+def _user(uid: int) -> str:  # not `process.user_name`: this file is sent to hosts alone
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
 
 
 def _group(gid: int) -> str:

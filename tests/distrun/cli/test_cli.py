@@ -124,6 +124,7 @@ def test_help_loads_nothing_heavy_and_few_modules_of_our_own() -> None:
     packages = {"distrun", "distrun_runtime", "distrun_runtime.contract", "distrun_runtime.coordinator"}
     needed = {"cli", "cli.console", "errors"}
     assert ours - packages - {f"distrun.{name}" for name in needed} == {
+        "distrun_runtime.contract.dataclass",
         "distrun_runtime.contract.facts",
         "distrun_runtime.contract.streams",
         "distrun_runtime.coordinator.output",
