@@ -1,4 +1,4 @@
-"""--activate: from its words to one text for `bash -l`, run once on each host before tasks start. Pure.
+"""--activate: from its words to one text for `bash -l`, run once on each host before tasks start. No side effects.
 
 The environment that the text leaves is what tasks start from. The text ends with another code than 0, and one line
 on stderr that says which word failed and why, when a step fails; the steps after it do not run.
@@ -79,7 +79,7 @@ unset __distrun_at
 
 
 def script(words: Sequence[str], cwd: str = "") -> str:
-    """Return the text that does what all words of --activate say, in their order; empty without words. Pure.
+    """Return the text that does what all words of --activate say, in their order; empty without words. No side effects.
 
     `venv:PATH`, `conda:ENV` (a name or a path), `module:NAME`, or any shell text. `~` is the host's home folder;
     other relative paths are below `cwd`, or, if that is empty, below the folder in which the text runs.
@@ -93,7 +93,7 @@ def script(words: Sequence[str], cwd: str = "") -> str:
 
 
 def folders(words: Sequence[str]) -> tuple[str, ...] | None:
-    """Return the folders of environments that words of --activate name, as typed. Pure.
+    """Return the folders of environments that words of --activate name, as typed. No side effects.
 
     None: a word is shell text, so that its needs are unknown. Modules and conda's environments have names, and
     are on a host before any file is copied there.

@@ -1,4 +1,4 @@
-"""Formats numbers for tables and panels: bytes, rates, shares, ages, elapsed times. No side effects.
+"""Reads and writes sizes, times and numbers with units, and words for a shell. No side effects.
 
 An unknown number is None and formatted as an empty text. Numbers that JSON cannot represent are the texts `nan`, `inf`
 and `-inf`.
@@ -127,11 +127,11 @@ def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
 
 
 def exact(number: float) -> str:
-    """Return a number as text that gives the same number back, without a needless point. Pure."""
+    """Return a number as text that gives the same number back, without a needless point. No side effects."""
     return f"{int(number)}" if number == int(number) else repr(number)
 
 
-# Points in time and sizes as a user types them. Pure.
+# Points in time and sizes as a user types them. No side effects.
 
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
@@ -209,7 +209,7 @@ def parse_size(option: str, text: str, low: int) -> int:
     return number
 
 
-# Words and shells: when a command needs one, and how words are quoted for a reader. Pure.
+# Words and shells: when a command needs one, and how words are quoted for a reader. No side effects.
 #
 # Nothing that distrun executes passes through a shell unless the user's own command is shell text. Quoting here is
 # for what is shown (the dry run, reports): pasted into bash, it gives the same words.
@@ -233,7 +233,7 @@ _CONTROL = "[\x00-\x1f\x7f\udc80-\udcff]"
 
 
 def to_argv(words: Sequence[str], shell: bool | None = None) -> tuple[str, ...]:
-    """Return what is executed for the words that the user typed. Pure.
+    """Return what is executed for the words that the user typed. No side effects.
 
     Several words are executed exactly as they stand. A single word with white space or shell characters is the
     quoted form of launch.py and runs by `bash -c`. `shell` True (--shell) gives the words, joined by blanks, to
@@ -247,7 +247,7 @@ def to_argv(words: Sequence[str], shell: bool | None = None) -> tuple[str, ...]:
 
 
 def quiet(shell: str) -> str:
-    """Return how to keep a login shell, a path or empty, from printing where there is no terminal. Pure."""
+    """Return how to keep a login shell, a path or empty, from printing where there is no terminal. No side effects."""
     name = shell.rpartition("/")[2]
     other = f"let the start-up files of {name or 'the login shell'} there print only where there is a terminal"
     return _QUIET.get(name, other)

@@ -1,4 +1,4 @@
-"""Ends a job from any terminal of the machine that launched it."""
+"""Ends jobs from the machine that launched them, and removes the folders of jobs that are over."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Option(NamedTuple):
     hidden: bool = False
 
     def read(self, value: Any) -> Any:
-        """Return what a text that was typed means; a number, a text or texts of a request are only checked. Pure.
+        """Return what a text that was typed means; a number, a text or texts of a request are only checked.
 
         Raises:
             UsageError: it is not what the option takes.
@@ -133,7 +133,7 @@ def _needs(role: str) -> tuple[Option, ...]:
 
 
 def parse_addresses(option: str, text: str) -> tuple[str, ...]:
-    """Return the addresses and host names of `A[,B...]`. Pure.
+    """Return the addresses and host names of `A[,B...]`. No side effects.
 
     Raises:
         UsageError: one of them is neither.
@@ -154,7 +154,7 @@ def parse_addresses(option: str, text: str) -> tuple[str, ...]:
 
 
 def parse_signals(option: str, text: str) -> tuple[str, ...]:
-    """Return the names of `USR1[,USR2]`. Pure.
+    """Return the names of `USR1[,USR2]`. No side effects.
 
     Raises:
         UsageError: another signal; distrun itself acts on it.
@@ -232,7 +232,7 @@ def _count(option: str, value: str | int, low: int, high: int) -> int:
 
 
 def seconds_of(option: str, value: str | float, low: float | None = None) -> float:
-    """Return a time in seconds, from `low` (more than 0 if it is None) to a year. Pure.
+    """Return a time in seconds, from `low` (more than 0 if it is None) to a year. No side effects.
 
     Raises:
         UsageError: it is none, or out of that range.

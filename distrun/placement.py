@@ -63,7 +63,7 @@ def place(
     relays: bool = False,
     gpus_per_worker: int = 0,
 ) -> tuple[Slot, ...]:
-    """Return the slots of a job: the scheduler (if any), the servers, the workers, each role by rank. Pure.
+    """Return the slots of a job: the scheduler (if any), the servers, the workers, each role by rank. No side effects.
 
     Arguments:
         workers, servers: how many of each; not negative.
@@ -108,17 +108,17 @@ def place(
 
 
 def takes(spec: HostSpec, role: str) -> bool:
-    """Return whether a host takes tasks of that role. Pure."""
+    """Return whether a host takes tasks of that role. No side effects."""
     return spec.role in ("", role)
 
 
 def capacity(spec: HostSpec, gpus_per_worker: int = 0) -> int:
-    """Return how many tasks fit on a host: its slots, else as many as its GPUs are enough for, else one. Pure."""
+    """Return how many tasks fit on a host: its slots, else as many as its GPUs are enough for, else one."""
     return spec.slots or (spec.gpu_count or 0) // max(1, gpus_per_worker) or 1
 
 
 def notes(hosts: Inventory, policy: str, gpus_per_worker: int = 0) -> tuple[str, ...]:
-    """Return what the user is to be told: which hosts say nothing of slots, and how many they are taken to have. Pure.
+    """Return what the user is to be told: which hosts say nothing of slots, and how many they are taken to have.
 
     Nothing for `cycle`, which does not look at slots.
     """
@@ -241,7 +241,7 @@ def _check_fits(counts: Mapping[str, int], free: _FreeSlots) -> None:
 
 
 def slots_in(tasks: Sequence[tuple[str, int, str, str]]) -> tuple[Slot, ...]:
-    """Return the slots of tasks whose places are known: role, rank, host, place (empty: the host's own). Pure.
+    """Return the slots of tasks whose places are known: role, rank, host, place (empty: the host's own).
 
     Local ranks count within a place: its tasks share what the place may use of its node, such as the GPUs.
     """
@@ -258,11 +258,11 @@ def slots_in(tasks: Sequence[tuple[str, int, str, str]]) -> tuple[Slot, ...]:
 
 
 def hosts_of(slots: Sequence[Slot], order: Sequence[str]) -> tuple[str, ...]:
-    """Return the hosts that have a task, each once, in the order of `order`. Pure."""
+    """Return the hosts that have a task, each once, in the order of `order`. No side effects."""
     used = {slot.host for slot in slots}
     return tuple(name for name in dict.fromkeys(order) if name in used)
 
 
 def worker_places(slots: Sequence[Slot]) -> tuple[str, ...]:
-    """Return the places that have workers, the place of worker 0 first, as torch numbers its groups. Pure."""
+    """Return the places that have workers, the place of worker 0 first, as torch numbers its groups."""
     return tuple(dict.fromkeys(slot.place for slot in slots if slot.role == WORKER))

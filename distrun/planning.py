@@ -659,7 +659,7 @@ def _hidden(slots: Sequence[Slot], users: Mapping[str, Mapping[str, Setting]]) -
 
 
 def check_ports(request: JobRequest, plan: Plan) -> None:
-    """Check that --port-range has a port for each process of ours, and each held port, on every host. Pure.
+    """Check that --port-range has a port for each process of ours, and each held port, on every host. No side effects.
 
     Raises:
         UsageError: with the arithmetic.
@@ -687,7 +687,7 @@ def check_ports(request: JobRequest, plan: Plan) -> None:
 
 
 def may_bring(request: JobRequest, hosts: Sequence[HostSpec], names: Iterable[str]) -> bool:
-    """Return whether what servers run by may be among the files that are copied, as far as can be said here. Pure.
+    """Return whether what servers run by may be among the files that are copied, as far as can be said here.
 
     `names`: of the files and folders at the top of what is copied. Paths are judged on the host.
     """
@@ -696,7 +696,7 @@ def may_bring(request: JobRequest, hosts: Sequence[HostSpec], names: Iterable[st
 
 
 def device_warnings(plan: Plan) -> list[str]:
-    """Return a warning for hosts that have more workers than the GPUs which these workers see. Pure.
+    """Return a warning for hosts that have more workers than the GPUs which these workers see. No side effects.
 
     A program that takes the device `cuda:LOCAL_RANK`, as scripts for torchrun do, fails in such a worker. It is no
     error: workers may share a GPU, or use none. A value that hides all GPUs is taken as meant.
@@ -725,7 +725,7 @@ def device_warnings(plan: Plan) -> list[str]:
 
 
 def device_notes(plan: Plan) -> list[str]:
-    """Return what scripts for torchrun take differently with --gpus-per-worker: LOCAL_RANK is no GPU's number. Pure."""
+    """Return what scripts for torchrun take differently with --gpus-per-worker: LOCAL_RANK is no GPU's number."""
     each = plan.gpus_per_worker
     if not any(task.gpus is not None and int(task.env["LOCAL_RANK"]) >= each > 0 for task in plan.of_role(WORKER)):
         return []

@@ -74,7 +74,7 @@ copy(peer.recv, lambda data: os.write(1, data), leave)
 
 
 def ssh_argv(login: str, command: str, connect_s: float = ANSWER_S, may_ask: bool = True) -> list[str]:
-    """Return how to run a command on a host whose loss is noticed within ALIVE_S * ALIVE_COUNT seconds. Pure.
+    """Return how to run a command on a host whose loss is noticed within ALIVE_S * ALIVE_COUNT seconds.
 
     Args:
         login: what a user types before a command to run it there: `ssh -p 2222 ann@d1`.
@@ -270,7 +270,7 @@ def ask_argv(
     tail: int = 0,
     limit_s: float = 0.0,
 ) -> list[str]:
-    """Return how to ask a host about jobs. Pure.
+    """Return how to ask a host about jobs. No side effects.
 
     Args:
         login: as for `ssh_argv`, as are `connect_s` and `may_ask`.

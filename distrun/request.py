@@ -243,14 +243,14 @@ class JobRequest:
 
 
 def given(settings: Sequence[Setting], role: str) -> dict[str, Setting]:
-    """Return what the user gives to tasks of `role`, by name; one for the role wins over one for all. Pure."""
+    """Return what the user gives to tasks of `role`, by name; one for the role wins over one for all."""
     chosen = {setting.name: setting for setting in settings if not setting.role}
     chosen.update((setting.name, setting) for setting in settings if setting.role == role)
     return chosen
 
 
 def forwarded(outer: Mapping[str, str]) -> list[Setting]:
-    """Return what goes to every task on another host from the environment `outer`, by name. Pure.
+    """Return what goes to every task on another host from the environment `outer`, by name. No side effects.
 
     Over ssh a task starts with what its host's login gives it. What tunes a parameter server, a collective library or a
     thread pool is set where the job is launched, so it is forwarded, and so is what launch.py gave its tasks. Other
@@ -267,7 +267,7 @@ def forwarded(outer: Mapping[str, str]) -> list[Setting]:
 
 
 def is_forwarded(name: str) -> bool:
-    """Return whether a variable of that name is forwarded without being named. Pure."""
+    """Return whether a variable of that name is forwarded without being named. No side effects."""
     if name in FORWARDED_NAMES:
         return True
     row = environ.BY_NAME.get(name)
@@ -280,7 +280,7 @@ def _is_stale(name: str) -> bool:
 
 
 def parse_env(words: Iterable[str], outer: Mapping[str, str]) -> tuple[list[Setting], list[str]]:
-    """Return the settings of `--env` words (`K=V`, `K`, `PFX*`) and notes for the user. Pure.
+    """Return the settings of `--env` words (`K=V`, `K`, `PFX*`) and notes for the user. No side effects.
 
     `outer` is the environment that `K` and `PFX*` are taken from. A pattern never picks a name that distrun sets.
 
@@ -314,7 +314,7 @@ def parse_env(words: Iterable[str], outer: Mapping[str, str]) -> tuple[list[Sett
 
 
 def parse_role_env(role: str, words: Iterable[str]) -> list[Setting]:
-    """Return the settings of `--env-ROLE` words, `K=V` or launch.py's `K:V`. Pure.
+    """Return the settings of `--env-ROLE` words, `K=V` or launch.py's `K:V`. No side effects.
 
     Raises:
         UsageError: no value, an empty name, or one that distrun sets itself.
@@ -330,7 +330,7 @@ def parse_role_env(role: str, words: Iterable[str]) -> list[Setting]:
 
 
 def parse_env_file(text: str, path: str) -> list[Setting]:
-    """Return the settings of an env file: `KEY=VALUE` lines, `# comments`, `export`, quotes. Pure.
+    """Return the settings of an env file: `KEY=VALUE` lines, `# comments`, `export`, quotes. No side effects.
 
     Unquoted values end at ` #` and lose white space at the end; 'single' quotes keep all; "double" quotes know
     backslash-n, -t, -r, -quote, -backslash and -$. Nothing is expanded. Values are not shown anywhere.
@@ -352,7 +352,7 @@ def parse_env_file(text: str, path: str) -> list[Setting]:
 
 
 def setting(option: str, name: str, value: str, role: str = "", hidden: bool = False) -> Setting:
-    """Return a checked setting. `option` is where it was given, for the message. Pure.
+    """Return a checked setting. `option` is where it was given, for the message. No side effects.
 
     Raises:
         UsageError: a name that is empty, malformed or set by distrun itself; a NUL character.
@@ -371,13 +371,13 @@ def setting(option: str, name: str, value: str, role: str = "", hidden: bool = F
 
 
 def is_ours(name: str) -> bool:
-    """Return whether distrun sets this variable in tasks whatever the user says. Pure."""
+    """Return whether distrun sets this variable in tasks whatever the user says. No side effects."""
     row = environ.BY_NAME.get(name)
     return row is not None and row.use in (environ.GIVEN, environ.BOTH) and name not in _MERGED
 
 
 def is_secret(name: str) -> bool:
-    """Return whether a variable's name looks like a secret's. Pure."""
+    """Return whether a variable's name looks like a secret's. No side effects."""
     return any(fnmatch.fnmatchcase(name.upper(), pattern) for pattern in environ.SECRET_PATTERNS)
 
 

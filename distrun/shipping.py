@@ -1,8 +1,9 @@
-"""The bundled runtime for tasks: a folder that is put on their PYTHONPATH, and an archive for other hosts.
+"""What hosts are sent: the runtime for tasks as an archive, the programs of agent and coordinator as blobs.
 
-The folder has the runtime and nothing else that can be imported. Other hosts are sent the archive: the sources of the
-package distrun_runtime, named by the archive's digest, and keep it unpacked under that name; a copy that has to be made
-here is the same archive, unpacked under the same name.
+On this machine the runtime is a folder that is put on the tasks' PYTHONPATH. The folder has the runtime and nothing
+else that can be imported. Other hosts are sent the archive: the sources of the package distrun_runtime, named by the
+archive's digest, and keep it unpacked under that name; a copy that has to be made here is the same archive, unpacked
+under the same name.
 
 The same sources give the same bytes: names are sorted, times and modes fixed. The archive is small (compressed, about a
 quarter of a megabyte), so that it goes to an agent in one frame.
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
 # Keeps in the user's cache what takes long to make and is the same until a source changes. Nothing needs the cache.
 #
-# Files are named by what they were made from (`contract.keptfiles`), and are read only from a folder that no other user
-# can write to (`contract.caches`). What is damaged is removed and made again.
+# Files are named by what they were made from (`contract.cache_file`), and are read only from a folder that no other
+# user can write to (the same). What is damaged is removed and made again.
 
 
 KIND = "launcher"

@@ -108,14 +108,14 @@ class Backend(ABC):
         """Return the job's hosts, given those that the user named (None: none)."""
 
     def reach(self, spec: HostSpec, options: Mapping[str, str]) -> Reach:
-        """Return how a host is reached: `Host.reach` of the plan, which only this backend reads. Pure.
+        """Return how a host is reached: `Host.reach` of the plan, which only this backend reads. No side effects.
 
         Options are the user's, for all hosts (`transport`, `strict`, `config`, `connect_s`); empty ones are left out.
         """
         return Reach({})
 
     def login(self, reach: Reach) -> str:
-        """Return what a user types before a command to run it on a host that is reached so; empty: nothing. Pure."""
+        """Return what a user types before a command to run it on a host that is reached so; empty: nothing."""
         return ""
 
     def copier(self, hosts: Sequence[Host], request: CopyRequest, sink: Says) -> FileCopier:
@@ -179,5 +179,5 @@ class Backend(ABC):
 
 
 def marks(job: str, nonce: str, host: str) -> dict[str, str]:
-    """Return the variables by which processes of a job on a host are found; none without a job. Pure."""
+    """Return the variables by which processes of a job on a host are found; none without a job. No side effects."""
     return process.marks(job, nonce, host) if job else {}

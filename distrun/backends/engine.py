@@ -60,7 +60,7 @@ class Bootstrap(NamedTuple):
     limit_s: float
 
     def command(self, python: str, place: str, secret: str) -> tuple[str, ...]:
-        """Return the argument list for a place. No word of it is the user's, and each is safe in single quotes. Pure.
+        """Return the argument list for a place. No word of it is the user's, and each is safe in single quotes.
 
         Args:
             place: the place's name, or `env:NAME` of the variable in which the engine has it.
@@ -247,7 +247,7 @@ class Engine(ABC):
 
     @abstractmethod
     def render(self, submission: Submission) -> Script:
-        """Return what `submit` will execute. Pure."""
+        """Return what `submit` will execute. No side effects."""
 
     def submit(self, submission: Submission, script: Script) -> Handle:
         """Submit the job; `script` is what `render` gave, its files are written.
@@ -357,7 +357,7 @@ def ask(argv: Sequence[str], hint: str = "") -> str:
 
 
 def marker(job: str, nonce: str) -> str:
-    """Return what a job is called in an engine. Pure."""
+    """Return what a job is called in an engine. No side effects."""
     return f"{MARK}{re.sub('[^a-z0-9]+', '-', job.lower()).strip('-')[:30].strip('-')}-{nonce}"
 
 
@@ -383,7 +383,7 @@ def template(name: str, options: EngineOptions) -> str:
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """Return a template's text with `@{name}` replaced. Pure.
+    """Return a template's text with `@{name}` replaced. No side effects.
 
     Raises:
         UsageError: it has a name that is not in `values`.

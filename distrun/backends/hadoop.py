@@ -67,7 +67,7 @@ def read_site(folder: Path) -> dict[str, str]:
 
 
 def properties(text: bytes) -> dict[str, str]:
-    """Return the properties of one configuration file. Pure.
+    """Return the properties of one configuration file. No side effects.
 
     Raises:
         ElementTree.ParseError: it is not XML.
@@ -83,13 +83,13 @@ def properties(text: bytes) -> dict[str, str]:
 
 
 def shown_properties(said: Any) -> dict[str, str]:
-    """Return the properties that a daemon shows at `/conf`, as JSON. Pure."""
+    """Return the properties that a daemon shows at `/conf`, as JSON. No side effects."""
     rows = said.get("properties") if isinstance(said, dict) else None
     return {str(each["key"]): str(each["value"]) for each in rows or () if "key" in each and "value" in each}
 
 
 def value(site: Mapping[str, str], name: str, default: str = "") -> str:
-    """Return a property with `${other}` replaced by other properties. Pure."""
+    """Return a property with `${other}` replaced by other properties. No side effects."""
     text = site.get(name) or default
     for _ in range(20):
         match = _VARIABLE.search(text)
@@ -100,7 +100,7 @@ def value(site: Mapping[str, str], name: str, default: str = "") -> str:
 
 
 def resource_managers(site: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the addresses of the ResourceManagers' web services, `http://HOST:PORT`; none if no file says. Pure."""
+    """Return the addresses of the ResourceManagers' web services, `http://HOST:PORT`; none if no file says."""
     is_tls = value(site, "yarn.http.policy") == "HTTPS_ONLY"
     key, port = ("webapp.https.address", 8090) if is_tls else ("webapp.address", 8088)
     ids = [""]
@@ -116,7 +116,7 @@ def resource_managers(site: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def name_nodes(site: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the addresses of WebHDFS on the NameNodes of the default file system; none if it is not HDFS. Pure."""
+    """Return the addresses of WebHDFS on the NameNodes of the default file system; none if it is not HDFS."""
     default = urllib.parse.urlsplit(value(site, "fs.defaultFS"))
     if default.scheme in ("webhdfs", "swebhdfs"):
         return (("https://" if default.scheme == "swebhdfs" else "http://") + default.netloc,)
@@ -142,7 +142,7 @@ def _words(text: str) -> list[str]:
 
 
 def addresses(text: str, option: str) -> tuple[str, ...]:
-    """Return the addresses that the user typed, `URL[,URL...]`, without their paths. Pure.
+    """Return the addresses that the user typed, `URL[,URL...]`, without their paths. No side effects.
 
     Raises:
         UsageError: one is no http or https address.
@@ -430,20 +430,20 @@ def find_jar(yarn: str) -> str:
 
 
 def agent_script(submission: Submission) -> str:
-    """Return the script that every container runs. Pure."""
+    """Return the script that every container runs. No side effects."""
     words = submission.bootstrap.command(submission.python, "env:CONTAINER_ID", SECRET)
     resolved = f'"$(readlink -f {SECRET_FILE})"'
     return f"#!/bin/bash\nexec {' '.join(resolved if word == SECRET else formats.join([word]) for word in words)}\n"
 
 
 def largest(groups: Sequence[RoleGroup]) -> Needs:
-    """Return what each container must have so that every task fits in it. Pure."""
+    """Return what each container must have so that every task fits in it. No side effects."""
     rows = [group.needs for group in groups]
     return Needs(*(max(column) for column in zip(*rows, strict=True)))
 
 
 def command(submission: Submission, yarn: str, jar: str, memory_mb: int) -> tuple[str, ...]:
-    """Return what submits the job. No word of it is secret. Pure."""
+    """Return what submits the job. No word of it is secret. No side effects."""
     options = submission.options
     needs = largest(submission.groups)
     megabytes = -(-needs.memory // MIB) or memory_mb
@@ -504,7 +504,7 @@ def _why(said: str) -> str:
 
 
 def containers_of(said: Mapping[str, Any], servers: int) -> tuple[Container, ...]:
-    """Return the containers that an attempt has, without the application master's: servers first. Pure.
+    """Return the containers that an attempt has, without the application master's: servers first. No side effects.
 
     It is unknown whether their files are there already.
     """

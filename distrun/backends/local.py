@@ -221,7 +221,7 @@ def _wait_s(channel: ChildChannel, limit_s: float) -> float:
 
 
 def short_name(hostname: str) -> str:
-    """Return what the job calls a machine: its host name up to the first dot. Pure."""
+    """Return what the job calls a machine: its host name up to the first dot. No side effects."""
     return hostname.partition(".")[0] or "localhost"
 
 

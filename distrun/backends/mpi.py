@@ -309,7 +309,7 @@ GUARD = os.path.basename(mpiguard.__file__)
 
 
 def _how(ended: str) -> str:
-    """Return how mpirun ended, by what its guard has written; empty: nothing. Pure."""
+    """Return how mpirun ended, by what its guard has written; empty: nothing. No side effects."""
     if not ended:
         return "was killed with its guard"
     return f"was ended by {signal.Signals(-int(ended)).name}" if ended.startswith("-") else f"ended with code {ended}"
@@ -319,7 +319,7 @@ def _how(ended: str) -> str:
 
 
 def check(submission: Submission) -> None:
-    """Refuse what has no meaning for mpirun. Pure. Raises UsageError."""
+    """Refuse what has no meaning for mpirun. No side effects. Raises UsageError."""
     options = submission.options
     given = [("--queue", options.queue), ("--time", options.time_s), ("--project", options.project)]
     given += [
@@ -344,19 +344,19 @@ def check(submission: Submission) -> None:
 
 
 def _ssh_lines(spec: HostSpec) -> list[str]:
-    """Return the lines of ~/.ssh/config that say what a hosts file says of reaching a host. Pure."""
+    """Return the lines of ~/.ssh/config that say what a hosts file says of reaching a host. No side effects."""
     found = (("User", spec.user), ("Port", spec.port), ("IdentityFile", spec.identity), ("ProxyJump", spec.jump))
     return [f"{name} {value}" for name, value in found if value]
 
 
 def _wanted(options: EngineOptions) -> tuple[str, str]:
-    """Return the program and the flavor that the user or the site names; empty: none. Pure."""
+    """Return the program and the flavor that the user or the site names; empty: none. No side effects."""
     own, config = options.own, options.config
     return own.get("mpirun") or config.get("mpirun", ""), own.get("mpi_flavor") or config.get("flavor", "")
 
 
 def _bootstrap(flavor: str, env: Mapping[str, str]) -> dict[str, str]:
-    """Return how Intel MPI starts processes in an allocation; its mpirun would find out, and is not used. Pure."""
+    """Return how Intel MPI starts processes in an allocation; its mpirun would find out, and is not used."""
     if flavor != "intel" or "I_MPI_HYDRA_BOOTSTRAP" in env:
         return {}
     if "SLURM_JOB_ID" in env:
@@ -371,7 +371,7 @@ def _allows_root(submission: Submission) -> bool:
 
 
 def grants_of(submission: Submission) -> tuple[Grant, ...]:
-    """Return the places of a job: its hosts that get a task, each by its line in mpirun's hosts file. Pure.
+    """Return the places of a job: its hosts that get a task, each by its line in mpirun's hosts file. No side effects.
 
     Raises:
         UsageError: the hosts have too little room.
@@ -397,7 +397,7 @@ def _grant(place: str, spec: HostSpec) -> Grant:
 
 
 def flavor_of(banner: str) -> Flavor | None:
-    """Return the flavor whose `--version` this is; None: it is unknown. Pure."""
+    """Return the flavor whose `--version` this is; None: it is unknown. No side effects."""
     return next((flavor for flavor in FLAVORS if re.search(flavor.banner, banner)), None)
 
 
@@ -501,7 +501,7 @@ _NOISE = re.compile(r"^[-=@*\s]*$|setpgid\(|Permanently added|^NOTE:|aggregate|h
 
 
 def gone(said: str, grants: Iterable[Grant]) -> dict[str, str]:
-    """Return the places that mpirun could not start, and why, by what it and the agents said so far. Pure."""
+    """Return the places that mpirun could not start, and why, by what it and the agents said so far."""
     grants = tuple(grants)
     places = {grant.place for grant in grants}
     found: dict[str, str] = {}
@@ -522,14 +522,14 @@ def gone(said: str, grants: Iterable[Grant]) -> dict[str, str]:
 
 
 def last_words(said: str) -> str:
-    """Return the few lines of what mpirun said that tell why it ended; empty: it said nothing. Pure."""
+    """Return the few lines of what mpirun said that tell why it ended; empty: it said nothing. No side effects."""
     lines = [line.strip() for line in said.splitlines() if not _NOISE.search(line)]
     telling = list(dict.fromkeys(line for line in lines if _TELLING.search(line)))
     return _cut("; ".join(telling[:WORDS] or lines[-WORDS:]))
 
 
 def lost_node(said: str) -> str | None:
-    """Return the host that mpirun has lost while the job ran; empty: it does not say which; None: none. Pure."""
+    """Return the host that mpirun has lost while the job ran; empty: it does not say which; None: none."""
     found = list(_LOST.finditer(said))
     if not found:
         return None

@@ -612,7 +612,7 @@ def _may_be_explained(outcome: Outcome) -> bool:
 
 
 def with_explanation(outcome: Outcome, found: Explanation | None, engine: str) -> Outcome:
-    """Return a failure as the engine explains it. Pure."""
+    """Return a failure as the engine explains it. No side effects."""
     if found is None:
         if outcome.reason != facts.HOST_LOST:
             return outcome

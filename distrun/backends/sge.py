@@ -160,7 +160,7 @@ class Sge(Engine):
             )
 
     def render(self, submission: Submission) -> Script:
-        """Return the script and the command of `qsub`. Pure."""
+        """Return the script and the command of `qsub`. No side effects."""
         return script(submission, submission.found)
 
     def submit(self, submission: Submission, script: Script) -> Handle:
@@ -369,7 +369,7 @@ class Sge(Engine):
         return tuple(found)
 
 
-# What is submitted. Pure.
+# What is submitted. No side effects.
 
 
 def script(submission: Submission, found: SgePreparation) -> Script:
@@ -548,7 +548,7 @@ def _is_tight(environment: Mapping[str, str]) -> bool:
     return environment.get("control_slaves", "").upper() == "TRUE"
 
 
-# What Grid Engine says. Pure.
+# What Grid Engine says. No side effects.
 
 
 class QstatRow(NamedTuple):

@@ -1,4 +1,4 @@
-"""`distrun attach`: shows a job that runs, from any terminal, until it is over or the user leaves it."""
+"""`distrun attach`, `detach` and `wait`: show a running job, let it go on alone, wait for its end."""
 
 from __future__ import annotations
 

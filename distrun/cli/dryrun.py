@@ -236,7 +236,7 @@ def _devices(task: Task) -> dict[str, str]:
 
 
 def series(values: Sequence[str]) -> str:
-    """Return a list of values, shortened. Pure.
+    """Return a list of values, shortened. No side effects.
 
     Such as `0-9`, `0-3, repeated`, `0-9, each 2 times`, `2 (4 times), 1 (3 times)`.
     """

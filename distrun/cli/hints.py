@@ -120,7 +120,7 @@ def _reordered(ctx: click.Context, command: Sequence[str], moved: Sequence[Behin
 
 
 def behind(command: Sequence[str], params: Sequence[click.Parameter]) -> Iterator[Behind]:
-    """Yield the options of ours that stand behind a command's first word, or behind an interpreter's options. Pure."""
+    """Yield the options of ours that stand behind a command's first word, or behind an interpreter's options."""
     takes = {
         name: isinstance(option, click.Option) and not option.is_flag and not option.count
         for option in params

@@ -1,4 +1,4 @@
-"""A model of the last rows of a task's stream, as a terminal would show them. No side effects.
+"""The output of tasks as lines: rows that a terminal would show, order, prefixes. No side effects.
 
 A progress bar overwrites its line with carriage returns, and nested bars (tqdm) move the cursor up. `Screen` keeps the
 rows that may still change and returns finished rows as lines. It differs from a terminal in one way: text after a

@@ -1,4 +1,4 @@
-"""`distrun status`: all jobs of the user, or one job in detail, as text or JSON.
+"""`distrun status` and `distrun top`: all jobs of the user, or one in detail, as text, as JSON, or live.
 
 Jobs come from this machine's job store or, with -H, from the agents of hosts, wherever the jobs were launched. All
 queries have a time limit: what does not answer in time is shown as unknown.

@@ -1,4 +1,4 @@
-"""Checks of hosts: what their agents told goes in, a row for each finding comes out. Pure.
+"""Checks of hosts: what their agents told goes in, a row for each finding comes out. No side effects.
 
 The facts are those of `distrun_runtime.agent.probe`. Each check is a function of one host's; `between` compares hosts.
 """
@@ -92,7 +92,7 @@ class CheckRow:
 
 
 def folded(rows: Iterable[CheckRow]) -> list[tuple[CheckRow, list[str]]]:
-    """Return rows that say the same of several hosts once, with these hosts, in the order of the checks. Pure."""
+    """Return rows that say the same of several hosts once, with these hosts, in the order of the checks."""
     rows = list(rows)
     order = {check: index for index, check in reversed(list(enumerate(row.check for row in rows)))}
     groups: dict[tuple[str, ...], tuple[CheckRow, list[str]]] = {}

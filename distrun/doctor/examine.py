@@ -82,7 +82,7 @@ def examine(backend: Backend, hosts: Sequence[Host], request: DoctorRequest) -> 
 
 
 def questions(name: str, hosts: Sequence[Host], request: DoctorRequest) -> dict[str, str]:
-    """Return what a host's agent is asked to look at: what a launch would make of it. Pure."""
+    """Return what a host's agent is asked to look at: what a launch would make of it. No side effects."""
     host = next(each for each in hosts if each.name == name)
     others = [each.address or each.name for each in hosts if each.name != name]
     interface = host.interface or request.interface
@@ -296,7 +296,7 @@ class Made:
 
 
 def wanted(examined: Sequence[ExaminedHost]) -> list[EnvironmentSpec]:
-    """Return the environments that are missing and can be made. Pure."""
+    """Return the environments that are missing and can be made. No side effects."""
     found = []
     for host in examined:
         python = host.facts.get("python", {})
@@ -309,7 +309,7 @@ def wanted(examined: Sequence[ExaminedHost]) -> list[EnvironmentSpec]:
 
 
 def told(rows: Sequence[EnvironmentSpec]) -> list[str]:
-    """Return what will be done, a line for each kind of it. Pure."""
+    """Return what will be done, a line for each kind of it. No side effects."""
     alike: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         alike.setdefault((row.python, row.place), []).append(row.host)
@@ -360,7 +360,7 @@ def make(
 
 
 def outcome(row: EnvironmentSpec, ran: Ran | Problem) -> Made:
-    """Return what came of one environment. Pure."""
+    """Return what came of one environment. No side effects."""
     if isinstance(ran, Problem):
         return Made(row.host, ran.text, fix=ran.fix or "type the same again")
     if ran.is_late:
@@ -384,13 +384,13 @@ def outcome(row: EnvironmentSpec, ran: Ran | Problem) -> Made:
 
 
 def pip_words(words: str) -> str:
-    """Return the errors among the last lines of pip, after why it reached no index. Pure."""
+    """Return the errors among the last lines of pip, after why it reached no index. No side effects."""
     why = re.search(r"\[Errno -?\d+\] [\w ]+", words)
     errors = [line for line in words.splitlines() if line.startswith("ERROR")]
     return "\n".join([why.group(), *errors]) if why and errors else "\n".join(errors) or words
 
 
 def by_hand(row: EnvironmentSpec) -> str:
-    """Return shell text that tries the same, for the user to see what happens. Pure."""
+    """Return shell text that tries the same, for the user to see what happens. No side effects."""
     packages = " ".join(PACKAGES)
     return f'at=$(mktemp -d) && {quote(row.python)} -m venv "$at" && "$at"/bin/pip install {packages}; rm -r "$at"'

@@ -1,9 +1,9 @@
-"""Asks tools of many hosts' agents, without a job.
+"""Asks the agents of many hosts, without a job: what a host has, and which jobs run there.
 
     with Fleet(backend, hosts) as fleet:
         found = fleet.ask("survey", {}, 30.0)
 
-Each host gives an `Answer` or a `Problem`. What to send and when to give up is decided by `Questions`, which the
+Each host gives a `HostAnswer` or a `Problem`. What to send and when to give up is decided by `Questions`, which the
 coordinator's loop drives.
 """
 

@@ -81,7 +81,7 @@ def _slurm(nodes: str, tasks: str) -> Inventory:
 
 
 def _per_node(text: str) -> list[int]:
-    """Return the counts of `2(x3),1`: 2, 2, 2, 1. Empty, if it is something else. Pure."""
+    """Return the counts of `2(x3),1`: 2, 2, 2, 1. Empty, if it is something else. No side effects."""
     counts: list[int] = []
     for item in text.strip().split(","):
         match = re.fullmatch(_SLURM_COUNT, item)

@@ -1,4 +1,4 @@
-"""The grammar of hosts files: attributes, forms and codes as tables; errors, words and values of one line. Pure.
+"""The grammar of hosts files as tables, and hosts as values: `HostSpec`, `Inventory`. No side effects.
 
     file   := { line NEWLINE }
     line   := [ entry ] [ WS* ('#' | '//') text ]        a comment begins at the line's start or after white space
@@ -442,18 +442,18 @@ class Inventory:
 
 
 def named(names: Iterable[str], source: str = "names") -> Inventory:
-    """Return an inventory of hosts of which nothing but the names is known. Pure."""
+    """Return an inventory of hosts of which nothing but the names is known. No side effects."""
     order = tuple(names)
     return Inventory(source, tuple(HostSpec(name) for name in dict.fromkeys(order)), order)
 
 
 def local(name: str) -> Inventory:
-    """Return the inventory of a job on this machine, which is called `name`. Pure."""
+    """Return the inventory of a job on this machine, which is called `name`. No side effects."""
     return named([name], "this machine")
 
 
 def key_of(name: str) -> str:
-    """Return what two spellings of one host have in common: IPv6 addresses are written in several ways. Pure."""
+    """Return what two spellings of one host have in common: IPv6 addresses are written in several ways."""
     if ":" in name:
         try:
             return str(ipaddress.IPv6Address(name))
@@ -463,7 +463,7 @@ def key_of(name: str) -> str:
 
 
 def is_loopback(name: str) -> bool:
-    """Return whether a name means the machine that looks it up, so that no other host can use it. Pure."""
+    """Return whether a name means the machine that looks it up, so that no other host can use it. No side effects."""
     if name.lower() in ("localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost"):
         return True
     try:
@@ -473,7 +473,7 @@ def is_loopback(name: str) -> bool:
 
 
 def write(inventory: Inventory) -> str:
-    """Return a hosts file that says the same: `parse(write(x), x.source) == x`. Pure."""
+    """Return a hosts file that says the same: `parse(write(x), x.source) == x`. No side effects."""
     turns = Counter(inventory.order)
     lines: list[str] = []
     seen: set[str] = set()
@@ -489,7 +489,7 @@ def write(inventory: Inventory) -> str:
 
 
 def line_of(spec: HostSpec) -> str:
-    """Return the line of a hosts file that describes this host. Pure."""
+    """Return the line of a hosts file that describes this host. No side effects."""
     words = [f"[{spec.name}]" if ":" in spec.name else spec.name]
     for each in dataclasses.fields(spec)[1:]:
         value = getattr(spec, each.name)

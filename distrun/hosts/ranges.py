@@ -1,4 +1,4 @@
-"""Node lists: `gpu[01-16,20]n[1-8/2],x1`, folded and expanded. Pure.
+"""Node lists: `gpu[01-16,20]n[1-8/2],x1`, folded and expanded. No side effects.
 
 The meaning is that of Slurm and ClusterShell: several ranges in a name give all combinations, the last one running
 fastest; zero padding is kept.
@@ -127,7 +127,7 @@ def _range(item: str, at: int) -> Range:
 
 
 def split(text: str, separators: str = ",") -> list[tuple[int, str]]:
-    """Return the items of a list with their places; separators inside brackets separate nothing. Pure."""
+    """Return the items of a list with their places; separators inside brackets separate nothing. No side effects."""
     items, start, depth = [], 0, 0
     for at, char in enumerate(text):
         depth += (char == "[") - (char == "]" and depth > 0)
@@ -141,7 +141,7 @@ def split(text: str, separators: str = ",") -> list[tuple[int, str]]:
 
 
 def expand(text: str) -> list[str]:
-    """Return the names of a node list, in its order. Commas and white space separate. Pure.
+    """Return the names of a node list, in its order. Commas and white space separate. No side effects.
 
     Raises:
         HostsError: E109, E110, with the place.
@@ -170,7 +170,7 @@ def _is_address(item: str) -> bool:
 
 
 def fold(names: Iterable[str]) -> str:
-    """Return a node list of these names, each once, in the order of their numbers. Pure.
+    """Return a node list of these names, each once, in the order of their numbers. No side effects.
 
     `expand(fold(names))` gives the same names.
     """
@@ -228,5 +228,5 @@ def _written(field: _Field) -> str:
 
 
 def generic(host: str, text: str) -> str:
-    """Return a text about a host with HOST in place of its name, to compare it with that of another host. Pure."""
+    """Return a text about a host with HOST in place of its name, to compare it with that of another host."""
     return re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", "HOST", text) if host in text else text

@@ -127,7 +127,7 @@ def _read(versions: tuple[tuple[str, int, int, int], ...]) -> KnownHosts:
 
 
 def entries(lines: Iterable[str], path: str = "") -> list[KnownHost]:
-    """Return the entries of one file; lines that are none are passed over, as ssh does. Pure."""
+    """Return the entries of one file; lines that are none are passed over, as ssh does. No side effects."""
     found = []
     for number, line in enumerate(lines, 1):
         words = line.split()
@@ -138,7 +138,7 @@ def entries(lines: Iterable[str], path: str = "") -> list[KnownHost]:
 
 
 def matches(names: str, name: str) -> bool:
-    """Return whether the first field of a line means `name`: patterns, negated ones, or a hash. Pure."""
+    """Return whether the first field of a line means `name`: patterns, negated ones, or a hash. No side effects."""
     name = name.lower()
     if names.startswith(_HASHED):
         try:
@@ -158,13 +158,13 @@ def matches(names: str, name: str) -> bool:
 
 
 def of_host(found: Sequence[KnownHost], name: str) -> list[KnownHost]:
-    """Return the entries of one host. Pure."""
+    """Return the entries of one host. No side effects."""
     candidates = found.candidates(name) if isinstance(found, KnownHosts) else found
     return [entry for entry in candidates if matches(entry.names, name)]
 
 
 def look_up(found: Sequence[KnownHost], name: str, kind: str, key: str) -> KeyStatus:
-    """Return what is known about the key that `name` showed. Pure.
+    """Return what is known about the key that `name` showed. No side effects.
 
     A host of which only keys of other kinds are recorded counts as changed: its kinds were asked for first, so
     that one that still has them would have shown one.
@@ -191,12 +191,12 @@ def look_up(found: Sequence[KnownHost], name: str, kind: str, key: str) -> KeySt
 
 
 def recorded_kinds(found: Sequence[KnownHost], name: str) -> list[str]:
-    """Return the kinds of key that are recorded for a host, so that it can be asked for one of those. Pure."""
+    """Return the kinds of key that are recorded for a host, so that it can be asked for one of those."""
     return list(dict.fromkeys(entry.kind for entry in of_host(found, name) if not entry.marker))
 
 
 def fingerprint(key: bytes) -> str:
-    """Return what ssh shows of a key. Pure."""
+    """Return what ssh shows of a key. No side effects."""
     return "SHA256:" + base64.b64encode(hashlib.sha256(key).digest()).decode().rstrip("=")
 
 

@@ -438,7 +438,7 @@ class Choice:
 
 
 def order_keys(files: Sequence[KeyFile], held: Iterable[bytes], explicit: bool, only: bool) -> list[Choice]:
-    """Return what to offer, best first. Pure.
+    """Return what to offer, best first. No side effects.
 
     Servers turn one out after a few wrong keys (MaxAuthTries, usually 6). So the keys that the user named come
     before whatever else an agent holds; without such names the agent's come first, as with ssh itself.
@@ -476,7 +476,7 @@ def read_key_file(path: str) -> KeyFile:
 
 
 def public_of(text: str) -> bytes:
-    """Return the key in a line of a .pub file; empty if there is none. Pure."""
+    """Return the key in a line of a .pub file; empty if there is none. No side effects."""
     words = text.split()
     if len(words) < 2:
         return b""
@@ -487,7 +487,7 @@ def public_of(text: str) -> bytes:
 
 
 def read_private(text: str) -> tuple[bytes, bool]:
-    """Return the public half of a private key's file, if that is readable, and whether it is locked. Pure."""
+    """Return the public half of a private key's file, if that is readable, and whether it is locked."""
     if "BEGIN OPENSSH PRIVATE KEY" not in text:
         return b"", "ENCRYPTED" in text
     try:

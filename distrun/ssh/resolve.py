@@ -143,7 +143,7 @@ def _number(name: str, text: str) -> float:
 
 
 def ssh_flags(target: Target) -> list[str]:
-    """Return what a target adds to an `ssh` command line, without the host. Pure."""
+    """Return what a target adds to an `ssh` command line, without the host. No side effects."""
     found: list[str] = []
     for flag, value in (
         ("-F", target.config),
@@ -157,7 +157,7 @@ def ssh_flags(target: Target) -> list[str]:
 
 
 def ssh_arguments(target: Target, options: Options, connect_s: float, only: bool | None = None) -> list[str]:
-    """Return the `ssh` program and what it needs to be told so that nothing ever asks or hangs. Pure.
+    """Return the `ssh` program and what it needs to be told so that nothing ever asks or hangs. No side effects.
 
     What the user's configuration says stands, but for a StrictHostKeyChecking of "no". `only`: no key of the
     ssh-agent is offered that was not named. The program offers those first, and a host hangs up after a few wrong
@@ -348,12 +348,12 @@ def _pattern(word: str) -> re.Pattern[str]:
 
 
 def matches(found: Patterns, host: str) -> tuple[bool, ...]:
-    """Return which patterns match a host's name. Pure."""
+    """Return which patterns match a host's name. No side effects."""
     return tuple(each.fullmatch(host) is not None for each in found)
 
 
 def renamed(name: str, answer: Answer, host: str) -> Answer:
-    """Return the answer for the host `name` as it is for another one that is alike. Pure."""
+    """Return the answer for the host `name` as it is for another one that is alike. No side effects."""
     return {
         key: [host if key in NAMED and value == name else value for value in values]
         for key, values in _used(answer).items()
@@ -501,7 +501,7 @@ def shell(resolved: Resolved, named: bool | None = None, depth: int = 0) -> list
 
 
 def hop(resolved: Resolved) -> Target:
-    """Return the last host in between of a ProxyJump list; the way to that one goes through the ones before. Pure."""
+    """Return the last host in between of a ProxyJump list; the way to that one goes through the ones before."""
     *before, last = (part.strip() for part in resolved.jump.split(","))
     last = last.removeprefix("ssh://")
     user, _, place = last.rpartition("@")
@@ -523,7 +523,7 @@ def hop(resolved: Resolved) -> Target:
 
 
 def parse(text: str) -> dict[str, list[str]]:
-    """Return the options that `ssh -G` printed. Pure."""
+    """Return the options that `ssh -G` printed. No side effects."""
     found: dict[str, list[str]] = {}
     for line in text.splitlines():
         name, _, value = line.strip().partition(" ")

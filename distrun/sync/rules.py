@@ -191,7 +191,7 @@ _NOTHING = "(?!)"
 
 
 def keep_rules(filters: Iterable[str]) -> list[KeepRule]:
-    """Return which files of a host `--sync-delete` leaves alone, given rsync's filter options (`rules.filters`). Pure.
+    """Return which files of a host `--sync-delete` leaves alone, given rsync's filter options (`rules.filters`).
 
     What a pattern leaves out of the copy is kept. The first rule that fits decides, in rsync too.
     """

@@ -3,7 +3,7 @@
     runtime/DIGEST/distrun_runtime/...   one folder a version, unpacked from the archive that the launcher sends
     runtime/DIGEST/.files                what is in it; a folder of which something is missing does not count
 
-Only folders that belong to this user and that only this user can write to are used (`contract.caches`). A version
+Only folders that belong to this user and that only this user can write to are used (`contract.cache_file`). A version
 appears whole or not at all, so any number of agents may share one home. If the cache cannot be
 written, the job's private folder is used.
 """

@@ -1,8 +1,8 @@
 """Metrics, reports and stacks of the tasks on this host. A fault in any of them does not affect the job.
 
-`Measuring` drives `metrics.Metrics`, `reports.Reports` and `stacks.Stacks` for the agent's loop. If one of them raises
-an exception, the agent stops measuring for AGAIN_S and then starts again. After TRIES faults it stops for good. The
-first fault is reported as a warning.
+`HostMeasurement` drives `metrics.Metrics`, `metrics.Reports` and `stacks.StackReader` for the agent's loop. If one of
+them raises an exception, the agent stops measuring for AGAIN_S and then starts again. After TRIES faults it stops for
+good. The first fault is reported as a warning.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def network(args: Mapping[str, Any]) -> Dict[str, Any]:
 
 
 def gpus(base: Optional[Mapping[bytes, bytes]] = None) -> Dict[str, Any]:
-    """Return what NVIDIA's driver tells (`contract.gpus.Found`), and CUDA_VISIBLE_DEVICES of the environment `base`.
+    """Return what NVIDIA's driver tells (`contract.gpus.HostGpus`), and CUDA_VISIBLE_DEVICES of the environment `base`.
 
     `how`, by what it tells: `nvml`, `smi` or, if nothing does, nothing; then `error` may say why. `driver`, its
     version; `gpus`, each with `number`, `uuid`, `name`, `memory` (bytes) and `instances` (of MIG; null: not divided).

@@ -5,7 +5,7 @@ If py-spy is installed beside the task's interpreter, on the task's PATH or on t
 is identified by process id and start time. It sends no other signal, because a process that does not handle SIGUSR1
 dies of it. If neither is possible, the answer says why and how to fix it.
 
-The agent's loop drives `Stacks`. The selector reads the programs that it starts; each has a deadline.
+The agent's loop drives `StackReader`. The selector reads the programs that it starts; each has a deadline.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class StackReader:
 
 
 def program_first(text: str) -> str:
-    """Return what faulthandler wrote with the thread that took the signal, the main one, before the others. Pure."""
+    """Return what faulthandler wrote with the thread that took the signal, the main one, before the others."""
     threads = text.split("\n\n")
     threads.sort(key=lambda thread: not thread.startswith("Current thread"))
     return "\n\n".join(threads)

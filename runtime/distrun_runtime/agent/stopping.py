@@ -1,4 +1,4 @@
-"""Stops tasks and every process that belongs to them: a stop sequence is signals with times between them.
+"""Stops tasks and every process that belongs to them, of this agent or of jobs whose agent is gone (the sweep).
 
 The agent's loop calls `Stopping.step` when `next_at` has come, or when a child died. Nothing here waits.
 """

@@ -6,8 +6,8 @@
     loan.end()                            the program's later work comes after ours
 
 What the program has queued is on streams of its own: those that its libraries say are current. Each is a queue to
-`Order`, so our streams wait for it as for each other, and it for ours. The host waits only where a library does not
-tell its stream. A reference to x is kept until our work on its memory is over.
+`StreamOrdering`, so our streams wait for it as for each other, and it for ours. The host waits only where a library
+does not tell its stream. A reference to x is kept until our work on its memory is over.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Programs compiled for GPUs, kept on disk: compiling one takes a second or two, and every process of a job needs it.
 
-Each is a file `KEY-ARCHITECTURE-COMPILER.cubin` (`contract.keptfiles`) in the user's cache (`contract.caches`). Where
+Each is a file `KEY-ARCHITECTURE-COMPILER.cubin` (`contract.cache_file`) in the user's cache. Where
 that cannot be written, as in many containers, they are in `distrun-cubins-UID` in the system's temporary folder, and
 where that cannot be, nowhere. Nothing here needs a GPU, and nothing fails because a file cannot be read or written:
 then the program is compiled.

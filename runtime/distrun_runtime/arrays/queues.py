@@ -39,7 +39,7 @@ ASKS = 16
 
 @dataclass(eq=False)
 class StreamQueue:
-    """A stream of a device. Only `Order` changes it."""
+    """A stream of a device. Only `StreamOrdering` changes it."""
 
     stream: Stream
     event: Event

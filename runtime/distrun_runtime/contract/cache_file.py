@@ -1,4 +1,4 @@
-"""The folders of what is kept but can be made again: `$XDG_CACHE_HOME/distrun/KIND`, or below ~/.cache.
+"""Files that are kept but can be made again, in `$XDG_CACHE_HOME/distrun/KIND`, or below ~/.cache.
 
     runtime/            the bundled runtime (`agent.cache`)
     agent/, launcher/   what the launcher sends and makes (`distrun/backends/`)
@@ -73,7 +73,7 @@ def _mend(path: str) -> None:
 # Files that can be made again: written whole or not at all, and believed only if they are whole and this user's own.
 #
 # A file begins with a digest of its name and its content. One that is damaged, bears another's name, or that others may
-# write to, is removed when it is read. The folder is the caller's affair: `contract.caches`.
+# write to, is removed when it is read. The folder is the caller's affair: `folder` above.
 
 
 FRESH = ".new-"

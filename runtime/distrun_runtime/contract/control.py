@@ -1,7 +1,7 @@
 """Frames between a job's coordinator and its clients: terminals, `distrun kill`, a dashboard.
 
 A client opens the job's control socket (`control.json` in the job's folder has its path) and sends `hello`; the
-coordinator answers with its own. Frames are those of `contract.wire`. docs/protocol.md, "Clients and coordinator",
+coordinator answers with its own. Frames are those of `contract.session`. docs/protocol.md, "Clients and coordinator",
 lists them all; its golden bytes are tests.
 
 `hello`, `state`, `stop` and `kill` (FIXED) never change, so that any distrun can ask and end any job. All other frames

@@ -245,7 +245,7 @@ def copied_to(path: str, run: str) -> str:
 
 
 def leads_out(name: str, target: str) -> bool:
-    """Return whether the link `name`, a path below the folder, leads out of it. Pure.
+    """Return whether the link `name`, a path below the folder, leads out of it. No side effects.
 
     `..` counts only at the beginning of its target: behind the name of another link, it is unknown where it leads.
     """

@@ -1,4 +1,4 @@
-"""Which GPUs a task sees: `gpus=` of a hosts file, CUDA_VISIBLE_DEVICES of a place, and what its driver tells. Pure.
+"""Which GPUs a task sees: `gpus=` of a hosts file, CUDA_VISIBLE_DEVICES of a place, and what its driver tells.
 
 Also the device of a server (`--server-device`), which counts the GPUs that the server sees.
 

@@ -4,7 +4,7 @@ A plan holds no secret: it names the variables that are forwarded, `Secrets` car
 the agents only, and is never written. What is known only later (the scheduler's port, a reserved port) stands in
 `Task.refs` as `{name}` references; `resolve` fills them from the facts that the agents report.
 
-Pure. JSON both ways; the format is fixed by `docs/protocol.md` and carries a version.
+No side effects. JSON both ways; the format is fixed by `docs/protocol.md` and carries a version.
 
 The values are named tuples: every agent makes these classes when it starts, and frozen dataclasses take six times as
 long.
@@ -317,7 +317,7 @@ class Secrets:
 
 
 def references(task: Task) -> FrozenSet[str]:
-    """Return the names of the facts that `task` waits for. Pure.
+    """Return the names of the facts that `task` waits for. No side effects.
 
     Known facts: `scheduler.address` and `scheduler.port` (published by the scheduler task itself),
     `host:NAME.address` and `NAME/port:LABEL` (from the agent of place NAME; one place a host is called as the host).
@@ -326,7 +326,7 @@ def references(task: Task) -> FrozenSet[str]:
 
 
 def resolve(task: Task, facts: Mapping[str, str]) -> Dict[str, str]:
-    """Return the variables added to `task`, references filled in. Pure.
+    """Return the variables added to `task`, references filled in. No side effects.
 
     Raises:
         ContractError: a fact is missing; the message names it.

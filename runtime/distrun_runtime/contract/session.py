@@ -1,4 +1,4 @@
-"""A session: the numbered conversation of a coordinator and one agent, which outlives the connections that carry it.
+"""Frames, and sessions: the numbered conversation of a coordinator and one agent, which outlives its connections.
 
 Both sides have one end of it, an object of this class. What one end is given by `say` comes out of the other end's
 `feed` once and in order, however often the connection is cut in between:
@@ -10,7 +10,7 @@ Both sides have one end of it, an object of this class. What one end is given by
   and only as far as the other side's `credit` goes, so little is on its way at any time. Every other frame overtakes
   the chunks that have not left, so the host at the end of a slow line still answers pings.
 
-Pure: `feed` takes what has arrived, `next` returns what is to be written. `docs/protocol.md` has the bytes.
+No side effects: `feed` takes what has arrived, `next` returns what is to be written. `docs/protocol.md` has the bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from distrun_runtime.errors import WireError
 # as the object's "size" says (none when it is absent). Both directions use the same frames, over any byte
 # stream: a pipe, an ssh channel, a socket. `docs/protocol.md` lists the messages; its golden bytes are tests.
 #
-# Pure: nothing here reads or writes. `Decoder.feed` takes what arrived and gives back whole frames.
+# `Decoder.feed` takes what arrived and gives back whole frames.
 
 
 VERSION = 3

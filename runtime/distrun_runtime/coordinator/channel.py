@@ -1,6 +1,6 @@
 """A two-way channel to one agent: a session over a connection that may be replaced.
 
-`Channel` is what the loop needs of a transport. `SessionChannel` is what all of them are made of: threads read and
+`AgentChannel` is what the loop needs of a transport. `SessionChannel` is what all of them are made of: threads read and
 write its connection, so that an agent that does not read, or sends rubbish, never makes the loop wait. `StreamChannel`
 serves a child process's pipes.
 """

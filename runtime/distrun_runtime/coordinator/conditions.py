@@ -1,8 +1,8 @@
-"""Decides what to do with the metrics of a running job. No side effects.
+"""What the metrics of a running job mean: progress, conditions of workers, a sample a minute. No side effects.
 
-It tells agents how often to measure and feeds `metrics.JobMetrics`, `progress.Progress` and `stalls.Conditions`.
-Snapshots for clients are made only if a client wants them. One sample a minute is kept. Changed conditions are recorded
-as events, and stalls are announced.
+`JobMeasurement` tells agents how often to measure and feeds `metrics.JobMetrics`, `Progress` and
+`Conditions`. Snapshots for clients are made only if a client wants them. One sample a minute is kept. Changed
+conditions are recorded as events, and stalls are announced.
 """
 
 from __future__ import annotations

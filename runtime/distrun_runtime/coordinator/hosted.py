@@ -106,7 +106,7 @@ def read(frames: Iterator[session.Frame]) -> HostedRequest:
 
 
 def dial_s(plan: Plan) -> float:
-    """Return how long agents may take to dial, seconds. Pure."""
+    """Return how long agents may take to dial, seconds. No side effects."""
     return min(DIAL_S, DIAL_SHARE * plan.limits.start_s)
 
 

@@ -555,7 +555,7 @@ class DialBack:
 
 
 def with_port(host: str, port: int) -> str:
-    """Return `ADDRESS:PORT`. Pure."""
+    """Return `ADDRESS:PORT`. No side effects."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -1,4 +1,6 @@
-"""Events: everything that reaches a decision class (a job's `Supervisor`, questions to hosts). One frozen value each.
+"""The messages of the coordinator, each declared once: events, actions, and the frames of agents.
+
+An event is what reaches a decision class (a job's `Supervisor`, questions to hosts), an action what it returns.
 
 Times called `time` are wall-clock seconds since the epoch: of the agent's clock where an agent stamped them, of
 ours elsewhere. The `now` of decision classes is another clock (monotonic) and is passed beside the event.
@@ -363,7 +365,7 @@ class EngineTold(NamedTuple):
     """How a job stands in the engine that is to find room for it, or that it does not say."""
 
     standing: Any
-    """A `Standing`; None: it does not say."""
+    """A `QueueStatus`; None: it does not say."""
     error: str = ""
     fix: str = ""
     is_final: bool = False
@@ -603,7 +605,7 @@ class Drop(AgentAction):
 
 @dataclass(frozen=True)
 class Show:
-    """Hand output of a task to its reader, who says so by `events.Shown`."""
+    """Hand output of a task to its reader, who says so by `Shown`."""
 
     host: str
     stream: str
@@ -666,7 +668,7 @@ Action = Union[AgentAction, Prepare, Announce, FinishJob]
 """What the supervisor returns."""
 
 MetricsAction = Union[Sample, Announce, RecordEvent, ShowMetrics, GiveMetrics, KeepMetrics]
-"""What `measuring.Measuring` returns."""
+"""What `conditions.JobMeasurement` returns."""
 
 
 # Frames of agents to events, and actions to frames. No side effects.

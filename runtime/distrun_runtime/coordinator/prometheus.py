@@ -1,4 +1,4 @@
-"""Formats the metrics of a job in Prometheus' text format, version 0.0.4. No side effects.
+"""The metrics of a job for Prometheus: its text format, version 0.0.4, and the port that serves it.
 
 The labels are job, role, rank, host and gpu. There is no series for single keys of the store. A task has at most SERIES
 series; values that the task reported come last.

@@ -1,4 +1,4 @@
-"""Sums of contributions: many at once over arrays that lie end to end, and one shard's of any form.
+"""Sums of contributions, dense or of rows: many at once over arrays that lie end to end, or one shard's.
 
 16-bit floats are summed in float32 and narrowed once, when the sum is used. A round to which all gave only rows stays
 sparse, so that its update touches these rows alone; one dense contribution makes it dense.
@@ -20,7 +20,7 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops.compression import ROWS
 
-# Rows: the payload of row-sparse values, and what is done with rows of a value. Pure.
+# Rows: the payload of row-sparse values, and what is done with rows of a value. No side effects.
 #
 # A row-sparse value has R rows of `row_size` elements; a piece of it is a run of whole rows. Its payload (codec 16) is
 #

@@ -1,7 +1,7 @@
 """Symbolic arrays: run a rule's numpy code once and record what it calculates for each element.
 
-A rule gets `Symbol`s in place of its arrays. Every operation on them is appended to a `Trace`, with numpy's rules for
-types and order. So the record has exactly the roundings that numpy would make, and `fuse` can write it as a loop.
+A rule gets `Symbol`s in place of its arrays. Every operation on them is appended to a `RuleTrace`, with numpy's rules
+for types and order. So the record has exactly the roundings that numpy would make, and `fuse` can write it as a loop.
 
 An in-place operation gives a `Symbol` another value: all names that the rule has for this array see it, as they see
 what numpy writes into it. Scalars that meet an array are recorded as places for arguments, not as numbers. The record

@@ -8,7 +8,7 @@ never crosses. Authentication belongs to the connection: after a reconnect it is
 
 A job without a token is open: both sides say so, and a node with a token never joins it, nor the reverse.
 
-Pure: nonces are passed in.
+No side effects: nonces are passed in.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Payload(IntEnum):
     NONE = 0
     FRAME = 1
     SEGMENT = 2
-    """Reserved. That a frame lies in shared memory is the transport's affair (`transport.bulk`)."""
+    """Reserved. That a frame lies in shared memory is the transport's affair (`transport.host_paths`)."""
     PACKED = 3
     """In the frames of the message, end to end in the order of the entries; a frame holds whole entries."""
 

@@ -1,4 +1,4 @@
-"""What messages bring to the shards of a server, and the sums of rounds.
+"""A server's arithmetic: contributions, sums of rounds, updates, and norms that servers exchange.
 
 What lies next to each other in an arena is added by one call. Encoded payloads are decoded straight into the sums. A
 shard goes by itself where it must: rows, encoded values of float64, and all of a deterministic store, whose sums are
@@ -559,7 +559,7 @@ def drop(values: Values, what: role.DropUpdate) -> None:
     open_updates.pop((what.turn.rank, what.turn.round), None)
 
 
-# Norms of whole values for rules that need them: each server adds up its pieces and tells the others. Pure.
+# Norms of whole values for rules that need them: each server adds up its pieces and tells the others. No side effects.
 #
 # A rule such as LAMB scales its step by norms of the whole weight, which lies in pieces on several servers. Each
 # server squares and sums its own pieces of a key (`Part`), sends these sums to the others (NORMS), and goes on when

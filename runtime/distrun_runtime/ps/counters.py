@@ -1,4 +1,4 @@
-"""What a server counts: bytes, updates, and how old the weights were that async pushes were computed from."""
+"""What a server counts and samples: bytes, updates, the age of weights, stages of its work, rounds."""
 
 from __future__ import annotations
 

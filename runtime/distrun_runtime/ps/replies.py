@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from distrun_runtime.arrays.gpu import GpuDevice
 
 
-# Replies to a request: yes, and no with a reason. Pure.
+# Replies to a request: yes, and no with a reason. No side effects.
 
 
 def answer(request: Message, body: Mapping[str, Any] | None = None) -> Message:

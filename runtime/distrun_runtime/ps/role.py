@@ -30,7 +30,7 @@ SCHEDULER_LINK = "scheduler"
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, `SIGTERM`; its number where it has none. Pure."""
+    """Return the name of a signal, `SIGTERM`; its number where it has none. No side effects."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -549,9 +549,9 @@ class Work:
 
     what: EngineWork
     reports: bool = field(default=False, kw_only=True)
-    """Whether the role is told what came of it, at once or later, by `Done`."""
+    """Whether the role is told what came of it, at once or later, by `WorkDone`."""
     holds: Link = field(default="", kw_only=True)
-    """A connection whose later events depend on what comes of the work: the role is told of them behind `Done`."""
+    """A connection whose later events depend on what comes of the work: the role is told of them behind `WorkDone`."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ With 64 MiB a step over TCP that computes as long as it communicates hid 0.45 of
 without anything to overtake both are as fast.
 """
 SMALL_CALL_BYTES = 64 * 1024
-"""A call of fewer bytes may share a message with others that are made while it waits (`store.gathering`)."""
+"""A call of fewer bytes may share a message with others that are made while it waits (`store.transfers`)."""
 GATHERED_BYTES = 1024 * 1024
 """So many bytes of small calls are sent without waiting for more."""
 DIRECT_BYTES = 64 * 1024

@@ -1,12 +1,12 @@
 """A server's decisions. It sees descriptors, never the contents of an array.
 
 A message names shards; what it means is decided for all of them at once, from the flat arrays of their store
-(`shards.Store`). What is to be done with arrays goes to the engine as work (`work`), in order. The engine reports when
-it is done, and what waited for it goes on.
+(`shards.Store`). What is to be done with arrays goes to the engine as work (`role.Work`), in order. The engine reports
+when it is done, and what waited for it goes on.
 
 Nothing is done here: `handle` returns actions (`role`), which the node's loop (`loop`) carries out in their order. A
-`role.Work` goes to the engine; if it `reports`, `role.Done` comes back as an event, at once or later, and with `holds`
-nothing else that arrives on that connection is told before.
+`role.Work` goes to the engine; if it `reports`, `role.WorkDone` comes back as an event, at once or later, and with
+`holds` nothing else that arrives on that connection is told before.
 
 Here are the job, what messages say, rules, saved states, and membership. What a push leads to is in `rounds`, what a
 pull waits for in `pulls`. What workers of this host push to servers of other hosts goes through `relay`, which can be

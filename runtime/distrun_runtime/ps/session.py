@@ -114,7 +114,7 @@ def catch_up() -> None:
 
 
 def meaning(error: BaseException) -> dict[str, str]:
-    """Return what an exception that ends the script means to the agent, as members of a publish line. Pure.
+    """Return what an exception that ends the script means to the agent, as members of a publish line. No side effects.
 
     One that comes of a lost peer is a consequence; a Ctrl-C is no failure.
     """

@@ -1,6 +1,6 @@
-"""What PS_VERBOSE asks for: addresses and ids at 1, every message at 2. One line each, `key=value`, on stderr.
+"""Traces: the lines of PS_VERBOSE on stderr, and spans of calls for a profile.
 
-`time` is the local time of day.
+PS_VERBOSE=1 prints addresses and ids, 2 every message, one line each, `key=value`. `time` is the local time of day.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker's decisions: registration, requests in flight, and what a death means for them. Pure.
+"""A worker's decisions: registration, requests in flight, and what a death means for them. No side effects.
 
 `handle` is told what happens, and returns actions (`role`), which the node's loop (`loop`) carries out: `role.Send`
 sends a message, `role.Resolve` wakes the thread that waits for a request. What the script's threads want comes as

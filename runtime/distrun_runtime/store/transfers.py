@@ -1,4 +1,4 @@
-"""Transfers: the messages of a distributed store's data calls, and what becomes of their answers.
+"""Implements push, pull and pushpull of a distributed store.
 
 Which shards share a message is decided in `ps.routing`: for plain and encoded values once for each list of keys, for
 rows of row-sparse values at each call. Here are the payloads, this worker's rounds and its buckets.

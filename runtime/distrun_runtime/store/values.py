@@ -1,4 +1,4 @@
-"""The forms in which keys and values may be given, brought to one form. Pure functions.
+"""The forms in which keys and values may be given, brought to one form. No side effects.
 
     one key        one array, or a list of arrays: one for each device
     list of keys   a list of as many items, each an array or such a list
