@@ -198,10 +198,10 @@ class _Routes:
 
 
 class Transfers:
-    """What one store sends to the servers.
+    """Sends a store's requests to the servers and handles the replies.
 
-    Threads: one at a time. Only what takes replies runs beside it (a `Take`, in the thread that waits), and what the
-    node's thread is given with a request: `entries_of`, and what follows when it is done.
+    Not thread-safe, with two exceptions: a `Take` runs in the waiting thread; `entries_of` and completion callbacks run
+    in the node's thread.
     """
 
     def __init__(self, link: StoreLink, compressor: Compressor) -> None:
