@@ -135,7 +135,7 @@ ROWS: dict[str, tuple[str, Callable[[float], str]]] = {
 HEADING = "Asking for a password"
 SECTION = """\
 Measured by `benchmarks/admission.py`. What it costs that a node turns peers away in ZeroMQ's own handshake
-([protocol.md](protocol.md#before-hello)): two processes of this machine and one connection. `null`: no proof is asked for.
+([protocol.md](protocol.md#before-hello)): two processes of this machine and one connection. `null`: asks for nothing.
 `plain`: what distrun does. `curve`: ZeroMQ's other way, which also encrypts everything.
 
 In brackets the time divided by that of `null`: median of the runs' ratios, and their range.

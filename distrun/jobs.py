@@ -397,7 +397,8 @@ class ForwardedOutput:
         self._cursor: int | None = None
         self._is_over = False
         self._connection = job.attach()
-        self._connection.send("subscribe", output={**begin, "tasks": list(names)})
+        wanted = list(names) if len(names) < len(job.tasks) else None
+        self._connection.send("subscribe", output={**begin, "tasks": wanted})
 
     def __enter__(self) -> ForwardedOutput:
         return self
@@ -430,6 +431,8 @@ class ForwardedOutput:
                 return
             with client.reading():
                 header = frame.header
+                if frame.type == "refused":
+                    raise UsageError(f"job {self._job.id}: {header['message']}", str(header.get("hint", "")))
                 self._cursor = header.get("cursor", self._cursor)
                 if frame.type == "output":
                     place = self._cursor or 0, float(header["time"]), str(header["task"]), str(header["stream"])

@@ -316,7 +316,7 @@ TABLE: Mapping[str, tuple[Option, ...]] = {
             key="engine_time",
             member="time_s",
             default=None,
-            reads=formats.lasting,
+            reads=lambda option, text: formats.lasting(option, text) if text else None,
         ),
         _engine(text, "--project", "Project, or account, that is charged.", "NAME", member="project"),
         *_needs(WORKER),

@@ -248,6 +248,8 @@ class QueueBackend(Backend):
             ended = [f"{self.name} job {each.id}" for each in handles if self.cancelled(each)]
         except (EngineError, JobStoreError, OSError) as err:
             return {self.name: Swept(problem=str(err))}
+        except (KeyError, TypeError, ValueError) as err:
+            return {self.name: Swept(problem=f"{folder / 'engine.json'} is damaged: {err}")}
         with contextlib.suppress(OSError):
             os.unlink(folder / FOLDER / "secret")
         return {self.name: Swept(tuple(ended))}
@@ -661,9 +663,10 @@ def _asked(folder: JobFolder) -> EngineOptions:
 
 
 def recorded_marker(folder: Path) -> str:
-    """Return what the job of a folder is called in its engine; empty if it was never to be submitted to one."""
-    try:
-        note = JobFolder(folder).engine()
-    except JobStoreError:
-        return ""
+    """Return what the job of a folder is called in its engine; empty if it was never to be submitted to one.
+
+    Raises:
+        JobStoreError: its note is damaged, so that its job must not be taken for one without a coordinator.
+    """
+    note = JobFolder(folder).engine()
     return "" if note is None else str(note["marker"])

@@ -176,7 +176,9 @@ class _Attached:
         with LogReader(self._folder.logs) as reader:
             cursor = self._follower.cursor
             if cursor is None:
-                cursor = logreader.begin(reader, control.OutputWanted(start.get("cursor"), start.get("tail")))
+                tasks = None if self._names is None else tuple(self._names)
+                wanted = control.OutputWanted(start.get("cursor"), start.get("tail"), tasks=tasks)
+                cursor = logreader.begin(reader, wanted)
             if self._is_stopping:
                 last = max(cursor, reader.end() - LAST_BYTES)
                 self._console.leave_out(last - cursor)

@@ -406,7 +406,8 @@ def styled(lines: Iterable[Line]) -> str:
     from distrun.dashboard import text  # for tables only
     from distrun_runtime.contract import environ
 
-    has_styles, has_colour = is_terminal(), wants_colour(1, environ.snapshot())
+    env = environ.snapshot()
+    has_styles, has_colour = is_terminal() and env.get("TERM") != "dumb", wants_colour(1, env)
     made = (text.encode(line, has_colour) if has_styles or has_colour else text.plain(line) for line in lines)
     return "".join(f"{line.rstrip()}\n" for line in made)
 

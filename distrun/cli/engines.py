@@ -57,7 +57,11 @@ def rows(backend: QueueBackend) -> list[CheckRow]:
 
 
 def abandoned(found: Sequence[FoundJob], store: JobStore) -> list[FoundJob]:
-    """Return the jobs of an engine whose coordinator does not live, as far as this machine's job store says."""
+    """Return the jobs of an engine whose coordinator does not live, as far as this machine's job store says.
+
+    Raises:
+        JobStoreError: the note of a job that goes on is damaged.
+    """
     from distrun.backends import engine, queue
 
     living = {queue.recorded_marker(job.path) for job in store.list() if job.standing() in facts.GOING}

@@ -104,13 +104,14 @@ def describe(event: Mapping[str, object]) -> EventLine | None:
 def folded(lines: Sequence[EventLine]) -> list[EventLine]:
     """Return lines with those that tell the same of several tasks or hosts, at nearly the same time, as one of them."""
     groups: list[list[EventLine]] = []
-    last: dict[tuple[str, str], list[EventLine]] = {}
+    last: dict[tuple[str, str], tuple[list[EventLine], set[object]]] = {}
     for line in lines:
-        group = last.get((line.what, line.style), [])
-        if not group or not line.what or line.time > group[-1].time + FOLD_S:
-            group = last[line.what, line.style] = []
+        group, about = last.get((line.what, line.style), ([], set()))
+        if not group or not line.what or (line.tasks, line.host) in about or line.time > group[-1].time + FOLD_S:
+            group, about = last[line.what, line.style] = [], set()
             groups.append(group)
         group.append(line)
+        about.add((line.tasks, line.host))
     return [group[0] if len(group) == 1 else _joined(group) for group in groups]
 
 

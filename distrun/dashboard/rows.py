@@ -155,7 +155,8 @@ def of_texts(
         return Column(headings[at], lambda row: row[at], False, keep, is_kept=True, takes_rest=is_last)
 
     columns = [column(at) for at in range(len(headings))]
-    return TextTable(columns, rows, room, style=lambda row: style_of(row[1])).lines()
+    state = next((at for at, each in enumerate(headings) if each in ("STATE", "AGENT")), 0)
+    return TextTable(columns, rows, room, style=lambda row: style_of(row[state])).lines()
 
 
 # ---------------------------------------------------------------------- jobs

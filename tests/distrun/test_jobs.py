@@ -210,7 +210,7 @@ def test_the_table_shows_progress_and_when_an_unknown_job_was_seen(
     shown = capfd.readouterr()
     rows = {line.split()[0]: " ".join(line.split()) for line in shown.out.splitlines()}
     assert rows["JOB"].startswith("JOB STATE PROGRESS")
-    assert "running 24 %, ETA 0:12:00 1 (1 running, 1 stalled)" in rows["here-1"]
+    assert "running 24 %, ETA 0:12:00 here-1 1 (1 stalled)" in rows["here-1"]
     assert "unknown, seen 3 min ago" in rows["dead-1"]
     assert shown.err.count("d1 cannot be asked: ssh ended with code 255") == 1
 

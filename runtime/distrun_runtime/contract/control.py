@@ -85,14 +85,14 @@ def read(kind: Callable[..., _T], frame: session.Frame, **given: Any) -> _T:
             found[name] = frame.body
         elif of == "Members":
             found[name] = {each: value for each, value in frame.header.items() if each != "type"}
-        elif value is not None and value is not False:
+        elif value is not None and (value is not False or of == "Any"):
             found[name] = _value(kind, name, of, value)
     try:
         return kind(**found)
     except TypeError:  # one without a default is missing
         names = ", ".join(name for name, _, _ in _declared(kind) if name not in given)
         what = ", ".join(name for name in frame.header if name != "type") or "none"
-        raise ValueError(f"expected the members {names}, found {what}") from None
+        raise ValueError(f"expected the members {names}, found {what[:200]}") from None
 
 
 @functools.lru_cache(maxsize=None)
@@ -109,7 +109,10 @@ def _value(kind: Callable[..., Any], name: str, of: str, value: Any) -> Any:
     if outer == "Optional":
         return _value(kind, name, inner, value)
     if outer == "float" and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{name}: expected a number, found one that is too large") from None
     expected, what = (list, "a list") if outer == "Tuple" else _PLAIN.get(outer, (dict, "an object"))
     if outer != "Any" and type(value) is not expected:
         raise ValueError(f"{name}: expected {what}, found {value!r:.40}")
@@ -185,7 +188,6 @@ class OutputWanted:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name}: expected a number from 0 or null, found {value}")
-        _check_names("tasks", self.tasks or ())
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,8 @@ class Subscribe(ClientRequest):
     """Hosts that the user looks at: they are measured every second while this client wants metrics."""
 
     def __post_init__(self) -> None:
-        _check_names("look", self.look)
+        if len(self.look) > LOOK_LIMIT:
+            raise ValueError(f"look: expected a list of at most {LOOK_LIMIT} names, found {len(self.look)}")
 
 
 @dataclass(frozen=True)
@@ -248,11 +251,6 @@ REQUESTS: Mapping[str, Type[ClientRequest]] = {
 }
 """By type of frame."""
 _LAUNCHERS = ("signal", "answer")
-
-
-def _check_names(name: str, value: Sequence[str]) -> None:
-    if len(value) > LOOK_LIMIT:
-        raise ValueError(f"{name}: expected a list of at most {LOOK_LIMIT} names, found {len(value)}")
 
 
 def _check_one_of(name: str, value: str, allowed: Sequence[str]) -> None:

@@ -82,7 +82,8 @@ def needs_linger(root: str = "") -> Optional[str]:
     `root`: where the system's files are; for tests. Only where `ends_at_logout`.
     """
     user = process.user_name()
-    return None if os.path.exists(root + os.path.join(_LINGER, user)) else f"loginctl enable-linger {user}"
+    is_there = bool(user) and os.path.exists(root + os.path.join(_LINGER, user))
+    return None if is_there else f"loginctl enable-linger {user}".rstrip()
 
 
 def ends_at_logout(root: str = "") -> bool:

@@ -336,7 +336,7 @@ def claimed_twice(place: str, first: str, second: str, time: float) -> Cause:
     short = f"two agents claim place {place}"
     text = (
         f"{short}: one from {first}, and another from {second}, which knows this job's secret too;"
-        " it was started twice, or another process has the secret"
+        " it was started twice, or another person has the secret"
     )
     return Cause(facts.START_FAILED, facts.EXIT_START_FAILED, time, text, short, host=place)
 

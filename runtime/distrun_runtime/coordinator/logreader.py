@@ -310,7 +310,7 @@ class LoggedOutput:
         self._hosts: Dict[str, str] = {}
         """By task; read when there is output: a job that waits in a queue has no plan yet."""
         self._reader = LogReader(folder.logs)
-        self._tasks = wanted.tasks
+        self._tasks = None if wanted.tasks is None else frozenset(wanted.tasks)
         try:
             self.cursor = begin(self._reader, wanted)
         except BaseException:

@@ -701,7 +701,7 @@ def to_event(host: str, frame: session.Frame, arrived: float) -> Event:
     kind = FROM_AGENT.get(frame.type)
     if kind is None:
         return Warned(host, f"it sent {frame.type!r}, which this version does not know")
-    stamped = {} if "time" in frame.header else {"time": arrived}
+    stamped = {} if frame.header.get("time") else {"time": arrived}
     try:
         event: Event = control.read(kind, frame, host=host, arrived=arrived, refused=True, **stamped)
         if isinstance(event, Output) and (event.stream not in ("out", "err") or event.offset < 0):

@@ -94,7 +94,7 @@ HANDLE = MemberType(
     lambda value: (
         isinstance(value, dict)
         and all(map(_is_text, (value.get("engine"), value.get("id"))))
-        and PAIRS.fits(value.get("more"))
+        and isinstance(value.get("more"), dict)  # the engine's own
     ),
 )
 ENGINE: Members = {"id": TEXT, "time": TIME, "marker": TEXT, "handle": optional(HANDLE)}

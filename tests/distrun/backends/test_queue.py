@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distrun.backends import queue
-from distrun.backends.engine import EngineError, Explanation, Grant, RoleGroup, fill
+from distrun.backends.engine import EngineError, Explanation, Grant, Handle, RoleGroup, fill
+from distrun.backends.sge import SgeJob
+from distrun.backends.slurm import SlurmJob
+from distrun.backends.slurm_answers import Component
 from distrun.errors import UsageError
 from distrun.request import EngineOptions, Needs
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator.failures import Culprit, Outcome
+from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.errors import JobStoreError
 
 SERVERS = RoleGroup("server", 2, Needs())
 WORKERS = RoleGroup("worker", 3, Needs(cores=2))
@@ -132,3 +139,31 @@ def test_what_was_said_to_an_engine_survives_json() -> None:
         "all.q", 60.0, "p", ("-x",), Needs(2, 1 << 30, 1), Needs(), {"yarn_rm": "http://rm"}, {"a": "b"}
     )
     assert EngineOptions.from_json(json.loads(json.dumps(said.to_json()))) == said
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        SlurmJob(
+            "/x", components=(Component(("worker",), Needs(2), 3),), grants=(Grant("h1", "h1", {"worker": 2}),)
+        )._asdict(),
+        SgeJob(False, 2, 2, 0, None)._asdict(),
+        {"rm": ["http://rm:8088"], "hdfs": [], "tasks": 2},
+    ],
+)
+def test_what_an_engine_has_to_say_of_its_job_is_read_from_the_jobs_folder(
+    more: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = JobFolder(tmp_path)
+    folder.note_engine("distrun-otter-5f3a", Handle("engine", "12", more).to_json())
+    note = folder.engine()
+    assert note is not None
+    assert note["handle"] == json.loads(json.dumps(Handle("engine", "12", more).to_json()))
+    assert queue.recorded_marker(tmp_path) == "distrun-otter-5f3a"
+
+
+def test_a_job_whose_note_is_damaged_is_not_taken_for_one_without_a_coordinator(tmp_path: Path) -> None:
+    folder = JobFolder(tmp_path)
+    folder.note_engine("distrun-otter-5f3a", {"engine": "slurm"})
+    with pytest.raises(JobStoreError, match="handle"):
+        queue.recorded_marker(tmp_path)

@@ -117,3 +117,11 @@ def test_the_tasks_that_a_message_is_about_are_those_that_it_names_as_data() -> 
 
     assert tasks({**said("worker-9: no matter what"), "tasks": ["worker-1", "worker-2"]}) == ("worker-1", "worker-2")
     assert tasks(exited("worker-3")) == ("worker-3",)
+
+
+def test_a_host_that_is_cut_again_is_told_again_behind_its_return() -> None:
+    def at(second: int, event: str) -> dict[str, Any]:
+        return {"event": event, "host": "h1", "time": f"2026-11-24T15:50:0{second}.000Z"}
+
+    lines = [line.words for line in folded(read(at(0, "cut"), at(3, "resumed"), at(6, "cut")))]
+    assert lines == [lines[0], lines[1], lines[0]]

@@ -529,7 +529,11 @@ def test_what_a_job_is_called_in_its_engine_is_on_the_disk_before_it_is_submitte
     note = folder.engine()
     assert note is not None
     assert (note["marker"], note["handle"]) == ("distrun-otter-5f3a", None)
-    handle = {"engine": "slurm", "id": "12", "more": {"bin": "/opt"}}
+    handle = {
+        "engine": "slurm",
+        "id": "12",
+        "more": {"bin": "/opt", "tasks": 2, "time_s": None, "grants": [["h1", "h1", {}]]},
+    }
     folder.note_engine("distrun-otter-5f3a", handle)
     note = folder.engine()
     assert note is not None
