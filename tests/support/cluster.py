@@ -99,7 +99,7 @@ def loop_of(
 def server_loop(
     own: Config, transport: Any, endpoint: str, imports: Sequence[str] = (), memory: Pool | None = None, **more: Any
 ) -> Loop:
-    """Return the loop of a server with its arithmetic, as `ps.serve` puts them together; `more` is `loop_of`'s."""
+    """Return the loop of a server with its arithmetic, as `ps.node` puts them together; `more` is `loop_of`'s."""
     counters, recorder = Counters(), Recorder()
     server = Server(own, endpoint, counters, recorder)
     host = devices.get("cpu:0", memory=memory)

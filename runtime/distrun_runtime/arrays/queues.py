@@ -1,15 +1,16 @@
 """Orders the work of several CUDA streams on memory that they share: each operation waits for what it depends on.
 
-    Queue   a stream, and how many operations it was given
-    Uses    who wrote some memory last, and who has read it since
-    Order   makes streams and the host wait for each other
+    StreamQueue     a stream, and how many operations it was given
+    Uses            who wrote some memory last, and who has read it since
+    StreamOrdering  makes streams and the host wait for each other
 
 A stream of the program's own, in which it fills an array that it gives us, is a queue as well: what the program has
-given it is not known, so all of that counts as one operation each time (`Order.note_program_use`).
+given it is not known, so all of that counts as one operation each time (`StreamOrdering.note_program_use`).
 
-An operation says which memory it reads and which it writes (`Order.using`). If another queue used it in a way that does
-not fit, the queue waits for that other queue, by an event, before the operation. What a queue or the host knows to be
-over is counted, so nothing waits for the same work twice, or for work that the other side had waited for already.
+An operation says which memory it reads and which it writes (`StreamOrdering.using`). If another queue used it in a way
+that does not fit, the queue waits for that other queue, by an event, before the operation. What a queue or the host
+knows to be over is counted, so nothing waits for the same work twice, or for work that the other side had waited for
+already.
 
 Memory that is used again keeps its Uses, so its next user waits for the last one.
 

@@ -248,6 +248,7 @@ class WorkEngine:
                 return self._load(what)
             case role.Clear():
                 return self._clear(what)
+        raise AssertionError(f"no work: {type(what).__name__}")
 
     def _note(self, what: role.EngineWork, began: float) -> None:
         """Note how long work on sums took. A round's last contributions are added as the rule goes over them."""

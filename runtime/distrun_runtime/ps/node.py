@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
-import select
 import signal
-import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 
@@ -17,13 +14,14 @@ from distrun_runtime.arrays import find as devices
 from distrun_runtime.arrays.cpu import Threads
 from distrun_runtime.arrays.device import Device
 from distrun_runtime.arrays.segments import BLOCKS, Pool
-from distrun_runtime.contract import address, environ, gpus, process
+from distrun_runtime.contract import address, environ, gpus
 from distrun_runtime.contract.metrics import Sender
 from distrun_runtime.contract.process import allow_open_files, outlive_tasks_signals
 from distrun_runtime.errors import ContractError
 from distrun_runtime.ps import config as configs
 from distrun_runtime.ps.config import Config, import_all
 from distrun_runtime.ps.counters import Counters, NodeMetrics
+from distrun_runtime.ps.crash import publish
 from distrun_runtime.ps.device_choice import Placement
 from distrun_runtime.ps.engine import WorkEngine
 from distrun_runtime.ps.loop import Loop
@@ -36,41 +34,6 @@ from distrun_runtime.transport.faults import Faulty
 from distrun_runtime.transport.host_paths import BulkTransport
 from distrun_runtime.transport.resend import Resending
 from distrun_runtime.transport.zeromq import ZmqTransport, keep_freed_memory
-
-# Facts that a task tells its agent: one JSON object a line on the descriptor DISTRUN_PUBLISH_FD.
-#
-# A program that a task starts often has the task's environment, but not its descriptors. There the number may be that
-# of any other file. So DISTRUN_PUBLISH_PIPE says which pipe it has to be.
-
-
-def publish(facts: Mapping[str, str]) -> None:
-    """Tell the agent `facts`; without an agent, or without the agent's pipe, do nothing.
-
-    A line is shorter than PIPE_BUF (4096 on Linux), so lines of several threads do not mix (POSIX write(2)).
-    """
-    descriptor = environ.read("DISTRUN_PUBLISH_FD")
-    if descriptor is None or not facts or not _is_agents(descriptor):
-        return
-    line = b""
-    for limit in (1000, 200, 50):  # characters of a value; one may need twelve bytes
-        line = (json.dumps({name: value[:limit] for name, value in facts.items()}) + "\n").encode()
-        if len(line) <= select.PIPE_BUF:
-            break
-    try:
-        os.write(descriptor, line)
-    except OSError:
-        # The agent is gone; it is about to end us, or we run without it.
-        return
-
-
-def _is_agents(descriptor: int) -> bool:
-    """Return whether a descriptor is the agent's pipe, as far as the environment tells."""
-    named = environ.text("DISTRUN_PUBLISH_PIPE")
-    try:
-        return process.pipe_identity(descriptor) == named if named else stat.S_ISFIFO(os.fstat(descriptor).st_mode)
-    except OSError:
-        return False
-
 
 SHARED_ELEMENTS = 1 << 18
 """From how many elements on a server's threads share the work. Far more than `ops.update` goes over at a time."""

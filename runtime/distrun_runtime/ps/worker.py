@@ -2,7 +2,7 @@
 
 `handle` is told what happens, and returns actions (`role`), which the node's loop (`loop`) carries out: `role.Send`
 sends a message, `role.Resolve` wakes the thread that waits for a request. What the script's threads want comes as
-`role.CallSubmitted`, from `session.Session.ask`.
+`role.CallSubmitted`, from `session.NodeSession.ask`.
 """
 
 from __future__ import annotations

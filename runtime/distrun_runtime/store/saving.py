@@ -10,7 +10,7 @@ import os
 import platform
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.dtypes import Array
@@ -20,8 +20,10 @@ from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps import statefile
 from distrun_runtime.ps.agreement import Keys
 from distrun_runtime.store.keys import Key, KeyRecord
-from distrun_runtime.store.link import StoreLink
 from distrun_runtime.store.weights import Weights
+
+if TYPE_CHECKING:
+    from distrun_runtime.store.link import StoreLink
 
 __all__ = ["load", "load_local", "save", "save_local"]
 
