@@ -123,7 +123,7 @@ def compare(options: list[str], tmp_path: Path) -> None:
     said: list[str] = []
     rules = [list(rule) for rule in keep_rules(options)]
     plan = Plan("j", "", "fake", ("x",), str(ours), (Host("h1"),), (), sync=Sync("/nowhere", delete=True))
-    copy = Unpacking(plan, "", {"run": "1", "rules": rules}, lambda frame, /, **more: said.append(frame))
+    copy = Unpacking(plan, "", "1", rules, lambda frame, /, **more: said.append(frame))
     copy.begin()
     assert copy.take("1", bytes(1024), True, "")
     while copy.is_busy:
