@@ -58,7 +58,7 @@ METRICS_S = 0.5
 EVENTS_SIZE = 16 * 1024
 """Bytes from the end of events.jsonl that are read."""
 FETCH_S = 2.0
-"""How long another command may take to fetch the folder of a job that is over."""
+"""Seen on a loaded machine: the connection ends, and the job's end can be fetched only after about so long."""
 END_S = 0.2
 """How long the end of an ssh program is waited for that has closed its output."""
 STACK = ("task", "text", "how", "error", "fix")
@@ -429,7 +429,7 @@ class ForwardedOutput:
             if frame is None or frame.type in ("outcome", "failed"):
                 self._is_over = True
                 if self._job.refresh().folder.outcome() is None and frame is None:
-                    time.sleep(FETCH_S)  # another command may be fetching the job's folder at this moment
+                    time.sleep(FETCH_S)
                     if self._job.refresh().folder.outcome() is None:
                         raise client.gone(self._job.folder)
                 return
