@@ -38,17 +38,13 @@ def engine_of(name: str, options: Mapping[str, Any], env: Mapping[str, str]) -> 
 
 def rows(backend: QueueBackend) -> list[CheckRow]:
     """Return what is there of what a launch by an engine needs."""
-    from distrun.backends.engine import CheckResult, EngineError
+    from distrun.backends.engine import examined
 
-    try:
-        findings = backend.engine.examine()
-    except EngineError as err:
-        findings = [CheckResult(False, str(err), err.hint)]
     found = [
         CheckRow(HERE, backend.name, OK, each.text)
         if each.ok
         else CheckRow(HERE, backend.name, BAD, each.text, each.fix or "see the page on it")
-        for each in findings
+        for each in examined(backend.engine)
     ]
     own = address.own()
     text = f"agents reach this machine at {', '.join(own)}" if own else "this machine has no address but its own"
