@@ -567,7 +567,7 @@ class _Question:
     def __init__(
         self, prompt: str, limit_s: float, answer: Callable[[str | None], None], terminal: FollowerOutput
     ) -> None:
-        from distrun.ssh.abort import Abort
+        from distrun.ssh.ask import Abort
 
         self._prompt = prompt
         self._limit_s = limit_s
@@ -583,8 +583,7 @@ class _Question:
         self._thread.join()
 
     def _run(self) -> None:
-        from distrun.ssh.abort import Aborted
-        from distrun.ssh.login import TERMINAL, read_secret
+        from distrun.ssh.ask import TERMINAL, Aborted, read_secret
 
         self._terminal.hold()
         try:

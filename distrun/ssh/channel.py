@@ -10,7 +10,7 @@ import threading
 import time
 
 from distrun.ssh import redial
-from distrun.ssh.abort import Abort, Aborted
+from distrun.ssh.ask import Abort, Aborted
 from distrun.ssh.connector import Connector, Link
 from distrun.ssh.failure import SshFailure, unforeseen
 from distrun.ssh.resolve import Target, remote_command

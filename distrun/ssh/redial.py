@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 
-from distrun.ssh.abort import Abort
+from distrun.ssh.ask import Abort
 from distrun.ssh.connector import Link
 from distrun_runtime.contract import session
 from distrun_runtime.coordinator.channel import Greeting

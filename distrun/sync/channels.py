@@ -147,7 +147,7 @@ class ChannelCopier(FileCopier):
     """A copy to all places of a plan.
 
     `channels` are those of the plan's places. `snapshot` is what is sent, and closed at the end; without one it is
-    taken by `take_snapshot`, or by `start`.
+    taken when the copy begins.
     """
 
     def __init__(
@@ -169,15 +169,6 @@ class ChannelCopier(FileCopier):
         self._sent: dict[str, int] = {}
         """Bytes of the archive that have left, by place."""
         self._moved: dict[str, float] = {}
-
-    def take_snapshot(self) -> None:
-        """Take the snapshot now, if there is none: the files are sent as they are at this moment. Blocks.
-
-        Raises:
-            UsageError, SyncError: see `snapshot.take_snapshot`.
-        """
-        if self._snapshot is None:
-            self._snapshot = take_snapshot(self._source, self._request.rules)
 
     def _work(self) -> tuple[str, str, str]:
         try:
@@ -201,9 +192,7 @@ class ChannelCopier(FileCopier):
 
     def _copy(self) -> None:
         self._report_begin()
-        self.take_snapshot()
-        snapshot = self._snapshot
-        assert snapshot is not None
+        snapshot = self._snapshot = self._snapshot or take_snapshot(self._source, self._request.rules)
         text = left_out_text(snapshot)
         if text:
             self._sink.say(text, "warning")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from distrun.errors import DistrunError, SyncError
 from distrun.formats import size as size_text
-from distrun.ssh.abort import Abort
+from distrun.ssh.ask import Abort
 from distrun.sync import remote_shell, rsync
 from distrun.sync.receiver import NOTE, SAME, SHARED, UNFIT
 from distrun.sync.remote_shell import RemoteShell, Shells
@@ -38,8 +38,8 @@ from distrun_runtime.contract.folder import identity as folder_identity
 from distrun_runtime.coordinator.messages import AllPrepared, PrepareFailed
 
 if TYPE_CHECKING:
+    from distrun.ssh.ask import Asker
     from distrun.ssh.failure import SshFailure
-    from distrun.ssh.login import Asker
     from distrun.ssh.resolve import Target
     from distrun_runtime.coordinator.channel import Put
 
