@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
 from distrun.cli.console import print_err
 from distrun.errors import UsageError
 from distrun.formats import exact
-from distrun.options import FLAG, HOSTS, LAUNCHER, SWITCH, TIMES, WORDS, Option
+from distrun.options import FLAG, HOSTS, LAUNCHER, SITE, SWITCH, TIMES, WORDS, Option
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
+    from distrun.backends.queue import QueueBackend
+    from distrun.cli.console import Console
     from distrun.hosts import Inventory
     from distrun.jobs import Jobs
     from distrun_runtime.contract.plan import Host
+    from distrun_runtime.coordinator.failures import Outcome
     from distrun_runtime.coordinator.jobfolder import JobFolder
 
 
@@ -203,3 +207,38 @@ def hosts_for(inventory: Inventory, backend: Backend, options: Mapping[str, str]
         way = backend.reach(spec, options)
         hosts.append(Host(spec.name, spec.addr, reach=way, interface=spec.iface, login=backend.login(way)))
     return hosts
+
+
+def engine_of(name: str, options: Mapping[str, Any], env: Mapping[str, str]) -> QueueBackend | None:
+    """Return the backend of an engine, told what the options and the configuration file say; None if it is none.
+
+    Raises:
+        UsageError: there is no such launcher, or the file cannot be read.
+    """
+    from distrun import backends, config  # with its parser: for engines only
+    from distrun.request import EngineOptions
+
+    backend = backends.load(name) if name else None
+    if backend is None or not backend.is_engine:
+        return None
+    found = cast("QueueBackend", backend)
+    own = {row.key: options[row.key] for row in SITE if options[row.key]}
+    found.engine.options = EngineOptions(own=own, config=config.section(name, env))
+    return found
+
+
+def report(outcome: Outcome, folder: JobFolder, as_json: bool, console: Console) -> Sequence[str]:
+    """Say how the job ended; return the last lines of the task that ended it."""
+    tail: Sequence[str] = ()
+    if outcome.exit_code:
+        from distrun import report as reports
+        from distrun.dashboard.text import clean_lines
+
+        task = outcome.culprit.task if outcome.culprit else ""
+        tail = folder.tail(task, reports.READ_LINES) if task else []
+        text = reports.failure(outcome, tail, str(folder.log_path(task)) if task else "")
+        console.write_err(clean_lines(text) + "\n" if text else "")
+        console.write_err(f"distrun: error: {outcome.message}\n")
+    if as_json:
+        console.write_out(json.dumps(folder.outcome_json(outcome)) + "\n")
+    return tail

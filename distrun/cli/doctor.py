@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import locale
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,15 +11,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun import activation, formats
-from distrun.cli.common import agree, current_folder, hosts_of, takes, tell_warnings, typed, typed_python
-from distrun.cli.console import print_err, print_out, render
-from distrun.cli.engines import engine_of
-from distrun.cli.engines import rows as engine_rows
-from distrun.doctor.checks import CheckRow, Ways
+from distrun.cli.common import agree, current_folder, engine_of, hosts_of, takes, tell_warnings, typed, typed_python
+from distrun.cli.console import print_err, print_json, print_out, render
+from distrun.doctor.checks import BAD, HERE, OK, CheckRow, Ways
 from distrun.errors import UsageError
 from distrun.hosts import fold
 from distrun.options import BY_KEY, HOSTS, LAUNCHER, SITE
-from distrun_runtime.contract import environ, facts
+from distrun_runtime.contract import address, environ, facts
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
@@ -118,10 +115,9 @@ def doctor(**options: Any) -> int:
     code = facts.EXIT_PREFLIGHT if any(row.check != "server python" or row.host not in fixed for row in bad) else 0
     if options["as_json"]:
         rows = [{**asdict(row), "fix": row.fix_text(ways)} for row in report.rows]
-        told: dict[str, Any] = {"schema": SCHEMA, "exit_code": code, "rows": rows, "facts": report.facts}
-        if options["is_fixing"]:
-            told["made"] = [{**asdict(each), "fix": _fix_text(each, [each.host], ways)} for each in made]
-        print_out(json.dumps(told, indent=2, default=dict) + "\n")
+        told = [{**asdict(each), "fix": _fix_text(each, [each.host], ways)} for each in made]
+        more = {"made": told} if options["is_fixing"] else {}
+        print_json(SCHEMA, exit_code=code, rows=rows, facts=report.facts, **more)
     return code
 
 
@@ -137,12 +133,31 @@ def _tell_engine(engine: QueueBackend, options: Mapping[str, Any]) -> int:
     bad = sum(row.mark == "bad" for row in found)
     code = facts.EXIT_PREFLIGHT if bad else 0
     if options["as_json"]:
-        told = {"schema": SCHEMA, "exit_code": code, "rows": [asdict(row) for row in found], "facts": {}}
-        print_out(json.dumps(told, indent=2) + "\n")
+        print_json(SCHEMA, exit_code=code, rows=[asdict(row) for row in found], facts={})
         return code
     print_out(table(found, marks(), Ways(), options["quiet"]))
     print_out(f"{bad} problem{'' if bad == 1 else 's'} with {engine.name}\n" if bad else f"{engine.name} OK\n")
     return code
+
+
+def engine_rows(backend: QueueBackend) -> list[CheckRow]:
+    """Return what is there of what a launch by an engine needs."""
+    from distrun.backends.engine import CheckResult, EngineError
+
+    try:
+        findings = backend.engine.examine()
+    except EngineError as err:
+        findings = [CheckResult(False, str(err), err.hint)]
+    found = [
+        CheckRow(HERE, backend.name, OK, each.text)
+        if each.ok
+        else CheckRow(HERE, backend.name, BAD, each.text, each.fix or "see the page on it")
+        for each in findings
+    ]
+    own = address.own()
+    text = f"agents reach this machine at {', '.join(own)}" if own else "this machine has no address but its own"
+    fix = "" if own else "--coordinator-address A, an address at which the nodes reach it"
+    return [*found, CheckRow(HERE, "coordinator", OK if own else BAD, text, fix)]
 
 
 def _agreed(report: DoctorReport, options: Mapping[str, Any]) -> list[EnvironmentSpec]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ import click
 
 from distrun import formats
 from distrun.cli.common import hosts_of, takes, tell_warnings
-from distrun.cli.console import copy_out, print_err, print_out
+from distrun.cli.console import copy_out, print_err, print_json
 from distrun.errors import UsageError
 from distrun.fleet import Ran, run
 from distrun.fleet.commands import KEPT
@@ -59,7 +58,7 @@ def execute(command: tuple[str, ...], **options: Any) -> int:
     )
     code = exit_code(found)
     if options["as_json"]:
-        print_out(json.dumps(as_json(command, found, code), indent=2) + "\n")
+        print_json(SCHEMA, command=command, exit_code=code, hosts=as_json(found))
         return code
     if streams is not None:
         streams.end()
@@ -98,8 +97,8 @@ def remarks(found: Mapping[str, Ran | Problem]) -> list[str]:
     return [f"{hosts.fold(names)}: {text}" for text, names in codes.items()] + lines
 
 
-def as_json(command: tuple[str, ...], found: Mapping[str, Ran | Problem], code: int) -> dict[str, Any]:
-    """Return the JSON form."""
+def as_json(found: Mapping[str, Ran | Problem]) -> list[dict[str, Any]]:
+    """Return the JSON form of what hosts said."""
     rows: list[dict[str, Any]] = []
     for name, each in found.items():
         row: dict[str, Any] = {
@@ -119,7 +118,7 @@ def as_json(command: tuple[str, ...], found: Mapping[str, Ran | Problem], code: 
             row.update(code=each.code, stdout=out, stderr=err, timed_out=each.is_late, reason=each.reason)
             row.update(cut=each.is_cut)
         rows.append(row)
-    return {"schema": SCHEMA, "command": list(command), "exit_code": code, "hosts": rows}
+    return rows
 
 
 def _show_folded(found: Mapping[str, Ran | Problem]) -> None:

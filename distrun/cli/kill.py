@@ -6,7 +6,7 @@ agents' records and marks; and, for emergencies, my processes by their command l
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun import formats
-from distrun.cli import engines
-from distrun.cli.common import agree, find_hosts, hosts_of, my_jobs, takes, tell_warnings
-from distrun.cli.console import print_err, print_out, styled, width
+from distrun.cli.common import agree, engine_of, find_hosts, hosts_of, my_jobs, takes, tell_warnings
+from distrun.cli.console import print_err, print_json, print_out, styled, width
 from distrun.errors import UsageError
 from distrun.fleet import Fleet, questions
 from distrun.fleet.questions import HostAnswer, HostJob
@@ -29,7 +28,10 @@ from distrun_runtime.coordinator.failures import Problem
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
+    from distrun.backends.engine import FoundJob
+    from distrun.backends.queue import QueueBackend
     from distrun_runtime.coordinator.jobfolder import JobFolder
+    from distrun_runtime.coordinator.jobstore import JobStore
 
 SCHEMA = "distrun.kill/1"
 SURVEY_S = 30.0
@@ -106,7 +108,7 @@ def _by_name(names: Sequence[str], options: Mapping[str, Any]) -> int:
         if not options["as_json"]:
             print_out("".join(f"{job.id}: {line}\n" for line in killed.lines))
     if options["as_json"]:
-        _print_json(dry_run=False, exit_code=code, jobs=told)
+        print_json(SCHEMA, dry_run=False, exit_code=code, jobs=told)
     return code
 
 
@@ -128,7 +130,7 @@ def _preview(folders: Sequence[JobFolder], options: Mapping[str, Any]) -> int:
             _show_jobs(found, chosen)
             _tell(result, "no process of it")
     if options["as_json"]:
-        _print_json(dry_run=True, exit_code=code, jobs=told)
+        print_json(SCHEMA, dry_run=True, exit_code=code, jobs=told)
     return code
 
 
@@ -193,6 +195,7 @@ def _sweep(backend: Backend, hosts: Sequence[Host], wanted: Sequence[str], optio
 
 def _in_engine(names: Sequence[str], options: Mapping[str, Any]) -> int:
     """Cancel my jobs in an engine whose launchers are gone; return the exit code."""
+    from distrun.backends.engine import EngineError
     from distrun_runtime.coordinator.jobstore import JobStore
 
     if names or not options["stale"]:
@@ -200,25 +203,34 @@ def _in_engine(names: Sequence[str], options: Mapping[str, Any]) -> int:
             f"--launcher {options['launcher']} goes with --stale, and with no JOB",
             "a job that was launched here is killed by its name alone: distrun kill JOB",
         )
-    backend = engines.need(options["launcher"], engines.engine_of(options["launcher"], options, environ.snapshot()))
+    backend = engine_of(options["launcher"], options, environ.snapshot())
+    if backend is None:
+        raise UsageError(
+            f"--launcher {options['launcher']} is no engine: its hosts are asked",
+            "distrun kill -H FILE --stale, without --launcher",
+        )
     named = find_hosts(options, {})
     if named is not None:
         tell_warnings(named)
         return _sweep(backend, [Host(spec.name) for spec in named.specs], (), options)
-    chosen = engines.abandoned(backend.engine.find(), JobStore())
+    chosen = _abandoned(backend.engine.find(), JobStore())
     if not options["as_json"]:
         _print_table(("JOB", "MARKER", "STATE"), [(each.handle.id, each.marker, each.state) for each in chosen])
     problems: dict[str, str] = {}
     if chosen and not options["dry_run"]:
         agree(f"Cancel {len(chosen)} in {backend.name}?", options["yes"])
-        problems = engines.cancel(backend, chosen)
+        for each in chosen:
+            try:
+                backend.cancelled(each.handle)
+            except EngineError as err:
+                problems[each.marker] = str(err)
     code = facts.EXIT_LEFT if problems else 0
     if options["as_json"]:
         rows = [
             {"id": each.handle.id, "marker": each.marker, "state": each.state, "problem": problems.get(each.marker)}
             for each in chosen
         ]
-        _print_json(dry_run=options["dry_run"], exit_code=code, engine=backend.name, jobs=rows)
+        print_json(SCHEMA, dry_run=options["dry_run"], exit_code=code, engine=backend.name, jobs=rows)
         return code
     for each in chosen if not options["dry_run"] else ():
         if each.marker in problems:
@@ -229,11 +241,42 @@ def _in_engine(names: Sequence[str], options: Mapping[str, Any]) -> int:
         print_out(f"no abandoned job of mine is in {backend.name}\n")
     elif options["dry_run"]:
         print_out("nothing was ended (--dry-run)\n")
-    nodes = engines.nodes_of_lost(backend, JobStore())
+    nodes = _nodes_of_lost(backend, JobStore())
     if not nodes:
         return code
     print_out(f"looking for what lost jobs have left on {fold(nodes)}\n")
     return code or _sweep(backend, [Host(name) for name in nodes], (), options)
+
+
+def _abandoned(found: Sequence[FoundJob], store: JobStore) -> list[FoundJob]:
+    """Return the jobs of an engine whose coordinator does not live, as far as this machine's job store says.
+
+    Raises:
+        JobStoreError: the note of a job that goes on is damaged.
+    """
+    from distrun.backends import engine, queue
+
+    living = {queue.recorded_marker(job.path) for job in store.list() if job.standing() in facts.GOING}
+    return [each for each in found if each.marker.startswith(engine.MARK) and each.marker not in living]
+
+
+def _nodes_of_lost(backend: QueueBackend, store: JobStore) -> list[str]:
+    """Return the nodes on which jobs of an engine may have left processes, as far as this machine's job store says.
+
+    These are jobs whose coordinator is lost, that lost a node, or that ended with processes that were left. There are
+    none if the engine starts no program on a node that it is told.
+    """
+    from distrun_runtime.errors import JobStoreError
+
+    found: dict[str, None] = {}
+    for job in store.list() if backend.engine.on_node("node", ("true",)) else ():
+        with contextlib.suppress(JobStoreError, KeyError):
+            if job.standing() in facts.GOING or job.is_unplanned or job.plan().backend != backend.name:
+                continue
+            outcome = job.outcome()
+            if outcome is None or outcome["reason"] == facts.HOST_LOST or outcome["survivors"]:
+                found.update(dict.fromkeys(host.name for host in job.plan().hosts))
+    return list(found)
 
 
 def _choose(found: Found, wanted: Sequence[str], stale: bool) -> list[HostJob]:
@@ -286,7 +329,7 @@ def _show_jobs(found: Found, chosen: Sequence[HostJob]) -> None:
 def _report(result: Result, options: Mapping[str, Any]) -> int:
     """Say what was done, host by host; return the exit code."""
     if options["as_json"]:
-        _print_json(dry_run=result.is_dry, exit_code=result.code, hosts=_rows_as_json(result))
+        print_json(SCHEMA, dry_run=result.is_dry, exit_code=result.code, hosts=_rows_as_json(result))
     else:
         _tell(result, "no stale job" if options["stale"] else "no job of mine")
     return result.code
@@ -393,7 +436,7 @@ def _report_matches(
             }
             for host in found
         ]
-        _print_json(dry_run=options["dry_run"], exit_code=code, hosts=rows)
+        print_json(SCHEMA, dry_run=options["dry_run"], exit_code=code, hosts=rows)
         return code
     for host, report in done.items():
         for pid, command in report["ended"]:
@@ -438,7 +481,3 @@ def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None
         from distrun.dashboard.rows import of_texts
 
         print_out(styled(of_texts(headings, rows, width())))
-
-
-def _print_json(**members: Any) -> None:
-    print_out(json.dumps({"schema": SCHEMA, **members}, indent=2) + "\n")

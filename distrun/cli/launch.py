@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun import activation, backends, formats, hosts, placement
-from distrun.cli import common, hints, standing
-from distrun.cli.common import current_folder, placed, takes
+from distrun.cli import common, hints
+from distrun.cli.common import current_folder, placed, report, takes
 from distrun.cli.console import ERRORS, Console
 from distrun.client import Detached
 from distrun.errors import UsageError
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from distrun.hosts import Inventory
     from distrun.planning import PlannedJob
     from distrun.sync import CopyRules
-    from distrun_runtime.coordinator.failures import Outcome
     from distrun_runtime.coordinator.jobfolder import JobFolder
     from distrun_runtime.coordinator.jobstore import JobStore
 
@@ -157,7 +156,9 @@ def _leave(
         console.write_out(folder.id + "\n")
         return 0
     if detached.cursor is not None:
-        standing.OutputPlace(store.root, folder.id).write(detached.cursor)
+        from distrun.cli.attach import OutputPlace
+
+        OutputPlace(store.root, folder.id).write(detached.cursor)
     console.say(f"job {folder.id} goes on without this terminal; to come back: distrun attach {folder.id}")
     if daemon.ends_at_logout():
         text = "a logout here ends it all the same (KillUserProcesses of systemd-logind); launch --detach survives one"
@@ -368,23 +369,6 @@ def _show(job: PlannedJob | QueuedJob, as_json: bool, whole: bool, console: Cons
         console.write_out(json.dumps(dryrun.as_json(job.plan, rendered), indent=2) + "\n")
     else:
         console.write_out(dryrun.as_text(job.plan, rendered, whole))
-
-
-def report(outcome: Outcome, folder: JobFolder, as_json: bool, console: Console) -> Sequence[str]:
-    """Say how the job ended; return the last lines of the task that ended it."""
-    tail: Sequence[str] = ()
-    if outcome.exit_code:
-        from distrun import report as reports
-        from distrun.dashboard.text import clean_lines
-
-        task = outcome.culprit.task if outcome.culprit else ""
-        tail = folder.tail(task, reports.READ_LINES) if task else []
-        text = reports.failure(outcome, tail, str(folder.log_path(task)) if task else "")
-        console.write_err(clean_lines(text) + "\n" if text else "")
-        console.write_err(f"distrun: error: {outcome.message}\n")
-    if as_json:
-        console.write_out(json.dumps(folder.outcome_json(outcome)) + "\n")
-    return tail
 
 
 def _level(quiet: bool, verbosity: int) -> str:

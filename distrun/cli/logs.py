@@ -17,8 +17,7 @@ import click
 
 from distrun.cli.common import my_jobs, say, takes
 from distrun.cli.console import can_draw, copy_out, is_terminal, print_err, wants_colour
-from distrun.cli.region import Region, StreamBars, chosen
-from distrun.cli.screen import Feed, in_order, prefix, short_prefix
+from distrun.cli.screen import Feed, Region, StreamBars, chosen, in_order, prefix, short_prefix
 from distrun.errors import UsageError
 from distrun.formats import point_in_time
 from distrun.formats import size as size_text

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from distrun.dashboard.rows import SORTS
 
@@ -22,36 +23,14 @@ ANSWERS = (*CONFIRMED, "enter", "backspace")
 # ---------------------------------------------------------------------- what it wants done
 
 
-@dataclass(frozen=True)
-class Leave:
-    """End the dashboard."""
+class Action(Enum):
+    """What is to be done; tasks are those that are chosen then."""
 
-
-@dataclass(frozen=True)
-class StopJob:
-    """Stop the job."""
-
-
-@dataclass(frozen=True)
-class ShowStack:
-    """Ask for the stack of a task."""
-
-    task: str
-
-
-@dataclass(frozen=True)
-class ShowLog:
-    """Follow the log of a task; empty: no more."""
-
-    task: str
-
-
-@dataclass(frozen=True)
-class Redraw:
-    """Draw all lines again."""
-
-
-Action = Leave | StopJob | ShowStack | ShowLog | Redraw
+    LEAVE = "end the dashboard"
+    STOP_JOB = "stop the job"
+    STACK = "ask for the stack of the task"
+    LOG = "follow the log of the task, or no more"
+    REDRAW = "draw all lines again"
 
 
 # ---------------------------------------------------------------------- what it looks at
@@ -98,11 +77,6 @@ class User:
         self._has_just_asked = False
         """The question whether to stop came up in this read of keys."""
 
-    @property
-    def task(self) -> str:
-        """The task that is looked at: by a log, a stack or in detail."""
-        return self.look.chosen
-
     def say(self, message: str) -> None:
         """Show a message until the next key."""
         self.look = replace(self.look, message=message)
@@ -129,7 +103,7 @@ class User:
     def _press(self, key: str, shown: VisibleRows) -> list[Action]:
         look = self.look = replace(self.look, message="")
         if key == "ctrl-l":
-            return [Redraw()]
+            return [Action.REDRAW]
         if look.prompt == STOP:
             return self._confirm(key)
         if look.prompt == FILTER:
@@ -142,7 +116,7 @@ class User:
     def _press_in_main(self, key: str, shown: VisibleRows) -> list[Action]:
         look = self.look
         if key == "q":
-            return [Leave()]
+            return [Action.LEAVE]
         if key in ("up", "down", "k", "j", "pgup", "pgdn", "home", "end"):
             self._move(key, shown)
         elif key in ("enter", "l", "S") and shown.keys:
@@ -172,15 +146,13 @@ class User:
     def _open(self, key: str, task: str) -> list[Action]:
         mode = {"enter": DETAIL, "l": LOG, "S": STACK}[key]
         self.look = replace(self.look, mode=mode, chosen=task, first=0)
-        if mode == LOG:
-            return [ShowLog(task)]
-        return [ShowStack(task)] if mode == STACK else []
+        return {LOG: [Action.LOG], STACK: [Action.STACK]}.get(mode, [])
 
     def _press_in_text(self, key: str, shown: VisibleRows) -> list[Action]:
         look = self.look
         if key in ("q", "esc", "left", "backspace") or (key == "enter" and look.mode == DETAIL):
             self.look = replace(look, mode=MAIN, first=0)
-            return [ShowLog("")] if look.mode == LOG else []
+            return [Action.LOG] if look.mode == LOG else []
         if key == "x":
             self.look = replace(look, prompt=STOP, typed="")
             return []
@@ -188,7 +160,7 @@ class User:
             self.look = replace(look, is_paused=not look.is_paused)
             return []
         if look.mode != HELP and key in ("l", "S"):
-            ends: list[Action] = [ShowLog("")] if look.mode == LOG and key != "l" else []
+            ends: list[Action] = [Action.LOG] if look.mode == LOG and key != "l" else []
             return ends + self._open(key, look.chosen)
         most = max(0, shown.lines - shown.page)
         # A log is counted from its end, which it follows.
@@ -227,7 +199,7 @@ class User:
         look = self.look
         if key == "enter" and look.typed == CONFIRMED:
             self.look = replace(look, prompt="", typed="", message="asked the coordinator to stop the job")
-            return [StopJob()]
+            return [Action.STOP_JOB]
         typed = look.typed[:-1] if key == "backspace" else look.typed + key
         if (len(key) == 1 and CONFIRMED.startswith(typed)) or (key == "backspace" and look.typed):
             self.look = replace(look, typed=typed)

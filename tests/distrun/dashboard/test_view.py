@@ -111,7 +111,7 @@ def test_the_chosen_row_has_a_mark() -> None:
 
 def test_a_lost_coordinator_is_told_above_what_was_last_known() -> None:
     model = recorded(4)
-    model.disconnected("its coordinator is gone")
+    model.link = "its coordinator is gone"
     assert "! its coordinator is gone" in shown(model)
 
 
