@@ -304,19 +304,11 @@ class Model:
 
     def _take_state(self, state: Mapping[str, object]) -> None:
         self._state = state
-        self.job = JobSummary(
-            id=source.string(state.get("id")) or self.job.id,
-            name=source.string(state.get("name")),
-            state=source.string(state.get("state")),
-            backend=source.string(state.get("backend")),
-            command=tuple(source.texts(state.get("command"))),
-            message=source.string(state.get("message")),
-            exit_code=source.whole(state.get("exit_code")),
-            created=source.moment(state.get("created")),
-            finished=source.moment(state.get("finished")),
-            heard=source.moment(state.get("heard")) or source.moment(state.get("updated")),
-            seen_s=self.job.seen_s,
-        )
+        known = source.known(JobSummary, state)
+        known.update(id=known["id"] or self.job.id, seen_s=self.job.seen_s)
+        known.update({name: source.moment(state.get(name)) for name in ("created", "finished", "heard")})
+        known["heard"] = known["heard"] or source.moment(state.get("updated"))
+        self.job = JobSummary(**known)
 
     def _take_outcome(self, outcome: Mapping[str, object], now: float) -> None:
         code, state = source.whole(outcome.get("exit_code")), last_state(source.string(outcome.get("reason")))
@@ -416,15 +408,9 @@ class Model:
             word = "silent"
         else:
             word = "ok" if told else ""
-        return HostView(
-            name=name,
-            word=word,
-            heard_s=heard_s,
-            cores=source.whole(told.get("cores")),
-            offset_s=source.finite(told.get("clock_offset_s")),
-            gpus=tuple(_gpu(each) for each in source.objects(told.get("gpus"))),
-            **{key: source.finite(told.get(key)) for key in _HOST_NUMBERS},
-        )
+        gpus = tuple(GpuView(**source.known(GpuView, each)) for each in source.objects(told.get("gpus")))
+        known = source.known(HostView, {**told, "name": name, "word": word, "offset_s": told.get("clock_offset_s")})
+        return HostView(**known, gpus=gpus)
 
     def _trace(self) -> None:
         store = self.store or StoreView()
@@ -441,9 +427,6 @@ class Model:
             known = self.traces.get(name, ())
             if known or value is not None:
                 self.traces = {**self.traces, name: (*known[-TRACE + 1 :], value)}
-
-
-_HOST_NUMBERS = ("cpu", "load", "mem_used", "mem_total", "disk_free", "net_rx", "net_tx")
 
 
 def _moment(value: object) -> float | None:
@@ -473,75 +456,37 @@ def _task(
     code, signal = source.whole(state.get("code")), source.string(state.get("signal"))
     report, history = source.members(told.get("report")), source.members(told.get("history"))
     peak_kb, quiet_s = source.finite(state.get("max_rss_kb")), source.finite(told.get("output_age_s"))
-    return TaskView(
-        name=source.string(state.get("name")),
-        role=source.string(state.get("role")),
-        rank=source.whole(state.get("rank")) or 0,
-        host=source.string(state.get("host")),
+    known = source.known(
+        TaskView,
+        {
+            **{**told, **state},
+            **{name: report.get(name) for name in ("step", "total", "values")},
+            **{"read_s": told.get("read"), "write_s": told.get("write")},
+            **{"cpu_history": history.get("cpu"), "rss_history": history.get("rss")},
+        },
+    )
+    known.update(
         word=word,
         level=level,
-        pid=source.whole(state.get("pid")),
         started=_moment(state.get("started")),
         ended=_moment(state.get("ended")) or (None if reason == LOST_WITH_HOST else until),
         code=signal or ("" if code is None else str(code)),
-        cpu_s=source.finite(state.get("cpu_s")) if peak_kb else None,
+        cpu_s=known["cpu_s"] if peak_kb else None,
         why=why,
-        cpu=source.finite(told.get("cpu")),
-        rss=source.finite(told.get("rss")) if told else (peak_kb * 1024 if peak_kb else None),
-        limit=source.finite(told.get("limit")),
-        processes=source.whole(told.get("processes")),
-        read_s=source.finite(told.get("read")),
-        write_s=source.finite(told.get("write")),
-        gpu=source.finite(told.get("gpu")),
-        gpu_mem=source.finite(told.get("gpu_mem")),
+        rss=known["rss"] if told else (peak_kb * 1024 if peak_kb else None),
         quiet_s=None if quiet_s is None else quiet_s + silent_s,
-        step=source.whole(report.get("step")),
-        total=source.whole(report.get("total")),
-        values=source.numbers(report.get("values")),
-        is_consequence=bool(lost_peer),
-        cpu_history=source.series(history.get("cpu")),
-        rss_history=source.series(history.get("rss")),
     )
-
-
-def _gpu(told: Mapping[str, object]) -> GpuView:
-    return GpuView(
-        index=source.whole(told.get("index")) or 0,
-        name=source.string(told.get("name")),
-        util=source.finite(told.get("util")),
-        mem_used=source.finite(told.get("mem_used")),
-        mem_total=source.finite(told.get("mem_total")),
-    )
+    return TaskView(**known, is_consequence=bool(lost_peer))
 
 
 def _store(told: Mapping[str, object]) -> StoreView:
-    scheduler, told_of = source.members(told.get("scheduler")), source.members(told.get("servers"))
+    told_of = source.members(told.get("servers"))
     servers = [
-        ServerView(
-            name=name,
-            keys=source.whole(each.get("keys")),
-            size=source.finite(each.get("bytes")),
-            push_s=source.finite(each.get("push_s")),
-            pull_s=source.finite(each.get("pull_s")),
-            in_s=source.finite(each.get("in_s")),
-            out_s=source.finite(each.get("out_s")),
-            queue=source.whole(each.get("queue")),
-            waiting=source.whole(each.get("waiting")),
-            staleness_max=source.finite(each.get("staleness_max")),
-            lags=source.numbers(each.get("lags")),
-            device=source.string(each.get("device")),
-            device_why=source.string(each.get("device_why")),
-        )
+        ServerView(**source.known(ServerView, {**each, "name": name, "size": each.get("bytes")}))
         for name, each in ((name, source.members(told_of[name])) for name in sorted(told_of, key=natural))
     ]
     return StoreView(
-        servers=tuple(servers),
-        push_s=source.finite(told.get("push_s")),
-        pull_s=source.finite(told.get("pull_s")),
-        round_s=source.finite(told.get("round_s")),
-        barriers=source.whole(scheduler.get("barriers")),
-        barrier_waiting=source.whole(scheduler.get("barrier_waiting")),
-        members=source.whole(scheduler.get("members")),
+        **source.known(StoreView, {**told, **source.members(told.get("scheduler"))}), servers=tuple(servers)
     )
 
 

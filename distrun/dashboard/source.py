@@ -7,13 +7,14 @@ the dashboard then calls `take`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
 
 from distrun.errors import DistrunError
 from distrun_runtime.contract import facts
@@ -284,3 +285,24 @@ def numbers(value: object) -> dict[str, float]:
 def series(value: object) -> tuple[float | None, ...]:
     """Return a list of numbers; None where one is unknown."""
     return tuple(number(each) for each in value) if isinstance(value, list | tuple) else ()
+
+
+_BY_TYPE: Mapping[object, Callable[[object], object]] = {
+    "str": string,
+    "int": lambda value: whole(value) or 0,
+    "int | None": whole,
+    "float | None": finite,
+    "Mapping[str, float]": numbers,
+    "tuple[float | None, ...]": series,
+    "tuple[str, ...]": lambda value: tuple(texts(value)),
+}
+
+
+@cache
+def _readers(kind: type) -> Sequence[tuple[str, Callable[[object], object]]]:
+    return [(each.name, _BY_TYPE[each.type]) for each in dataclasses.fields(kind) if each.type in _BY_TYPE]
+
+
+def known(kind: type, told: Mapping[str, object]) -> dict[str, Any]:
+    """Return the members of an object that a dataclass has as fields of the same names, read by the fields' types."""
+    return {name: read(told.get(name)) for name, read in _readers(kind)}
