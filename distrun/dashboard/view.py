@@ -14,8 +14,7 @@ from distrun import formats
 from distrun.dashboard import events as progress
 from distrun.dashboard import rows, text, user
 from distrun.dashboard.events import EventLine
-from distrun.dashboard.model import Model
-from distrun.dashboard.rows import TaskRow
+from distrun.dashboard.model import Model, TaskView
 from distrun.dashboard.text import Glyphs, Line, Span
 from distrun.dashboard.user import ViewSelection, VisibleRows
 from distrun_runtime.contract.facts import time_of_day
@@ -198,11 +197,11 @@ def _main(model: Model, look: ViewSelection, options: Options, now: float) -> Pi
     columns = options.columns
     head, bottom = _header(model, look, options, now), _bottom(model, look, options)
     found = rows.task_rows(model.tasks.values(), look.wanted, look.order, look.is_folded)
-    keys = tuple(row.key for row in found)
+    keys = tuple(row[0].name for row in found)
     at = keys.index(look.chosen) if look.chosen in keys else 0
-    why = text.clean(found[at].first.why) if found else ""
+    why = text.clean(found[at][0].why) if found else ""
     if why and text.width(why) > columns - TABLE_WIDE:
-        line: Line = ((f"{found[at].first.name}: ", text.BOLD), (why, text.PLAIN))
+        line: Line = ((f"{found[at][0].name}: ", text.BOLD), (why, text.PLAIN))
         bottom = [*bottom[:-1], _to_width(line, options), bottom[-1]]
     room = max(2, options.rows - len(head) - len(bottom))
     below = _panels(model, look, options, room=room, table=len(found) + 1, since_s=_since(model, now))
@@ -224,7 +223,7 @@ def _main(model: Model, look: ViewSelection, options: Options, now: float) -> Pi
     body = body[:room]
     body += [()] * (room - len(body))
     lines = [_to_width(line, options) for line in (*head, *body)] + [*below, *bottom]
-    hosts = tuple(dict.fromkeys(task.host for row in visible for task in row.tasks[:1]))
+    hosts = tuple(dict.fromkeys(task.host for row in visible for task in row[:1]))
     return Picture(lines[: options.rows], VisibleRows(keys, count, 0), first, hosts)
 
 
@@ -234,11 +233,11 @@ def _no_tasks(model: Model, look: ViewSelection) -> str:
     return model.job.message or "no tasks yet"
 
 
-def _hidden(above: Sequence[TaskRow], below: Sequence[TaskRow], glyphs: Glyphs) -> Line:
+def _hidden(above: Sequence[Sequence[TaskView]], below: Sequence[Sequence[TaskView]], glyphs: Glyphs) -> Line:
     """Return the line that counts rows for which there is no room."""
     words: dict[str, int] = {}
     for row in (*above, *below):
-        words[row.first.word] = words.get(row.first.word, 0) + len(row.tasks)
+        words[row[0].word] = words.get(row[0].word, 0) + len(row)
     counted = ", ".join(f"{count} {word}" for word, count in words.items())
     where = f", {len(above)} of them above" if above and below else ", above" if above else ""
     return ((f"  {len(above) + len(below)} more ({counted}){where}", text.DIM),)
