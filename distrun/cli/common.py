@@ -231,14 +231,20 @@ def report(outcome: Outcome, folder: JobFolder, as_json: bool, console: Console)
     """Say how the job ended; return the last lines of the task that ended it."""
     tail: Sequence[str] = ()
     if outcome.exit_code:
-        from distrun import report as reports
         from distrun.dashboard.text import clean_lines
 
-        task = outcome.culprit.task if outcome.culprit else ""
-        tail = folder.tail(task, reports.READ_LINES) if task else []
-        text = reports.failure(outcome, tail, str(folder.log_path(task)) if task else "")
+        text, tail = failure(outcome, folder)
         console.write_err(clean_lines(text) + "\n" if text else "")
         console.write_err(f"distrun: error: {outcome.message}\n")
     if as_json:
         console.write_out(json.dumps(folder.outcome_json(outcome)) + "\n")
     return tail
+
+
+def failure(outcome: Outcome, folder: JobFolder) -> tuple[str, Sequence[str]]:
+    """Return the report of a failed job, and the last lines of the task that ended it."""
+    from distrun import report
+
+    task = outcome.culprit.task if outcome.culprit is not None else ""
+    tail = folder.tail(task, report.READ_LINES) if task else []
+    return report.failure(outcome, tail, str(folder.log_path(task)) if task else ""), tail
