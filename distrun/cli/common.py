@@ -19,12 +19,17 @@ if TYPE_CHECKING:
     from distrun.backends.base import Backend
     from distrun.backends.queue import QueueBackend
     from distrun.cli.console import Console
+    from distrun.fleet import Fleet
+    from distrun.fleet.questions import HostAnswer, HostJob
     from distrun.hosts import Inventory
     from distrun.jobs import Jobs
     from distrun_runtime.contract.plan import Host
-    from distrun_runtime.coordinator.failures import Outcome
+    from distrun_runtime.coordinator.failures import Outcome, Problem
     from distrun_runtime.coordinator.jobfolder import JobFolder
 
+
+SURVEY_S = 30.0
+"""How long a host may take to say which jobs it has."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -182,7 +187,7 @@ def find_hosts(options: Mapping[str, Any], env: Mapping[str, str]) -> Inventory 
 def hosts_of(
     options: Mapping[str, Any], env: Mapping[str, str], launcher: str = ""
 ) -> tuple[Inventory, Backend, list[Host]]:
-    """Return the hosts that a command means, the backend that reaches them, and what it needs to do so.
+    """Return the hosts that a command means, the backend that reaches them, and what it needs to do so; tell warnings.
 
     Without a `launcher` it is ssh where hosts are named, else local: this machine.
 
@@ -195,6 +200,7 @@ def hosts_of(
     found = find_hosts(options, env)
     backend = backends.load(launcher or ("local" if found is None else "ssh"))
     inventory = backend.inventory(found)
+    tell_warnings(inventory)
     return inventory, backend, hosts_for(inventory, backend, reach_options(options))
 
 
@@ -207,6 +213,26 @@ def hosts_for(inventory: Inventory, backend: Backend, options: Mapping[str, str]
         way = backend.reach(spec, options)
         hosts.append(Host(spec.name, spec.addr, reach=way, interface=spec.iface, login=backend.login(way)))
     return hosts
+
+
+def survey(
+    fleet: Fleet, wanted: Sequence[str] = (), stale: bool = False
+) -> tuple[dict[str, HostAnswer | Problem], list[HostJob]]:
+    """Ask hosts for jobs of mine; return what each answers, and the jobs (see `questions.chosen`)."""
+    from distrun.fleet import questions
+
+    found = fleet.ask("survey", {}, SURVEY_S)
+    answers = {host: each for host, each in found.items() if isinstance(each, questions.HostAnswer)}
+    every = [job for host, each in answers.items() for job in questions.read(host, each.value)]
+    return found, questions.chosen(every, wanted, stale)
+
+
+def tell_problems(problems: Mapping[str, Problem], what: str = "") -> None:
+    """Say which hosts did not answer, and what can be done about it. `what`: said before why."""
+    for host, problem in problems.items():
+        print_err(f"distrun: error: {host}: {what}{problem.text}\n")
+        for line in problem.fix.splitlines():
+            print_err(f"distrun: hint: {line}\n")
 
 
 def engine_of(name: str, options: Mapping[str, Any], env: Mapping[str, str]) -> QueueBackend | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun import activation, formats
-from distrun.cli.common import agree, current_folder, engine_of, hosts_of, takes, tell_warnings, typed, typed_python
+from distrun.cli.common import agree, current_folder, engine_of, hosts_of, takes, typed, typed_python
 from distrun.cli.console import print_err, print_json, print_out, render
 from distrun.doctor.checks import BAD, HERE, OK, CheckRow, Ways
 from distrun.errors import UsageError
@@ -79,7 +79,6 @@ def doctor(**options: Any) -> int:
     if engine is not None:
         return _tell_engine(engine, options)
     inventory, backend, hosts = hosts_of(options, env, options["launcher"])
-    tell_warnings(inventory)
     dst = options["dst"] if backend.needs_hosts else ""
     python = options["python"] or ("" if backend.needs_hosts else sys.executable)
     reached = typed(options, inventory)

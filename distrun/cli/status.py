@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun.cli.common import hosts_of, my_jobs, takes, tell_warnings
+from distrun.cli.common import hosts_of, my_jobs, survey, takes, tell_problems
 from distrun.cli.console import (
     can_draw,
     copy_out,
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 SCHEMA = "distrun.status/1"
 SHOWN = 20
 """Jobs that are over and listed without --all."""
-SURVEY_S = 30.0
-"""How long a host may take to say which jobs it has."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -219,21 +217,13 @@ def _one(job: Job, as_json: bool) -> int:
 
 def _on_hosts(wanted: str | None, as_json: bool, options: Mapping[str, Any]) -> int:
     """Show my jobs on hosts; return the exit code."""
-    from distrun.fleet import Fleet, questions
+    from distrun.fleet import Fleet
     from distrun_runtime.coordinator.failures import Problem
 
-    inventory, backend, hosts = hosts_of(options, {})
-    tell_warnings(inventory)
+    _, backend, hosts = hosts_of(options, {})
     with Fleet(backend, hosts) as fleet:
-        answers = fleet.ask("survey", {}, SURVEY_S)
+        answers, found = survey(fleet, [wanted] if wanted is not None else ())
     problems = {host: each for host, each in answers.items() if isinstance(each, Problem)}
-    every = [
-        job
-        for host, each in answers.items()
-        if not isinstance(each, Problem)
-        for job in questions.read(host, each.value)
-    ]
-    found = questions.chosen(every, [wanted] if wanted is not None else ())
     code = facts.EXIT_PREFLIGHT if problems else 0
     if as_json:
         rows = [_host_as_json(host, problems.get(host), found) for host in answers]
@@ -245,10 +235,7 @@ def _on_hosts(wanted: str | None, as_json: bool, options: Mapping[str, Any]) -> 
         print_out(styled(hosts_table(found, width(), problems)))
     elif len(problems) < len(answers):
         print_out("no job of mine is there\n" if not problems else "no job of mine is on the other hosts\n")
-    for host, problem in problems.items():
-        print_err(f"distrun: error: {host}: cannot be asked: {problem.text}\n")
-        for line in problem.fix.splitlines():
-            print_err(f"distrun: hint: {line}\n")
+    tell_problems(problems, "cannot be asked: ")
     return code
 
 

@@ -60,10 +60,8 @@ def sync(**options: Any) -> int:
     rules = copying.make_rules(
         options["excludes"], options["gitignore"], options["extra"], cwd=source, delete=options["delete"]
     )
-    inventory, backend, hosts = hosts_of(options, environ.snapshot(), "ssh")
+    _, backend, hosts = hosts_of(options, environ.snapshot(), "ssh")
     screen = _ProgressScreen(is_quiet=options["quiet"] or options["as_json"])
-    for warning in inventory.warnings:
-        screen.say(warning, "warning")
     tree = copying.scan(source, rules)
     for warning in tree.warnings():
         screen.say(warning, "warning")
