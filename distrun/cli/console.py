@@ -289,7 +289,8 @@ class Console:
     def _on_broken(self, fd: int, err: OSError) -> None:
         if fd != self._fds["out"] and not _same_file(fd, self._fds["out"]):
             return
-        unwritten.note(fd, err)
+        if not is_gone(fd, err):
+            unwritten.append(err.strerror or str(err))
         if not is_gone(fd, err) and self._job:
             what = "all that the job printed" if self._is_closing else "the job goes on"
             self.say(f"stdout cannot be written; {what}: distrun logs {self._job}", "warning")
@@ -344,24 +345,8 @@ class Stdout(io.TextIOBase):
         return os.isatty(1)
 
 
-class _Unwritten:
-    """Why stdout could not be written: the first error since the last `take`."""
-
-    def __init__(self) -> None:
-        self._why = ""
-
-    def note(self, fd: int, err: OSError) -> None:
-        """Take the error of a write to `fd`. A reader that has gone is none."""
-        if not is_gone(fd, err):
-            self._why = self._why or err.strerror or str(err)
-
-    def take(self) -> str:
-        """Return why, empty if all was written, and forget it."""
-        why, self._why = self._why, ""
-        return why
-
-
-unwritten = _Unwritten()
+unwritten: list[str] = []
+"""Why stdout could not be written. A reader that has gone is no reason."""
 
 
 def is_gone(fd: int, err: OSError) -> bool:
@@ -428,8 +413,8 @@ def _print_plain(fd: int, text: str | bytes) -> bool:
         except BlockingIOError:
             select.select([], [fd], [], 1.0)
         except OSError as err:
-            if fd == 1:
-                unwritten.note(fd, err)
+            if fd == 1 and not is_gone(fd, err):
+                unwritten.append(err.strerror or str(err))
             return False
     return True
 

@@ -20,10 +20,8 @@ from distrun.options import BY_KEY, HOSTS, LAUNCHER, SITE
 from distrun_runtime.contract import address, environ, facts
 
 if TYPE_CHECKING:
-    from distrun.backends.base import Backend
     from distrun.backends.queue import QueueBackend
     from distrun.doctor.examine import DoctorReport, EnvironmentSpec, Made
-    from distrun_runtime.contract.plan import Host
 
 SCHEMA = "distrun.doctor/1"
 FOR_WORKERS = """\
@@ -70,7 +68,7 @@ def doctor(**options: Any) -> int:
     they use it by themselves.
     """
     from distrun.doctor.checks import DoctorRequest
-    from distrun.doctor.examine import examine
+    from distrun.doctor.examine import examine, make
 
     env = environ.snapshot()
     if options["as_json"] and options["is_fixing"] and not options["yes"]:
@@ -107,7 +105,14 @@ def doctor(**options: Any) -> int:
     made: list[Made] = []
     if options["is_fixing"]:
         wanted = _agreed(report, options)
-        made = _made(backend, hosts, wanted, request.activate)
+        if wanted:
+            made = make(
+                backend,
+                hosts,
+                wanted,
+                activate=request.activate,
+                say=lambda host, line: print_err(f"{host}: {line}\n"),
+            )
         _tell_made(made, ways, options["as_json"])
     fixed = {each.host for each in made if each.is_made}
     bad = [row for row in report.rows if row.mark == "bad"]
@@ -178,35 +183,17 @@ def _agreed(report: DoctorReport, options: Mapping[str, Any]) -> list[Environmen
     return wanted
 
 
-def _made(backend: Backend, hosts: Sequence[Host], wanted: Sequence[EnvironmentSpec], activate: str) -> list[Made]:
-    from distrun.doctor import examine
-
-    if not wanted:
-        return []
-    return examine.make(
-        backend,
-        hosts,
-        wanted,
-        activate=activate,
-        say=lambda host, line: print_err(f"{host}: {line}\n"),
-    )
-
-
 def _tell_made(made: Sequence[Made], ways: Ways, as_json: bool) -> None:
     say = print_err if as_json else print_out
-    for names, each in _alike(made):
+    alike: dict[tuple[object, ...], list[Made]] = {}
+    for each in made:
+        alike.setdefault((each.text, each.is_made, each.fix, each.script), []).append(each)
+    for group in alike.values():
+        each, names = group[0], [one.host for one in group]
         say(f"{'' if each.is_made else 'NOT '}made on {fold(names)}: {each.text}\n")
         say("".join(f"  fix: {line}\n" for line in _fix_text(each, names, ways).splitlines()))
     if any(each.is_made for each in made):
         say(FOR_WORKERS)
-
-
-def _alike(made: Sequence[Made]) -> list[tuple[list[str], Made]]:
-    """Return what came out the same on several hosts once, with their names."""
-    alike: dict[tuple[str, bool, str, str], tuple[list[str], Made]] = {}
-    for each in made:
-        alike.setdefault((each.text, each.is_made, each.fix, each.script), ([], each))[0].append(each.host)
-    return list(alike.values())
 
 
 def _fix_text(made: Made, names: Sequence[str], ways: Ways) -> str:

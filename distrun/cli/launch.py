@@ -71,7 +71,7 @@ def launch(ctx: click.Context, /, command: tuple[str, ...], **options: Any) -> i
     that of the first task that failed (128 + n for signal n).
     """
     process.outlive_tasks_signals()
-    ctx.obj.verbosity = options["verbosity"]
+    ctx.obj["verbosity"] = options["verbosity"]
     env = environ.snapshot()
     level = _level(options["quiet"], options["verbosity"])
     console = Console(env, prefix=not options["no_prefix"], level=level, shows=options["shows"])
