@@ -111,6 +111,7 @@ class Console:
         self._since: float | None = None
         self._writers: dict[str, Writer] = {}
         """By stream; both are one if stdout and stderr are one place, so that what was written first is shown first."""
+        self._each: list[Writer] = []
 
     def start(self) -> None:
         """Start the threads that print."""
@@ -137,6 +138,7 @@ class Console:
         err = Writer(fds, feed, self._find_log, self._on_broken, region, last_words=self._last_words)
         out = err if is_one_place else Writer(fds, feed, self._find_log, self._on_broken)
         self._writers = {"err": err, "out": out}
+        self._each = [err] if is_one_place else [err, out]
         line = self._line()
         if line is not None:
             err.show_status(encoded(line.text()))
@@ -216,7 +218,7 @@ class Console:
     def toggle_pause(self) -> None:
         """Stop printing, or go on."""
         self.start()
-        paused = [writer.toggle_pause() for writer in self._each()]
+        paused = [writer.toggle_pause() for writer in self._each]
         if any(paused):
             # Past the writers, which wait now.
             with contextlib.suppress(OSError):
@@ -232,11 +234,11 @@ class Console:
         `more`: so many bytes were not even put here.
         """
         self._left_out += more
-        for writer in self._each():
+        for writer in self._each:
             writer.leave_out()
 
     def _last_words(self) -> str:
-        left_out = self._left_out + sum(writer.left_out for writer in self._each())
+        left_out = self._left_out + sum(writer.left_out for writer in self._each)
         if not left_out:
             return ""
         from distrun.formats import size  # not for other commands' sake
@@ -247,7 +249,7 @@ class Console:
     def hold(self, text: str = "") -> None:
         """Stop printing for a question, which is printed at once; until `release`. For any thread."""
         self.start()
-        for writer in self._each():
+        for writer in self._each:
             writer.hold()
         with contextlib.suppress(OSError):
             os.write(self._fds["err"], encoded(text))
@@ -256,12 +258,12 @@ class Console:
         """Print the end of the question's line, and go on printing."""
         with contextlib.suppress(OSError):
             os.write(self._fds["err"], encoded(text))
-        for writer in self._each():
+        for writer in self._each:
             writer.release()
 
     def end_output(self) -> None:
         """Take note that all tasks have ended: their last words come before what is said of their end."""
-        for writer in self._each():
+        for writer in self._each:
             writer.end_output()
 
     def close(self) -> None:
@@ -282,9 +284,6 @@ class Console:
         for writer in (self._writers["out"], self._writers["err"]):
             writer.end()
             writer.join(limit_s)
-
-    def _each(self) -> list[Writer]:
-        return list({id(writer): writer for writer in self._writers.values()}.values())
 
     def _on_broken(self, fd: int, err: OSError) -> None:
         if fd != self._fds["out"] and not _same_file(fd, self._fds["out"]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from distrun.dashboard.rows import SORTS
 
@@ -121,26 +122,23 @@ class User:
             self._move(key, shown)
         elif key in ("enter", "l", "S") and shown.keys:
             return self._open(key, look.chosen if look.chosen in shown.keys else shown.keys[0])
-        elif key == "s":
-            order = SORTS[(SORTS.index(look.order) + 1) % len(SORTS)]
-            self.look = replace(look, order=order, chosen="", first=0)
-        elif key == "/":
-            self.look = replace(look, prompt=FILTER, typed=look.wanted)
-        elif key == "f":
-            self.look = replace(look, is_folded=not look.is_folded, first=0)
-        elif key == "p":
-            self.look = replace(look, is_paused=not look.is_paused)
         elif key in ("tab", "backtab"):
             step = 1 if key == "tab" else -1
             self.look = replace(look, panel=PANELS[(PANELS.index(look.panel) + step) % len(PANELS)])
-        elif key in ("?", "h"):
-            self.look = replace(look, mode=HELP, first=0)
-        elif key == "x":
-            self.look = replace(look, prompt=STOP, typed="")
-        elif key == "esc":
-            self.look = replace(look, wanted="", chosen="", first=0)
+        elif key == "s":
+            order = SORTS[(SORTS.index(look.order) + 1) % len(SORTS)]
+            self.look = replace(look, order=order, chosen="", first=0)
         else:
-            self.look = replace(look, message=f"no such key: {key}; ? shows them")
+            changes: dict[str, dict[str, Any]] = {
+                "/": {"prompt": FILTER, "typed": look.wanted},
+                "f": {"is_folded": not look.is_folded, "first": 0},
+                "p": {"is_paused": not look.is_paused},
+                "?": {"mode": HELP, "first": 0},
+                "h": {"mode": HELP, "first": 0},
+                "x": {"prompt": STOP, "typed": ""},
+                "esc": {"wanted": "", "chosen": "", "first": 0},
+            }
+            self.look = replace(look, **changes.get(key, {"message": f"no such key: {key}; ? shows them"}))
         return []
 
     def _open(self, key: str, task: str) -> list[Action]:

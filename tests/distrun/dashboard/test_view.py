@@ -229,7 +229,7 @@ def test_the_table_of_servers_has_a_heading_only_with_rows() -> None:
         heads = [number for number, line in enumerate(found) if line.startswith("SERVER ")]
         assert all(found[number + 1].startswith("server-") for number in heads)
     model = recorded(4)
-    lines = view.store(model, 80, text.ASCII, 3)
+    lines = view.store(model, 3, 80, text.ASCII)
     assert not any(text.plain(line).startswith("SERVER ") for line in lines)
 
 
