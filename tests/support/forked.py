@@ -27,7 +27,7 @@ AT_START = ("PYTHON", "LANG", "LC_", "LD_", "COVERAGE_")
 
 USED_LATER = (
     "distrun.backends.local",
-    "distrun.cli.writer",
+    "distrun.cli.screen",
     "distrun.config",
     "distrun.launching",
     "distrun.report",
