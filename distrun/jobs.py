@@ -24,10 +24,8 @@ import dataclasses
 import os
 import selectors
 import shlex
-import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 import warnings
@@ -668,32 +666,33 @@ class _HostQuery(threading.Thread):
 
     def finish(self) -> None:
         """Wait for the end; what has not answered when the time is up is given up."""
+        from distrun import remote_jobs
+
         self.join(max(0.0, self._until - time.monotonic()))
         if self.is_alive():
             self._fail(f"no answer within {duration(self._limit_s)}")
             self._is_late.set()
-            _kill(self._child)
+            remote_jobs.kill(self._child)
             self.join(END_S)
 
     def run(self) -> None:
         """Ask until the host answers or does not merely drop the connection."""
         from distrun import remote_jobs
 
-        pauses = remote_jobs.pauses()
-        while True:
-            try:
-                code, said = self._ask()
-            except OSError as err:
-                code, said = 0, f"cannot run {shlex.split(self._login)[0]}: {err.strerror}"
-            except (KeyError, remote_jobs.NotAsked):
-                code, said = 0, "it sent what is no answer"
-            if all(job.has_state for job in self._jobs.values()):
-                return
-            pause_s = next(pauses, None) if remote_jobs.is_dropped(code, said) else None
-            if pause_s is None or time.monotonic() + pause_s >= self._until or self._is_late.wait(pause_s):
-                break
-        lines = said.splitlines()
-        self._fail(lines[-1] if lines else f"ssh ended with code {code}" if code else "it has no state of this job")
+        def wait(pause_s: float) -> bool:
+            is_wanted = time.monotonic() + pause_s < self._until and not self._has_states()
+            return is_wanted and not self._is_late.wait(pause_s)
+
+        try:
+            code, said = remote_jobs.retried(self._ask, wait)
+        except remote_jobs.NotAsked as err:
+            code, said = 0, str(err)
+        if not self._has_states():
+            lines = said.splitlines() or [f"ssh ended with code {code}" if code else "it has no state of this job"]
+            self._fail(lines[-1])
+
+    def _has_states(self) -> bool:
+        return all(job.has_state for job in self._jobs.values())
 
     def _ask(self) -> tuple[int, str]:
         """Ask once; return the exit code of the ssh program, 0 if all have answered, and what it said."""
@@ -707,39 +706,26 @@ class _HostQuery(threading.Thread):
             self._login, about, connect_s, may_ask=False, asked=asked(), tail=tail, limit_s=METRICS_S
         )
         left = set(jobs)
-        with tempfile.TemporaryFile() as said:  # a master connection that is left behind would hold a pipe
-            # In a session of its own: a Ctrl-C is for us, and there is no terminal on which anything can be asked.
-            child = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, start_new_session=True
-            )
+
+        def take(job: str, name: str, age_s: float, pieces: Iterable[bytes]) -> bool:
+            if job not in jobs:
+                raise remote_jobs.NotAsked("it sent what is no answer")
+            if not jobs[job].take(name, age_s, b"".join(pieces)):
+                left.discard(job)
+            return bool(left)
+
+        def begun(child: subprocess.Popen[bytes]) -> None:
             self._child = child
             if self._is_late.is_set():
-                _kill(child)
-            with child:
-                assert child.stdout is not None
-                try:
-                    for job, (name, age_s, pieces) in remote_jobs.answers(child.stdout, stored.SIZE_LIMIT):
-                        if not jobs[job].take(name, age_s, b"".join(pieces)):
-                            left.discard(job)
-                        if not left:
-                            return 0, ""
-                    code = child.wait()
-                finally:
-                    _kill(child)
-            said.seek(0)
-            return code, said.read().decode("utf-8", "replace").strip()
+                remote_jobs.kill(child)
+
+        return remote_jobs.run(argv, take, may_ask=False, begun=begun, most=stored.SIZE_LIMIT)
 
     def _fail(self, why: str) -> None:
         for job in self._jobs.values():
             if not job.has_state and not job.problem:
                 job.problem = f"{job.where['host']} cannot be asked: {why}"
                 job.fix = f"{self._login} true"
-
-
-def _kill(child: subprocess.Popen[bytes] | None) -> None:
-    if child is not None and child.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
 
 
 # ---------------------------------------------------------------------- order

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from distrun.errors import UsageError
-from distrun.hosts import HostSpec, Inventory, fold
+from distrun.hosts.grammar import HostSpec, Inventory
+from distrun.hosts.ranges import fold
 from distrun.options import BY_KEY
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from distrun.backends.engine import ENDED, MARK, QUEUED, RUNNING, Explanation, Grant, QueueStatus, RoleGroup
-from distrun.hosts import expand
+from distrun.hosts.ranges import expand
 from distrun.request import Needs
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.facts import duration

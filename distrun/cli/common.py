@@ -16,7 +16,7 @@ from distrun.options import FLAG, HOSTS, LAUNCHER, SWITCH, TIMES, WORDS, Option
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
-    from distrun.hosts import Inventory
+    from distrun.hosts.grammar import Inventory
     from distrun.jobs import Jobs
     from distrun_runtime.contract.plan import Host
     from distrun_runtime.coordinator.jobfolder import JobFolder
@@ -136,7 +136,7 @@ def typed(options: Mapping[str, Any], inventory: Inventory | None) -> list[str]:
     """Return the words by which another command reaches the same hosts in the same way."""
     words: list[str] = []
     if options["hostfile"] == "-" and inventory is not None:
-        from distrun.hosts import fold
+        from distrun.hosts.ranges import fold
 
         # What was on standard input has been read.
         options = {**options, "hostfile": None, "hosts": fold(list(inventory.names))}
@@ -170,9 +170,9 @@ def find_hosts(options: Mapping[str, Any], env: Mapping[str, str]) -> Inventory 
     Raises:
         HostsError: what names them cannot be read or understood.
     """
-    from distrun import hosts
+    from distrun.hosts import parse
 
-    return hosts.find(options["hostfile"], options["hosts"], env, form=options["hostfile_format"])
+    return parse.find(options["hostfile"], options["hosts"], env, form=options["hostfile_format"])
 
 
 def hosts_of(

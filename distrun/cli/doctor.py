@@ -18,7 +18,7 @@ from distrun.cli.engines import engine_of
 from distrun.cli.engines import rows as engine_rows
 from distrun.doctor.checks import CheckRow, Ways
 from distrun.errors import UsageError
-from distrun.hosts import fold
+from distrun.hosts.ranges import fold
 from distrun.options import BY_KEY, HOSTS, LAUNCHER, SITE
 from distrun_runtime.contract import environ, facts
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from distrun import backends
 from distrun.doctor.checks import BAD, HERE, OK, CheckRow
 from distrun.errors import UsageError
-from distrun.options import SITE
+from distrun.options import SITE, configured
 from distrun.request import EngineOptions
 from distrun_runtime.contract import address, facts
 from distrun_runtime.coordinator.jobstore import JobStore
@@ -25,14 +25,12 @@ def engine_of(name: str, options: Mapping[str, Any], env: Mapping[str, str]) -> 
     Raises:
         UsageError: there is no such launcher, or the file cannot be read.
     """
-    from distrun import config  # with its parser: for engines only
-
     backend = backends.load(name) if name else None
     if backend is None or not backend.is_engine:
         return None
     found = cast("QueueBackend", backend)
     own = {row.key: options[row.key] for row in SITE if options[row.key]}
-    found.engine.options = EngineOptions(own=own, config=config.section(name, env))
+    found.engine.options = EngineOptions(own=own, config=configured(name, env))
     return found
 
 

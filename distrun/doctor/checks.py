@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distrun.formats import join, quiet, quote
-from distrun.hosts import fold
+from distrun.hosts.ranges import fold
 from distrun_runtime.contract import gpus as contract
 from distrun_runtime.contract.plan import SERVER_MODULES, Host
 from distrun_runtime.coordinator.failures import Problem

@@ -33,7 +33,7 @@ from distrun.doctor.checks import (
 from distrun.fleet import Fleet, Ran, run
 from distrun.fleet.questions import HostAnswer
 from distrun.formats import quote
-from distrun.hosts import fold
+from distrun.hosts.ranges import fold
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import ACTIVATE_S, SERVER_MODULES
 from distrun_runtime.coordinator.failures import Problem

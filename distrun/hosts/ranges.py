@@ -19,8 +19,9 @@ DIGITS = 18
 """Digits of a number in a range, at most."""
 SOURCE = "node list"
 
-_RANGE = r"([0-9]{1,%d})(?:-([0-9]{1,%d})(?:/([0-9]{1,%d}))?)?" % (DIGITS, DIGITS, DIGITS)
-_NUMBER = re.compile(r"([0-9]{1,%d})" % DIGITS)
+_DIGITS = rf"([0-9]{{1,{DIGITS}}})"
+_RANGE = rf"{_DIGITS}(?:-{_DIGITS}(?:/{_DIGITS})?)?"
+_NUMBER = re.compile(_DIGITS)
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Range:
 
     def __iter__(self) -> Iterator[str]:
         for number in range(self.first, self.last + 1, self.step):
-            yield "%0*d" % (self.width, number)
+            yield f"{number:0{self.width}d}"
 
 
 @dataclass(frozen=True)
@@ -152,21 +153,16 @@ def expand(text: str) -> list[str]:
         for at, item in split(line, ", \t\r"):
             try:
                 # An address in brackets is no range.
-                found = [item[1:-1]] if _is_address(item) else pattern(item)
-                more = found if isinstance(found, list) else found.names()
-                count = 1 if isinstance(found, list) else found.count
-                if len(names) + count > LIMIT:
-                    raise Fault(0, "E110", too_many(len(names) + count))
-                names += more
+                is_address = item.startswith("[") and item.find("]") == len(item) - 1 and ":" in item
+                found = Pattern((item[1:-1],), ()) if is_address else pattern(item)
+                if len(names) + found.count > LIMIT:
+                    raise Fault(0, "E110", too_many(len(names) + found.count))
+                names += found.names()
             except Fault as fault:
                 findings.append(Finding(SOURCE, number, at + fault.at + 1, fault.code, fault.text, line))
     if findings:
         raise error_of(findings)
     return names
-
-
-def _is_address(item: str) -> bool:
-    return item.startswith("[") and item.find("]") == len(item) - 1 and ":" in item
 
 
 def fold(names: Iterable[str]) -> str:

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distrun import hosts, placement
+from distrun import placement
 from distrun.errors import UsageError
-from distrun.hosts import HostSpec, Inventory, named
+from distrun.hosts import parse
+from distrun.hosts.grammar import HostSpec, Inventory, named
 from distrun.placement import place
 
 FIVE = named(("h1", "h2", "h3", "h4", "h5"))
@@ -20,7 +21,7 @@ def where(slots: tuple[placement.Slot, ...], role: str) -> list[str]:
 
 
 def found(text: str) -> Inventory:
-    return hosts.parse(text, "hosts")
+    return parse.parse(text, "hosts")
 
 
 def test_servers_go_first_then_workers_cycling_the_hosts() -> None:
@@ -67,7 +68,7 @@ def test_no_other_host_gets_a_server_beyond_those_that_were_asked_for(workers: i
 
 
 def test_one_host_takes_all_and_counts_local_ranks_within_the_role() -> None:
-    slots = place(3, 2, hosts.local("here"))
+    slots = place(3, 2, named(["here"]))
     assert [(s.role, s.rank, s.local_rank, s.local_size) for s in slots] == [
         ("scheduler", 0, 0, 1),
         ("server", 0, 0, 2),
