@@ -419,7 +419,7 @@ class Follower:
     Arguments:
         terminal: prints.
         has_output: the tasks' output is shown.
-        on_event: called for each event (a line of events.jsonl), in the thread that reads.
+        on_state: called with each state of the job that is told, in the thread that reads.
     """
 
     def __init__(
@@ -428,7 +428,7 @@ class Follower:
         terminal: FollowerOutput,
         *,
         has_output: bool = True,
-        on_event: Callable[[Mapping[str, Any]], None] = lambda event: None,
+        on_state: Callable[[str], object] = lambda state: None,
     ) -> None:
         self.connection = connection
         self.cursor: int | None = None
@@ -438,7 +438,7 @@ class Follower:
         self.detached: Detached | None = None
         self._terminal = terminal
         self._has_output = has_output
-        self._on_event = on_event
+        self._on_state = on_state
         self._questions: dict[int, Callable[[], None]] = {}
         """What withdraws each question, by its number."""
 
@@ -467,10 +467,14 @@ class Follower:
                         OutputPiece(body, told["task"], told["host"], stream, told["at"], told["length"])
                     )
             case "said":
-                said(told, self._terminal)
+                if "sync" in told:
+                    self._terminal.follow("sync", told)
+                else:
+                    self._terminal.say(told["text"], told["level"])
             case "event":
                 self._terminal.follow(kind, told[kind])
-                self._on_event(told[kind])
+                if told[kind]["event"] == "state":
+                    self._on_state(told[kind]["state"])
             case "metrics":
                 self._terminal.follow(kind, told[kind])
             case "gap":
@@ -480,6 +484,7 @@ class Follower:
                 if missed := told.get("missed", 0):
                     self._terminal.say(f"{missed} messages were left out: this terminal was too slow", "warning")
                 self._terminal.follow(kind, told[kind])
+                self._on_state(told[kind]["state"])
             case "prompt":
                 self._questions[told["id"]] = self._ask(told["id"], told["text"], told["limit_s"])
             case "withdrawn":
@@ -521,19 +526,11 @@ class Follower:
         return withdraw
 
 
-def said(told: Mapping[str, Any], terminal: FollowerOutput) -> None:
-    """Show a message of distrun's own, from a `said` frame."""
-    if "sync" in told:
-        terminal.follow("sync", told)
-    else:
-        terminal.say(told["text"], told["level"])
-
-
-def raised(told: Mapping[str, Any], terminal: FollowerOutput, verbosity: int) -> BaseException:
+def raised(told: Mapping[str, Any], say: Callable[[str, str], None], verbosity: int = 0) -> BaseException:
     """Return the error that a coordinator's `failed` frame tells of. With verbosity 2 its traceback is said."""
     with reading():
         if verbosity >= 2:
-            terminal.say(told["trace"].rstrip("\n"), "error")
+            say(told["trace"].rstrip("\n"), "error")
         if told["kind"] == KeyboardInterrupt.__name__:
             return KeyboardInterrupt()
         return CoordinatorError(told["message"], told["hint"], int(told["exit_code"]))

@@ -1,5 +1,6 @@
 """The user's jobs, on this machine or on hosts: how they stand, what they print, and their end.
 
+    job = Jobs().launch(JobRequest(command=("python", "train.py"), workers=2, servers=2, cwd=os.getcwd()))
     for job in Jobs().list():
         print(job.id, job.state)
     job = Jobs().get("calm-otter")
@@ -44,6 +45,7 @@ from distrun_runtime.errors import JobStoreError, WireError
 if TYPE_CHECKING:
     from distrun.client import ControlConnection
     from distrun.killing import Killed
+    from distrun.request import JobRequest
     from distrun_runtime.contract import session
     from distrun_runtime.coordinator.logreader import LogPiece, LogReader
 
@@ -89,6 +91,27 @@ class Jobs:
     def __init__(self, store: JobStore | None = None, say: Callable[[str, str], None] = _warn) -> None:
         self.store = store or JobStore()
         self.say = say
+
+    def launch(self, request: JobRequest) -> Job:
+        """Launch a job, and return it when its coordinator has it; its tasks may not have started.
+
+        The coordinator is a process of its own. It stops the job when this process ends, unless the request says
+        `detach`: then this returns when all tasks run, or when an engine has the job, which goes on. What the
+        coordinator has to say goes to `say`. It asks no questions: ssh logs in by keys.
+
+        Args:
+            request: what is to run, and where. `dry_run` means nothing here: see `planning.plan_job`.
+
+        Raises:
+            UsageError: the request cannot be fulfilled as it is.
+            DistrunError: the coordinator could not be started, or could not start the job.
+        """
+        from distrun import launching, planning
+
+        job = planning.plan_job(request, self.store)
+        folder = launching.create(self.store, job)
+        launching.spawn(job, folder, self.say)
+        return Job(folder, self.say)
 
     def list(self, most: int | None = None) -> Sequence[Job]:
         """Return the jobs, newest first: those that go on, then others, of which there are at most `most`."""

@@ -116,7 +116,7 @@ def _launch(
     if job.request.dry_run:
         _show(job, options["as_json"], options["verbosity"] > 0, console)
         return 0
-    folder = _create(store, job)
+    folder = launching.create(store, job)
     console.attach(folder.log_path, folder.id, lambda: _counts(job, folder), time.monotonic())
     console.say(f"job {folder.id} ({_where(job, options['launcher'])})")
     console.say(f"job {folder.id}: logs in {folder.path / 'logs'}", "debug")
@@ -309,17 +309,6 @@ def _launcher(options: Mapping[str, Any], env: Mapping[str, str], console: Conso
     if found is None and options["sync_dst_dir"]:
         console.say("--sync-dst-dir is ignored: without hosts, the job runs in the current directory")
     return launcher, found
-
-
-def _create(store: JobStore, job: PlannedJob | QueuedJob) -> JobFolder:
-    from distrun_runtime.errors import JobStoreError
-
-    try:
-        if isinstance(job, QueuedJob):
-            return store.submit(job.setup.job_id, job.request.to_json(), job.request.run_dir)
-        return store.create(job.plan, job.request.run_dir, job.request.to_json(), job.allocation.to_json())
-    except JobStoreError as err:
-        raise UsageError(str(err)) from err
 
 
 def _notes(job: PlannedJob | QueuedJob) -> list[tuple[str, str]]:
