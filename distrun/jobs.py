@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distrun.errors import UsageError
+from distrun.hosts.ranges import grouped
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration
@@ -552,7 +553,6 @@ class _JobQuery:
         """What is here is a copy of what is on the coordinator's host."""
         self.has_state = not self.is_owned_there
         """What is known of its state is of now."""
-        self.has_metrics = False
         self.metrics: Mapping[str, Any] | None = None
         self.events: bytes | None = None
         self.problem = ""
@@ -572,14 +572,14 @@ class _JobQuery:
         try:
             for frame in self._decoder.feed(data):
                 if frame.type == "metrics" and isinstance(frame.header.get("metrics"), dict):
-                    self.metrics, self.has_metrics = frame.header["metrics"], True
+                    self.metrics = frame.header["metrics"]
                 elif frame.type == "hello" and frame.header.get("job") != self.folder.id:
                     return False  # another job has its socket
                 elif frame.type in ("refused", "outcome", "failed"):
                     return False
         except WireError:
             return False
-        return not self.has_metrics
+        return self.metrics is None
 
     def take(self, name: str, age_s: float, data: bytes) -> bool:
         """Take what a host sent; return whether more is wanted."""
@@ -599,18 +599,13 @@ class _JobQuery:
         return bool(name) and self.state["state"] in facts.GOING
 
     def view(self) -> JobView:
-        state = self.state
-        if not self.has_state:
-            state = {**state, "state": facts.UNKNOWN}
-        seen_s = None
-        if state["state"] == facts.UNKNOWN:
-            seen_s = self._silent_s(state)
+        state = self.state if self.has_state else {**self.state, "state": facts.UNKNOWN}
+        seen_s = self._silent_s(state) if state["state"] == facts.UNKNOWN else None
         events: Sequence[Mapping[str, Any]] = ()
         if self.with_events:
             events = self.folder.last_events(EVENTS_SIZE) if self.events is None else events_of(self.events)
         host = str(self.where.get("host") or "")
-        problem = self.problem if not self.has_state else ""
-        fix = self.fix if problem else ""
+        problem, fix = ("", "") if self.has_state or not self.problem else (self.problem, self.fix)
         return JobView(self.folder, state, host, self.is_here, self.metrics, events, seen_s, problem, fix)
 
     def _silent_s(self, state: Mapping[str, Any]) -> float | None:
@@ -635,13 +630,9 @@ def asked() -> bytes:
 def _ask(jobs: Sequence[_JobQuery], here_s: float, there_s: float) -> None:
     """Ask all coordinators at the same time."""
     began = time.monotonic()
-    by_login: dict[str, list[_JobQuery]] = {}
-    for job in jobs:
-        if job.is_asked_there:
-            by_login.setdefault(job.login, []).append(job)
     hosts = [
         _HostQuery(login, of_host[first : first + MOST], began + there_s)
-        for login, of_host in by_login.items()
+        for login, of_host in grouped((job.login, job) for job in jobs if job.is_asked_there).items()
         for first in range(0, len(of_host), MOST)
     ]
     here = [job for job in jobs if job.is_asked_here]
@@ -724,10 +715,6 @@ class _HostQuery(threading.Thread):
         jobs = self._jobs
         about = [[job, str(each.where.get("folder") or ""), str(each.where["path"])] for job, each in jobs.items()]
         tail = EVENTS_SIZE if any(each.with_events for each in jobs.values()) else 0
-        connect_s = max(1.0, self._until - time.monotonic())
-        argv = remote_jobs.ask_argv(
-            self._login, about, connect_s, may_ask=False, asked=asked(), tail=tail, limit_s=METRICS_S
-        )
         left = set(jobs)
 
         def take(job: str, name: str, age_s: float, pieces: Iterable[bytes]) -> bool:
@@ -742,7 +729,18 @@ class _HostQuery(threading.Thread):
             if self._is_late.is_set():
                 remote_jobs.kill(child)
 
-        return remote_jobs.run(argv, take, may_ask=False, begun=begun, most=stored.SIZE_LIMIT)
+        return remote_jobs.ask(
+            self._login,
+            about,
+            take,
+            may_ask=False,
+            connect_s=max(1.0, self._until - time.monotonic()),
+            asked=asked(),
+            tail=tail,
+            limit_s=METRICS_S,
+            begun=begun,
+            most=stored.SIZE_LIMIT,
+        )
 
     def _fail(self, why: str) -> None:
         for job in self._jobs.values():

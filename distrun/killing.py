@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import socket
-import stat
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -278,15 +277,8 @@ def _delete(path: str) -> str:
 def _size(path: str) -> int:
     """Return what a folder takes on the disk, in bytes, without following links; 0 for what cannot be read."""
     total = 0
-    todo = [path]
-    while todo:
-        try:
-            with os.scandir(todo.pop()) as entries:
-                for entry in entries:
-                    info = entry.stat(follow_symlinks=False)
-                    total += info.st_blocks * 512
-                    if stat.S_ISDIR(info.st_mode):
-                        todo.append(entry.path)
-        except OSError:
-            continue
+    for folder, folders, files in os.walk(path):
+        for name in (*folders, *files):
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
     return total

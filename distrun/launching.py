@@ -70,7 +70,8 @@ def launch(
         with ControlConnection(ours) as connection:
             if not detach:
                 terminal.when_unread(lambda: connection.send("signal", name="PIPE"))
-            outcome = _LaunchClient(connection, pid, folder, terminal, verbosity).run(stays, _silence_s(job))
+            silence_s = _silence_s(job)
+            outcome = _follow(connection, pid, folder, terminal, verbosity, detach=stays, silence_s=silence_s)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
     if job.is_hosted and isinstance(outcome, Outcome) and not outcome.exit_code:
@@ -298,45 +299,37 @@ def coordinate(
         Exception: anything that was not expected. The folder says so.
     """
     try:
-        written, outcome, swept = _run(job, folder, sink, verbosity, ends_when_ready)
+        channels = job.backend.channels(job.plan)
+        job.backend.boot(channels)
+        from distrun_runtime.coordinator import jobrun  # the client does not need it, and agents start meanwhile
+
+        copier = _copier(job, sink)
+        try:
+            written = jobrun.run(
+                job.plan,
+                job.secrets,
+                channels,
+                folder,
+                sink,
+                verbosity=verbosity,
+                runtime=lambda: job.runtime,
+                prepare=copier.start if copier else None,
+                watcher=sink,
+                ends_when_ready=ends_when_ready,
+            )
+            outcome = job.backend.explained(written)
+        finally:
+            if copier:
+                copier.cancel()
+            swept = _clear_up(job, channels, sink)
     except BaseException as err:
         _note_fault(job, folder, err)
         raise
-    swept_too = with_swept(outcome, swept, job.plan.limits.lease_s)
-    if swept_too != written:
+    outcome = with_swept(outcome, swept, job.plan.limits.lease_s)
+    if outcome != written:
         with contextlib.suppress(OSError):  # the loop has said that its folder cannot be written
-            folder.finish(swept_too)
-    return folder.explained(swept_too)
-
-
-def _run(
-    job: PlannedJob, folder: JobFolder, sink: Service, verbosity: int, ends_when_ready: bool
-) -> tuple[Outcome, Outcome, Mapping[str, Swept]]:
-    """Return how the job ended as its folder has it, the same as the backend explains it, and what was swept."""
-    channels = job.backend.channels(job.plan)
-    job.backend.boot(channels)
-    from distrun_runtime.coordinator import jobrun  # the client does not need it, and agents start meanwhile
-
-    copier = _copier(job, sink)
-    try:
-        ended = jobrun.run(
-            job.plan,
-            job.secrets,
-            channels,
-            folder,
-            sink,
-            verbosity=verbosity,
-            runtime=lambda: job.runtime,
-            prepare=copier.start if copier else None,
-            watcher=sink,
-            ends_when_ready=ends_when_ready,
-        )
-        outcome = job.backend.explained(ended)
-    finally:
-        if copier:
-            copier.cancel()
-        swept = _clear_up(job, channels, sink)
-    return ended, outcome, swept
+            folder.finish(outcome)
+    return folder.explained(outcome)
 
 
 def _clear_up(job: PlannedJob, channels: Sequence[AgentChannel], sink: Sink) -> Mapping[str, Swept]:
@@ -424,88 +417,74 @@ def _copier(job: PlannedJob, service: Service) -> FileCopier | None:
 # ---------------------------------------------------------------------- the client
 
 
-class _LaunchClient:
-    """The terminal's side of the connection to the coordinator."""
+def _follow(
+    connection: ControlConnection,
+    pid: int,
+    folder: JobFolder,
+    terminal: FollowerOutput,
+    verbosity: int,
+    *,
+    detach: bool,
+    silence_s: float,
+) -> Outcome | Detached:
+    """Show what the coordinator sends until it ends, or lets us go; return the outcome.
 
-    def __init__(
-        self,
-        connection: ControlConnection,
-        pid: int,
-        folder: JobFolder,
-        terminal: FollowerOutput,
-        verbosity: int,
-    ) -> None:
-        self._connection = connection
-        self._silent = ""
-        """How a coordinator that fell silent ended; empty: none did."""
-        self._pid = pid
-        self._folder = folder
-        self._terminal = terminal
-        self._verbosity = verbosity
+    With `detach`, output is not shown, and the coordinator is asked to let us go when all tasks run. A coordinator
+    that is silent for `silence_s` while the job starts is killed.
+    """
 
-    def run(self, detach: bool, silence_s: float) -> Outcome | Detached:
-        """Show what the coordinator sends until it ends, or lets us go; return the outcome.
+    def on_state(state: str) -> None:
+        if detach and state in (facts.QUEUED, facts.RUNNING):
+            connection.send("detach")
 
-        With `detach`, output is not shown, and the coordinator is asked to let us go when all tasks run. A coordinator
-        that is silent for `silence_s` while the job starts is killed.
-        """
+    def forward(name: str) -> None:
+        """Tell the coordinator of a signal; called in the thread that reads signals."""
+        if name == "TSTP":
+            terminal.toggle_pause()
+            return
+        if name not in process.TASKS_SIGNALS:
+            terminal.leave_out()
+        connection.send("signal", name=name)
 
-        def on_state(state: str) -> None:
-            if detach and state in (facts.QUEUED, facts.RUNNING):
-                self._connection.send("detach")
-
-        found = Follower(self._connection, self._terminal, has_output=not detach, on_state=on_state)
-        if detach or self._terminal.draws:
-            self._connection.send("subscribe", events=True, metrics=self._terminal.draws)
-        self._terminal.start()
-        status = None
-        with daemon.Interrupts(self._forward):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
-            self._follow(found, silence_s)
-            is_left = found.detached is not None and found.outcome is None and found.failure is None
-            if not detach and not is_left:
-                _, status = os.waitpid(self._pid, 0)
-        if found.detached is not None and is_left:
-            return found.detached
-        if found.failure is not None:
-            raise client.raised(found.failure, self._terminal.say, self._verbosity)
-        # The coordinator may have given us up: then its folder says how the job ended.
-        outcome = found.outcome or client.recorded(self._folder)
-        if outcome is None:
-            raise self._died(status)
-        return outcome
-
-    def _follow(self, found: Follower, silence_s: float) -> None:
+    def is_starting() -> bool:
         try:
-            found.run(silence_s, self._is_starting)
-        except TimeoutError:
-            os.kill(self._pid, signal.SIGKILL)  # it lives: the connection has not ended
-            self._silent = f"did not answer within {duration(silence_s)} and was killed: was it stopped?"
-            found.run()
-
-    def _is_starting(self) -> bool:
-        try:
-            return self._folder.state()["state"] in (facts.SUBMITTING, facts.QUEUED, facts.STARTING)
+            return folder.state()["state"] in (facts.SUBMITTING, facts.QUEUED, facts.STARTING)
         except JobStoreError:
             return True
 
-    def _forward(self, name: str) -> None:
-        """Tell the coordinator of a signal; called in the thread that reads signals."""
-        if name == "TSTP":
-            self._terminal.toggle_pause()
-            return
-        if name not in process.TASKS_SIGNALS:
-            self._terminal.leave_out()
-        self._connection.send("signal", name=name)
-
-    def _died(self, status: int | None) -> CoordinatorError:
-        how = "is gone"
-        if status is not None:
-            code = os.waitstatus_to_exitcode(status)
-            how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        how = self._silent or how
-        return CoordinatorError(
-            f"job {self._folder.id}: its coordinator (pid {self._pid}) {how}; its agents end the tasks",
-            f"to make sure: distrun kill {self._folder.id}",
-            facts.EXIT_START_FAILED if self._silent else facts.EXIT_INTERNAL,
+    found = Follower(connection, terminal, has_output=not detach, on_state=on_state)
+    if detach or terminal.draws:
+        connection.send("subscribe", events=True, metrics=terminal.draws)
+    terminal.start()
+    status, silent = None, ""
+    with daemon.Interrupts(forward):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+        try:
+            found.run(silence_s, is_starting)
+        except TimeoutError:
+            os.kill(pid, signal.SIGKILL)  # it lives: the connection has not ended
+            silent = f"did not answer within {duration(silence_s)} and was killed: was it stopped?"
+            found.run()
+        if found.detached is not None and found.outcome is None and found.failure is None:
+            return found.detached
+        if not detach:
+            _, status = os.waitpid(pid, 0)
+    if found.failure is not None:
+        raise client.raised(found.failure, terminal.say, verbosity)
+    # The coordinator may have given us up: then its folder says how the job ended.
+    outcome = found.outcome or client.recorded(folder)
+    if outcome is None:
+        raise CoordinatorError(
+            f"job {folder.id}: its coordinator (pid {pid}) {silent or _ended(status)}; its agents end the tasks",
+            f"to make sure: distrun kill {folder.id}",
+            facts.EXIT_START_FAILED if silent else facts.EXIT_INTERNAL,
         )
+    return outcome
+
+
+def _ended(status: int | None) -> str:
+    """Return how a child process ended, of which `waitpid` gave this status; None: it was no child."""
+    if status is None:
+        return "is gone"
+    code = os.waitstatus_to_exitcode(status)
+    return f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

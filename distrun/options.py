@@ -186,23 +186,14 @@ def _ports(option: str, text: str) -> str:
     return text
 
 
-def _subnet(option: str, text: str) -> str:
+def _address(option: str, text: str, is_network: bool = False) -> str:
     import ipaddress
 
     try:
-        ipaddress.ip_network(text, strict=False)
+        ipaddress.ip_network(text, strict=False) if is_network else ipaddress.ip_address(text)
     except ValueError as err:
-        raise UsageError(f"{option}: expected a network such as 10.0.0.0/8 or fd00::/8, found {text!r}") from err
-    return text
-
-
-def _address(option: str, text: str) -> str:
-    import ipaddress
-
-    try:
-        ipaddress.ip_address(text)
-    except ValueError as err:
-        raise UsageError(f"{option}: expected an address such as 0.0.0.0 or ::1, found {text!r}") from err
+        what = "a network such as 10.0.0.0/8 or fd00::/8" if is_network else "an address such as 0.0.0.0 or ::1"
+        raise UsageError(f"{option}: expected {what}, found {text!r}") from err
     return text
 
 
@@ -400,7 +391,7 @@ TABLE: Mapping[str, tuple[Option, ...]] = {
     ),
     "Network": (
         text("--interface", "Network interface for data, found on each host.", "NAME", variable="DMLC_INTERFACE"),
-        text("--subnet", "Network for data, found on each host.", "CIDR", reads=_subnet),
+        text("--subnet", "Network for data, found on each host.", "CIDR", reads=partial(_address, is_network=True)),
         text(
             "--port-range",
             "Ports that scheduler, servers and workers may bind.",

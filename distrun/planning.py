@@ -221,17 +221,7 @@ def allocate(request: JobRequest, backend: Backend) -> Allocation:
         UsageError: the tasks do not fit on the hosts.
     """
     hosts = backend.inventory(request.hosts)
-    slots = place(
-        request.workers,
-        request.servers,
-        hosts,
-        policy=request.placement,
-        scheduler=request.has_servers,
-        scheduler_host=request.scheduler_host,
-        oversubscribe=request.oversubscribe,
-        relays=request.adds_on_hosts,
-        gpus_per_worker=request.gpus_per_worker,
-    )
+    slots = place(request, hosts)
     used = hosts_of(slots, hosts.order)
     reach = {name: backend.reach(hosts.spec(name), request.reach) for name in used}
     return Allocation(

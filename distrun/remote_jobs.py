@@ -19,8 +19,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import IO
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import IO, Any
 
 from distrun.errors import DistrunError
 from distrun.ssh.failure import LastLines, Where, classify
@@ -240,31 +240,6 @@ while peers and time.monotonic() < until:
 of JSON; an empty name: no more frames. Without the path of a socket: all files of a job that is over."""
 
 
-def ask_argv(
-    login: str,
-    jobs: Sequence[Sequence[str]],
-    connect_s: float,
-    *,
-    may_ask: bool,
-    asked: bytes = b"",
-    tail: int = 0,
-    limit_s: float = 0.0,
-) -> list[str]:
-    """Return how to ask a host about jobs. No side effects.
-
-    Args:
-        login: as for `ssh_argv`, as are `connect_s` and `may_ask`.
-        jobs: of each its id, folder (or ""), and path of its control socket, or "" for all files.
-        connect_s: how long connecting may take.
-        may_ask: ssh may ask the user.
-        asked: what is sent to each control socket.
-        tail: so many bytes from the end of events.jsonl are wanted.
-        limit_s: how long answers of control sockets are waited for.
-    """
-    words = ["python3", "-I", "-c", ASK, json.dumps(jobs), asked.hex(), str(tail), f"{limit_s:.1f}"]
-    return ssh_argv(login, shlex.join(words), connect_s, may_ask)
-
-
 REMOVE = """
 import os, shutil, sys
 path, job = sys.argv[1:3]
@@ -305,8 +280,7 @@ def refresh(folder: JobFolder, may_ask: bool = True) -> None:
     """
     where = folder.control()
     assert where is not None  # of `is_elsewhere`
-    argv = ask_argv(where["login"], [[folder.id, where["folder"], ""]], ANSWER_S, may_ask=may_ask)
-    code, said = retried(lambda: _fetch(folder, argv, may_ask))
+    code, said = retried(lambda: _fetch(folder, where, may_ask))
     if code:
         raise NotAsked(
             f"job {folder.id}: its coordinator's host {where['host']} cannot be asked: {_why(code, said)}",
@@ -314,7 +288,7 @@ def refresh(folder: JobFolder, may_ask: bool = True) -> None:
         )
 
 
-def _fetch(folder: JobFolder, argv: list[str], may_ask: bool) -> tuple[int, str]:
+def _fetch(folder: JobFolder, where: Mapping[str, Any], may_ask: bool) -> tuple[int, str]:
     """Save the files that ASK writes, at least one; return its exit code, or that of ssh, and what it said."""
     saved: list[str] = []
 
@@ -323,7 +297,7 @@ def _fetch(folder: JobFolder, argv: list[str], may_ask: bool) -> tuple[int, str]
         return True
 
     try:
-        code, said = run(argv, take, may_ask)
+        code, said = ask(where["login"], [[folder.id, where["folder"], ""]], take, may_ask=may_ask)
     except OSError as err:
         raise NotAsked(
             f"job {folder.id}: what its coordinator's host sent cannot be written to {folder.path}: {err.strerror}",
@@ -332,25 +306,38 @@ def _fetch(folder: JobFolder, argv: list[str], may_ask: bool) -> tuple[int, str]
     return (code, said) if saved or code else (1, said or "it has no state of this job")
 
 
-def run(
-    argv: Sequence[str],
+def ask(
+    login: str,
+    jobs: Sequence[Sequence[str]],
     take: Callable[[str, str, float, Iterator[bytes]], bool],
+    *,
     may_ask: bool,
+    connect_s: float = ANSWER_S,
+    asked: bytes = b"",
+    tail: int = 0,
+    limit_s: float = 0.0,
     begun: Callable[[subprocess.Popen[bytes]], None] = lambda child: None,
     most: float = math.inf,
 ) -> tuple[int, str]:
-    """Run ASK on a host, and hand on what it writes; return the exit code of the ssh program, and what it said.
+    """Ask a host about jobs, and hand on what it sends; return the exit code of the ssh program, and what it said.
 
     Args:
-        argv: of `ask_argv`.
+        login: as for `ssh_argv`, as is `connect_s`.
+        jobs: of each its id, folder (or ""), and path of its control socket, or "" for all files.
         take: takes job, name, age in seconds and content; returns whether more is wanted. Else the exit code is 0.
         may_ask: ssh may ask the user. Else a Ctrl-C is not for it: it has a session of its own, without a terminal.
+        connect_s: how long connecting may take.
+        asked: what is sent to each control socket.
+        tail: so many bytes from the end of events.jsonl are wanted.
+        limit_s: how long answers of control sockets are waited for.
         begun: takes the process.
         most: bytes of one file.
 
     Raises:
-        NotAsked: it cannot be run, or sends nothing that ASK writes.
+        NotAsked: ssh cannot be run, or what comes is nothing that ASK writes.
     """
+    words = ["python3", "-I", "-c", ASK, json.dumps(jobs), asked.hex(), str(tail), f"{limit_s:.1f}"]
+    argv = ssh_argv(login, shlex.join(words), connect_s, may_ask)
     with tempfile.TemporaryFile() as said:  # a master connection that is left behind would hold a pipe
         try:
             child = subprocess.Popen(
@@ -373,7 +360,7 @@ def run(
 
 
 def kill(child: subprocess.Popen[bytes] | None) -> None:
-    """Kill what `run` has begun, and all that it started in a session of its own."""
+    """Kill what `ask` has begun, and all that it started in a session of its own."""
     if child is not None and child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)

@@ -136,14 +136,10 @@ def folded(said: Mapping[str, bytes], what: str = "") -> bytes:
         said: by host.
         what: added to each heading.
     """
-    from distrun.hosts.ranges import fold
+    from distrun.hosts.ranges import fold, grouped
 
-    alike: dict[bytes, list[str]] = {}
-    for host, data in said.items():
-        if data:
-            alike.setdefault(data, []).append(host)
     parts = []
-    for data, names in alike.items():
+    for data, names in grouped((data, host) for host, data in said.items() if data).items():
         count = f" ({len(names)})" if len(names) > 1 else ""
         heading = f"{fold(names)}{count}{', ' + what if what else ''}\n"
         parts += [RULE, heading.encode("utf-8", "surrogateescape"), RULE, data, b"" if data.endswith(b"\n") else b"\n"]

@@ -15,6 +15,7 @@ import click
 from distrun.cli.common import takes
 from distrun.cli.console import print_err, print_out
 from distrun.errors import UsageError
+from distrun.formats import size
 from distrun.options import count
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator import stored
@@ -193,12 +194,3 @@ def _tell(rows: Sequence[dict[str, Any]], dry_run: bool) -> None:
     jobs = "1 job" if len(done) == 1 else f"{len(done)} jobs"
     verb = "would be removed (--dry-run)" if dry_run else "removed"
     print_out(f"{jobs} {verb}, {size(sum(row['size'] for row in done))}\n")
-
-
-def size(count: float) -> str:
-    """Return a number of bytes for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"

@@ -38,7 +38,6 @@ SLURM_NODES = "SLURM_JOB_NODELIST"
 SLURM_TASKS = "SLURM_TASKS_PER_NODE"
 VARIABLES = (*FILES, GRID_ENGINE, SLURM_NODES)
 """Variables that give hosts, the first one first."""
-WAYS = f"-H FILE, --hosts A,B, or one of the variables {', '.join(VARIABLES)}"
 
 _LARGEST = 16 * 2**20
 _SLURM_COUNT = r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?"

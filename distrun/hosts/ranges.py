@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from distrun.hosts.grammar import Fault, Finding, error_of
 from distrun_runtime.contract.dataclass import dataclass
@@ -189,12 +190,12 @@ def _fields(name: str) -> list[_Field]:
 
 def _merge(rows: Sequence[list[_Field]], index: int) -> list[list[_Field]]:
     """Join the rows that differ in nothing but this field."""
-    groups: dict[tuple[object, ...], list[list[_Field]]] = {}
-    for row in rows:
-        others = tuple(row[:index]), tuple(row[index + 1 :])
-        groups.setdefault(others if index < len(row) else (id(row),), []).append(row)
+
+    def others(row: list[_Field]) -> tuple[object, ...]:
+        return (tuple(row[:index]), tuple(row[index + 1 :])) if index < len(row) else (id(row),)
+
     merged = []
-    for group in groups.values():
+    for group in grouped((others(row), row) for row in rows).values():
         row = group[0]
         if len(group) > 1:
             numbers = sorted({number for each in group for number in each[index]}, key=lambda n: (int(n), len(n)))
@@ -221,6 +222,18 @@ def _written(field: _Field) -> str:
             runs.append([number])
         previous = width, value
     return f"[{','.join('-'.join(run) for run in runs)}]"
+
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Return the values of each key, keys and values in the order in which they first come. No side effects."""
+    found: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def generic(host: str, text: str) -> str:

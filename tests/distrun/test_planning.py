@@ -40,8 +40,7 @@ def make(
     members: dict[str, object] = {"command": ("python", "t.py"), "workers": workers, "servers": servers, "cwd": "/w"}
     request = JobRequest(**{**members, **more})  # type: ignore[arg-type]
     inventory = hosts if isinstance(hosts, Inventory) else named(hosts)
-    how = {"scheduler": request.has_servers, "relays": request.adds_on_hosts}
-    slots = place(workers, servers, inventory, scheduler_host=request.scheduler_host, **how)
+    slots = place(request, inventory)
     allocation = plans.Allocation(inventory, slots, **(reached or {"addresses": {"here": "127.0.0.1"}}))
     return plans.make_plan(request, allocation, dataclasses.replace(SETUP, **(setup or {})))
 
