@@ -21,8 +21,9 @@ import pytest
 from measured import MeasuredJob
 from sample_plan import sample_plan
 
-from distrun import backends, hosts, planning
+from distrun import backends, planning
 from distrun.client import Follower
+from distrun.hosts import parse
 from distrun.request import JobRequest, Setting
 from distrun_runtime.agent.agent import Agent
 from distrun_runtime.agent.stacks import StackAnswer
@@ -465,7 +466,7 @@ def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobRequest:
         cwd="/srv/code",
         launcher="ssh",
         name="digits",
-        hosts=hosts.find(None, "ann@d1,d2", {}),
+        hosts=parse.find(None, "ann@d1,d2", {}),
         reach={"connect_s": "10"},
         settings=(Setting("OMP_NUM_THREADS", "4"), Setting("API_KEY", "s3cret", role="worker", hidden=True)),
     )
