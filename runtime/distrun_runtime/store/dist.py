@@ -26,7 +26,7 @@ from distrun_runtime.errors import KVError, RuntimeFault, TimedOut
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.ops.optimizers.custom import importable
 from distrun_runtime.ops.partition import Shard
-from distrun_runtime.protocol.message import DTYPE_CODES, Flag, Kind, Message, Payload
+from distrun_runtime.protocol.message import DTYPE_CODES, Kind, Message, Payload
 from distrun_runtime.ps import config as configs
 from distrun_runtime.ps import session
 from distrun_runtime.ps.node import serve
@@ -158,7 +158,7 @@ def _tell_relays(
             numbered = {int(route.numbers[item]): records[item] for item in portion.items[some].tolist()}
             message = Message(
                 Kind.INIT,
-                Flag.RELAYED,
+                is_relayed=True,
                 store=link.store,
                 entries=portion.entries_at(np.zeros(len(records), np.int64), Payload.NONE)[some],
                 body={**facts, **_facts_of(numbered), "owner": portion.server},
