@@ -20,7 +20,7 @@ from cluster import TOKEN, config, server_loop
 from scripted_transport import Stepped
 
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression, reduce
 from distrun_runtime.ops.optimizers import RuleSpec

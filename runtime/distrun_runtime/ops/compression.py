@@ -26,9 +26,9 @@ from typing import Any, ClassVar, Dict
 
 import numpy as np
 
-from distrun_runtime.arrays import kernels
-from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_on_host
-from distrun_runtime.arrays.dtypes import Array, DType, narrow, widen, work_dtype
+from distrun_runtime.arrays import compiled
+from distrun_runtime.arrays.device import Device, DeviceArray, is_on_host
+from distrun_runtime.arrays.dtypes import Array, Buffer, DType, narrow, widen, work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import quantize
@@ -97,7 +97,7 @@ class Codec(ABC):
     """Payloads of runs of a multiple of this many elements, end to end, are the payload of these runs end to end.
     0: they never are."""
     loops: ClassVar[tuple[str, ...]] = ()
-    """Its compiled loops (`arrays.kernels`), where numba is installed."""
+    """Its compiled loops (`arrays.compiled`), where numba is installed."""
 
     def check(self, params: Mapping[str, object]) -> Params:
         """Return every parameter, as given or else by default.
@@ -239,7 +239,7 @@ class Codec(ABC):
         if device is not None and device.is_gpu:
             _on_gpus().prepare(device)
         else:
-            (kernels.prepare if waits else kernels.prepare_soon)(self.loops)
+            (compiled.prepare if waits else compiled.prepare_soon)(self.loops)
 
     @abstractmethod
     def _write(self, values: DeviceArray, residual: DeviceArray | None, out: DeviceArray, params: Params) -> None:
@@ -407,7 +407,7 @@ def _by(array: DeviceArray) -> ModuleType:
 
 def _on_gpus() -> ModuleType:
     # A process with an array on a GPU has imported it all; no other process needs it.
-    return importlib.import_module("distrun_runtime.arrays.gpucodecs")
+    return importlib.import_module("distrun_runtime.arrays.gpu_codecs")
 
 
 def _element(array: DeviceArray, at: int) -> np.float32:

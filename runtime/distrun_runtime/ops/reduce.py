@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Union
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_on_host
-from distrun_runtime.arrays.dtypes import Array, DType, widen, work_dtype
+from distrun_runtime.arrays.device import Device, DeviceArray, is_on_host
+from distrun_runtime.arrays.dtypes import Array, Buffer, DType, widen, work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs

@@ -21,9 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Buffer
-from distrun_runtime.arrays.dtypes import RELEASED, Array, DType, copy
-from distrun_runtime.arrays.segments import Pool
+from distrun_runtime.arrays.dtypes import RELEASED, Array, Buffer, DType, copy
+from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.ops import partition
 from distrun_runtime.ops.compression import NONE, ROWS

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Union
 
 import numpy as np
 
-from distrun_runtime.arrays import find
+from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.contract.dataclass import dataclass
@@ -124,7 +124,7 @@ class Lifetime:
         self.check_process()
         if self.uses_gpus:
             # What a call had done when it failed is not known, and the other workers may wait for the rest.
-            find.gpus()
+            devices.gpus()
         if self._ended:
             raise StoreClosed(
                 f"the {self._type!r} store {self._ended}; create another one with kvstore.create({self._type!r})"

@@ -20,9 +20,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_on_host, on_host
-from distrun_runtime.arrays.dtypes import Array, DType
-from distrun_runtime.arrays.segments import Pool
+from distrun_runtime.arrays.device import Device, DeviceArray, is_on_host, on_host
+from distrun_runtime.arrays.dtypes import Array, Buffer, DType
+from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codec

@@ -23,8 +23,7 @@ import numpy as np
 from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array, DType, name_of
 from distrun_runtime.errors import KVError, RuntimeFault, TimedOut
-from distrun_runtime.ops.optimizers import RuleSpec
-from distrun_runtime.ops.optimizers.custom import importable
+from distrun_runtime.ops.optimizers import RuleSpec, importable
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import DTYPE_CODES, Flag, Kind, Message, Payload
 from distrun_runtime.ps import config as configs

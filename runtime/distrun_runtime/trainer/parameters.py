@@ -19,7 +19,8 @@ from typing import Any, Protocol, TypeGuard, Union
 
 import numpy as np
 
-from distrun_runtime.arrays import dtypes, find, foreign
+from distrun_runtime.arrays import device as devices
+from distrun_runtime.arrays import dtypes, foreign
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.values import RowSparse, refuse_mask
@@ -689,7 +690,7 @@ def _has_gpus() -> bool:
     from distrun_runtime.arrays.cuda import CudaMissing  # most processes use no GPU
 
     try:
-        find.gpus()
+        devices.gpus()
     except CudaMissing:
         return False
     return True

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distrun_runtime.arrays import dtypes, find, foreign
+from distrun_runtime.arrays import device as devices
+from distrun_runtime.arrays import dtypes, foreign
 from distrun_runtime.arrays.device import DeviceArray, copy, is_on_host
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.errors import KVError
@@ -182,7 +183,7 @@ class LocalRule:
 
     def _make_on_gpus(self, steps: Sequence[_WeightUpdate]) -> None:
         """Make steps whose gradients, and so their weights, are on GPUs: one kernel for all that are alike."""
-        borrowing, streams = find.gpus().borrowing, foreign.Streams()
+        borrowing, streams = devices.gpus().borrowing, foreign.Streams()
         buffers = [[(replica, replica.weight_buffer()) for replica in self._written(step)] for step in steps]
         made: list[tuple[Replica, Buffer]] = []
         try:
@@ -276,7 +277,7 @@ class LocalRule:
                 if number is not None:
                     found.setdefault(number, set()).add(parameter.dtype)
         for number, kinds in found.items() if found and can_fuse(rule) else ():
-            gpu = find.gpu(number)
+            gpu = devices.gpu(number)
             gpu.prepare(
                 kinds | {dtypes.work_dtype(kind) for kind in kinds}
             )  # for gradients that are scaled, and masters

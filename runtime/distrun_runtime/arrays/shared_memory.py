@@ -29,8 +29,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Buffer
-from distrun_runtime.arrays.dtypes import Array, DType
+from distrun_runtime.arrays.dtypes import Array, Buffer, DType
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import RuntimeFault
 
