@@ -37,32 +37,6 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-__all__ = [
-    "INSTALL",
-    "Argument",
-    "Cuda",
-    "CudaError",
-    "CudaMissing",
-    "CudaOutOfMemory",
-    "CudaTimedOut",
-    "Driver",
-    "DriverError",
-    "Event",
-    "HostMemory",
-    "Loaded",
-    "Place",
-    "Pointer",
-    "ProgramError",
-    "Properties",
-    "Read",
-    "Stream",
-    "Table",
-    "Update",
-    "Use",
-    "Write",
-    "forked_from",
-    "never_freed",
-]
 
 INSTALL = "pip install 'distrun[cuda12]' (a driver for CUDA 12) or 'distrun[cuda13]' (for CUDA 13)"
 """How to get what a GPU needs."""

@@ -51,8 +51,6 @@ from distrun_runtime.arrays.cuda import (
 from distrun_runtime.arrays.gpu_programs import OPTIONS, THREADS, Program
 from distrun_runtime.contract import cache_file, lasting
 
-__all__ = ["CupyDriver", "find_folder", "kept", "of_process", "open_cupy"]
-
 KIND = "cubins"
 SUFFIX = ".cubin"
 UNUSED_S = 30 * 86400.0

@@ -35,26 +35,6 @@ if TYPE_CHECKING:
     from distrun_runtime.arrays.gpu import GpuDevice
     from distrun_runtime.arrays.gpu_devices import Borrowing, Gpus
 
-__all__ = [
-    "Arena",
-    "ArrayPlace",
-    "CpuDevice",
-    "Device",
-    "DeviceArray",
-    "GpuArrays",
-    "Run",
-    "Threads",
-    "copy",
-    "get",
-    "gpu",
-    "gpus",
-    "host_array",
-    "in_use",
-    "is_on_host",
-    "move",
-    "on_host",
-    "runs",
-]
 
 DeviceArray = Any
 """An array in a device's memory: numpy's on cpu devices, a `gpu.GpuArray` on GPUs.

@@ -22,23 +22,6 @@ import numpy.typing as npt
 
 from distrun_runtime.arrays import compiled
 
-__all__ = [
-    "BFLOAT16",
-    "NAMES",
-    "Array",
-    "Buffer",
-    "DType",
-    "exact_below",
-    "from_half",
-    "is_float",
-    "name_of",
-    "narrow",
-    "parse",
-    "to_half",
-    "widen",
-    "work_dtype",
-]
-
 Array = npt.NDArray[Any]
 """A numpy array of any shape and dtype."""
 

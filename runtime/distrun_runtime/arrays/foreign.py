@@ -28,25 +28,6 @@ from distrun_runtime.errors import KVError
 if TYPE_CHECKING:
     from distrun_runtime.arrays.cuda import Cuda, Stream
 
-__all__ = [
-    "LEGACY",
-    "PER_THREAD",
-    "DeviceView",
-    "Streams",
-    "current_device",
-    "current_stream",
-    "device_array",
-    "device_output",
-    "is_on_gpu",
-    "is_tensor",
-    "memory_of",
-    "named",
-    "own_bfloat16",
-    "refusal",
-    "tensor_memory",
-    "tensor_output",
-    "unreadable",
-]
 
 LEGACY, PER_THREAD = 1, 2
 """cudaStreamLegacy, cudaStreamPerThread: the default streams by handle. Libraries write the first one as 0, too."""

@@ -31,8 +31,6 @@ from distrun_runtime.arrays.gpu_order import StreamOrdering
 from distrun_runtime.arrays.gpu_programs import Program
 from distrun_runtime.arrays.shared_memory import address_of
 
-__all__ = ["GpuArray", "GpuDevice"]
-
 RING_BYTES = 32 * 1024 * 1024
 """Of values that come from elsewhere to be added: for all pieces that are on their way at a time."""
 RING_TURNS = 2

@@ -28,8 +28,6 @@ from distrun_runtime.arrays.gpu_order import Mark, StreamOrdering, StreamQueue, 
 from distrun_runtime.arrays.shared_memory import Blocks
 from distrun_runtime.errors import KVError
 
-__all__ = ["Borrowed", "Borrowing", "Gpus", "Keeper", "Loan"]
-
 
 class Gpus:
     """The devices of a process: each is made once. Threads: any.

@@ -26,8 +26,6 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.gpu_order import Mark, StreamOrdering, StreamQueue, Uses
 from distrun_runtime.arrays.shared_memory import LINE, address_of
 
-__all__ = ["Copies", "GpuPool", "Memory", "PageLocked", "Staging", "rounded"]
-
 SMALL = 512
 """Blocks are multiples of it."""
 SLOT_BYTES = 4 * 1024 * 1024

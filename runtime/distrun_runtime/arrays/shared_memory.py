@@ -33,21 +33,6 @@ from distrun_runtime.arrays.dtypes import Array, Buffer, DType
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import RuntimeFault
 
-__all__ = [
-    "BLOCKS",
-    "LINE",
-    "PAGE",
-    "Blocks",
-    "Pool",
-    "Segment",
-    "Stitched",
-    "address_of",
-    "has_fixed_size",
-    "memory_left",
-    "seal",
-    "stitched",
-]
-
 PAGE = mmap.PAGESIZE
 FIRST_BYTES = 16 * 1024 * 1024
 SEGMENT_BYTES = 256 * 1024 * 1024

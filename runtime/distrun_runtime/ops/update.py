@@ -26,18 +26,6 @@ if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu_programs import Program
     from distrun_runtime.ops.fuse import Fused, FusedStep
 
-__all__ = [
-    "WeightStep",
-    "can_fuse",
-    "is_flat",
-    "new_state",
-    "prepare",
-    "state_on",
-    "state_on_host",
-    "step",
-    "step_all",
-    "update",
-]
 
 CHUNK = 1 << 16
 """Elements of a chunk: what a step costs beside its arithmetic is spread over many elements, and weight, gradient,

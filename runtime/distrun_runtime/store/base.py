@@ -32,19 +32,6 @@ if TYPE_CHECKING:
     from distrun_runtime.store.compress import Compression
     from distrun_runtime.store.reducer import Reducer
 
-__all__ = [
-    "GROUP",
-    "CallOptions",
-    "Contribution",
-    "KVStoreBase",
-    "Lifetime",
-    "RowsItem",
-    "StoreBackend",
-    "Updater",
-    "find_type",
-    "missing",
-    "registered",
-]
 
 Contribution = tuple[KeyRecord, list[Value]]
 """A key's record and its values, one for each device: arrays, or RowSparse if the key is row-sparse."""

@@ -36,7 +36,6 @@ from distrun_runtime.store.values import RowSparse
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuDevice
 
-__all__ = ["MIN_SIZE", "Compression", "Compressor"]
 
 MIN_SIZE = 1024
 """Bytes below which a value travels as it is, unless told otherwise."""

@@ -32,7 +32,6 @@ from distrun_runtime.store.values import RowSparse, Value
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 
-__all__ = ["DeviceReducer", "Reducer", "SumDevices", "is_gpu_array", "place", "reducer_for"]
 
 Memory = Callable[["tuple[int, ...]", DType], Array]
 """Makes an array in host memory, of undefined content."""

@@ -32,9 +32,6 @@ from distrun_runtime.store.keys import ROW_SPARSE, Key, KeyRecord
 # A RowSparse is some rows of a value, by number: the gradient of an embedding, or what `row_sparse_pull` returns.
 
 
-__all__ = ["Lookup", "RowSparse", "refuse_mask", "row_numbers"]
-
-
 class RowSparse:
     """Rows of a value of `shape`; all others are zero.
 

@@ -27,39 +27,11 @@ from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore, KVStoreBase
 from distrun_runtime.ops.optimizers import RuleSpec
-from distrun_runtime.trainer.exchange import Notes, StoreExchange, ThirdPartyExchange
+from distrun_runtime.ps.shards import Notes
+from distrun_runtime.trainer.exchange import StoreExchange, ThirdPartyExchange
 from distrun_runtime.trainer.model import Buffers
 from distrun_runtime.trainer.parameters import Parameter
 from distrun_runtime.trainer.states import LocalRule, bits_of, digest
-
-__all__ = [
-    "BIG",
-    "NO_MARK",
-    "OWN_HARM",
-    "SKIP",
-    "STORE_HARM",
-    "Agreement",
-    "Case",
-    "Changed",
-    "Changes",
-    "Decision",
-    "Mark",
-    "Opened",
-    "UpdateRule",
-    "change_refused",
-    "check_rules",
-    "chosen",
-    "close_failed",
-    "decide",
-    "fingerprint",
-    "is_skip",
-    "leave",
-    "open_store",
-    "said_rules",
-    "trainer_facts",
-    "updates_itself",
-    "wants_store",
-]
 
 # --- weights that were changed outside of steps
 

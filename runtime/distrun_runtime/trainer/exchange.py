@@ -32,8 +32,6 @@ from distrun_runtime.store.keys import is_dist
 from distrun_runtime.trainer.model import Buffers
 from distrun_runtime.trainer.parameters import Buffer, Gradient, Parameter, is_near, memory_of, on_host
 
-__all__ = ["Gradients", "Notes", "Reduced", "Sent", "StoreExchange", "Sum", "ThirdPartyExchange", "Workers"]
-
 COUNTED = 7
 """Elements of the key under which workers are counted: see `StoreExchange.reduce`."""
 

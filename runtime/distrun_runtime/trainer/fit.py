@@ -13,8 +13,6 @@ from distrun_runtime.kvstore import KVStoreBase
 from distrun_runtime.store.keys import is_async, is_dist
 from distrun_runtime.trainer.trainer import Trainer, scale_of
 
-__all__ = ["fit"]
-
 Batch = TypeVar("Batch")
 
 

@@ -25,20 +25,6 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.values import RowSparse, refuse_mask
 
-__all__ = [
-    "ArrayReplica",
-    "Gradient",
-    "Owner",
-    "Parameter",
-    "Replica",
-    "TensorReplica",
-    "is_near",
-    "is_tensor",
-    "memory_of",
-    "on_host",
-    "write_weight",
-]
-
 Near = Any
 """A torch tensor in the memory of a GPU, without its gradient's history: stores take it as it is."""
 Gradient = Union[Array, RowSparse, Near]

@@ -50,7 +50,6 @@ from distrun_runtime.trainer.parameters import Buffer, Gradient, Parameter, Repl
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 
-__all__ = ["LocalRule", "bits_of", "check_rule", "digest", "load", "rule_of_folder", "save"]
 
 FORMAT = 1
 

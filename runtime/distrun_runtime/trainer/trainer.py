@@ -39,12 +39,6 @@ from distrun_runtime.trainer.updates import OwnUpdates, StoreUpdates
 # that comes last, of the first parameters, is left to `step`, which follows.
 
 
-__all__ = [
-    "Overlap",
-    "Trainer",
-    "scale_of",
-]
-
 GROUP_BYTES = 16 * 1024 * 1024
 """A group has parameters of at least so many bytes, but for the last one. A call costs as much as copying some MB."""
 

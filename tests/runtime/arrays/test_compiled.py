@@ -212,7 +212,7 @@ with kvstore.create("device") as kv:
     kv.init("w", np.zeros(5, np.float32))
     out = np.empty(5, np.float32)
     kv.pushpull("w", np.full(5, 0.7, np.float32), out=out)
-    print(out.tolist(), any(kernels._compiled.values()))
+    print(out.tolist(), any(compiled._compiled.values()))
 """
 
 
