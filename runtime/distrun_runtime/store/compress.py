@@ -72,12 +72,13 @@ class Compression:
             raise KVError(f"compression needs a 'type': one of none, {', '.join(sorted(codec.CODECS))}")
         name = given["type"]
         found = None if name == "none" else codec.named(name)
-        known = {"type", "min_size", "two_way", *(found.knobs if found else ())}
+        own = [knob.name for knob in found.knobs] if found else []
+        known = {"type", "min_size", "two_way", *own}
         for member in given:
             if member not in known:
                 hint = did_you_mean(str(member), known)
                 raise KVError(f"compression {name!r} has no member {member!r}{hint}; it has {', '.join(sorted(known))}")
-        params = found.check({name: given[name] for name in found.knobs if name in given}) if found else {}
+        params = found.check({name: given[name] for name in own if name in given}) if found else {}
         return cls(str(name), params, _bytes(given.get("min_size", MIN_SIZE)), _switch(given.get("two_way", False)))
 
     def to_json(self) -> dict[str, Any]:

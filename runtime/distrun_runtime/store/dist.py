@@ -277,7 +277,6 @@ class DistBackend(StoreBackend):
     def __init__(
         self, type_name: str, node: session.NodeSession, staleness: int | None = None, deterministic: bool = False
     ) -> None:
-        self.type = type_name
         self._is_async = is_async(type_name)
         self.lifetime = Lifetime(type_name)
         self._compressor = Compressor()

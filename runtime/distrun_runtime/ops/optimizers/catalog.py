@@ -89,7 +89,7 @@ def updated(name: str, present: Mapping[str, Json], given: Mapping[str, object])
     found = _builtin(name)
     if found is None:
         return completed(name, {**present, **given})[1]
-    new = parameters.canonical(name, found.table or (), given)
+    new = parameters.canonical(f"rule {name!r}", found.table or (), given)
     merged = {**present, **new}
     if merged.get("lr_scheduler") is not None and "lr_scheduler" not in new and "learning_rate" in new:
         text = "the learning rate comes from lr_scheduler (%s); to fix it, give lr_scheduler=None and learning_rate=%s"
@@ -426,10 +426,6 @@ class _Updater(Rule):
 
     def check(self, dtype: np.dtype[Any]) -> None:
         """Return: a function takes what it takes."""
-
-    def start(self, weight: Array) -> State:
-        """Return no state."""
-        return {}
 
     def step(self, weight: Array, grad: Array, state: State, knobs: Knobs = PLAIN, rows: Array | None = None) -> None:
         """Call the function once."""
