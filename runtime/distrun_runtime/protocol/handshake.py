@@ -20,7 +20,7 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
-from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import WireError
 from distrun_runtime.protocol.message import VERSION, Kind, Message, size_of

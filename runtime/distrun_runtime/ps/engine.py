@@ -22,8 +22,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from distrun_runtime.arrays.cpu import CpuDevice
-from distrun_runtime.arrays.device import Device, on_host
+from distrun_runtime.arrays.device import CpuDevice, Device, on_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError

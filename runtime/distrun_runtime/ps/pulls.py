@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Buffer
-from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.protocol.handshake import NodeIdentity

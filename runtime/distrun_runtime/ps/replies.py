@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from distrun_runtime.arrays.arena import runs
-from distrun_runtime.arrays.device import Buffer, DeviceArray
-from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.device import DeviceArray, runs
+from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs

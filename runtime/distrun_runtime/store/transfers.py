@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.device import Buffer, DeviceArray, copy, is_on_host
-from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.arrays.segments import Stitched, stitched
+from distrun_runtime.arrays.device import DeviceArray, copy, is_on_host
+from distrun_runtime.arrays.dtypes import Array, Buffer
+from distrun_runtime.arrays.shared_memory import Stitched, stitched
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
