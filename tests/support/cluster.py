@@ -15,11 +15,11 @@ from distrun_runtime.arrays import find as devices
 from distrun_runtime.arrays.segments import Pool
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ps import engine as engines
-from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.counters import Counters
 from distrun_runtime.ps.engine import WorkEngine
 from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.node import bind, placement_of, wrapped
+from distrun_runtime.ps.role import Config
 from distrun_runtime.ps.scheduler import Scheduler
 from distrun_runtime.ps.server import Server
 from distrun_runtime.ps.session import ExportedMemory, NodeSession

@@ -1,4 +1,4 @@
-"""What the three roles share: the events they are told and the actions they answer with.
+"""What the three roles share: their configuration, the events they are told and the actions they answer with.
 
 A role decides and never acts: `handle(event, now)` and `tick(now)` return actions, the loop performs
 them. None of this touches a socket, a clock or an array.
@@ -7,6 +7,7 @@ them. None of this touches a socket, a clock or an array.
 from __future__ import annotations
 
 import copy
+import os
 import signal
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import Any, Protocol, Union
 
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.contract import gpus
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.errors import RuntimeFault, TimedOut
@@ -23,6 +25,8 @@ from distrun_runtime.ops.reduce import PLAIN, How
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps.shards import Notes, Store, Turn
+from distrun_runtime.transport.base import Heartbeat, endpoint
+from distrun_runtime.transport.faults import NO_FAULTS, Faults
 
 Link = str
 
@@ -35,6 +39,87 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+# What a node knows before it says anything: `node.read` reads it from the environment.
+
+
+@dataclass(frozen=True)
+class Config:
+    """One node's start conditions."""
+
+    role: str
+    rank: int
+    """-1: the scheduler gives one."""
+    job: str
+    workers: int
+    servers: int
+    root: str
+    """The scheduler's address; empty for a scheduler that publishes its own."""
+    root_port: int
+    """0 for a scheduler that binds any port."""
+    address: str
+    """The address this node binds and tells its peers."""
+    host: str
+    token: bytes
+    incarnation: int
+    heartbeat: Heartbeat
+    start_timeout_s: float
+    op_timeout_s: float
+    bigarray_bound: int
+    """Elements from which a value is cut over all servers, if they are placed as MXNet does."""
+    verbose: int
+    partition: str = "size"
+    """How the scheduler places values: `size`, or `mxnet`."""
+    ports: tuple[int, ...] = ()
+    """Ports that may be bound; empty: any."""
+    stays: bool = False
+    """The agent that started this scheduler or server also stops it: when all workers have ended it forgets them
+    and waits for others, so that one job can run several scripts after each other."""
+    server_imports: tuple[str, ...] = ()
+    """Modules that users' rules may come from (servers)."""
+    server_device: str = gpus.AUTO
+    """Where a server keeps values: `auto`, `cpu`, `gpu` or `gpu:N`."""
+    server_gpu_bytes: int = 0
+    """Memory of a GPU that a server takes at most; 0: it decides."""
+    local_rank: int = 0
+    """Index of this server among those of its host or place, as far as a launcher says it."""
+    server_threads: int = 1
+    """Threads that share work on long values (servers)."""
+    worker_addresses: tuple[str, ...] = ()
+    """Addresses of the hosts with workers (schedulers that a launcher started)."""
+    paths: str = "segments"
+    """How large values may travel beside messages: `segments` (shared memory), or `none`."""
+    relays: int = 0
+    """Servers of the job beyond `servers`, ranked behind them, that keep no values (`relay`)."""
+    host_sums: bool = True
+    """Whether workers of one host add what they push before it leaves the host (schedulers; they tell the workers)."""
+    stages: bool = False
+    """Whether a worker measures where the time of its calls goes."""
+    resend_s: float = 0.0
+    """How long an acknowledgement may take until a message is sent again; 0: none is expected."""
+    faults: Faults = NO_FAULTS
+    """What is to go wrong on purpose with what this node receives."""
+
+    @property
+    def root_endpoint(self) -> str:
+        """Where the scheduler listens, `tcp://address:port`."""
+        return endpoint(self.root, self.root_port)
+
+    def identity(self, endpoint: str, rank: int | None = None) -> NodeIdentity:
+        """Return how this node introduces itself."""
+        return NodeIdentity(
+            job=self.job,
+            role=self.role,
+            rank=self.rank if rank is None else rank,
+            incarnation=self.incarnation,
+            host=self.host,
+            pid=os.getpid(),
+            endpoint=endpoint,
+            workers=self.workers,
+            servers=self.servers,
+            resends=self.resend_s > 0,
+        )
 
 
 # What a server asks of its engine: work on arrays, done in the order in which it is asked for.

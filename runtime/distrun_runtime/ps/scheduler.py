@@ -18,8 +18,8 @@ from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Common, Kind, Message, SharedBody
 from distrun_runtime.ps import role
 from distrun_runtime.ps.agreement import Call, CollectiveCalls, Rules, Subject
-from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.replies import answer, refusal
+from distrun_runtime.ps.role import Config
 from distrun_runtime.ps.roster import ALIVE, LEFT, LOST, Answers, Member, Queries, Roster, Then
 from distrun_runtime.ps.statefile import FORMAT, worker_file, worker_files
 

@@ -36,11 +36,11 @@ from distrun_runtime.protocol.message import (
     sizes_of,
 )
 from distrun_runtime.ps import checks, role, statefile
-from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.counters import Counters, Lags
 from distrun_runtime.ps.pulls import Pulls
 from distrun_runtime.ps.relay import Relay
 from distrun_runtime.ps.replies import answer, failed, refusal
+from distrun_runtime.ps.role import Config
 from distrun_runtime.ps.roster import from_json
 from distrun_runtime.ps.rounds import Rounds, words_of
 from distrun_runtime.ps.shards import Store, relayed

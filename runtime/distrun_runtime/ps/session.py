@@ -22,15 +22,14 @@ from distrun_runtime.contract import environ
 from distrun_runtime.contract.metrics import Sender
 from distrun_runtime.errors import RuntimeFault, StoreClosed
 from distrun_runtime.protocol.message import DTYPES, Message
-from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.counters import NodeMetrics, Stages
-from distrun_runtime.ps.crash import catch_up, meaning, publish, watch
 from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.node import bind, connected
-from distrun_runtime.ps.role import Request, Waits, when_done
+from distrun_runtime.ps.role import Config, Request, Waits, when_done
 from distrun_runtime.ps.routing import DIRECT_BYTES, MESSAGE_BYTES, ROUNDS_AT_ONCE
 from distrun_runtime.ps.trace import Recorder, Trace
 from distrun_runtime.ps.worker import BYE_S, Ask, EntriesOf, Goodbye, Worker
+from distrun_runtime.reporting import catch_up, meaning, publish, watch
 from distrun_runtime.transport.base import Transport
 
 GOODBYE_S = BYE_S + 1.0

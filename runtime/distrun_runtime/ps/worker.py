@@ -19,8 +19,7 @@ from distrun_runtime.errors import KVError, PeerLost, Refused, RuleError, Runtim
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role
-from distrun_runtime.ps.config import Config
-from distrun_runtime.ps.role import Request
+from distrun_runtime.ps.role import Config, Request
 from distrun_runtime.ps.roster import from_json, relays_of_hosts
 from distrun_runtime.ps.routing import WINDOW_BYTES
 

@@ -27,9 +27,8 @@ from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.ops.optimizers.custom import importable
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import DTYPE_CODES, Flag, Kind, Message, Payload
-from distrun_runtime.ps import config as configs
+from distrun_runtime.ps import node as nodes
 from distrun_runtime.ps import session
-from distrun_runtime.ps.node import serve
 from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.routing import Route, mxnet_shards, shards_on
 from distrun_runtime.ps.trace import prepare, write
@@ -262,11 +261,11 @@ def create_dist(type_name: str, staleness: int | None = None, deterministic: boo
         SystemExit: this process is a server or scheduler (DMLC_ROLE) and the job has ended: with its exit code.
         ContractError, Refused, TimedOut, PeerLost: the job cannot be joined, and why.
     """
-    role = configs.role_of()
+    role = nodes.role_of()
     if role in ("server", "scheduler"):
-        raise SystemExit(serve(role))
+        raise SystemExit(nodes.serve(role))
     reducer_for(type_name)  # Reads the environment: what is wrong there is said before this process joins the job.
-    return DistBackend(type_name, session.current(lambda: configs.read("worker")), staleness, deterministic)
+    return DistBackend(type_name, session.current(lambda: nodes.read("worker")), staleness, deterministic)
 
 
 class DistBackend(StoreBackend):
