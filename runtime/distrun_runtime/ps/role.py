@@ -11,15 +11,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, Protocol, Union
 
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.contract import gpus
+from distrun_runtime.contract import facts, gpus
 from distrun_runtime.contract.dataclass import dataclass
-from distrun_runtime.contract.facts import duration
 from distrun_runtime.errors import RuntimeFault, TimedOut
 from distrun_runtime.ops.reduce import PLAIN, How
 from distrun_runtime.protocol.handshake import NodeIdentity
@@ -459,7 +458,7 @@ class Request:
             limit = f" ({where})" if where else ""
             names = ", ".join(sorted(set(self.missing.copy().values())))
             whose = " from " + names if names else ""
-            raise TimedOut(f"{self.what}: no answer{whose} for {duration(waited_s)}{note}{limit}")
+            raise TimedOut(f"{self.what}: no answer{whose} for {facts.duration(waited_s)}{note}{limit}")
         if self._error is not None:
             # A fresh exception each time: several threads may raise it, and a traceback belongs to one.
             raise copy.copy(self._error)
@@ -745,6 +744,20 @@ class WaitNotice:
             return False
         self.told = now
         return True
+
+
+NAMED = 16
+"""So many of a list of nodes are named in a message."""
+
+
+def tasks_of(ranks: Iterable[int]) -> list[str]:
+    """Return the names of workers."""
+    return [f"worker-{rank}" for rank in ranks]
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names with commas between them, and no more of them than a line should have."""
+    return facts.listed(names, NAMED)
 
 
 @dataclass

@@ -26,7 +26,7 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration, listed
 from distrun_runtime.ops.partition import Shard
-from distrun_runtime.protocol.handshake import NodeIdentity
+from distrun_runtime.protocol.handshake import NodeIdentity, nodes_of
 from distrun_runtime.protocol.message import (
     NO_ENTRIES,
     Kind,
@@ -41,7 +41,6 @@ from distrun_runtime.ps.pulls import Pulls
 from distrun_runtime.ps.relay import Relay
 from distrun_runtime.ps.replies import answer, failed, refusal
 from distrun_runtime.ps.role import Config
-from distrun_runtime.ps.roster import from_json
 from distrun_runtime.ps.rounds import Rounds, words_of
 from distrun_runtime.ps.shards import Store, relayed
 from distrun_runtime.ps.trace import Recorder
@@ -266,7 +265,7 @@ class Server:
         if message.kind is Kind.BYE and message.is_reply:
             return [role.Finish(0, "told to stop")]
         if message.kind is Kind.ROSTER:
-            nodes = from_json(message.body["nodes"])
+            nodes = nodes_of(message.body["nodes"])
             self._nodes = {(node.role, node.rank) for node in nodes}
             self.me = self._config.identity(self.me.endpoint, message.body["rank"])
             self._rounds.peers.learn(nodes, self.me.rank)

@@ -16,11 +16,11 @@ import numpy as np
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.errors import KVError, PeerLost, Refused, RuleError, RuntimeFault, TimedOut, because_of
-from distrun_runtime.protocol.handshake import NodeIdentity
+from distrun_runtime.protocol.handshake import NodeIdentity, nodes_of
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role
+from distrun_runtime.ps.relay import relays_of_hosts
 from distrun_runtime.ps.role import Config, Request
-from distrun_runtime.ps.roster import from_json, relays_of_hosts
 from distrun_runtime.ps.routing import WINDOW_BYTES
 
 # What a worker has to say to one server: by priority, within a window, each key's requests in their order.
@@ -213,7 +213,7 @@ class Worker:
         return []
 
     def _roster(self, message: Message, now: float) -> list[role.Action]:
-        nodes = from_json(message.body["nodes"])
+        nodes = nodes_of(message.body["nodes"])
         self.me = self._config.identity(self.me.endpoint, message.body["rank"])
         servers = [node for node in nodes if node.role == "server"]
         self.servers = sorted(servers, key=lambda node: node.rank)
