@@ -234,9 +234,7 @@ class Cluster:
     def _share(self, session: NodeSession) -> None:
         """Wait until the servers read the memory of a worker, where they are to do so."""
         deadline = time.monotonic() + DEADLINE_S
-        while self._over == "segments" and not all(
-            session.staging("server-%d" % rank) for rank in range(session.num_servers)
-        ):
+        while self._over == "segments" and not all(session.staging(name) for name in session.value_servers):
             assert time.monotonic() < deadline, "no shared memory came about"
             time.sleep(0.002)
 

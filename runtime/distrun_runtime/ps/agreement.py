@@ -224,8 +224,8 @@ def _facts_differ(one: Call, other: Call) -> str:
 
 
 def _records_differ(one: Call, other: Call) -> str:
-    mine = {_text(record["key"]): record for record in one.message.body["records"]}
-    theirs = {_text(record["key"]): record for record in other.message.body["records"]}
+    mine = {record["key"]: record for record in one.message.body["records"]}
+    theirs = {record["key"]: record for record in other.message.body["records"]}
     for key in [*mine, *theirs]:
         left, right = mine.get(key), theirs.get(key)
         if left is None or right is None:
@@ -295,7 +295,7 @@ class Keys:
     def __init__(self, servers: int = 0) -> None:
         self._loads = [0] * servers
         """Bytes on each server."""
-        self._known: dict[str, _Known] = {}
+        self._known: dict[Any, _Known] = {}
         self._numbers = 0
         self._texts = 0
 
@@ -307,7 +307,7 @@ class Keys:
         """
         _check(records)
         for record in records:
-            known = self._known.get(_text(record["key"]))
+            known = self._known.get(record["key"])
             if known is None:
                 if is_assign:
                     return f"key {record['key']!r} doesn't exist. Did you init?"
@@ -329,13 +329,13 @@ class Keys:
             is_text = isinstance(record["key"], str)
             place = self._texts if is_text else int(record["key"])
             self._texts += is_text
-            self._known[_text(record["key"])] = _Known(record, self._numbers, place, next(servers, []))
+            self._known[record["key"]] = _Known(record, self._numbers, place, next(servers, []))
             self._numbers += 1
         return self.told(records)
 
     def told(self, records: Sequence[Record]) -> dict[str, Any]:
         """Return what workers are told of these keys."""
-        known = [self._known[_text(record["key"])] for record in records]
+        known = [self._known[record["key"]] for record in records]
         return {
             "keys": [record["key"] for record in records],
             "numbers": [[each.number, each.place] for each in known],
@@ -356,7 +356,7 @@ class Keys:
         Their numbers are not given again: a server may hold shards under them. Their room is.
         """
         for key in keys:
-            known = self._known.pop(_text(key), None)
+            known = self._known.pop(key, None)
             if known is not None and known.servers:
                 size, item, row = _extent(known.record)
                 for server, (_, length) in zip(known.servers, cut(size, item, row), strict=True):
@@ -379,8 +379,8 @@ class Keys:
 
     def differ_from(self, saved: Sequence[Mapping[str, Any]]) -> str:
         """Return how the keys of saved states differ from these; empty: they do not."""
-        by_key = {_text(each["key"]): each for each in saved}
-        mine = {_text(each["key"]): each for each in self.to_json()}
+        by_key = {each["key"]: each for each in saved}
+        mine = {each["key"]: each for each in self.to_json()}
         for text in [*mine, *by_key]:
             ours, theirs = mine.get(text), by_key.get(text)
             if theirs is None:
@@ -394,7 +394,7 @@ class Keys:
 
     def saved_as(self, saved: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, Any]]:
         """Return (number, number in the saved states, key) of every key; they do not differ."""
-        numbers = {_text(each["key"]): int(each["number"]) for each in saved}
+        numbers = {each["key"]: int(each["number"]) for each in saved}
         return [(each.number, numbers[text], each.record["key"]) for text, each in self._known.items()]
 
 
@@ -403,10 +403,6 @@ def _extent(record: Record) -> tuple[int, int, int]:
     shape = record["shape"]
     row = math.prod(shape[1:]) if record.get("stype") == "row_sparse" else 0
     return math.prod(shape), dtypes.parse(record["dtype"]).itemsize, row
-
-
-def _text(key: Any) -> str:
-    return f"{type(key).__name__}:{key}"
 
 
 def _check(records: Sequence[Record]) -> None:
@@ -573,15 +569,6 @@ def spec_json(spec: RuleSpec | None) -> dict[str, Any] | None:
 
 
 @dataclass
-class _FailedCall:
-    """A collective call that failed."""
-
-    reason: str
-    missing: set[int]
-    """Workers that have not made it yet: each hears the reason when it does."""
-
-
-@dataclass
 class AgreedStore:
     """What the workers agreed on for one store."""
 
@@ -597,8 +584,9 @@ class AgreedStore:
     gatherings: dict[int, Gathering] = field(default_factory=dict)
     filling: dict[int, Gathering] = field(default_factory=dict)
     """Declared keys whose first values rank 0 is sending to the servers."""
-    refused: dict[int, _FailedCall] = field(default_factory=dict)
-    """Collective calls that failed and that not all workers have made."""
+    refused: dict[int, tuple[str, set[int]]] = field(default_factory=dict)
+    """Collective calls that failed and that not all workers have made: why, and who has not made it yet. Each of these
+    hears the reason when it does."""
     joined: dict[int, Call] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
     """Workers that left this store for good."""
@@ -614,15 +602,13 @@ class AgreedStore:
         elsewhere = {rank for rank, part in self.joined.items() if part.number == number}
         missing = self.awaited.difference(calls, elsewhere)
         if missing:
-            self.refused[number] = _FailedCall(reason, missing)
+            self.refused[number] = reason, missing
 
     def told(self, number: int, rank: int) -> str:
         """Return why a call failed, for a worker that makes it now; empty: it did not."""
-        refusal = self.refused.get(number)
-        if refusal is None:
-            return ""
+        reason = self.refused[number][0] if number in self.refused else ""
         self._hear(number, rank)
-        return refusal.reason
+        return reason
 
     def gone(self, rank: int) -> None:
         """A worker makes no more calls."""
@@ -631,9 +617,10 @@ class AgreedStore:
             self._hear(number, rank)
 
     def _hear(self, number: int, rank: int) -> None:
-        self.refused[number].missing.discard(rank)
-        if not self.refused[number].missing:
-            del self.refused[number]
+        if number in self.refused:
+            self.refused[number][1].discard(rank)
+            if not self.refused[number][1]:
+                del self.refused[number]
 
 
 States = Callable[[AgreedStore, Mapping[int, Call]], "list[role.Action]"]

@@ -242,8 +242,10 @@ def import_all(modules: Sequence[str], host: str) -> None:
 
 
 def _import_text(name: str, host: str, err: Exception) -> str:
-    head = "DISTRUN_SERVER_IMPORT (--server-import) names module %s, which cannot be imported on host %s: %s: %s"
-    head %= (name, host, type(err).__name__, err)
+    what = f"{type(err).__name__}: {err}"
+    head = (
+        f"DISTRUN_SERVER_IMPORT (--server-import) names module {name}, which cannot be imported on host {host}: {what}"
+    )
     if isinstance(err, ModuleNotFoundError) and err.name in {name, name.partition(".")[0]}:
         return (
             f"{head}. This server started in {os.getcwd()}: have the module there, or its folder on PYTHONPATH"
@@ -301,7 +303,18 @@ def serve(role: str) -> int:
     loop = Loop(transport, node, config.token, trace, engine=engine, publish=publish)
     if environ.text("DISTRUN_METRICS_SOCKET"):
         stacks.offer()
-        loop.metrics = _metrics(node, loop).tick
+        if isinstance(node, Server):
+            server = node
+            found = NodeMetrics(
+                "server",
+                Sender(),
+                lambda: {**server.counters(), "queue": loop.queued},
+                lags=server.lags,
+                devices=server.devices,
+            )
+        else:
+            found = NodeMetrics("scheduler", Sender(), node.counters)
+        loop.metrics = found.tick
 
     def stop(number: int, frame: FrameType | None) -> None:
         loop.tell(number)
@@ -314,7 +327,7 @@ def serve(role: str) -> int:
             with suppress(TypeError):  # None: a handler that Python did not install
                 signal.signal(number, handler)
         memory.close()
-    trace.log("ERROR" if finish.code else "INFO", "event=finished reason=%s" % (finish.reason or "done"))
+    trace.log("ERROR" if finish.code else "INFO", f"event=finished reason={finish.reason or 'done'}")
     return finish.code
 
 
@@ -323,18 +336,6 @@ def placement_of(config: Config, host: Device) -> Placement:
     keeps_values = config.role == "server" and config.rank < config.servers
     asked = config.server_device if keeps_values else gpus.CPU
     return Placement(host, asked, index=config.local_rank, limit=config.server_gpu_bytes)
-
-
-def _metrics(node: Scheduler | Server, loop: Loop) -> NodeMetrics:
-    """Return what tells the agent what a scheduler or server counts."""
-    if isinstance(node, Scheduler):
-        return NodeMetrics("scheduler", Sender(), node.counters)
-    server = node
-
-    def counters() -> dict[str, float]:
-        return {**server.counters(), "queue": loop.queued}
-
-    return NodeMetrics("server", Sender(), counters, lags=server.lags, devices=server.devices)
 
 
 def connected(config: Config, pools: Sequence[Pool]) -> Transport:
@@ -388,14 +389,12 @@ def _bind_root(transport: Transport, config: Config, warn: Callable[[str], None]
     except OSError as err:
         raise _cannot_bind(config, err) from err
     own = address.reachable(is_six)
-    found = ", ".join(own) or "unknown"
+    resolved = "" if root == config.root else f" ({root})"
+    better = config.address if config.address in own else (own or ["ADDRESS"])[0]
     warn(
-        "DMLC_PS_ROOT_URI=%s%s is not an address of host %s: the scheduler listens on port %d of all its addresses"
-        " (%s). That is right if %s leads here (a service name, a forwarded port); if not, fix: DMLC_PS_ROOT_URI=%s"
-        % (
-            *(config.root, "" if root == config.root else f" ({root})", config.host, number, found),
-            *(config.root, config.address if config.address in own else (own or ["ADDRESS"])[0]),
-        )
+        f"DMLC_PS_ROOT_URI={config.root}{resolved} is not an address of host {config.host}: the scheduler listens on"
+        f" port {number} of all its addresses ({', '.join(own) or 'unknown'}). That is right if {config.root} leads"
+        f" here (a service name, a forwarded port); if not, fix: DMLC_PS_ROOT_URI={better}"
     )
     return endpoint_of(config.address or (own or [root])[0], number)
 

@@ -330,7 +330,7 @@ class Scheduler:
         self._counts = f"workers={config.workers} servers={config.servers}"
         self._roster = Roster(config.workers, config.servers, config.relays)
         self._deadline = role.Deadline()
-        self._report = role.Interval(REPORT_S)
+        self._report = role.Deadline()
         self._early: list[tuple[str, NodeIdentity]] = []
         """Workers of the job's next script, which came while others still run the present one."""
         self._is_clearing = False
@@ -368,6 +368,7 @@ class Scheduler:
         """Publish the address for the launcher, and say what is expected."""
         host, _, port = self.me.endpoint.removeprefix("tcp://").rpartition(":")
         self._wait_anew(now)
+        self._report.set(now + REPORT_S)
         return [
             role.Publish({"address": host.strip("[]"), "port": port}),
             role.Log("INFO", f"event=listening endpoint={self.me.endpoint} {self._counts}"),
@@ -421,9 +422,10 @@ class Scheduler:
         if self._foreign_deadline.is_due(now) and not self._roster.of_role("worker"):
             waited = f"no worker has opened a store for {duration(self._config.start_timeout_s)}, and "
             return self._give_up(waited + self._foreign, "job")
-        if self._report.is_due(now) and self._roster.of_role("worker"):
-            return [role.Log("WARNING", self._roster.waiting_text())]
-        return []
+        if not self._report.is_due(now):
+            return []
+        self._report.set(now + REPORT_S)
+        return [role.Log("WARNING", self._roster.waiting_text())] if self._roster.of_role("worker") else []
 
     def counters(self) -> dict[str, float]:
         """Return what the agent is told (`metrics`)."""
