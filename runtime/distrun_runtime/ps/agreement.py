@@ -847,8 +847,10 @@ class CollectiveCalls:
         gathering = store.gatherings[number]
         if len(gathering.calls) < self._workers - sum(rank not in gathering.calls for rank in store.left):
             return []
-        del store.gatherings[number]
         call = next(iter(gathering.calls.values())).message
+        if 0 not in gathering.calls and call.kind in _DUTY:
+            return _fail(store, number, f"worker-0, {_DUTY[call.kind]}, has left the store")
+        del store.gatherings[number]
         if call.kind is Kind.OPEN:
             store.type, store.opened = str(call.body.get("type", "")), opened(call.body)
         if call.kind in (Kind.OPEN, Kind.BARRIER):
@@ -857,11 +859,12 @@ class CollectiveCalls:
             is_any = any(part.message.body.get("on_devices") for part in gathering.calls.values())
             body = {"on_devices": True} if is_any else {}
             return [role.Send(part.link, answer(part.message, body)) for part in gathering.calls.values()]
-        if 0 not in gathering.calls:
-            return _refuse_all(store, number, gathering, f"worker-0, {_DUTY[call.kind]}, has left the store")
         if call.kind is Kind.KEYS:
             store.filling[number] = gathering
-            return _declare(store, gathering)
+            first, records = gathering.calls[0].message, gathering.calls[0].message.body["records"]
+            body = store.keys.told(records) if first.body.get("assign") else store.keys.declare(records)
+            # Rank 0 goes to fill the servers now; the others hear when it has (INIT), so that none reads too early.
+            return [role.Send(gathering.calls[0].link, answer(first, body))]
         return self._states[call.kind](store, gathering.calls)
 
     def _all_joined(self, store: AgreedStore) -> list[role.Action]:
@@ -882,14 +885,6 @@ _DUTY = {
 }
 
 
-def _declare(store: AgreedStore, gathering: Gathering) -> list[role.Action]:
-    first = gathering.calls[0].message
-    records = first.body["records"]
-    body = store.keys.told(records) if first.body.get("assign") else store.keys.declare(records)
-    # Rank 0 goes to fill the servers now; the others hear when it has (INIT), so that none reads too early.
-    return [role.Send(gathering.calls[0].link, answer(first, body))]
-
-
 def _against(store: AgreedStore, call: Call) -> str:
     body = call.message.body
     if not isinstance(body.get("facts", {}), dict):
@@ -900,12 +895,10 @@ def _against(store: AgreedStore, call: Call) -> str:
 
 
 def _fail(store: AgreedStore, number: int, reason: str) -> list[role.Action]:
-    return _refuse_all(store, number, store.gatherings.pop(number), reason)
-
-
-def _refuse_all(store: AgreedStore, number: int, gathering: Gathering, reason: str) -> list[role.Action]:
-    store.refuse(number, reason, gathering.calls)
-    return [_refuse(part, reason) for part in gathering.calls.values()]
+    """Refuse a call to all who have made it, and to the others when they do."""
+    calls = store.gatherings.pop(number).calls
+    store.refuse(number, reason, calls)
+    return [_refuse(part, reason) for part in calls.values()]
 
 
 def _refuse(call: Call, reason: str) -> role.Action:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import field
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
@@ -244,7 +245,11 @@ class Transfers:
         if keys.has_rows:
             loaded += self._with_rows(keys, values)
             pairs = zip(keys.records, values, strict=True)
-            values = [value if _has_rows(record) else _dense(value) for record, value in pairs]
+            # Rows of no elements do not travel.
+            values = [
+                value.to_dense() if isinstance(value, RowSparse) and not _has_rows(record) else value
+                for record, value in pairs
+            ]
         arrays = cast("Sequence[Array]", values)
         # What the script may write when the call has returned is not read in place: it would have to wait for that.
         if call.own or (call.lent and not call.waits):
@@ -527,10 +532,6 @@ def _how(setting: Compression | None) -> How:
     return PLAIN if setting is None else How(setting.number, setting.params)
 
 
-def _dense(value: Value) -> Array:
-    return value.to_dense() if isinstance(value, RowSparse) else value
-
-
 def _has_rows(record: KeyRecord) -> bool:
     """Whether values of a key travel by rows. Rows of no elements do not."""
     return record.is_sparse and record.row_size > 0
@@ -746,14 +747,14 @@ class BatchedCall(Pending):
         self.sent.wait(timeout_s)
 
 
+@dataclass
 class _CallQueue:
     """Calls of one kind that wait to be sent."""
 
-    def __init__(self) -> None:
-        self.keys: list[Selection] = []
-        self.arrays: list[Any] = []
-        self.names: set[Key] = set()
-        self.waiting: list[BatchedCall] = []
+    keys: list[Selection] = field(default_factory=list)
+    arrays: list[Any] = field(default_factory=list)
+    names: set[Key] = field(default_factory=set)
+    waiting: list[BatchedCall] = field(default_factory=list)
 
 
 class CallBatch:
