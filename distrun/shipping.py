@@ -186,8 +186,8 @@ DIALING = (f"{PACKAGE}.agent.dial", f"{PACKAGE}.agent.unpack")
 """What only agents that dial back need: the others get files by rsync."""
 DIALED = tuple(f"{PACKAGE}.agent.{name}" for name in ("waiting", "probe", "daemon"))
 """Modules that an agent which dials back does not need: it is never dialed, and answers no questions without a job."""
-TABLE_ROW = "_row"
-"""Function whose calls make the rows of `contract.environ.TABLE`. The fourth argument is documentation."""
+TABLE_ROWS = ("_gives", "_both", "_reads")
+"""Functions whose calls make the rows of `contract.environ.TABLE`. The second argument is documentation."""
 
 _IMPORT = r"(?m)^ *from ([\w.]+) import (\([^)]*\)|[^\n]*)"
 
@@ -481,8 +481,8 @@ def bare(source: str) -> str:
             # Of the first something stays: it may be all there is in its block, and dataclasses make one if it is gone.
             lines[first] = (lines[first][: node.col_offset] + '"."' * (node not in after)).rstrip()
             lines[first + 1 : last + 1] = [""] * (last - first)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == TABLE_ROW:
-            doc = node.args[3]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in TABLE_ROWS:
+            doc = node.args[1]
             first, last = doc.lineno - 1, (doc.end_lineno or doc.lineno) - 1
             rest = lines[last].encode("utf-8")[doc.end_col_offset :].decode("utf-8")
             lines[first] = lines[first][: doc.col_offset] + '"."' + (rest if first == last else "")
