@@ -19,7 +19,6 @@ import time
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from distrun_runtime.agent import stopping
-from distrun_runtime.contract.ports import ports_to_try
 from distrun_runtime.errors import ContractError
 
 BACKLOG = 256
@@ -112,6 +111,8 @@ _ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], Dict[str, Any]]] = {
 
 def listen(address: str, port_range: str = "") -> int:
     """Listen on a port of `address`, within A-B if a range is given; return the port. Raises ContractError."""
+    from distrun_runtime.contract.address import ports_to_try  # ctypes: only when it is needed
+
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     reason = "none was tried"
     for port in ports_to_try(port_range):

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, NamedTuple
 from distrun_runtime.agent import record
 from distrun_runtime.contract import environ, gpus, process, session
 from distrun_runtime.contract.plan import HOLD, WORKER, Host, Plan, Task, from_json
-from distrun_runtime.contract.ports import ports_to_try
 from distrun_runtime.errors import ContractError, PreflightFailure
 
 if TYPE_CHECKING:
@@ -243,6 +242,8 @@ def hold(address: str, port_range: str = "") -> socket.socket:
         ContractError: the range is malformed, or nothing in it is free.
     """
     import socket  # most agents hold no port
+
+    from distrun_runtime.contract.address import ports_to_try
 
     numbers = ports_to_try(port_range)
     family, anywhere = (socket.AF_INET6, "::") if ":" in address else (socket.AF_INET, "0.0.0.0")

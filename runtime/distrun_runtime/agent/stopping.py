@@ -16,7 +16,7 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Opt
 from distrun_runtime.agent import record
 from distrun_runtime.agent.record import Record
 from distrun_runtime.agent.tasks import JOB, RunningTask, owners
-from distrun_runtime.contract import facts, lasting, process, ps
+from distrun_runtime.contract import facts, lasting, process
 from distrun_runtime.contract.facts import GIVE_UP_S, GRACE_S
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER
 from distrun_runtime.contract.process import Identity, Process
@@ -585,8 +585,7 @@ def _namespace(pid: int) -> str:
 
 def _environs(rows: List[Process]) -> Dict[int, Dict[str, str]]:
     """Return the environments of those of `rows` that carry a job's mark, by pid."""
-    pids = [each.pid for each in rows]
-    found = ps.environs(pids) if process.is_portable() else {pid: process.environ_of(pid) for pid in pids}
+    found = process.environs_of([each.pid for each in rows])
     return {pid: env for pid, env in found.items() if env.get("DISTRUN_JOB_ID")}
 
 
