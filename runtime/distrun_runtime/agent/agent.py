@@ -14,13 +14,12 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, List, Optional, Sequence
 
-from distrun_runtime.agent import preflight, record, stopping
+from distrun_runtime.agent import preflight, stopping
 from distrun_runtime.agent.channel import Connection, Reconnector
 from distrun_runtime.agent.guard import Start, beat_s
 from distrun_runtime.agent.measuring import Hooks, HostMeasurement
 from distrun_runtime.agent.preflight import Preflight
-from distrun_runtime.agent.record import Record
-from distrun_runtime.agent.share import Share, take
+from distrun_runtime.agent.share import Record, Share, is_killed, save_record, take, touch_record
 from distrun_runtime.agent.stopping import Stopping, StopSequence
 from distrun_runtime.agent.tasks import TaskRunner
 from distrun_runtime.contract import facts, process, session
@@ -305,7 +304,7 @@ class Agent:
                 if stopping.signal_number(name) in heard:
                     self._signal(workers, name, "")
         if int(signal.SIGTERM) in heard:
-            by_user = self._share is not None and record.is_killed(self._share.folder)
+            by_user = self._share is not None and is_killed(self._share.folder)
             why = "distrun kill asked for it" if by_user else "it got SIGTERM, as when that machine is shut down"
             self._say_ending(why, by_user)
             self._leave(self._gentle(), facts.EXIT_TERMINATED)
@@ -489,7 +488,7 @@ class Agent:
         if self._share is not None:
             from distrun_runtime.agent import cache  # loaded already, where the runtime is in it
 
-            record.touch(self._share.folder)
+            touch_record(self._share.folder)
             cache.note_use(self._share.runtime)
 
     def _on_leave(self, **_: Any) -> None:
@@ -592,7 +591,7 @@ class Agent:
             share.plan.nonce,
         )
         with contextlib.suppress(OSError):
-            record.save(share.folder, current)
+            save_record(share.folder, current)
 
     def _say_ending(self, reason: str, by_user: bool = False) -> None:
         """Say that all tasks are stopped here, unless the coordinator asked for it or was told before."""

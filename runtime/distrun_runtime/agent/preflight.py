@@ -16,14 +16,13 @@ import math
 import os
 import re
 import selectors
-import stat
 import sys
 import time
 from typing import Any, Callable, Dict, Generator, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 from distrun_runtime.agent.commands import FD, NOT_FOUND, SCRIPT, TIMED_OUT, Command, CommandResult, RunningCommand
 from distrun_runtime.agent.share import Share, exact, words
-from distrun_runtime.contract import environ
+from distrun_runtime.contract import environ, private
 from distrun_runtime.contract.plan import ACTIVATE_S, Host, Plan
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
 
@@ -511,7 +510,7 @@ def environments(version: str) -> Iterator[str]:
     first, machine = _name(version), re.escape(os.uname().machine)
     rows: List[Tuple[bool, int, int, str]] = []
     try:
-        for name in os.listdir(_home()) if _is_private(os.lstat(_home())) else ():
+        for name in os.listdir(_home()) if private.is_ours(os.lstat(_home())) else ():
             match = re.fullmatch(r"python(\d+)\.(\d+)-" + machine + "(-[0-9a-f]{6})?", name)
             if match is not None:
                 rows.append((name.startswith(first), int(match.group(1)), int(match.group(2)), name))
@@ -520,7 +519,7 @@ def environments(version: str) -> Iterator[str]:
     for _, _, _, name in sorted(rows, reverse=True):
         path = os.path.join(_home(), name)
         try:
-            if _is_private(os.stat(path)):
+            if private.is_ours(os.stat(path)):  # what is in it will be executed
                 yield os.path.join(path, "bin", "python")
         except OSError:  # a link to nothing
             continue
@@ -549,11 +548,6 @@ def _home() -> str:
     named = environ.text("XDG_DATA_HOME")
     data = named if os.path.isabs(named) else os.path.join(os.path.expanduser("~"), ".local", "share")
     return os.path.join(data, "distrun", "servers")
-
-
-def _is_private(info: os.stat_result) -> bool:
-    """Whether it is a folder of this user's to which no other user may write: what is in it will be executed."""
-    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022
 
 
 def _checks(share: Share) -> Iterator[InterpreterCheck]:

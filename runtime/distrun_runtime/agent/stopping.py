@@ -13,10 +13,10 @@ import signal
 import time
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Pattern, Set, Tuple
 
-from distrun_runtime.agent import record
-from distrun_runtime.agent.record import Record
+from distrun_runtime.agent import share
+from distrun_runtime.agent.share import Record
 from distrun_runtime.agent.tasks import JOB, RunningTask, owners
-from distrun_runtime.contract import facts, lasting, process
+from distrun_runtime.contract import facts, private, process
 from distrun_runtime.contract.facts import GIVE_UP_S, GRACE_S
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER
 from distrun_runtime.contract.process import Identity, Process
@@ -304,8 +304,8 @@ def sweep(job: str, grace_s: Optional[float], nonce: str = "") -> SweepReport:
     Then, or without an agent, everything recorded or marked gets TERM, `grace_s`, KILL. Nothing to end is no error.
     Waits until it is over. `grace_s` None: the job's own, as recorded.
     """
-    folders = record.folders(job, nonce)
-    records = [found for found in map(record.find, folders) if found is not None]
+    folders = share.folders_of(job, nonce)
+    records = [found for found in map(share.find_record, folders) if found is not None]
     if grace_s is None:
         grace_s = max((found.grace_s for found in records), default=GRACE_S)
     ours = {who: name for found in records for who, name in zip((found.agent, found.guard), NAMES)}
@@ -315,7 +315,7 @@ def sweep(job: str, grace_s: Optional[float], nonce: str = "") -> SweepReport:
 
     there = {row.identity: _named(row.identity, ours) for row in find()}
     for folder in folders:
-        record.note_kill(folder)
+        share.note_kill(folder)
     agents = [found.agent for found in records if process.is_alive(found.agent)]
     for agent in agents:
         _send(agent, signal.SIGTERM)
@@ -331,9 +331,9 @@ def sweep(job: str, grace_s: Optional[float], nonce: str = "") -> SweepReport:
         time.sleep(POLL_S)
     gone = [folder for folder in folders if not left]
     for folder in gone:
-        record.remove(folder)
-    for root in lasting.owned(lasting.root()):
-        lasting.remove_dead(lasting.socket_path(job, root))  # if a coordinator died here
+        share.remove_folder(folder)
+    for root in private.owned(private.lasting_root()):
+        private.remove_dead(private.socket_path(job, root))  # if a coordinator died here
     remaining = tuple((row.pid, process.command_of(row.pid)) for row in left)
     stuck = {row.identity for row in left}
     ended = tuple((who.pid, text) for who, text in there.items() if who not in stuck)
@@ -557,10 +557,10 @@ def _state(who: Optional[Identity], rows: Mapping[int, Process]) -> str:
 
 def _kept() -> List[RecordedJob]:
     found = []
-    for folder in record.every():
+    for folder in share.all_folders():
         with contextlib.suppress(OSError, ContractError, ValueError):
-            written = os.stat(os.path.join(folder, record.RECORD)).st_mtime
-            found.append(RecordedJob(record.load(folder), folder, written))
+            written = os.stat(os.path.join(folder, share.RECORD)).st_mtime
+            found.append(RecordedJob(share.load_record(folder), folder, written))
     return found
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from agentkit import poll
 
-from distrun_runtime.agent import record, stopping
-from distrun_runtime.agent.record import Record
+from distrun_runtime.agent import share, stopping
+from distrun_runtime.agent.share import Record
 from distrun_runtime.contract import process
 from distrun_runtime.contract.process import Identity, Process
 
@@ -49,7 +49,7 @@ def test_nothing_to_end_is_no_error(job: str) -> None:
 
 
 def test_the_control_socket_of_a_dead_coordinator_goes_and_that_of_a_living_one_stays(job: str) -> None:
-    path = Path(record.private_root()) / f"{job}.s"
+    path = Path(share.private_root()) / f"{job}.s"
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
         listening.listen()
