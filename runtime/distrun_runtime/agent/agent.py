@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, List, Optional,
 from distrun_runtime.agent import preflight, stopping
 from distrun_runtime.agent.channel import Connection, Reconnector
 from distrun_runtime.agent.guard import Start, beat_s
-from distrun_runtime.agent.measuring import Hooks, HostMeasurement
 from distrun_runtime.agent.preflight import Preflight
 from distrun_runtime.agent.share import Record, Share, is_killed, save_record, take, touch_record
 from distrun_runtime.agent.stopping import Stopping, StopSequence
@@ -28,6 +27,7 @@ from distrun_runtime.contract.process import Process
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
 
 if TYPE_CHECKING:
+    from distrun_runtime.agent.measuring import HostMeasurement
     from distrun_runtime.agent.stacks import StackAnswer
     from distrun_runtime.agent.unpack import Unpacking  # most agents get no files
 
@@ -76,11 +76,8 @@ class Agent:
         self._is_settled = False
         self._unpacking: Optional[Unpacking] = None
         """The copy of the files, if they come over the channel."""
-        self._measuring = HostMeasurement(
-            self._runner.tasks,
-            self._selector,
-            Hooks(self._say, channel.takes_metrics, self._task_of, self._may_help),
-        )
+        self._measuring: Optional[HostMeasurement] = None
+        """None before the job has begun."""
         self._warnings: Dict[str, Any] = {}
         self._is_leaving = False
         self._code = 0
@@ -126,10 +123,9 @@ class Agent:
         lease_end = math.inf if self._is_leaving else self._lease_end()
         preflight_at = self._preflight.deadline if self._preflight is not None else math.inf
         return_at = min(self._reconnector.next_at, self._silent_at()) if self._reconnector is not None else math.inf
-        own_at = min(
-            self._stopping.next_at, self._remember_at, self._beat_at, self._measuring.next_at, self._runner.look_at
-        )
-        due = min(own_at, lease_end, preflight_at, return_at)
+        measure_at = self._measuring.next_at if self._measuring is not None else math.inf
+        own_at = min(self._stopping.next_at, self._remember_at, self._beat_at, self._runner.look_at)
+        due = min(own_at, measure_at, lease_end, preflight_at, return_at)
         return max(0.0, min(due - time.monotonic(), 3600.0))
 
     def _lease_end(self) -> float:
@@ -165,7 +161,8 @@ class Agent:
             self._save()
         if now >= self._runner.look_at:
             self._runner.look(now)
-        self._measuring.tick(now)
+        if self._measuring is not None:
+            self._measuring.tick(now)
 
     def _flush(self) -> None:
         """Move output towards the coordinator as far as windows and the pipe allow."""
@@ -206,7 +203,8 @@ class Agent:
     def _close(self) -> int:
         """Hand over the rest of the output, remove the job's folder, say bye."""
         self._runner.drain()
-        self._measuring.close()
+        if self._measuring is not None:
+            self._measuring.close()
         self._hand_over(output=True)
         self._runner.close()
         if self._reconnector is None and self._share is not None:
@@ -367,13 +365,16 @@ class Agent:
             self._ready["gpus"] = helper.report(share)
         self._say("ready", **self._ready)
         self._channel.flush()  # the coordinator need not wait for what follows
-        self._measuring.listen(share)
+        from distrun_runtime.agent.measuring import Hooks, HostMeasurement  # `ready` need not wait for this
+
+        hooks = Hooks(self._say, self._channel.takes_metrics, self._stopping.task_of, self._may_help)
+        self._measuring = HostMeasurement(share, self._runner.tasks, self._selector, hooks)
 
     def _on_stack(self, id: int, task: str, **_: Any) -> None:
         def give(answer: StackAnswer) -> None:
             self._say("stack", id=id, **answer._asdict())
 
-        if self._share is None or self._is_leaving:
+        if self._measuring is None or self._is_leaving:
             self._say("stack", id=id, task=task, error="the job ends on this host")
             return
         self._measuring.ask_stack(task, give)
@@ -440,15 +441,15 @@ class Agent:
         self._heard_at = time.monotonic()  # meanwhile the agent did not listen
 
     def _spawn(self, task: str, attempt: int = 0, env: Any = None, **_: Any) -> None:
-        share = self._share
-        if share is None or not self._is_prepared or self._is_leaving:
+        share, measuring = self._share, self._measuring
+        if share is None or measuring is None or not self._is_prepared or self._is_leaving:
             self._warn(f"`spawn` was ignored: the job {'ends' if self._is_leaving else 'has not begun'} here")
             return
         planned = share.plan.task(task)
         if self._runner.repeat(task, attempt):
             return
         variables = share.environment(planned, env or {})
-        reports_to = self._measuring.open_socket(task)
+        reports_to = measuring.open_socket(task)
         if reports_to:
             variables[b"DISTRUN_METRICS_SOCKET"] = os.fsencode(reports_to)
         if self._runner.spawn(planned, variables, share.spool_folder, attempt):
@@ -469,11 +470,8 @@ class Agent:
         self._stopping.stop(list(tasks), stopping.parse(steps, time.monotonic()))
 
     def _on_sample(self, interval_s: float, **_: Any) -> None:
-        if self._share is not None and not self._is_leaving:
+        if self._measuring is not None and not self._is_leaving:
             self._measuring.set_interval(float(interval_s), time.monotonic())
-
-    def _task_of(self, pid: int) -> str:
-        return self._stopping.task_of(pid)
 
     def _may_help(self) -> bool:
         """Return whether a helper may be started: it would be left when everything is stopped."""
@@ -526,7 +524,8 @@ class Agent:
         self._runner.read_published()
 
     def _on_other_end(self, pid: int, status: int) -> None:
-        self._measuring.reaped(pid, status)
+        if self._measuring is not None:
+            self._measuring.reaped(pid, status)
         if self._preflight is not None:
             self._preflight.reaped(pid, status)
 
@@ -543,7 +542,8 @@ class Agent:
             self._preflight.cancel()
         if self._unpacking is not None:
             self._unpacking.close()
-        self._measuring.stop()
+        if self._measuring is not None:
+            self._measuring.stop()
         if self._share is not None:
             self._stopping.stop(list(self._runner.tasks), how)
 

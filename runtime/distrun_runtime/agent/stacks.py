@@ -23,7 +23,7 @@ from distrun_runtime.contract import environ, metrics, process
 from distrun_runtime.contract.process import Identity
 
 if TYPE_CHECKING:
-    from distrun_runtime.agent.procfs import Running
+    from distrun_runtime.agent.tasks import RunningTask
 
 PY_SPY = "py-spy"
 PY_SPY_S = 5.0
@@ -67,7 +67,7 @@ class StackReader:
         tasks: those that were started here, by name.
     """
 
-    def __init__(self, folder: str, tasks: Mapping[str, Running], selector: selectors.BaseSelector) -> None:
+    def __init__(self, folder: str, tasks: Mapping[str, RunningTask], selector: selectors.BaseSelector) -> None:
         self._folder = folder
         self._tasks = tasks
         self._selector = selector
@@ -144,7 +144,7 @@ class StackReader:
 
     # Which process
 
-    def _target(self, task: str, running: Running) -> Identity:
+    def _target(self, task: str, running: RunningTask) -> Identity:
         """Return the process of a task whose stacks are wanted: one that has offered them, else its first Python."""
         rows = process.table()
         mine = [row for row in rows if row.pid == running.leader.pid]
