@@ -775,10 +775,10 @@ def test_sweep_ends_what_a_dead_agent_and_guard_left(way: Mapping[str, str], mon
             for name, value in way.items():
                 patch.setenv(name, value)
             report = stopping.sweep(driver.job, 0.5)
-            assert report.left == ()
+            assert report.left == []
             assert len(report.ended) >= 2
             assert share.folders_of(driver.job) == []
-            assert stopping.sweep(driver.job, 0.5).ended == ()
+            assert stopping.sweep(driver.job, 0.5).ended == []
         assert driver.leftovers() == []
 
 
@@ -786,7 +786,7 @@ def test_sweep_asks_a_living_agent_to_end_its_job() -> None:
     with agent(shell("trap 'echo gently; exit 0' TERM; echo ready; while :; do sleep 0.05; done")) as driver:
         run(driver)
         report = stopping.sweep(driver.job, 30.0)
-        assert report.left == ()
+        assert report.left == []
         assert b"gently" in driver.text() or driver.exited()
         assert driver.child.wait(agentkit.WAIT_S) == 143
 
@@ -797,6 +797,6 @@ def test_sweep_ends_a_frozen_agent_too() -> None:
         run(driver)
         os.kill(driver.agent_pid(), signal.SIGSTOP)
         report = stopping.sweep(driver.job, 0.3)
-        assert report.left == ()
+        assert report.left == []
         assert driver.leftovers() == []
         assert driver.child.wait(agentkit.WAIT_S) != 0

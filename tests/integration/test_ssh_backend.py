@@ -96,7 +96,7 @@ def test_a_sweep_ends_a_job_whose_launcher_and_agents_are_gone(sshd: Sshd) -> No
     swept = Ssh().sweep(plan, 1.0)["here"]
     assert not swept.problem
     assert any("sleep" in text for text in swept.ended)
-    assert swept.left == ()
+    assert swept.left == []
     assert not process.is_alive(Identity(started.pid, started.start))
     assert Ssh().sweep(plan, 1.0)["here"].lines() == ["all its processes have ended"]
 

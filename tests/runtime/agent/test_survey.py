@@ -316,5 +316,5 @@ def test_jobs_of_two_stores_by_one_id_are_told_apart_and_ended_apart(way: str, m
         (other,) = [each for each in query.answer("survey", {})["jobs"] if each["job"] == id_]
         assert other["nonce"] == "b" * 16
         assert {row["task"] for row in other["processes"]} == {"worker-0"}
-        assert stopping.sweep(id_, 0.1).ended == (), "without its nonce it is another job"
+        assert stopping.sweep(id_, 0.1).ended == [], "without its nonce it is another job"
         assert len(stopping.sweep(id_, 1.0, "b" * 16).ended) >= 2
