@@ -418,10 +418,8 @@ class Agent:
             self._warn("`files` that were not asked for were ignored")
 
     def _fail(self, err: Exception) -> None:
-        is_plain = isinstance(err, (RuntimeFault, OSError))
-        reason = str(err) if is_plain else f"{type(err).__name__}: {err}"
         kind, fix = (err.kind, err.fix) if isinstance(err, PreflightFailure) else (OTHER, "")
-        self._say("refused", reason=reason, kind=kind, fix=fix)
+        self._say("refused", reason=_reason(err), kind=kind, fix=fix)
         self._leave(self._gentle(), facts.EXIT_START_FAILED)
 
     def _ask(self, id: int, what: str, args: Any = None, **_: Any) -> None:
@@ -434,8 +432,7 @@ class Agent:
         try:
             value = query.answer(what, dict(args or {}))
         except Exception as err:  # whatever goes wrong is the answer, not the agent's end
-            text = str(err) if isinstance(err, (RuntimeFault, OSError)) else f"{type(err).__name__}: {err}"
-            self._say("answer", id=id, error=text or type(err).__name__)
+            self._say("answer", id=id, error=_reason(err))
         else:
             self._say("answer", id=id, value=value)
         self._heard_at = time.monotonic()  # meanwhile the agent did not listen
@@ -603,6 +600,11 @@ class Agent:
 
     def _say(self, kind: str, /, **members: Any) -> None:
         self._channel.say(kind, **members)
+
+
+def _reason(err: Exception) -> str:
+    """Return an error in words; of one that was not foreseen also its type."""
+    return str(err) if str(err) and isinstance(err, (RuntimeFault, OSError)) else f"{type(err).__name__}: {err}"
 
 
 def _described(row: Process) -> Dict[str, object]:

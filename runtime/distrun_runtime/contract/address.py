@@ -185,7 +185,7 @@ def _ipv4_first(rows: List[Interface]) -> List[Interface]:
 def _first(rows: List[Interface], wrong: str, option: str) -> str:
     if rows:
         return rows[0].ip
-    known = ", ".join("%s %s/%d" % row for row in interfaces()) or "none that the system would tell"
+    known = ", ".join(f"{row.name} {row.ip}/{row.prefix}" for row in interfaces()) or "none that the system would tell"
     raise ContractError(f"{wrong} on host {socket.gethostname()}; it has: {known}. Give one of them with {option}")
 
 

@@ -131,7 +131,7 @@ def _header(text: bytes) -> Dict[str, Any]:
     except (ValueError, RecursionError) as err:  # the latter: brackets without end
         raise WireError(f"frame header is not JSON: {err}") from err
     if not isinstance(header, dict) or not isinstance(header.get("type"), str):
-        raise WireError('frame header is not an object with a "type": %.80r' % text)
+        raise WireError(f'frame header is not an object with a "type": {text!r:.80}')
     return header
 
 
