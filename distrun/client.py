@@ -500,12 +500,12 @@ class Follower:
 
     def _ask(self, number: int, text: str, limit_s: float) -> Callable[[], None]:
         """Ask a question on the terminal in a thread of its own; return what withdraws it."""
-        from distrun.ssh.abort import Abort, Aborted
+        from distrun.ssh.ask import Abort, Aborted
 
         abort = Abort()
 
         def run() -> None:
-            from distrun.ssh.login import TERMINAL, read_secret
+            from distrun.ssh.ask import TERMINAL, read_secret
 
             self._terminal.hold()
             try:

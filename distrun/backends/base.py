@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from distrun.hosts.grammar import HostSpec, Inventory
-    from distrun.ssh.login import Asker
+    from distrun.ssh.ask import Asker
     from distrun.sync import CopyRequest, FileCopier, Says
     from distrun_runtime.coordinator.channel import AgentChannel
     from distrun_runtime.coordinator.failures import Outcome

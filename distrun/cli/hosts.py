@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
-from distrun.cli.console import print_err, print_out, render
+from distrun.cli.console import print_err, print_json, print_out, render
 from distrun.errors import UsageError
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def hosts(what: tuple[str, ...], listed: str | None, form: str, way: str, as_jso
         raise UsageError(f"expected one hosts file, found {len(what)}: {', '.join(what)}")
     found = _find(what[0] if what else None, listed, form)
     if as_json:
-        print_out(json.dumps(as_object(found), indent=2) + "\n")
+        print_json(SCHEMA, **as_object(found))
         return 0
     for warning in found.warnings:
         print_err(f"distrun: warning: {warning}\n")
@@ -102,7 +101,6 @@ def as_object(found: Inventory) -> dict[str, object]:
     from distrun.hosts.ranges import fold
 
     return {
-        "schema": SCHEMA,
         "source": found.source,
         "hosts": [{**dataclasses.asdict(spec), "labels": list(spec.labels)} for spec in found.specs],
         "order": list(found.order),

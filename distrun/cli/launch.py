@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun import activation, backends, formats, placement
-from distrun.cli import common, hints, standing
-from distrun.cli.common import current_folder, placed, takes
+from distrun.cli import common, hints
+from distrun.cli.common import current_folder, placed, report, takes
 from distrun.cli.console import ERRORS, Console
 from distrun.client import Detached
 from distrun.errors import UsageError
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from distrun.hosts.grammar import Inventory
     from distrun.planning import PlannedJob
     from distrun.sync import CopyRules
-    from distrun_runtime.coordinator.failures import Outcome
     from distrun_runtime.coordinator.jobfolder import JobFolder
     from distrun_runtime.coordinator.jobstore import JobStore
 
@@ -73,9 +72,11 @@ def launch(ctx: click.Context, /, command: tuple[str, ...], **options: Any) -> i
     that of the first task that failed (128 + n for signal n).
     """
     process.outlive_tasks_signals()
-    ctx.obj.verbosity = options["verbosity"]
+    ctx.obj["verbosity"] = options["verbosity"]
     env = environ.snapshot()
-    level = _level(options["quiet"], options["verbosity"])
+    if options["quiet"] and options["verbosity"]:
+        raise UsageError("-q and -v contradict each other")
+    level = "error" if options["quiet"] else "debug" if options["verbosity"] else "info"
     console = Console(env, prefix=not options["no_prefix"], level=level, shows=options["shows"])
     try:
         return _launch(ctx, command, options, env, console)
@@ -105,8 +106,11 @@ def _launch(
 
         tasks = [{"name": task.name, "role": task.role} for task in job.plan.tasks]
         choose(tasks, [each for each in options["shows"] if each != ERRORS])
-    for note, level in _notes(job):
-        console.say(note, level)
+    if not isinstance(job, QueuedJob):
+        for note in (*_unused(job), *device_notes(job.plan)):
+            console.say(note)
+        for warning in device_warnings(job.plan):
+            console.say(warning, "warning")
     if job.tree is not None:
         console.say(f"to copy to each host: {job.tree.text()}")
         for warning in job.tree.warnings():
@@ -117,7 +121,8 @@ def _launch(
         _show(job, options["as_json"], options["verbosity"] > 0, console)
         return 0
     folder = launching.create(store, job)
-    console.attach(folder.log_path, folder.id, lambda: _counts(job, folder), time.monotonic())
+    counts = (0, 0) if isinstance(job, QueuedJob) else (len(job.plan.all_places), len(job.plan.tasks))
+    console.attach(folder.log_path, folder.id, lambda: counts if counts[0] else placed(folder), time.monotonic())
     console.say(f"job {folder.id} ({_where(job, options['launcher'])})")
     console.say(f"job {folder.id}: logs in {folder.path / 'logs'}", "debug")
     outcome = launching.launch(job, folder, console, options["verbosity"], options["detach"])
@@ -129,13 +134,6 @@ def _launch(
     if hint and not misplaced:
         console.write_err(f"distrun: hint: {hint}\n")
     return outcome.exit_code
-
-
-def _counts(job: PlannedJob | QueuedJob, folder: JobFolder) -> tuple[int, int]:
-    """Return how many agents and tasks a job has, 0 and 0 before it has a place."""
-    if isinstance(job, QueuedJob):
-        return placed(folder)
-    return len(job.plan.all_places), len(job.plan.tasks)
 
 
 def _leave(
@@ -158,7 +156,9 @@ def _leave(
         console.write_out(folder.id + "\n")
         return 0
     if detached.cursor is not None:
-        standing.OutputPlace(store.root, folder.id).write(detached.cursor)
+        from distrun.cli.attach import OutputPlace
+
+        OutputPlace(store.root, folder.id).write(detached.cursor)
     console.say(f"job {folder.id} goes on without this terminal; to come back: distrun attach {folder.id}")
     if daemon.ends_at_logout():
         text = "a logout here ends it all the same (KillUserProcesses of systemd-logind); launch --detach survives one"
@@ -205,7 +205,10 @@ def _request(
         activated=activation.folders(options["activate"]),
         sync_rules=_rules(options),
         engine=_engine(launcher, options, env),
-        doctor="" if backends.load(launcher).is_engine else _doctor(options, found),
+        # The command that examines the hosts of a launch, and can make what their servers lack (--fix).
+        doctor=""
+        if backends.load(launcher).is_engine
+        else formats.join(["distrun", "doctor", *common.typed(options, found), *common.typed_python(options)]),
         dry_run=options["dry_run"],
     )
 
@@ -238,11 +241,6 @@ def _engine(launcher: str, options: Mapping[str, Any], env: Mapping[str, str]) -
         "config": {} if launcher in ("local", "ssh") else configured(launcher, env),
     }
     return EngineOptions(**asked)
-
-
-def _doctor(options: Mapping[str, Any], found: Inventory | None) -> str:
-    """Return the command that examines the hosts of a launch, and can make what their servers lack (--fix)."""
-    return formats.join(["distrun", "doctor", *common.typed(options, found), *common.typed_python(options)])
 
 
 def _limits(options: Mapping[str, Any]) -> Limits:
@@ -311,14 +309,6 @@ def _launcher(options: Mapping[str, Any], env: Mapping[str, str], console: Conso
     return launcher, found
 
 
-def _notes(job: PlannedJob | QueuedJob) -> list[tuple[str, str]]:
-    """Return what is to be said of a plan, each with its level; nothing where there is none yet."""
-    if isinstance(job, QueuedJob):
-        return []
-    warnings = [(warning, "warning") for warning in device_warnings(job.plan)]
-    return [*((note, "info") for note in (*_unused(job), *device_notes(job.plan))), *warnings]
-
-
 def _where(job: PlannedJob | QueuedJob, named: str) -> str:
     """Return on which machines the job runs, in words."""
     if isinstance(job, QueuedJob):
@@ -360,29 +350,6 @@ def _show(job: PlannedJob | QueuedJob, as_json: bool, whole: bool, console: Cons
         console.write_out(dryrun.as_text(job.plan, rendered, whole))
 
 
-def report(outcome: Outcome, folder: JobFolder, as_json: bool, console: Console) -> Sequence[str]:
-    """Say how the job ended; return the last lines of the task that ended it."""
-    tail: Sequence[str] = ()
-    if outcome.exit_code:
-        from distrun import report as reports
-        from distrun.dashboard.text import clean_lines
-
-        task = outcome.culprit.task if outcome.culprit else ""
-        tail = folder.tail(task, reports.READ_LINES) if task else []
-        text = reports.failure(outcome, tail, str(folder.log_path(task)) if task else "")
-        console.write_err(clean_lines(text) + "\n" if text else "")
-        console.write_err(f"distrun: error: {outcome.message}\n")
-    if as_json:
-        console.write_out(json.dumps(folder.outcome_json(outcome)) + "\n")
-    return tail
-
-
-def _level(quiet: bool, verbosity: int) -> str:
-    if quiet and verbosity:
-        raise UsageError("-q and -v contradict each other")
-    return "error" if quiet else "debug" if verbosity else "info"
-
-
 # Some systems end a user's processes at logout, daemons too (KillUserProcesses of systemd-logind). There a detached job
 # is started below the user's own service manager, which must go on without a login ("linger").
 
@@ -409,11 +376,7 @@ def outlive_logout(argv: Sequence[str], root: str = "") -> None:
         raise UsageError(
             f"--detach: {daemon.WHY}, and there is no systemd-run", "launch it without --detach, in tmux or so"
         )
-    _replace_by([found, *daemon.SCOPE, sys.executable, "-m", "distrun", *argv])
-
-
-def _replace_by(argv: list[str]) -> None:
     try:
-        os.execv(argv[0], argv)
+        os.execv(found, [found, *daemon.SCOPE, sys.executable, "-m", "distrun", *argv])
     except OSError as err:
-        raise UsageError(f"--detach: cannot run {argv[0]}: {err.strerror}") from err
+        raise UsageError(f"--detach: cannot run {found}: {err.strerror}") from err

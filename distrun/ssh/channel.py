@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 
-from distrun.ssh.abort import Abort, Aborted
+from distrun.ssh.ask import Abort, Aborted
 from distrun.ssh.connector import Connector, Link
 from distrun.ssh.failure import SshFailure, unforeseen
 from distrun.ssh.resolve import GONE, RELAY, Target, remote_command

@@ -27,7 +27,7 @@ AT_START = ("PYTHON", "LANG", "LC_", "LD_", "COVERAGE_")
 
 USED_LATER = (
     "distrun.backends.local",
-    "distrun.cli.writer",
+    "distrun.cli.screen",
     "distrun.launching",
     "distrun.report",
     "distrun_runtime.coordinator.service",

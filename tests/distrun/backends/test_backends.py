@@ -15,7 +15,8 @@ import pytest
 from distrun import backends
 from distrun.backends import local
 from distrun.backends.base import Backend, Swept
-from distrun.backends.engine import Bootstrap, Handle, RoleGroup, Submission, marker
+from distrun.backends.bootstrap import Bootstrap
+from distrun.backends.engine import Handle, RoleGroup, Submission, marker
 from distrun.backends.queue import QueueBackend
 from distrun.errors import DistrunError, UsageError
 from distrun.hosts import grammar
