@@ -350,13 +350,9 @@ def _clear_up(job: PlannedJob, channels: Sequence[AgentChannel], sink: Sink) -> 
         for line in each.told_problem + each.told_left:
             sink.say(f"{host}: {line}", "warning")
         if not each.problem:
-            ended = f"ended {listed([_cut(text) for text in each.ended])}" if each.ended else "nothing was left"
-            sink.say(f"{host}: {ended}", "info")
+            shown = [text if len(text) <= SHOWN else text[:SHOWN] + "..." for text in each.ended]
+            sink.say(f"{host}: {f'ended {listed(shown)}' if shown else 'nothing was left'}", "info")
     return swept
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
 def _note_fault(job: PlannedJob, folder: JobFolder, err: BaseException) -> None:
