@@ -272,29 +272,26 @@ def tail_offset(path: Path, lines: int) -> int:
     """Return where the last `lines` lines of a log begin, an absolute offset; the first one if it is not there."""
     with LogFile(path) as log:
         begin, end = log.begin(), log.end()
-        position = end
-        found = 0
-        while position > begin:
-            start = max(begin, position - READ_SIZE)
-            data = _between(log, start, position)
-            # The newline that ends the last line begins nothing.
-            index = len(data) - 1 if position == end and data.endswith(b"\n") else len(data)
-            if lines == 0:
-                return end
-            while (index := data.rfind(b"\n", 0, index)) >= 0:
-                found += 1
-                if found == lines:
-                    return start + index + 1
-            position = start
+        if lines == 0:
+            return end
+        stop = end - 1  # the newline that ends the last line begins nothing
+        while stop > begin:
+            start = max(begin, stop - READ_SIZE)
+            data = _between(log, start, stop)
+            count = data.count(b"\n")
+            if count >= lines:
+                at = len(data)
+                for _ in range(lines):
+                    at = data.rfind(b"\n", 0, at)
+                return start + at + 1
+            lines -= count
+            stop = start
         return begin
 
 
 def _between(log: LogFile, start: int, stop: int) -> bytes:
     parts = []
-    while start < stop:
-        data = log.read(start, stop - start)
-        if not data:
-            break
+    while start < stop and (data := log.read(start, stop - start)):
         parts.append(data)
         start += len(data)
     return b"".join(parts)
