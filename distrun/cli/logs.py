@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from distrun.cli.common import my_jobs, say, takes
-from distrun.cli.console import can_draw, copy_out, is_terminal, print_err, wants_colour
+from distrun.cli.console import can_draw, print_err, print_out, wants_colour
 from distrun.cli.screen import Feed, Region, StreamBars, chosen, in_order, prefix, short_prefix
 from distrun.errors import UsageError
 from distrun.formats import point_in_time
@@ -233,7 +233,7 @@ def logs(
         hosts={str(row["name"]): str(row["host"]) for row in rows},
         prefixed=prefixed,
         coloured=wants_colour(1, env),
-        terminal=is_terminal() and not as_json,
+        terminal=os.isatty(1) and not as_json,
         live=region is not None,
         pattern=pattern,
         as_json=as_json,
@@ -414,7 +414,7 @@ class _LogPrinter:
                 return
             if self._region is not None:
                 columns, rows = shutil.get_terminal_size()
-                copy_out(self._region.draw(chosen(self._replay.bars(), b"", columns, rows), columns))
+                print_out(self._region.draw(chosen(self._replay.bars(), b"", columns, rows), columns))
             time.sleep(POLL_S)
             self._take(self._replay.advance(self._replay.clock + POLL_S))
         if self._print_all(self._source.last()):
@@ -451,4 +451,4 @@ class _LogPrinter:
         self._waiting, self._size = [], 0
         if data and self._region is not None:
             data = self._region.erase() + data
-        return copy_out(data) if data else True
+        return print_out(data) if data else True
