@@ -146,7 +146,7 @@ class _Attached:
             self._console.say(f"detached; the job goes on; to come back: distrun attach {self._folder.id}")
             return self._left
         if found.failure is not None:
-            raise client.raised(found.failure, self._console, 0)
+            raise client.raised(found.failure, self._console.say)
         self._job.refresh()  # its end, if it was elsewhere
         outcome = found.outcome or client.recorded(self._folder)
         if outcome is None:

@@ -12,7 +12,7 @@ import click
 from distrun.cli.console import print_err
 from distrun.errors import UsageError
 from distrun.formats import exact
-from distrun.options import FLAG, HOSTS, LAUNCHER, SITE, SWITCH, TIMES, WORDS, Option
+from distrun.options import FLAG, HOSTS, LAUNCHER, SITE, SWITCH, TIMES, WORDS, Option, configured
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from distrun.cli.console import Console
     from distrun.fleet import Fleet
     from distrun.fleet.questions import HostAnswer, HostJob
-    from distrun.hosts import Inventory
+    from distrun.hosts.grammar import Inventory
     from distrun.jobs import Jobs
     from distrun_runtime.contract.plan import Host
     from distrun_runtime.coordinator.failures import Outcome, Problem
@@ -144,7 +144,7 @@ def typed(options: Mapping[str, Any], inventory: Inventory | None) -> list[str]:
     """Return the words by which another command reaches the same hosts in the same way."""
     words: list[str] = []
     if options["hostfile"] == "-" and inventory is not None:
-        from distrun.hosts import fold
+        from distrun.hosts.ranges import fold
 
         # What was on standard input has been read.
         options = {**options, "hostfile": None, "hosts": fold(list(inventory.names))}
@@ -178,9 +178,9 @@ def find_hosts(options: Mapping[str, Any], env: Mapping[str, str]) -> Inventory 
     Raises:
         HostsError: what names them cannot be read or understood.
     """
-    from distrun import hosts
+    from distrun.hosts import parse
 
-    return hosts.find(options["hostfile"], options["hosts"], env, form=options["hostfile_format"])
+    return parse.find(options["hostfile"], options["hosts"], env, form=options["hostfile_format"])
 
 
 def hosts_of(
@@ -264,7 +264,7 @@ def engine_of(name: str, options: Mapping[str, Any], env: Mapping[str, str]) -> 
     Raises:
         UsageError: there is no such launcher, or the file cannot be read.
     """
-    from distrun import backends, config  # with its parser: for engines only
+    from distrun import backends  # for engines only
     from distrun.request import EngineOptions
 
     backend = backends.load(name) if name else None
@@ -272,7 +272,7 @@ def engine_of(name: str, options: Mapping[str, Any], env: Mapping[str, str]) -> 
         return None
     found = cast("QueueBackend", backend)
     own = {row.key: options[row.key] for row in SITE if options[row.key]}
-    found.engine.options = EngineOptions(own=own, config=config.section(name, env))
+    found.engine.options = EngineOptions(own=own, config=configured(name, env))
     return found
 
 

@@ -15,7 +15,7 @@ from distrun.cli.common import agree, current_folder, engine_of, hosts_of, takes
 from distrun.cli.console import print_err, print_json, print_out, render
 from distrun.doctor.checks import BAD, HERE, OK, CheckRow, Ways
 from distrun.errors import UsageError
-from distrun.hosts import fold
+from distrun.hosts.ranges import fold
 from distrun.options import BY_KEY, HOSTS, LAUNCHER, SITE
 from distrun_runtime.contract import address, environ, facts
 
@@ -146,17 +146,13 @@ def _tell_engine(engine: QueueBackend, options: Mapping[str, Any]) -> int:
 
 def engine_rows(backend: QueueBackend) -> list[CheckRow]:
     """Return what is there of what a launch by an engine needs."""
-    from distrun.backends.engine import CheckResult, EngineError
+    from distrun.backends.engine import examined
 
-    try:
-        findings = backend.engine.examine()
-    except EngineError as err:
-        findings = [CheckResult(False, str(err), err.hint)]
     found = [
         CheckRow(HERE, backend.name, OK, each.text)
         if each.ok
         else CheckRow(HERE, backend.name, BAD, each.text, each.fix or "see the page on it")
-        for each in findings
+        for each in examined(backend.engine)
     ]
     own = address.own()
     text = f"agents reach this machine at {', '.join(own)}" if own else "this machine has no address but its own"

@@ -84,7 +84,7 @@ def exit_code(found: Mapping[str, Ran | Problem]) -> int:
 
 def remarks(found: Mapping[str, Ran | Problem]) -> list[str]:
     """Return what went wrong, a line for each kind of it."""
-    from distrun import hosts
+    from distrun.hosts.ranges import fold
 
     codes: dict[str, list[str]] = {}
     lines = []
@@ -99,8 +99,8 @@ def remarks(found: Mapping[str, Ran | Problem]) -> list[str]:
     cut = [name for name, each in found.items() if isinstance(each, Ran) and each.is_cut]
     if cut:
         text = f"only the first {KEPT >> 20} MiB of the output are shown; --no-fold shows all as it comes"
-        lines.append(f"warning: {hosts.fold(cut)}: {text}")
-    return [f"{hosts.fold(names)}: {text}" for text, names in codes.items()] + lines
+        lines.append(f"warning: {fold(cut)}: {text}")
+    return [f"{fold(names)}: {text}" for text, names in codes.items()] + lines
 
 
 def as_json(found: Mapping[str, Ran | Problem]) -> list[dict[str, Any]]:
@@ -133,16 +133,12 @@ def folded(said: Mapping[str, bytes], what: str = "") -> bytes:
         said: by host.
         what: added to each heading.
     """
-    from distrun import hosts
+    from distrun.hosts.ranges import fold, grouped
 
-    alike: dict[bytes, list[str]] = {}
-    for host, data in said.items():
-        if data:
-            alike.setdefault(data, []).append(host)
     parts = []
-    for data, names in alike.items():
+    for data, names in grouped((data, host) for host, data in said.items() if data).items():
         count = f" ({len(names)})" if len(names) > 1 else ""
-        heading = f"{hosts.fold(names)}{count}{', ' + what if what else ''}\n"
+        heading = f"{fold(names)}{count}{', ' + what if what else ''}\n"
         parts += [RULE, heading.encode("utf-8", "surrogateescape"), RULE, data, b"" if data.endswith(b"\n") else b"\n"]
     return b"".join(parts)
 

@@ -32,7 +32,7 @@ from distrun.cli.console import print_err, print_json, print_out, styled, width
 from distrun.errors import UsageError
 from distrun.fleet import Fleet, questions
 from distrun.fleet.questions import HostAnswer, HostJob
-from distrun.hosts import fold
+from distrun.hosts.ranges import fold
 from distrun.options import HOSTS, LAUNCHER, SITE, seconds
 from distrun_runtime.contract import environ, facts, process
 from distrun_runtime.contract.plan import Host, Limits

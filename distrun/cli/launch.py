@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun import activation, backends, formats, hosts, placement
+from distrun import activation, backends, formats, placement
 from distrun.cli import common, hints
 from distrun.cli.common import current_folder, placed, report, takes
 from distrun.cli.console import ERRORS, Console
 from distrun.client import Detached
 from distrun.errors import UsageError
-from distrun.options import BY_KEY, ROWS, members
+from distrun.hosts.ranges import fold
+from distrun.options import BY_KEY, ROWS, configured, members
 from distrun.planning import QueuedJob, device_notes, device_warnings
 from distrun.request import (
     EngineOptions,
@@ -34,7 +35,7 @@ from distrun_runtime.contract import daemon, environ, facts, process
 from distrun_runtime.contract.plan import ROLES, SERVER, WORKER, Limits
 
 if TYPE_CHECKING:
-    from distrun.hosts import Inventory
+    from distrun.hosts.grammar import Inventory
     from distrun.planning import PlannedJob
     from distrun.sync import CopyRules
     from distrun_runtime.coordinator.jobfolder import JobFolder
@@ -119,7 +120,7 @@ def _launch(
     if job.request.dry_run:
         _show(job, options["as_json"], options["verbosity"] > 0, console)
         return 0
-    folder = _create(store, job)
+    folder = launching.create(store, job)
     counts = (0, 0) if isinstance(job, QueuedJob) else (len(job.plan.all_places), len(job.plan.tasks))
     console.attach(folder.log_path, folder.id, lambda: counts if counts[0] else placed(folder), time.monotonic())
     console.say(f"job {folder.id} ({_where(job, options['launcher'])})")
@@ -232,14 +233,12 @@ def _collect_env(
 
 def _engine(launcher: str, options: Mapping[str, Any], env: Mapping[str, str]) -> EngineOptions:
     """Return what the options, and the configuration file, say to an engine. Reads the file if it is one."""
-    from distrun import config  # with its parser: for engines only
-
     asked: dict[str, Any] = {
         **members(options, "engine."),
         WORKER: Needs(**members(options, "engine.worker.")),
         SERVER: Needs(**members(options, "engine.server.")),
         "own": {name: value for name, value in members(options, "engine.own.").items() if value},
-        "config": {} if launcher in ("local", "ssh") else config.section(launcher, env),
+        "config": {} if launcher in ("local", "ssh") else configured(launcher, env),
     }
     return EngineOptions(**asked)
 
@@ -288,7 +287,9 @@ def _launcher(options: Mapping[str, Any], env: Mapping[str, str], console: Conso
     named: str = options["launcher"]
     if named == "local":
         if options["hostfile"] not in (None, "-"):
-            hosts.read(options["hostfile"])  # one that is not there is a mistake all the same
+            from distrun.hosts import parse
+
+            parse.read(options["hostfile"])  # one that is not there is a mistake all the same
         for option, given in (("-H/--hostfile", options["hostfile"]), ("--hosts", options["hosts"])):
             if given is not None:
                 console.say(f"{option} is ignored: --launcher local runs on this machine")
@@ -308,24 +309,13 @@ def _launcher(options: Mapping[str, Any], env: Mapping[str, str], console: Conso
     return launcher, found
 
 
-def _create(store: JobStore, job: PlannedJob | QueuedJob) -> JobFolder:
-    from distrun_runtime.errors import JobStoreError
-
-    try:
-        if isinstance(job, QueuedJob):
-            return store.submit(job.setup.job_id, job.request.to_json(), job.request.run_dir)
-        return store.create(job.plan, job.request.run_dir, job.request.to_json(), job.allocation.to_json())
-    except JobStoreError as err:
-        raise UsageError(str(err)) from err
-
-
 def _where(job: PlannedJob | QueuedJob, named: str) -> str:
     """Return on which machines the job runs, in words."""
     if isinstance(job, QueuedJob):
         return f"where {job.backend.name} finds room"
     if not job.backend.needs_hosts:
         return "on this machine" + ("; no hosts given" if not named else "")
-    used = hosts.fold([host.name for host in job.plan.hosts])
+    used = fold([host.name for host in job.plan.hosts])
     found = job.request.hosts
     source = "" if found is None else f", from {found.source}"
     count = len(job.plan.hosts)
@@ -340,7 +330,7 @@ def _unused(job: PlannedJob) -> list[str]:
     if not names:
         return []
     count = f"{len(names)} of {len(used) + len(names)} hosts get" if len(names) > 1 else "one host gets"
-    return [f"{count} no task: {hosts.fold(names)}"]
+    return [f"{count} no task: {fold(names)}"]
 
 
 def _show(job: PlannedJob | QueuedJob, as_json: bool, whole: bool, console: Console) -> None:
@@ -353,7 +343,7 @@ def _show(job: PlannedJob | QueuedJob, as_json: bool, whole: bool, console: Cons
         else:
             console.write_out(dryrun.queued_as_text(job, *shown))
         return
-    rendered = job.rendered()
+    rendered = job.backend.render(job.plan)
     if as_json:
         console.write_out(json.dumps(dryrun.as_json(job.plan, rendered), indent=2) + "\n")
     else:

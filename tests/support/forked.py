@@ -28,7 +28,6 @@ AT_START = ("PYTHON", "LANG", "LC_", "LD_", "COVERAGE_")
 USED_LATER = (
     "distrun.backends.local",
     "distrun.cli.screen",
-    "distrun.config",
     "distrun.launching",
     "distrun.report",
     "distrun_runtime.coordinator.service",
