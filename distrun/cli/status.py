@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -86,18 +86,19 @@ def status(
             raise UsageError("-w/--watch shows jobs of this machine only", "leave it out, or leave -H out")
         return _on_hosts(job, as_json, options)
     jobs = my_jobs()
-    watched = _watched(jobs, job, everything, plain, is_ascii) if watch and not as_json else None
+    most = None if everything else SHOWN
+    watched = _watched(jobs, job, most, plain, is_ascii) if watch and not as_json else None
     if watched is not None:
         return watched
     if job is None:
-        return _list(jobs, watch, everything, as_json)
+        return _list(jobs, most, watch, as_json)
     found = jobs.get(job)
     if watch and as_json:
         return follow_job(found)
     return _one(found, as_json)
 
 
-def _watched(jobs: Jobs, job: str | None, everything: bool, plain: bool, is_ascii: bool) -> int | None:
+def _watched(jobs: Jobs, job: str | None, most: int | None, plain: bool, is_ascii: bool) -> int | None:
     """Show a job, or all, live; return the exit code. None: nothing can be drawn, so it is shown once."""
     if not plain and not (sys.stdin.isatty() and can_draw(1, environ.snapshot())):
         return None
@@ -115,7 +116,7 @@ def _watched(jobs: Jobs, job: str | None, everything: bool, plain: bool, is_asci
     if found is not None:
         ended = loop.follow(found.folder, print_out) if plain else loop.watch(found.folder, look(is_ascii))
     else:
-        known = Background(lambda: [each.folder for each in jobs.list(None if everything else SHOWN)])
+        known = Background(lambda: [each.folder for each in jobs.list(most)])
         ended = table.watch(
             lambda: [tables.model_of(each, time.time()) for each in known.views()],
             lambda wanted: jobs.get(wanted).folder,
@@ -124,7 +125,7 @@ def _watched(jobs: Jobs, job: str | None, everything: bool, plain: bool, is_asci
     if ended.signal is not None:
         return facts.exit_code(None, ended.signal.name)
     if found is None:
-        _list(jobs, False, everything, False)
+        _list(jobs, most, watch=False, as_json=False)
     elif not plain:
         view = found.view()
         print_out(tables.heading(view.state) + styled(tables.tasks_table(view, time.time(), width())))
@@ -142,24 +143,18 @@ def look(is_ascii: bool) -> Appearance:
 # ---------------------------------------------------------------------- my jobs
 
 
-def _list(jobs: Jobs, watch: bool, everything: bool, as_json: bool) -> int:
-    """Show the jobs of the store; return the exit code."""
-
-    def read() -> Sequence[JobView]:
-        return jobs.views(None if everything else SHOWN)
-
+def _list(jobs: Jobs, most: int | None, watch: bool, as_json: bool) -> int:
+    """Show the jobs of the store, `most` of those that are over; return the exit code."""
     if watch and as_json:
-        return follow_jobs(read)
+        return follow_jobs(jobs, most)
+    views, now = jobs.views(most), time.time()
     if as_json:
-        now = time.time()
-        rows = [view_as_json(each, now) for each in read()]
-        print_json(SCHEMA, time=rfc3339(now), jobs=rows)
-    else:
-        from distrun.cli.tables import jobs_table
+        print_json(SCHEMA, time=rfc3339(now), jobs=[view_as_json(each, now) for each in views])
+        return 0
+    from distrun.cli.tables import jobs_table
 
-        views = read()
-        print_out(styled(jobs_table(views, time.time(), width())))
-        _tell_unasked(views)
+    print_out(styled(jobs_table(views, now, width())))
+    _tell_unasked(views)
     return 0
 
 
@@ -310,22 +305,23 @@ def _check() -> None:
 # ---------------------------------------------------------------------- the list of jobs
 
 
-def follow_jobs(read: Callable[[], Sequence[JobView]]) -> int:
+def follow_jobs(jobs: Jobs, most: int | None) -> int:
     """Write how the list of jobs changes, until the reader closes its end; return the exit code."""
+    shown: dict[str, dict[str, Any]] | None = None
     try:
-        views = read()
-        shown = {view.id: view_as_json(view, time.time()) for view in views}
-        _write("snapshot", jobs=list(shown.values()))
         while True:
-            _pause(POLL_S if all(view.is_here for view in views) else THERE_S)
-            views = read()
+            views = jobs.views(most)
             now = {view.id: view_as_json(view, time.time()) for view in views}
+            if shown is None:
+                _write("snapshot", jobs=list(now.values()))
+                shown = now
             for job, value in now.items():
                 if _lasting(value) != _lasting(shown.get(job, {})):
                     _write("update", job, state=value)
             for job in shown.keys() - now.keys():
                 _write("update", job, state=None)
             shown = now
+            _pause(POLL_S if all(view.is_here for view in views) else THERE_S)
     except Closed:
         return 0
 
