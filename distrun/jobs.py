@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distrun.errors import UsageError
-from distrun.hosts.ranges import grouped
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration
@@ -529,7 +528,9 @@ def look(
     shown as such.
     """
     jobs = [_JobQuery(folder, with_events) for folder in folders]
-    _ask(jobs, here_s, there_s)
+    waiting = [job for job in jobs if job.is_asked_here or job.is_asked_there]
+    if waiting:
+        _ask(waiting, here_s, there_s)
     return [job.view() for job in jobs]
 
 
@@ -628,6 +629,8 @@ def asked() -> bytes:
 
 def _ask(jobs: Sequence[_JobQuery], here_s: float, there_s: float) -> None:
     """Ask all coordinators at the same time."""
+    from distrun.hosts.ranges import grouped
+
     began = time.monotonic()
     threads = [
         threading.Thread(
