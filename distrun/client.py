@@ -22,9 +22,9 @@ from distrun_runtime.contract import control, facts, lasting, process, session
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.coordinator import failures, jobfolder
+from distrun_runtime.coordinator.clients import OutputPiece
 from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
-from distrun_runtime.coordinator.output import OutputPiece
 from distrun_runtime.errors import JobStoreError, RuntimeFault, WireError
 
 if TYPE_CHECKING:

@@ -31,7 +31,6 @@ from distrun_runtime.contract.plan import STOP
 from distrun_runtime.coordinator import failures
 from distrun_runtime.coordinator.failures import Outcome, Survivor, TaskResult
 from distrun_runtime.coordinator.jobfolder import JobFolder
-from distrun_runtime.coordinator.output import Sink
 from distrun_runtime.errors import ContractError, JobStoreError
 
 if TYPE_CHECKING:
@@ -269,7 +268,7 @@ def _run(
 
     copier = _copier(job, sink)
     try:
-        ended = jobrun.run(
+        ended = jobrun.JobRun(
             job.plan,
             job.secrets,
             channels,
@@ -278,9 +277,8 @@ def _run(
             verbosity=verbosity,
             runtime=lambda: job.runtime,
             prepare=copier.start if copier else None,
-            watcher=sink,
             ends_when_ready=ends_when_ready,
-        )
+        ).run()
         outcome = job.backend.explained(ended)
     finally:
         if copier:
@@ -289,7 +287,7 @@ def _run(
     return ended, outcome, swept
 
 
-def _clear_up(job: PlannedJob, channels: Sequence[AgentChannel], sink: Sink) -> Mapping[str, Swept]:
+def _clear_up(job: PlannedJob, channels: Sequence[AgentChannel], sink: Service) -> Mapping[str, Swept]:
     """Wait for the ends of agents and guards; end what is left on hosts where that is not known. Ctrl-C ends it."""
     from distrun_runtime.coordinator.failures import listed
 

@@ -167,8 +167,8 @@ class _Attached:
         from distrun.cli.writer import LAST_BYTES
         from distrun_runtime.contract import control
         from distrun_runtime.coordinator import logreader
+        from distrun_runtime.coordinator.clients import OutputPiece
         from distrun_runtime.coordinator.logreader import LogReader
-        from distrun_runtime.coordinator.output import OutputPiece
 
         if self._folder.is_unplanned:
             return

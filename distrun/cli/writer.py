@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distrun.cli.region import DRAW_S, Region, StreamBars, chosen
-from distrun_runtime.coordinator.output import Backlog, OutputPiece, encoded
+from distrun_runtime.coordinator.clients import Backlog, OutputPiece, encoded
 from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:

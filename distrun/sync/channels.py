@@ -207,7 +207,7 @@ class ChannelCopier:
             except Exception as err:  # whatever it is, the loop must hear of it
                 put(PrepareFailed("", failure_text(err), time.time(), getattr(err, "hint", "")))
             else:
-                put(AllPrepared())
+                put(AllPrepared(time.time()))
             finally:
                 self._close()
 

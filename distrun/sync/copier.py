@@ -71,7 +71,7 @@ class FileCopier(Protocol):
 
 
 class Says(Protocol):
-    """Where messages go: a `coordinator.output.Sink`, of which only `say` is used, from a thread of the copier's."""
+    """Where messages go: `say` of a `coordinator.service.Service`, called from a thread of the copier's."""
 
     def say(self, text: str, level: str, progress: CopyProgress | None = None, /) -> None:
         """Take one message. `progress`: it tells how far the copy is."""
@@ -231,7 +231,7 @@ class Copier:
                 host, reason, text = first_failure(self.copy())
             except Exception as err:  # whatever it is, the loop must hear of it
                 host, reason, text = "", failure_text(err), getattr(err, "hint", "")
-            put(PrepareFailed(host, reason, time.time(), text) if reason else AllPrepared())
+            put(PrepareFailed(host, reason, time.time(), text) if reason else AllPrepared(time.time()))
 
         self._thread = threading.Thread(target=work, name="sync", daemon=True)
         self._thread.start()

@@ -28,7 +28,6 @@ from distrun_runtime.coordinator.channel import AgentChannel
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.coordinator.messages import Event
-from distrun_runtime.coordinator.output import Sink, Watcher
 
 WAIT_S = 60.0
 
@@ -172,8 +171,8 @@ def planned(
     return job, store.create(plan)
 
 
-class Shown(Sink, Watcher):
-    """What a terminal would show; `on_output` is called after each piece."""
+class Shown:
+    """A job's service that keeps what a terminal would show; `on_output` is called after each piece."""
 
     def __init__(self) -> None:
         self.text: dict[str, str] = {}
@@ -189,9 +188,6 @@ class Shown(Sink, Watcher):
     def say(self, text: str, level: str, sync: object = None) -> None:
         self.said.append(f"{level}: {text}")
 
-    def toggle_pause(self) -> None:
-        pass
-
     def opened(self, put: Callable[[Event], None]) -> None:
         pass
 
@@ -202,6 +198,9 @@ class Shown(Sink, Watcher):
         pass
 
     def state(self, value: Mapping[str, Any]) -> None:
+        pass
+
+    def metrics(self, value: Mapping[str, Any]) -> None:
         pass
 
 

@@ -5,8 +5,7 @@ An event is what reaches a decision class (a job's `Supervisor`, questions to ho
 Times called `time` are wall-clock seconds since the epoch: of the agent's clock where an agent stamped them, of
 ours elsewhere. The `now` of decision classes is another clock (monotonic) and is passed beside the event.
 
-They are named tuples, as in `contract/plan.py`: frozen dataclasses would take a tenth of a small job's start. Those
-without members are dataclasses: an empty tuple is false, and equal to any other.
+Events are named tuples, as in `contract/plan.py`: frozen dataclasses would take a tenth of a small job's start.
 
 An event that is a frame of an agent is marked with the frame's type. It has the frame's members, and some of our own:
 `host`; `arrived`, our wall clock when it came; and `time`, where the agent did not stamp it. An action that is a frame
@@ -16,7 +15,21 @@ to an agent has its TYPE. `docs/protocol.md` says what the members mean.
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any, Callable, ClassVar, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar, Union
+from typing import (
+    Any,
+    Callable,
+    ClassVar,
+    Dict,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Protocol,
+    Sequence,
+    Tuple,
+    Type,
+    TypeVar,
+    Union,
+)
 
 from distrun_runtime.contract import control, session
 from distrun_runtime.contract import plan as plans
@@ -26,6 +39,13 @@ from distrun_runtime.contract.plan import Plan, Secrets
 from distrun_runtime.contract.session import Source
 from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.errors import ContractError
+
+
+class Event(Protocol):
+    """What reaches a decision class: one of the named tuples below."""
+
+    def _asdict(self) -> Dict[str, Any]: ...
+
 
 FROM_AGENT: Dict[str, Type[Any]] = {}
 """Events by the types of the frames that they are."""
@@ -148,9 +168,10 @@ class CopyFailed(NamedTuple):
     fix: str = ""
 
 
-@dataclass(frozen=True)
-class AllPrepared:
+class AllPrepared(NamedTuple):
     """What `Prepare` began is done on all hosts."""
+
+    time: float = 0.0
 
 
 class PrepareFailed(NamedTuple):
@@ -416,54 +437,6 @@ class Shown(NamedTuple):
     size: int
 
 
-@dataclass(frozen=True)
-class PauseToggled:
-    """Ctrl-Z: printing pauses or goes on. The supervisor has no part in it."""
-
-
-Event = Union[
-    AgentHello,
-    AgentReady,
-    Settled,
-    Needed,
-    Answered,
-    StackWanted,
-    StackFound,
-    FolderFound,
-    Copying,
-    Copied,
-    CopyFailed,
-    AllPrepared,
-    PrepareFailed,
-    StartFailed,
-    Started,
-    Published,
-    Output,
-    Exited,
-    Cleared,
-    Warned,
-    AgentEnding,
-    Pong,
-    Measured,
-    MetricsWanted,
-    MetricsAsked,
-    Bye,
-    Holding,
-    Cut,
-    Resumed,
-    AgentLost,
-    PlaceClaimedTwice,
-    EngineTold,
-    EngineLetGo,
-    Tick,
-    Interrupt,
-    TasksSignal,
-    DiskFilled,
-    Shown,
-    PauseToggled,
-]
-
-
 # Actions that decision classes (a job's `Supervisor`, questions to hosts) return. One frozen value each.
 #
 # The loop performs those of `AgentAction`, which concern one agent each; the others are performed by who runs the loop.
@@ -636,17 +609,10 @@ class RecordEvent:
 
 @dataclass(frozen=True)
 class ShowMetrics:
-    """Give clients that want them a snapshot of the job's numbers."""
+    """Give a snapshot of the job's numbers to all clients that want them, or to who asked for it (`MetricsAsked`)."""
 
     snapshot: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class GiveMetrics:
-    """Give a snapshot to who asked for it (`events.MetricsAsked`)."""
-
-    snapshot: Mapping[str, Any]
-    give: Callable[[Mapping[str, Any]], None]
+    give: Optional[Callable[[Mapping[str, Any]], None]] = None
 
 
 @dataclass(frozen=True)
@@ -667,7 +633,7 @@ class FinishJob:
 Action = Union[AgentAction, Prepare, Announce, FinishJob]
 """What the supervisor returns."""
 
-MetricsAction = Union[Sample, Announce, RecordEvent, ShowMetrics, GiveMetrics, KeepMetrics]
+MetricsAction = Union[Sample, Announce, RecordEvent, ShowMetrics, KeepMetrics]
 """What `conditions.JobMeasurement` returns."""
 
 

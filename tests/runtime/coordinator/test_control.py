@@ -22,8 +22,8 @@ from distrun_cli import wait_until
 
 from distrun_runtime.contract import control as frames
 from distrun_runtime.contract import lasting, session
-from distrun_runtime.coordinator import messages, service
-from distrun_runtime.coordinator.control import ControlSocket
+from distrun_runtime.coordinator import clients, messages, service
+from distrun_runtime.coordinator.clients import ControlSocket
 from distrun_runtime.coordinator.service import Service
 from distrun_runtime.errors import ContractError
 
@@ -447,7 +447,7 @@ def test_the_outcome_comes_after_all_output_and_ends_the_connection(job: Job) ->
 def test_a_stopped_client_costs_nothing_and_gets_a_snapshot_for_what_it_missed(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "MAIL_LIMIT", 200_000)
+    monkeypatch.setattr(clients, "MAIL_LIMIT", 200_000)
     client = Client(job.path)
     client.send("subscribe", events=True)
     client.ask("state")
@@ -586,7 +586,7 @@ def test_snapshot_that_is_too_large_for_a_frame_costs_no_client_its_connection(j
 
 def test_a_snapshot_that_nobody_wants_is_not_kept(job: Job) -> None:
     job.service.metrics({"time": 1})
-    assert job.service._snapshot_value is None
+    assert job.service._snapshot is None
 
 
 def test_only_the_newest_snapshot_waits_for_a_stopped_client(job: Job) -> None:
