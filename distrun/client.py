@@ -444,7 +444,7 @@ class Follower:
         self.cursor: int | None = None
         """Where the output that was shown ends."""
         self.outcome: Outcome | None = None
-        self.failure: Mapping[str, Any] | None = None
+        self.failure: control.CoordinatorFailed | None = None
         self.detached: Detached | None = None
         self._terminal = terminal
         self._has_output = has_output
@@ -466,91 +466,88 @@ class Follower:
                 question.withdraw()
 
     def _take(self, frame: session.Frame) -> None:
-        handler = self._HANDLERS.get(frame.type)
-        if handler is not None:
-            handler(self, **frame.header, **({"body": frame.body} if frame.body else {}))
+        kind = control.TO_CLIENT.get(frame.type)
+        if kind is not None and kind in self._HANDLERS:
+            self._HANDLERS[kind](self, control.read(kind, frame))
 
-    # Handlers of frames: their arguments are the frame's members.
-
-    def _take_output(self, cursor: int | None = None, body: bytes = b"", **of: Any) -> None:
-        self.cursor = self.cursor if cursor is None else cursor
+    def _take_output(self, told: control.Chunk) -> None:
+        self.cursor = self.cursor if told.cursor is None else told.cursor
         if self._has_output:
-            stream = of["stream"] if of["stream"] in ("out", "err") else "out"
-            self._terminal.show(OutputPiece(body, of["task"], of["host"], stream, of["at"], of["length"]))
+            stream = told.stream if told.stream in ("out", "err") else "out"
+            self._terminal.show(OutputPiece(told.data, told.task, told.host, stream, told.at, told.length))
 
-    def _take_said(self, **told: Any) -> None:
+    def _take_said(self, told: control.Said) -> None:
         said(told, self._terminal)
 
-    def _take_event(self, event: Mapping[str, Any], **_: Any) -> None:
-        self._terminal.follow("event", event)
-        self._on_event(event)
+    def _take_event(self, told: control.JobEvent) -> None:
+        self._terminal.follow("event", told.event)
+        self._on_event(told.event)
 
-    def _take_metrics(self, metrics: Mapping[str, Any], **_: Any) -> None:
-        self._terminal.follow("metrics", metrics)
+    def _take_metrics(self, told: control.JobNumbers) -> None:
+        self._terminal.follow("metrics", told.metrics)
 
-    def _take_gap(self, length: int, cursor: int, **_: Any) -> None:
-        self.cursor = cursor
-        self._terminal.say(f"{length} bytes of output are not in the logs any more", "warning")
+    def _take_gap(self, told: control.OutputGap) -> None:
+        self.cursor = told.cursor
+        self._terminal.say(f"{told.length} bytes of output are not in the logs any more", "warning")
 
-    def _take_state(self, state: Mapping[str, Any], missed: int = 0, **_: Any) -> None:
-        if missed:
-            self._terminal.say(f"{missed} messages were left out: this terminal was too slow", "warning")
-        self._terminal.follow("state", state)
+    def _take_state(self, told: control.JobState) -> None:
+        if told.missed:
+            self._terminal.say(f"{told.missed} messages were left out: this terminal was too slow", "warning")
+        self._terminal.follow("state", told.state)
 
-    def _take_prompt(self, id: int, text: str, limit_s: float, **_: Any) -> None:
+    def _take_prompt(self, told: control.Prompt) -> None:
         def answer(typed: str | None) -> None:
             body = b"" if typed is None else typed.encode("utf-8", "replace")
-            self.connection.send("answer", body, id=id, given=typed is not None)
+            self.connection.send("answer", body, id=told.id, given=typed is not None)
 
-        self._questions[id] = _Question(text, limit_s, answer, self._terminal)
+        self._questions[told.id] = _Question(told.text, told.limit_s, answer, self._terminal)
 
-    def _take_withdrawn(self, id: int, **_: Any) -> None:
-        self._questions[id].withdraw()
+    def _take_withdrawn(self, told: control.PromptWithdrawn) -> None:
+        self._questions[told.id].withdraw()
 
-    def _take_outcome(self, outcome: Mapping[str, Any], **_: Any) -> None:
-        self.outcome = failures.from_json(outcome)
+    def _take_outcome(self, told: control.JobEnded) -> None:
+        self.outcome = failures.from_json(told.outcome)
 
-    def _take_failed(self, **told: Any) -> None:
+    def _take_failed(self, told: control.CoordinatorFailed) -> None:
         self.failure = told
 
-    def _take_detached(self, cursor: int | None, **_: Any) -> None:
-        self.detached = Detached(cursor)
+    def _take_detached(self, told: control.LauncherReleased) -> None:
+        self.detached = Detached(told.cursor)
 
-    def _take_refused(self, message: str, **_: Any) -> None:
-        self._terminal.say(message, "warning")
+    def _take_refused(self, told: control.RequestRefused) -> None:
+        self._terminal.say(told.message, "warning")
 
-    _HANDLERS: ClassVar[Mapping[str, Callable[..., None]]] = {
-        "output": _take_output,
-        "said": _take_said,
-        "event": _take_event,
-        "metrics": _take_metrics,
-        "gap": _take_gap,
-        "state": _take_state,
-        "prompt": _take_prompt,
-        "withdrawn": _take_withdrawn,
-        "outcome": _take_outcome,
-        "failed": _take_failed,
-        "detached": _take_detached,
-        "refused": _take_refused,
+    _HANDLERS: ClassVar[Mapping[type, Callable[..., None]]] = {
+        control.Chunk: _take_output,
+        control.Said: _take_said,
+        control.JobEvent: _take_event,
+        control.JobNumbers: _take_metrics,
+        control.OutputGap: _take_gap,
+        control.JobState: _take_state,
+        control.Prompt: _take_prompt,
+        control.PromptWithdrawn: _take_withdrawn,
+        control.JobEnded: _take_outcome,
+        control.CoordinatorFailed: _take_failed,
+        control.LauncherReleased: _take_detached,
+        control.RequestRefused: _take_refused,
     }
 
 
-def said(told: Mapping[str, Any], terminal: FollowerOutput) -> None:
-    """Show a message of distrun's own, from a `said` frame."""
-    if "sync" in told:
-        terminal.follow("sync", told)
+def said(told: control.Said, terminal: FollowerOutput) -> None:
+    """Show a message of distrun's own."""
+    if told.sync is not None:
+        terminal.follow("sync", {"text": told.text, "level": told.level, "sync": told.sync._asdict()})
     else:
-        terminal.say(told["text"], told["level"])
+        terminal.say(told.text, told.level)
 
 
-def raised(told: Mapping[str, Any], terminal: FollowerOutput, verbosity: int) -> BaseException:
-    """Return the error that a coordinator's `failed` frame tells of. With verbosity 2 its traceback is said."""
-    with reading():
-        if verbosity >= 2:
-            terminal.say(told["trace"].rstrip("\n"), "error")
-        if told["kind"] == KeyboardInterrupt.__name__:
-            return KeyboardInterrupt()
-        return CoordinatorError(told["message"], told["hint"], int(told["exit_code"]))
+def raised(told: control.CoordinatorFailed, terminal: FollowerOutput, verbosity: int) -> BaseException:
+    """Return the error that a coordinator tells of. With verbosity 2 its traceback is said."""
+    if verbosity >= 2:
+        terminal.say(told.trace.rstrip("\n"), "error")
+    if told.kind == KeyboardInterrupt.__name__:
+        return KeyboardInterrupt()
+    return CoordinatorError(told.message, told.hint, told.exit_code)
 
 
 def recorded(folder: JobFolder) -> Outcome | None:

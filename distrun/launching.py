@@ -123,9 +123,9 @@ def _until_running(
             if frame.type in ("event", "state", "metrics"):
                 terminal.follow(frame.type, told[frame.type])
             if frame.type == "said":
-                client.said(told, terminal)
+                client.said(control.read(control.Said, frame), terminal)
             elif frame.type == "failed":
-                raise client.raised(told, terminal, verbosity)
+                raise client.raised(control.read(control.CoordinatorFailed, frame), terminal, verbosity)
             elif frame.type == "outcome" or _is_running(frame.type, told):
                 return told
     return None
@@ -210,7 +210,7 @@ def _listen(service: Service, folder: JobFolder, is_needed: bool) -> None:
         folder.write_control(path)
 
 
-def _error(err: BaseException) -> dict[str, Any]:
+def _error(err: BaseException) -> control.CoordinatorFailed:
     """Return what the client is told of an error."""
     if isinstance(err, DistrunError):
         return control.failure(err, err.exit_code, err.hint)

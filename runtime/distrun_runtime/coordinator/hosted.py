@@ -152,7 +152,7 @@ def _run(order: HostedRequest, folder: JobFolder, agents: DialBack, service: Ser
         ).run()
     except Exception as err:
         told = control.failure(err)
-        sys.stderr.write(told["trace"])
+        sys.stderr.write(told.trace)
         service.fail(told)
         return facts.EXIT_INTERNAL
     service.finish(dataclasses.asdict(folder.explained(outcome)))

@@ -14,7 +14,6 @@ from typing import (
     Dict,
     List,
     Mapping,
-    NamedTuple,
     Optional,
     Sequence,
     Set,
@@ -24,6 +23,7 @@ from typing import (
 
 from distrun_runtime.contract import facts
 from distrun_runtime.contract import plan as plans
+from distrun_runtime.contract.control import TaskStack
 from distrun_runtime.contract.plan import WORKER, Plan, Secrets
 from distrun_runtime.coordinator import jobfolder, loop, messages
 from distrun_runtime.coordinator.channel import AgentChannel, Put
@@ -52,19 +52,8 @@ MOST = 1024
 """Tasks that are asked for at a time."""
 
 
-class StackTold(NamedTuple):
-    """An answer for the client's question `number`, as `control.stack` takes it."""
-
-    number: int
-    members: Mapping[str, Any]
-
-
-class _StackQuery(NamedTuple):
-    """A task that was asked for."""
-
-    number: int
-    task: str
-    until: float
+StackAnswers = List[Tuple[int, TaskStack]]
+"""Answers for clients, each after the number of the question."""
 
 
 class StackQueries:
@@ -77,8 +66,8 @@ class StackQueries:
     def __init__(self, places: Mapping[str, str]) -> None:
         self._places = places
         self._asked = 0
-        self._open: Dict[int, _StackQuery] = {}
-        """By the number that the agent answers with."""
+        self._open: Dict[int, Tuple[int, str, float]] = {}
+        """By the number that the agent answers with: the question, the task, and until when it may answer."""
         self._left: Dict[int, int] = {}
         """Question to the answers that are still to come."""
 
@@ -89,7 +78,7 @@ class StackQueries:
 
     def wanted(
         self, event: StackWanted, tasks: Mapping[str, TaskResult], reached: Set[str], now: float
-    ) -> Tuple[List[AskStack], List[StackTold]]:
+    ) -> Tuple[List[AskStack], StackAnswers]:
         """Take a client's question; return what agents are asked, and what can be answered now.
 
         Arguments:
@@ -100,10 +89,10 @@ class StackQueries:
         if not names:
             known = ", ".join(list(tasks)[:8]) + (", ..." if len(tasks) > 8 else "")
             error = f"no task {event.task!r} in this job; there is: {known}" if event.task else "the job has no workers"
-            return [], [StackTold(event.number, _stack_members(event.task, error=error, left=0))]
+            return [], [(event.number, TaskStack(event.task, 0, error=error))]
         self._left[event.number] = len(names)
         asked: List[AskStack] = []
-        told: List[StackTold] = []
+        told: StackAnswers = []
         for name in names:
             place = self._places[name]
             error, fix = _why_not(tasks[name])
@@ -115,43 +104,38 @@ class StackQueries:
                 told.append(self._told(event.number, name, error=error, fix=fix))
             else:
                 self._asked += 1
-                self._open[self._asked] = _StackQuery(event.number, name, now + ANSWER_S)
+                self._open[self._asked] = (event.number, name, now + ANSWER_S)
                 asked.append(AskStack(place, self._asked, name))
         return asked, told
 
-    def heard(self, event: StackFound) -> List[StackTold]:
+    def heard(self, event: StackFound) -> StackAnswers:
         """Take an agent's answer."""
-        found = self._open.get(event.id)
-        if found is None or event.host != self._places.get(found.task):
+        number, task, _ = self._open.get(event.id, (0, "", 0.0))
+        if event.host != self._places.get(task):
             return []
         del self._open[event.id]
-        members = {"text": event.text, "how": event.how, "error": event.error, "fix": event.fix}
-        return [self._told(found.number, found.task, **members)]
+        return [self._told(number, task, text=event.text, how=event.how, error=event.error, fix=event.fix)]
 
-    def expired(self, now: float) -> List[StackTold]:
+    def expired(self, now: float) -> StackAnswers:
         """Answer for agents that have not answered in time."""
-        late = [number for number, each in self._open.items() if now >= each.until]
         told = []
-        for found in (self._open.pop(number) for number in late):
-            error = f"the agent of {self._places[found.task]} did not answer within {ANSWER_S:g} s"
-            told.append(self._told(found.number, found.task, error=error))
+        for asked in [asked for asked, (_, _, until) in self._open.items() if now >= until]:
+            number, task, _ = self._open.pop(asked)
+            error = f"the agent of {self._places[task]} did not answer within {ANSWER_S:g} s"
+            told.append(self._told(number, task, error=error))
         return told
 
-    def _told(self, number: int, task: str, **members: str) -> StackTold:
+    def _told(self, number: int, task: str, **members: str) -> Tuple[int, TaskStack]:
         self._left[number] -= 1
         left = self._left[number]
         if not left:
             del self._left[number]
-        return StackTold(number, _stack_members(task, left=left, **members))
+        return number, TaskStack(task, left, **members)
 
 
 def matching(wanted: str, tasks: Mapping[str, TaskResult]) -> List[str]:
     """Return the names of the tasks that a client means: one, those of a role, or all workers. No side effects."""
     return [name for name, task in tasks.items() if (wanted or WORKER) in (name, task.role)]
-
-
-def _stack_members(task: str, **members: Union[str, int]) -> Dict[str, Any]:
-    return {"task": task, "text": "", "how": "", "error": "", "fix": "", **members}
 
 
 def _why_not(task: TaskResult) -> Tuple[str, str]:
@@ -331,9 +315,9 @@ class JobRun:
         self._tell_stacks(told)
         return [*asked]
 
-    def _tell_stacks(self, told: List[StackTold]) -> None:
-        for each in told:
-            self._service.stack(each.number, each.members)
+    def _tell_stacks(self, told: StackAnswers) -> None:
+        for number, answer in told:
+            self._service.stack(number, answer)
 
     def _measure(self, decide: Callable[[JobMeasurement], List[messages.MetricsAction]]) -> List[messages.AgentAction]:
         """Have decided what comes of the job's numbers, and do it; return what is for agents.

@@ -323,7 +323,7 @@ class LoggedOutput:
         while not found.pieces and not found.gap and found.cursor != self.cursor:
             self.cursor = found.cursor
             found = self._reader.read(self.cursor, limit, self._tasks)
-        frames = [control.gap(found.gap, found.cursor)] if found.gap else []
+        frames = [control.encode(control.OutputGap(found.gap, found.cursor))] if found.gap else []
         if found.pieces and not self._hosts:
             self._hosts = {task.name: task.host for task in self._folder.plan().tasks}
         ends = [piece.cursor for piece in found.pieces[1:]] + [found.cursor]
@@ -331,7 +331,7 @@ class LoggedOutput:
             host = self._hosts.get(piece.task, "")
             place = piece.stream, piece.at, len(piece.data), piece.data, end, piece.time, piece.attempt
             chunk = control.Chunk(piece.task, host, *place)
-            frames.append(control.output(chunk))
+            frames.append(control.encode(chunk))
         self.cursor = found.cursor
         return b"".join(frames)
 

@@ -153,12 +153,12 @@ class Service:
         return launcher is not None and launcher.wants.metrics
 
     def say(self, text: str, level: str, sync: Optional[control.CopyProgress] = None) -> None:
-        """Send one message of distrun's own. `sync` is as in `control.said`."""
-        data = control.said(text, level, sync)
+        """Send one message of distrun's own. `sync` is as in `control.Said`."""
+        told = control.Said(text, level, sync)
         with self._changed:
-            self._to_launcher(data)
+            self._to_launcher(told)
             if level != "debug":
-                self._post(data, lambda wants: wants.output is not None)
+                self._post(control.encode(told), lambda wants: wants.output is not None)
 
     def opened(self, put: Callable[[Event], None]) -> None:
         """Have the job's loop end the job, from now on, when a client asks for that."""
@@ -171,43 +171,43 @@ class Service:
         """Send what is a line of events.jsonl to those who want events."""
         with self._changed:
             if any(client.wants.events for client in self._clients):
-                self._post(control.event(value), lambda wants: wants.events)
+                self._post(control.encode(control.JobEvent(value)), lambda wants: wants.events)
 
     def state(self, value: Mapping[str, Any]) -> None:
         """Keep the job's state for those who ask."""
         with self._changed:
             self._state = value
 
-    def stack(self, number: int, members: Mapping[str, Any]) -> None:
-        """Give a client what was found of a task's stacks."""
+    def stack(self, number: int, found: control.TaskStack) -> None:
+        """Give the client that asked the question `number` (`StackWanted`) what was found of a task's stacks."""
         with self._changed:
             client = self._asking.get(number)
-            if not members["left"]:
+            if not found.left:
                 self._asking.pop(number, None)
             if client is not None and not client.is_gone:
-                self._reply(client, control.stack(members))
+                self._reply(client, found)
                 self._wake()
 
     def metrics(self, value: Mapping[str, Any]) -> None:
         """Take a snapshot of the job's numbers for those who want them; it takes the place of the one before."""
         with self._changed:
             if self._metrics_wanted.is_wanted:
-                self._snapshot = functools.lru_cache(maxsize=None)(lambda: control.metrics(value))
+                self._snapshot = functools.lru_cache(maxsize=None)(lambda: control.encode(control.JobNumbers(value)))
                 self._wake()
 
     def finish(self, outcome: Mapping[str, Any]) -> None:
         """Send the job's outcome, as JSON-able values; nothing is sent after it."""
-        self._end(control.outcome(outcome))
+        self._end(control.JobEnded(outcome))
 
-    def fail(self, error: Mapping[str, Any]) -> None:
-        """Send why there is no outcome: kind, message, hint, exit_code, trace."""
-        self._end(control.failed(error))
+    def fail(self, error: control.CoordinatorFailed) -> None:
+        """Send why there is no outcome."""
+        self._end(error)
 
-    def _end(self, data: bytes) -> None:
+    def _end(self, message: Any) -> None:
         with self._changed:
-            self._last = data
+            self._last = control.encode(message)
             self._has_output = True  # no client gets it before all output
-            self._to_launcher(data)
+            self._to_launcher(message)
             self._wake()
 
     def ask(self, prompt: str, limit_s: float, check: Callable[[], None]) -> Optional[str]:
@@ -224,7 +224,7 @@ class Service:
         with self._changed:
             self._asked += 1
             number = self._asked
-            self._to_launcher(control.prompt(number, prompt, limit_s))
+            self._to_launcher(control.Prompt(number, prompt, limit_s))
         until = time.monotonic() + limit_s + 1.0
         try:
             while True:
@@ -237,7 +237,7 @@ class Service:
                 check()
         except BaseException:
             with self._changed:
-                self._to_launcher(control.withdrawn(number))
+                self._to_launcher(control.PromptWithdrawn(number))
             raise
 
     def close(self) -> None:
@@ -254,9 +254,9 @@ class Service:
                 os.close(self._waking)
                 self._waking = -1
 
-    def _to_launcher(self, data: bytes) -> None:
+    def _to_launcher(self, message: Any) -> None:
         if self._launcher is not None:
-            self._launcher.post(data)
+            self._launcher.post(control.encode(message))
             self._wake()
 
     def _post(self, data: bytes, is_wanted: Callable[[control.Subscribe], bool]) -> None:
@@ -334,7 +334,7 @@ class Service:
                 if not why:
                     return
                 with self._changed:
-                    self._to_launcher(control.said(f"control socket: {why}", "warning"))
+                    self._to_launcher(control.Said(f"control socket: {why}", "warning"))
                 continue
             client = Client(connection, is_launcher=False)
             with self._changed:
@@ -386,17 +386,17 @@ class Service:
             self._refuse(client, refusal)
 
     def _on_hello(self, client: Client, request: control.Hello) -> None:
-        self._reply(client, control.hello(self._job, os.getpid(), socket.gethostname()))
+        self._reply(client, control.CoordinatorHello(self._job, os.getpid(), socket.gethostname()))
 
     def _on_state(self, client: Client, request: control.State) -> None:
-        self._reply(client, control.state(self._state))
+        self._reply(client, control.JobState(self._state))
 
     def _on_stop_request(self, client: Client, request: control.Stop) -> None:
-        self._reply(client, control.done("stop"))
+        self._reply(client, control.Done("stop"))
         self._interrupt(request.signal, by=request.by)
 
     def _on_kill(self, client: Client, request: control.Kill) -> None:
-        self._reply(client, control.done("kill"))
+        self._reply(client, control.Done("kill"))
         self._interrupt("TERM", "INT")  # a Ctrl-C when the job is being stopped: nothing is waited for any more
 
     def _on_detach(self, client: Client, request: control.Detach) -> None:
@@ -404,11 +404,11 @@ class Service:
         with self._changed:
             launcher = self._launcher
             if launcher is not None:
-                launcher.post(control.detached(self._cursor))
+                launcher.post(control.encode(control.LauncherReleased(self._cursor)))
                 launcher.is_last = True
                 self._launcher = None
                 self._changed.notify_all()  # who asks a question gets no answer
-        self._reply(client, control.done("detach", released=launcher is not None))
+        self._reply(client, control.Done("detach", launcher is not None))
 
     def _on_signal(self, client: Client, request: control.Signal) -> None:
         if request.name in process.TASKS_SIGNALS:
@@ -488,15 +488,15 @@ class Service:
         control.PromptAnswer: _on_answer,
     }
 
-    def _reply(self, client: Client, data: bytes) -> None:
+    def _reply(self, client: Client, message: Any) -> None:
         with self._changed:
-            client.reply(data)
+            client.reply(control.encode(message))
 
     def _refuse(self, client: Client, refusal: control.Refusal) -> None:
         if client.is_launcher and refusal.is_last:
             self._lose(client)  # no client of ours
             return
-        self._reply(client, control.refused(refusal))
+        self._reply(client, control.RequestRefused(str(refusal), refusal.hint))
         client.is_last = client.is_last or refusal.is_last
 
     def _lose(self, client: Client) -> None:
@@ -594,7 +594,7 @@ class Service:
                 return data
             missed, client.missed = client.missed, 0
         if missed:
-            return control.state(self._state, missed)
+            return control.encode(control.JobState(self._state, missed))
         if client.reader is not None:
             if not client.may_read:
                 return b""
@@ -627,7 +627,7 @@ class Service:
         except OSError as err:
             client.reader.close()
             client.reader = None
-            return control.said(f"the job's logs cannot be read: {err}", "warning")
+            return control.encode(control.Said(f"the job's logs cannot be read: {err}", "warning"))
         client.may_read = bool(found)
         return found
 
@@ -657,7 +657,7 @@ def _take_limit_s(client: Client) -> float:
 
 
 def _output(piece: OutputPiece) -> bytes:
-    return control.output(control.Chunk(piece.task, piece.host, piece.stream, piece.at, piece.length, piece.data))
+    return control.encode(control.Chunk(piece.task, piece.host, piece.stream, piece.at, piece.length, piece.data))
 
 
 def raise_signal(name: str) -> None:

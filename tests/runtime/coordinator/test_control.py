@@ -104,7 +104,7 @@ class Numbers:
         chunk = frames.Chunk("worker-0", "d1", "out", self.cursor, limit, data, self.cursor + limit)
         self.cursor += limit
         self.read_bytes += limit
-        return frames.output(chunk)
+        return frames.encode(chunk)
 
     def close(self) -> None:
         self.closed = True
@@ -132,7 +132,7 @@ class _LogReader:
             return b""
         data = self._log.lines[self.cursor]
         self.cursor += 1
-        return frames.output(frames.Chunk("worker-0", "d1", "out", 0, len(data), data, self.cursor))
+        return frames.encode(frames.Chunk("worker-0", "d1", "out", 0, len(data), data, self.cursor))
 
     def close(self) -> None:
         pass
@@ -355,12 +355,12 @@ def test_who_asks_for_stacks_gets_the_answers_to_that_question(job: Job) -> None
     other.send("stack")
     wait_until(lambda: len(job.handled) == 2, LIMIT_S)
     assert job.handled == [messages.StackWanted(1, "worker-0"), messages.StackWanted(2, "")]
-    job.service.stack(2, {"task": "worker-1", "text": "b", "left": 1})
-    job.service.stack(1, {"task": "worker-0", "text": "a", "left": 0})
-    job.service.stack(2, {"task": "worker-0", "text": "a", "left": 0})
+    job.service.stack(2, frames.TaskStack("worker-1", 1, "b"))
+    job.service.stack(1, frames.TaskStack("worker-0", 0, "a"))
+    job.service.stack(2, frames.TaskStack("worker-0", 0, "a"))
     assert one.next().header["text"] == "a"
     assert [other.next().header["text"] for _ in range(2)] == ["b", "a"]
-    job.service.stack(2, {"task": "worker-0", "text": "late", "left": 0})
+    job.service.stack(2, frames.TaskStack("worker-0", 0, "late"))
     assert one.ask("state").type == "state"
 
 
@@ -371,7 +371,7 @@ def test_answers_for_a_client_that_has_gone_are_nobodys(job: Job) -> None:
     wait_until(lambda: len(job.handled) == 1, LIMIT_S)
     client.socket.close()
     wait_until(lambda: not job.service._asking, LIMIT_S)
-    job.service.stack(1, {"task": "worker-0", "text": "a", "left": 0})
+    job.service.stack(1, frames.TaskStack("worker-0", 0, "a"))
     assert Client(job.path).ask("state").type == "state"
 
 
