@@ -55,21 +55,25 @@ try:
     peer.connect(sys.argv[1])
 except OSError as err:
     sys.exit({NO_LISTENER})
-def copy(read, write, end):
+def copy(read, write):
+    while True:
+        data = read(65536)
+        if not data:
+            break
+        while data:
+            data = data[write(data):]
+def ask():
     try:
-        while True:
-            data = read(65536)
-            if not data:
-                break
-            while data:
-                data = data[write(data):]
+        copy(lambda n: os.read(0, n), peer.send)
     except OSError:
-        pass
-    end()
-def leave():
+        return  # the peer has closed: what it said last may still be on its way
     os._exit(0)
-threading.Thread(target=copy, args=(lambda n: os.read(0, n), peer.send, leave), daemon=True).start()
-copy(peer.recv, lambda data: os.write(1, data), leave)
+threading.Thread(target=ask, daemon=True).start()
+try:
+    copy(peer.recv, lambda data: os.write(1, data))
+except OSError:
+    pass
+os._exit(0)
 """
 
 

@@ -60,6 +60,8 @@ def attach(
     The exit code is the job's if its end was seen, 0 after a chosen detach, 130 after Ctrl-C without a question, and 7
     if the job's coordinator is lost.
     """
+    from distrun.jobs import JobOver
+
     if since_start and tail is not None:
         raise UsageError("--since-start and --tail contradict each other")
     jobs = my_jobs()
@@ -74,6 +76,8 @@ def attach(
         with found.attach() as connection:
             attached = _Attached(connection, found, console, names)
             return attached.run(_start(places, since_start, tail), places)
+    except JobOver:
+        return _over(found.folder, console)
     finally:
         console.close()
 

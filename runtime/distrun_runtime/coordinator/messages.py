@@ -420,6 +420,8 @@ class TasksSignal(NamedTuple):
     signal: str
     host: str = ""
     """Whose agent got it and gave it to its tasks; empty: it was no agent."""
+    by: str = ""
+    """"client": the launching client got it; empty: an agent, or this process."""
 
 
 class DiskFilled(NamedTuple):

@@ -243,10 +243,10 @@ class Service:
     def close(self) -> None:
         """Send what waits, then end all connections. A client that takes nothing for END_S is given up."""
         with self._changed:
-            self._is_closing = True
             self._closing_since = time.monotonic()
             for client in self._clients:
                 client.progress = self._closing_since
+            self._is_closing = True  # last: the thread looks at it without the lock
             self._wake()
         self._thread.join()
         with self._changed:
@@ -413,7 +413,7 @@ class Service:
     def _on_signal(self, client: Client, request: control.Signal) -> None:
         if request.name in process.TASKS_SIGNALS:
             if self._put is not None:
-                self._put(TasksSignal(request.name))
+                self._put(TasksSignal(request.name, by="client"))
         elif request.name == "PIPE":
             self._interrupt("PIPE")
         else:
@@ -549,21 +549,22 @@ class Service:
         while not client.is_gone:
             if not client.rest:
                 client.rest = memoryview(self._next(client))
-            if not client.rest:
-                if client.is_last:
-                    self._forget(client)
+            if client.rest:
+                try:
+                    count = client.socket.send(client.rest[:READ_SIZE])
+                except BlockingIOError:
+                    client.is_waiting = True
+                    return
+                except OSError:
+                    self._lose(client)
+                    return
+                client.rest = client.rest[count:]
+                client.progress = time.monotonic()
+            elif client.is_last:
+                self._forget(client)
+            elif client.reader is None or not client.may_read:
                 return
-            try:
-                count = client.socket.send(client.rest[:READ_SIZE])
-            except BlockingIOError:
-                client.is_waiting = True
-                return
-            except OSError:
-                self._lose(client)
-                return
-            client.rest = client.rest[count:]
-            client.progress = time.monotonic()
-            if client.progress > until:  # now others
+            if time.monotonic() > until:  # now others
                 with self._changed:
                     self._wake()
                 return
@@ -599,7 +600,7 @@ class Service:
             if not client.may_read:
                 return b""
             found = self._read(client)
-            if found:
+            if found or client.may_read:
                 return found
         if is_closing or (last is not None and client.has_subscribed):
             client.is_last = True
@@ -620,7 +621,7 @@ class Service:
             return b""  # it is larger than a frame may be: there are none of this job
 
     def _read(self, client: Client) -> bytes:
-        """Return new output for a client; empty, until it is time again, where there is none."""
+        """Return new output for a client; empty where there is none in the part of the logs that was looked at."""
         assert client.reader is not None
         try:
             found = client.reader.read(CHUNK)
@@ -628,7 +629,7 @@ class Service:
             client.reader.close()
             client.reader = None
             return control.encode(control.Said(f"the job's logs cannot be read: {err}", "warning"))
-        client.may_read = bool(found)
+        client.may_read = client.reader.has_more
         return found
 
     def _watch(self, client: Client) -> None:

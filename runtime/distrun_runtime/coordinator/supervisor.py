@@ -693,7 +693,7 @@ class Supervisor:
             text = f"SIG{event.signal} came, and nothing was done; --forward-signal {event.signal} gives it to workers"
             self._say(text)
             return
-        if not process.is_new_warning(self._warnings, event.signal, event.host, self._now):
+        if not process.is_new_warning(self._warnings, event.signal, event.host or event.by, self._now):
             return
         given: List[str] = []
         for host in self.roster.hosts.values():

@@ -92,6 +92,7 @@ class Client:
 class Numbers:
     """Output that never ends: the reader of a job that prints without a pause."""
 
+    has_more = True
     made: list[Numbers]
 
     def __init__(self, wanted: frames.Output) -> None:
@@ -123,12 +124,15 @@ class Log:
 
 
 class _LogReader:
+    has_more = True
+
     def __init__(self, log: Log, cursor: int) -> None:
         self._log = log
         self.cursor = cursor
 
     def read(self, limit: int) -> bytes:
-        if self.cursor == len(self._log.lines):
+        self.has_more = self.cursor < len(self._log.lines)
+        if not self.has_more:
             return b""
         data = self._log.lines[self.cursor]
         self.cursor += 1
