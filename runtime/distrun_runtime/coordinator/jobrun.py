@@ -467,20 +467,12 @@ class JobRun:
 
 _FREQUENT = (messages.Tick, messages.Pong, messages.Measured)
 """What is not said, however much is to be said."""
+_FRAMES = ("hello", "ready", "settled", "started", "published", "exited", "cleared", "warning", "ending", "bye")
 _RECORDED = {
-    messages.AgentHello: "hello",
-    messages.AgentReady: "ready",
-    messages.Settled: "settled",
+    **{messages.FROM_AGENT[kind]: kind for kind in _FRAMES},
     messages.AllPrepared: "prepared",
     messages.PrepareFailed: "prepare_failed",
     messages.StartFailed: "start_failed",
-    messages.Started: "started",
-    messages.Published: "published",
-    messages.Exited: "exited",
-    messages.Cleared: "cleared",
-    messages.Warned: "warning",
-    messages.AgentEnding: "ending",
-    messages.Bye: "bye",
     messages.Cut: "cut",
     messages.Resumed: "resumed",
     messages.AgentLost: "lost",

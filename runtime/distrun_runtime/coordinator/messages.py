@@ -455,11 +455,13 @@ Steps = Tuple[Tuple[str, float], ...]
 
 @dataclass(frozen=True)
 class AgentAction:
-    """What the loop does for the agent of `host`. If it has a TYPE it is a frame, with the other members."""
+    """What the loop does for the agent of `host`. If it has a TYPE it is a `frame`, with the other members."""
 
     host: str
-
     TYPE: ClassVar[str] = ""
+
+    def __init_subclass__(cls, frame: str = "") -> None:
+        cls.TYPE = frame
 
 
 @dataclass(frozen=True)
@@ -478,17 +480,14 @@ class Prepare:
 
 
 @dataclass(frozen=True)
-class Settle(AgentAction):
+class Settle(AgentAction, frame="settle"):
     """Have the agent of `host` activate and look at what `Prepare` brought."""
-
-    TYPE: ClassVar[str] = "settle"
 
 
 @dataclass(frozen=True)
-class Spawn(AgentAction):
+class Spawn(AgentAction, frame="spawn"):
     """Have `task` started, with the environment that is added to it (references filled in)."""
 
-    TYPE: ClassVar[str] = "spawn"
     task: str
     env: Mapping[str, str] = field(default_factory=dict)
     attempt: int = 0
@@ -496,35 +495,30 @@ class Spawn(AgentAction):
 
 
 @dataclass(frozen=True)
-class StopTasks(AgentAction):
+class StopTasks(AgentAction, frame="stop"):
     """Have tasks, and whatever they started, ended by the signals of `steps`."""
 
-    TYPE: ClassVar[str] = "stop"
     tasks: Tuple[str, ...]
     steps: Steps
 
 
 @dataclass(frozen=True)
-class SignalTasks(AgentAction):
+class SignalTasks(AgentAction, frame="signal"):
     """Give a signal to the first processes of tasks. Whatever comes of it is their own doing."""
 
-    TYPE: ClassVar[str] = "signal"
     tasks: Tuple[str, ...]
     signal: str
 
 
 @dataclass(frozen=True)
-class EndAgent(AgentAction):
+class EndAgent(AgentAction, frame="end"):
     """Have the agent end whatever is left at once, and go."""
-
-    TYPE: ClassVar[str] = "end"
 
 
 @dataclass(frozen=True)
-class AskAgent(AgentAction):
+class AskAgent(AgentAction, frame="ask"):
     """Have a tool of the agent answer. Only before `Begin`."""
 
-    TYPE: ClassVar[str] = "ask"
     id: int
     """Comes back in `Answered`."""
     what: str
@@ -533,38 +527,34 @@ class AskAgent(AgentAction):
 
 
 @dataclass(frozen=True)
-class AskStack(AgentAction):
+class AskStack(AgentAction, frame="stack"):
     """Have the agent say where a task stands."""
 
-    TYPE: ClassVar[str] = "stack"
     id: int
     """Comes back in `StackFound`."""
     task: str
 
 
 @dataclass(frozen=True)
-class Ping(AgentAction):
+class Ping(AgentAction, frame="ping"):
     """Renew the agent's lease, and have it answer."""
 
-    TYPE: ClassVar[str] = "ping"
     n: int
 
 
 @dataclass(frozen=True)
-class Ack(AgentAction):
+class Ack(AgentAction, frame="ack"):
     """Tell the agent that everything before `offset` of a task's stream has been taken: it may send more."""
 
-    TYPE: ClassVar[str] = "ack"
     task: str
     stream: str
     offset: int
 
 
 @dataclass(frozen=True)
-class Sample(AgentAction):
+class Sample(AgentAction, frame="sample"):
     """Have an agent measure its host and tasks every `interval_s` seconds from now on; 0: no more."""
 
-    TYPE: ClassVar[str] = "sample"
     interval_s: float
 
 
@@ -578,8 +568,7 @@ class Drop(AgentAction):
     """Cut the channel: the agent is not worth waiting for (it will end its tasks when it sees the end of input)."""
 
 
-@dataclass(frozen=True)
-class Show:
+class Show(NamedTuple):
     """Hand output of a task to its reader, who says so by `Shown`."""
 
     host: str
@@ -587,8 +576,7 @@ class Show:
     data: bytes
 
 
-@dataclass(frozen=True)
-class Announce:
+class Announce(NamedTuple):
     """Tell the user. `level` is debug, info, warning or error."""
 
     text: str
@@ -601,32 +589,28 @@ class Announce:
     """The task or host whose failure it tells; the event of that failure, if there was one, tells the same."""
 
 
-@dataclass(frozen=True)
-class RecordEvent:
+class RecordEvent(NamedTuple):
     """Note in events.jsonl what has happened."""
 
     kind: str
     members: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class ShowMetrics:
+class ShowMetrics(NamedTuple):
     """Give a snapshot of the job's numbers to all clients that want them, or to who asked for it (`MetricsAsked`)."""
 
     snapshot: Mapping[str, Any]
     give: Optional[Callable[[Mapping[str, Any]], None]] = None
 
 
-@dataclass(frozen=True)
-class KeepMetrics:
+class KeepMetrics(NamedTuple):
     """Append a sample to metrics.jsonl."""
 
     line: str
     """One JSON object, without its newline."""
 
 
-@dataclass(frozen=True)
-class FinishJob:
+class FinishJob(NamedTuple):
     """The job is over."""
 
     outcome: Outcome
