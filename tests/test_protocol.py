@@ -536,6 +536,6 @@ def test_the_page_lists_what_the_agent_sends() -> None:
     assert set(messages.FROM_AGENT) == set(listed)
     for kind, names in found.items():
         assert names <= listed[kind], kind
-    ours = {"host", "arrived", "time", "refused", "data", "facts", "value"}
+    ours = {"host", "arrived", "time", "refused", "by", "data", "facts", "value"}
     for kind, event in messages.FROM_AGENT.items():
         assert set(event.__annotations__) - ours <= listed[kind], kind

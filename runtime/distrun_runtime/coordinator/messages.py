@@ -8,8 +8,8 @@ ours elsewhere. The `now` of decision classes is another clock (monotonic) and i
 Events are named tuples, as in `contract/plan.py`: frozen dataclasses would take a tenth of a small job's start.
 
 An event that is a frame of an agent is marked with the frame's type. It has the frame's members, and some of our own:
-`host`; `arrived`, our wall clock when it came; and `time`, where the agent did not stamp it. An action that is a frame
-to an agent has its TYPE. `docs/protocol.md` says what the members mean.
+such as `host`; `arrived`, our wall clock when it came; and `time`, where the agent did not stamp it. An action that is
+a frame to an agent has its TYPE. `docs/protocol.md` says what the members mean.
 """
 
 from __future__ import annotations
@@ -655,7 +655,7 @@ def to_event(host: str, frame: session.Frame, arrived: float) -> Event:
         return Warned(host, f"it sent {frame.type!r}, which this version does not know")
     stamped = {} if frame.header.get("time") else {"time": arrived}
     try:
-        event: Event = control.read(kind, frame, host=host, arrived=arrived, refused=True, **stamped)
+        event: Event = control.read(kind, frame, host=host, arrived=arrived, refused=True, by="", **stamped)
         if isinstance(event, Output) and (event.stream not in ("out", "err") or event.offset < 0):
             raise ValueError(f"expected out or err, and an offset from 0; found {event.stream!r}, {event.offset}")
     except ValueError as err:
