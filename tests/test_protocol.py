@@ -24,6 +24,7 @@ from sample_plan import sample_plan
 from distrun import backends, planning
 from distrun.hosts import parse
 from distrun.request import JobRequest, Setting
+from distrun_runtime import reporting
 from distrun_runtime.agent.agent import Agent
 from distrun_runtime.arrays.dtypes import name_of
 from distrun_runtime.contract import control, enrolment, session
@@ -41,7 +42,6 @@ from distrun_runtime.ops.compression import CODECS, ROWS
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.handshake import Acceptor, NodeIdentity, Opener
 from distrun_runtime.protocol.message import DTYPES, Entry, Kind, Message, Payload, entries_of, payloads_of, rows_of
-from distrun_runtime.ps import crash
 from distrun_runtime.ps.replies import refusal
 from distrun_runtime.transport import host_paths
 from distrun_runtime.transport.admission import credentials
@@ -466,7 +466,7 @@ def test_golden_files_of_a_job(submitted: JobRequest, tmp_path: Path) -> None:
 def test_golden_publish_line(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     monkeypatch.setenv("DISTRUN_PUBLISH_FD", str(writing))
-    crash.publish({"address": "10.0.0.1", "port": "40000"})
+    reporting.publish({"address": "10.0.0.1", "port": "40000"})
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
         assert pipe.read().decode() == GOLDEN["publish"]
