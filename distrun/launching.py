@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from distrun import client
 from distrun.backends.base import Swept
@@ -30,7 +30,6 @@ from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import STOP
 from distrun_runtime.coordinator.failures import Outcome, Survivor, TaskResult
 from distrun_runtime.coordinator.jobfolder import JobFolder
-from distrun_runtime.coordinator.output import Sink
 from distrun_runtime.errors import ContractError, JobStoreError
 
 if TYPE_CHECKING:
@@ -171,7 +170,7 @@ def spawn(job: PlannedJob | QueuedJob, folder: JobFolder, say: Callable[[str, st
     assert child.stdin is not None  # asked for above
     with contextlib.suppress(BrokenPipeError), child.stdin as pipe:
         pickle.dump((job, folder.path), pipe)
-    failures: list[Mapping[str, Any]] = []
+    failures: list[control.CoordinatorFailed] = []
     is_detached, is_left = job.request.detach, threading.Event()
 
     def attend() -> None:
@@ -187,8 +186,8 @@ def spawn(job: PlannedJob | QueuedJob, folder: JobFolder, say: Callable[[str, st
                     case "event", {"event": {"event": "state", "state": facts.QUEUED | facts.RUNNING}}:
                         if is_detached:
                             connection.send("detach")
-                    case "failed", told:
-                        failures.append(told)
+                    case "failed", _:
+                        failures.append(control.read(control.CoordinatorFailed, frame))
         is_left.set()
         child.wait()
 
@@ -262,7 +261,7 @@ def _listen(service: Service, folder: JobFolder, is_needed: bool) -> None:
         folder.write_control(path)
 
 
-def _error(err: BaseException) -> dict[str, Any]:
+def _error(err: BaseException) -> control.CoordinatorFailed:
     """Return what the client is told of an error."""
     if isinstance(err, DistrunError):
         return control.failure(err, err.exit_code, err.hint)
@@ -305,7 +304,7 @@ def coordinate(
 
         copier = _copier(job, sink)
         try:
-            written = jobrun.run(
+            written = jobrun.JobRun(
                 job.plan,
                 job.secrets,
                 channels,
@@ -314,9 +313,8 @@ def coordinate(
                 verbosity=verbosity,
                 runtime=lambda: job.runtime,
                 prepare=copier.start if copier else None,
-                watcher=sink,
                 ends_when_ready=ends_when_ready,
-            )
+            ).run()
             outcome = job.backend.explained(written)
         finally:
             if copier:
@@ -332,7 +330,7 @@ def coordinate(
     return folder.explained(outcome)
 
 
-def _clear_up(job: PlannedJob, channels: Sequence[AgentChannel], sink: Sink) -> Mapping[str, Swept]:
+def _clear_up(job: PlannedJob, channels: Sequence[AgentChannel], sink: Service) -> Mapping[str, Swept]:
     """Wait for the ends of agents and guards; end what is left on hosts where that is not known. Ctrl-C ends it."""
     from distrun_runtime.coordinator.failures import listed
 

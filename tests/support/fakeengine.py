@@ -30,7 +30,6 @@ from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.coordinator.listener import DialBack
 from distrun_runtime.coordinator.messages import Event
-from distrun_runtime.coordinator.output import Sink, Watcher
 
 WAIT_S = 60.0
 
@@ -176,8 +175,8 @@ def planned(
     return job, store.create(plan)
 
 
-class Shown(Sink, Watcher):
-    """What a terminal would show; `on_output` is called after each piece."""
+class Shown:
+    """A job's service that keeps what a terminal would show; `on_output` is called after each piece."""
 
     def __init__(self) -> None:
         self.text: dict[str, str] = {}
@@ -193,9 +192,6 @@ class Shown(Sink, Watcher):
     def say(self, text: str, level: str, sync: object = None) -> None:
         self.said.append(f"{level}: {text}")
 
-    def toggle_pause(self) -> None:
-        pass
-
     def opened(self, put: Callable[[Event], None]) -> None:
         pass
 
@@ -206,6 +202,9 @@ class Shown(Sink, Watcher):
         pass
 
     def state(self, value: Mapping[str, Any]) -> None:
+        pass
+
+    def metrics(self, value: Mapping[str, Any]) -> None:
         pass
 
 
