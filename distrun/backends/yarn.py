@@ -376,8 +376,8 @@ class _NoAddress(UsageError):
 class Cluster:
     """A YARN cluster with its HDFS, as one user."""
 
-    def __init__(self, rm: hadoop.Web, hdfs: Sequence[str], user: str, ca: str = "") -> None:
-        self.rm = rm
+    def __init__(self, rms: Sequence[str], hdfs: Sequence[str], user: str, ca: str = "") -> None:
+        self.rm = hadoop.Web("ResourceManager", rms, user, ca)
         self.user = user
         self._hdfs = tuple(hdfs)
         self._ca = ca
@@ -406,16 +406,13 @@ class Cluster:
         user = environ.snapshot().get("HADOOP_USER_NAME", "") or process.user_name()
         if not user:
             raise UsageError("this user has no name on this machine", "set HADOOP_USER_NAME")
-        ca = config.get("ca", "")
-        return Cluster(hadoop.Web("ResourceManager", rms, user, ca), hdfs, user, ca)
+        return Cluster(rms, hdfs, user, config.get("ca", ""))
 
     @staticmethod
     def from_handle(handle: Handle) -> Cluster:
         """Return the cluster of a job. Raises EngineError: the handle is damaged."""
         try:
-            more = handle.more
-            rm = hadoop.Web("ResourceManager", more["rm"], more["user"], more["ca"])
-            return Cluster(rm, more["hdfs"], more["user"], more["ca"])
+            return Cluster(*(handle.more[key] for key in ("rm", "hdfs", "user", "ca")))
         except KeyError as err:
             raise EngineError(f"the record of YARN's {handle.id} has no {err}") from None
 

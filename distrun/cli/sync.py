@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun import sync as copying
 from distrun.cli.common import current_folder, hosts_of, takes
 from distrun.cli.console import print_err, print_out
 from distrun.errors import SyncError, UsageError
 from distrun.options import HOSTS
+from distrun.sync.copier import REPORT_S, Copier, CopyRequest, error
+from distrun.sync.rules import check_folder, make_rules
+from distrun.sync.tree import scan
 from distrun_runtime.contract import environ
 
 if TYPE_CHECKING:
-    from distrun.sync import CopyResult, Tree
+    from distrun.sync.copier import CopyResult
+    from distrun.sync.tree import Tree
     from distrun_runtime.contract.control import CopyProgress
 
 SCHEMA = "distrun.sync/1"
@@ -56,16 +59,16 @@ def sync(**options: Any) -> int:
     in .distrunignore name. --delete works in a directory that was made by a copy (or was empty), nowhere else. A host
     that fails does not keep the others from their copy; the exit code is then 4.
     """
-    copying.check_folder(options["dst"])
+    check_folder(options["dst"])
     source = current_folder()
-    rules = copying.make_rules(
+    rules = make_rules(
         options["excludes"], options["gitignore"], options["extra"], cwd=source, delete=options["delete"]
     )
     inventory, backend, hosts = hosts_of(options, environ.snapshot(), "ssh")
     screen = _ProgressScreen(is_quiet=options["quiet"] or options["as_json"])
     for warning in inventory.warnings:
         screen.say(warning, "warning")
-    tree = copying.scan(source, rules)
+    tree = scan(source, rules)
     for warning in tree.warnings():
         screen.say(warning, "warning")
     screen.say(f"{tree.text()} to copy to each of {len(hosts)} hosts")
@@ -77,7 +80,7 @@ def sync(**options: Any) -> int:
             found = {**_facts(source, options, tree), "dry_run": True, "hosts": [{"host": name} for name in names]}
             print_out(json.dumps(found, indent=2) + "\n")
         return 0
-    request = copying.CopyRequest(
+    request = CopyRequest(
         source,
         options["dst"],
         rules,
@@ -86,10 +89,10 @@ def sync(**options: Any) -> int:
         keep_going=True,
         may_ask=True,
         on_progress=(lambda progress: screen.progress(str(progress))) if screen.is_live else None,
-        report_s=REFRESH_S if screen.is_live else copying.REPORT_S,
+        report_s=REFRESH_S if screen.is_live else REPORT_S,
     )
     copier = backend.copier(hosts, request, screen)
-    if not isinstance(copier, copying.Copier):
+    if not isinstance(copier, Copier):
         raise UsageError(
             f"--launcher {backend.name} copies files for a job only", "distrun launch --sync-dst-dir DIR ... does it"
         )
@@ -97,7 +100,7 @@ def sync(**options: Any) -> int:
         results = copier.copy()
     finally:
         screen.progress("")
-    problem = copying.error(results)
+    problem = error(results)
     if options["as_json"]:
         code = SyncError.exit_code if problem else 0
         found = {**_facts(source, options, tree), "exit_code": code, "hosts": [as_json(each) for each in results]}
