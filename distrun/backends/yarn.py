@@ -9,6 +9,7 @@ HDFS, which only the user can read; YARN copies it into each container (docs/sec
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import re
@@ -381,7 +382,6 @@ class Cluster:
         self.user = user
         self._hdfs = tuple(hdfs)
         self._ca = ca
-        self._files: hadoop.HdfsFiles | None = None
 
     @staticmethod
     def of(options: EngineOptions) -> Cluster:
@@ -420,14 +420,11 @@ class Cluster:
         """Return what a handle has to say of the cluster."""
         return {"rm": self.rm.addresses, "hdfs": self._hdfs, "user": self.user, "ca": self._ca}
 
-    @property
+    @functools.cached_property
     def files(self) -> hadoop.HdfsFiles:
         """HDFS. The ResourceManager says where it is, unless it was given. Raises EngineError."""
-        if self._files is None:
-            if not self._hdfs:
-                self._hdfs = self._asked_hdfs()
-            self._files = hadoop.HdfsFiles(hadoop.Web("NameNode (WebHDFS)", self._hdfs, self.user, self._ca))
-        return self._files
+        self._hdfs = self._hdfs or self._asked_hdfs()
+        return hadoop.HdfsFiles(hadoop.Web("NameNode (WebHDFS)", self._hdfs, self.user, self._ca))
 
     def _asked_hdfs(self) -> tuple[str, ...]:
         found: tuple[str, ...] = ()
