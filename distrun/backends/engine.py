@@ -28,7 +28,7 @@ from distrun.request import EngineOptions, Needs
 from distrun_runtime.contract.plan import SERVER, Resources
 
 if TYPE_CHECKING:
-    from distrun.hosts import Inventory
+    from distrun.hosts.grammar import Inventory
 
 QUEUED = "queued"
 RUNNING = "running"
@@ -212,6 +212,8 @@ class Engine(ABC):
     """The user must say which hosts, with -H or --hosts."""
     takes_hosts: bool = False
     """The user may say which hosts."""
+    takes: tuple[str, ...] = ()
+    """Options of other engines, such as `--docker-image`, that it takes, too: `EngineOptions.own` has them."""
 
     options: EngineOptions = EngineOptions()
     """For `find` and `examine`, where there is no submission: what the user said, and the configuration file."""

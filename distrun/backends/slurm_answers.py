@@ -24,7 +24,7 @@ from distrun.backends.engine import (
     check_known,
 )
 from distrun.errors import UsageError
-from distrun.hosts import expand
+from distrun.hosts.ranges import expand
 from distrun.request import Needs
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.facts import duration

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun.cli.common import current_folder, hosts_of, takes
-from distrun.cli.console import print_err, print_out
+from distrun.cli.console import print_err, print_json
 from distrun.errors import SyncError, UsageError
 from distrun.options import COPYING, HOSTS
 from distrun.sync.copier import REPORT_S, Copier, CopyRequest, error
@@ -53,10 +52,8 @@ def sync(**options: Any) -> int:
     check_folder(dst)
     source = current_folder()
     rules = make_rules(*(options[row.key] for row in RULES), cwd=source, delete=delete)
-    inventory, backend, hosts = hosts_of(options, environ.snapshot(), "ssh")
+    _, backend, hosts = hosts_of(options, environ.snapshot(), "ssh")
     screen = _ProgressScreen(is_quiet=options["quiet"] or options["as_json"])
-    for warning in inventory.warnings:
-        screen.say(warning, "warning")
     tree = scan(source, rules)
     for warning in tree.warnings():
         screen.say(warning, "warning")
@@ -66,8 +63,7 @@ def sync(**options: Any) -> int:
         for name in names:
             screen.say(f"rsync {os.path.join(source, '')} -> {name}:{dst}")
         if options["as_json"]:
-            found = {**_facts(source, options, tree), "dry_run": True, "hosts": [{"host": name} for name in names]}
-            print_out(json.dumps(found, indent=2) + "\n")
+            print_json(SCHEMA, **_facts(source, options, tree), dry_run=True, hosts=[{"host": name} for name in names])
         return 0
     request = CopyRequest(
         source,
@@ -92,8 +88,7 @@ def sync(**options: Any) -> int:
     problem = error(results)
     if options["as_json"]:
         code = SyncError.exit_code if problem else 0
-        found = {**_facts(source, options, tree), "exit_code": code, "hosts": [as_json(each) for each in results]}
-        print_out(json.dumps(found, indent=2) + "\n")
+        print_json(SCHEMA, **_facts(source, options, tree), exit_code=code, hosts=[as_json(each) for each in results])
         return code
     for result in results:
         if result.ok:
@@ -123,7 +118,6 @@ def as_json(result: CopyResult) -> dict[str, Any]:
 
 def _facts(source: str, options: Mapping[str, Any], tree: Tree) -> dict[str, Any]:
     return {
-        "schema": SCHEMA,
         "source": source,
         "destination": options["sync_dst_dir"],
         "files": tree.files,

@@ -1,23 +1,34 @@
-"""Reports the progress of a script to its agent: `report`, for scripts with or without a store.
+"""What a process of a task tells its agent: the progress of a script (`report`), and that its stacks can be asked for.
 
 A report is a datagram (`contract.metrics`). Sending never blocks; if there is no receiver, the report is lost. At most
 one report is sent per INTERVAL_S. Later reports within that time replace each other; the last one is sent by the next
 call or, if there is none, by a thread that is started when it is first needed.
+
+Python stacks are available by a signal and by a debugger. On SIGURG, which processes ignore by default, `faulthandler`
+writes the stacks of all threads to a file in the agent's folder. This also works if the process hangs in a call. It is
+registered only if nothing else handles the signal. A datagram tells the agent, which sends the signal only to such
+processes. `py-spy` needs no help of the process, unless the kernel lets only ancestors trace a process (Yama). Then the
+agent is permitted explicitly.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
+import json
 import math
 import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
-from distrun_runtime import stacks
-from distrun_runtime.contract import environ, metrics
+from distrun_runtime.contract import environ, metrics, process
+
+__all__ = ["report"]
 
 INTERVAL_S = 0.1
 """Between two reports that are sent, at least."""
@@ -25,8 +36,6 @@ RETRY_S = 5.0
 """Between two attempts to send the last report, at most: the agent may be stopped, or have no place for it."""
 NAME_LENGTH = 32
 """Characters of a value's name; what is longer is cut."""
-
-__all__ = ["report"]
 
 
 def report(*, step: object = None, total: object = None, **values: object) -> None:
@@ -121,7 +130,7 @@ class Reporter:
                 del known[next(iter(known))]
 
     def _send(self, now: float) -> None:
-        stacks.tell(now)
+        tell_stacks(now)
         self._next_at = now + INTERVAL_S
         self._is_due = not self._sender.send(metrics.REPORT, step=self._step, total=self._total, values=self._values)
 
@@ -154,7 +163,7 @@ class _Reporters:
         if self._pid != os.getpid():
             self._current = None
             if environ.text("DISTRUN_METRICS_SOCKET"):
-                stacks.offer()
+                offer_stacks()
                 self._current = Reporter(metrics.Sender())
                 atexit.register(self._current.flush)
             self._pid = os.getpid()
@@ -185,3 +194,109 @@ def _whole(value: object, before: int | None) -> int | None:
     """Return a number of steps; what was known before, if it is not given or none."""
     number = None if value is None else _number(value)
     return before if number is None or not math.isfinite(number) else int(number)
+
+
+AGAIN_S = 10.0
+"""How often the agent is told again: datagrams may be lost."""
+YAMA = "/proc/sys/kernel/yama/ptrace_scope"
+_PR_SET_PTRACER = 0x59616D61
+
+
+class Offer:
+    """That the agent may ask this process for its stacks. For any thread."""
+
+    def __init__(self, sender: metrics.Sender, file: IO[bytes], path: str) -> None:
+        self.pid = os.getpid()
+        self._sender = sender
+        self._file = file
+        """Where the stacks go; open as long as the process lives."""
+        self._path = path
+        self._start = process.identity(self.pid).start
+        self._next_at = 0.0
+
+    def tell(self, now: float | None = None) -> None:
+        """Tell the agent, if it is time. If the script handles the signal by now, take it back."""
+        now = time.monotonic() if now is None else now
+        if now < self._next_at:
+            return
+        self._next_at = now + AGAIN_S
+        how = metrics.BY_SIGURG if signal.getsignal(signal.SIGURG) == signal.SIG_DFL else ""
+        self._sender.send(metrics.STACKS, pid=self.pid, start=self._start, how=how, path=self._path)
+
+
+class _Offers:
+    """The offer of this process; a forked child has none."""
+
+    def __init__(self) -> None:
+        self.pid = 0
+        self.offer: Offer | None = None
+
+
+_offers = _Offers()
+
+
+def offer_stacks() -> None:
+    """Offer the stacks of this process to its agent, once; without an agent, do nothing. Never raises."""
+    if _offers.pid == os.getpid():
+        return
+    is_child = _offers.pid != 0
+    _offers.pid, _offers.offer = os.getpid(), None
+    if is_child:
+        return  # it has its parent's handler, and its parent's file
+    with contextlib.suppress(Exception):
+        _offers.offer = _make_offer()
+        tell_stacks()
+
+
+def tell_stacks(now: float | None = None) -> None:
+    """Tell the agent again, if it is time. Never raises."""
+    found = _offers.offer
+    if found is not None and found.pid == os.getpid():
+        with contextlib.suppress(Exception):
+            found.tell(now)
+
+
+def _make_offer() -> Offer | None:
+    socket = environ.text("DISTRUN_METRICS_SOCKET")
+    folder = os.path.dirname(socket or "")
+    if not socket or not os.path.isdir(folder):
+        return None
+    let_trace(folder)
+    if is_handled(signal.SIGURG):
+        return None
+    path = os.path.join(folder, metrics.STACKS_FILE % os.getpid())
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    file = os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0)
+    faulthandler.register(signal.SIGURG, file=file, all_threads=True, chain=False)
+    return Offer(metrics.Sender(), file, path)
+
+
+def is_handled(number: signal.Signals, status: str = "/proc/self/status") -> bool:
+    """Return whether anything in this process handles a signal, or ignores it on purpose."""
+    if signal.getsignal(number) != signal.SIG_DFL:
+        return True
+    # Python does not know handlers that a library has set after its start.
+    with contextlib.suppress(OSError), open(status, encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            name, _, mask = line.partition(":")
+            if name in ("SigCgt", "SigIgn", "SigBlk") and int(mask, 16) >> (number - 1) & 1:
+                return True
+    return False
+
+
+def let_trace(folder: str, yama: str = YAMA) -> bool:
+    """Let this job's agent, and what it starts, trace this process; return whether that was needed and possible."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        with open(yama, encoding="ascii") as file:
+            if file.read().strip() != "1":
+                return False  # either every process of this user may trace, or none
+        with open(os.path.join(folder, "agent.json"), encoding="utf-8") as file:
+            agent = int(json.load(file)["agent"]["pid"])
+    except (OSError, LookupError, TypeError, ValueError):
+        return False
+    import ctypes  # only here, and its import takes long
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    return bool(libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(agent), 0, 0, 0) == 0)

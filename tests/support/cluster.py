@@ -11,8 +11,8 @@ from typing import Any
 from forgetful import Forgetful
 from scripted_transport import Stepped
 
-from distrun_runtime.arrays import find as devices
-from distrun_runtime.arrays.segments import Pool
+from distrun_runtime.arrays import device as devices
+from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ps import engine as engines
 from distrun_runtime.ps.config import Config

@@ -2,7 +2,7 @@
 
     runtime/            the bundled runtime (`agent.cache`)
     agent/, launcher/   what the launcher sends and makes (`distrun/backends/`)
-    cubins/             programs compiled for GPUs (`arrays.cubins`)
+    cubins/             programs compiled for GPUs (`arrays.cupy_driver`)
 
 Only folders that belong to this user and that only this user can write to are used. If others can write to a folder of
 this user, its mode is corrected: they cannot have put files of this user there.

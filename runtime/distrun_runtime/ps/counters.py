@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import field
 from typing import Any
 
-from distrun_runtime import stacks
+from distrun_runtime import reporting
 from distrun_runtime.contract import metrics
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.protocol.message import Message
@@ -353,7 +353,7 @@ class NodeMetrics:
             lags = self._lags()
             more = {**({"lags": lags} if lags else {}), **{name: text[:TEXT] for name, text in self._devices().items()}}
             self._sender.send(metrics.COUNTERS, role=self._role, values=self._counters(), **more)
-            stacks.tell(now)
+            reporting.tell_stacks(now)
 
     def _tell_wait(self, waits: Waits, now: float) -> None:
         request, since = waits.request, waits.since

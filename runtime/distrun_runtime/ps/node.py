@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 
-from distrun_runtime import stacks
-from distrun_runtime.arrays import find as devices
-from distrun_runtime.arrays.cpu import Threads
-from distrun_runtime.arrays.device import Device
-from distrun_runtime.arrays.segments import BLOCKS, Pool
+from distrun_runtime import reporting
+from distrun_runtime.arrays import device as devices
+from distrun_runtime.arrays.device import Device, Threads
+from distrun_runtime.arrays.shared_memory import BLOCKS, Pool
 from distrun_runtime.contract import address, environ, gpus
 from distrun_runtime.contract.metrics import Sender
 from distrun_runtime.contract.process import allow_open_files, outlive_tasks_signals
@@ -86,7 +85,7 @@ def serve(role: str) -> int:
         engine = WorkEngine(device, counters, recorder, config.server_imports, placement=placement)
     loop = Loop(transport, node, config.token, trace, engine=engine, publish=publish)
     if environ.text("DISTRUN_METRICS_SOCKET"):
-        stacks.offer()
+        reporting.offer_stacks()
         loop.metrics = _metrics(node, loop).tick
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -298,15 +298,11 @@ class Relay:
             kinds, which = np.unique(labels, axis=0, return_inverse=True)
         for kind, (owner, _, *its) in enumerate(kinds.tolist()):
             some = shards[which.reshape(-1) == kind]
-            for begin, end in self._cuts(of, some):
+            sizes = of.store.length[some] * DTYPE_SIZES[of.store.dtype[some]]
+            begin = 0
+            for end in message_ends(np.zeros((len(some), 1)), sizes, np.full(len(some), SHARED_MESSAGE_BYTES)):
                 yield owner, tuple(ranks[np.array(its, np.bool_)].tolist()), some[begin:end]
-
-    def _cuts(self, of: _Relayed, shards: Array) -> Iterator[tuple[int, int]]:
-        sizes = of.store.length[shards] * DTYPE_SIZES[of.store.dtype[shards]]
-        begin = 0
-        for end in message_ends(np.zeros((len(shards), 1)), sizes, np.full(len(shards), SHARED_MESSAGE_BYTES)):
-            yield begin, end
-            begin = end
+                begin = end
 
     def _entries(self, of: _Relayed, shards: Array, rounds: int | Array, payload: Payload) -> Array:
         entries = np.zeros(len(shards), ENTRY)

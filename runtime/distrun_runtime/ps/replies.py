@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from distrun_runtime.arrays.arena import runs
-from distrun_runtime.arrays.device import Buffer, DeviceArray
-from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.device import DeviceArray, runs
+from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops import reduce
 from distrun_runtime.ops.reduce import How
-from distrun_runtime.protocol.message import DTYPE_SIZES, DTYPES, Flag, Message, Payload, size_of
+from distrun_runtime.protocol.message import DTYPE_SIZES, DTYPES, Message, Payload, size_of
 from distrun_runtime.ps import role
 from distrun_runtime.ps.values import Values
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def answer(request: Message, body: Mapping[str, Any] | None = None) -> Message:
     """Return the reply that says: done."""
-    return Message(request.kind, Flag.REPLY, store=request.store, request=request.request, body=body or {})
+    return Message(request.kind, store=request.store, request=request.request, body=body or {}, is_reply=True)
 
 
 def refusal(
@@ -42,8 +42,7 @@ def refusal(
     """
     more = {name: text for name, text in (("traceback", traceback), ("who", who), ("again", again)) if text}
     body = {"reason": reason, "error": error, **more}
-    flags = Flag.REPLY | Flag.ERROR
-    return Message(request.kind, flags, store=request.store, request=request.request, body=body)
+    return replace(answer(request, body), is_error=True)
 
 
 def failed(request: Message, event: role.WorkDone) -> Message:
@@ -137,7 +136,7 @@ def reply_of(what: role.Deliver, lent: Sequence[ReplyValues]) -> Message:
     is_bucket = what.message.bucket and not len(what.message.entries) and not entries["codec"].any()
     return Message(
         what.message.kind,
-        Flag.REPLY,
+        is_reply=True,
         store=what.message.store,
         request=what.message.request,
         bucket=what.message.bucket if is_bucket else 0,

@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array, DType
-from distrun_runtime.arrays.segments import BLOCKS, Pool, address_of
+from distrun_runtime.arrays.shared_memory import BLOCKS, Pool, address_of
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.metrics import Sender
 from distrun_runtime.errors import RuntimeFault, StoreClosed

@@ -23,10 +23,9 @@ import numpy as np
 from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array, DType, name_of
 from distrun_runtime.errors import KVError, RuntimeFault, TimedOut
-from distrun_runtime.ops.optimizers import RuleSpec
-from distrun_runtime.ops.optimizers.custom import importable
+from distrun_runtime.ops.optimizers import RuleSpec, importable
 from distrun_runtime.ops.partition import Shard
-from distrun_runtime.protocol.message import DTYPE_CODES, Flag, Kind, Message, Payload
+from distrun_runtime.protocol.message import DTYPE_CODES, Kind, Message, Payload
 from distrun_runtime.ps import config as configs
 from distrun_runtime.ps import session
 from distrun_runtime.ps.node import serve
@@ -158,7 +157,7 @@ def _tell_relays(
             numbered = {int(route.numbers[item]): records[item] for item in portion.items[some].tolist()}
             message = Message(
                 Kind.INIT,
-                Flag.RELAYED,
+                is_relayed=True,
                 store=link.store,
                 entries=portion.entries_at(np.zeros(len(records), np.int64), Payload.NONE)[some],
                 body={**facts, **_facts_of(numbered), "owner": portion.server},
@@ -278,7 +277,6 @@ class DistBackend(StoreBackend):
     def __init__(
         self, type_name: str, node: session.NodeSession, staleness: int | None = None, deterministic: bool = False
     ) -> None:
-        self.type = type_name
         self._is_async = is_async(type_name)
         self.lifetime = Lifetime(type_name)
         self._compressor = Compressor()

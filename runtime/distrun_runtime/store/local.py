@@ -37,7 +37,6 @@ class LocalBackend(StoreBackend):
     is_shared = False
 
     def __init__(self, type_name: str = "local") -> None:
-        self.type = type_name
         self.lifetime = Lifetime(type_name)
         self.reducer = reducer_for(type_name)
         self._records: dict[Key, KeyRecord] = {}

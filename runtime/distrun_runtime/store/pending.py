@@ -18,13 +18,13 @@ from numbers import Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from distrun_runtime.arrays import find
+from distrun_runtime.arrays import device as devices
 from distrun_runtime.errors import KVError, StoreClosed, TimedOut
 from distrun_runtime.ps.shards import Notes
 
 if TYPE_CHECKING:
-    from distrun_runtime.arrays.borrowing import Loan
     from distrun_runtime.arrays.gpu import GpuArray
+    from distrun_runtime.arrays.gpu_devices import Loan
 
 __all__ = [
     "BackgroundCall",
@@ -180,7 +180,7 @@ class BorrowedArrays:
         if self._loan is not None:
             self._loan.add(arrays)
         elif arrays:
-            self._loan = find.gpus().borrowing.borrow(arrays)
+            self._loan = devices.gpus().borrowing.borrow(arrays)
 
     def note_reads(self) -> None:
         """Let what the store does with them from now on wait for what the program has queued by now."""

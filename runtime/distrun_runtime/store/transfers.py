@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.device import Buffer, DeviceArray, copy, is_on_host
-from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.arrays.segments import Stitched, stitched
+from distrun_runtime.arrays.device import DeviceArray, copy, is_on_host
+from distrun_runtime.arrays.dtypes import Array, Buffer
+from distrun_runtime.arrays.shared_memory import Stitched, stitched
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
@@ -27,7 +27,7 @@ from distrun_runtime.ops import reduce
 from distrun_runtime.ops.compression import NONE, ROWS
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import PLAIN, How
-from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Flag, Kind, Message, Payload, payloads_of
+from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Kind, Message, Payload, payloads_of
 from distrun_runtime.ps import counters
 from distrun_runtime.ps.counters import COPY_IN
 from distrun_runtime.ps.role import Request
@@ -496,7 +496,7 @@ class Transfers:
             body = {**body, "codec": dict(portion.how.params)}
         return portion.link, Message(
             kind,
-            Flag.RELAYED if portion.is_relayed else Flag.NONE,
+            is_relayed=portion.is_relayed,
             store=self._link.store,
             priority=priority,
             bucket=bucket,

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from distrun import hosts
 from distrun.backends import bootstrap, mpi
 from distrun.backends.bootstrap import Bootstrap
 from distrun.backends.engine import ENDED, RUNNING, EngineError, Grant, Handle, RoleGroup, Submission, marker
 from distrun.errors import UsageError
-from distrun.hosts import HostSpec, Inventory
+from distrun.hosts import parse
+from distrun.hosts.grammar import HostSpec, Inventory
 from distrun.request import EngineOptions, Needs
 
 RECORDED = Path(__file__).parent / "mpi"
@@ -191,7 +191,7 @@ def test_too_few_slots_are_a_usage_error_before_anything_is_submitted_unless_ove
 
 
 def test_slots_of_an_outer_allocation_are_kept() -> None:
-    found = hosts.find(None, None, {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2,1"})
+    found = parse.find(None, None, {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2,1"})
     assert found is not None
     grants = mpi.grants_of(submission(*found.specs))
     assert [(each.node, each.cores) for each in grants] == [("n1", 2), ("n2", 1)]

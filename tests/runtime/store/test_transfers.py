@@ -13,7 +13,7 @@ import pytest
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression
 from distrun_runtime.ops.partition import Shard
-from distrun_runtime.protocol.message import DTYPE_CODES, Entry, Flag, Message, Payload, rows_of
+from distrun_runtime.protocol.message import DTYPE_CODES, Entry, Message, Payload, rows_of
 from distrun_runtime.ps.counters import Stages
 from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.routing import mxnet_shards
@@ -70,7 +70,7 @@ def answer(message: Message, payloads: Any, **changes: Any) -> Message:
     entries["payload"] = Payload.FRAME
     for name, value in changes.items():
         entries[name] = value
-    return replace(message, flags=Flag.REPLY, entries=entries, payloads=payloads)
+    return replace(message, is_reply=True, entries=entries, payloads=payloads)
 
 
 def test_a_compressed_contribution_has_the_codecs_number_and_parameters() -> None:
