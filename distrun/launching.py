@@ -33,7 +33,7 @@ from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.errors import ContractError, JobStoreError
 
 if TYPE_CHECKING:
-    from distrun.sync import FileCopier
+    from distrun.sync.copier import FileCopier
     from distrun_runtime.coordinator.channel import AgentChannel
     from distrun_runtime.coordinator.jobstore import JobStore
     from distrun_runtime.coordinator.service import Service
@@ -393,7 +393,7 @@ def _copier(job: PlannedJob, service: Service) -> FileCopier | None:
     sync, rules = job.plan.sync, job.request.sync_rules
     if sync is None or rules is None:
         return None
-    from distrun.sync import REPORT_S, CopyRequest
+    from distrun.sync.copier import REPORT_S, CopyRequest
 
     told_at = time.monotonic()
 
