@@ -69,7 +69,7 @@ def _start_coordinator(
         plan=job.plan,
         secrets=job.secrets,
         enrolment=secret,
-        pem=bootstrap.make(job.plan.job).pem,
+        pem=bootstrap.certificate(job.plan.job),
         addresses=request.coordinator_addresses,
         port_range=request.port_range,
         request=request.to_json(),
@@ -94,16 +94,10 @@ def _start_agents(job: PlannedJob, secret: str, told: Mapping[str, Any]) -> list
     """Start the agents' bootstraps; return what went wrong. The coordinator notices who does not dial."""
     plan = job.plan
 
+    start = bootstrap.Bootstrap(plan.job, told["pin"], told["dial"], dial_s(plan))
+
     def args(host: str) -> Mapping[str, Any]:
-        argv = bootstrap.command(
-            PYTHON,
-            pin=told["pin"],
-            job=plan.job,
-            place=host,
-            secret=f"env:{SECRET}",
-            limit_s=dial_s(plan),
-            addresses=told["dial"],
-        )
+        argv = start.command(PYTHON, host, f"env:{SECRET}")
         return _args(argv, b"", {**process.marks(plan.job, plan.nonce, host, host), SECRET: secret}, 0.0)
 
     with Fleet(job.backend, plan.hosts) as fleet:

@@ -1,5 +1,6 @@
 """The user's jobs, on this machine or on hosts: how they stand, what they print, and their end.
 
+    job = Jobs().launch(JobRequest(command=("python", "train.py"), workers=2, servers=2, cwd=os.getcwd()))
     for job in Jobs().list():
         print(job.id, job.state)
     job = Jobs().get("calm-otter")
@@ -24,10 +25,8 @@ import dataclasses
 import os
 import selectors
 import shlex
-import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 import warnings
@@ -35,6 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distrun.errors import UsageError
+from distrun.hosts.ranges import grouped
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration
@@ -46,6 +46,7 @@ from distrun_runtime.errors import JobStoreError, WireError
 if TYPE_CHECKING:
     from distrun.client import ControlConnection
     from distrun.killing import Killed
+    from distrun.request import JobRequest
     from distrun_runtime.contract import session
     from distrun_runtime.coordinator.logreader import LogPiece, LogReader
 
@@ -91,6 +92,27 @@ class Jobs:
     def __init__(self, store: JobStore | None = None, say: Callable[[str, str], None] = _warn) -> None:
         self.store = store or JobStore()
         self.say = say
+
+    def launch(self, request: JobRequest) -> Job:
+        """Launch a job, and return it when its coordinator has it; its tasks may not have started.
+
+        The coordinator is a process of its own. It stops the job when this process ends, unless the request says
+        `detach`: then this returns when all tasks run, or when an engine has the job, which goes on. What the
+        coordinator has to say goes to `say`. It asks no questions: ssh logs in by keys.
+
+        Args:
+            request: what is to run, and where. `dry_run` means nothing here: see `planning.plan_job`.
+
+        Raises:
+            UsageError: the request cannot be fulfilled as it is.
+            DistrunError: the coordinator could not be started, or could not start the job.
+        """
+        from distrun import launching, planning
+
+        job = planning.plan_job(request, self.store)
+        folder = launching.create(self.store, job)
+        launching.spawn(job, folder, self.say)
+        return Job(folder, self.say)
 
     def list(self, most: int | None = None) -> Sequence[Job]:
         """Return the jobs, newest first: those that go on, then others, of which there are at most `most`."""
@@ -531,7 +553,6 @@ class _JobQuery:
         """What is here is a copy of what is on the coordinator's host."""
         self.has_state = not self.is_owned_there
         """What is known of its state is of now."""
-        self.has_metrics = False
         self.metrics: Mapping[str, Any] | None = None
         self.events: bytes | None = None
         self.problem = ""
@@ -551,14 +572,14 @@ class _JobQuery:
         try:
             for frame in self._decoder.feed(data):
                 if frame.type == "metrics" and isinstance(frame.header.get("metrics"), dict):
-                    self.metrics, self.has_metrics = frame.header["metrics"], True
+                    self.metrics = frame.header["metrics"]
                 elif frame.type == "hello" and frame.header.get("job") != self.folder.id:
                     return False  # another job has its socket
                 elif frame.type in ("refused", "outcome", "failed"):
                     return False
         except WireError:
             return False
-        return not self.has_metrics
+        return self.metrics is None
 
     def take(self, name: str, age_s: float, data: bytes) -> bool:
         """Take what a host sent; return whether more is wanted."""
@@ -578,18 +599,13 @@ class _JobQuery:
         return bool(name) and self.state["state"] in facts.GOING
 
     def view(self) -> JobView:
-        state = self.state
-        if not self.has_state:
-            state = {**state, "state": facts.UNKNOWN}
-        seen_s = None
-        if state["state"] == facts.UNKNOWN:
-            seen_s = self._silent_s(state)
+        state = self.state if self.has_state else {**self.state, "state": facts.UNKNOWN}
+        seen_s = self._silent_s(state) if state["state"] == facts.UNKNOWN else None
         events: Sequence[Mapping[str, Any]] = ()
         if self.with_events:
             events = self.folder.last_events(EVENTS_SIZE) if self.events is None else events_of(self.events)
         host = str(self.where.get("host") or "")
-        problem = self.problem if not self.has_state else ""
-        fix = self.fix if problem else ""
+        problem, fix = ("", "") if self.has_state or not self.problem else (self.problem, self.fix)
         return JobView(self.folder, state, host, self.is_here, self.metrics, events, seen_s, problem, fix)
 
     def _silent_s(self, state: Mapping[str, Any]) -> float | None:
@@ -614,13 +630,9 @@ def asked() -> bytes:
 def _ask(jobs: Sequence[_JobQuery], here_s: float, there_s: float) -> None:
     """Ask all coordinators at the same time."""
     began = time.monotonic()
-    by_login: dict[str, list[_JobQuery]] = {}
-    for job in jobs:
-        if job.is_asked_there:
-            by_login.setdefault(job.login, []).append(job)
     hosts = [
         _HostQuery(login, of_host[first : first + MOST], began + there_s)
-        for login, of_host in by_login.items()
+        for login, of_host in grouped((job.login, job) for job in jobs if job.is_asked_there).items()
         for first in range(0, len(of_host), MOST)
     ]
     here = [job for job in jobs if job.is_asked_here]
@@ -668,32 +680,33 @@ class _HostQuery(threading.Thread):
 
     def finish(self) -> None:
         """Wait for the end; what has not answered when the time is up is given up."""
+        from distrun import remote_jobs
+
         self.join(max(0.0, self._until - time.monotonic()))
         if self.is_alive():
             self._fail(f"no answer within {duration(self._limit_s)}")
             self._is_late.set()
-            _kill(self._child)
+            remote_jobs.kill(self._child)
             self.join(END_S)
 
     def run(self) -> None:
         """Ask until the host answers or does not merely drop the connection."""
         from distrun import remote_jobs
 
-        pauses = remote_jobs.pauses()
-        while True:
-            try:
-                code, said = self._ask()
-            except OSError as err:
-                code, said = 0, f"cannot run {shlex.split(self._login)[0]}: {err.strerror}"
-            except (KeyError, remote_jobs.NotAsked):
-                code, said = 0, "it sent what is no answer"
-            if all(job.has_state for job in self._jobs.values()):
-                return
-            pause_s = next(pauses, None) if remote_jobs.is_dropped(code, said) else None
-            if pause_s is None or time.monotonic() + pause_s >= self._until or self._is_late.wait(pause_s):
-                break
-        lines = said.splitlines()
-        self._fail(lines[-1] if lines else f"ssh ended with code {code}" if code else "it has no state of this job")
+        def wait(pause_s: float) -> bool:
+            is_wanted = time.monotonic() + pause_s < self._until and not self._has_states()
+            return is_wanted and not self._is_late.wait(pause_s)
+
+        try:
+            code, said = remote_jobs.retried(self._ask, wait)
+        except remote_jobs.NotAsked as err:
+            code, said = 0, str(err)
+        if not self._has_states():
+            lines = said.splitlines() or [f"ssh ended with code {code}" if code else "it has no state of this job"]
+            self._fail(lines[-1])
+
+    def _has_states(self) -> bool:
+        return all(job.has_state for job in self._jobs.values())
 
     def _ask(self) -> tuple[int, str]:
         """Ask once; return the exit code of the ssh program, 0 if all have answered, and what it said."""
@@ -702,44 +715,38 @@ class _HostQuery(threading.Thread):
         jobs = self._jobs
         about = [[job, str(each.where.get("folder") or ""), str(each.where["path"])] for job, each in jobs.items()]
         tail = EVENTS_SIZE if any(each.with_events for each in jobs.values()) else 0
-        connect_s = max(1.0, self._until - time.monotonic())
-        argv = remote_jobs.ask_argv(
-            self._login, about, connect_s, may_ask=False, asked=asked(), tail=tail, limit_s=METRICS_S
-        )
         left = set(jobs)
-        with tempfile.TemporaryFile() as said:  # a master connection that is left behind would hold a pipe
-            # In a session of its own: a Ctrl-C is for us, and there is no terminal on which anything can be asked.
-            child = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, start_new_session=True
-            )
+
+        def take(job: str, name: str, age_s: float, pieces: Iterable[bytes]) -> bool:
+            if job not in jobs:
+                raise remote_jobs.NotAsked("it sent what is no answer")
+            if not jobs[job].take(name, age_s, b"".join(pieces)):
+                left.discard(job)
+            return bool(left)
+
+        def begun(child: subprocess.Popen[bytes]) -> None:
             self._child = child
             if self._is_late.is_set():
-                _kill(child)
-            with child:
-                assert child.stdout is not None
-                try:
-                    for job, (name, age_s, pieces) in remote_jobs.answers(child.stdout, stored.SIZE_LIMIT):
-                        if not jobs[job].take(name, age_s, b"".join(pieces)):
-                            left.discard(job)
-                        if not left:
-                            return 0, ""
-                    code = child.wait()
-                finally:
-                    _kill(child)
-            said.seek(0)
-            return code, said.read().decode("utf-8", "replace").strip()
+                remote_jobs.kill(child)
+
+        return remote_jobs.ask(
+            self._login,
+            about,
+            take,
+            may_ask=False,
+            connect_s=max(1.0, self._until - time.monotonic()),
+            asked=asked(),
+            tail=tail,
+            limit_s=METRICS_S,
+            begun=begun,
+            most=stored.SIZE_LIMIT,
+        )
 
     def _fail(self, why: str) -> None:
         for job in self._jobs.values():
             if not job.has_state and not job.problem:
                 job.problem = f"{job.where['host']} cannot be asked: {why}"
                 job.fix = f"{self._login} true"
-
-
-def _kill(child: subprocess.Popen[bytes] | None) -> None:
-    if child is not None and child.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
 
 
 # ---------------------------------------------------------------------- order

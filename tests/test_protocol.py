@@ -21,9 +21,11 @@ import pytest
 from measured import MeasuredJob
 from sample_plan import sample_plan
 
-from distrun import backends, hosts, planning
+from distrun import backends, planning
 from distrun.client import Follower
+from distrun.hosts import parse
 from distrun.request import JobRequest, Setting
+from distrun_runtime import reporting
 from distrun_runtime.agent.agent import Agent
 from distrun_runtime.agent.stacks import StackAnswer
 from distrun_runtime.arrays.dtypes import name_of
@@ -38,11 +40,10 @@ from distrun_runtime.coordinator.logs import IndexEntry as Record
 from distrun_runtime.coordinator.messages import KeepRule
 from distrun_runtime.errors import WireError
 from distrun_runtime.ops import reduce
-from distrun_runtime.ops.compression import CODECS
+from distrun_runtime.ops.compression import CODECS, ROWS
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.handshake import Acceptor, NodeIdentity, Opener
 from distrun_runtime.protocol.message import DTYPES, Entry, Kind, Message, Payload, entries_of, payloads_of, rows_of
-from distrun_runtime.ps import crash
 from distrun_runtime.ps.replies import refusal
 from distrun_runtime.transport import host_paths
 from distrun_runtime.transport.admission import credentials
@@ -206,7 +207,7 @@ def test_golden_compressed_push() -> None:
 
 def test_golden_push_of_rows() -> None:
     values = np.array([[1, 2], [3, 4]], np.float32)
-    entries = [Entry(6, 8, 8, 58, 0, reduce.ROWS, Payload.FRAME)]
+    entries = [Entry(6, 8, 8, 58, 0, ROWS, Payload.FRAME)]
     heard = check("push_rows", push(9, entries, payloads=[reduce.encode(np.array([0, 3]), values)]))
     found, given = reduce.decode(heard.payloads[0], 4, 2, np.dtype(np.float32))
     assert (found.tolist(), given.tolist()) == ([0, 3], values.tolist())
@@ -465,7 +466,7 @@ def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobRequest:
         cwd="/srv/code",
         launcher="ssh",
         name="digits",
-        hosts=hosts.find(None, "ann@d1,d2", {}),
+        hosts=parse.find(None, "ann@d1,d2", {}),
         reach={"connect_s": "10"},
         settings=(Setting("OMP_NUM_THREADS", "4"), Setting("API_KEY", "s3cret", role="worker", hidden=True)),
     )
@@ -483,7 +484,7 @@ def test_golden_files_of_a_job(submitted: JobRequest, tmp_path: Path) -> None:
 def test_golden_publish_line(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     monkeypatch.setenv("DISTRUN_PUBLISH_FD", str(writing))
-    crash.publish({"address": "10.0.0.1", "port": "40000"})
+    reporting.publish({"address": "10.0.0.1", "port": "40000"})
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
         assert pipe.read().decode() == GOLDEN["publish"]

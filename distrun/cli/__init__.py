@@ -23,13 +23,6 @@ GARBAGE = 20_000
 classes, connections. To look at it again and again took a twentieth of a small job's processor time."""
 
 
-class Settings:
-    """What the commands tell `main`."""
-
-    def __init__(self) -> None:
-        self.verbosity = 0
-
-
 COMMANDS = {
     "launch": ("distrun.cli.launch:launch", "Run a distributed job and wait for its end."),
     "hosts": ("distrun.cli.hosts:hosts", "Show what a hosts file says; fold and expand node lists."),
@@ -128,87 +121,73 @@ def main() -> NoReturn:
 
 def run(argv: Sequence[str]) -> int:
     """Run the command line `argv`; return the exit code. Every error ends here, as one line of text."""
-    unwritten.take()
+    unwritten.clear()
     with contextlib.redirect_stdout(Stdout(getattr(sys.stdout, "encoding", "utf-8"))):
         code = _run(argv)
-    why = unwritten.take()
-    if not why:
+    if not unwritten:
         return code
-    print_err(f"distrun: error: stdout cannot be written: {why}\n")
+    print_err(f"distrun: error: stdout cannot be written: {unwritten[0]}\n")
     return code or facts.EXIT_OUTPUT
 
 
 def _run(argv: Sequence[str]) -> int:
-    settings = Settings()
+    told = {"verbosity": 0}  # by the command, for what is printed of an error
     try:
-        code = cli.main(args=list(argv), prog_name="distrun", standalone_mode=False, obj=settings)
+        code = cli.main(args=list(argv), prog_name="distrun", standalone_mode=False, obj=told)
     except click.exceptions.Exit as err:
         return err.exit_code
-    except click.ClickException as err:
-        return _click_error(err)
     except (KeyboardInterrupt, click.exceptions.Abort):
         print_err("distrun: interrupted\n")
         return facts.EXIT_INTERRUPTED
     except BrokenPipeError:
         return 0
-    except HostsError as err:
-        print_err(str(err) + "\n")  # unchanged, so that editors find the places
-        return _fail(
-            f"{err.count} error{'' if err.count == 1 else 's'} in the hosts given", err.hint, err.exit_code, settings
-        )
-    except DistrunError as err:
-        return _fail(str(err), err.hint, err.exit_code, settings)
     except Exception as err:
-        return _other(err, settings)
+        message, hint, code = _explained(err)
+        if told["verbosity"] >= 2:
+            import traceback
+
+            print_err(traceback.format_exc())
+        print_err("".join(f"distrun: error: {line}\n" for line in message.splitlines() or [""]))
+        if hint:
+            print_err(f"distrun: hint: {hint}\n")
     return code if isinstance(code, int) else 0
 
 
-def _click_error(err: click.ClickException) -> int:
-    hint = ""
-    if isinstance(err, click.UsageError) and err.ctx is not None:
-        hint = f"{err.ctx.command_path} -h shows the options"
-    message = err.format_message()
-    if isinstance(err, click.NoSuchOption) and err.ctx is not None:
-        from distrun.cli import hints  # for a mistake only
-
-        message = f"No such option {err.option_name}. {hints.no_such_option(err)}"
-    if isinstance(err, click.MissingParameter):
-        from distrun.cli import hints
-
-        hint = hints.missing(err) or hint
-    return _fail(_one_line(message), hint, err.exit_code, Settings())
-
-
-def _other(err: Exception, settings: Settings) -> int:
+def _explained(err: Exception) -> tuple[str, str, int]:
+    """Return the message of an error, a hint and the exit code."""
     from distrun_runtime.errors import JobStoreError, NoSuchJob, RuntimeFault
 
     match err:
+        case click.ClickException():
+            return _of_click(err)
+        case HostsError():
+            print_err(str(err) + "\n")  # unchanged, so that editors find the places
+            return f"{err.count} error{'' if err.count == 1 else 's'} in the hosts given", err.hint, err.exit_code
+        case DistrunError():
+            return str(err), err.hint, err.exit_code
         case NoSuchJob():
-            return _fail(str(err), "distrun status lists the jobs", facts.EXIT_USAGE, settings)
+            return str(err), "distrun status lists the jobs", facts.EXIT_USAGE
         case JobStoreError():
             hint = "distrun status lists the jobs; a folder that is damaged, and of no job that runs, can go: rm -r"
-            return _fail(str(err), hint, facts.EXIT_USAGE, settings)
+            return str(err), hint, facts.EXIT_USAGE
         case RuntimeFault():
-            return _fail(str(err), "", facts.EXIT_INTERNAL, settings)
+            return str(err), "", facts.EXIT_INTERNAL
         case OSError(errno=errno.EMFILE):
             from distrun_runtime.contract import process
 
-            return _fail(process.why(err), "", facts.EXIT_INTERNAL, settings)
-    text = f"{type(err).__name__}: {err}"
-    return _fail("internal error: " + text, "please report it, with what -vv prints", facts.EXIT_INTERNAL, settings)
+            return process.why(err), "", facts.EXIT_INTERNAL
+    text = f"internal error: {type(err).__name__}: {err}"
+    return text, "please report it, with what -vv prints", facts.EXIT_INTERNAL
 
 
-def _fail(message: str, hint: str, code: int, settings: Settings) -> int:
-    if settings.verbosity >= 2:
-        import traceback
+def _of_click(err: click.ClickException) -> tuple[str, str, int]:
+    from distrun.cli import hints  # for a mistake only
 
-        print_err(traceback.format_exc())
-    lines = message.splitlines() or [""]
-    print_err("".join(f"distrun: error: {line}\n" for line in lines))
-    if hint:
-        print_err(f"distrun: hint: {hint}\n")
-    return code
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    message, hint = err.format_message(), ""
+    if isinstance(err, click.UsageError) and err.ctx is not None:
+        hint = f"{err.ctx.command_path} -h shows the options"
+    if isinstance(err, click.NoSuchOption) and err.ctx is not None:
+        message = f"No such option {err.option_name}. {hints.no_such_option(err)}"
+    if isinstance(err, click.MissingParameter):
+        hint = hints.missing(err) or hint
+    return " ".join(message.split()), hint, err.exit_code

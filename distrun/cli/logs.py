@@ -11,14 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import click
 
 from distrun.cli.common import my_jobs, say, takes
 from distrun.cli.console import can_draw, copy_out, is_terminal, print_err, wants_colour
-from distrun.cli.region import Region, StreamBars, chosen
-from distrun.cli.screen import Feed, in_order, prefix, short_prefix
+from distrun.cli.screen import Feed, Region, StreamBars, chosen, in_order, prefix, short_prefix
 from distrun.errors import UsageError
 from distrun.formats import point_in_time
 from distrun.formats import size as size_text
@@ -253,7 +251,7 @@ def logs(
         say(f"{text}: distrun attach --since-start {found.id}", "warning")
     with LogReader(folder.logs) as reader:
         if not (merge or as_json or start is not None):
-            source: _PieceSource = _LogFiles(folder, names, lines)
+            source: PieceSource = _LogFiles(folder, names, lines)
             _LogPrinter(source, Replay(style, from_start=lines is None), region).show(goes_on)
         elif _is_ordered(folder, reader, names):
             ordered = _Ordered(found, reader, names)
@@ -321,16 +319,6 @@ def _is_ordered(folder: JobFolder, reader: LogReader, names: Sequence[str]) -> b
     return True
 
 
-class _PieceSource(Protocol):
-    """Where pieces come from."""
-
-    def pieces(self) -> Iterator[LogPiece]:
-        """Give what has come since the last call."""
-
-    def last(self) -> Iterator[LogPiece]:
-        """Give, after the last of `pieces`, what else there is of a job that is over."""
-
-
 class _LogFiles:
     """The log files of tasks, one after the other."""
 
@@ -396,10 +384,19 @@ class _Ordered(RecordedOutput):
         return replay
 
 
+PieceSource = _LogFiles | RecordedOutput | ForwardedOutput
+
+
 class _LogPrinter:
     """Prints what a source gives. `lines`: only so many of the last lines of what is there at the beginning."""
 
-    def __init__(self, source: _PieceSource, replay: Replay, region: Region | None, lines: int | None = None) -> None:
+    def __init__(
+        self,
+        source: _LogFiles | RecordedOutput | ForwardedOutput,
+        replay: Replay,
+        region: Region | None,
+        lines: int | None = None,
+    ) -> None:
         self._source = source
         self._replay = replay
         self._region = region

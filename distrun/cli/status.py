@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun.cli.common import hosts_of, my_jobs, takes, tell_warnings
+from distrun.cli.common import hosts_of, my_jobs, survey, takes, tell_problems
 from distrun.cli.console import (
     can_draw,
     copy_out,
     has_symbols,
     is_read,
     print_err,
+    print_json,
     print_out,
     styled,
-    tell,
     wants_colour,
     width,
 )
@@ -36,21 +36,16 @@ from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
     from distrun.client import ControlConnection
-    from distrun.dashboard.loop import Ended
-    from distrun.dashboard.model import Model
     from distrun.dashboard.terminal import Appearance
     from distrun.fleet.questions import HostJob
     from distrun.jobs import Job, Jobs, JobView
     from distrun_runtime.contract import session
     from distrun_runtime.coordinator.failures import Outcome, Problem
-    from distrun_runtime.coordinator.jobfolder import JobFolder
 
 
 SCHEMA = "distrun.status/1"
 SHOWN = 20
 """Jobs that are over and listed without --all."""
-SURVEY_S = 30.0
-"""How long a host may take to say which jobs it has."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -101,41 +96,50 @@ def status(
         return _list(jobs, watch, everything, as_json)
     found = jobs.get(job)
     if watch and as_json:
-        return follow_job(found, view_as_json, exit_code)
+        return follow_job(found)
     return _one(found, as_json)
-
-
-def exit_code(state: Mapping[str, Any]) -> int:
-    """Return the exit code that says how a job stands: 0 if it runs or succeeded."""
-    from distrun.dashboard import model
-
-    return model.exit_code(str(state["state"]))
 
 
 def _watched(jobs: Jobs, job: str | None, everything: bool, plain: bool, is_ascii: bool) -> int | None:
     """Show a job, or all, live; return the exit code. None: nothing can be drawn, so it is shown once."""
-
-    if not plain and not is_drawn(plain):
+    if not plain and not (sys.stdin.isatty() and can_draw(1, environ.snapshot())):
         return None
-    found = jobs.get(job) if job is not None else only_running(jobs)
-    if found is not None:
-        ended = watch_one(found.folder, plain, is_ascii)
-        if ended.signal is None and not plain:
-            from distrun.cli import tables
-
-            view = found.view()
-            print_out(tables.heading(view.state) + styled(tables.tasks_table(view, time.time(), width())))
-        return code_of(ended)
-    if plain:
-        return None
-    from distrun.cli.tables import model_of
+    found = jobs.get(job) if job is not None else None
+    if found is None:
+        going = [each for each in jobs.list() if each.folder.standing() in facts.GOING]
+        found = going[0] if len(going) == 1 else None
+        if found is None and plain:
+            return None
+    from distrun.cli import tables
+    from distrun.dashboard import jobs as table
+    from distrun.dashboard import loop
     from distrun.jobs import Background
 
-    known = Background(lambda: [each.folder for each in jobs.list(None if everything else SHOWN)])
-    ended = watch_all(jobs, lambda: [model_of(each, time.time()) for each in known.views()], is_ascii)
-    if ended.signal is None:
+    if found is not None:
+        ended = loop.follow(found.folder, print_out) if plain else loop.watch(found.folder, look(is_ascii))
+    else:
+        known = Background(lambda: [each.folder for each in jobs.list(None if everything else SHOWN)])
+        ended = table.watch(
+            lambda: [tables.model_of(each, time.time()) for each in known.views()],
+            lambda wanted: jobs.get(wanted).folder,
+            look(is_ascii),
+        )
+    if ended.signal is not None:
+        return facts.exit_code(None, ended.signal.name)
+    if found is None:
         _list(jobs, False, everything, False)
-    return code_of(ended)
+    elif not plain:
+        view = found.view()
+        print_out(tables.heading(view.state) + styled(tables.tasks_table(view, time.time(), width())))
+    return ended.exit_code
+
+
+def look(is_ascii: bool) -> Appearance:
+    """Return how to draw on this terminal: by `--ascii`, the locale, NO_COLOR and the like."""
+    from distrun.dashboard.terminal import Appearance
+
+    env = environ.snapshot()
+    return Appearance(has_colour=wants_colour(1, env), is_ascii=is_ascii or not has_symbols(env))
 
 
 # ---------------------------------------------------------------------- my jobs
@@ -148,11 +152,11 @@ def _list(jobs: Jobs, watch: bool, everything: bool, as_json: bool) -> int:
         return jobs.views(None if everything else SHOWN)
 
     if watch and as_json:
-        return follow_jobs(read, view_as_json)
+        return follow_jobs(read)
     if as_json:
         now = time.time()
         rows = [view_as_json(each, now) for each in read()]
-        print_out(json.dumps({"schema": SCHEMA, "time": rfc3339(now), "jobs": rows}, indent=2) + "\n")
+        print_json(SCHEMA, time=rfc3339(now), jobs=rows)
     else:
         from distrun.cli.tables import jobs_table
 
@@ -195,17 +199,17 @@ def _one(job: Job, as_json: bool) -> int:
         JobStoreError: it is damaged.
     """
     from distrun.cli import tables
+    from distrun.dashboard.model import exit_code
 
     view = job.view()
     now = time.time()
     if as_json:
-        told = {"schema": SCHEMA, "time": rfc3339(now), "job": view.state, **_standing(view, now)}
         more = {"metrics": view.metrics, "events": list(view.events), "error": tables.error_as_json(view)}
-        print_out(json.dumps({**told, **more}, indent=2) + "\n")
+        print_json(SCHEMA, time=rfc3339(now), job=view.state, **_standing(view, now), **more)
     else:
         print_out(tables.text(view, now, width()))
     _tell_unasked([view])
-    return exit_code(view.state)
+    return exit_code(str(view.state["state"]))
 
 
 # ---------------------------------------------------------------------- jobs on hosts
@@ -213,28 +217,17 @@ def _one(job: Job, as_json: bool) -> int:
 
 def _on_hosts(wanted: str | None, as_json: bool, options: Mapping[str, Any]) -> int:
     """Show my jobs on hosts; return the exit code."""
-    from distrun.fleet import Fleet, questions
+    from distrun.fleet import Fleet
     from distrun_runtime.coordinator.failures import Problem
 
-    inventory, backend, hosts = hosts_of(options, {})
-    tell_warnings(inventory)
+    _, backend, hosts = hosts_of(options, {})
     with Fleet(backend, hosts) as fleet:
-        answers = fleet.ask("survey", {}, SURVEY_S)
+        answers, found = survey(fleet, [wanted] if wanted is not None else ())
     problems = {host: each for host, each in answers.items() if isinstance(each, Problem)}
-    every = [
-        job
-        for host, each in answers.items()
-        if not isinstance(each, Problem)
-        for job in questions.read(host, each.value)
-    ]
-    found = questions.chosen(every, [wanted] if wanted is not None else ())
     code = facts.EXIT_PREFLIGHT if problems else 0
     if as_json:
         rows = [_host_as_json(host, problems.get(host), found) for host in answers]
-        print_out(
-            json.dumps({"schema": SCHEMA, "time": rfc3339(time.time()), "exit_code": code, "hosts": rows}, indent=2)
-            + "\n"
-        )
+        print_json(SCHEMA, time=rfc3339(time.time()), exit_code=code, hosts=rows)
         return code
     if found:
         from distrun.cli.tables import hosts_table
@@ -242,10 +235,7 @@ def _on_hosts(wanted: str | None, as_json: bool, options: Mapping[str, Any]) -> 
         print_out(styled(hosts_table(found, width(), problems)))
     elif len(problems) < len(answers):
         print_out("no job of mine is there\n" if not problems else "no job of mine is on the other hosts\n")
-    for host, problem in problems.items():
-        print_err(f"distrun: error: {host}: cannot be asked: {problem.text}\n")
-        for line in problem.fix.splitlines():
-            print_err(f"distrun: hint: {line}\n")
+    tell_problems(problems, "cannot be asked: ")
     return code
 
 
@@ -263,7 +253,7 @@ def _host_as_json(host: str, problem: Problem | None, found: Sequence[HostJob]) 
     return {"host": host, "problem": None if problem is None else asdict(problem), "jobs": mine}
 
 
-# `distrun top`, the same as `distrun status -w`, and the functions that both share.
+# `distrun top`, the same as `distrun status -w`.
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -282,44 +272,6 @@ def top(ctx: click.Context, job: str | None, plain: bool, is_ascii: bool) -> int
     return code
 
 
-def look(is_ascii: bool) -> Appearance:
-    """Return how to draw on this terminal: by `--ascii`, the locale, NO_COLOR and the like."""
-    from distrun.dashboard.terminal import Appearance
-
-    env = environ.snapshot()
-    return Appearance(has_colour=wants_colour(1, env), is_ascii=is_ascii or not has_symbols(env))
-
-
-def is_drawn(plain: bool) -> bool:
-    """Return whether there is a terminal on which to draw, and from which to read keys."""
-    return not plain and sys.stdin.isatty() and can_draw(1, environ.snapshot())
-
-
-def watch_one(folder: JobFolder, plain: bool, is_ascii: bool) -> Ended:
-    """Show a job live until the user leaves or, where nothing can be drawn, until it is over."""
-    from distrun import dashboard
-
-    return dashboard.watch(folder, look(is_ascii)) if is_drawn(plain) else dashboard.follow(folder, tell)
-
-
-def watch_all(jobs: Jobs, read: Callable[[], Sequence[Model]], is_ascii: bool) -> Ended:
-    """Show the table of jobs live until the user leaves."""
-    from distrun import dashboard
-
-    return dashboard.watch_jobs(read, lambda job: jobs.get(job).folder, look(is_ascii))
-
-
-def only_running(jobs: Jobs) -> Job | None:
-    """Return the job that runs, if exactly one does."""
-    going = [job for job in jobs.list() if job.folder.standing() in facts.GOING]
-    return going[0] if len(going) == 1 else None
-
-
-def code_of(ended: Ended) -> int:
-    """Return the exit code of a dashboard."""
-    return ended.exit_code if ended.signal is None else facts.exit_code(None, ended.signal.name)
-
-
 # `distrun status --watch --json`: prints a JSON object a line for each change of a job, or of the list of jobs.
 #
 # A watch begins with a `snapshot`. An `update` line has what is new: the state, the metrics, an event. `gap` means that
@@ -334,9 +286,6 @@ THERE_S = 5.0
 """The same where a look takes an ssh connection."""
 STATEFUL = ("ready", "started", "exited", "published", "state", "lost", "finished", "failed")
 """Events after which the state may be another."""
-
-Show = Callable[["JobView", float], Mapping[str, Any]]
-"""Returns a job as JSON, given the time."""
 
 
 class Closed(Exception):
@@ -373,17 +322,17 @@ class _LineWriter:
 # ---------------------------------------------------------------------- the list of jobs
 
 
-def follow_jobs(read: Callable[[], Sequence[JobView]], show: Show) -> int:
+def follow_jobs(read: Callable[[], Sequence[JobView]]) -> int:
     """Write how the list of jobs changes, until the reader closes its end; return the exit code."""
     lines = _LineWriter()
     try:
         views = read()
-        shown = {view.id: show(view, time.time()) for view in views}
+        shown = {view.id: view_as_json(view, time.time()) for view in views}
         lines.write("snapshot", jobs=list(shown.values()))
         while True:
             lines.pause(POLL_S if all(view.is_here for view in views) else THERE_S)
             views = read()
-            now = {view.id: show(view, time.time()) for view in views}
+            now = {view.id: view_as_json(view, time.time()) for view in views}
             for job, value in now.items():
                 if _lasting(value) != _lasting(shown.get(job, {})):
                     lines.write("update", job, state=value)
@@ -402,31 +351,26 @@ def _lasting(value: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------- one job
 
 
-def follow_job(job: Job, show: Show, exit_code: Callable[[Mapping[str, Any]], int]) -> int:
-    """Write how a job changes, until it is over or the reader closes its end; return the exit code.
+def follow_job(job: Job) -> int:
+    """Write how a job changes, until it is over or the reader closes its end; return the exit code."""
+    from distrun.dashboard.model import exit_code
 
-    Args:
-        job: the job.
-        show: returns a job's state as JSON.
-        exit_code: returns that of a state.
-    """
-    watch = _JobFollower(job, show)
+    watch = _JobFollower(job)
     try:
         outcome = watch.run()
     except Closed:
         return 0
     if outcome is not None:
-        return 0 if outcome.job_state == facts.SUCCEEDED else 1
-    return exit_code(watch.state) or int(watch.has_failed)
+        return exit_code(outcome.job_state)
+    return exit_code(str(watch.state["state"])) or int(watch.has_failed)
 
 
 class _JobFollower:
     """Follows one job by a connection to its coordinator, and by its folder while there is none."""
 
-    def __init__(self, job: Job, show: Show) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
         self._view = job.view()
-        self._show = show
         self._lines = _LineWriter()
         self._was_connected = False
         self._is_asked = False
@@ -444,7 +388,7 @@ class _JobFollower:
             Closed: stdout is closed.
         """
         view = self._view
-        shown = self._show(view, time.time())
+        shown = view_as_json(view, time.time())
         self._lines.write("snapshot", view.id, state=shown, metrics=view.metrics, events=list(view.events))
         while self.state["state"] in facts.GOING:
             told = self._follow()
@@ -517,7 +461,7 @@ class _JobFollower:
         if not is_wanted and _lasting(state) == _lasting(self.state):
             return
         self.state = state
-        shown = self._show(self._view.with_state(state), time.time())
+        shown = view_as_json(self._view.with_state(state), time.time())
         self._lines.write("update", self._view.id, state=shown)
 
     def _end(self, told: session.Frame | None) -> Outcome | None:

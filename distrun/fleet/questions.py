@@ -132,14 +132,6 @@ class HostAnswer:
     value: Any
 
 
-def ask(
-    backend: Backend, hosts: Sequence[Host], what: str, args: Args, limit_s: float
-) -> dict[str, HostAnswer | Problem]:
-    """Connect to all hosts, ask one question (see `Fleet.ask`), and end the agents."""
-    with Fleet(backend, hosts) as fleet:
-        return fleet.ask(what, args, limit_s)
-
-
 class Fleet:
     """Connections to the agents of some hosts, from `with` to its end. Not to be shared by threads."""
 
@@ -147,6 +139,7 @@ class Fleet:
         """`hello_s`: how long the first frame of an agent is waited for."""
         self._channels = backend.connect(hosts)
         self._questions = Questions([channel.host for channel in self._channels], hello_s)
+        self.agents = self._questions.agents
         self._loop = HostLoop(self._questions, self._channels, signals=SIGNALS)
 
     def __enter__(self) -> Fleet:
@@ -163,16 +156,6 @@ class Fleet:
         finally:
             for channel in self._channels:
                 channel.kill()
-
-    @property
-    def hellos(self) -> Mapping[str, messages.AgentHello]:
-        """The first frame of each agent."""
-        return self._questions.agents.hellos
-
-    @property
-    def warnings(self) -> Sequence[messages.Warned]:
-        """What agents and channels had to say."""
-        return self._questions.agents.warnings
 
     def ask(
         self, what: str, args: Args, limit_s: float, hosts: Sequence[str] | None = None

@@ -9,14 +9,15 @@ import secrets
 import threading
 import time
 
-from distrun.ssh import redial
-from distrun.ssh.abort import Abort, Aborted
+from distrun.ssh.ask import Abort, Aborted
 from distrun.ssh.connector import Connector, Link
 from distrun.ssh.failure import SshFailure, unforeseen
-from distrun.ssh.resolve import Target, remote_command
+from distrun.ssh.resolve import GONE, RELAY, Target, remote_command
+from distrun_runtime.contract import session
 from distrun_runtime.contract.session import Frame
-from distrun_runtime.coordinator.channel import Put, SessionChannel
+from distrun_runtime.coordinator.channel import Greeting, Put, SessionChannel
 from distrun_runtime.coordinator.messages import StartFailed, Warned
+from distrun_runtime.errors import WireError
 
 RETRIES = 3
 """Further attempts where the host dropped the connection before the key exchange."""
@@ -178,7 +179,7 @@ class SshChannel(SessionChannel):
         Raises:
             Aborted: it was given up.
         """
-        command = remote_command(redial.REDIAL_RELAY, self._target.python, [self.waiting_at])
+        command = remote_command(RELAY, self._target.python, [self.waiting_at])
         with self._connector.turn(self._abort):
             try:
                 link = self._connector.open(self._target, command, self._abort)
@@ -188,13 +189,13 @@ class SshChannel(SessionChannel):
                 return False
             ahead, fault = b"", ""
             try:
-                ahead = redial.prove(link, self._key, TURN_S, self._abort)
+                ahead = prove(link, self._key, TURN_S, self._abort)
             except Exception as err:
                 fault = str(err) or type(err).__name__
         if fault:
             words = link.finish()
             self._abort.check()
-            if redial.GONE in words:
+            if GONE in words:
                 self.is_over = True
                 self.ended("its agent ended while its connection was cut", when=time.time())
                 return True
@@ -222,3 +223,41 @@ class SshChannel(SessionChannel):
         if not self.holds:
             self.close()
         self.ended(reason, words, now)
+
+
+def prove(link: Link, key: str, limit_s: float, abort: Abort) -> bytes:
+    """Prove over a relay that we know the key of the session, and check that its agent does; return what came after.
+
+    Raises:
+        WireError: it is not our agent, or it did not answer within `limit_s`.
+        OSError: the connection broke.
+        Aborted: it was given up.
+    """
+    until = time.monotonic() + limit_s
+    greeting = Greeting()
+
+    def read() -> bytes:
+        data = link.read()
+        abort.check()
+        if data == b"":
+            raise EOFError("the relay ended")
+        if not data and time.monotonic() >= until:
+            raise WireError("its agent does not answer")
+        return data or b""
+
+    rest = None
+    while rest is None:
+        rest = greeting.feed(read())
+    nonce = secrets.token_hex(16)
+    proof = session.proof(key, session.COORDINATOR, greeting.nonce, nonce)
+    data = session.encode({"type": "prove", "nonce": nonce, "proof": proof})
+    while data:
+        data = data[link.write(data) :]
+        abort.check()
+    frame, rest = session.first(rest)
+    while frame is None:
+        frame, rest = session.first(rest + read())
+    given = str(frame.header.get("proof", ""))
+    if not session.is_proof(given, key, session.AGENT, greeting.nonce, nonce):
+        raise WireError("it is not the agent of this job that answers")
+    return rest

@@ -17,7 +17,7 @@ import numpy as np
 from cluster import TOKEN, config, loop_of, server_loop
 from simulation import LATENCY_S, Clock, Phases
 
-from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.protocol import handshake, message
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import DTYPE_CODES, Entry, Kind, Message, Payload

@@ -1,4 +1,4 @@
-"""The control socket of a job, where clients find the coordinator (`contract.lasting` says where it is).
+"""The control socket of a job, where clients find the coordinator (`contract.private` says where it is).
 
 Only this user and root are let in, by what the kernel says of the other end.
 
@@ -17,7 +17,7 @@ import sys
 import time
 from typing import List, Optional, Tuple
 
-from distrun_runtime.contract import lasting
+from distrun_runtime.contract import private
 
 BACKLOG = 64
 STALE_LIMIT = 64
@@ -42,11 +42,11 @@ class ControlSocket:
     """
 
     def __init__(self, job: str, folder: str = "") -> None:
-        self._folder = folder or lasting.own(lasting.root())
-        lasting.make_private(self._folder)
+        self._folder = folder or private.own(private.lasting_root())
+        private.make_lasting(self._folder)
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with lasting.locked(self._folder):  # until it listens, it looks like that of a dead one
+            with private.locked(self._folder):  # until it listens, it looks like that of a dead one
                 _remove_stale(self._folder)
                 self.path = self._bind(job)
                 os.chmod(self.path, 0o600)
@@ -61,14 +61,14 @@ class ControlSocket:
     def _bind(self, job: str) -> str:
         """Bind to a name of this job; another job of that id, of another store, may live."""
         for name in (job, f"{job}.{os.getpid()}"):
-            path = lasting.socket_path(name, self._folder)
+            path = private.socket_path(name, self._folder)
             try:
                 self.socket.bind(path)
                 return path
             except OSError as err:
                 if err.errno != errno.EADDRINUSE:
                     raise
-            if not lasting.is_live(path):
+            if not private.is_live(path):
                 os.unlink(path)
                 self.socket.bind(path)
                 return path
@@ -115,11 +115,11 @@ def peer_uid(connection: socket.socket) -> int:
 def _remove_stale(folder: str) -> None:
     """Remove sockets of dead coordinators, so that they do not pile up."""
     for name in _names(folder)[:STALE_LIMIT]:
-        lasting.unlink_dead(os.path.join(folder, name))
+        private.unlink_dead(os.path.join(folder, name))
 
 
 def _names(folder: str) -> List[str]:
     try:
-        return sorted(name for name in os.listdir(folder) if name.endswith(lasting.SOCKET_SUFFIX))
+        return sorted(name for name in os.listdir(folder) if name.endswith(private.SOCKET_SUFFIX))
     except OSError:
         return []

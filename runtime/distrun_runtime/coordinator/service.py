@@ -773,7 +773,7 @@ def raise_signal(name: str) -> None:
     number = signal.Signals["SIG" + name]
     if signal.getsignal(number) == signal.SIG_IGN:
         number = signal.SIGTERM
-    is_deadly = number == signal.SIGTERM and signal.getsignal(number) == signal.SIG_DFL
+    is_deadly = number in (signal.SIGTERM, signal.SIGHUP) and signal.getsignal(number) == signal.SIG_DFL
     if is_deadly and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         number = signal.SIGINT  # the loop does not run: the other would end this process without a word
     os.kill(os.getpid(), number)

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from distrun_runtime.arrays.arena import Run, runs
-from distrun_runtime.arrays.device import Buffer, DeviceArray
-from distrun_runtime.arrays.dtypes import Array, work_dtype
+from distrun_runtime.arrays.device import DeviceArray, Run, runs
+from distrun_runtime.arrays.dtypes import Array, Buffer, work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distrun_runtime.arrays import find
+from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.device import Device
 from distrun_runtime.arrays.dtypes import DType, is_float, work_dtype
 from distrun_runtime.contract import gpus
@@ -85,7 +85,7 @@ def need_of(values: Values, rule: Rule | None) -> int:
     came; in a deterministic store each worker's contribution), what one message brings, plain and scaled, and what
     encoded answers leave out.
     """
-    from distrun_runtime.arrays.gpumemory import rounded  # with the layer over CUDA
+    from distrun_runtime.arrays.gpu_memory import rounded  # with the layer over CUDA
 
     store, total = values.store, 0
     for code, arena in values.arenas.items():
@@ -282,7 +282,7 @@ class Placement:
 
     def _opened(self) -> GpuDevice:
         _, _, number = self.asked.partition(":")
-        seen = find.gpus()
+        seen = devices.gpus()
         gpu = seen.get(int(number) if number else self._index % seen.order.cuda.count())
         free = gpu.free_bytes()
         gpu.pool.limit = self._limit or (free // 2 if self.asked == gpus.AUTO else free)

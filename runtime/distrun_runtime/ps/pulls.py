@@ -16,15 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Buffer
-from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Kind, Message, payloads_of
 from distrun_runtime.ps import checks, role
 from distrun_runtime.ps.replies import answer, refusal
-from distrun_runtime.ps.roster import NAMED, listed, tasks_of
+from distrun_runtime.ps.role import NAMED, listed, tasks_of
 from distrun_runtime.ps.shards import Store
 
 _FEW = 4

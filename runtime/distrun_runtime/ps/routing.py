@@ -21,9 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Buffer
-from distrun_runtime.arrays.dtypes import RELEASED, Array, DType, copy
-from distrun_runtime.arrays.segments import Pool
+from distrun_runtime.arrays.dtypes import RELEASED, Array, Buffer, DType, copy
+from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.ops import partition
 from distrun_runtime.ops.compression import NONE, ROWS
@@ -120,12 +119,7 @@ def mxnet_shards(value: Shard, index: int, *, servers: int, bound: int, factor: 
         factor: elements that the key's codec puts into a word, which is not cut.
     """
     size, row_size = value.length, value.row_size
-    if row_size:
-        placed = partition.row_shards(index, size // row_size, row_size, servers, bound)
-    elif factor > 1:
-        placed = partition.compressed_shards(index, size, servers, bound, factor)
-    else:
-        placed = partition.shards(index, size, servers, bound)
+    placed = partition.shards(index, size, servers, bound, row_size or factor)
     itemsize, what = DTYPES[value.dtype].itemsize, (value.key, value.dtype, row_size)
     return tuple(
         Shard(part.server, part.offset + offset, length, *what)

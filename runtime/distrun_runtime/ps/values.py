@@ -13,9 +13,8 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from distrun_runtime.arrays.arena import Arena, Run
-from distrun_runtime.arrays.device import ArrayPlace, Buffer, Device, DeviceArray, copy, is_on_host, move, on_host
-from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
+from distrun_runtime.arrays.device import Arena, ArrayPlace, Device, DeviceArray, Run, copy, is_on_host, move, on_host
+from distrun_runtime.arrays.dtypes import Array, Buffer, DType, work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules

@@ -1,8 +1,8 @@
 """A transport that sends large frames by the fastest path that works, and everything else as the one that it wraps.
 
 Order and control stay with the wrapped transport (ZeroMQ). Of a message with large frames it carries a table of
-references and the small frames; the bytes of the large ones go by shared memory (`segments`) where both processes are
-on one host. On arrival the message is whole again.
+references and the small frames; the bytes of the large ones go by shared memory (`host_segments`) where both processes
+are on one host. On arrival the message is whole again.
 
 As soon as both sides of a connection have proven themselves, the side that it came in to offers its paths. What does
 not work there is noticed and said (`PathChosen`), and the next path is used; the last one is the wrapped transport.
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
-from distrun_runtime.arrays.segments import Pool
+from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import WireError
 from distrun_runtime.transport.base import (

@@ -1,7 +1,7 @@
 """Shared memory as a path for large frames: what is in a segment of ours is read by the other process where it is.
 
-A process hands its segments (`arrays.segments`) to a peer as descriptors over a Unix socket. That the peer is on this
-host is not concluded from names or addresses; it is shown by the descriptor of a *board* that arrives and has the
+A process hands its segments (`arrays.shared_memory`) to a peer as descriptors over a Unix socket. That the peer is on
+this host is not concluded from names or addresses; it is shown by the descriptor of a *board* that arrives and has the
 right nonce in it.
 
     acceptor   offers a listening abstract Unix socket and a nonce, over the proven connection
@@ -40,9 +40,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Buffer
-from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.arrays.segments import BLOCKS, PAGE, Pool, Segment, address_of, has_fixed_size, seal
+from distrun_runtime.arrays.dtypes import Array, Buffer
+from distrun_runtime.arrays.shared_memory import BLOCKS, PAGE, Pool, Segment, address_of, has_fixed_size, seal
 from distrun_runtime.contract.dataclass import dataclass
 
 __all__ = ["NotShared", "Reference", "Segments"]

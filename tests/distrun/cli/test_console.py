@@ -15,7 +15,8 @@ import pytest
 from screen import Screen
 
 from distrun import formats
-from distrun.cli import status, writer
+from distrun.cli import console as printing
+from distrun.cli import status
 from distrun.cli.console import Console, has_symbols, wants_colour
 from distrun_runtime.coordinator import output
 
@@ -163,7 +164,7 @@ def test_after_an_interrupt_the_backlog_is_left_out_and_one_line_says_how_much(
     printer.output("worker-0", "h", "out", b"the last words\n", None)
     reader.start()
     got = reader.finish(printer)
-    assert len(got["out"]) < 2 * writer.LAST_BYTES + (1 << 17), "what the pipe held, and the last words"
+    assert len(got["out"]) < 2 * printing.LAST_BYTES + (1 << 17), "what the pipe held, and the last words"
     assert got["out"].endswith(b"the last words\n")
     assert b"distrun: before\n" in got["err"]
     *_, said = got["err"].decode().splitlines()
@@ -179,18 +180,18 @@ def test_ctrl_c_while_the_last_output_is_printed_leaves_out_the_rest(
     for _ in range(100):
         printer.output("worker-0", "h", "out", b"y" * 65535 + b"\n", None)
 
-    joined = writer.Writer.join
+    joined = printing.Writer.join
 
-    def interrupted(self: writer.Writer, limit_s: float | None) -> None:
-        monkeypatch.setattr(writer.Writer, "join", begins_to_read)
+    def interrupted(self: printing.Writer, limit_s: float | None) -> None:
+        monkeypatch.setattr(printing.Writer, "join", begins_to_read)
         raise KeyboardInterrupt
 
-    def begins_to_read(self: writer.Writer, limit_s: float | None) -> None:
-        monkeypatch.setattr(writer.Writer, "join", joined)
+    def begins_to_read(self: printing.Writer, limit_s: float | None) -> None:
+        monkeypatch.setattr(printing.Writer, "join", joined)
         reader.start()
         joined(self, limit_s)
 
-    monkeypatch.setattr(writer.Writer, "join", interrupted)
+    monkeypatch.setattr(printing.Writer, "join", interrupted)
     got = reader.finish(printer)
     assert len(got["out"]) < 1 << 18, "what the pipe held, and the piece that was being written"
     assert b"of output are not shown" in got["err"]
@@ -266,7 +267,7 @@ def test_on_a_terminal_the_order_of_both_streams_is_kept() -> None:
 
 
 def test_a_stuck_terminal_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "STUCK_S", 0.3)
+    monkeypatch.setattr(printing, "STUCK_S", 0.3)
     main, terminal = os.openpty()
     printer = Console({}, out_fd=terminal, err_fd=terminal)
     printer.output("worker-0", "h", "out", b"x\n" * 200_000, None)

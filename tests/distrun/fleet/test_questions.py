@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from distrun import fleet
 from distrun.backends.local import ChildChannel
 from distrun.fleet import Fleet
 from distrun.fleet.questions import HostAnswer
@@ -78,7 +77,8 @@ def answering(host: str, value: object) -> Scripted:
 
 def ask(*channels: Scripted, limit_s: float = 60.0) -> dict[str, HostAnswer | Problem]:
     hosts = [Host(channel.host) for channel in channels]
-    return fleet.ask(Backend(*channels), hosts, "survey", {"x": 1}, limit_s)  # type: ignore[arg-type]
+    with Fleet(Backend(*channels), hosts) as fleet:  # type: ignore[arg-type]
+        return fleet.ask("survey", {"x": 1}, limit_s)
 
 
 def test_every_host_gives_its_value_and_its_agent_is_ended() -> None:

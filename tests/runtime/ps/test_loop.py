@@ -13,7 +13,7 @@ import pytest
 from cluster import config
 from scripted_transport import Held, Script
 
-from distrun_runtime.arrays import find as devices
+from distrun_runtime.arrays import device as devices
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.handshake import Acceptor, NodeIdentity, Opener
 from distrun_runtime.protocol.message import Kind, Message

@@ -14,7 +14,7 @@ from cluster import Cluster, config, open_store
 from gpukit import Machine, gpus_of_process
 from history_server import Piece, data
 
-from distrun_runtime.arrays import arena, find
+from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.cuda import CudaMissing, ProgramError
 from distrun_runtime.arrays.gpu import GpuDevice
 from distrun_runtime.errors import ContractError, KVError, PeerLost
@@ -52,7 +52,7 @@ def values_of(
     store = Store(number, 2)
     store.on_devices = on_devices
     store.is_deterministic = deterministic
-    made = Values(store, find.get("cpu:0"))
+    made = Values(store, devices.get("cpu:0"))
     add(made, *lengths, code=code, rows=rows)
     return made
 
@@ -70,7 +70,7 @@ class Said(list[tuple[str, str]]):
 
 
 def placed(asked: str = "auto", **options: Any) -> tuple[Placement, Said]:
-    placement, said = Placement(find.get("cpu:0"), asked, **options), Said()
+    placement, said = Placement(devices.get("cpu:0"), asked, **options), Said()
     placement.say = lambda level, text: said.append((level, text))
     return placement, said
 
@@ -141,8 +141,8 @@ def test_no_list_of_sizes_makes_arenas_take_more_than_was_estimated(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Keys of random sizes and dtypes, given their places in random groups, with all that two rounds can keep."""
-    monkeypatch.setattr(arena, "FIRST_BYTES", 4096)
-    monkeypatch.setattr(arena, "BLOCK_BYTES", 64 * 1024)
+    monkeypatch.setattr(devices, "FIRST_BYTES", 4096)
+    monkeypatch.setattr(devices, "BLOCK_BYTES", 64 * 1024)
     random = np.random.default_rng(seed)
     gpu = machine.gpus.get(0)
     values = values_of()
@@ -221,7 +221,7 @@ def test_without_a_gpu_stores_of_device_kinds_stay_and_why_is_said_once(monkeypa
     def missing() -> int:
         raise CudaMissing("a GPU needs cupy, which is not installed")
 
-    monkeypatch.setattr(find, "gpus", missing)
+    monkeypatch.setattr(devices, "gpus", missing)
     placement, said = placed()
     for number in (1, 2):
         assert placement.place(values_of(100, number=number), None) is placement.host
@@ -311,7 +311,7 @@ def test_a_gpu_that_is_not_there_is_an_error_with_what_to_type(machine: Machine)
 
 def test_servers_without_values_look_for_no_gpu() -> None:
     node = config("server", servers=1, relays=1, rank=1, server_device="gpu:99")
-    placement_of(node, find.get("cpu:0")).open()
+    placement_of(node, devices.get("cpu:0")).open()
 
 
 def test_a_server_without_its_gpu_ends_before_it_binds_anything() -> None:
