@@ -135,9 +135,7 @@ def create(name: str = "local", *, staleness: int | None = None, deterministic: 
 def _report_crashes(name: object) -> None:
     """Have the agent, and the job's other nodes, told why the script ends; also if the store cannot be created."""
     if environ.text("DISTRUN_PUBLISH_FD") or (isinstance(name, str) and is_dist(name.lower())):
-        from distrun_runtime.ps import crash
-
-        crash.watch()
+        reporting.watch()
 
 
 def _check_options(kind: str, staleness: object, deterministic: object) -> None:

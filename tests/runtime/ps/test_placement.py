@@ -23,7 +23,7 @@ from distrun_runtime.ops.optimizers import RuleSpec, rule_of
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import DTYPE_CODES, Kind
 from distrun_runtime.ps import arithmetic, device_choice, role
-from distrun_runtime.ps.device_choice import DeviceChoice, Placement, StoreNeeds, decide, need_of, obstacle_of
+from distrun_runtime.ps.device_choice import DeviceChoice, Placement, decide, need_of, obstacle_of
 from distrun_runtime.ps.engine import WorkEngine
 from distrun_runtime.ps.node import placement_of
 from distrun_runtime.ps.shards import Store, relayed
@@ -79,29 +79,29 @@ def placed(asked: str = "auto", **options: Any) -> tuple[Placement, Said]:
 
 
 @pytest.mark.parametrize(
-    ("asked", "store", "room", "on_gpu", "is_unexpected"),
+    ("asked", "on_devices", "need", "obstacle", "room", "on_gpu", "is_unexpected"),
     [
-        ("cpu", StoreNeeds(True, 1), 10, False, False),
-        ("auto", StoreNeeds(True, 10), 10, True, False),
-        ("auto", StoreNeeds(True, 11), 10, False, False),
-        ("auto", StoreNeeds(True, 11), None, True, False),
-        ("auto", StoreNeeds(False, 1), 10, False, False),
-        ("auto", StoreNeeds(True, 1, "key 'e' is row-sparse"), 10, False, False),
-        ("gpu", StoreNeeds(False, 11), 10, True, False),
-        ("gpu:1", StoreNeeds(True, 11), 10, True, False),
-        ("gpu:1", StoreNeeds(False, 1, "key 'e' is row-sparse"), 10, False, True),
+        ("cpu", True, 1, "", 10, False, False),
+        ("auto", True, 10, "", 10, True, False),
+        ("auto", True, 11, "", 10, False, False),
+        ("auto", True, 11, "", None, True, False),
+        ("auto", False, 1, "", 10, False, False),
+        ("auto", True, 1, "key 'e' is row-sparse", 10, False, False),
+        ("gpu", False, 11, "", 10, True, False),
+        ("gpu:1", True, 11, "", 10, True, False),
+        ("gpu:1", False, 1, "key 'e' is row-sparse", 10, False, True),
     ],
 )
 def test_a_store_is_where_it_was_asked_for_or_where_it_fits(
-    asked: str, store: StoreNeeds, room: int | None, on_gpu: bool, is_unexpected: bool
+    asked: str, on_devices: bool, need: int, obstacle: str, room: int | None, on_gpu: bool, is_unexpected: bool
 ) -> None:
-    found = decide(asked, store, room)
+    found = decide(asked, on_devices, need, room, obstacle)
     assert (found.on_gpu, found.is_unexpected) == (on_gpu, is_unexpected)
-    assert bool(found.why) == (on_gpu or store.obstacle != "" or (asked == "auto" and store.on_devices))
+    assert bool(found.why) == (on_gpu or obstacle != "" or (asked == "auto" and on_devices))
 
 
 def test_stores_that_need_no_gpu_are_in_the_hosts_memory_without_a_word() -> None:
-    assert decide("auto", StoreNeeds(False, 1), 10) == decide("cpu", StoreNeeds(True, 1), 10) == DeviceChoice(False)
+    assert decide("auto", False, 1, 10) == decide("cpu", True, 1, 10) == DeviceChoice(False)
 
 
 def test_weights_states_two_rounds_and_what_a_message_brings_have_to_fit() -> None:

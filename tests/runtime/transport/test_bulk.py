@@ -308,7 +308,7 @@ def test_who_has_connected_and_not_proven_itself_yet_is_waited_for(pair: Callabl
     between.connect(b"\0" + first["socket"].encode())
     fast.take("server-1", second)
     acceptor.taken("in:bb")
-    board = host_segments._new_board(bytes.fromhex(first["nonce"]))
+    board = host_segments._Board.made(bytes.fromhex(first["nonce"]))
     host_segments._tell(between, acceptor._proof(bytes.fromhex(first["nonce"])), board.fd)
     acceptor.taken("in:aa")
     assert acceptor.is_open("in:aa")
