@@ -29,7 +29,6 @@ from distrun.placement import Slot, hosts_of, place, worker_places
 from distrun.request import BUNDLED, COMMAND, JobRequest, Setting, check_tuning, given
 from distrun_runtime.contract import environ, gpus
 from distrun_runtime.contract.dataclass import dataclass
-from distrun_runtime.contract.folder import identity
 from distrun_runtime.contract.plan import (
     HOLD,
     ROLES,
@@ -312,6 +311,8 @@ def _scan(request: JobRequest, backend: Backend) -> Tree | None:
 
 
 def _sync(request: JobRequest, specs: Sequence[HostSpec], tree: Tree) -> Sync:
+    from distrun_runtime.contract.folder import identity  # not for jobs that copy nothing
+
     rules = request.sync_rules
     extra = () if rules is None else (each.name.partition("/")[0] for each in rules.extra)
     top = [*os.listdir(request.cwd), *extra]
