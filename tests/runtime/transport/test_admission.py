@@ -408,6 +408,8 @@ def test_a_flood_of_connections_is_told_in_few_words() -> None:
                 assert isinstance(event, Stranger)
                 more = re.match(r"(\d+) more connections were closed", event.reason)
                 told += int(more[1]) if more else 1
+        assert told == 300
+        assert [event for _ in range(4) for event in node.poll(0.05)] == []
     finally:
         node.close()
 
