@@ -294,7 +294,8 @@ class Pulls:
         name = str(store.name(int(store.key[shard])))
         others = (rank for rank in range(self._workers) if rank != pull.rank)
         slow = [] if store.is_sync else store.behind(shard, wanted, others, self._gone)
-        if slow and store.staleness is not None:
+        if slow:
+            assert store.staleness is not None  # else none is behind
             what = f"key {name}, push {wanted - store.staleness} (staleness {store.staleness})"
             return f"waiting for {names_of(slow)}, {what}", tasks_of(slow), name
         if not store.is_sync:
