@@ -616,7 +616,8 @@ class Peers:
 
     def __init__(self) -> None:
         self._endpoints: dict[str, str] = {}
-        self._called: set[str] = set()
+        self.called: set[role.Link] = set()
+        """The names of those that we opened a connection to."""
 
     def learn(self, nodes: Sequence[NodeIdentity], rank: int) -> None:
         """Take in the job's roster; `rank` is ours."""
@@ -635,18 +636,14 @@ class Peers:
     def call(self, name: str) -> list[role.Action]:
         """Connect to a server by its name, `server-1`, unless that was done. What is sent before its WELCOME waits at
         the loop."""
-        if name in self._called:
+        if name in self.called:
             return []
-        self._called.add(name)
+        self.called.add(name)
         return [role.Connect(name, self._endpoints[name])]
-
-    def is_ours(self, link: role.Link) -> bool:
-        """Whether we opened a connection to another server."""
-        return link in self._called
 
     def lost(self, link: role.Link) -> str:
         """A connection ended or was refused; return the endpoint of the server that it led to, if it was ours."""
-        if link not in self._called:
+        if link not in self.called:
             return ""
-        self._called.remove(link)
+        self.called.remove(link)
         return self._endpoints[link]

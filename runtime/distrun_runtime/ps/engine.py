@@ -117,7 +117,8 @@ class WorkEngine:
         size = _size_of(what)
         if not self._open and isinstance(what, (role.Deliver, role.Forward)):
             # With work that is open this waits its turn in any case, and what is lent is the thread's.
-            size = sum(each.copied_bytes for each in self._lent.get(what.ticket, ()))
+            for each in self._lent.get(what.ticket, ()):
+                size += each.copied_bytes
         if not self._open and (size < self._much_bytes or isinstance(what, role.ALONE)):
             return self._do(what)
         self._open += 1

@@ -135,7 +135,7 @@ class Pulls:
         self._open[pull.ticket] = pull
         np.add.at(store.owed[pull.rank], shards, 1)
         actions = self._look(pull, own)
-        return [*actions, *self._refuse_hopeless(pull)] if pull.ticket in self._open else actions
+        return [*actions, *self._refuse_hopeless(pull)] if self._gone and pull.ticket in self._open else actions
 
     def _look(self, pull: Pull, own: int | None = None) -> list[role.Action]:
         """Lend what is due of a pull; answer it if nothing is owed, else look again when its next shard advances."""
@@ -294,7 +294,8 @@ class Pulls:
         name = str(store.name(int(store.key[shard])))
         others = (rank for rank in range(self._workers) if rank != pull.rank)
         slow = [] if store.is_sync else store.behind(shard, wanted, others, self._gone)
-        if slow and store.staleness is not None:
+        if slow:
+            assert store.staleness is not None  # else none is behind
             what = f"key {name}, push {wanted - store.staleness} (staleness {store.staleness})"
             return f"waiting for {names_of(slow)}, {what}", tasks_of(slow), name
         if not store.is_sync:
@@ -314,7 +315,7 @@ class Pulls:
     def _refuse_hopeless(self, pull: Pull) -> list[role.Action]:
         """Refuse a pull that waits for a worker that has ended."""
         store = pull.store
-        may_be = self._gone and store.is_sync and not store.is_relayed
+        may_be = store.is_sync and not store.is_relayed
         for at in np.flatnonzero(pull.owed).tolist() if may_be else ():
             shard, number = int(pull.shards[at]), int(pull.rounds[at])
             for rank in store.missing(shard) if number > store.ordered[shard] else ():

@@ -380,7 +380,7 @@ class Server:
 
     def _from_peer(self, link: str, message: Message) -> list[role.Action]:
         self._counters.bytes_in += message.size
-        if self._rounds.peers.is_ours(link):
+        if link in self._rounds.peers.called:
             is_end = message.kind is Kind.LOST and message.body.get("who") == link
             return self._lost(message) if is_end else self._relay.heard(message)
         if message.is_reply:

@@ -176,16 +176,6 @@ class StateFile:
         return self.wrong(f"cannot be read: {type(err).__name__}: {err}")
 
 
-def read_all(folder: str, part: str, name: str, holds: Mapping[str, Any], host: str) -> dict[str, Array]:
-    """Return all arrays of one file of a save, by name.
-
-    Raises:
-        KVError: it is missing, torn, or belongs to another save; names file and host.
-    """
-    with closing(StateFile(folder, part, name, holds, host)) as file:
-        return {each: file.array(each) for each in file.names()}
-
-
 def read_residuals(
     folder: str, part: str, name: str, keys: Mapping[int, tuple[Key, int]], host: str
 ) -> dict[Key, Array]:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import itertools
 import mmap
 import os
 import secrets
@@ -203,7 +202,7 @@ class Segments:
         self._tried: dict[str, tuple[socket.socket, _Board]] = {}
         """Links on which we took an offer."""
         self._peers: dict[str, _Peer] = {}
-        self._ahead: list[tuple[Segment, ...]] = []
+        self._ahead: list[Segment] = []
         """What of the pools was announced; to all peers, if no new one has come since."""
         self._has_new_peer = False
         self._given_back = 0
@@ -363,13 +362,15 @@ class Segments:
         Returns:
             By link: the numbers of the segments that it is to be told of.
         """
-        ahead = [pool.ahead for pool in self._pools]
+        ahead: list[Segment] = []
+        for pool in self._pools:
+            ahead += pool.ahead
         if ahead == self._ahead and not self._has_new_peer:
             return {}
         self._ahead, self._has_new_peer = ahead, False
         told: dict[str, list[int]] = {}
         for link, peer in self._peers.items():
-            for segment in itertools.chain(*ahead):
+            for segment in ahead:
                 if segment.number not in peer.told and _has(peer, segment):
                     told.setdefault(link, []).append(segment.number)
         return told
@@ -380,9 +381,10 @@ class Segments:
         Returns:
             By link: the numbers of those of which it is to be told.
         """
+        given_back = 0
         for pool in self._pools:
             pool.collect()
-        given_back = sum(pool.given_back for pool in self._pools)
+            given_back += pool.given_back
         if given_back == self._given_back:
             return {}
         self._given_back = given_back

@@ -24,7 +24,8 @@ def written(folder: Path, arrays: dict[str, Any], part: str = "data-1") -> dict[
 
 
 def read(folder: Path, holds: dict[str, Any], part: str = "data-1") -> dict[str, Any]:
-    return statefile.read_all(str(folder), part, "server-0.npz", holds, "d2")
+    with closing(StateFile(str(folder), part, "server-0.npz", holds, "d2")) as file:
+        return {name: file.array(name) for name in file.names()}
 
 
 def manifest(part: str) -> dict[str, Any]:
@@ -294,6 +295,6 @@ def test_folders_of_the_users_stay_whatever_they_are_called(tmp_path: Path) -> N
 )
 def test_no_message_and_no_manifest_leads_out_of_the_folder(tmp_path: Path, part: str, name: str) -> None:
     with pytest.raises(KVError, match="is not a file of a save"):
-        statefile.read_all(str(tmp_path), part, name, {}, "d2")
+        StateFile(str(tmp_path), part, name, {}, "d2")
     with pytest.raises(KVError, match="is not a file of a save"):
         statefile.write(str(tmp_path), part, name, {"0.0.weight": np.zeros(1)}, "d2")

@@ -356,6 +356,12 @@ def test_a_connection_goes_on_if_this_process_has_no_descriptor_left(
     assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_CORK) == 0
 
 
+def test_a_connection_that_is_gone_belongs_to_no_user(accepted: socket.socket) -> None:
+    here, there = accepted.getsockname(), accepted.getpeername()
+    assert admission._is_same_user(there, here)
+    assert admission._is_same_user(("127.0.0.1", 1), ("127.0.0.1", 2)) is False
+
+
 def test_where_the_system_does_not_tell_users_of_connections_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     node = ZmqTransport(Heartbeat(2.0, 60.0), TOKEN)
@@ -408,6 +414,8 @@ def test_a_flood_of_connections_is_told_in_few_words() -> None:
                 assert isinstance(event, Stranger)
                 more = re.match(r"(\d+) more connections were closed", event.reason)
                 told += int(more[1]) if more else 1
+        assert told == 300
+        assert [event for _ in range(4) for event in node.poll(0.05)] == []
     finally:
         node.close()
 
