@@ -109,7 +109,8 @@ def codec_ways(size: int) -> dict[tuple[str, str, str], Way]:
             codec: Any = codec, params: Any = params, residuals: Any = residuals, payloads: Any = payloads
         ) -> None:
             for one, residual, payload in zip(values, residuals, payloads, strict=True):
-                codec.encode(one, residual, params, payload)
+                codec.check_finite(one, residual)
+                codec.write(one, residual, params, payload)
 
         def decode(adds: bool, codec: Any = codec, params: Any = params, payloads: Any = payloads) -> None:
             for payload, out in zip(payloads, outs, strict=True):

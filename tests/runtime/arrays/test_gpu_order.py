@@ -202,7 +202,7 @@ import sys, threading
 sys.path[:0] = [sys.argv[1]]
 import numpy as np
 from gpukit import Machine
-from test_queues import Slow
+from test_gpu_order import Slow
 
 made = []
 machine = Machine(1, driver=lambda standin: made.append(Slow(standin)) or made[0])
