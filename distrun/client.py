@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distrun.errors import DistrunError, UsageError
-from distrun_runtime.contract import control, facts, lasting, process, session
+from distrun_runtime.contract import control, facts, private, process, session
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.coordinator import failures, jobfolder
@@ -278,7 +278,7 @@ def forget(folder: JobFolder) -> None:
     with contextlib.suppress(JobStoreError):
         where = folder.control()
         if where is not None and jobfolder.is_here(where):
-            lasting.remove_dead(where["path"])
+            private.remove_dead(where["path"])
 
 
 def gone(folder: JobFolder, how: str = "is gone") -> CoordinatorLost:
@@ -303,11 +303,10 @@ def _here(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
     stream.settimeout(ANSWER_S)
     try:
         stream.connect(where["path"])
-    except TimeoutError:
-        stream.close()
-        raise gone(folder, f"does not answer within {duration(ANSWER_S)}") from None
     except OSError as err:
         stream.close()
+        if isinstance(err, TimeoutError):
+            raise gone(folder, f"does not answer within {duration(ANSWER_S)}") from None
         if process.is_alive(process.Identity(where["pid"], where["start"])):
             raise gone(folder, f"cannot be reached: {where['path']}: {err.strerror}") from None
         raise gone(folder) from None

@@ -26,7 +26,6 @@ import os
 import selectors
 import shlex
 import socket
-import subprocess
 import threading
 import time
 import warnings
@@ -34,7 +33,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distrun.errors import UsageError
-from distrun.hosts.ranges import grouped
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration
@@ -545,7 +543,9 @@ def look(
     shown as such.
     """
     jobs = [_JobQuery(folder, with_events) for folder in folders]
-    _ask(jobs, here_s, there_s)
+    waiting = [job for job in jobs if job.is_asked_here or job.is_asked_there]
+    if waiting:
+        _ask(waiting, here_s, there_s)
     return [job.view() for job in jobs]
 
 
@@ -644,17 +644,26 @@ def asked() -> bytes:
 
 def _ask(jobs: Sequence[_JobQuery], here_s: float, there_s: float) -> None:
     """Ask all coordinators at the same time."""
+    from distrun.hosts.ranges import grouped
+
     began = time.monotonic()
-    hosts = [
-        _HostQuery(login, of_host[first : first + MOST], began + there_s)
+    threads = [
+        threading.Thread(
+            target=_ask_there,
+            args=(login, {job.folder.id: job for job in of_host[first : first + MOST]}, began + there_s),
+            name="host-query",
+            daemon=True,
+        )
         for login, of_host in grouped((job.login, job) for job in jobs if job.is_asked_there).items()
         for first in range(0, len(of_host), MOST)
     ]
+    for thread in threads:
+        thread.start()
     here = [job for job in jobs if job.is_asked_here]
     if here:
         _ask_here(here, began + here_s)
-    for host in hosts:
-        host.finish()
+    for thread in threads:
+        thread.join(max(0.0, began + there_s - time.monotonic()) + END_S)
 
 
 def _ask_here(jobs: Sequence[_JobQuery], until: float) -> None:
@@ -680,88 +689,47 @@ def _ask_here(jobs: Sequence[_JobQuery], until: float) -> None:
                     selector.unregister(peer)
 
 
-class _HostQuery(threading.Thread):
-    """Asks a host with coordinators by one ssh connection; by another one if it drops that."""
+def _ask_there(login: str, jobs: Mapping[str, _JobQuery], until: float) -> None:
+    """Ask a host with coordinators by one ssh connection; by another one if it drops that.
 
-    def __init__(self, login: str, jobs: Sequence[_JobQuery], until: float) -> None:
-        super().__init__(name="host-query", daemon=True)
-        self._login = login
-        self._jobs = {job.folder.id: job for job in jobs}
-        self._until = until
-        self._limit_s = round(until - time.monotonic(), 1)
-        self._is_late = threading.Event()
-        self._child: subprocess.Popen[bytes] | None = None
-        self.start()
+    `jobs`: by id. `until`: monotonic time, when it is given up.
+    """
+    from distrun import remote_jobs
 
-    def finish(self) -> None:
-        """Wait for the end; what has not answered when the time is up is given up."""
-        from distrun import remote_jobs
+    limit_s = round(until - time.monotonic(), 1)
+    about = [[job, str(each.where.get("folder") or ""), str(each.where["path"])] for job, each in jobs.items()]
+    tail = EVENTS_SIZE if any(each.with_events for each in jobs.values()) else 0
+    left = set(jobs)
 
-        self.join(max(0.0, self._until - time.monotonic()))
-        if self.is_alive():
-            self._fail(f"no answer within {duration(self._limit_s)}")
-            self._is_late.set()
-            remote_jobs.kill(self._child)
-            self.join(END_S)
+    def take(job: str, name: str, age_s: float, pieces: Iterable[bytes]) -> bool:
+        if job not in jobs:
+            raise remote_jobs.NotAsked("it sent what is no answer")
+        if not jobs[job].take(name, age_s, b"".join(pieces)):
+            left.discard(job)
+        return bool(left)
 
-    def run(self) -> None:
-        """Ask until the host answers or does not merely drop the connection."""
-        from distrun import remote_jobs
-
-        def wait(pause_s: float) -> bool:
-            is_wanted = time.monotonic() + pause_s < self._until and not self._has_states()
-            return is_wanted and not self._is_late.wait(pause_s)
-
-        try:
-            code, said = remote_jobs.retried(self._ask, wait)
-        except remote_jobs.NotAsked as err:
-            code, said = 0, str(err)
-        if not self._has_states():
-            lines = said.splitlines() or [f"ssh ended with code {code}" if code else "it has no state of this job"]
-            self._fail(lines[-1])
-
-    def _has_states(self) -> bool:
-        return all(job.has_state for job in self._jobs.values())
-
-    def _ask(self) -> tuple[int, str]:
-        """Ask once; return the exit code of the ssh program, 0 if all have answered, and what it said."""
-        from distrun import remote_jobs
-
-        jobs = self._jobs
-        about = [[job, str(each.where.get("folder") or ""), str(each.where["path"])] for job, each in jobs.items()]
-        tail = EVENTS_SIZE if any(each.with_events for each in jobs.values()) else 0
-        left = set(jobs)
-
-        def take(job: str, name: str, age_s: float, pieces: Iterable[bytes]) -> bool:
-            if job not in jobs:
-                raise remote_jobs.NotAsked("it sent what is no answer")
-            if not jobs[job].take(name, age_s, b"".join(pieces)):
-                left.discard(job)
-            return bool(left)
-
-        def begun(child: subprocess.Popen[bytes]) -> None:
-            self._child = child
-            if self._is_late.is_set():
-                remote_jobs.kill(child)
-
+    def attempt() -> tuple[int, str]:
         return remote_jobs.ask(
-            self._login,
-            about,
-            take,
-            may_ask=False,
-            connect_s=max(1.0, self._until - time.monotonic()),
-            asked=asked(),
-            tail=tail,
-            limit_s=METRICS_S,
-            begun=begun,
-            most=stored.SIZE_LIMIT,
+            login, about, take, may_ask=False, until=until, asked=asked(), tail=tail, limit_s=METRICS_S
         )
 
-    def _fail(self, why: str) -> None:
-        for job in self._jobs.values():
-            if not job.has_state and not job.problem:
-                job.problem = f"{job.where['host']} cannot be asked: {why}"
-                job.fix = f"{self._login} true"
+    def wait(pause_s: float) -> bool:
+        if time.monotonic() + pause_s >= until or all(job.has_state for job in jobs.values()):
+            return False
+        time.sleep(pause_s)
+        return True
+
+    try:
+        code, said = remote_jobs.retried(attempt, wait)
+    except remote_jobs.NotAsked as err:
+        code, said = 0, str(err)
+    if time.monotonic() >= until:
+        said = f"no answer within {duration(limit_s)}"
+    lines = said.splitlines() or [f"ssh ended with code {code}" if code else "it has no state of this job"]
+    for job in jobs.values():
+        if not job.has_state and not job.problem:
+            job.problem = f"{job.where['host']} cannot be asked: {lines[-1]}"
+            job.fix = f"{login} true"
 
 
 # ---------------------------------------------------------------------- order

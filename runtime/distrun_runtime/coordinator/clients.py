@@ -1,6 +1,6 @@
 """The clients of a job's coordinator: what waits for each of them, and the control socket by which they come.
 
-`contract.lasting` says where the socket is. Only this user and root are let in, by what the kernel says of the other
+`contract.private` says where the socket is. Only this user and root are let in, by what the kernel says of the other
 end. The socket of a coordinator that died is replaced by the next job of that id, and removed by any later coordinator.
 The socket of one that lives never is.
 """
@@ -17,7 +17,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Callable, Deque, List, Optional, Tuple
 
-from distrun_runtime.contract import control, lasting, session
+from distrun_runtime.contract import control, private, session
 from distrun_runtime.contract.dataclass import dataclass
 
 if TYPE_CHECKING:
@@ -216,11 +216,11 @@ class ControlSocket:
     """
 
     def __init__(self, job: str, folder: str = "") -> None:
-        self._folder = folder or lasting.own(lasting.root())
-        lasting.make_private(self._folder)
+        self._folder = folder or private.own(private.lasting_root())
+        private.make_lasting(self._folder)
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with lasting.locked(self._folder):  # until it listens, it looks like that of a dead one
+            with private.locked(self._folder):  # until it listens, it looks like that of a dead one
                 _remove_stale(self._folder)
                 self.path = self._bind(job)
                 os.chmod(self.path, 0o600)
@@ -235,14 +235,14 @@ class ControlSocket:
     def _bind(self, job: str) -> str:
         """Bind to a name of this job; another job of that id, of another store, may live."""
         for name in (job, f"{job}.{os.getpid()}"):
-            path = lasting.socket_path(name, self._folder)
+            path = private.socket_path(name, self._folder)
             try:
                 self.socket.bind(path)
                 return path
             except OSError as err:
                 if err.errno != errno.EADDRINUSE:
                     raise
-            if not lasting.is_live(path):
+            if not private.is_live(path):
                 os.unlink(path)
                 self.socket.bind(path)
                 return path
@@ -289,6 +289,6 @@ def peer_uid(connection: socket.socket) -> int:
 def _remove_stale(folder: str) -> None:
     """Remove sockets of dead coordinators, so that they do not pile up."""
     with contextlib.suppress(OSError):
-        names = sorted(name for name in os.listdir(folder) if name.endswith(lasting.SOCKET_SUFFIX))
+        names = sorted(name for name in os.listdir(folder) if name.endswith(private.SOCKET_SUFFIX))
         for name in names[:STALE_LIMIT]:
-            lasting.unlink_dead(os.path.join(folder, name))
+            private.unlink_dead(os.path.join(folder, name))

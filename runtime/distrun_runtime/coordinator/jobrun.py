@@ -221,12 +221,12 @@ class JobRun:
         self._saved = float("-inf")
         self._is_dirty = False
         self._folder_warned = False
-        shares = plans.Shares(plan)
+        share_of = plans.shares(plan)
         self._loop = loop.HostLoop(
             self,
             channels,
             encoders={
-                messages.Begin: lambda action: messages.begin(shares.of(action.host), secrets, action.host),
+                messages.Begin: lambda action: messages.begin(share_of(action.host), secrets, action.host),
                 messages.SendRuntime: lambda action: messages.runtime(plan.runtime.digest, self._archive),
             },
             ping_s=self._ping_s,

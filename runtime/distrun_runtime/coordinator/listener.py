@@ -22,9 +22,9 @@ from types import MappingProxyType
 from typing import Callable, Dict, FrozenSet, Iterable, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 from distrun_runtime.contract import enrolment
+from distrun_runtime.contract.address import ports_to_try
 from distrun_runtime.contract.enrolment import AGENT, CLAIM, COORDINATOR, REDIAL, Claim, Talk
 from distrun_runtime.contract.facts import duration
-from distrun_runtime.contract.ports import ports_to_try
 from distrun_runtime.coordinator.channel import Put, SessionChannel, SocketConnection
 from distrun_runtime.coordinator.messages import AgentLost, PlaceClaimedTwice, StartFailed, Warned
 from distrun_runtime.errors import ContractError, WireError

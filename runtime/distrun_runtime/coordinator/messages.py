@@ -657,15 +657,14 @@ def to_event(host: str, frame: session.Frame, arrived: float) -> Event:
     return event
 
 
-def begin(plan: Plan, secrets: Secrets, place: str) -> session.Frame:
-    """Return the frame that gives the agent of `place` its share: its own tasks, and only their secrets."""
-    share = plan.share(place)
+def begin(share: Plan, secrets: Secrets, place: str) -> session.Frame:
+    """Return the frame that gives the agent of `place` its share (`plan.shares`), and only the secrets of its tasks."""
     names = {name for task in share.tasks for name in task.secret_env}
     return session.Frame(
         {
             "type": "begin",
             "version": session.VERSION,
-            "host": plan.host_of(place).name,
+            "host": share.host_of(place).name,
             "place": place,
             "plan": plans.to_json(share),
             "token": secrets.token,

@@ -21,7 +21,7 @@ import pytest
 from distrun_cli import wait_until
 
 from distrun_runtime.contract import control as frames
-from distrun_runtime.contract import lasting, session
+from distrun_runtime.contract import private, session
 from distrun_runtime.coordinator import clients, messages, service
 from distrun_runtime.coordinator.clients import ControlSocket
 from distrun_runtime.coordinator.service import Service
@@ -208,8 +208,8 @@ def link(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (link, "is not a directory; remove it"),
-        (lambda path: path.write_text(""), "is not a directory; remove it"),
+        (link, "is not a folder"),
+        (lambda path: path.write_text(""), "is not a folder"),
         (lambda path: path.mkdir(mode=0o755), "has mode 0755; fix: chmod 700"),
         pytest.param(
             lambda path: (path.mkdir(mode=0o700), os.chown(path, 4711, 4711)),
@@ -242,16 +242,16 @@ def test_the_socket_of_a_dead_coordinator_is_replaced_and_those_of_others_are_re
     Path(folder, "kept").touch()
     listener = ControlSocket("mine", folder)
     assert sorted(os.listdir(folder)) == ["kept", "mine.s"]
-    assert lasting.is_live(listener.path)
+    assert private.is_live(listener.path)
     listener.close()
 
 
 def test_the_socket_of_a_living_coordinator_is_never_replaced(folder: str) -> None:
     first, second = ControlSocket("same", folder), ControlSocket("same", folder)
     assert first.path != second.path
-    assert lasting.is_live(first.path)
+    assert private.is_live(first.path)
     second.close()
-    assert lasting.is_live(first.path)
+    assert private.is_live(first.path)
     first.close()
 
 
@@ -269,14 +269,14 @@ def test_a_folder_that_another_user_made_first_keeps_nobody_from_a_socket(monkey
         taken = Path(shared, "distrun-0")
         taken.mkdir(mode=0o700)
         os.chown(taken, 4711, 4711)
-        monkeypatch.setattr(lasting, "root", lambda: str(taken))
+        monkeypatch.setattr(private, "lasting_root", lambda: str(taken))
         first, second = ControlSocket("j"), ControlSocket("k")
         folder = os.path.dirname(first.path)
         assert folder == os.path.dirname(second.path)
         assert folder.startswith(f"{taken}-")
         first.socket.close()
-        lasting.remove_dead(first.path)
-        lasting.remove_dead(second.path)
+        private.remove_dead(first.path)
+        private.remove_dead(second.path)
         assert os.listdir(folder) == ["k.s"]
         second.close()
 
