@@ -95,6 +95,16 @@ def read(kind: Callable[..., _T], frame: session.Frame, **given: Any) -> _T:
         raise ValueError(f"expected the members {names}, found {what[:200]}") from None
 
 
+def declared_in(table: Dict[str, Type[Any]], kind: str) -> Callable[[Type[_T]], Type[_T]]:
+    """Return a decorator that enters a class into a table by the type of frame that it is."""
+
+    def declare(message: Type[_T]) -> Type[_T]:
+        table[kind] = message
+        return message
+
+    return declare
+
+
 @functools.lru_cache(maxsize=None)
 def _declared(kind: Callable[..., Any]) -> List[Tuple[str, str, Optional[type]]]:
     """Return the name of each member of a class, its type, and the same if JSON has it."""
@@ -299,14 +309,7 @@ class Conversation:
 
 TO_CLIENT: Dict[str, Type[Any]] = {}
 """By type of frame. `docs/protocol.md` says what the members mean."""
-
-
-def _to_client(kind: str) -> Callable[[Type[_T]], Type[_T]]:
-    def declare(message: Type[_T]) -> Type[_T]:
-        TO_CLIENT[kind] = message
-        return message
-
-    return declare
+_to_client = functools.partial(declared_in, TO_CLIENT)
 
 
 @_to_client("hello")

@@ -288,12 +288,7 @@ def peer_uid(connection: socket.socket) -> int:
 
 def _remove_stale(folder: str) -> None:
     """Remove sockets of dead coordinators, so that they do not pile up."""
-    for name in _names(folder)[:STALE_LIMIT]:
-        private.unlink_dead(os.path.join(folder, name))
-
-
-def _names(folder: str) -> List[str]:
-    try:
-        return sorted(name for name in os.listdir(folder) if name.endswith(private.SOCKET_SUFFIX))
-    except OSError:
-        return []
+    with contextlib.suppress(OSError):
+        names = sorted(name for name in os.listdir(folder) if name.endswith(private.SOCKET_SUFFIX))
+        for name in names[:STALE_LIMIT]:
+            private.unlink_dead(os.path.join(folder, name))

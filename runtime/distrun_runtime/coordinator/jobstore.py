@@ -63,8 +63,6 @@ def new_id(taken: Callable[[str], bool], name: str = "", chance: Optional[random
     raise JobStoreError("no free job id of the form %s-xxx; choose another --name" % (stem or "word-word"))
 
 
-__all__ = ["JobFolder", "JobStore", "default_root"]
-
 _SHOWN = 5
 
 

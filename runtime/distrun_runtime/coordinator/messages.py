@@ -14,6 +14,7 @@ a frame to an agent has its TYPE. `docs/protocol.md` says what the members mean.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import field
 from typing import (
     Any,
@@ -27,7 +28,6 @@ from typing import (
     Sequence,
     Tuple,
     Type,
-    TypeVar,
     Union,
 )
 
@@ -52,15 +52,7 @@ Event = HasMembers
 
 FROM_AGENT: Dict[str, Type[Any]] = {}
 """Events by the types of the frames that they are."""
-_T = TypeVar("_T")
-
-
-def _from_agent(kind: str) -> Callable[[Type[_T]], Type[_T]]:
-    def declare(event: Type[_T]) -> Type[_T]:
-        FROM_AGENT[kind] = event
-        return event
-
-    return declare
+_from_agent = functools.partial(control.declared_in, FROM_AGENT)
 
 
 @_from_agent("hello")
@@ -450,7 +442,6 @@ class Shown(NamedTuple):
 DEBUG = "debug"
 INFO = "info"
 WARNING = "warning"
-ERROR = "error"
 
 Steps = Tuple[Tuple[str, float], ...]
 """The stop sequence of tasks: pairs of a signal's name and the seconds until the next one; the last is ("KILL", 0)."""
@@ -580,7 +571,7 @@ class Show(NamedTuple):
 
 
 class Announce(NamedTuple):
-    """Tell the user. `level` is debug, info, warning or error."""
+    """Tell the user. `level` is debug, info or warning."""
 
     text: str
     level: str = INFO

@@ -295,7 +295,9 @@ class Service:
                 is_listening = True
                 self._selector.register(self._listener.socket, selectors.EVENT_READ, self._listener)
             if self._listener is not None and is_closing:
-                self._stop_listening()
+                self._selector.unregister(self._listener.socket)
+                self._listener.close()
+                self._listener = None
             self._send_all()
             self._drop_late(time.monotonic())
             if is_closing and not self._clients:
@@ -343,13 +345,6 @@ class Service:
             if len(self._clients) - (self._launcher is not None) > CLIENTS:
                 text = f"the job has {CLIENTS} clients already"
                 self._refuse(client, control.Refusal(text, "end one of them, such as a distrun attach", is_last=True))
-
-    def _stop_listening(self) -> None:
-        assert self._listener is not None
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(self._listener.socket)
-        self._listener.close()
-        self._listener = None
 
     def _attend(self, client: Client, mask: int) -> None:
         """Take what a client sent, and note that it takes more."""
@@ -584,7 +579,8 @@ class Service:
                 if piece is None:
                     client.is_last = client.is_last or is_closing
                     return b""
-                return piece.data if not piece.task else _output(piece)
+                place = piece.task, piece.host, piece.stream, piece.at, piece.length
+                return control.encode(control.Chunk(*place, piece.data)) if piece.task else piece.data
             if client.replies:
                 return client.replies.popleft()
             if client.is_last:
@@ -655,10 +651,6 @@ class Service:
 def _take_limit_s(client: Client) -> float:
     """Return how long a client may take nothing of what it gets last."""
     return END_S if client.is_launcher else OTHERS_END_S
-
-
-def _output(piece: OutputPiece) -> bytes:
-    return control.encode(control.Chunk(piece.task, piece.host, piece.stream, piece.at, piece.length, piece.data))
 
 
 def raise_signal(name: str) -> None:

@@ -58,13 +58,6 @@ def optional(kind: MemberType) -> MemberType:
     return MemberType(kind.words + " or null", lambda value: value is None or kind.fits(value))
 
 
-def several(kind: MemberType) -> MemberType:
-    """Return the kind of a list of such members."""
-    return MemberType(
-        f"a list, each {kind.words}", lambda value: isinstance(value, list) and all(map(kind.fits, value))
-    )
-
-
 def one_of(*words: str) -> MemberType:
     """Return the kind of a word among `words`."""
     return MemberType(f"one of {', '.join(words)}", lambda value: isinstance(value, str) and value in words)
@@ -75,7 +68,7 @@ COUNT = MemberType("a whole number", lambda value: isinstance(value, int) and _i
 NUMBER = MemberType("a number", _is_number)
 TIME = MemberType("a time (RFC 3339)", _is_time)
 FLAG = MemberType("true or false", lambda value: isinstance(value, bool))
-TEXTS = several(TEXT)
+TEXTS = MemberType("a list, each a text", lambda value: isinstance(value, list) and all(map(_is_text, value)))
 PAIRS = MemberType(
     "an object of texts",
     lambda value: isinstance(value, dict) and all(_is_text(each) for pair in value.items() for each in pair),

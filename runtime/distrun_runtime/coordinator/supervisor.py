@@ -418,7 +418,7 @@ class Supervisor:
         all_answered, until = self.roster.all_answered, self._unusable.until
         if until is not None:
             if all_answered or self._now >= until:
-                self._end_for_unusable()
+                self._fail(self._unusable.cause(self.roster.unanswered))
             elif self._now >= until - ANSWERS_S + REMARK_S and not self._has_remarked:
                 self._has_remarked = True
                 short = self._unusable.cause().short
@@ -451,10 +451,6 @@ class Supervisor:
         self.phase = DRAINING if self._ends_when_ready else STARTING
         if self._ends_when_ready:
             self._stop.linger(self._now, 0.0)
-
-    def _end_for_unusable(self) -> None:
-        """End the job because of the hosts that cannot be used."""
-        self._fail(self._unusable.cause(self.roster.unanswered))
 
     def _on_prepare_failed(self, event: messages.PrepareFailed) -> None:
         # Only what came before the end, if something else has ended the job: a copy that was cancelled fails too.
@@ -746,7 +742,7 @@ class Supervisor:
         elif starting >= limits.start_s and self._unusable.is_clean:
             self._fail(failures.start_too_slow(limits.start_s, self.roster.missing(), event.time))
         elif starting >= limits.start_s:
-            self._end_for_unusable()
+            self._fail(self._unusable.cause(self.roster.unanswered))
         elif self._now >= self._comment_at:
             self._comment_at = self._now + 2 * COMMENT_S
             self._say(f"waiting for {self.roster.missing()} ({duration(round(starting))})")
