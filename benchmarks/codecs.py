@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from distrun_runtime.arrays import kernels
+from distrun_runtime.arrays import compiled
 from distrun_runtime.ops.compression import CODECS
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import How
@@ -58,12 +58,12 @@ def timed(way: Way) -> float:
 @contextmanager
 def without_loops() -> Iterator[None]:
     """Let numpy do all the work."""
-    compiled = dict(kernels._compiled)
-    kernels._compiled.clear()
+    before = dict(compiled._compiled)
+    compiled._compiled.clear()
     try:
         yield
     finally:
-        kernels._compiled.update(compiled)
+        compiled._compiled.update(before)
 
 
 def by_numpy(way: Way) -> Way:
@@ -122,7 +122,7 @@ def codec_ways(size: int) -> dict[tuple[str, str, str], Way]:
             "decode and add": lambda decode=decode: decode(True),
         }.items():
             ways[name, what, "numpy"] = by_numpy(way)
-            if kernels.is_installed():
+            if compiled.is_installed():
                 ways[name, what, "compiled"] = way
     return ways
 
@@ -180,7 +180,7 @@ def key_ways() -> dict[tuple[str, str], Way]:
             compressor.encode_all(portion, records, given)
 
         ways[name, "numpy"] = by_numpy(encode)
-        if kernels.is_installed():
+        if compiled.is_installed():
             ways[name, "compiled"] = encode
     return ways
 
@@ -204,7 +204,7 @@ def systems(before: str) -> dict[str, dict[str, str]]:
     if before:
         found["before"] = {"PYTHONPATH": os.pathsep.join([before, str(Path(before) / "runtime")])}
     found["numpy"] = {"NUMBA_DISABLE_JIT": "1"}
-    if kernels.is_installed():
+    if compiled.is_installed():
         found["compiled"] = {}
     return found
 

@@ -74,8 +74,6 @@ class Folder:
         """Return where a log is."""
         return self.path
 
-    log_stamp = log_path
-
 
 def feed(stream: socket.socket, tasks: int, hosts: int) -> None:
     """Send frames until the other side has gone."""
@@ -102,7 +100,7 @@ def show(stream: socket.socket, tasks: int, hosts: int) -> None:
     with Signals() as signals, Terminal() as terminal:
         source = FrameSource(folder, lambda found: connection)
         source.start(connection)
-        Dashboard(folder.id, source, terminal, signals, folder).run()
+        Dashboard(folder, source, terminal, signals).run()
 
 
 def seconds_of(pid: int) -> float:

@@ -48,10 +48,11 @@ from gpu_results import CUT, DONE, FAILED, GOALS, Part, Results, Row
 from round import reports_of, slowest
 
 from distrun_runtime import kvstore
-from distrun_runtime.arrays import find, programs
+from distrun_runtime.arrays import device as devices
+from distrun_runtime.arrays import gpu_programs
 from distrun_runtime.arrays.cuda import Argument, Read, Update, Write
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
-from distrun_runtime.arrays.programs import Access
+from distrun_runtime.arrays.gpu_programs import Access
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import fuse, optimizers
 
@@ -573,7 +574,7 @@ def lists_beside_torch(card: Card, plan: Plan) -> Row:
 
 def codecs(card: Card, plan: Plan) -> Iterator[Row]:
     """Kernels of the codecs."""
-    program, n = programs.codecs(), plan.elements
+    program, n = gpu_programs.codecs(), plan.elements
     for kind, part, numbers in (
         ("two_bit", -(-n // 16) * 4, {"encode": ["quantum"], "decode": ["quantum"]}),
         ("one_bit", -(-n // 32) * 4, {"encode": ["threshold", "step", "inclusive"], "decode": ["step"]}),
@@ -615,7 +616,7 @@ class Coded:
             added = Update if name == "decode_adding" else Write
             arguments = [Read(payload.pointer, payload.nbytes), *scalars, added(out.pointer, out.nbytes)]
             reads, writes = [payload], [out]
-        self._device.launch(programs.codecs(), kernel, arguments, n, reads=reads, writes=writes)
+        self._device.launch(gpu_programs.codecs(), kernel, arguments, n, reads=reads, writes=writes)
 
 
 def launch_one_of(sets: Sequence[Coded], kernel: str, name: str, scalars: Sequence[Any], turn: int) -> None:
@@ -923,7 +924,7 @@ def open_card(section: str = "") -> Card:
     Raises:
         KVError: cupy, a driver or a GPU is missing; says what to do.
     """
-    device = find.gpu(0)
+    device = devices.gpu(0)
     has_torch = section in WITH_TORCH and importlib.util.find_spec("torch") is not None
     return Card(device, importlib.import_module("cupy"), importlib.import_module("torch") if has_torch else None)
 

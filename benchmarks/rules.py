@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parent / "peers"))  # behind this f
 
 import shapes
 
-from distrun_runtime.arrays.cpu import CpuDevice
+from distrun_runtime.arrays.device import CpuDevice
 from distrun_runtime.ops import optimizers, update
 
 WORKERS = 2

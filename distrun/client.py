@@ -15,16 +15,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from distrun.errors import DistrunError, UsageError
 from distrun_runtime.contract import control, facts, private, process, session
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.coordinator import failures, jobfolder
+from distrun_runtime.coordinator.clients import OutputPiece
 from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
-from distrun_runtime.coordinator.output import OutputPiece
 from distrun_runtime.errors import JobStoreError, RuntimeFault, WireError
 
 if TYPE_CHECKING:
@@ -107,26 +107,17 @@ class ControlConnection:
             TimeoutError: none came within `limit_s`.
         """
         while not self._frames:
+            self._socket.settimeout(limit_s)
             try:
-                data = self._read(limit_s)
-            except ConnectionError:
-                return None
-            if not data:
-                return None
-            try:
+                data = self._socket.recv(READ_SIZE)
+                if not data:
+                    return None
                 self._frames += self._decoder.feed(data)
-            except WireError:
+            except (ConnectionError, WireError):
                 return None
+            finally:
+                self._socket.settimeout(None)
         return self._frames.popleft()
-
-    def _read(self, limit_s: float | None) -> bytes:
-        if limit_s is None:
-            return self._socket.recv(READ_SIZE)
-        self._socket.settimeout(limit_s)
-        try:
-            return self._socket.recv(READ_SIZE)
-        finally:
-            self._socket.settimeout(None)
 
     def frames(
         self, limit_s: float | None = None, is_watched: Callable[[], bool] = lambda: True
@@ -251,11 +242,29 @@ class _Dropped(Exception):
 def _greeted(
     connection: ControlConnection, folder: JobFolder, where: Mapping[str, Any], any_version: bool
 ) -> ControlConnection:
+    """Exchange hellos, and return the connection.
+
+    Raises:
+        CoordinatorLost: there is no answer, or it is another job's coordinator.
+        _Dropped: the host of the coordinator may take the next connection.
+    """
     try:
         with reading():
-            _greet(connection, folder, where)
+            connection.send_bytes(control.client_hello())
+            limit_s = ANSWER_S if connection._relay is None else CONNECT_S
+            try:
+                frame = connection.receive(limit_s)
+            except TimeoutError:
+                raise unanswering(folder, limit_s) from None
+            if frame is None:
+                raise _unanswered(connection, folder, where)
+            if frame.type == "refused":
+                raise UsageError(f"job {folder.id}: {frame.header['message']}", frame.header["hint"])
+            if frame.type != "hello" or frame.header.get("job") != folder.id:
+                raise gone(folder, "is gone, and another job has its socket")
+            connection.hello = frame.header
             if not any_version:
-                check_version(connection.hello["version"], folder)
+                check_version(frame.header["version"], folder)
     except BaseException:
         connection.close()
         raise
@@ -322,39 +331,20 @@ def _there(folder: JobFolder, where: Mapping[str, Any], may_ask: bool) -> Contro
     return ControlConnection(relay.socket, relay)
 
 
-def _greet(connection: ControlConnection, folder: JobFolder, where: Mapping[str, Any]) -> None:
-    """Exchange hellos.
-
-    Raises:
-        CoordinatorLost: there is no answer, or it is another job's coordinator.
-        _Dropped: the host of the coordinator may take the next connection.
-    """
-    connection.send_bytes(control.client_hello())
-    limit_s = ANSWER_S if connection._relay is None else CONNECT_S
-    try:
-        frame = connection.receive(limit_s)
-    except TimeoutError:
-        raise unanswering(folder, limit_s) from None
-    if frame is None:
-        raise _unanswered(connection, folder, where)
-    if frame.type == "refused":
-        raise UsageError(f"job {folder.id}: {frame.header['message']}", frame.header["hint"])
-    if frame.type != "hello" or frame.header.get("job") != folder.id:
-        raise gone(folder, "is gone, and another job has its socket")
-    connection.hello = frame.header
-
-
 def _unanswered(connection: ControlConnection, folder: JobFolder, where: Mapping[str, Any]) -> Exception:
     if connection._relay is None:
         return gone(folder)
     from distrun import remote_jobs
+    from distrun.ssh.resolve import NO_LISTENER
 
     code = connection._relay.ended(RELAY_END_S)
     if remote_jobs.is_dropped(code, connection._relay.said):
         return _Dropped()
+    if code == NO_LISTENER:
+        return gone(folder)
     said = bool(connection._relay.said)
     connection._relay.show()
-    if code in (remote_jobs.NO_LISTENER, None):
+    if code is None:
         return gone(folder)
     return CoordinatorLost(
         f"job {folder.id}: its coordinator is on {where['host']}, which cannot be reached by ssh "
@@ -429,7 +419,7 @@ class Follower:
     Arguments:
         terminal: prints.
         has_output: the tasks' output is shown.
-        on_event: called for each event (a line of events.jsonl), in the thread that reads.
+        on_state: called with each state of the job that is told, in the thread that reads.
     """
 
     def __init__(
@@ -438,18 +428,19 @@ class Follower:
         terminal: FollowerOutput,
         *,
         has_output: bool = True,
-        on_event: Callable[[Mapping[str, Any]], None] = lambda event: None,
+        on_state: Callable[[str], object] = lambda state: None,
     ) -> None:
         self.connection = connection
         self.cursor: int | None = None
         """Where the output that was shown ends."""
         self.outcome: Outcome | None = None
-        self.failure: Mapping[str, Any] | None = None
+        self.failure: control.CoordinatorFailed | None = None
         self.detached: Detached | None = None
         self._terminal = terminal
         self._has_output = has_output
-        self._on_event = on_event
-        self._questions: dict[int, _Question] = {}
+        self._on_state = on_state
+        self._questions: dict[int, Callable[[], None]] = {}
+        """What withdraws each question, by its number."""
 
     def run(self, limit_s: float | None = None, is_watched: Callable[[], bool] = lambda: True) -> None:
         """Show what comes until the connection ends. The arguments are those of `ControlConnection.frames`.
@@ -462,95 +453,84 @@ class Follower:
                 with reading():
                     self._take(frame)
         finally:
-            for question in self._questions.values():
-                question.withdraw()
+            for withdraw in self._questions.values():
+                withdraw()
 
     def _take(self, frame: session.Frame) -> None:
-        handler = self._HANDLERS.get(frame.type)
-        if handler is not None:
-            handler(self, **frame.header, **({"body": frame.body} if frame.body else {}))
+        kind = control.TO_CLIENT.get(frame.type)
+        match control.read(kind, frame) if kind is not None else None:
+            case control.Chunk() as told:
+                self.cursor = self.cursor if told.cursor is None else told.cursor
+                if self._has_output:
+                    stream = told.stream if told.stream in ("out", "err") else "out"
+                    self._terminal.show(OutputPiece(told.data, told.task, told.host, stream, told.at, told.length))
+            case control.Said(text, level, sync):
+                if sync is None:
+                    self._terminal.say(text, level)
+                else:
+                    self._terminal.follow("sync", {"text": text, "level": level, "sync": sync._asdict()})
+            case control.JobEvent(event):
+                self._terminal.follow("event", event)
+                if event["event"] == "state":
+                    self._on_state(event["state"])
+            case control.JobNumbers(metrics):
+                self._terminal.follow("metrics", metrics)
+            case control.OutputGap(length, cursor):
+                self.cursor = cursor
+                self._terminal.say(f"{length} bytes of output are not in the logs any more", "warning")
+            case control.JobState(state, missed):
+                if missed:
+                    self._terminal.say(f"{missed} messages were left out: this terminal was too slow", "warning")
+                self._terminal.follow("state", state)
+                self._on_state(state["state"])
+            case control.Prompt(number, text, limit_s):
+                self._questions[number] = self._ask(number, text, limit_s)
+            case control.PromptWithdrawn(number):
+                self._questions[number]()
+            case control.JobEnded(outcome):
+                self.outcome = failures.from_json(outcome)
+            case control.CoordinatorFailed() as failed:
+                self.failure = failed
+            case control.LauncherReleased(cursor):
+                self.detached = Detached(cursor)
+            case control.RequestRefused(message):
+                self._terminal.say(message, "warning")
 
-    # Handlers of frames: their arguments are the frame's members.
+    def _ask(self, number: int, text: str, limit_s: float) -> Callable[[], None]:
+        """Ask a question on the terminal in a thread of its own; return what withdraws it."""
+        from distrun.ssh.ask import Abort, Aborted
 
-    def _take_output(self, cursor: int | None = None, body: bytes = b"", **of: Any) -> None:
-        self.cursor = self.cursor if cursor is None else cursor
-        if self._has_output:
-            stream = of["stream"] if of["stream"] in ("out", "err") else "out"
-            self._terminal.show(OutputPiece(body, of["task"], of["host"], stream, of["at"], of["length"]))
+        abort = Abort()
 
-    def _take_said(self, **told: Any) -> None:
-        said(told, self._terminal)
+        def run() -> None:
+            from distrun.ssh.ask import TERMINAL, read_secret
 
-    def _take_event(self, event: Mapping[str, Any], **_: Any) -> None:
-        self._terminal.follow("event", event)
-        self._on_event(event)
+            self._terminal.hold()
+            try:
+                with contextlib.suppress(Aborted):
+                    typed = read_secret(TERMINAL, text, limit_s, abort.check)
+                    body = b"" if typed is None else typed.encode("utf-8", "replace")
+                    self.connection.send("answer", body, id=number, given=typed is not None)
+            finally:
+                self._terminal.release()
 
-    def _take_metrics(self, metrics: Mapping[str, Any], **_: Any) -> None:
-        self._terminal.follow("metrics", metrics)
+        def withdraw() -> None:
+            """Ask no more, and give the terminal its settings back."""
+            abort.now()
+            thread.join()
 
-    def _take_gap(self, length: int, cursor: int, **_: Any) -> None:
-        self.cursor = cursor
-        self._terminal.say(f"{length} bytes of output are not in the logs any more", "warning")
-
-    def _take_state(self, state: Mapping[str, Any], missed: int = 0, **_: Any) -> None:
-        if missed:
-            self._terminal.say(f"{missed} messages were left out: this terminal was too slow", "warning")
-        self._terminal.follow("state", state)
-
-    def _take_prompt(self, id: int, text: str, limit_s: float, **_: Any) -> None:
-        def answer(typed: str | None) -> None:
-            body = b"" if typed is None else typed.encode("utf-8", "replace")
-            self.connection.send("answer", body, id=id, given=typed is not None)
-
-        self._questions[id] = _Question(text, limit_s, answer, self._terminal)
-
-    def _take_withdrawn(self, id: int, **_: Any) -> None:
-        self._questions[id].withdraw()
-
-    def _take_outcome(self, outcome: Mapping[str, Any], **_: Any) -> None:
-        self.outcome = failures.from_json(outcome)
-
-    def _take_failed(self, **told: Any) -> None:
-        self.failure = told
-
-    def _take_detached(self, cursor: int | None, **_: Any) -> None:
-        self.detached = Detached(cursor)
-
-    def _take_refused(self, message: str, **_: Any) -> None:
-        self._terminal.say(message, "warning")
-
-    _HANDLERS: ClassVar[Mapping[str, Callable[..., None]]] = {
-        "output": _take_output,
-        "said": _take_said,
-        "event": _take_event,
-        "metrics": _take_metrics,
-        "gap": _take_gap,
-        "state": _take_state,
-        "prompt": _take_prompt,
-        "withdrawn": _take_withdrawn,
-        "outcome": _take_outcome,
-        "failed": _take_failed,
-        "detached": _take_detached,
-        "refused": _take_refused,
-    }
+        thread = threading.Thread(target=run, name="question", daemon=True)
+        thread.start()
+        return withdraw
 
 
-def said(told: Mapping[str, Any], terminal: FollowerOutput) -> None:
-    """Show a message of distrun's own, from a `said` frame."""
-    if "sync" in told:
-        terminal.follow("sync", told)
-    else:
-        terminal.say(told["text"], told["level"])
-
-
-def raised(told: Mapping[str, Any], terminal: FollowerOutput, verbosity: int) -> BaseException:
-    """Return the error that a coordinator's `failed` frame tells of. With verbosity 2 its traceback is said."""
-    with reading():
-        if verbosity >= 2:
-            terminal.say(told["trace"].rstrip("\n"), "error")
-        if told["kind"] == KeyboardInterrupt.__name__:
-            return KeyboardInterrupt()
-        return CoordinatorError(told["message"], told["hint"], int(told["exit_code"]))
+def raised(told: control.CoordinatorFailed, say: Callable[[str, str], None], verbosity: int = 0) -> BaseException:
+    """Return the error that a coordinator tells of. With verbosity 2 its traceback is said."""
+    if verbosity >= 2:
+        say(told.trace.rstrip("\n"), "error")
+    if told.kind == KeyboardInterrupt.__name__:
+        return KeyboardInterrupt()
+    return CoordinatorError(told.message, told.hint, told.exit_code)
 
 
 def recorded(folder: JobFolder) -> Outcome | None:
@@ -559,36 +539,3 @@ def recorded(folder: JobFolder) -> Outcome | None:
     if found is None:
         return None
     return Outcome(found["exit_code"], found["reason"], found["message"], job=folder.id)
-
-
-class _Question:
-    """A question on the terminal, asked in a thread of its own until it is answered or withdrawn."""
-
-    def __init__(
-        self, prompt: str, limit_s: float, answer: Callable[[str | None], None], terminal: FollowerOutput
-    ) -> None:
-        from distrun.ssh.abort import Abort
-
-        self._prompt = prompt
-        self._limit_s = limit_s
-        self._answer = answer
-        self._terminal = terminal
-        self._abort = Abort()
-        self._thread = threading.Thread(target=self._run, name="question", daemon=True)
-        self._thread.start()
-
-    def withdraw(self) -> None:
-        """Ask no more, and give the terminal its settings back."""
-        self._abort.now()
-        self._thread.join()
-
-    def _run(self) -> None:
-        from distrun.ssh.abort import Aborted
-        from distrun.ssh.login import TERMINAL, read_secret
-
-        self._terminal.hold()
-        try:
-            with contextlib.suppress(Aborted):
-                self._answer(read_secret(TERMINAL, self._prompt, self._limit_s, self._abort.check))
-        finally:
-            self._terminal.release()

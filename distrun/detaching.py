@@ -26,7 +26,7 @@ from distrun_runtime.coordinator.hosted import HostedRequest, dial_s
 if TYPE_CHECKING:
     from distrun.planning import PlannedJob
     from distrun_runtime.coordinator.jobfolder import JobFolder
-    from distrun_runtime.coordinator.output import Sink
+    from distrun_runtime.coordinator.service import Service
 
 READY_S = 30.0
 """How long the coordinator may take to listen."""
@@ -36,7 +36,7 @@ SECRET = "DISTRUN_ENROLMENT"
 """Variable by which a bootstrap gets the enrolment secret; it is removed before anything else runs."""
 
 
-def place(job: PlannedJob, folder: JobFolder, sink: Sink) -> Outcome:
+def place(job: PlannedJob, folder: JobFolder, sink: Service) -> Outcome:
     """Start the coordinator and the agents of a job whose hosts are ready; the folder then says where it is.
 
     Returns:
@@ -69,12 +69,11 @@ def _start_coordinator(
         plan=job.plan,
         secrets=job.secrets,
         enrolment=secret,
-        pem=bootstrap.make(job.plan.job).pem,
+        pem=bootstrap.certificate(job.plan.job),
         addresses=request.coordinator_addresses,
         port_range=request.port_range,
         request=request.to_json(),
         allocation=job.allocation.to_json(),
-        verbosity=0,
         login=login,
         folder=str(folder.path),
         program=shipping.dialed(),
@@ -94,16 +93,10 @@ def _start_agents(job: PlannedJob, secret: str, told: Mapping[str, Any]) -> list
     """Start the agents' bootstraps; return what went wrong. The coordinator notices who does not dial."""
     plan = job.plan
 
+    start = bootstrap.Bootstrap(plan.job, told["pin"], told["dial"], dial_s(plan))
+
     def args(host: str) -> Mapping[str, Any]:
-        argv = bootstrap.command(
-            PYTHON,
-            pin=told["pin"],
-            job=plan.job,
-            place=host,
-            secret=f"env:{SECRET}",
-            limit_s=dial_s(plan),
-            addresses=told["dial"],
-        )
+        argv = start.command(PYTHON, host, f"env:{SECRET}")
         return _args(argv, b"", {**process.marks(plan.job, plan.nonce, host, host), SECRET: secret}, 0.0)
 
     with Fleet(job.backend, plan.hosts) as fleet:

@@ -43,11 +43,6 @@ def short_size(count: float | None) -> str:
     return "" if count is None else _scaled(count, 1024, _SHORT)
 
 
-def rate(per_s: float | None) -> str:
-    """Return bytes a second: `3.4 MiB/s`."""
-    return "" if per_s is None else f"{size(per_s)}/s"
-
-
 def used(part: float | None, whole: float | None) -> str:
     """Return used and total bytes: `3.4 of 16.0 GiB`; without a total, the same as `size`."""
     if part is None or not whole:

@@ -1,5 +1,6 @@
 """The user's jobs, on this machine or on hosts: how they stand, what they print, and their end.
 
+    job = Jobs().launch(JobRequest(command=("python", "train.py"), workers=2, servers=2, cwd=os.getcwd()))
     for job in Jobs().list():
         print(job.id, job.state)
     job = Jobs().get("calm-otter")
@@ -24,10 +25,7 @@ import dataclasses
 import os
 import selectors
 import shlex
-import signal
 import socket
-import subprocess
-import tempfile
 import threading
 import time
 import warnings
@@ -46,6 +44,7 @@ from distrun_runtime.errors import JobStoreError, WireError
 if TYPE_CHECKING:
     from distrun.client import ControlConnection
     from distrun.killing import Killed
+    from distrun.request import JobRequest
     from distrun_runtime.contract import session
     from distrun_runtime.coordinator.logreader import LogPiece, LogReader
 
@@ -57,8 +56,6 @@ METRICS_S = 0.5
 """How long its host waits for the metrics of a coordinator elsewhere. It may have none."""
 EVENTS_SIZE = 16 * 1024
 """Bytes from the end of events.jsonl that are read."""
-FETCH_S = 2.0
-"""Seen on a loaded machine: the connection ends, and the job's end can be fetched only after about so long."""
 END_S = 0.2
 """How long the end of an ssh program is waited for that has closed its output."""
 STACK = ("task", "text", "how", "error", "fix")
@@ -72,6 +69,10 @@ MOST = 100
 
 
 # ---------------------------------------------------------------------- jobs
+
+
+class JobOver(UsageError):
+    """What is asked of a coordinator comes too late: the job is over."""
 
 
 def _warn(text: str, level: str) -> None:
@@ -91,6 +92,27 @@ class Jobs:
     def __init__(self, store: JobStore | None = None, say: Callable[[str, str], None] = _warn) -> None:
         self.store = store or JobStore()
         self.say = say
+
+    def launch(self, request: JobRequest) -> Job:
+        """Launch a job, and return it when its coordinator has it; its tasks may not have started.
+
+        The coordinator is a process of its own. It stops the job when this process ends, unless the request says
+        `detach`: then this returns when all tasks run, or when an engine has the job, which goes on. What the
+        coordinator has to say goes to `say`. It asks no questions: ssh logs in by keys.
+
+        Args:
+            request: what is to run, and where. `dry_run` means nothing here: see `planning.plan_job`.
+
+        Raises:
+            UsageError: the request cannot be fulfilled as it is.
+            DistrunError: the coordinator could not be started, or could not start the job.
+        """
+        from distrun import launching, planning
+
+        job = planning.plan_job(request, self.store)
+        folder = launching.create(self.store, job)
+        launching.spawn(job, folder, self.say)
+        return Job(folder, self.say)
 
     def list(self, most: int | None = None) -> Sequence[Job]:
         """Return the jobs, newest first: those that go on, then others, of which there are at most `most`."""
@@ -197,12 +219,21 @@ class Job:
         """Return a connection to its coordinator, by which it can be followed; it is a context manager.
 
         Raises:
+            JobOver: it is over; perhaps it has ended just now.
             UsageError: the coordinator cannot be asked, or is of another version.
             CoordinatorLost: it is gone, or does not answer.
         """
         from distrun import client
 
-        return client.connect(self.folder, may_ask)
+        try:
+            return client.connect(self.folder, may_ask)
+        except client.CoordinatorLost as err:
+            if self.refresh(may_ask).folder.outcome() is None:
+                raise
+            raise self._over() from err
+
+    def _over(self) -> JobOver:
+        return JobOver(f"job {self.id} is over: {self.state}", f"what it printed: distrun logs {self.id}")
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Wait until it is over; return its exit code.
@@ -217,7 +248,7 @@ class Job:
         if recorded is None:
             try:
                 return self._follow(timeout_s)
-            except CoordinatorLost:
+            except (JobOver, CoordinatorLost):
                 recorded = self.refresh().folder.outcome()  # it may have ended between the two looks
                 if recorded is None:
                     raise
@@ -270,7 +301,7 @@ class Job:
         from distrun import client
 
         if self.is_over:
-            raise UsageError(f"job {self.id} is over: {self.state}", f"what it printed: distrun logs {self.id}")
+            raise self._over()
         answers: list[Mapping[str, Any]] = []
         with self.attach() as connection, client.reading():
             for question in each:
@@ -396,21 +427,24 @@ class ForwardedOutput:
     def __init__(self, job: Job, names: Sequence[str], begin: Mapping[str, Any]) -> None:
         self._job = job
         self._names = names
+        self._begin = begin
         self._cursor: int | None = None
-        self._is_over = False
-        self._connection = job.attach()
-        wanted = list(names) if len(names) < len(job.tasks) else None
-        self._connection.send("subscribe", output={**begin, "tasks": wanted})
+        self._connection: ControlConnection | None = None
+        with contextlib.suppress(JobOver):
+            self._connection = job.attach()
+            wanted = list(names) if len(names) < len(job.tasks) else None
+            self._connection.send("subscribe", output={**begin, "tasks": wanted})
 
     def __enter__(self) -> ForwardedOutput:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._connection.close()
+        if self._connection is not None:
+            self._connection.close()
 
     def goes_on(self) -> bool:
         """Return whether more may come."""
-        return not self._is_over
+        return self._connection is not None
 
     def pieces(self) -> Iterator[LogPiece]:
         """Give what has come since the last call; does not wait for more.
@@ -421,17 +455,16 @@ class ForwardedOutput:
         from distrun import client
         from distrun_runtime.coordinator.logreader import LogPiece
 
-        while not self._is_over:
+        while self._connection is not None:
             try:
                 frame = self._connection.receive(0.001)
             except TimeoutError:
                 return
             if frame is None or frame.type in ("outcome", "failed"):
-                self._is_over = True
+                self._connection.close()
+                self._connection = None
                 if self._job.refresh().folder.outcome() is None and frame is None:
-                    time.sleep(FETCH_S)
-                    if self._job.refresh().folder.outcome() is None:
-                        raise client.gone(self._job.folder)
+                    raise client.gone(self._job.folder)
                 return
             with client.reading():
                 header = frame.header
@@ -444,12 +477,14 @@ class ForwardedOutput:
 
     def last(self) -> Iterator[LogPiece]:
         """Give what the coordinator did not send at the end: it waits for no client that is slow."""
-        from distrun_runtime.coordinator.logreader import LogReader
+        from distrun_runtime.contract.control import OutputWanted
+        from distrun_runtime.coordinator import logreader
 
-        if self._cursor is not None and self._job.folder.is_finished:
-            with LogReader(self._job.folder.logs) as reader:
+        if self._job.folder.is_finished:
+            with logreader.LogReader(self._job.folder.logs) as reader:
                 rest = RecordedOutput(self._job, reader, self._names)
-                rest.cursor = self._cursor
+                wanted = OutputWanted(**{**self._begin, "tasks": tuple(self._names)})
+                rest.cursor = logreader.begin(reader, wanted) if self._cursor is None else self._cursor
                 yield from rest.pieces()
 
 
@@ -508,7 +543,9 @@ def look(
     shown as such.
     """
     jobs = [_JobQuery(folder, with_events) for folder in folders]
-    _ask(jobs, here_s, there_s)
+    waiting = [job for job in jobs if job.is_asked_here or job.is_asked_there]
+    if waiting:
+        _ask(waiting, here_s, there_s)
     return [job.view() for job in jobs]
 
 
@@ -531,7 +568,6 @@ class _JobQuery:
         """What is here is a copy of what is on the coordinator's host."""
         self.has_state = not self.is_owned_there
         """What is known of its state is of now."""
-        self.has_metrics = False
         self.metrics: Mapping[str, Any] | None = None
         self.events: bytes | None = None
         self.problem = ""
@@ -551,14 +587,14 @@ class _JobQuery:
         try:
             for frame in self._decoder.feed(data):
                 if frame.type == "metrics" and isinstance(frame.header.get("metrics"), dict):
-                    self.metrics, self.has_metrics = frame.header["metrics"], True
+                    self.metrics = frame.header["metrics"]
                 elif frame.type == "hello" and frame.header.get("job") != self.folder.id:
                     return False  # another job has its socket
                 elif frame.type in ("refused", "outcome", "failed"):
                     return False
         except WireError:
             return False
-        return not self.has_metrics
+        return self.metrics is None
 
     def take(self, name: str, age_s: float, data: bytes) -> bool:
         """Take what a host sent; return whether more is wanted."""
@@ -578,18 +614,13 @@ class _JobQuery:
         return bool(name) and self.state["state"] in facts.GOING
 
     def view(self) -> JobView:
-        state = self.state
-        if not self.has_state:
-            state = {**state, "state": facts.UNKNOWN}
-        seen_s = None
-        if state["state"] == facts.UNKNOWN:
-            seen_s = self._silent_s(state)
+        state = self.state if self.has_state else {**self.state, "state": facts.UNKNOWN}
+        seen_s = self._silent_s(state) if state["state"] == facts.UNKNOWN else None
         events: Sequence[Mapping[str, Any]] = ()
         if self.with_events:
             events = self.folder.last_events(EVENTS_SIZE) if self.events is None else events_of(self.events)
         host = str(self.where.get("host") or "")
-        problem = self.problem if not self.has_state else ""
-        fix = self.fix if problem else ""
+        problem, fix = ("", "") if self.has_state or not self.problem else (self.problem, self.fix)
         return JobView(self.folder, state, host, self.is_here, self.metrics, events, seen_s, problem, fix)
 
     def _silent_s(self, state: Mapping[str, Any]) -> float | None:
@@ -613,21 +644,26 @@ def asked() -> bytes:
 
 def _ask(jobs: Sequence[_JobQuery], here_s: float, there_s: float) -> None:
     """Ask all coordinators at the same time."""
+    from distrun.hosts.ranges import grouped
+
     began = time.monotonic()
-    by_login: dict[str, list[_JobQuery]] = {}
-    for job in jobs:
-        if job.is_asked_there:
-            by_login.setdefault(job.login, []).append(job)
-    hosts = [
-        _HostQuery(login, of_host[first : first + MOST], began + there_s)
-        for login, of_host in by_login.items()
+    threads = [
+        threading.Thread(
+            target=_ask_there,
+            args=(login, {job.folder.id: job for job in of_host[first : first + MOST]}, began + there_s),
+            name="host-query",
+            daemon=True,
+        )
+        for login, of_host in grouped((job.login, job) for job in jobs if job.is_asked_there).items()
         for first in range(0, len(of_host), MOST)
     ]
+    for thread in threads:
+        thread.start()
     here = [job for job in jobs if job.is_asked_here]
     if here:
         _ask_here(here, began + here_s)
-    for host in hosts:
-        host.finish()
+    for thread in threads:
+        thread.join(max(0.0, began + there_s - time.monotonic()) + END_S)
 
 
 def _ask_here(jobs: Sequence[_JobQuery], until: float) -> None:
@@ -653,93 +689,47 @@ def _ask_here(jobs: Sequence[_JobQuery], until: float) -> None:
                     selector.unregister(peer)
 
 
-class _HostQuery(threading.Thread):
-    """Asks a host with coordinators by one ssh connection; by another one if it drops that."""
+def _ask_there(login: str, jobs: Mapping[str, _JobQuery], until: float) -> None:
+    """Ask a host with coordinators by one ssh connection; by another one if it drops that.
 
-    def __init__(self, login: str, jobs: Sequence[_JobQuery], until: float) -> None:
-        super().__init__(name="host-query", daemon=True)
-        self._login = login
-        self._jobs = {job.folder.id: job for job in jobs}
-        self._until = until
-        self._limit_s = round(until - time.monotonic(), 1)
-        self._is_late = threading.Event()
-        self._child: subprocess.Popen[bytes] | None = None
-        self.start()
+    `jobs`: by id. `until`: monotonic time, when it is given up.
+    """
+    from distrun import remote_jobs
 
-    def finish(self) -> None:
-        """Wait for the end; what has not answered when the time is up is given up."""
-        self.join(max(0.0, self._until - time.monotonic()))
-        if self.is_alive():
-            self._fail(f"no answer within {duration(self._limit_s)}")
-            self._is_late.set()
-            _kill(self._child)
-            self.join(END_S)
+    limit_s = round(until - time.monotonic(), 1)
+    about = [[job, str(each.where.get("folder") or ""), str(each.where["path"])] for job, each in jobs.items()]
+    tail = EVENTS_SIZE if any(each.with_events for each in jobs.values()) else 0
+    left = set(jobs)
 
-    def run(self) -> None:
-        """Ask until the host answers or does not merely drop the connection."""
-        from distrun import remote_jobs
+    def take(job: str, name: str, age_s: float, pieces: Iterable[bytes]) -> bool:
+        if job not in jobs:
+            raise remote_jobs.NotAsked("it sent what is no answer")
+        if not jobs[job].take(name, age_s, b"".join(pieces)):
+            left.discard(job)
+        return bool(left)
 
-        pauses = remote_jobs.pauses()
-        while True:
-            try:
-                code, said = self._ask()
-            except OSError as err:
-                code, said = 0, f"cannot run {shlex.split(self._login)[0]}: {err.strerror}"
-            except (KeyError, remote_jobs.NotAsked):
-                code, said = 0, "it sent what is no answer"
-            if all(job.has_state for job in self._jobs.values()):
-                return
-            pause_s = next(pauses, None) if remote_jobs.is_dropped(code, said) else None
-            if pause_s is None or time.monotonic() + pause_s >= self._until or self._is_late.wait(pause_s):
-                break
-        lines = said.splitlines()
-        self._fail(lines[-1] if lines else f"ssh ended with code {code}" if code else "it has no state of this job")
-
-    def _ask(self) -> tuple[int, str]:
-        """Ask once; return the exit code of the ssh program, 0 if all have answered, and what it said."""
-        from distrun import remote_jobs
-
-        jobs = self._jobs
-        about = [[job, str(each.where.get("folder") or ""), str(each.where["path"])] for job, each in jobs.items()]
-        tail = EVENTS_SIZE if any(each.with_events for each in jobs.values()) else 0
-        connect_s = max(1.0, self._until - time.monotonic())
-        argv = remote_jobs.ask_argv(
-            self._login, about, connect_s, may_ask=False, asked=asked(), tail=tail, limit_s=METRICS_S
+    def attempt() -> tuple[int, str]:
+        return remote_jobs.ask(
+            login, about, take, may_ask=False, until=until, asked=asked(), tail=tail, limit_s=METRICS_S
         )
-        left = set(jobs)
-        with tempfile.TemporaryFile() as said:  # a master connection that is left behind would hold a pipe
-            # In a session of its own: a Ctrl-C is for us, and there is no terminal on which anything can be asked.
-            child = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, start_new_session=True
-            )
-            self._child = child
-            if self._is_late.is_set():
-                _kill(child)
-            with child:
-                assert child.stdout is not None
-                try:
-                    for job, (name, age_s, pieces) in remote_jobs.answers(child.stdout, stored.SIZE_LIMIT):
-                        if not jobs[job].take(name, age_s, b"".join(pieces)):
-                            left.discard(job)
-                        if not left:
-                            return 0, ""
-                    code = child.wait()
-                finally:
-                    _kill(child)
-            said.seek(0)
-            return code, said.read().decode("utf-8", "replace").strip()
 
-    def _fail(self, why: str) -> None:
-        for job in self._jobs.values():
-            if not job.has_state and not job.problem:
-                job.problem = f"{job.where['host']} cannot be asked: {why}"
-                job.fix = f"{self._login} true"
+    def wait(pause_s: float) -> bool:
+        if time.monotonic() + pause_s >= until or all(job.has_state for job in jobs.values()):
+            return False
+        time.sleep(pause_s)
+        return True
 
-
-def _kill(child: subprocess.Popen[bytes] | None) -> None:
-    if child is not None and child.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
+    try:
+        code, said = remote_jobs.retried(attempt, wait)
+    except remote_jobs.NotAsked as err:
+        code, said = 0, str(err)
+    if time.monotonic() >= until:
+        said = f"no answer within {duration(limit_s)}"
+    lines = said.splitlines() or [f"ssh ended with code {code}" if code else "it has no state of this job"]
+    for job in jobs.values():
+        if not job.has_state and not job.problem:
+            job.problem = f"{job.where['host']} cannot be asked: {lines[-1]}"
+            job.fix = f"{login} true"
 
 
 # ---------------------------------------------------------------------- order

@@ -7,9 +7,9 @@ import os
 import shutil
 import signal
 import socket
-import stat
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, List, NamedTuple
 
@@ -61,7 +61,7 @@ class Killed:
     def _told(self, of: Callable[[Swept], list[str]]) -> list[str]:
         """Return lines about each host; it is named where there are several."""
         found = [(host, line) for host, each in self.swept.items() for line in of(each)]
-        return ["{}: {}".format(*pair) for pair in found] if len(self.swept) > 1 else [line for _, line in found]
+        return [f"{host}: {line}" if len(self.swept) > 1 else line for host, line in found]
 
 
 def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) -> Killed:
@@ -91,13 +91,13 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
         return _kill_elsewhere(folder, plan, launcher["host"], grace_s, wait_s)
     who = process.Identity(launcher.get("pid", 0), launcher.get("start", ""))
     if launcher and process.is_alive(who):
-        with contextlib.closing(_StopQuery(folder)) as asked:
-            if not asked.stop():
+        with _connected(folder) as connection:
+            if not _is_heard(connection, "stop"):
                 with contextlib.suppress(OSError):  # it is for a message only
                     folder.ask_to_end()
                 process.send_signal(who, signal.SIGTERM)
             done.append(f"asked its launcher (pid {who.pid}) to stop the job")
-            has_ended = _wait_gone(who, grace_s + wait_s) or (asked.kill() and _wait_gone(who, wait_s))
+            has_ended = _wait_gone(who, grace_s + wait_s) or (_is_heard(connection, "kill") and _wait_gone(who, wait_s))
         if has_ended:
             done.append("the launcher has ended")
         else:
@@ -133,38 +133,20 @@ def _buried(folder: JobFolder, swept: Mapping[str, Swept], is_gone: bool = False
     return []
 
 
-class _StopQuery:
-    """Asks a job's coordinator by its control socket, if it has one and answers."""
+def _connected(folder: JobFolder) -> AbstractContextManager[client.ControlConnection | None]:
+    """Return a connection to a job's coordinator by its control socket, if it has one and answers."""
+    try:
+        return client.connect(folder, any_version=True)
+    except (DistrunError, JobStoreError, OSError):
+        return contextlib.nullcontext()
 
-    def __init__(self, folder: JobFolder) -> None:
-        self._connection: client.ControlConnection | None = None
-        with contextlib.suppress(DistrunError, JobStoreError, OSError):
-            self._connection = client.connect(folder, any_version=True)
 
-    def stop(self) -> bool:
-        """Ask it to stop the job; return whether it has heard that."""
-        return self._ask("stop")
-
-    def kill(self) -> bool:
-        """Ask it to kill all tasks at once; return whether it has heard that."""
-        return self._ask("kill")
-
-    def ends(self, limit_s: float) -> bool:
-        """Wait for its end."""
-        return self._connection is not None and self._connection.ends(limit_s)
-
-    def _ask(self, what: str) -> bool:
-        if self._connection is None:
-            return False
-        try:
-            return self._connection.ask(what).type == what
-        except CoordinatorLost:
-            return False
-
-    def close(self) -> None:
-        """End the connection."""
-        if self._connection is not None:
-            self._connection.close()
+def _is_heard(connection: client.ControlConnection | None, what: str) -> bool:
+    """Ask the coordinator to `stop` the job, or to `kill` all tasks at once; return whether it has heard that."""
+    try:
+        return connection is not None and connection.ask(what).type == what
+    except CoordinatorLost:
+        return False
 
 
 def _kill_elsewhere(folder: JobFolder, plan: Plan | None, host: str, grace_s: float, wait_s: float) -> Killed:
@@ -177,9 +159,9 @@ def _kill_elsewhere(folder: JobFolder, plan: Plan | None, host: str, grace_s: fl
         f"job {folder.id} was launched on {host}",
         f"type this command there; or name the job's hosts: distrun kill -H FILE {folder.id}",
     )
-    with contextlib.closing(_StopQuery(folder)) as asked:
+    with _connected(folder) as connection:
         limit_s = grace_s + wait_s
-        if not asked.stop():
+        if connection is None or not _is_heard(connection, "stop"):
             if plan is None or not (folder.control() or {}).get("login"):  # else its host is one of the job's hosts
                 raise problem
             swept = backends.load(plan.backend).sweep(plan, grace_s)
@@ -188,9 +170,9 @@ def _kill_elsewhere(folder: JobFolder, plan: Plan | None, host: str, grace_s: fl
                 done += _buried(folder, swept, is_gone=True)
             return Killed(tuple(done), swept)
         done = [f"asked its coordinator on {host} to stop the job"]
-        if not asked.ends(limit_s):
-            asked.kill()
-            if not asked.ends(limit_s):
+        if not connection.ends(limit_s):
+            _is_heard(connection, "kill")
+            if not connection.ends(limit_s):
                 raise problem
             done.append(f"asked it to kill the tasks, which did not end within {duration(limit_s)}")
     remote_jobs.refreshed(folder)
@@ -295,15 +277,8 @@ def _delete(path: str) -> str:
 def _size(path: str) -> int:
     """Return what a folder takes on the disk, in bytes, without following links; 0 for what cannot be read."""
     total = 0
-    todo = [path]
-    while todo:
-        try:
-            with os.scandir(todo.pop()) as entries:
-                for entry in entries:
-                    info = entry.stat(follow_symlinks=False)
-                    total += info.st_blocks * 512
-                    if stat.S_ISDIR(info.st_mode):
-                        todo.append(entry.path)
-        except OSError:
-            continue
+    for folder, folders, files in os.walk(path):
+        for name in (*folders, *files):
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
     return total

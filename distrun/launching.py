@@ -15,9 +15,10 @@ import dataclasses
 import os
 import signal
 import socket
+import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 from distrun import client
 from distrun.backends.base import Swept
@@ -25,22 +26,21 @@ from distrun.client import ControlConnection, CoordinatorError, CoordinatorLost,
 from distrun.errors import DistrunError, UsageError
 from distrun.planning import PlannedJob, QueuedJob
 from distrun_runtime.contract import control, daemon, facts, process
-from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import STOP
-from distrun_runtime.coordinator import failures
 from distrun_runtime.coordinator.failures import Outcome, Survivor, TaskResult
 from distrun_runtime.coordinator.jobfolder import JobFolder
-from distrun_runtime.coordinator.output import Sink
 from distrun_runtime.errors import ContractError, JobStoreError
 
 if TYPE_CHECKING:
     from distrun.sync import FileCopier
     from distrun_runtime.coordinator.channel import AgentChannel
+    from distrun_runtime.coordinator.jobstore import JobStore
     from distrun_runtime.coordinator.service import Service
 
 HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that wait while the coordinator's process is made: the client can forward them, and it can report them."""
+POLL_S = 0.02
 SYNC_S = 0.5
 """Between two reports of a copy to a terminal that shows them in place."""
 SHOWN = 60
@@ -65,11 +65,12 @@ def launch(
     stays = detach and not job.is_hosted
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
     try:
-        coordinator = start_coordinator(job, folder, verbosity, stays)
-        with ControlConnection(coordinator.connection) as connection:
+        pid, ours = _fork(job, folder, verbosity, stays)
+        with ControlConnection(ours) as connection:
             if not detach:
                 terminal.when_unread(lambda: connection.send("signal", name="PIPE"))
-            outcome = _LaunchClient(connection, coordinator, folder, terminal, verbosity).run(stays, _silence_s(job))
+            silence_s = _silence_s(job)
+            outcome = _follow(connection, pid, folder, terminal, verbosity, detach=stays, silence_s=silence_s)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
     if job.is_hosted and isinstance(outcome, Outcome) and not outcome.exit_code:
@@ -83,21 +84,33 @@ def _await_tasks(
     """Wait until all tasks of a job run whose coordinator is on a host; return its outcome if it ends before."""
     from distrun import remote_jobs
 
-    told: Mapping[str, Any] | None = None
+    states: list[str] = []
+    found: Follower | None = None
     lost: CoordinatorLost | None = None
     try:
         with client.connect(folder) as connection:
-            told = _until_running(connection, terminal, verbosity, _silence_s(job))
+
+            def on_state(state: str) -> None:
+                states.append(state)
+                if state == facts.RUNNING:
+                    connection.end()
+
+            found = Follower(connection, terminal, has_output=False, on_state=on_state)
+            connection.send("subscribe", events=True, metrics=terminal.draws)
+            connection.send("state")
+            found.run(_silence_s(job))
     except TimeoutError:
         raise client.unanswering(folder, _silence_s(job)) from None
     except CoordinatorLost as err:  # the job may be over already
         lost = err
+    if found is not None and found.failure is not None:
+        raise client.raised(found.failure, terminal.say, verbosity)
     warning = remote_jobs.refreshed(folder)
     if warning:
         terminal.say(warning, "warning")
-    if told is not None and told["type"] != "outcome":
+    if facts.RUNNING in states:
         return Detached(None)
-    outcome = client.recorded(folder) if told is None else failures.from_json(told["outcome"])
+    outcome = (found.outcome if found is not None else None) or client.recorded(folder)
     if outcome is None:
         raise lost or client.gone(folder)
     return outcome
@@ -108,59 +121,87 @@ def _silence_s(job: PlannedJob | QueuedJob) -> float:
     return max(job.request.limits.start_s, client.ANSWER_S)
 
 
-def _until_running(
-    connection: ControlConnection, terminal: FollowerOutput, verbosity: int, limit_s: float
-) -> Mapping[str, Any] | None:
-    """Return the frame that says that all tasks run, or how the job ended; None: the coordinator has gone.
+def _fork(job: PlannedJob | QueuedJob, folder: JobFolder, verbosity: int, stays: bool) -> tuple[int, socket.socket]:
+    """Start the coordinator of a job as a child of this process, or, if it `stays`, as a daemon.
 
-    Raises:
-        TimeoutError: it has not answered for `limit_s`.
+    Returns its process id and the connection to it.
     """
-    connection.send("subscribe", events=True, metrics=terminal.draws)
-    connection.send("state")
-    for frame in connection.frames(limit_s):
-        told = frame.header
-        with client.reading():
-            if frame.type in ("event", "state", "metrics"):
-                terminal.follow(frame.type, told[frame.type])
-            if frame.type == "said":
-                client.said(told, terminal)
-            elif frame.type == "failed":
-                raise client.raised(told, terminal, verbosity)
-            elif frame.type == "outcome" or _is_running(frame.type, told):
-                return told
-    return None
-
-
-def _is_running(kind: str, told: Mapping[str, Any]) -> bool:
-    value = told.get({"state": "state", "event": "event"}.get(kind, ""), {})
-    return bool(value.get("state") == facts.RUNNING)
-
-
-@dataclass(frozen=True)
-class Coordinator:
-    """The process of a job's coordinator, and the connection to it."""
-
-    connection: socket.socket
-    pid: int
-    is_child: bool
-    """It is a child process of ours."""
-
-
-def start_coordinator(job: PlannedJob | QueuedJob, folder: JobFolder, verbosity: int, detach: bool) -> Coordinator:
-    """Start the coordinator of a job: here, as a child of this process, or as a daemon if the job is detached."""
     ours, its = socket.socketpair()
     try:
-        pid = daemon.fork(keep=[its.fileno()]) if detach else os.fork()
+        pid = daemon.fork(keep=[its.fileno()]) if stays else os.fork()
     except (ContractError, OSError) as err:
         raise DistrunError(f"the coordinator's process cannot be started: {err}") from err
     if not pid:
-        if not detach:
+        if not stays:
             daemon.close_all_but({0, 1, 2, its.fileno()})  # it may be detached later
             os.setsid()  # Ctrl-C and the end of the terminal reach the client, which tells us
         _coordinator_process(job, folder, its, verbosity)
     its.close()
-    return Coordinator(ours, pid, is_child=not detach)
+    return pid, ours
+
+
+def create(store: JobStore, job: PlannedJob | QueuedJob) -> JobFolder:
+    """Make the folder of a job.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
+    try:
+        if isinstance(job, QueuedJob):
+            return store.submit(job.setup.job_id, job.request.to_json(), job.request.run_dir)
+        return store.create(job.plan, job.request.run_dir, job.request.to_json(), job.allocation.to_json())
+    except JobStoreError as err:
+        raise UsageError(str(err)) from err
+
+
+def spawn(job: PlannedJob | QueuedJob, folder: JobFolder, say: Callable[[str, str], None]) -> None:
+    """Start the coordinator of a job in an interpreter of its own, from any thread; as `Jobs.launch` says.
+
+    Returns when clients can reach it, or, of a detached job, when it does not need this process any more.
+    """
+    import pickle  # noqa: TID251  (it goes by a pipe to our own child)
+    import subprocess
+    import threading
+
+    ours, its = socket.socketpair()
+    argv = [sys.executable, "-c", f"from distrun import launching; launching.coordinator_of_stdin({its.fileno()})"]
+    with its:
+        child = subprocess.Popen(argv, stdin=subprocess.PIPE, pass_fds=[its.fileno()], start_new_session=True)
+    assert child.stdin is not None  # asked for above
+    with contextlib.suppress(BrokenPipeError), child.stdin as pipe:
+        pickle.dump((job, folder.path), pipe)
+    failures: list[control.CoordinatorFailed] = []
+    is_detached, is_left = job.request.detach, threading.Event()
+
+    def attend() -> None:
+        with ControlConnection(ours) as connection, contextlib.suppress(CoordinatorLost), client.reading():
+            connection.send("subscribe", events=True)
+            for frame in connection.frames():
+                match frame.type, frame.header:
+                    case "said", {"text": text, "level": level}:
+                        with contextlib.suppress(Exception):  # of the caller's: the job does not end by it
+                            say(text, level)
+                    case "prompt", {"id": number}:
+                        connection.send("answer", id=number, given=False)
+                    case "event", {"event": {"event": "state", "state": facts.QUEUED | facts.RUNNING}}:
+                        if is_detached:
+                            connection.send("detach")
+                    case "failed", _:
+                        failures.append(control.read(control.CoordinatorFailed, frame))
+        is_left.set()
+        child.wait()
+
+    threading.Thread(target=attend, name="launched", daemon=True).start()
+    while not is_left.wait(POLL_S) and (is_detached or folder.control() is None):
+        pass
+    if failures:
+        raise client.raised(failures[0], say)
+    if folder.control() is None:
+        raise CoordinatorError(
+            f"job {folder.id}: its coordinator (pid {child.pid}) ended with code {child.wait()}",
+            f"what it wrote: {folder.path}",
+            facts.EXIT_INTERNAL,
+        )
 
 
 # ---------------------------------------------------------------------- the coordinator's process
@@ -195,6 +236,15 @@ def _coordinator_process(
         os._exit(code)
 
 
+def coordinator_of_stdin(connection: int) -> NoReturn:
+    """Coordinate, in a new interpreter, the job that `spawn` writes to stdin. `connection`: its client's socket."""
+    import pickle  # noqa: TID251  (it comes from `spawn`, by a pipe)
+
+    process.outlive_tasks_signals()
+    job, path = pickle.load(sys.stdin.buffer)
+    _coordinator_process(job, JobFolder(path), socket.socket(fileno=connection), 0)
+
+
 def _listen(service: Service, folder: JobFolder, is_needed: bool) -> None:
     """Let clients in by the control socket. An attached job (not `is_needed`) does without, if it has to."""
     from distrun_runtime.coordinator import service as serving
@@ -211,7 +261,7 @@ def _listen(service: Service, folder: JobFolder, is_needed: bool) -> None:
         folder.write_control(path)
 
 
-def _error(err: BaseException) -> dict[str, Any]:
+def _error(err: BaseException) -> control.CoordinatorFailed:
     """Return what the client is told of an error."""
     if isinstance(err, DistrunError):
         return control.failure(err, err.exit_code, err.hint)
@@ -248,48 +298,39 @@ def coordinate(
         Exception: anything that was not expected. The folder says so.
     """
     try:
-        written, outcome, swept = _run(job, folder, sink, verbosity, ends_when_ready)
+        channels = job.backend.channels(job.plan)
+        job.backend.boot(channels)
+        from distrun_runtime.coordinator import jobrun  # the client does not need it, and agents start meanwhile
+
+        copier = _copier(job, sink)
+        try:
+            written = jobrun.JobRun(
+                job.plan,
+                job.secrets,
+                channels,
+                folder,
+                sink,
+                verbosity=verbosity,
+                runtime=lambda: job.runtime,
+                prepare=copier.start if copier else None,
+                ends_when_ready=ends_when_ready,
+            ).run()
+            outcome = job.backend.explained(written)
+        finally:
+            if copier:
+                copier.cancel()
+            swept = _clear_up(job, channels, sink)
     except BaseException as err:
         _note_fault(job, folder, err)
         raise
-    swept_too = with_swept(outcome, swept, job.plan.limits.lease_s)
-    if swept_too != written:
+    outcome = with_swept(outcome, swept, job.plan.limits.lease_s)
+    if outcome != written:
         with contextlib.suppress(OSError):  # the loop has said that its folder cannot be written
-            folder.finish(swept_too)
-    return folder.explained(swept_too)
+            folder.finish(outcome)
+    return folder.explained(outcome)
 
 
-def _run(
-    job: PlannedJob, folder: JobFolder, sink: Service, verbosity: int, ends_when_ready: bool
-) -> tuple[Outcome, Outcome, Mapping[str, Swept]]:
-    """Return how the job ended as its folder has it, the same as the backend explains it, and what was swept."""
-    channels = job.backend.channels(job.plan)
-    job.backend.boot(channels)
-    from distrun_runtime.coordinator import jobrun  # the client does not need it, and agents start meanwhile
-
-    copier = _copier(job, sink)
-    try:
-        ended = jobrun.run(
-            job.plan,
-            job.secrets,
-            channels,
-            folder,
-            sink,
-            verbosity=verbosity,
-            runtime=lambda: job.runtime,
-            prepare=copier.start if copier else None,
-            watcher=sink,
-            ends_when_ready=ends_when_ready,
-        )
-        outcome = job.backend.explained(ended)
-    finally:
-        if copier:
-            copier.cancel()
-        swept = _clear_up(job, channels, sink)
-    return ended, outcome, swept
-
-
-def _clear_up(job: PlannedJob, channels: Sequence[AgentChannel], sink: Sink) -> Mapping[str, Swept]:
+def _clear_up(job: PlannedJob, channels: Sequence[AgentChannel], sink: Service) -> Mapping[str, Swept]:
     """Wait for the ends of agents and guards; end what is left on hosts where that is not known. Ctrl-C ends it."""
     from distrun_runtime.coordinator.failures import listed
 
@@ -307,13 +348,9 @@ def _clear_up(job: PlannedJob, channels: Sequence[AgentChannel], sink: Sink) -> 
         for line in each.told_problem + each.told_left:
             sink.say(f"{host}: {line}", "warning")
         if not each.problem:
-            ended = f"ended {listed([_cut(text) for text in each.ended])}" if each.ended else "nothing was left"
-            sink.say(f"{host}: {ended}", "info")
+            shown = [text if len(text) <= SHOWN else text[:SHOWN] + "..." for text in each.ended]
+            sink.say(f"{host}: {f'ended {listed(shown)}' if shown else 'nothing was left'}", "info")
     return swept
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
 def _note_fault(job: PlannedJob, folder: JobFolder, err: BaseException) -> None:
@@ -345,8 +382,9 @@ def with_swept(outcome: Outcome, swept: Mapping[str, Swept], lease_s: float) -> 
     if lost in swept:
         message += "; " + swept[lost].short
         if swept[lost].problem:
-            text = ": if that machine still runs, its agent or guard ends the tasks there within %s"
-            message += text % duration(lease_s)
+            message += (
+                f": if that machine still runs, its agent or guard ends the tasks there within {duration(lease_s)}"
+            )
             message += f"; to make sure: distrun kill {outcome.job}"
     return dataclasses.replace(outcome, message=message, survivors=tuple(survivors))
 
@@ -373,88 +411,74 @@ def _copier(job: PlannedJob, service: Service) -> FileCopier | None:
 # ---------------------------------------------------------------------- the client
 
 
-class _LaunchClient:
-    """The terminal's side of the connection to the coordinator."""
+def _follow(
+    connection: ControlConnection,
+    pid: int,
+    folder: JobFolder,
+    terminal: FollowerOutput,
+    verbosity: int,
+    *,
+    detach: bool,
+    silence_s: float,
+) -> Outcome | Detached:
+    """Show what the coordinator sends until it ends, or lets us go; return the outcome.
 
-    def __init__(
-        self,
-        connection: ControlConnection,
-        coordinator: Coordinator,
-        folder: JobFolder,
-        terminal: FollowerOutput,
-        verbosity: int,
-    ) -> None:
-        self._connection = connection
-        self._silent = ""
-        """How a coordinator that fell silent ended; empty: none did."""
-        self._coordinator = coordinator
-        self._folder = folder
-        self._terminal = terminal
-        self._verbosity = verbosity
+    With `detach`, output is not shown, and the coordinator is asked to let us go when all tasks run. A coordinator
+    that is silent for `silence_s` while the job starts is killed.
+    """
 
-    def run(self, detach: bool, silence_s: float) -> Outcome | Detached:
-        """Show what the coordinator sends until it ends, or lets us go; return the outcome.
+    def on_state(state: str) -> None:
+        if detach and state in (facts.QUEUED, facts.RUNNING):
+            connection.send("detach")
 
-        With `detach`, output is not shown, and the coordinator is asked to let us go when all tasks run. A coordinator
-        that is silent for `silence_s` while the job starts is killed.
-        """
-        on_event = self._on_event if detach else lambda event: None
-        found = Follower(self._connection, self._terminal, has_output=not detach, on_event=on_event)
-        if detach or self._terminal.draws:
-            self._connection.send("subscribe", events=True, metrics=self._terminal.draws)
-        self._terminal.start()
-        status = None
-        with daemon.Interrupts(self._forward):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
-            self._follow(found, silence_s)
-            is_left = found.detached is not None and found.outcome is None and found.failure is None
-            if self._coordinator.is_child and not is_left:
-                _, status = os.waitpid(self._coordinator.pid, 0)
-        if found.detached is not None and is_left:
-            return found.detached
-        if found.failure is not None:
-            raise client.raised(found.failure, self._terminal, self._verbosity)
-        # The coordinator may have given us up: then its folder says how the job ended.
-        outcome = found.outcome or client.recorded(self._folder)
-        if outcome is None:
-            raise self._died(status)
-        return outcome
+    def forward(name: str) -> None:
+        """Tell the coordinator of a signal; called in the thread that reads signals."""
+        if name == "TSTP":
+            terminal.toggle_pause()
+            return
+        if name not in process.TASKS_SIGNALS:
+            terminal.leave_out()
+        connection.send("signal", name=name)
 
-    def _follow(self, found: Follower, silence_s: float) -> None:
+    def is_starting() -> bool:
         try:
-            found.run(silence_s, self._is_starting)
-        except TimeoutError:
-            os.kill(self._coordinator.pid, signal.SIGKILL)  # it lives: the connection has not ended
-            self._silent = f"did not answer within {duration(silence_s)} and was killed: was it stopped?"
-            found.run()
-
-    def _is_starting(self) -> bool:
-        try:
-            return self._folder.state()["state"] in (facts.SUBMITTING, facts.QUEUED, facts.STARTING)
+            return folder.state()["state"] in (facts.SUBMITTING, facts.QUEUED, facts.STARTING)
         except JobStoreError:
             return True
 
-    def _on_event(self, event: Mapping[str, Any]) -> None:
-        if event["event"] == "state" and event["state"] in (facts.QUEUED, facts.RUNNING):
-            self._connection.send("detach")
-
-    def _forward(self, name: str) -> None:
-        """Tell the coordinator of a signal; called in the thread that reads signals."""
-        if name == "TSTP":
-            self._terminal.toggle_pause()
-            return
-        if name not in process.TASKS_SIGNALS:
-            self._terminal.leave_out()
-        self._connection.send("signal", name=name)
-
-    def _died(self, status: int | None) -> CoordinatorError:
-        how = "is gone"
-        if status is not None:
-            code = os.waitstatus_to_exitcode(status)
-            how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        how = self._silent or how
-        return CoordinatorError(
-            f"job {self._folder.id}: its coordinator (pid {self._coordinator.pid}) {how}; its agents end the tasks",
-            f"to make sure: distrun kill {self._folder.id}",
-            facts.EXIT_START_FAILED if self._silent else facts.EXIT_INTERNAL,
+    found = Follower(connection, terminal, has_output=not detach, on_state=on_state)
+    if detach or terminal.draws:
+        connection.send("subscribe", events=True, metrics=terminal.draws)
+    terminal.start()
+    status, silent = None, ""
+    with daemon.Interrupts(forward):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+        try:
+            found.run(silence_s, is_starting)
+        except TimeoutError:
+            os.kill(pid, signal.SIGKILL)  # it lives: the connection has not ended
+            silent = f"did not answer within {duration(silence_s)} and was killed: was it stopped?"
+            found.run()
+        if found.detached is not None and found.outcome is None and found.failure is None:
+            return found.detached
+        if not detach:
+            _, status = os.waitpid(pid, 0)
+    if found.failure is not None:
+        raise client.raised(found.failure, terminal.say, verbosity)
+    # The coordinator may have given us up: then its folder says how the job ended.
+    outcome = found.outcome or client.recorded(folder)
+    if outcome is None:
+        raise CoordinatorError(
+            f"job {folder.id}: its coordinator (pid {pid}) {silent or _ended(status)}; its agents end the tasks",
+            f"to make sure: distrun kill {folder.id}",
+            facts.EXIT_START_FAILED if silent else facts.EXIT_INTERNAL,
         )
+    return outcome
+
+
+def _ended(status: int | None) -> str:
+    """Return how a child process ended, of which `waitpid` gave this status; None: it was no child."""
+    if status is None:
+        return "is gone"
+    code = os.waitstatus_to_exitcode(status)
+    return f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

@@ -1,15 +1,24 @@
-"""The one table of the options of `distrun launch`, and what each may be. No side effects.
+"""The one table of the options of `distrun launch`, and what each may be; and the user's configuration file.
 
 A row says an option's name, kind, range, default, environment variable, help, the launchers that it is for, and the
 member of the request that it becomes. From it are made click's options (`cli/common.py`), what a request takes of them,
 its JSON and its checks (`request.py`), and `docs/options.md` (`scripts/render-options`). A new option needs a row here
 and, if it is for the job, a member with a type in the request.
+
+The configuration file says what a site does differently, in a section for each engine. It is
+`$XDG_CONFIG_HOME/distrun/config.ini` (`~/.config` where that is unset), in the form of Python's `configparser` without
+interpolation:
+
+    [slurm]
+    submit = /opt/site/bin/sbatch
+    template = ~/templates/slurm.sh
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -177,23 +186,14 @@ def _ports(option: str, text: str) -> str:
     return text
 
 
-def _subnet(option: str, text: str) -> str:
+def _address(option: str, text: str, is_network: bool = False) -> str:
     import ipaddress
 
     try:
-        ipaddress.ip_network(text, strict=False)
+        ipaddress.ip_network(text, strict=False) if is_network else ipaddress.ip_address(text)
     except ValueError as err:
-        raise UsageError(f"{option}: expected a network such as 10.0.0.0/8 or fd00::/8, found {text!r}") from err
-    return text
-
-
-def _address(option: str, text: str) -> str:
-    import ipaddress
-
-    try:
-        ipaddress.ip_address(text)
-    except ValueError as err:
-        raise UsageError(f"{option}: expected an address such as 0.0.0.0 or ::1, found {text!r}") from err
+        what = "a network such as 10.0.0.0/8 or fd00::/8" if is_network else "an address such as 0.0.0.0 or ::1"
+        raise UsageError(f"{option}: expected {what}, found {text!r}") from err
     return text
 
 
@@ -391,7 +391,7 @@ TABLE: Mapping[str, tuple[Option, ...]] = {
     ),
     "Network": (
         text("--interface", "Network interface for data, found on each host.", "NAME", variable="DMLC_INTERFACE"),
-        text("--subnet", "Network for data, found on each host.", "CIDR", reads=_subnet),
+        text("--subnet", "Network for data, found on each host.", "CIDR", reads=partial(_address, is_network=True)),
         text(
             "--port-range",
             "Ports that scheduler, servers and workers may bind.",
@@ -489,3 +489,25 @@ def members(options: Mapping[str, Any], of: str = "") -> dict[str, Any]:
         for row in ROWS
         if row.member and row.member.rpartition(".")[0] == of.rstrip(".")
     }
+
+
+def configured(section: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of a section of the configuration file; none if there is no file, or no such section.
+
+    Raises:
+        UsageError: the file cannot be read or understood; the message has its path, and the line.
+    """
+    import configparser  # for engines only
+
+    base = env.get("XDG_CONFIG_HOME", "")
+    file = (Path(base) if os.path.isabs(base) else Path.home() / ".config") / "distrun" / "config.ini"
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        parser.read_string(file.read_text(encoding="utf-8"), str(file))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, configparser.Error) as err:
+        raise UsageError(
+            f"the configuration file cannot be read: {' '.join(str(err).split())}", f"correct {file}"
+        ) from err
+    return dict(parser.items(section)) if parser.has_section(section) else {}

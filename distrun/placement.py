@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from distrun.errors import UsageError
-from distrun.hosts import HostSpec, Inventory, fold
+from distrun.hosts.grammar import HostSpec, Inventory
+from distrun.hosts.ranges import fold, grouped
 from distrun.options import BY_KEY
+from distrun.request import JobRequest
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER
 
-CYCLE, PACK, SPREAD = POLICIES = BY_KEY["placement"].choices
+CYCLE, PACK, SPREAD = BY_KEY["placement"].choices
 SHOWN = 16
 """Hosts that are named in an error, at most."""
 
@@ -51,59 +53,51 @@ class Slot(NamedTuple):
         return self.at or self.host
 
 
-def place(
-    workers: int,
-    servers: int,
-    hosts: Inventory,
-    *,
-    policy: str = CYCLE,
-    scheduler: bool = True,
-    scheduler_host: str = "",
-    oversubscribe: bool = False,
-    relays: bool = False,
-    gpus_per_worker: int = 0,
-) -> tuple[Slot, ...]:
+def place(request: JobRequest, hosts: Inventory) -> tuple[Slot, ...]:
     """Return the slots of a job: the scheduler (if any), the servers, the workers, each role by rank. No side effects.
 
-    Arguments:
-        workers, servers: how many of each; not negative.
-        hosts: a host that stands twice in their order takes two turns of `cycle`.
-        policy: `cycle`: one task a line, again and again, servers first; slots do not count. A turn goes to the next
-            line whose host takes the role; without any `role=` this is launch.py's rule. `pack`: a host's slots are
-            filled before the next one's, servers first. `spread`: one task a host, again and again, as slots allow. In
-            both, a role uses the hosts that are its own before those that take any.
-        scheduler: whether there is one. It runs on `scheduler_host`, else on the first host with `role=scheduler`,
-            else on the first host.
-        oversubscribe: with `pack` and `spread`, hosts take turns again when all slots are filled, up to `max_slots`.
-        relays: each host that gets several workers and no server, while others have servers, gets one more server,
-            ranked behind the others, that keeps no values: it adds what the host's workers push. It takes no slot.
-        gpus_per_worker: how many GPUs each worker has to itself, for hosts whose slots follow from their GPUs.
+    The request says
+
+    * `placement`, the policy. `cycle`: one task a line, again and again, servers first; slots do not count. A turn goes
+      to the next line whose host takes the role; without any `role=` this is launch.py's rule. `pack`: a host's slots
+      are filled before the next one's, servers first. `spread`: one task a host, again and again, as slots allow. In
+      both, a role uses the hosts that are its own before those that take any.
+    * `scheduler_host`: where the scheduler runs, else on the first host with `role=scheduler`, else on the first host.
+    * `oversubscribe`: with `pack` and `spread`, hosts take turns again when all slots are filled, up to `max_slots`.
+    * `adds_on_hosts`: each host that gets several workers and no server, while others have servers, gets one more
+      server, ranked behind the others, that keeps no values: it adds what the host's workers push. It takes no slot.
+    * `gpus_per_worker`: how many GPUs each worker has to itself, for hosts whose slots follow from their GPUs.
+
+    A host that stands twice in the order of `hosts` takes two turns of `cycle`.
 
     Raises:
         UsageError: no hosts, none that takes a role, too few slots (E115), a scheduler host that is not among them.
     """
-    if policy not in POLICIES:
-        raise UsageError(f"--placement: expected one of {', '.join(POLICIES)}, found {policy!r}")
     if not hosts.specs:
         raise UsageError("there is no host to run on", "name some with -H FILE or --hosts A,B")
-    if scheduler_host and scheduler_host not in hosts.names:
-        raise UsageError(f"--scheduler-host: {scheduler_host!r} is none of the job's hosts: {', '.join(hosts.names)}")
-    counts = {SERVER: servers, WORKER: workers}
+    named = request.scheduler_host
+    if named and named not in hosts.names:
+        raise UsageError(f"--scheduler-host: {named!r} is none of the job's hosts: {', '.join(hosts.names)}")
+    counts = {SERVER: request.servers, WORKER: request.workers}
     for role, count in counts.items():
         if count and not any(takes(spec, role) for spec in hosts.specs):
             raise UsageError(f"no host takes a {role}: all have another role", f"leave role= out, or write role={role}")
-    if policy == CYCLE:
-        chosen = _cycle(counts, hosts)
+    if request.placement == CYCLE:
+        turns = itertools.cycle(hosts.order)
+        chosen = {
+            role: list(itertools.islice((name for name in turns if takes(hosts.spec(name), role)), count))
+            for role, count in counts.items()
+        }
     else:
-        free = _FreeSlots(hosts.specs, workers + servers, oversubscribe, gpus_per_worker)
+        free = _FreeSlots(hosts.specs, sum(counts.values()), request.oversubscribe, request.gpus_per_worker)
         _check_fits(counts, free)
-        chosen = _by_slots(counts, free, _pack if policy == PACK else _spread)
-    if relays and servers:
+        chosen = _by_slots(counts, free, _pack if request.placement == PACK else _spread)
+    if request.adds_on_hosts:
         chosen[SERVER] += _without_server(chosen, hosts)
     places = [(role, rank, host) for role, names in chosen.items() for rank, host in enumerate(names)]
-    if scheduler:
+    if request.has_servers:
         own = (spec.name for spec in hosts.specs if spec.role == SCHEDULER)
-        places.insert(0, (SCHEDULER, 0, scheduler_host or next(own, hosts.order[0])))
+        places.insert(0, (SCHEDULER, 0, named or next(own, hosts.order[0])))
     return slots_in([(*each, "") for each in places])
 
 
@@ -122,23 +116,13 @@ def notes(hosts: Inventory, policy: str, gpus_per_worker: int = 0) -> tuple[str,
 
     Nothing for `cycle`, which does not look at slots.
     """
-    guessed: dict[int, list[str]] = {}
-    for spec in hosts.specs if policy != CYCLE else ():
-        if spec.slots is None:
-            guessed.setdefault(capacity(spec, gpus_per_worker), []).append(spec.name)
+    if policy == CYCLE:
+        return ()
+    guessed = grouped((capacity(spec, gpus_per_worker), spec.name) for spec in hosts.specs if spec.slots is None)
     return tuple(
         f"--placement {policy}: no slots= for {fold(names)}: taken as {count}{' each' if names[1:] else ''}"
         for count, names in guessed.items()
     )
-
-
-def _cycle(counts: Mapping[str, int], hosts: Inventory) -> dict[str, list[str]]:
-    roles = {spec.name: spec.role for spec in hosts.specs}
-    turns = itertools.cycle(hosts.order)
-    return {
-        role: list(itertools.islice((name for name in turns if roles[name] in ("", role)), count))
-        for role, count in counts.items()
-    }
 
 
 def _without_server(chosen: Mapping[str, Sequence[str]], hosts: Inventory) -> list[str]:
@@ -230,13 +214,9 @@ def _check_fits(counts: Mapping[str, int], free: _FreeSlots) -> None:
         offers[SHOWN:] = [f"... {len(offers) - SHOWN} more"]
     restricted = any(spec.role for spec in free.specs)
     raise UsageError(
-        "E115: {} processes need {} slots, hosts offer {}{} ({}). {}".format(
-            " + ".join(f"{counts[role]} {role}" for role in (WORKER, SERVER) if counts[role]),
-            *(sum(counts.values()), usable),
-            " that these roles can use" if restricted else "",
-            (", " if restricted else " ").join(offers),
-            "Add hosts, lower -n/-s, or pass --oversubscribe",
-        )
+        f"E115: {' + '.join(f'{counts[role]} {role}' for role in (WORKER, SERVER) if counts[role])} processes need"
+        f" {sum(counts.values())} slots, hosts offer {usable}{' that these roles can use' if restricted else ''}"
+        f" ({(', ' if restricted else ' ').join(offers)}). Add hosts, lower -n/-s, or pass --oversubscribe"
     )
 
 

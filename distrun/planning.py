@@ -19,10 +19,11 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from distrun import backends, formats, shipping
-from distrun.backends.base import Backend, Listening, Rendered
+from distrun.backends.base import Backend, Listening
 from distrun.errors import UsageError
 from distrun.formats import exact
-from distrun.hosts import HostSpec, Inventory, fold
+from distrun.hosts.grammar import HostSpec, Inventory
+from distrun.hosts.ranges import fold, grouped
 from distrun.options import ENGINES, NO_ENGINES, ROWS
 from distrun.placement import Slot, hosts_of, place, worker_places
 from distrun.request import BUNDLED, COMMAND, JobRequest, Setting, check_tuning, given
@@ -96,10 +97,6 @@ class PlannedJob(NamedTuple):
     def is_hosted(self) -> bool:
         """Whether the coordinator is to run on one of the job's hosts."""
         return self.request.detach and self.backend.hosts_coordinator
-
-    def rendered(self) -> Rendered:
-        """Return what the backend would execute."""
-        return self.backend.render(self.plan)
 
 
 @dataclass(frozen=True, repr=False)
@@ -190,8 +187,9 @@ def plan_job(request: JobRequest, store: JobStore) -> PlannedJob | QueuedJob:
     backend = backends.load(request.launcher)
     backend.listening = Listening(request.coordinator_addresses, request.port_range)
     check_tuning(request.settings, request.outer)
-    if backend.inherits_env:
+    if backend.inherits_env and request.python and request.has_bundled_servers:
         _check_python(request)
+    _check_launcher(request, backend)
     allocation = None if backend.is_engine else allocate(request, backend)
     specs = backend.inventory(request.hosts).specs if allocation is None else allocation.hosts.specs
     job_id = DRY_RUN_ID if request.dry_run else store.new_id(request.name)
@@ -207,11 +205,11 @@ def plan_job(request: JobRequest, store: JobStore) -> PlannedJob | QueuedJob:
         inherited=request.outer if backend.inherits_env else {},
         token="" if request.dry_run else os.urandom(32).hex(),
     )
-    _check_launcher(request, allocation is None)
     if allocation is None:
         return QueuedJob(request, cast("QueueBackend", backend), setup, data, tree)
     plan, values = make_plan(request, allocation, setup)
-    _check_coordinator_host(request, plan, backend)
+    if request.coordinator_host:
+        _check_coordinator_host(request, plan, backend)
     check_ports(request, plan)
     return PlannedJob(request, allocation, plan, values, backend, data, tree)
 
@@ -223,17 +221,7 @@ def allocate(request: JobRequest, backend: Backend) -> Allocation:
         UsageError: the tasks do not fit on the hosts.
     """
     hosts = backend.inventory(request.hosts)
-    slots = place(
-        request.workers,
-        request.servers,
-        hosts,
-        policy=request.placement,
-        scheduler=request.has_servers,
-        scheduler_host=request.scheduler_host,
-        oversubscribe=request.oversubscribe,
-        relays=request.adds_on_hosts,
-        gpus_per_worker=request.gpus_per_worker,
-    )
+    slots = place(request, hosts)
     used = hosts_of(slots, hosts.order)
     reach = {name: backend.reach(hosts.spec(name), request.reach) for name in used}
     return Allocation(
@@ -265,33 +253,24 @@ def granted(request: JobRequest, engine: str, grants: Sequence[Grant]) -> Alloca
     return Allocation(hosts, slots, places=places, claims={name: claim for claim, name in names.items()})
 
 
-def _check_launcher(request: JobRequest, is_engine: bool) -> None:
+def _check_launcher(request: JobRequest, backend: Backend) -> None:
     """Refuse options that mean nothing for the launcher. Raises UsageError."""
+    takes = cast("QueueBackend", backend).engine.takes if backend.is_engine else ()
     for row in ROWS:
-        if is_engine and row.launchers == NO_ENGINES and row.of(request):
-            raise UsageError(
-                f"{row.name} is not for --launcher {request.launcher}: the engine chooses the hosts", "leave it out"
-            )
-        if is_engine and row.launchers not in ("", ENGINES, NO_ENGINES, request.launcher) and row.of(request):
-            raise UsageError(f"{row.name} is not for --launcher {request.launcher}", "leave it out")
-        if not is_engine and row.launchers not in ("", NO_ENGINES) and row.of(request):
+        if not row.launchers or not row.of(request):
+            continue
+        if not backend.is_engine and row.launchers != NO_ENGINES:
             raise UsageError(
                 f"{row.name} is for engines, and --launcher {request.launcher} is none",
                 f"leave it out, or name one: --launcher {'|'.join(backends.ENGINES)}",
             )
-    asked = request.engine.worker.gpus
-    if asked and request.gpus_per_worker > asked:
-        raise UsageError(
-            f"--gpus-per-worker {request.gpus_per_worker}: each worker is to get {asked} from the engine"
-            f" (--worker-gpus {asked})",
-            f"--worker-gpus {request.gpus_per_worker}, or --gpus-per-worker {asked}",
-        )
+        if backend.is_engine and row.launchers not in (ENGINES, request.launcher) and row.name not in takes:
+            why = ": the engine chooses the hosts" if row.launchers == NO_ENGINES else ""
+            raise UsageError(f"{row.name} is not for --launcher {request.launcher}{why}", "leave it out")
 
 
 def _check_coordinator_host(request: JobRequest, plan: Plan, backend: Backend) -> None:
     """Check --coordinator-host. Raises UsageError."""
-    if not request.coordinator_host:
-        return
     if not (request.detach and backend.hosts_coordinator):
         raise UsageError("--coordinator-host: only a detached job has its coordinator on a host", "add --detach")
     names = [host.name for host in plan.hosts]
@@ -303,15 +282,14 @@ def _check_coordinator_host(request: JobRequest, plan: Plan, backend: Backend) -
 
 def _check_python(request: JobRequest) -> None:
     """Look for --python on this machine, where the servers will run."""
-    if request.python and request.has_servers and request.ps == BUNDLED:
-        import shutil  # with all its formats of archives: not for every launch
+    import shutil  # with all its formats of archives: not for every launch
 
-        folders = given(request.settings, SERVER).get("PATH")
-        path = request.outer.get("PATH", os.defpath) if folders is None else folders.value
-        if shutil.which(os.path.expanduser(request.python), path=path) is None:
-            raise UsageError(
-                f"--python: there is no program {request.python!r} on this machine", "leave it out, or give a full path"
-            )
+    folders = given(request.settings, SERVER).get("PATH")
+    path = request.outer.get("PATH", os.defpath) if folders is None else folders.value
+    if shutil.which(os.path.expanduser(request.python), path=path) is None:
+        raise UsageError(
+            f"--python: there is no program {request.python!r} on this machine", "leave it out, or give a full path"
+        )
 
 
 def _runtime(request: JobRequest, backend: Backend) -> tuple[Runtime, bytes]:
@@ -355,11 +333,11 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
         UsageError: one hidden variable has different values for two roles; too few GPUs on a host.
     """
     slots = allocation.slots
-    layout = _JobLayout.of(allocation)
+    layout = _JobLayout.of(request, allocation)
     users = {role: given(request.settings, role) for role in (SCHEDULER, SERVER, WORKER)}
     if request.gpus_per_worker and gpus.VISIBLE not in users[WORKER]:
         _check_gpus(request, allocation)
-    if gpus.VISIBLE not in users[SERVER]:
+    if request.server_device and gpus.VISIBLE not in users[SERVER]:
         _check_server_device(request, allocation)
     tasks = tuple(_task(request, slot, layout, setup, users[slot.role]) for slot in slots)
     plan = Plan(
@@ -403,9 +381,11 @@ class _JobLayout(NamedTuple):
     """Tasks of each role."""
     first: Mapping[str, Slot]
     """Each role's first task."""
+    tuning: Mapping[str, str]
+    """What options say of tuning, the same for all tasks."""
 
     @staticmethod
-    def of(allocation: Allocation) -> _JobLayout:
+    def of(request: JobRequest, allocation: Allocation) -> _JobLayout:
         slots = allocation.slots
         roles = [slot.role for slot in slots]
         return _JobLayout(
@@ -414,15 +394,19 @@ class _JobLayout(NamedTuple):
             groups={name: index for index, name in enumerate(worker_places(slots))},
             sizes={role: roles.count(role) for role in ROLES},
             first={slot.role: slot for slot in reversed(slots)},
+            tuning=_tuning(request),
         )
 
 
 def _host(request: JobRequest, layout: _JobLayout, allocation: Allocation, name: str) -> Host:
     spec = allocation.hosts.spec(name)
+    ports: tuple[str, ...] = (JAX_PORT, MASTER_PORT) if name == layout.first[WORKER].host else ()
+    if request.has_servers and request.ps == COMMAND and name == layout.first[SCHEDULER].host:
+        ports += (PS_PORT,)
     return Host(
         name=name,
         address=spec.addr or ("" if spec.iface else allocation.addresses.get(name, "")),
-        ports=_ports(request, layout, name),
+        ports=ports,
         reach=allocation.reach.get(name, Reach({})),
         interface=spec.iface,
         login=allocation.logins.get(name, ""),
@@ -436,9 +420,10 @@ def _task(request: JobRequest, slot: Slot, layout: _JobLayout, setup: Setup, use
     env = {
         **_identity(slot, layout, setup),
         **_parameter_server(request, slot, layout),
-        **_unbuffered(setup, users),
-        **_tuning(request),
+        **layout.tuning,
     }
+    if "PYTHONUNBUFFERED" not in users and "PYTHONUNBUFFERED" not in setup.inherited:
+        env["PYTHONUNBUFFERED"] = "1"
     is_ours = slot.role != WORKER and request.ps == BUNDLED
     if is_ours and slot.role == SERVER and request.server_imports:
         env["DISTRUN_SERVER_IMPORT"] = ",".join(request.server_imports)
@@ -446,8 +431,7 @@ def _task(request: JobRequest, slot: Slot, layout: _JobLayout, setup: Setup, use
         env["DISTRUN_SERVER_DEVICE"] = request.server_device
     refs = _references(request, slot, layout)
     if slot.role == WORKER:
-        env.update(_torch(slot, layout, setup.job_id))
-        env.update(_jax(slot, layout))
+        env.update(_torch_and_jax(slot, layout, setup.job_id))
     sees = _gpus(request, slot, spec, users)
     if sees is not None:
         env.update(_devices(spec, *sees, users))
@@ -471,13 +455,11 @@ def _task(request: JobRequest, slot: Slot, layout: _JobLayout, setup: Setup, use
 def _argv(request: JobRequest, spec: HostSpec, role: str, python: str) -> tuple[str, ...]:
     if role == WORKER or request.ps == COMMAND:
         return formats.to_argv(request.command, request.shell)
-    return (request.python or spec.python or python or _interpreter(request.command), "-m", "distrun_runtime", role)
-
-
-def _interpreter(command: Sequence[str]) -> str:
-    """Return the Python that the user's command names, looked for in the same PATH as the command; else python3."""
-    first = command[0].split()[0] if command[0].split() else ""
-    return first if re.match(_PYTHON, first) else "python3"
+    if not (chosen := request.python or spec.python or python):
+        # The Python that the user's command names, which is looked for in the same PATH as the command.
+        first = (request.command[0].split() or [""])[0]
+        chosen = first if re.match(_PYTHON, first) else "python3"
+    return (chosen, "-m", "distrun_runtime", role)
 
 
 def _gpus(request: JobRequest, slot: Slot, spec: HostSpec, users: Mapping[str, Setting]) -> tuple[int, int] | None:
@@ -603,7 +585,7 @@ def _references(request: JobRequest, slot: Slot, layout: _JobLayout) -> dict[str
     return refs
 
 
-def _torch(slot: Slot, layout: _JobLayout, job_id: str) -> dict[str, str]:
+def _torch_and_jax(slot: Slot, layout: _JobLayout, job_id: str) -> dict[str, str]:
     rank, size, group = str(slot.rank), str(layout.sizes[WORKER]), str(layout.groups[slot.place])
     return {
         "RANK": rank,
@@ -619,31 +601,17 @@ def _torch(slot: Slot, layout: _JobLayout, job_id: str) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": job_id,
+        "JAX_NUM_PROCESSES": size,
+        "JAX_PROCESS_ID": rank,
     }
 
 
-def _jax(slot: Slot, layout: _JobLayout) -> dict[str, str]:
-    return {"JAX_NUM_PROCESSES": str(layout.sizes[WORKER]), "JAX_PROCESS_ID": str(slot.rank)}
-
-
-def _unbuffered(setup: Setup, users: Mapping[str, Setting]) -> dict[str, str]:
-    is_chosen = "PYTHONUNBUFFERED" in users or "PYTHONUNBUFFERED" in setup.inherited
-    return {} if is_chosen else {"PYTHONUNBUFFERED": "1"}
-
-
 def _tuning(request: JobRequest) -> dict[str, str]:
-    rows = [row for row in ROWS if row.variable and environ.BY_NAME[row.variable].group == "tuning"]
-    found = {row.variable: row.of(request) for row in rows}
-    return {name: str(exact(value) if isinstance(value, float) else value) for name, value in found.items() if value}
-
-
-def _ports(request: JobRequest, layout: _JobLayout, host: str) -> tuple[str, ...]:
-    labels: tuple[str, ...] = ()
-    if host == layout.first[WORKER].host:
-        labels += (JAX_PORT, MASTER_PORT)
-    if request.has_servers and request.ps == COMMAND and host == layout.first[SCHEDULER].host:
-        labels += (PS_PORT,)
-    return labels
+    found = {}
+    for row in ROWS:
+        if row.variable and environ.BY_NAME[row.variable].group == "tuning" and (value := row.of(request)):
+            found[row.variable] = exact(value) if isinstance(value, float) else str(value)
+    return found
 
 
 def _hidden(slots: Sequence[Slot], users: Mapping[str, Mapping[str, Setting]]) -> dict[str, str]:
@@ -669,7 +637,7 @@ def check_ports(request: JobRequest, plan: Plan) -> None:
     first, last = map(int, request.port_range.split("-"))
     for host in plan.hosts:
         terms = []
-        if request.has_servers and request.ps == BUNDLED:
+        if request.has_bundled_servers:
             sizes = [(role, sum(task.host == host.name for task in plan.of_role(role))) for role in ROLES]
             terms = [(size, f"{role}{'' if size == 1 else 's'}") for role, size in sizes if size]
         if host.ports:
@@ -680,7 +648,7 @@ def check_ports(request: JobRequest, plan: Plan) -> None:
                 (
                     f"--port-range {request.port_range} has {last - first + 1}"
                     f" port{'' if first == last else 's'}, and host {host.name} needs {needed}:"
-                    f" {' + '.join('%d %s' % term for term in terms)}"
+                    f" {' + '.join(f'{size} {what}' for size, what in terms)}"
                 ),
                 f"give a range of at least {needed}",
             )
@@ -701,22 +669,21 @@ def device_warnings(plan: Plan) -> list[str]:
     A program that takes the device `cuda:LOCAL_RANK`, as scripts for torchrun do, fails in such a worker. It is no
     error: workers may share a GPU, or use none. A value that hides all GPUs is taken as meant.
     """
-    found: dict[str, dict[str, list[str]]] = {}
     workers = plan.of_role(WORKER)
     if plan.gpus_per_worker:
         given = all(task.gpus is None for task in workers)
         return [f"--gpus-per-worker has no effect: workers are given {gpus.VISIBLE} by --env"] if given else []
-    for task in workers:
-        value = task.env.get(gpus.VISIBLE, "").strip()
-        if value and value != "-1" and int(task.env["LOCAL_RANK"]) >= len(value.split(",")):
-            found.setdefault(value, {}).setdefault(task.host, []).append(task.name)
+    by_value = grouped((task.env.get(gpus.VISIBLE, "").strip(), task) for task in workers)
     warnings = []
-    for value, hosts in found.items():
+    for value, tasks in by_value.items():
         count = len(value.split(","))
-        names = [name for tasks in hosts.values() for name in tasks]
-        more = " and %d more" % (len(names) - SHOWN) if len(names) > SHOWN else ""
+        late = sorted((each for each in tasks if int(each.env["LOCAL_RANK"]) >= count), key=lambda each: each.host)
+        if value in ("", "-1") or not late:
+            continue
+        names = [task.name for task in late]
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         warnings.append(
-            f"{fold(list(hosts))}: more workers than GPUs: {gpus.VISIBLE}={value} shows {count}"
+            f"{fold(task.host for task in late)}: more workers than GPUs: {gpus.VISIBLE}={value} shows {count}"
             f" GPU{'' if count == 1 else 's'}, and LOCAL_RANK is too large for cuda:LOCAL_RANK in"
             f" {', '.join(names[:SHOWN])}{more}. Place fewer workers there, or let the program take LOCAL_RANK"
             " modulo the number of GPUs"

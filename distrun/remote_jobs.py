@@ -13,16 +13,20 @@ import math
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import IO
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import IO, Any
 
 from distrun.errors import DistrunError
 from distrun.ssh.failure import LastLines, Where, classify
+from distrun.ssh.resolve import GONE, RELAY
 from distrun_runtime.contract import facts
+from distrun_runtime.coordinator import stored
 from distrun_runtime.coordinator.jobfolder import JobFolder
 
 # Reaches the host of a job's coordinator by the `ssh` program: commands there, and a relay to the control socket.
@@ -46,31 +50,6 @@ IGNORING_KEYS = 'trap "" INT QUIT TSTP; exec "$@"'
 """Shell text that runs a program to which the terminal's keys mean nothing: they are for us."""
 OWN_FAILURE = 255
 """Exit code of the ssh program when it failed itself."""
-NO_LISTENER = 3
-"""Exit code of the relay: nothing listens at the socket."""
-RELAY = f"""
-import os, socket, sys, threading
-peer = socket.socket(socket.AF_UNIX)
-try:
-    peer.connect(sys.argv[1])
-except OSError as err:
-    sys.exit({NO_LISTENER})
-def copy(read, write, end):
-    try:
-        while True:
-            data = read(65536)
-            if not data:
-                break
-            while data:
-                data = data[write(data):]
-    except OSError:
-        pass
-    end()
-def leave():
-    os._exit(0)
-threading.Thread(target=copy, args=(lambda n: os.read(0, n), peer.send, leave), daemon=True).start()
-copy(peer.recv, lambda data: os.write(1, data), leave)
-"""
 
 
 def ssh_argv(login: str, command: str, connect_s: float = ANSWER_S, may_ask: bool = True) -> list[str]:
@@ -114,26 +93,27 @@ def pauses() -> Iterator[float]:
         yield pause_s
 
 
-def retried(attempt: Callable[[], tuple[int, str]]) -> tuple[int, str]:
+def retried(attempt: Callable[[], tuple[int, str]], wait: Callable[[float], object] = time.sleep) -> tuple[int, str]:
     """Return what an attempt comes to that the host did not drop, or, after RETRY_S, the last one.
 
     Args:
         attempt: runs the ssh program; returns its exit code and what it wrote to stderr.
+        wait: waits so many seconds; False: there is to be no other attempt.
     """
     left = pauses()
     while True:
         code, said = attempt()
         pause_s = next(left, None) if is_dropped(code, said) else None
-        if pause_s is None:
+        if pause_s is None or wait(pause_s) is False:
             return code, said
-        time.sleep(pause_s)
 
 
 class SshRelay:
     """The `ssh` program, whose standard input and output are a connection to a socket on another host.
 
-    What it writes to stderr goes to ours. Only how it says that the host dropped the connection is held until `show`:
-    there may be another attempt, of which the user need not read. If ssh may not ask the user, nothing of it is shown.
+    What it writes to stderr goes to ours. Held until `show` is what the caller tells in its own words, or not at all
+    because there may be another attempt: that the host dropped the connection, and that nothing listens. If ssh may
+    not ask the user, nothing of it is shown.
 
     Raises:
         OSError: it cannot be started.
@@ -188,7 +168,8 @@ class SshRelay:
         with stderr, contextlib.suppress(OSError):
             for line in stderr:
                 self._last_lines.feed(line)
-                if self._held is not None and classify(line.decode("utf-8", "replace"), Where("")).is_passing:
+                text = line.decode("utf-8", "replace")
+                if self._held is not None and (text.startswith(GONE) or classify(text, Where("")).is_passing):
                     self._held.append(line)
                 elif self._is_shown:
                     os.write(2, line)
@@ -260,31 +241,6 @@ while peers and time.monotonic() < until:
 of JSON; an empty name: no more frames. Without the path of a socket: all files of a job that is over."""
 
 
-def ask_argv(
-    login: str,
-    jobs: Sequence[Sequence[str]],
-    connect_s: float,
-    *,
-    may_ask: bool,
-    asked: bytes = b"",
-    tail: int = 0,
-    limit_s: float = 0.0,
-) -> list[str]:
-    """Return how to ask a host about jobs. No side effects.
-
-    Args:
-        login: as for `ssh_argv`, as are `connect_s` and `may_ask`.
-        jobs: of each its id, folder (or ""), and path of its control socket, or "" for all files.
-        connect_s: how long connecting may take.
-        may_ask: ssh may ask the user.
-        asked: what is sent to each control socket.
-        tail: so many bytes from the end of events.jsonl are wanted.
-        limit_s: how long answers of control sockets are waited for.
-    """
-    words = ["python3", "-I", "-c", ASK, json.dumps(jobs), asked.hex(), str(tail), f"{limit_s:.1f}"]
-    return ssh_argv(login, shlex.join(words), connect_s, may_ask)
-
-
 REMOVE = """
 import os, shutil, sys
 path, job = sys.argv[1:3]
@@ -325,8 +281,7 @@ def refresh(folder: JobFolder, may_ask: bool = True) -> None:
     """
     where = folder.control()
     assert where is not None  # of `is_elsewhere`
-    argv = ask_argv(where["login"], [[folder.id, where["folder"], ""]], ANSWER_S, may_ask=may_ask)
-    code, said = retried(lambda: _fetch(folder, argv))
+    code, said = retried(lambda: _fetch(folder, where, may_ask))
     if code:
         raise NotAsked(
             f"job {folder.id}: its coordinator's host {where['host']} cannot be asked: {_why(code, said)}",
@@ -334,26 +289,82 @@ def refresh(folder: JobFolder, may_ask: bool = True) -> None:
         )
 
 
-def _fetch(folder: JobFolder, argv: list[str]) -> tuple[int, str]:
+def _fetch(folder: JobFolder, where: Mapping[str, Any], may_ask: bool) -> tuple[int, str]:
     """Save the files that ASK writes, at least one; return its exit code, or that of ssh, and what it said."""
+    saved: list[str] = []
+
+    def take(job: str, name: str, age_s: float, pieces: Iterable[bytes]) -> bool:
+        saved.append(save(folder, name, age_s, pieces))
+        return True
+
     try:
-        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        code, said = ask(where["login"], [[folder.id, where["folder"], ""]], take, may_ask=may_ask)
     except OSError as err:
-        raise NotAsked(f"job {folder.id}: cannot run {argv[0]}: {err.strerror}") from None
-    with child:
-        assert child.stdout is not None
-        assert child.stderr is not None
+        raise NotAsked(
+            f"job {folder.id}: what its coordinator's host sent cannot be written to {folder.path}: {err.strerror}",
+            f"is the disk full, or over quota? see: df {folder.path}",
+        ) from err
+    return (code, said) if saved or code else (1, said or "it has no state of this job")
+
+
+def ask(
+    login: str,
+    jobs: Sequence[Sequence[str]],
+    take: Callable[[str, str, float, Iterator[bytes]], bool],
+    *,
+    may_ask: bool,
+    until: float = math.inf,
+    asked: bytes = b"",
+    tail: int = 0,
+    limit_s: float = 0.0,
+) -> tuple[int, str]:
+    """Ask a host about jobs, and hand on what it sends; return the exit code of the ssh program, and what it said.
+
+    Args:
+        login: as for `ssh_argv`.
+        jobs: of each its id, folder (or ""), and path of its control socket, or "" for all files.
+        take: takes job, name, age in seconds and content; returns whether more is wanted. Else the exit code is 0.
+        may_ask: ssh may ask the user. Else a Ctrl-C is not for it: it has a session of its own, without a terminal.
+        until: when it is given up, monotonic time; then files are limited to what the job store takes, too.
+        asked: what is sent to each control socket.
+        tail: so many bytes from the end of events.jsonl are wanted.
+        limit_s: how long answers of control sockets are waited for.
+
+    Raises:
+        NotAsked: ssh cannot be run, or what comes is nothing that ASK writes.
+    """
+    words = ["python3", "-I", "-c", ASK, json.dumps(jobs), asked.hex(), str(tail), f"{limit_s:.1f}"]
+    left_s = until - time.monotonic()
+    argv = ssh_argv(login, shlex.join(words), min(ANSWER_S, max(1.0, left_s)), may_ask)
+    with tempfile.TemporaryFile() as said:  # a master connection that is left behind would hold a pipe
         try:
-            saved = [save(folder, *file) for _, file in answers(child.stdout)]
+            child = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, start_new_session=not may_ask
+            )
         except OSError as err:
-            raise NotAsked(
-                f"job {folder.id}: what its coordinator's host sent cannot be written to {folder.path}: {err.strerror}",
-                f"is the disk full, or over quota? see: df {folder.path}",
-            ) from err
-        said = child.stderr.read().decode("utf-8", "replace").strip()
-    if not saved and not child.returncode:
-        return 1, said or "it has no state of this job"
-    return child.returncode, said
+            raise NotAsked(f"cannot run {argv[0]}: {err.strerror}") from None
+        timer = threading.Timer(max(0.0, left_s), _kill, [child])
+        if until < math.inf:
+            timer.start()
+        with child:
+            assert child.stdout is not None
+            try:
+                for each in answers(child.stdout, math.inf if until == math.inf else stored.SIZE_LIMIT):
+                    if not take(*each):
+                        return 0, ""
+                code = child.wait()
+            finally:
+                timer.cancel()
+                _kill(child)
+        said.seek(0)
+        return code, said.read().decode("utf-8", "replace").strip()
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """Kill a program, and all that it started, in a session of its own."""
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
 
 
 def remove(folder: JobFolder, login: str, there: str) -> None:
@@ -404,7 +415,7 @@ def refreshed(folder: JobFolder, may_ask: bool = True) -> str:
     return ""
 
 
-def answers(stream: IO[bytes], most: float = math.inf) -> Iterator[tuple[str, tuple[str, float, Iterator[bytes]]]]:
+def answers(stream: IO[bytes], most: float) -> Iterator[tuple[str, str, float, Iterator[bytes]]]:
     """Give the job of what ASK writes, with name, age in seconds, and content. `most`: bytes of one.
 
     Raises:
@@ -418,7 +429,7 @@ def answers(stream: IO[bytes], most: float = math.inf) -> Iterator[tuple[str, tu
             raise NotAsked(f"the host of the coordinator sent what is no file: {header[:80]!r}") from None
         if not 0 <= size <= most:
             raise NotAsked(f"the host of the coordinator sent a file of {size} bytes: {name!r}")
-        yield job, (name, age_s, _content(stream, name, size))
+        yield job, name, age_s, _content(stream, name, size)
 
 
 def _content(stream: IO[bytes], name: str, size: int) -> Iterator[bytes]:

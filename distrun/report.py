@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal as signals
 from collections.abc import Sequence
 
-from distrun.hosts import generic
+from distrun.hosts.ranges import generic, grouped
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator.failures import Culprit, Outcome, Problem, TaskResult
 
@@ -149,10 +149,9 @@ def _table(problems: Sequence[Problem]) -> list[str]:
 
     Their own names in it make no difference; where there are several, HOST stands for them.
     """
-    alike: dict[tuple[str, str, str], list[Problem]] = {}
-    for problem in problems:
-        key = (problem.kind, generic(problem.host, problem.text), generic(problem.host, problem.fix))
-        alike.setdefault(key, []).append(problem)
+    alike = grouped(
+        ((each.kind, generic(each.host, each.text), generic(each.host, each.fix)), each) for each in problems
+    )
     same: dict[tuple[str, str, str], list[str]] = {}
     for key, each in alike.items():
         equal = len({(problem.text, problem.fix) for problem in each}) == 1
@@ -162,13 +161,13 @@ def _table(problems: Sequence[Problem]) -> list[str]:
     # A long list of hosts has a line to itself; the columns are for the others.
     first = max([len("host")] + [len(name) for name in names if len(name) <= _COLUMN])
     second = max([len("kind")] + [len(kind) for kind, _, _ in same])
-    lines = ["%-*s  %-*s  what was found" % (first, "host", second, "kind")]
+    lines = [f"{'host':{first}}  {'kind':{second}}  what was found"]
     for name, (kind, text, fix) in zip(names, same, strict=True):
         if len(name) > first:
             lines.append(name)
             name = ""
         found = [_cut(line) for line in text.splitlines() if line.strip()][-TAIL_LINES:] or ["?"]
-        lines.append("%-*s  %-*s  %s" % (first, name, second, kind, found[0]))
+        lines.append(f"{name:{first}}  {kind:{second}}  {found[0]}")
         indent = " " * (first + second + 4)
         lines += [indent + line for line in found[1:]]
         lines += [indent + "-> " + line for line in fix.splitlines()]
@@ -185,7 +184,7 @@ def _later(outcome: Outcome) -> list[str]:
     if not failed:
         return []
     named = ", ".join(f"{task.name} ({_short(task)})" for task in failed[:_NAME_LIMIT])
-    more = " and %d more" % (len(failed) - _NAME_LIMIT) if len(failed) > _NAME_LIMIT else ""
+    more = f" and {len(failed) - _NAME_LIMIT} more" if len(failed) > _NAME_LIMIT else ""
     what = "1 other task" if len(failed) == 1 else f"{len(failed)} other tasks"
     return [f"{what} failed later: {named}{more}"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +17,7 @@ from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.plan import ROLES, SCHEDULER, Limits
 
 if TYPE_CHECKING:
-    from distrun.hosts import Inventory
+    from distrun.hosts.grammar import Inventory
     from distrun.sync.rules import CopyRules
 
 BUNDLED, COMMAND = BY_KEY["ps"].choices
@@ -210,22 +210,9 @@ class JobRequest:
             if row.member:
                 row.check(self)
         BY_KEY["start_timeout"].read(self.limits.start_s)
-        if self.limits.lost_s < self.limits.suspect_s:
-            raise UsageError(
-                f"--lost-after {self.limits.lost_s:g} is less than --suspect-after {self.limits.suspect_s:g}",
-                "a host is first suspect, then lost",
-            )
-        if self.reconnect and self.launcher == "local":
-            raise UsageError(
-                "--reconnect: a job on this machine has no connections that could be cut",
-                "leave it out, or name hosts with -H FILE or --hosts a,b",
-            )
-        _check_imports(self)
-        _check_device(self)
-        if self.metrics_address and self.metrics_port is None:
-            raise UsageError(
-                "--metrics-address: nothing is served without --metrics-port", "add --metrics-port 0, or leave it out"
-            )
+        for is_broken, text, fix in RULES:
+            if is_broken(self):
+                raise UsageError(text.format(self), fix.format(self))
         for word in self.command:
             if "\0" in word:
                 raise UsageError(f"the command holds a NUL character in {word!r}; no program can be given one")
@@ -236,10 +223,56 @@ class JobRequest:
         return self.servers > 0
 
     @property
+    def has_bundled_servers(self) -> bool:
+        """Whether its servers are distrun's own."""
+        return self.servers > 0 and self.ps == BUNDLED
+
+    @property
     def adds_on_hosts(self) -> bool:
         """Whether workers of one host add what they push before it leaves the host."""
         given = {each.name: each.value for each in self.settings if each.role in ("", SCHEDULER)}
-        return self.has_servers and self.ps == BUNDLED and bool(environ.read("DISTRUN_HOST_SUMS", given))
+        return self.has_bundled_servers and bool(environ.read("DISTRUN_HOST_SUMS", given))
+
+
+RULES: tuple[tuple[Callable[[JobRequest], object], str, str], ...] = (
+    (
+        lambda asked: asked.limits.lost_s < asked.limits.suspect_s,
+        "--lost-after {0.limits.lost_s:g} is less than --suspect-after {0.limits.suspect_s:g}",
+        "a host is first suspect, then lost",
+    ),
+    (
+        lambda asked: asked.reconnect and asked.launcher == "local",
+        "--reconnect: a job on this machine has no connections that could be cut",
+        "leave it out, or name hosts with -H FILE or --hosts a,b",
+    ),
+    (
+        lambda asked: asked.server_imports and not asked.has_bundled_servers,
+        "--server-import: this job has no servers of distrun's own that could import {0.server_imports[0]}",
+        "leave it out, or have some (-s 1 or more, and no --ps command)",
+    ),
+    (
+        lambda asked: asked.server_device and asked.ps != BUNDLED,
+        "--server-device {0.server_device}: with --ps {0.ps} the servers are your program's, which chooses for itself",
+        "leave it out",
+    ),
+    (
+        lambda asked: asked.server_device and not asked.has_servers,
+        "--server-device {0.server_device}: this job has no servers (-s 0)",
+        "leave it out, or have some (-s 1 or more)",
+    ),
+    (
+        lambda asked: asked.metrics_address and asked.metrics_port is None,
+        "--metrics-address: nothing is served without --metrics-port",
+        "add --metrics-port 0, or leave it out",
+    ),
+    (
+        lambda asked: 0 < asked.engine.worker.gpus < asked.gpus_per_worker,
+        "--gpus-per-worker {0.gpus_per_worker}: each worker is to get {0.engine.worker.gpus} from the engine"
+        " (--worker-gpus {0.engine.worker.gpus})",
+        "--worker-gpus {0.gpus_per_worker}, or --gpus-per-worker {0.engine.worker.gpus}",
+    ),
+)
+"""What options may not be together: whether a request breaks the rule, the error and the hint, `{0}` is the request."""
 
 
 def given(settings: Sequence[Setting], role: str) -> dict[str, Setting]:
@@ -272,11 +305,8 @@ def is_forwarded(name: str) -> bool:
         return True
     row = environ.BY_NAME.get(name)
     wanted = name.startswith(FORWARDED_PREFIXES) or (row is not None and row.group == "tuning")
-    return wanted and not (is_ours(name) or is_secret(name) or _is_stale(name))
-
-
-def _is_stale(name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in environ.stale_names())
+    is_stale = any(fnmatch.fnmatchcase(name, pattern) for pattern in environ.stale_names())
+    return wanted and not (is_stale or is_ours(name) or is_secret(name))
 
 
 def parse_env(words: Iterable[str], outer: Mapping[str, str]) -> tuple[list[Setting], list[str]]:
@@ -408,26 +438,3 @@ def _unquote(value: str, where: str) -> str:
         return match.group(1)
     known = {"n": "\n", "t": "\t", "r": "\r"}
     return re.sub(r"\\(.)", lambda found: known.get(found.group(1), found.group(1)), match.group(1))
-
-
-def _check_imports(request: JobRequest) -> None:
-    if request.server_imports and not (request.has_servers and request.ps == BUNDLED):
-        raise UsageError(
-            f"--server-import: this job has no servers of distrun's own that could import {request.server_imports[0]}",
-            "leave it out, or have some (-s 1 or more, and no --ps command)",
-        )
-
-
-def _check_device(request: JobRequest) -> None:
-    asked = request.server_device
-    if not asked:
-        return
-    if request.ps != BUNDLED:
-        raise UsageError(
-            f"--server-device {asked}: with --ps {request.ps} the servers are your program's, which chooses for itself",
-            "leave it out",
-        )
-    if not request.has_servers:
-        raise UsageError(
-            f"--server-device {asked}: this job has no servers (-s 0)", "leave it out, or have some (-s 1 or more)"
-        )

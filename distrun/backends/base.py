@@ -13,8 +13,8 @@ from distrun_runtime.contract.plan import HOLD, Host, Plan, Reach
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from distrun.hosts import HostSpec, Inventory
-    from distrun.ssh.login import Asker
+    from distrun.hosts.grammar import HostSpec, Inventory
+    from distrun.ssh.ask import Asker
     from distrun.sync import CopyRequest, FileCopier, Says
     from distrun_runtime.coordinator.channel import AgentChannel
     from distrun_runtime.coordinator.failures import Outcome
@@ -102,6 +102,12 @@ class Backend(ABC):
     """What the user said of it, for backends whose agents dial back."""
     asker: Asker | None = None
     """Knows what the user typed to get into hosts; None: nothing was asked."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Return how it is made again in another process: it keeps nothing else before a job starts."""
+        from distrun import backends
+
+        return backends.load, (self.name,), {"listening": self.listening}
 
     @abstractmethod
     def inventory(self, found: Inventory | None) -> Inventory:

@@ -21,7 +21,7 @@ import datetime
 import functools
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from distrun_runtime.contract import enrolment, facts
 
@@ -156,17 +156,24 @@ def source() -> str:
     return f'import binascii,zlib;exec(zlib.decompress(binascii.a2b_base64("{packed}")))'
 
 
-def command(
-    python: str, *, pin: str, job: str, place: str, secret: str, limit_s: float, addresses: Sequence[str]
-) -> tuple[str, ...]:
-    """Return the argument list that an engine executes for a place.
+class Bootstrap(NamedTuple):
+    """What PROGRAM needs to know of a job."""
 
-    Args:
-        place: its name, or `env:NAME`.
-        secret: path of a file of mode 0600, or `env:NAME`. Never the secret.
-        addresses: `ADDRESS:PORT` of the coordinator, the best first.
-    """
-    return (python, "-I", "-c", source(), pin, job, place, secret, f"{limit_s:g}", *addresses)
+    job: str
+    pin: str
+    addresses: Sequence[str]
+    """`ADDRESS:PORT` of the coordinator, the best first."""
+    limit_s: float
+
+    def command(self, python: str, place: str, secret: str) -> tuple[str, ...]:
+        """Return the argument list for a place. No word of it is the user's, and each is safe in single quotes.
+
+        Args:
+            python: the interpreter.
+            place: the place's name, or `env:NAME` of the variable in which the engine has it.
+            secret: the path of a file of mode 0600 on the node, or `env:NAME`; never the secret.
+        """
+        return (python, "-I", "-c", source(), self.pin, self.job, place, secret, f"{self.limit_s:g}", *self.addresses)
 
 
 # Makes the TLS certificate of one job, for agents that dial back.
@@ -181,18 +188,11 @@ _UNTIL = datetime.datetime(2100, 1, 1)
 """Fixed dates, since the clocks of a job's hosts differ."""
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """A certificate with its private key."""
+def certificate(job: str) -> bytes:
+    """Return a new self-signed certificate for the job of that id, EC P-256, no names but the job's, and then its key.
 
-    pem: bytes = field(repr=False)
-    """Certificate, then key, as `ssl.SSLContext.load_cert_chain` reads them. Secret."""
-    pin: str
-    """SHA-256 of the certificate (DER), hex: what agents compare."""
-
-
-def make(job: str) -> Certificate:
-    """Return a new self-signed certificate for the job of that id: EC P-256, no names but the job's."""
+    They are as `ssl.SSLContext.load_cert_chain` reads them. Secret.
+    """
     # They take 50 ms to import, and most jobs have no listener.
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -201,7 +201,7 @@ def make(job: str) -> Certificate:
 
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"distrun {job}"[:64])])
-    certificate = (
+    made = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
@@ -214,5 +214,4 @@ def make(job: str) -> Certificate:
     )
     form = serialization.PrivateFormat.PKCS8
     private = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
-    der = certificate.public_bytes(serialization.Encoding.DER)
-    return Certificate(certificate.public_bytes(serialization.Encoding.PEM) + private, enrolment.pin_of(der))
+    return made.public_bytes(serialization.Encoding.PEM) + private

@@ -8,22 +8,26 @@ backends. `queue.QueueBackend` makes a backend of it. Nothing of the user's is i
 from __future__ import annotations
 
 import contextlib
+import difflib
+import operator
+import os
 import re
 import subprocess
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distrun.backends import bootstrap
+from distrun.backends.bootstrap import Bootstrap
 from distrun.errors import SubmitError, UsageError
-from distrun.request import EngineOptions
-from distrun_runtime.contract.plan import Resources
+from distrun.request import EngineOptions, Needs
+from distrun_runtime.contract.plan import SERVER, Resources
 
 if TYPE_CHECKING:
-    from distrun.hosts import Inventory
-    from distrun.request import Needs
+    from distrun.hosts.grammar import Inventory
 
 QUEUED = "queued"
 RUNNING = "running"
@@ -34,6 +38,9 @@ SECRET = "{secret}"
 """Stands for the enrolment secret where a script is only shown."""
 MARK = "distrun-"
 """Every marker begins so."""
+MIB = 1 << 20
+SHOWN = 20
+"""Names that a message lists at most."""
 
 
 class EngineError(SubmitError):
@@ -48,33 +55,6 @@ class RoleGroup:
     count: int
     needs: Needs
     """What each task asks for."""
-
-
-class Bootstrap(NamedTuple):
-    """What `command` needs to know of a job to start its agents."""
-
-    job: str
-    pin: str
-    addresses: tuple[str, ...]
-    """`ADDRESS:PORT` of the coordinator."""
-    limit_s: float
-
-    def command(self, python: str, place: str, secret: str) -> tuple[str, ...]:
-        """Return the argument list for a place. No word of it is the user's, and each is safe in single quotes.
-
-        Args:
-            place: the place's name, or `env:NAME` of the variable in which the engine has it.
-            secret: the path of a file of mode 0600 on the node, or `env:NAME`; never the secret.
-        """
-        return bootstrap.command(
-            python,
-            pin=self.pin,
-            job=self.job,
-            place=place,
-            secret=secret,
-            limit_s=self.limit_s,
-            addresses=self.addresses,
-        )
 
 
 @dataclass(frozen=True)
@@ -125,6 +105,11 @@ class Submission:
     def tasks(self) -> int:
         """Servers and workers."""
         return sum(group.count for group in self.groups)
+
+    @property
+    def servers(self) -> int:
+        """The servers alone."""
+        return sum(group.count for group in self.groups if group.role == SERVER)
 
 
 class Script(NamedTuple):
@@ -226,6 +211,8 @@ class Engine(ABC):
     """The user must say which hosts, with -H or --hosts."""
     takes_hosts: bool = False
     """The user may say which hosts."""
+    takes: tuple[str, ...] = ()
+    """Options of other engines, such as `--docker-image`, that it takes, too: `EngineOptions.own` has them."""
 
     options: EngineOptions = EngineOptions()
     """For `find` and `examine`, where there is no submission: what the user said, and the configuration file."""
@@ -292,16 +279,35 @@ class Engine(ABC):
         """Return this user's jobs that are queued or run and whose marker begins with MARK. Raises EngineError."""
 
     @abstractmethod
-    def examine(self) -> Sequence[CheckResult]:
-        """Return what is there of what a launch needs, and what is missing."""
+    def examine(self) -> Iterable[CheckResult]:
+        """Return or yield what is there of what a launch needs, and what is missing. See `examined`.
 
-    def nonce_of(self, marker: str) -> str:
-        """Return the nonce of the job that a marker belongs to."""
-        return marker.rpartition("-")[2]
+        Raises:
+            UsageError, EngineError: the rest cannot be looked for.
+        """
+
+
+def examined(engine: Engine) -> Iterator[CheckResult]:
+    """Yield what `examine` finds; what it raises is the last finding."""
+    try:
+        yield from engine.examine()
+    except (EngineError, UsageError) as err:
+        yield CheckResult(False, str(err), err.hint)
 
 
 ANSWER_S = 20.0
 """How long an engine may take to answer one question."""
+
+
+def tries(limit_s: float) -> Iterator[None]:
+    """Yield at once, and again after pauses that grow from 0.1 s to 1 s, until `limit_s` seconds are over."""
+    until = time.monotonic() + limit_s
+    pause_s = 0.1
+    yield
+    while (left_s := until - time.monotonic()) > 0:
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, 1.0)
+        yield
 
 
 class Answer(NamedTuple):
@@ -356,6 +362,21 @@ def ask(argv: Sequence[str], hint: str = "") -> str:
     return told.out
 
 
+def text_of(path: Path | str, size: int = 1 << 20) -> str:
+    """Return the last `size` bytes of what was written to a file; empty: there is none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def hint_of(said: str, hints: Mapping[str, str]) -> str:
+    """Return what to do about what an engine has said: the first of the hints whose words (lower case) are in it."""
+    return next((hint for words, hint in hints.items() if words in said.lower()), "")
+
+
 def marker(job: str, nonce: str) -> str:
     """Return what a job is called in an engine. No side effects."""
     return f"{MARK}{re.sub('[^a-z0-9]+', '-', job.lower()).strip('-')[:30].strip('-')}-{nonce}"
@@ -380,6 +401,58 @@ def template(name: str, options: EngineOptions) -> str:
         if path.is_file():
             return path.read_text(encoding="utf-8")
     raise UsageError(f"the template {name} is missing from this installation", "install distrun again")
+
+
+def refuse_queue_options(
+    options: EngineOptions, why: str, instead: str, more: Mapping[str, object] = MappingProxyType({})
+) -> None:
+    """Raise UsageError for an option of those that a queue is asked by, or of `more`. No side effects."""
+    given = {"--queue": options.queue, "--time": options.time_s, "--project": options.project, **more}
+    for option, value in given.items():
+        if value:
+            raise UsageError(f"{option} has no meaning here: {why}", f"leave {option} out, or {instead}")
+
+
+def check_known(option: str, what: str, name: str, known: Sequence[str]) -> None:
+    """Check a name that the user gave an engine. `what`: how an unknown one is told of, `Slurm has no partition`.
+
+    Raises:
+        UsageError: it is not among those that the engine knows, of which the first SHOWN are told.
+    """
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        shown = ", ".join(known[:SHOWN]) or "none"
+        guess = f"did you mean {near[0]}?" if near else f"name another with {option}"
+        raise UsageError(f"{option} {name}: {what} {name}; it has: {shown}", guess)
+
+
+def fits(needs: Needs, nodes: Iterable[Needs]) -> bool:
+    """Return whether one of the nodes has as much as is needed."""
+    return any(all(map(operator.le, needs, node)) for node in nodes)
+
+
+def check_size(groups: Sequence[RoleGroup], nodes: Sequence[Needs], where: str, hint: str) -> None:
+    """Check that for each role there is a node that has room for one task, if all else were free.
+
+    Args:
+        groups: the roles.
+        nodes: what each node has in all; none: it is not known.
+        where: what the nodes are, for messages: `node of debug`.
+        hint: what the user can do.
+
+    Raises:
+        UsageError: a task asks for more than any node has.
+    """
+    for group in groups if nodes else ():
+        most = Needs(*map(max, zip(*nodes, strict=True)))
+        for option, asked, found in zip(("cores", "memory", "gpus"), group.needs, most, strict=True):
+            if asked > found:
+                number, limit = (f"{-(-n // MIB)} MiB" if option == "memory" else n for n in (asked, found))
+                text = f"--{group.role}-{option}: {number} asked for, but no {where} has more than {limit}"
+                raise UsageError(text, hint)
+        if not fits(group.needs, nodes):
+            text = f"no {where} has the cores, the memory and the GPUs that one {group.role} asks for together"
+            raise UsageError(text, hint)
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:

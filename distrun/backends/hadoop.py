@@ -16,7 +16,6 @@ import re
 import shutil
 import ssl
 import subprocess
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -26,8 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xml.etree import ElementTree
 
 from distrun import formats
-from distrun.backends.engine import ANSWER_S, SECRET, EngineError
-from distrun.backends.yarn_answers import GPU, MIB, Container, listed
+from distrun.backends.engine import ANSWER_S, MIB, SECRET, EngineError, execute, text_of, tries
+from distrun.backends.yarn_answers import GPU, Container, listed
 from distrun.errors import UsageError
 from distrun.request import Needs
 from distrun_runtime.contract.plan import SERVER, WORKER
@@ -196,6 +195,12 @@ class WebAnswer(NamedTuple):
                 text = str(inner.get("diagnostics") or inner.get("message") or text)
         return text.partition("\n\tat ")[0][:2000]
 
+    def expect(self, what: str, *statuses: int, hint: str = "") -> WebAnswer:
+        """Return itself. Raises EngineError, which begins with `what`: its status is none of these."""
+        if self.status not in statuses:
+            raise EngineError(f"{what}: {self.status}: {self.said}", hint)
+        return self
+
 
 class Web:
     """One kind of Hadoop's web services, at one or several addresses of which one is active. Threads may share it.
@@ -260,10 +265,7 @@ class Web:
 
     def json(self, path: str, **more: Any) -> Any:
         """Return what a path says. Raises EngineError: no answer, or another status than 200."""
-        answer = self.ask("GET", path, **more)
-        if answer.status != 200:
-            raise EngineError(f"the {self.what} answers {answer.status} for {path}: {answer.said}")
-        return answer.json
+        return self.ask("GET", path, **more).expect(f"the {self.what}, asked for {path}", 200).json
 
     def _hop(self, method: str, url: str, body: bytes | None, kind: str, limit_s: float) -> WebAnswer:
         """Ask one address, and those that it names; prove who asks if that is wanted."""
@@ -348,39 +350,28 @@ class HdfsFiles:
 
     def home(self) -> str:
         """Return the user's home folder. Raises EngineError."""
-        answer = self._ask("GET", "", "GETHOMEDIRECTORY")
-        if answer.status != 200:
-            raise self._failed("asking for your home folder", answer)
+        answer = self._ask("GET", "", "GETHOMEDIRECTORY").expect("HDFS: asking for your home folder", 200)
         return str(answer.json["Path"])
 
     def make_private(self, folder: str) -> None:
         """Make a folder of mode 0700, or give that mode to one that is there. Raises EngineError."""
-        answer = self._ask("PUT", folder, "MKDIRS", permission="700")
-        if answer.status == 200:
-            answer = self._ask("PUT", folder, "SETPERMISSION", permission="700")
-        if answer.status != 200:
-            raise self._failed(f"making {folder}", answer)
+        for op in ("MKDIRS", "SETPERMISSION"):
+            self._ask("PUT", folder, op, permission="700").expect(f"HDFS: making {folder}", 200)
 
     def write(self, path: str, data: bytes) -> None:
         """Make a new file of mode 0600, and its folder of mode 0700. Raises EngineError: also if it is there."""
         self.make_private(path.rpartition("/")[0])
         # `data`: HttpFS takes the bytes at once; a NameNode names a DataNode, which gets them.
         answer = self._ask("PUT", path, "CREATE", data, overwrite="false", permission="600", data="true")
-        if answer.status not in (200, 201):
-            raise self._failed(f"writing {path}", answer)
+        answer.expect(f"HDFS: writing {path}", 200, 201)
 
     def remove(self, path: str) -> None:
         """Remove a folder with all that is in it; a missing one is no error. Raises EngineError."""
-        answer = self._ask("DELETE", path, "DELETE", recursive="true")
-        if answer.status not in (200, 404):
-            raise self._failed(f"removing {path}", answer)
+        self._ask("DELETE", path, "DELETE", recursive="true").expect(f"HDFS: removing {path}", 200, 404)
 
     def _ask(self, method: str, path: str, op: str, body: bytes | None = None, **query: str) -> WebAnswer:
         where = "/webhdfs/v1" + urllib.parse.quote(path or "/")
         return self._web.ask(method, where, body, query={"op": op, **query}, kind="application/octet-stream")
-
-    def _failed(self, what: str, answer: WebAnswer) -> EngineError:
-        return EngineError(f"HDFS: {what}: {answer.status}: {answer.said}")
 
 
 # YARN's distributed shell: how a job is submitted where the services API is off and the program `yarn` is here.
@@ -400,7 +391,6 @@ MASTER_MB = 512
 """Of the application master: the client's own default, 100 MiB, is too little where YARN watches memory."""
 STARTED_S = 120.0
 """How long `yarn` may take until it says the application's id: it starts Java and uploads files."""
-ASKED_S = 20.0
 FOREVER_MS = 2**31 - 1
 """The shell's client would end the application after ten minutes; ours does not live so long."""
 
@@ -416,13 +406,8 @@ def find_jar(yarn: str) -> str:
     Raises:
         EngineError: it is not found.
     """
-    try:
-        done = subprocess.run([yarn, "classpath"], capture_output=True, text=True, timeout=ASKED_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as err:
-        raise EngineError(f"{yarn} classpath: {err}") from err
-    folders = {
-        os.path.dirname(each) if each.endswith((".jar", "*")) else each for each in done.stdout.strip().split(":")
-    }
+    told = execute([yarn, "classpath"])
+    folders = {os.path.dirname(each) if each.endswith((".jar", "*")) else each for each in told.out.strip().split(":")}
     found = sorted(path for folder in folders if folder for path in glob.glob(os.path.join(glob.escape(folder), JAR)))
     if not found:
         raise EngineError(f"no {JAR} on the class path of {yarn}", "say shell_jar = PATH in the section [yarn]")
@@ -472,19 +457,17 @@ def submit(argv: Sequence[str], log: Path) -> str:
             child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         except OSError as err:
             raise EngineError(f"{argv[0]} cannot be started: {err.strerror}") from err
-    until = time.monotonic() + STARTED_S
     try:
-        while True:
+        for _ in tries(STARTED_S):
             has_ended = child.poll() is not None
-            said = log.read_text(encoding="utf-8", errors="replace")
+            said = text_of(log)
             found = re.search(r"Submitted application (application_\d+_\d+)", said)
             if found:
                 return found.group(1)
-            if has_ended or time.monotonic() > until:
-                last = _why(said)
-                how = f"ended with {child.returncode}" if has_ended else f"said no application in {STARTED_S:g} s"
-                raise EngineError(f"yarn {how}: {last}", f"read {log}")
-            time.sleep(0.1)
+            if has_ended:
+                break
+        how = f"ended with {child.returncode}" if has_ended else f"said no application in {STARTED_S:g} s"
+        raise EngineError(f"yarn {how}: {_why(said)}", f"read {log}")
     finally:
         # The application goes on without its client.
         with contextlib.suppress(ProcessLookupError):

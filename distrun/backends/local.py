@@ -16,8 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from distrun import shipping
 from distrun.backends.base import GUARD_S, Backend, Rendered, Swept, marks
-from distrun.hosts import Inventory
-from distrun.hosts import local as this_machine
+from distrun.hosts.grammar import Inventory, named
 from distrun_runtime.contract import environ, facts, process
 from distrun_runtime.contract.plan import Host, Plan
 
@@ -42,7 +41,7 @@ class Local(Backend):
 
     def inventory(self, found: Inventory | None) -> Inventory:
         """Return this machine, by its short name, whatever hosts are named."""
-        return this_machine(short_name(socket.gethostname()))
+        return named([short_name(socket.gethostname())], "this machine")
 
     def addresses(self, hosts: Sequence[str]) -> Mapping[str, str]:
         """Return the loopback address: peers of a local job are on this machine."""
@@ -148,7 +147,7 @@ class ChildChannel:
     @property
     def said_bye(self) -> bool:
         """Whether the agent's last frame has come."""
-        return self._inner is not None and self._inner.said_bye
+        return self._inner is not None and self._inner.inlet.said_bye
 
     @property
     def is_over(self) -> bool:

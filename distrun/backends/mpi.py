@@ -18,8 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +26,6 @@ from typing import NamedTuple
 from distrun import formats
 from distrun.backends import mpiguard
 from distrun.backends.engine import (
-    ANSWER_S,
     ENDED,
     MARK,
     RUNNING,
@@ -42,14 +40,18 @@ from distrun.backends.engine import (
     QueueStatus,
     Script,
     Submission,
+    execute,
     fill,
+    refuse_queue_options,
     template,
+    text_of,
+    tries,
 )
 from distrun.errors import UsageError
-from distrun.hosts import HostSpec
+from distrun.hosts.grammar import HostSpec
 from distrun.request import EngineOptions
 from distrun_runtime.contract import environ, facts, gpus, process
-from distrun_runtime.contract.plan import ROLES, SERVER, Resources
+from distrun_runtime.contract.plan import ROLES, Resources
 
 SECRET = "DISTRUN_ENROLMENT"
 """Variable with the enrolment secret. mpirun is told its name only; the bootstrap removes it."""
@@ -211,7 +213,8 @@ class Mpi(Engine):
     def submit(self, submission: Submission, script: Script) -> Handle:
         """Start mpirun, below its guard."""
         env = {name: value for name, value in submission.outer.items() if not NESTED.match(name)}
-        env.update(process.marks(submission.job, self.nonce_of(submission.marker)), **{SECRET: submission.secret})
+        nonce = submission.marker.rpartition("-")[2]
+        env.update(process.marks(submission.job, nonce), **{SECRET: submission.secret})
         env.update(_bootstrap(submission.found.flavor, env))
         argv = [sys.executable, "-I", mpiguard.__file__, submission.marker, str(submission.folder), SCRIPT]
         try:
@@ -233,8 +236,8 @@ class Mpi(Engine):
         """Return whether mpirun runs; if not, with what words it ended."""
         folder = _folder(handle)
         lives = process.is_alive(_identity(handle)) and not self._is_reaped()
-        said = _read(folder / mpiguard.OUTPUT)
-        ended = _read(folder / mpiguard.ENDED).strip()
+        said = text_of(folder / mpiguard.OUTPUT)
+        ended = text_of(folder / mpiguard.ENDED).strip()
         grants = self._grants or _grants_in(folder)
         if lives and not ended:
             return QueueStatus(RUNNING, "", grants, gone(said, grants))
@@ -258,13 +261,11 @@ class Mpi(Engine):
     def explain(self, handle: Handle, place: str) -> Explanation | None:
         """Return which signal ended mpirun, or what it said of a host that it lost. Waits a little for its end."""
         folder = _folder(handle)
-        until = time.monotonic() + EXPLAIN_S
-        while self.look(handle).state != ENDED and time.monotonic() < until:
-            time.sleep(0.1)
-        ended = _read(folder / mpiguard.ENDED).strip()
-        if self.look(handle).state == ENDED and (not ended or ended.startswith("-")):
+        has_ended = any(self.look(handle).state == ENDED for _ in tries(EXPLAIN_S))
+        ended = text_of(folder / mpiguard.ENDED).strip()
+        if has_ended and (not ended or ended.startswith("-")):
             return Explanation(facts.EXIT_HOST_LOST, f"it {_how(ended)} on {handle.more['host']}", "mpirun")
-        lost = lost_node(_read(folder / mpiguard.OUTPUT))
+        lost = lost_node(text_of(folder / mpiguard.OUTPUT))
         if lost is None:
             return None
         return Explanation(facts.EXIT_HOST_LOST, f"mpirun lost its connection to {lost or 'a host'}")
@@ -278,31 +279,21 @@ class Mpi(Engine):
                 found.append(FoundJob(_handle(row.pid, argv[3], argv[4]), argv[3], "running"))
         return found
 
-    def examine(self) -> Sequence[CheckResult]:
+    def examine(self) -> Iterator[CheckResult]:
         """Look for mpirun, and for what it reaches hosts with."""
         env = environ.snapshot()
-        try:
-            found = installed(*_wanted(self.options), env)
-        except UsageError as err:
-            return [CheckResult(False, str(err), err.hint)]
-        findings = [
-            CheckResult(True, f"mpirun: {found.path}: {found.flavor.title} (version {found.version or 'unknown'})")
-        ]
+        found = installed(*_wanted(self.options), env)
+        yield CheckResult(True, f"mpirun: {found.path}: {found.flavor.title} (version {found.version or 'unknown'})")
         if found.flavor.refuses_root and os.geteuid() == 0:
-            findings.append(
-                CheckResult(False, f"{found.flavor.title} does not run as root", "--engine-arg=--allow-run-as-root")
-            )
+            yield CheckResult(False, f"{found.flavor.title} does not run as root", "--engine-arg=--allow-run-as-root")
         outer = next((name for name in ("SLURM_JOB_ID", "PE_HOSTFILE", "PBS_NODEFILE", "LSB_JOBID") if name in env), "")
         ssh = shutil.which("ssh", path=env.get("PATH"))
         if outer:
-            findings.append(CheckResult(True, f"in an allocation: {outer}={env[outer]}"))
+            yield CheckResult(True, f"in an allocation: {outer}={env[outer]}")
         elif ssh is None:
-            findings.append(
-                CheckResult(False, "no ssh program, by which mpirun reaches hosts", "install openssh-client")
-            )
+            yield CheckResult(False, "no ssh program, by which mpirun reaches hosts", "install openssh-client")
         else:
-            findings.append(CheckResult(True, f"mpirun reaches hosts by {ssh}, which must not ask for a password"))
-        return findings
+            yield CheckResult(True, f"mpirun reaches hosts by {ssh}, which must not ask for a password")
 
 
 GUARD = os.path.basename(mpiguard.__file__)
@@ -321,16 +312,12 @@ def _how(ended: str) -> str:
 def check(submission: Submission) -> None:
     """Refuse what has no meaning for mpirun. No side effects. Raises UsageError."""
     options = submission.options
-    given = [("--queue", options.queue), ("--time", options.time_s), ("--project", options.project)]
-    given += [
-        (f"--{role}-memory", needs.memory) for role, needs in (("worker", options.worker), ("server", options.server))
-    ]
-    for option, value in given:
-        if value:
-            raise UsageError(
-                f"{option} is not for --launcher mpi: mpirun asks no queue system and limits nothing",
-                "leave it out, or ask a queue system for an allocation and launch in it",
-            )
+    refuse_queue_options(
+        options,
+        "mpirun asks no queue system and limits nothing",
+        "ask a queue system for an allocation and launch in it",
+        {"--worker-memory": options.worker.memory, "--server-memory": options.server.memory},
+    )
     if submission.hosts is None or not submission.hosts.specs:
         raise UsageError("--launcher mpi: no hosts are given", "name some with -H FILE or --hosts A,B")
     for spec in submission.hosts.specs:
@@ -381,8 +368,7 @@ def grants_of(submission: Submission) -> tuple[Grant, ...]:
     assert submission.hosts is not None, "checked by `check`"
     specs = submission.hosts.specs
     all_of_them = [_grant(str(index), spec) for index, spec in enumerate(specs)]
-    has_scheduler = any(group.role == SERVER for group in submission.groups)
-    used = check_room(submission, all_of_them, has_scheduler)
+    used = check_room(submission, all_of_them, submission.servers > 0)
     chosen = [spec for grant, spec in zip(all_of_them, specs, strict=True) if grant.place in used]
     return tuple(_grant(str(index), spec) for index, spec in enumerate(chosen))
 
@@ -456,22 +442,10 @@ def _is_script(path: str) -> bool:
 
 def _banner(path: str, env: Mapping[str, str]) -> str:
     try:
-        done = subprocess.run(
-            [path, "--version"],
-            env={name: value for name, value in env.items() if not NESTED.match(name)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=ANSWER_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise UsageError(
-            f"{path} --version did not end within {ANSWER_S:g} s", "name another: --mpirun PROGRAM"
-        ) from None
-    except OSError as err:
-        raise UsageError(f"{path} cannot be executed: {err.strerror}", "name another: --mpirun PROGRAM") from err
-    return done.stdout.decode("utf-8", "replace")
+        told = execute([path, "--version"], env={name: value for name, value in env.items() if not NESTED.match(name)})
+    except EngineError as err:
+        raise UsageError(str(err), "name another: --mpirun PROGRAM") from err
+    return told.out + told.err
 
 
 # ---------------------------------------------------------------------- what mpirun says
@@ -563,15 +537,9 @@ def _folder(handle: Handle) -> Path:
     return Path(handle.more["folder"])
 
 
-def _read(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace")
-    return ""
-
-
 def _grants_in(folder: Path) -> tuple[Grant, ...]:
     """Return the places of a job by its hosts file, for those who did not start it."""
-    nodes = [re.split(r" slots=|:1$", line)[0] for line in _read(folder / HOSTS).splitlines()]
+    nodes = [re.split(r" slots=|:1$", line)[0] for line in text_of(folder / HOSTS).splitlines()]
     return tuple(Grant(str(index), node) for index, node in enumerate(nodes))
 
 

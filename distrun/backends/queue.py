@@ -16,17 +16,16 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from distrun import shipping
 from distrun.backends import bootstrap
 from distrun.backends import engine as engines
 from distrun.backends.base import Backend, Listening, Rendered, Swept
+from distrun.backends.bootstrap import Bootstrap
 from distrun.backends.engine import (
     ENDED,
     RUNNING,
-    Bootstrap,
     Engine,
     EngineError,
     Explanation,
@@ -39,7 +38,7 @@ from distrun.backends.engine import (
 )
 from distrun.backends.local import ChildChannel
 from distrun.errors import UsageError
-from distrun.hosts import Inventory
+from distrun.hosts.grammar import Inventory
 from distrun.placement import Slot, slots_in
 from distrun.request import EngineOptions, JobRequest, Needs
 from distrun_runtime.contract import address, enrolment, facts
@@ -53,7 +52,6 @@ from distrun_runtime.errors import JobStoreError
 if TYPE_CHECKING:
     from distrun.sync import CopyRequest, FileCopier, Says, Snapshot
     from distrun_runtime.coordinator.channel import AgentChannel
-    from distrun_runtime.coordinator.listener import DialBackChannel
 
 FOLDER = "engine"
 """In the job's folder, mode 0700: the script, the secret, what the engine wrote."""
@@ -79,44 +77,22 @@ CANCEL_S = 60.0
 T = TypeVar("T")
 
 
-class Callers:
-    """The agents of one job, which an engine starts and which dial back to this process.
+def listen(job: str, limit_s: float, listening: Listening, secret: str) -> tuple[DialBack, Bootstrap]:
+    """Listen for the agents of one job, which an engine starts; return them, and what starts one that dials back.
 
-    Arguments:
+    Args:
         job: its id.
         limit_s: how long an agent that was started tries to reach this process.
         listening: what the user said of where to listen.
+        secret: the enrolment secret: agents get it in a file or by the engine's own means, never on a command line.
 
     Raises:
         ContractError: no port is free.
     """
-
-    def __init__(self, job: str, limit_s: float, listening: Listening) -> None:
-        made = bootstrap.make(job)
-        self.secret = os.urandom(enrolment.SECRET_BYTES).hex()
-        """The enrolment secret: agents get it in a file or by the engine's own means, never on a command line."""
-        self._job = job
-        self._limit_s = limit_s
-        self.agents = DialBack(job, self.secret, made.pem, (), program=shipping.dialed, port_range=listening.port_range)
-        self.addresses = tuple(with_port(each, self.agents.port) for each in listening.addresses or address.own())
-        """`ADDRESS:PORT` that agents try, in this order."""
-
-    @property
-    def bootstrap(self) -> Bootstrap:
-        """What starts an agent that reaches this process."""
-        return Bootstrap(self._job, self.agents.pin, self.addresses, self._limit_s)
-
-    def expect(self, plan: Plan, claims: Mapping[str, str] = MappingProxyType({})) -> Sequence[AgentChannel]:
-        """Return a channel for each place of the plan, whose agents are let in when the channels are started.
-
-        `claims`: what agents call their places, by the plan's name, where these differ.
-        """
-        self.agents.expect((place.name for place in plan.all_places), claims)
-        return self.agents.channels
-
-    def write_secret(self, path: Path) -> None:
-        """Write the secret to a new file of mode 0600, in a folder that agents can read. Raises OSError."""
-        write_new(path, self.secret + "\n", 0o600)
+    pem = bootstrap.certificate(job)
+    agents = DialBack(job, secret, pem, (), program=shipping.dialed, port_range=listening.port_range)
+    addresses = tuple(with_port(each, agents.port) for each in listening.addresses or address.own())
+    return agents, Bootstrap(job, agents.pin, addresses, limit_s)
 
 
 def write_new(path: Path, text: str, mode: int) -> None:
@@ -136,7 +112,7 @@ class QueueBackend(Backend):
         self.engine = engine
         self.name = engine.name
         self.needs_hosts = engine.needs_hosts
-        self._callers: Callers | None = None
+        self._agents: DialBack | None = None
         self._submission: Submission | None = None
         self._plan: Plan | None = None
         self._snapshot: Snapshot | None = None
@@ -187,9 +163,7 @@ class QueueBackend(Backend):
     def script(self, request: JobRequest, job: str, nonce: str, folder: Path) -> tuple[Submission, Script]:
         """Return what would be submitted, with names for what is not known yet. Changes nothing anywhere."""
         start = Bootstrap(job, "{certificate}", ("{address}:{port}",), request.limits.start_s)
-        return self._rendered(
-            self._submission_of(request, job, nonce, folder, start=start, secret=engines.SECRET, is_dry=True)
-        )
+        return self._rendered(request, nonce, folder, start, secret=engines.SECRET, is_dry=True)
 
     def open(self, request: JobRequest, job: str, nonce: str, folder: Path) -> tuple[Submission, Script]:
         """Begin to listen for agents, and return what is to be submitted, written to `folder`/engine.
@@ -199,13 +173,11 @@ class QueueBackend(Backend):
             ContractError: no port is free.
             OSError: the folder cannot be written.
         """
-        self._callers = Callers(job, request.limits.start_s, self.listening)
-        start = self._callers.bootstrap
-        submission, script = self._rendered(
-            self._submission_of(request, job, nonce, folder / FOLDER, start=start, secret=self._callers.secret)
-        )
+        secret = os.urandom(enrolment.SECRET_BYTES).hex()
+        self._agents, start = listen(job, request.limits.start_s, self.listening, secret)
+        submission, script = self._rendered(request, nonce, folder / FOLDER, start, secret=secret)
         os.mkdir(submission.folder, 0o700)
-        self._callers.write_secret(submission.secret_file)
+        write_new(submission.secret_file, secret + "\n", 0o600)
         for name, text in script.files.items():
             write_new(submission.folder / name, text, 0o700)
         self._submission = submission
@@ -272,30 +244,25 @@ class QueueBackend(Backend):
 
     def _ends(self, handle: Handle, limit_s: float) -> bool:
         """Wait for the end of a job in the engine, at most so long."""
-        until = time.monotonic() + limit_s
-        for pause in itertools.chain((0.0, 0.2, 0.5), itertools.repeat(1.0)):
-            time.sleep(pause)
+        for _ in engines.tries(limit_s):
             with contextlib.suppress(EngineError):
                 if self.engine.look(handle).state == ENDED:
                     return True
-            if time.monotonic() >= until:
-                return False
-        raise AssertionError
+        return False
 
-    def _submission_of(
+    def _rendered(
         self,
         request: JobRequest,
-        job: str,
         nonce: str,
         folder: Path,
-        *,
         start: Bootstrap,
+        *,
         secret: str,
         is_dry: bool = False,
-    ) -> Submission:
-        return Submission(
-            job=job,
-            marker=engines.marker(job, nonce),
+    ) -> tuple[Submission, Script]:
+        submission = Submission(
+            job=start.job,
+            marker=engines.marker(start.job, nonce),
             groups=groups_of(request),
             options=request.engine,
             bootstrap=start,
@@ -308,8 +275,6 @@ class QueueBackend(Backend):
             oversubscribe=request.oversubscribe,
             is_dry=is_dry,
         )
-
-    def _rendered(self, submission: Submission) -> tuple[Submission, Script]:
         submission = dataclasses.replace(submission, found=self.engine.prepare(submission))
         return submission, self.engine.render(submission)
 
@@ -317,11 +282,11 @@ class QueueBackend(Backend):
 
     def channels(self, plan: Plan) -> tuple[AgentChannel, ...]:
         """Return one channel for each place; agents are let in when these are started."""
-        assert self._callers is not None
+        assert self._agents is not None
         self._plan = plan
-        channels = tuple(self._callers.expect(plan, self.claims))
-        self._watch = _PlacesWatch(self, self._callers.agents.channels, self._callers.agents.lose)
-        return channels
+        self._agents.expect((place.name for place in plan.all_places), self.claims)
+        self._watch = _PlacesWatch(self, self._agents)
+        return self._agents.channels
 
     def boot(self, channels: Sequence[AgentChannel]) -> None:
         """Begin to look after the places."""
@@ -332,9 +297,9 @@ class QueueBackend(Backend):
         """Return what sends the files over the agents' channels, as they were when the job was submitted."""
         from distrun.sync import ChannelCopier
 
-        assert self._callers is not None
+        assert self._agents is not None
         assert self._plan is not None
-        return ChannelCopier(self._plan, request, sink, self._callers.agents.channels, snapshot=self._snapshot)
+        return ChannelCopier(self._plan, request, sink, self._agents.channels, snapshot=self._snapshot)
 
     def explained(self, outcome: Outcome) -> Outcome:
         """Return an outcome that says what the engine knows of a failure: asks it, at most EXPLAIN_S."""
@@ -350,8 +315,8 @@ class QueueBackend(Backend):
         """Wait until the engine says that the job has ended; cancel it if it does not. Returns what is left."""
         if self._watch is not None:
             self._watch.close()
-        if self._callers is not None:
-            self._callers.agents.close()
+        if self._agents is not None:
+            self._agents.close()
         if self._submission is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._submission.secret_file)
@@ -372,27 +337,31 @@ class QueueBackend(Backend):
         return self.withdraw(JobStore().find(plan.job).path)
 
 
-class _PlacesWatch:
-    """Asks the engine, in a thread, how the places stand, so that no wait is for an agent that cannot come back."""
+class _EngineThread(threading.Thread):
+    """Asks the engine again and again until it is closed."""
 
-    def __init__(
-        self, backend: QueueBackend, channels: Sequence[DialBackChannel], lose: Callable[[str, str], None]
-    ) -> None:
+    def __init__(self, backend: QueueBackend) -> None:
+        super().__init__(name="engine", daemon=True)
         self._backend = backend
-        self._channels = {channel.host: channel for channel in channels}
-        self._lose = lose
         self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="engine watch", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def close(self) -> None:
+        """Ask no more; what the engine is doing just now is waited for."""
         self._is_closing.set()
-        if self._thread.is_alive():
-            self._thread.join(engines.ANSWER_S)
+        if self.is_alive():
+            self.join(2 * engines.ANSWER_S)
 
-    def _run(self) -> None:
+
+class _PlacesWatch(_EngineThread):
+    """Looks how the places stand, so that no wait is for an agent that cannot come back."""
+
+    def __init__(self, backend: QueueBackend, agents: DialBack) -> None:
+        super().__init__(backend)
+        self._channels = {channel.host: channel for channel in agents.channels}
+        self._lose = agents.lose
+
+    def run(self) -> None:
+        """Do so until it is closed."""
         asked = time.monotonic()
         while not self._is_closing.wait(CUT_S / 2):
             pause = WATCH_S if all(each.is_connected for each in self._channels.values()) else CUT_S
@@ -420,27 +389,17 @@ class _PlacesWatch:
                 self._lose(place, f"{self._backend.name} has ended it" + (f": {why}" if why else ""))
 
 
-class Submitting:
-    """Submits a job and asks for it, in a thread, until it has its places or has ended: puts `EngineTold`."""
+class Submitting(_EngineThread):
+    """Submits a job and asks for it until it has its places or has ended: puts `EngineTold`."""
 
     def __init__(self, backend: QueueBackend, submission: Submission, script: Script, put: Callable[[Event], None]):
-        self._backend = backend
+        super().__init__(backend)
         self._submission = submission
         self._script = script
         self._put = put
-        self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Ask no more; what the engine is doing just now is waited for."""
-        self._is_closing.set()
-        self._thread.join(2 * engines.ANSWER_S)
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Do so, or put why it cannot be done."""
         try:
             self._ask()
         except (EngineError, OSError) as err:

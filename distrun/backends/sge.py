@@ -22,7 +22,7 @@ import shlex
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -31,6 +31,7 @@ from distrun.backends.engine import (
     ANSWER_S,
     ENDED,
     MARK,
+    MIB,
     QUEUED,
     RUNNING,
     CheckResult,
@@ -44,9 +45,11 @@ from distrun.backends.engine import (
     QueueStatus,
     Script,
     Submission,
+    check_known,
     execute,
     fill,
     template,
+    tries,
 )
 from distrun.errors import UsageError
 from distrun_runtime.contract import facts, process
@@ -63,8 +66,6 @@ GPU = "gpu"
 ARRAY_START_S = 120.0
 """From the first task of an array that starts, the others may take so long."""
 DELIVERY_S = 10.0
-AGAIN_S = 0.5
-"""Between two attempts to deliver the secret."""
 ACCOUNT_S = 2.0
 """How long `qacct` may take: it reads a file of all jobs that ever were."""
 EXPLAIN_S = 2.5
@@ -138,9 +139,9 @@ class Sge(Engine):
         options = submission.options
         wanted = options.own.get("pe") or options.config.get("pe", "")
         if options.queue:
-            _check_listed("queue", options.queue, _listed("-sql"), "--queue")
+            _check_listed("--queue", "queue", options.queue, _listed("-sql"))
         if options.project:
-            _check_listed("project", options.project, _listed("-sprjl"), "--project")
+            _check_listed("--project", "project", options.project, _listed("-sprjl"))
         chosen = choose(_environments(wanted), wanted)
         asks = any(group.needs.memory or group.needs.gpus for group in submission.groups)
         found = SgePreparation(pe=chosen, complexes=parse_complexes(_ask("qconf", "-sc")) if asks else {})
@@ -160,8 +161,16 @@ class Sge(Engine):
             )
 
     def render(self, submission: Submission) -> Script:
-        """Return the script and the command of `qsub`. No side effects."""
-        return script(submission, submission.found)
+        """Return the script and the command of `qsub`. Pure but for the template."""
+        place, secret = "env:DISTRUN_ENGINE_PLACE", "env:DISTRUN_ENGINE_SECRET"
+        values = {
+            "job": submission.job,
+            "agent": shlex.join(submission.bootstrap.command(submission.python, place, secret)),
+            "folder": shlex.quote(str(submission.folder)),
+            "limit": f"{submission.bootstrap.limit_s:.0f}",
+        }
+        text = fill(template(SCRIPT, submission.options), values)
+        return Script({SCRIPT: text}, ((*qsub(submission, submission.found), str(submission.folder / SCRIPT)),))
 
     def submit(self, submission: Submission, script: Script) -> Handle:
         """Submit the job by `qsub`."""
@@ -169,16 +178,15 @@ class Sge(Engine):
         self._limit_s = submission.bootstrap.limit_s
         code, said = _run(script.commands[0])
         if code:
-            raise EngineError(f"qsub: {_one_line(said) or f'exit code {code}'}", _hint(said))
+            raise _refused("qsub", code, said)
         number = parse_id(said)
         if not number:
             raise EngineError(
                 f"qsub said no job number: {_one_line(said)!r}",
                 "name the real one by submit = ... in the [sge] section",
             )
-        servers = sum(group.count for group in submission.groups if group.role == SERVER)
-        is_array = submission.found.pe == NO_PE
-        job = SgeJob(is_array, submission.tasks, slots(submission), servers, submission.options.time_s)
+        is_array, count = submission.found.pe == NO_PE, slots(submission)
+        job = SgeJob(is_array, submission.tasks, count, submission.servers, submission.options.time_s)
         return Handle(self.name, number, job._asdict())
 
     def look(self, handle: Handle) -> QueueStatus:
@@ -261,28 +269,28 @@ class Sge(Engine):
         # Renamed when it is whole: the script reads it as soon as it is there.
         text = 'umask 077\ncd "${TMP:-$TMPDIR}" && cat >distrun-new <<END && mv distrun-new distrun-secret\n%s\nEND\n'
         words = ("env", f"JOB_ID={job}", "SGE_TASK_ID=undefined", "qrsh", "-inherit", head, "/bin/sh")
-        until = time.monotonic() + DELIVERY_S
-        while not self._delivered and time.monotonic() < until:
+        for _ in tries(DELIVERY_S):
             code, said = _run(words, text=text % self._secret, limit_s=DELIVERY_S, is_strict=False)
             self._delivered = code == 0
-            if code:  # while the job is on its way to its hosts, they do not accept it
-                self._undelivered = f"qrsh -inherit {head}: {_one_line(said)}"
-                time.sleep(AGAIN_S)
+            if self._delivered:
+                break
+            # While the job is on its way to its hosts, they do not accept it.
+            self._undelivered = f"qrsh -inherit {head}: {_one_line(said)}"
 
     def cancel(self, handle: Handle) -> None:
         """Delete the job by `qdel`. `look` does so by force if one of its hosts is not heard of."""
         code, said = _run(("qdel", handle.id))
         if code and "does not exist" not in said:
-            raise EngineError(f"qdel {handle.id}: {_one_line(said)}")
+            raise _refused(f"qdel {handle.id}", code, said)
 
     def explain(self, handle: Handle, place: str) -> Explanation | None:
         """Return what the accounting says of a job that has ended, else what is seen of one that ends."""
         if handle.id in self._given_up:
             return self._given_up[handle.id]
-        until = time.monotonic() + EXPLAIN_S
         job = SgeJob(**handle.more)
         limit_s = job.time_s or math.inf
-        while True:
+        found = None
+        for _ in tries(EXPLAIN_S):
             rows = _rows(handle.id)
             if any("d" in row.state for row in rows):
                 self._deleted.add(handle.id)
@@ -295,9 +303,6 @@ class Sge(Engine):
             host = place if not job.is_array else next((r.host for r in rows if r.task == place), "")
             if host and host in _unheard():
                 return Explanation(facts.EXIT_HOST_LOST, f"Grid Engine does not hear of {host} any more")
-            if time.monotonic() > until:
-                break
-            time.sleep(0.5)
         if time.monotonic() - self._running_since.get(handle.id, math.inf) > limit_s - LOOKED_S:
             return _time_limit(limit_s)
         return found
@@ -333,56 +338,40 @@ class Sge(Engine):
                 found.setdefault(row.id, FoundJob(handle, row.name, row.state))
         return tuple(found.values())
 
-    def examine(self) -> Sequence[CheckResult]:
+    def examine(self) -> Iterator[CheckResult]:
         """Look for the commands, the queue master, parallel environments and the accounting."""
         lacks = [name for name in ("qsub", "qstat", "qdel", "qconf", "qrsh") if shutil.which(name) is None]
         if lacks:
             fix = ". $SGE_ROOT/default/common/settings.sh   or install gridengine-client"
-            return (CheckResult(False, f"commands of Grid Engine: not found: {' '.join(lacks)}", fix),)
+            yield CheckResult(False, f"commands of Grid Engine: not found: {' '.join(lacks)}", fix)
+            return
         version = _run(("qstat", "-help"))[1].partition("\n")[0]
-        found = [CheckResult(True, f"commands of Grid Engine: {version}")]
+        yield CheckResult(True, f"commands of Grid Engine: {version}")
         code, said = _run(("qconf", "-sss"))
         if code:
             fix = "start the queue master, or have this host made a submit host (qconf -as HOST)"
-            return (*found, CheckResult(False, f"the queue master does not answer: {_one_line(said)}", fix))
-        found.append(CheckResult(True, f"the queue master answers; the scheduler runs on {said.strip()}"))
+            yield CheckResult(False, f"the queue master does not answer: {_one_line(said)}", fix)
+            return
+        yield CheckResult(True, f"the queue master answers; the scheduler runs on {said.strip()}")
         try:
             wanted = self.options.own.get("pe") or self.options.config.get("pe", "")
             chosen = choose(_environments(wanted), wanted)
-            text = (
-                f"parallel environment: {chosen}" if chosen != NO_PE else "no parallel environment allows qrsh -inherit"
-            )
-            fix = (
-                ""
-                if chosen != NO_PE
-                else "jobs are arrays, and need a shared job folder; ask for one with control_slaves TRUE"
-            )
-            found.append(CheckResult(chosen != NO_PE, text, fix))
+            if chosen == NO_PE:
+                fix = "jobs are arrays, and need a shared job folder; ask for one with control_slaves TRUE"
+                yield CheckResult(False, "no parallel environment allows qrsh -inherit", fix)
+            else:
+                yield CheckResult(True, f"parallel environment: {chosen}")
         except UsageError as err:
-            found.append(CheckResult(True, f"{err}; {err.hint}"))
+            yield CheckResult(True, f"{err}; {err.hint}")
         code, said = _run(("qacct", "-o", _user(), "-d", "1"))
         if code and "no jobs running since startup" not in said:
             then = "why a job ended is known only as far as agents tell; ask for access to the accounting file"
-            found.append(CheckResult(True, f"no accounting (qacct): {_one_line(said)}; {then}"))
+            yield CheckResult(True, f"no accounting (qacct): {_one_line(said)}; {then}")
         else:
-            found.append(CheckResult(True, "accounting: qacct answers"))
-        return tuple(found)
+            yield CheckResult(True, "accounting: qacct answers")
 
 
 # What is submitted. No side effects.
-
-
-def script(submission: Submission, found: SgePreparation) -> Script:
-    """Return the script and the command that submits it."""
-    agent = submission.bootstrap.command(submission.python, "env:DISTRUN_ENGINE_PLACE", "env:DISTRUN_ENGINE_SECRET")
-    values = {
-        "job": submission.job,
-        "agent": " ".join(map(shlex.quote, agent)),
-        "folder": shlex.quote(str(submission.folder)),
-        "limit": f"{submission.bootstrap.limit_s:.0f}",
-    }
-    text = fill(template(SCRIPT, submission.options), values)
-    return Script({SCRIPT: text}, ((*qsub(submission, found), str(submission.folder / SCRIPT)),))
 
 
 def qsub(submission: Submission, found: SgePreparation) -> tuple[str, ...]:
@@ -427,37 +416,32 @@ def requests(submission: Submission, found: SgePreparation) -> list[str]:
     Raises:
         UsageError: a resource is not defined, or counts a slot, and a task's cores do not share it evenly.
     """
-    options = submission.options
-    kinds = found.complexes
+    options, kinds = submission.options, found.complexes
     asked = [f"h_rt={math.ceil(options.time_s)}"] if options.time_s else []
-    memory = [(g.needs.memory, max(1, g.needs.cores), g.count) for g in submission.groups if g.needs.memory]
-    gpus = [(g.needs.gpus, max(1, g.needs.cores), g.count) for g in submission.groups if g.needs.gpus]
-    if memory:
+    cores = [(max(1, group.needs.cores), group.count) for group in submission.groups]
+    sizes = [-(-group.needs.memory // MIB) for group in submission.groups]
+    if any(sizes):
         name = options.config.get("memory", MEMORY)
-        kind = _kind_of(name, kinds, "memory", "--worker-memory")
-        if kind == "YES":
-            amount = max(math.ceil(size / cores) for size, cores, _ in memory)
-        else:
-            amount = (
-                sum(size * count for size, _, count in memory) if kind == "JOB" else max(size for size, _, _ in memory)
-            )
-        asked.append(f"{name}={math.ceil(amount / 2**20)}M")
-    if gpus:
+        asked.append(f"{name}={_amount(sizes, cores, _kind_of(name, kinds, 'memory', '--worker-memory'))}M")
+    gpus = [group.needs.gpus for group in submission.groups]
+    if any(gpus):
         name = options.config.get("gpu", GPU)
         kind = _kind_of(name, kinds, "gpu", "--worker-gpus")
-        if kind == "YES":
-            number = max(math.ceil(count / cores) for count, cores, _ in gpus)
-            uneven = [(count, cores) for count, cores, _ in gpus if count % cores]
-            if uneven:
-                count, cores = uneven[0]
+        for count, (share, _) in zip(gpus, cores, strict=True):
+            if kind == "YES" and count % share:
                 raise UsageError(
-                    f"Grid Engine counts {name} for each slot, and a task with {cores} slots (cores) asks for {count}",
+                    f"Grid Engine counts {name} for each slot, and a task with {share} slots (cores) asks for {count}",
                     "ask for as many cores as GPUs, or by --engine-arg for what your site has",
                 )
-        else:
-            number = sum(each * count for each, _, count in gpus) if kind == "JOB" else max(each for each, _, _ in gpus)
-        asked.append(f"{name}={number}")
+        asked.append(f"{name}={_amount(gpus, cores, kind)}")
     return asked
+
+
+def _amount(each: Sequence[int], cores: Sequence[tuple[int, int]], kind: str) -> int:
+    """Return how much of a resource is asked for, given what a task of each role needs, its cores and the tasks."""
+    if kind == "JOB":
+        return sum(number * tasks for number, (_, tasks) in zip(each, cores, strict=True))
+    return max(-(-number // (slots if kind == "YES" else 1)) for number, (slots, _) in zip(each, cores, strict=True))
 
 
 def in_an_empty_cluster(words: Sequence[str], complexes: str, hosts: str) -> tuple[str, ...]:
@@ -583,16 +567,20 @@ class AccountingRecord(NamedTuple):
     """What was asked for."""
 
 
-def parse_jobs(text: str, is_lenient: bool = False) -> list[QstatRow]:
-    """Return the rows of `qstat -xml`. Raises EngineError for what is no XML, unless `is_lenient`."""
+def _xml(text: str, is_lenient: bool = True) -> ElementTree.Element:
+    """Return what `qstat -xml` prints; an empty element for what is no XML. Raises EngineError unless `is_lenient`."""
     try:
-        root = ElementTree.fromstring(text)
+        return ElementTree.fromstring(text)
     except ElementTree.ParseError as err:
         if is_lenient:
-            return []
+            return ElementTree.Element("none")
         raise EngineError(f"qstat -xml: expected XML, found {_one_line(text)!r} ({err})") from err
+
+
+def parse_jobs(text: str, is_lenient: bool = False) -> list[QstatRow]:
+    """Return the rows of `qstat -xml`. Raises EngineError for what is no XML, unless `is_lenient`."""
     rows = []
-    for each in root.iter("job_list"):
+    for each in _xml(text, is_lenient).iter("job_list"):
         queue, _, host = each.findtext("queue_name", "").partition("@")
         rows.append(
             QstatRow(
@@ -649,10 +637,7 @@ def _condition(running: Sequence[QstatRow]) -> str:
 
 def parse_errors(text: str) -> str:
     """Return the reasons of an error state, from `qstat -xml -j`."""
-    try:
-        found = [each.text or "" for each in ElementTree.fromstring(text).iter("QIM_message")]
-    except ElementTree.ParseError:
-        return ""
+    found = [each.text or "" for each in _xml(text).iter("QIM_message")]
     # `11/24/2026 10:44:58 [0:213]: error: can't chdir ...`
     return "; ".join(
         dict.fromkeys(re.sub(r"^[0-9/]+ [0-9:]+ \[[0-9:]+\]: (error: )?", "", each.strip()) for each in found)
@@ -661,21 +646,13 @@ def parse_errors(text: str) -> str:
 
 def parse_states(text: str) -> dict[str, str]:
     """Return the state of each queue instance of `qstat -xml -f`: letters, `E`, `au`; empty: it takes jobs."""
-    try:
-        queues = list(ElementTree.fromstring(text).iter("Queue-List"))
-    except ElementTree.ParseError:
-        return {}
-    return {each.findtext("name", ""): each.findtext("state", "") for each in queues}
+    return {each.findtext("name", ""): each.findtext("state", "") for each in _xml(text).iter("Queue-List")}
 
 
 def parse_messages(text: str, job: str) -> list[str]:
     """Return what the scheduler says of a job that waits, from `qstat -xml -j`."""
-    try:
-        lists = ElementTree.fromstring(text).findall("messages/element/*/element")
-    except ElementTree.ParseError:
-        return []
     found = []
-    for each in lists:
+    for each in _xml(text).findall("messages/element/*/element"):
         jobs = [number.text for number in each.iter("ULNG_value")]
         if not jobs or job in jobs:
             found.append(each.findtext("MES_message", ""))
@@ -875,7 +852,7 @@ def _ask(*words: str, may_fail: bool = False) -> str:
     """Return what a command of Grid Engine prints. Raises EngineError if it fails, unless it may."""
     code, said = _run(words, is_strict=not may_fail)
     if code and not may_fail:
-        raise EngineError(f"{' '.join(words)}: {_one_line(said) or f'exit code {code}'}", _hint(said))
+        raise _refused(" ".join(words), code, said)
     return said
 
 
@@ -894,7 +871,7 @@ def _listed(option: str) -> list[str]:
     """Return the names that `qconf` lists by an option. Raises EngineError if it fails."""
     code, said = _run(("qconf", option))
     if code and not re.match(r"no [\w ]+ defined", said.strip()):
-        raise EngineError(f"qconf {option}: {_one_line(said) or f'exit code {code}'}", _hint(said))
+        raise _refused(f"qconf {option}", code, said)
     return [] if code else said.split()
 
 
@@ -904,10 +881,10 @@ def _environments(wanted: str = "") -> list[dict[str, str]]:
     return [parse_settings(_ask("qconf", "-sp", each)) for each in ([wanted] if wanted in names else names)]
 
 
-def _check_listed(what: str, wanted: str, known: Sequence[str], option: str) -> None:
+def _check_listed(option: str, what: str, wanted: str, known: Sequence[str]) -> None:
     """Raise UsageError for a queue or project that is not listed; `q@host` and patterns are left to Grid Engine."""
-    if not re.search(r"[@*?\[,]", wanted) and wanted not in known:
-        raise UsageError(f"{option} {wanted}: Grid Engine has no such {what}", f"it has: {', '.join(known) or 'none'}")
+    if not re.search(r"[@*?\[,]", wanted):
+        check_known(option, f"Grid Engine has no {what}", wanted, known)
 
 
 def _rows(job: str, is_strict: bool = False) -> list[QstatRow]:
@@ -954,5 +931,6 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())[:300]
 
 
-def _hint(said: str) -> str:
-    return "have this host made a submit host: qconf -as HOST" if "submit host" in said else ""
+def _refused(what: str, code: int, said: str) -> EngineError:
+    hint = "have this host made a submit host: qconf -as HOST" if "submit host" in said else ""
+    return EngineError(f"{what}: {_one_line(said) or f'exit code {code}'}", hint)

@@ -17,7 +17,7 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -38,9 +38,15 @@ from distrun.backends.engine import (
     QueueStatus,
     Script,
     Submission,
+    check_size,
     execute,
     fill,
+    fits,
+    hint_of,
+    refuse_queue_options,
     template,
+    text_of,
+    tries,
 )
 from distrun.backends.slurm_answers import Component
 from distrun.errors import UsageError
@@ -207,26 +213,18 @@ class Slurm(Engine):
                 raise
             partitions = []
         options = submission.options
-        problem = answers.refusal(partitions, options.queue, options.time_s)
-        if problem:
-            raise UsageError(problem, "sinfo -s shows the partitions")
-        for group in submission.groups:
-            problem = answers.too_big(partitions, options.queue, group.role, group.needs)
-            if problem:
-                raise UsageError(
-                    problem, "ask for less, or for another partition with --queue; sinfo -N -l shows the nodes"
-                )
-        most = tuple(_most(asked, partitions, options.queue) for asked in components(submission))
+        answers.refuse_partition(partitions, options.queue, options.time_s)
+        nodes = [each.room for each in answers.of_queue(partitions, options.queue)]
+        where = f"node of {options.queue}" if options.queue else "node"
+        hint = "ask for less, or for another partition with --queue; sinfo -N -l shows the nodes"
+        check_size(submission.groups, nodes, where, hint)
+        most = tuple(_most(asked, nodes) for asked in components(submission))
         return SlurmPreparation(is_shared=self._is_shared(submission.folder), most=most)
 
     def _prepare_inside(self, submission: Submission, job: str) -> SlurmPreparation:
-        options = submission.options
-        for option, value in (("--queue", options.queue), ("--time", options.time_s), ("--project", options.project)):
-            if value:
-                raise UsageError(
-                    f"{option} has no meaning here: this is inside Slurm's job {job}, whose nodes are used",
-                    f"leave {option} out, or submit a job of its own:  env -u SLURM_JOB_ID distrun launch ...",
-                )
+        why = f"this is inside Slurm's job {job}, whose nodes are used"
+        instead = "submit a job of its own:  env -u SLURM_JOB_ID distrun launch ..."
+        refuse_queue_options(submission.options, why, instead)
         try:
             found = answers.jobs(self._ask("scontrol", "show", "job", "-d", "-o", job, unknown=answers.UNKNOWN_JOB))
         except EngineError:
@@ -353,14 +351,14 @@ class Slurm(Engine):
             return self._start_step(submission, argv, log)
         job = SlurmJob(log, components=components(submission, submission.found.most))
         try:
-            told = self._run(argv, SUBMIT_S)
+            told = self._run(argv, limit_s=SUBMIT_S)
         except EngineError as err:
             # It may have been taken all the same, if the answer was late.
             late: list[Handle] = []
             with contextlib.suppress(EngineError):
                 late = [each.handle for each in self.find() if each.marker == submission.marker]
             if not late:
-                raise EngineError(str(err), _hint(str(err))) from err
+                raise EngineError(str(err), hint_of(str(err), HINTS)) from err
             return late[0]._replace(more=job._asdict())
         match = re.search(r"^(\d+)(?:;(\S+))?\s*$", told, re.M) or re.search(r"Submitted batch job (\d+)()", told)
         if match is None:
@@ -385,11 +383,11 @@ class Slurm(Engine):
             ) from err
         job = SlurmJob(log, step=submission.marker, grants=submission.found.grants)
         handle = Handle(self.name, submission.found.inside, job._asdict())
-        until = time.monotonic() + STEP_S
-        while not self._step(handle) and time.monotonic() < until:
+        for _ in tries(STEP_S):
+            if self._step(handle):
+                break
             if self._srun.poll() is not None:
                 raise EngineError(f"srun has ended: {_tail(log) or self._srun.returncode}", "")
-            time.sleep(0.1)
         return handle
 
     def look(self, handle: Handle) -> QueueStatus:
@@ -409,7 +407,7 @@ class Slurm(Engine):
         if found and all(each.state == "RUNNING" for each in found) and not self._step_lives(handle):
             return QueueStatus(ENDED, "; ".join(filter(None, ("srun has ended", _tail(job.log)))))
         standing = answers.standing(found, job.grants)
-        told = answers.told_by_srun(_text(job.log))
+        told = answers.told_by_srun(text_of(job.log, LOG_BYTES))
         gone = {**{place: what for place, what in told.items() if not what.startswith("Exited")}, **standing.gone}
         return self._without_lost_nodes(standing._replace(gone=gone), answers.is_ending(found))
 
@@ -431,24 +429,25 @@ class Slurm(Engine):
         if not SlurmJob.of(handle).step:
             self._ask("scancel", *_cluster(handle), handle.id, unknown=answers.GONE_ALREADY)
             return
-        for words in (("--signal=TERM",), ()):  # agents that get SIGTERM end their tasks; else Slurm kills all
-            step = self._step(handle)
-            until = time.monotonic() + TERM_S
-            if step:
-                self._ask("scancel", *words, step, unknown=answers.GONE_ALREADY)
-            while words and self._step(handle) and time.monotonic() < until:
-                time.sleep(0.5)
+        # Agents that get SIGTERM end their tasks; else Slurm kills all.
+        for words, limit_s in ((("--signal=TERM",), TERM_S), ((), 0.0)):
+            for number, _ in enumerate(tries(limit_s)):
+                step = self._step(handle)
+                if not step:
+                    return
+                if not number:
+                    self._ask("scancel", *words, step, unknown=answers.GONE_ALREADY)
 
     def explain(self, handle: Handle, place: str) -> Explanation | None:
         """Return what scontrol, sacct and srun say; waits a little for a job that is just ending."""
-        until = time.monotonic() + EXPLAIN_S
-        told = answers.told_by_srun(_text(SlurmJob.of(handle).log)).get(place, "")
+        told = answers.told_by_srun(text_of(SlurmJob.of(handle).log, LOG_BYTES)).get(place, "")
         by_srun = answers.explained_by_srun(told)
-        found = self._jobs(handle)
+        found: Sequence[answers.ScontrolJob] = ()
         # The agents have gone: a job of ours is about to end, and only then is it known what became of its step.
-        while found and not self._is_over(handle, found) and time.monotonic() < until:
-            time.sleep(0.3)
+        for _ in tries(EXPLAIN_S):
             found = self._jobs(handle)
+            if not found or self._is_over(handle, found):
+                break
         accounts = self._accounts(handle) if any(each.state in answers.OVER for each in found) or not found else ""
         explained = answers.explanation(found, accounts)
         if explained is not None and explained.code == facts.EXIT_HOST_LOST and answers.has_lost_node(found):
@@ -501,39 +500,25 @@ class Slurm(Engine):
             found.append(FoundJob(handle, marker, state))
         return found
 
-    def examine(self) -> Sequence[CheckResult]:
+    def examine(self) -> Iterator[CheckResult]:
         """Look for Slurm's commands, its controller, a partition, and accounting."""
-        found = []
-        try:
-            version = self._ask("sbatch", "--version").strip()
-            self._ask("srun", "--version")
-            found.append(CheckResult(True, f"Slurm's commands: {version}"))
-        except EngineError as err:
-            return [CheckResult(False, f"Slurm's commands: {err}", err.hint)]
-        try:
-            told = self._ask("scontrol", "ping").strip()
-            found.append(
-                CheckResult(
-                    " UP" in told or "is UP" in told, f"controller: {' '.join(told.split())}", "ask the administrators"
-                )
-            )
-            partitions = answers.partitions(self._ask("sinfo", *PARTITIONS))
-        except EngineError as err:
-            return [*found, CheckResult(False, f"controller: {err}", "ask the administrators")]
+        version = self._ask("sbatch", "--version").strip()
+        self._ask("srun", "--version")
+        yield CheckResult(True, f"Slurm's commands: {version}")
+        fix = "ask the administrators"
+        told = " ".join(self._ask("scontrol", "ping").split())
+        yield CheckResult(" UP" in told, f"controller: {told}", fix)
+        partitions = answers.partitions(self._ask("sinfo", *PARTITIONS))
         up = sorted({each.name for each in partitions if each.is_up and each.nodes})
-        found.append(
-            CheckResult(bool(up), f"partitions (--queue): {', '.join(up) or 'none is up'}", "ask the administrators")
-        )
+        yield CheckResult(bool(up), f"partitions (--queue): {', '.join(up) or 'none is up'}", fix)
         try:
             self._ask("sacct", "-n", "-X", "-S", "now", limit_s=5.0)
-            found.append(CheckResult(True, "accounting: sacct answers"))
+            yield CheckResult(True, "accounting: sacct answers")
         except EngineError:
-            found.append(
-                CheckResult(True, "accounting: none; why a job ended is known for as long as scontrol shows it")
-            )
+            yield CheckResult(True, "accounting: none; why a job ended is known for as long as scontrol shows it")
         job = environ.snapshot().get("SLURM_JOB_ID", "")
         where = f"inside job {job}: launches use its nodes" if job else "outside an allocation: launches submit jobs"
-        return [*found, CheckResult(True, where)]
+        yield CheckResult(True, where)
 
     # ------------------------------------------------------------------ asking
 
@@ -562,22 +547,18 @@ class Slurm(Engine):
             return self._srun.poll() is None
         return bool(self._step(handle))
 
-    def _ask(self, program: str, *words: str, unknown: str | tuple[str, ...] = (), limit_s: float = ANSWER_S) -> str:
-        """Return what a command prints; nothing if it fails with one of the words `unknown`. Raises EngineError."""
-        try:
-            return self._run([self._program(program), *words], limit_s)
-        except EngineError as err:
-            if any(each in str(err) for each in ([unknown] if isinstance(unknown, str) else unknown)):
-                return ""
-            raise
+    def _ask(self, program: str, *words: str, unknown: Sequence[str] = (), limit_s: float = ANSWER_S) -> str:
+        """Return what a command of Slurm prints. See `_run`."""
+        return self._run([self._program(program), *words], unknown, limit_s)
 
     @staticmethod
-    def _run(argv: Sequence[str], limit_s: float) -> str:
+    def _run(argv: Sequence[str], unknown: Sequence[str] = (), limit_s: float = ANSWER_S) -> str:
+        """Return what a command prints; nothing if it fails with one of the words `unknown`. Raises EngineError."""
         env = {name: value for name, value in environ.snapshot().items() if name != "SLURM_TIME_FORMAT"}
         told = execute(argv, MISSING, env={**env, "LC_ALL": "C"}, limit_s=limit_s)
-        if told.code:
+        if told.code and not any(each in told.said for each in unknown):
             raise EngineError(f"{argv[0]} says: {told.said}")
-        return told.out
+        return "" if told.code else told.out
 
 
 # ---------------------------------------------------------------------- pure
@@ -599,20 +580,12 @@ def components(submission: Submission, most: Sequence[int] = ()) -> tuple[Compon
     )
 
 
-def _most(asked: Component, partitions: Sequence[answers.Partition], queue: str) -> int:
+def _most(asked: Component, nodes: Sequence[Needs]) -> int:
     """Return how many tasks go on a node: the most that fit and that make all nodes alike."""
-    needs = asked.needs
-    nodes = [each for each in partitions if not queue or each.name in queue.split(",")]
+    cores, memory, gpus = asked.needs
     for number in range(asked.tasks, 1, -1):
-        if asked.tasks % number == 0 and (
-            not nodes
-            or any(
-                each.gpus >= number * needs.gpus
-                and each.cpus >= number * max(1, needs.cores)
-                and each.memory >= number * needs.memory
-                for each in nodes
-            )
-        ):
+        wanted = Needs(number * max(1, cores), number * memory, number * gpus)
+        if asked.tasks % number == 0 and (not nodes or fits(wanted, nodes)):
             return number
     return 1
 
@@ -640,37 +613,23 @@ def _cluster(handle: Handle) -> tuple[str, ...]:
     return ("-M", cluster) if cluster else ()
 
 
-def _hint(said: str) -> str:
-    """Return what to type after sbatch has refused a job."""
-    for words, hint in (
-        ("nvalid partition", "sinfo -s shows the partitions (--queue)"),
-        ("nvalid account", "sacctmgr show user $USER withassoc shows your accounts (--project)"),
-        ("node configuration is not available", "ask for less, or for another partition; sinfo -N -l shows the nodes"),
-        ("emory specification", "ask for less memory; sinfo -N -l shows the nodes"),
-        ("time limit", "ask for less --time; sinfo -o '%P %l' shows the limits"),
-    ):
-        if words in said:
-            return hint
-    return ""
+HINTS = {
+    "invalid partition": "sinfo -s shows the partitions (--queue)",
+    "invalid account": "sacctmgr show user $USER withassoc shows your accounts (--project)",
+    "node configuration is not available": "ask for less, or for another partition; sinfo -N -l shows the nodes",
+    "memory specification": "ask for less memory; sinfo -N -l shows the nodes",
+    "time limit": "ask for less --time; sinfo -o '%P %l' shows the limits",
+}
+"""What to type after sbatch has refused a job, by words in what it says."""
 
 
 # ---------------------------------------------------------------------- files
 
 
-def _text(log: str) -> str:
-    """Return the last of what srun and the bootstraps wrote; empty: nothing, or not to this machine."""
-    try:
-        with open(log, "rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - LOG_BYTES))
-            return file.read().decode(errors="replace")
-    except (OSError, ValueError):
-        return ""
-
-
 def _tail(log: str) -> str:
-    """Return its last lines as one."""
-    lines = [line for line in _text(log).splitlines() if line.strip() and "lacks support for cpu binding" not in line]
+    """Return the last lines of what srun and the bootstraps wrote, as one; empty: nothing, or not to this machine."""
+    lines = text_of(log, LOG_BYTES).splitlines()
+    lines = [line for line in lines if line.strip() and "lacks support for cpu binding" not in line]
     return " | ".join(lines[-3:])
 
 

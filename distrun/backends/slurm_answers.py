@@ -11,8 +11,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from distrun.backends.engine import ENDED, MARK, QUEUED, RUNNING, Explanation, Grant, QueueStatus, RoleGroup
-from distrun.hosts import expand
+from distrun.backends.engine import (
+    ENDED,
+    MARK,
+    MIB,
+    QUEUED,
+    RUNNING,
+    Explanation,
+    Grant,
+    QueueStatus,
+    RoleGroup,
+    check_known,
+)
+from distrun.errors import UsageError
+from distrun.hosts.ranges import expand
 from distrun.request import Needs
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.facts import duration
@@ -48,7 +60,7 @@ OVER = frozenset(
 )
 ENDING = frozenset(["COMPLETING", "STAGE_OUT", "SIGNALING"])
 """Slurm has decided that the job is over and ends its processes. How it ended is not shown yet."""
-UNKNOWN_JOB = "Invalid job id"
+UNKNOWN_JOB = ("Invalid job id",)
 GONE_ALREADY = ("Invalid job id", "already completing or completed", "Job/step already", "Invalid job/step")
 
 HOPELESS = frozenset(
@@ -399,10 +411,8 @@ class Partition:
     name: str
     time_s: float | None
     """None: no limit."""
-    cpus: int
-    memory: int
-    """Bytes."""
-    gpus: int
+    room: Needs
+    """What each node has in all."""
     nodes: int
     is_up: bool
 
@@ -415,10 +425,14 @@ def partitions(text: str) -> list[Partition]:
         if len(row) == 7:
             cpus, memory = (int(re.match(r"\d*", each)[0] or 0) for each in row[2:4])  # type: ignore[index]
             nodes = int(row[5]) if row[5].isdigit() else 0
-            found.append(
-                Partition(row[0], _seconds(row[1]), cpus, memory << 20, _gpus(row[4]), nodes, row[6].startswith("up"))
-            )
+            room = Needs(cpus, memory * MIB, _gpus(row[4]))
+            found.append(Partition(row[0], _seconds(row[1]), room, nodes, row[6].startswith("up")))
     return found
+
+
+def of_queue(found: Iterable[Partition], queue: str) -> list[Partition]:
+    """Return the partitions that the user named, separated by commas; all, if none."""
+    return [each for each in found if not queue or each.name in queue.split(",")]
 
 
 def _seconds(text: str) -> float | None:
@@ -435,36 +449,16 @@ def _gpus(text: str) -> int:
     return sum(int(number) for number in re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", text))
 
 
-def refusal(found: Iterable[Partition], queue: str, time_s: float | None) -> str:
-    """Return why no partition takes a job, or nothing."""
-    known = list(found)
-    names = list(dict.fromkeys(each.name for each in known))
-    for name in filter(None, queue.split(",")):
-        if known and name not in names:
-            return f"--queue {queue}: Slurm has no partition {name}; it has: {', '.join(names)}"
-    chosen = [each for each in known if each.name in queue.split(",")]
-    limits = [each.time_s for each in chosen]
-    if time_s is not None and chosen and all(limit is not None and limit < time_s for limit in limits):
+def refuse_partition(found: Sequence[Partition], queue: str, time_s: float | None) -> None:
+    """Check that there are such partitions, and that one takes a job of such a time limit.
+
+    Raises:
+        UsageError: there is none.
+    """
+    for name in filter(None, queue.split(",")) if found else ():
+        check_known("--queue", "Slurm has no partition", name, list(dict.fromkeys(each.name for each in found)))
+    limits = [each.time_s for each in of_queue(found, queue)] if queue else []
+    if time_s is not None and limits and all(limit is not None and limit < time_s for limit in limits):
         most = max(limit for limit in limits if limit is not None)
-        return f"--time {duration(time_s)}: jobs in {queue} may run for {duration(most)} at most"
-    return ""
-
-
-def too_big(found: Iterable[Partition], queue: str, role: str, needs: Needs) -> str:
-    """Return why no node takes a task of a role, or nothing."""
-    nodes = [each for each in found if not queue or each.name in queue.split(",")]
-    cores, memory, gpus = needs
-    if not nodes or any(each.cpus >= cores and each.memory >= memory and each.gpus >= gpus for each in nodes):
-        return ""
-    where = f" of {queue}" if queue else ""
-    for option, asked, most, unit in (
-        ("cores", cores, max(each.cpus for each in nodes), 1),
-        ("memory", memory, max(each.memory for each in nodes), 1 << 20),
-        ("gpus", gpus, max(each.gpus for each in nodes), 1),
-    ):
-        if asked > most:
-            word = " MiB" if unit > 1 else ""
-            return (
-                f"--{role}-{option}: {asked // unit}{word} asked for, but no node{where} has more than {most // unit}"
-            )
-    return f"no node{where} has the cores, the memory and the GPUs that one {role} asks for together"
+        text = f"--time {duration(time_s)}: jobs in {queue} may run for {duration(most)} at most"
+        raise UsageError(text, "sinfo -s shows the partitions")

@@ -23,6 +23,7 @@ from distrun.backends.engine import (
     ANSWER_S,
     ENDED,
     MARK,
+    MIB,
     QUEUED,
     RUNNING,
     SECRET,
@@ -38,17 +39,19 @@ from distrun.backends.engine import (
     Script,
     Submission,
     fill,
+    hint_of,
     template,
+    tries,
 )
 from distrun.backends.yarn_answers import (
     GONE,
     GPU,
     LIVE,
-    MIB,
     OVER,
     Container,
     Exit,
     Node,
+    YarnQueue,
     containers_of,
     ending,
     exits_of,
@@ -67,7 +70,6 @@ from distrun.backends.yarn_answers import (
 )
 from distrun.errors import UsageError
 from distrun_runtime.contract import environ, facts, process
-from distrun_runtime.contract.plan import SERVER
 
 if TYPE_CHECKING:
     from distrun.request import EngineOptions
@@ -155,10 +157,8 @@ class Yarn(Engine):
             jar = config.get("shell_jar", "") or hadoop.find_jar(yarn)
         else:
             _merged({}, submission.options.args)
-        nodes = nodes_of(cluster.rm.json("/ws/v1/cluster/nodes"))
-        refuse_too_big(submission.groups, nodes)
-        queues = queues_of(cluster.rm.json("/ws/v1/cluster/scheduler"))
-        refuse_queue(submission.options.queue, queues)
+        refuse_too_big(submission.groups, cluster.nodes())
+        refuse_queue(submission.options.queue, cluster.queues())
         label = submission.options.own.get("node_label", "")
         if label:
             refuse_label(label, cluster.rm.json("/ws/v1/cluster/get-node-labels"))
@@ -207,15 +207,13 @@ class Yarn(Engine):
             raise
         more = {**cluster.more(), "name": submission.marker, "secret": path}
         if is_shell:
-            servers = sum(group.count for group in submission.groups if group.role == SERVER)
-            more.update(tasks=submission.tasks, servers=servers)
+            more.update(tasks=submission.tasks, servers=submission.servers)
         return Handle(self.name, app, more)
 
     @staticmethod
     def _post(cluster: Cluster, marker: str, spec: str) -> str:
         answer = cluster.rm.ask("POST", "/app/v1/services", spec.encode("utf-8"), limit_s=SUBMIT_S)
-        if answer.status not in (200, 202):
-            raise EngineError(f"YARN refused the job: {answer.said}", hint_of(answer.said))
+        answer.expect("YARN refused the job", 200, 202, hint=hint_of(answer.said, HINTS))
         match = re.search(r"application_\d+_\d+", answer.said)
         app = match.group() if match else str(cluster.service(marker).get("id", ""))
         if not app:
@@ -234,19 +232,18 @@ class Yarn(Engine):
         if app["state"] in OVER:
             self._forget(cluster, handle)
             is_killed = app["state"] == "KILLED"
-            return QueueStatus(
-                ENDED, ending(app), why=explained_application(app) if is_killed else _lost_master(cluster, handle.id)
-            )
+            why = explained_application(app) if is_killed else cluster.lost_master(handle.id)
+            return QueueStatus(ENDED, ending(app), why=why)
         containers, wanted = self._placed(cluster, handle, app)
         self._containers.update((each.place, each) for each in containers)
         if not wanted or len(containers) < wanted:
             lost = next((each for each in containers if each.is_over), None)
             if lost is not None:
                 # The job cannot get all its places any more, and YARN would keep the others.
-                why = told(cluster.exits(app).get(lost.place))
+                how = told(cluster.exits(app).get(lost.place))
                 self.cancel(handle)
-                return QueueStatus(ENDED, f"{lost.place} ended on {lost.node} before all had started{why}")
-            queue = queue_named(cluster.rm.json("/ws/v1/cluster/scheduler"), str(app.get("queue", "")))
+                return QueueStatus(ENDED, f"{lost.place} ended on {lost.node} before all had started{how}")
+            queue = queue_named(cluster.queues(), str(app.get("queue", "")))
             return QueueStatus(QUEUED, waiting(app, len(containers), wanted, queue))
         if all(each.is_localized for each in containers):
             self._remove_secret(cluster, handle)
@@ -271,13 +268,11 @@ class Yarn(Engine):
     def cancel(self, handle: Handle) -> None:
         """Kill the application, then delete the service."""
         cluster = self._of(handle)
-        app = cluster.application(handle.id)
-        if app is not None and app["state"] not in OVER:
-            cluster.kill(handle.id)
-        until = time.monotonic() + GONE_S
-        while app is not None and app["state"] not in OVER and time.monotonic() < until:
-            time.sleep(0.2)
+        for _ in tries(GONE_S):
             app = cluster.application(handle.id)
+            if app is None or app["state"] in OVER:
+                break
+            cluster.kill(handle.id)
         self._forget(cluster, handle)
 
     def explain(self, handle: Handle, place: str) -> Explanation | None:
@@ -286,21 +281,18 @@ class Yarn(Engine):
         app = cluster.application(handle.id)
         if app is None:
             return None
-        lost = _lost_master(cluster, handle.id)
+        lost = cluster.lost_master(handle.id)
         if lost is not None:  # its NodeManager, which is asked below, would not answer
             return lost
         container = self._containers.get(place)
-        until = time.monotonic() + EXPLAIN_S
-        while container is not None:
-            exit = cluster.exits(app).get(place)
-            found = explained(exit, container)
-            if found is not None:
-                return found
-            # The application master hears of it some time after the container has ended.
-            if exit is not None or app["state"] in OVER or time.monotonic() > until:
-                break
-            time.sleep(0.5)
         if container is not None:
+            for _ in tries(EXPLAIN_S):  # the application master hears of it some time after the container has ended
+                exit = cluster.exits(app).get(place)
+                found = explained(exit, container)
+                if found is not None:
+                    return found
+                if exit is not None or app["state"] in OVER:
+                    break
             state = cluster.state_of_node(container.node)
             if state in GONE:
                 return Explanation(facts.EXIT_HOST_LOST, f"YARN: the node {container.node} is {state.lower()}")
@@ -312,9 +304,31 @@ class Yarn(Engine):
         """Return this user's jobs that are distrun's and have not ended."""
         return self._found(self._any())
 
-    def examine(self) -> Sequence[CheckResult]:
-        """Return what is there: ResourceManager, services API, nodes, queues, HDFS."""
-        return tuple(_examined(self._any, self.options.config))
+    def examine(self) -> Iterator[CheckResult]:
+        """Yield what is there: ResourceManager, services API, nodes, queues, HDFS."""
+        cluster = self._any()
+        info = cluster.rm.json("/ws/v1/cluster/info")["clusterInfo"]
+        version = info.get("resourceManagerVersion", "?")
+        yield CheckResult(True, f"ResourceManager {cluster.rm.addresses[0]}: YARN {version}, user {cluster.user}")
+        try:
+            yield CheckResult(True, _way(cluster, self.options.config)[1])
+        except EngineError as err:
+            yield CheckResult(False, str(err), err.hint)
+        up = [each.room for each in cluster.nodes() if each.state == "RUNNING"]
+        if up:
+            most = max(up, key=lambda each: each.memory)
+            size = f"{most.memory // MIB} MiB, {most.cores} cores"
+            yield CheckResult(True, f"{len(up)} nodes are up; the largest has {size}")
+        else:
+            yield CheckResult(False, "no node is up", "ask for the nodes: yarn node -list -all")
+        queues = cluster.queues()
+        told = ", ".join(each.name + ("" if each.full is None else f" ({each.full:.0f} % full)") for each in queues)
+        yield CheckResult(bool(queues), f"queues: {told or 'none'}", "say --queue NAME")
+        try:
+            yield CheckResult(True, f"HDFS by WebHDFS; your home is {cluster.files.home()}")
+        except EngineError as err:
+            fix = "have dfs.webhdfs.enabled set, or name an HttpFS server: --yarn-hdfs"
+            yield CheckResult(False, str(err), err.hint or fix)
 
     # ------------------------------------------------------------------ helpers
 
@@ -353,13 +367,6 @@ class Yarn(Engine):
         if path not in self._is_clean:
             cluster.files.remove(path.rpartition("/")[0])
             self._is_clean.add(path)
-
-
-def _lost_master(cluster: Cluster, app: str) -> Explanation | None:
-    """Return why an application ended whose master's node is lost; None: it is not. Raises EngineError."""
-    node = cluster.lost_master(app)
-    text = f"YARN: the node {node} is lost, which ran the job's application master"
-    return Explanation(facts.EXIT_HOST_LOST, text) if node else None
 
 
 class _NoAddress(UsageError):
@@ -436,22 +443,11 @@ class Cluster:
             )
         return found
 
-    def api_version(self) -> str:
-        """Return what the services API calls itself. Raises _ApiOff, EngineError."""
-        answer = self.rm.ask("GET", "/app/v1/services/version")
-        if answer.status != 200:
-            raise _ApiOff(f"YARN's services API is off ({answer.url} answers {answer.status})")
-        return str(answer.json.get("hadoop_version", "")).partition(" ")[0]
-
     def application(self, app: str) -> Mapping[str, Any] | None:
         """Return what the ResourceManager knows of an application; None: nothing. Raises EngineError."""
         answer = self.rm.ask("GET", f"/ws/v1/cluster/apps/{app}")
-        if answer.status == 404:
-            return None
-        if answer.status != 200:
-            raise EngineError(f"the ResourceManager answers {answer.status} for {app}: {answer.said}")
-        found: Mapping[str, Any] = answer.json["app"]
-        return found
+        answer.expect(f"the ResourceManager, asked for {app}", 200, 404)
+        return None if answer.status == 404 else answer.json["app"]
 
     def service(self, name: str) -> Mapping[str, Any]:
         """Return a service with its components and containers; nothing if there is none. Raises EngineError."""
@@ -461,11 +457,14 @@ class Cluster:
         found: Mapping[str, Any] = answer.json
         return found
 
-    def lost_master(self, app: str) -> str:
-        """Return the node of an application's master if that node is lost; else nothing. Raises EngineError."""
+    def lost_master(self, app: str) -> Explanation | None:
+        """Return why an application ended whose master's node is lost; None: it is not. Raises EngineError."""
         failed = [each for each in self._attempts(app) if each.get("appAttemptState") == "FAILED"]
-        nodes = [str(each.get("nodeHttpAddress") or "").partition(":")[0] for each in failed]
-        return next((node for node in nodes if node and self.state_of_node(node) in GONE), "")
+        for node in (str(each.get("nodeHttpAddress") or "").partition(":")[0] for each in failed):
+            if node and self.state_of_node(node) in GONE:
+                text = f"YARN: the node {node} is lost, which ran the job's application master"
+                return Explanation(facts.EXIT_HOST_LOST, text)
+        return None
 
     def _attempts(self, app: str) -> list[Any]:
         return listed(self.rm.json(f"/ws/v1/cluster/apps/{app}/appattempts").get("appAttempts"), "appAttempt")
@@ -484,21 +483,19 @@ class Cluster:
         end = time.strftime("%Y-%m-%dT%H:%M:%S.000+0000", time.gmtime(time.time() + time_s))
         body = json.dumps({"timeout": {"type": "LIFETIME", "expiryTime": end}}).encode("ascii")
         answer = self.rm.ask("PUT", f"/ws/v1/cluster/apps/{app}/timeout", body)
-        if answer.status != 200:
-            raise EngineError(f"YARN does not take --time for {app}: {answer.said}")
+        answer.expect(f"YARN does not take --time for {app}", 200)
 
     def kill(self, app: str) -> None:
         """Have an application killed; does not wait. Raises EngineError."""
         body = b'{"state":"KILLED"}'
         answer = self.rm.ask("PUT", f"/ws/v1/cluster/apps/{app}/state", body)
-        if answer.status not in (200, 202, 404):
-            raise EngineError(f"YARN does not kill {app}: {answer.status}: {answer.said}", f"yarn app -kill {app}")
+        answer.expect(f"YARN does not kill {app}", 200, 202, 404, hint=f"yarn app -kill {app}")
 
     def delete(self, name: str) -> None:
         """Delete a service that has ended; one that is not there is no error. Raises EngineError."""
         answer = self.rm.ask("DELETE", f"/app/v1/services/{name}", limit_s=ANSWER_S)
-        if answer.status not in (200, 204, 404) and b"doesn't exist" not in answer.body:
-            raise EngineError(f"YARN does not delete the service {name}: {answer.said}", f"yarn app -destroy {name}")
+        if b"doesn't exist" not in answer.body:
+            answer.expect(f"YARN does not delete the service {name}", 200, 204, 404, hint=f"yarn app -destroy {name}")
 
     def exits(self, app: Mapping[str, Any]) -> Mapping[str, Exit]:
         """Return how the containers of an application have ended, by place: its application master's log says.
@@ -520,14 +517,19 @@ class Cluster:
 
     def state_of_node(self, name: str) -> str:
         """Return `RUNNING`, `LOST` and so on; empty: the ResourceManager does not know it."""
-        states = [each.state for each in self._nodes() if name in (each.name, each.name.partition(".")[0])]
+        states: list[str] = []
+        with contextlib.suppress(EngineError):
+            states += [each.state for each in self.nodes() if name in (each.name, each.name.partition(".")[0])]
         # A node that came back under another port is listed twice.
         return "RUNNING" if "RUNNING" in states else (states or [""])[0]
 
-    def _nodes(self) -> Sequence[Node]:
-        with contextlib.suppress(EngineError):
-            return nodes_of(self.rm.json("/ws/v1/cluster/nodes"))
-        return ()
+    def nodes(self) -> Sequence[Node]:
+        """Return the nodes of the cluster. Raises EngineError."""
+        return nodes_of(self.rm.json("/ws/v1/cluster/nodes"))
+
+    def queues(self) -> Sequence[YarnQueue]:
+        """Return the queues that take jobs. Raises EngineError."""
+        return queues_of(self.rm.json("/ws/v1/cluster/scheduler"))
 
 
 # ---------------------------------------------------------------------- the spec; pure
@@ -640,15 +642,14 @@ def _over(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return {**one, **both}
 
 
-def hint_of(said: str) -> str:
-    """Return what to do about a refusal."""
-    if "unknown queue" in said:
-        return "say --queue NAME; distrun doctor --launcher yarn lists them"
-    if "larger than configured max" in said:
-        return "ask for less, --worker-memory or --worker-cores; or have yarn.scheduler.maximum-allocation-* raised"
-    if "src_file" in said.lower() or "does not exist" in said:
-        return "--yarn-hdfs must name the file system that YARN uses (fs.defaultFS)"
-    return ""
+HINTS = {
+    "unknown queue": "say --queue NAME; distrun doctor --launcher yarn lists them",
+    "larger than configured max": "ask for less, --worker-memory or --worker-cores; or have "
+    "yarn.scheduler.maximum-allocation-* raised",
+    "src_file": "--yarn-hdfs must name the file system that YARN uses (fs.defaultFS)",
+    "does not exist": "--yarn-hdfs must name the file system that YARN uses (fs.defaultFS)",
+}
+"""What to do about a refusal, by words in it."""
 
 
 def _way(cluster: Cluster, config: Mapping[str, str]) -> tuple[str, str]:
@@ -660,11 +661,11 @@ def _way(cluster: Cluster, config: Mapping[str, str]) -> tuple[str, str]:
     if config.get("shell", "").lower() in ("yes", "true", "1"):
         why, fix = "the configuration file asks for YARN's distributed shell (shell = yes)", "or leave shell = yes out"
     else:
-        try:
-            return "", f"services API: {cluster.api_version()}"
-        except _ApiOff as err:
-            why = str(err)
-            fix = f"or have {API}=true set in the ResourceManager's yarn-site.xml, and the ResourceManager restarted"
+        answer = cluster.rm.ask("GET", "/app/v1/services/version")
+        if answer.status == 200:
+            return "", f"services API: {str(answer.json.get('hadoop_version', '')).partition(' ')[0]}"
+        why = f"YARN's services API is off ({answer.url} answers {answer.status})"
+        fix = f"or have {API}=true set in the ResourceManager's yarn-site.xml, and the ResourceManager restarted"
     yarn = hadoop.program(config)
     if not yarn:
         raise EngineError(
@@ -672,40 +673,3 @@ def _way(cluster: Cluster, config: Mapping[str, str]) -> tuple[str, str]:
             f"install Hadoop's client here, or name its program by yarn = PATH, for the distributed shell; {fix}",
         )
     return yarn, f"{why}: the distributed shell is used, by {yarn}"
-
-
-class _ApiOff(EngineError):
-    """The ResourceManager has no services API."""
-
-
-def _examined(cluster_of: Any, config: Mapping[str, str]) -> Iterator[CheckResult]:
-    try:
-        cluster: Cluster = cluster_of()
-        info = cluster.rm.json("/ws/v1/cluster/info")["clusterInfo"]
-    except (UsageError, EngineError) as err:
-        yield CheckResult(False, str(err), err.hint)
-        return
-    version = info.get("resourceManagerVersion", "?")
-    yield CheckResult(True, f"ResourceManager {cluster.rm.addresses[0]}: YARN {version}, user {cluster.user}")
-    try:
-        yield CheckResult(True, _way(cluster, config)[1])
-    except EngineError as err:
-        yield CheckResult(False, str(err), err.hint)
-    try:
-        up = [each for each in nodes_of(cluster.rm.json("/ws/v1/cluster/nodes")) if each.state == "RUNNING"]
-        most = max(up, key=lambda each: each.memory, default=None)
-        if most is None:
-            yield CheckResult(False, "no node is up", "ask for the nodes: yarn node -list -all")
-        else:
-            yield CheckResult(True, f"{len(up)} nodes are up; the largest has {most.memory} MiB, {most.cores} cores")
-        queues = queues_of(cluster.rm.json("/ws/v1/cluster/scheduler"))
-        told = ", ".join(each.name + ("" if each.full is None else f" ({each.full:.0f} % full)") for each in queues)
-        yield CheckResult(bool(queues), f"queues: {told or 'none'}", "" if queues else "say --queue NAME")
-    except EngineError as err:
-        yield CheckResult(False, str(err), err.hint)
-    try:
-        yield CheckResult(True, f"HDFS by WebHDFS; your home is {cluster.files.home()}")
-    except EngineError as err:
-        yield CheckResult(
-            False, str(err), err.hint or "have dfs.webhdfs.enabled set, or name an HttpFS server: --yarn-hdfs"
-        )

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distrun.backends.engine import EngineError, Explanation
+from distrun.backends.engine import MIB, EngineError, Explanation, check_known, check_size
 from distrun.errors import UsageError
+from distrun.request import Needs
 from distrun_runtime.contract import facts
 
 if TYPE_CHECKING:
     from distrun.backends.engine import RoleGroup
-    from distrun.request import Needs
 
 
-MIB = 1 << 20
 GPU = "yarn.io/gpu"
 WAITING = ("NEW", "NEW_SAVING", "SUBMITTED", "ACCEPTED")
 OVER = ("FINISHED", "FAILED", "KILLED")
@@ -33,13 +31,8 @@ class Node(NamedTuple):
 
     name: str
     state: str
-    web: str
-    """HOST:PORT of its NodeManager's web service."""
-    memory: int
-    """MiB, in all."""
-    cores: int
-    gpus: int
-    label: str = ""
+    room: Needs
+    """What it has in all."""
 
 
 def nodes_of(said: Mapping[str, Any]) -> tuple[Node, ...]:
@@ -49,18 +42,8 @@ def nodes_of(said: Mapping[str, Any]) -> tuple[Node, ...]:
         total = each.get("totalResource") or {}
         memory = total.get("memory") or each.get("usedMemoryMB", 0) + each.get("availMemoryMB", 0)
         cores = total.get("vCores") or each.get("usedVirtualCores", 0) + each.get("availableVirtualCores", 0)
-        labels = each.get("nodeLabels") or [""]
-        found.append(
-            Node(
-                str(each.get("nodeHostName", "")),
-                str(each.get("state", "")),
-                str(each.get("nodeHTTPAddress", "")),
-                int(memory),
-                int(cores),
-                amount(total, GPU),
-                str(labels[0]),
-            )
-        )
+        room = Needs(int(cores), int(memory) * MIB, amount(total, GPU))
+        found.append(Node(str(each.get("nodeHostName", "")), str(each.get("state", "")), room))
     return tuple(found)
 
 
@@ -72,22 +55,10 @@ def amount(resource: Mapping[str, Any], name: str) -> int:
 
 def refuse_too_big(groups: Sequence[RoleGroup], nodes: Sequence[Node]) -> None:
     """Raise UsageError if a task asks for more than any node that is up has: YARN would let some wait for ever."""
-    up = [each for each in nodes if each.state == "RUNNING"]
+    up = [each.room for each in nodes if each.state == "RUNNING"]
     if not up:
         raise EngineError("YARN has no node that is up", "ask for its nodes: yarn node -list -all")
-    for group in groups:
-        for option, wanted, most, unit in _compared(group.needs, up):
-            if wanted > most:
-                raise UsageError(
-                    f"--{group.role}-{option}: {wanted}{unit}; the largest of YARN's {len(up)} nodes has {most}{unit}",
-                    f"ask for at most {most}{unit} a {group.role}" if most else "leave it out",
-                )
-
-
-def _compared(needs: Needs, up: Sequence[Node]) -> Iterator[tuple[str, int, int, str]]:
-    yield "memory", -(-needs.memory // MIB), max(each.memory for each in up), " MiB"
-    yield "cores", needs.cores, max(each.cores for each in up), ""
-    yield "gpus", needs.gpus, max(each.gpus for each in up), ""
+    check_size(groups, up, "node of YARN's", "ask for less; yarn node -list -all -showDetails shows the nodes")
 
 
 class YarnQueue(NamedTuple):
@@ -105,54 +76,39 @@ class YarnQueue(NamedTuple):
 def queues_of(said: Mapping[str, Any]) -> tuple[YarnQueue, ...]:
     """Return the leaf queues that `/ws/v1/cluster/scheduler` lists: of the capacity, fair or fifo scheduler."""
     info = (said.get("scheduler") or {}).get("schedulerInfo") or {}
-    root = info.get("rootQueue")
-    if root:
-        return tuple(_fair_leaves(root))
-    return tuple(_leaves(info, str(info.get("queueName", "root"))))
+    root = info.get("rootQueue") or info
+    return tuple(_leaves(root, str(root.get("queueName", "root"))))
 
 
 def _leaves(queue: Mapping[str, Any], path: str) -> Iterator[YarnQueue]:
-    below = listed(queue.get("queues"), "queue")
+    """Yield the leaves of a queue. The fair scheduler names a queue by its path, and says otherwise what it uses."""
+    below = listed(queue.get("queues"), "queue") or listed(queue.get("childQueues"), "queue")
     for each in below:
-        yield from _leaves(each, str(each.get("queuePath") or f"{path}.{each.get('queueName', '')}"))
+        name = str(each.get("queueName", ""))
+        yield from _leaves(each, str(each.get("queuePath") or (name if "." in name else f"{path}.{name}")))
     if not below and "queueName" in queue:
-        most, used = queue.get("absoluteMaxCapacity"), queue.get("absoluteUsedCapacity")
+        most = queue.get("absoluteMaxCapacity") or (queue.get("maxResources") or {}).get("memory")
+        used = queue.get("absoluteUsedCapacity", (queue.get("usedResources") or {}).get("memory"))
         full = 100.0 * used / most if most and used is not None else None
-        pending = int(queue.get("numPendingApplications") or 0)
-        yield YarnQueue(str(queue["queueName"]), path, full, pending, str(queue.get("state", "RUNNING")))
+        pending = int(queue.get("numPendingApplications") or queue.get("numPendingApps") or 0)
+        name = str(queue["queueName"]).rpartition(".")[2]
+        yield YarnQueue(name, path, full, pending, str(queue.get("state", "RUNNING")))
 
 
-def _fair_leaves(queue: Mapping[str, Any]) -> Iterator[YarnQueue]:
-    below = listed(queue.get("childQueues"), "queue")
-    for each in below:
-        yield from _fair_leaves(each)
-    if not below:
-        path = str(queue.get("queueName", ""))
-        most = (queue.get("maxResources") or {}).get("memory")
-        used = (queue.get("usedResources") or {}).get("memory")
-        full = 100.0 * used / most if most and used is not None else None
-        yield YarnQueue(path.rpartition(".")[2], path, full, int(queue.get("numPendingApps") or 0))
-
-
-def queue_named(said: Mapping[str, Any], name: str) -> YarnQueue | None:
+def queue_named(queues: Iterable[YarnQueue], name: str) -> YarnQueue | None:
     """Return the queue of a name or path."""
-    return next((each for each in queues_of(said) if name in (each.name, each.path)), None)
+    return next((each for each in queues if name in (each.name, each.path)), None)
 
 
 def refuse_queue(name: str, queues: Sequence[YarnQueue]) -> None:
     """Raise UsageError if the scheduler has no such queue, or it takes no jobs."""
-    known = [each.name for each in queues]
-    if not known:
+    if not queues:
         return  # a scheduler that we do not know
     wanted = name or "default"
-    found = next((each for each in queues if wanted in (each.name, each.path)), None)
+    found = queue_named(queues, wanted)
     if found is None:
-        near = difflib.get_close_matches(wanted, known, n=1)
-        guess = f"did you mean {near[0]}? " if near else ""
-        raise UsageError(
-            f"--queue: YARN has no queue {wanted!r}; it has: {', '.join(known[:20])}", f"{guess}say --queue NAME"
-        )
-    if found.state != "RUNNING":
+        check_known("--queue", "YARN has no queue", wanted, [each.name for each in queues])
+    elif found.state != "RUNNING":
         raise UsageError(f"--queue {wanted}: it is {found.state.lower()} and takes no jobs", "say another --queue")
 
 
@@ -160,9 +116,7 @@ def refuse_label(label: str, said: Mapping[str, Any]) -> None:
     """Raise UsageError if the cluster has no such node label."""
     rows = listed(said, "nodeLabelInfo") or listed(said, "nodeLabelsInfo") or listed(said, "nodeLabels")
     known = [str(each.get("name", "")) if isinstance(each, dict) else str(each) for each in rows]
-    if label not in known:
-        have = f"it has: {', '.join(known)}" if known else "it has none"
-        raise UsageError(f"--node-label: YARN has no node label {label!r}; {have}", "yarn cluster --list-node-labels")
+    check_known("--node-label", "YARN has no node label", label, known)
 
 
 def listed(value: Any, name: str) -> list[Any]:

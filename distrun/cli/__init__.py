@@ -7,9 +7,9 @@ import errno
 import importlib
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from gc import set_threshold  # not gc: the module of the command `gc` gets that name here
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import click
 
@@ -21,13 +21,6 @@ from distrun_runtime.contract import facts, streams
 GARBAGE = 20_000
 """New objects after which Python looks for garbage, in place of 700. Nearly all that a launch makes stays: modules,
 classes, connections. To look at it again and again took a twentieth of a small job's processor time."""
-
-
-class Settings:
-    """What the commands tell `main`."""
-
-    def __init__(self) -> None:
-        self.verbosity = 0
 
 
 COMMANDS = {
@@ -49,21 +42,17 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Commands by a table: name -> ("module:attribute", short help)."""
-
-    def __init__(self, *args: Any, commands_table: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._table = commands_table
+    """Commands by a table, COMMANDS: name -> ("module:attribute", short help)."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names, in the order of the table."""
-        return list(self._table)
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Load a command."""
-        if cmd_name not in self._table:
+        if cmd_name not in COMMANDS:
             return None
-        module, _, attribute = self._table[cmd_name][0].partition(":")
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
@@ -76,23 +65,22 @@ class LazyGroup(click.Group):
             click.UsageError: there is none; says which one may have been meant.
         """
         name = args[0]
-        if name not in self._table and not name.startswith("-"):
+        if name not in COMMANDS and not name.startswith("-"):
             import difflib  # for a mistake only
 
-            near = difflib.get_close_matches(name, list(self._table), n=1)
-            guess = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(self._table)}."
+            near = difflib.get_close_matches(name, list(COMMANDS), n=1)
+            guess = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(COMMANDS)}."
             raise click.UsageError(f"No such command {name!r}. {guess}", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without loading them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in self._table.items()])
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
 
 @click.group(
     cls=LazyGroup,
-    commands_table=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     invoke_without_command=True,
 )
@@ -128,87 +116,73 @@ def main() -> NoReturn:
 
 def run(argv: Sequence[str]) -> int:
     """Run the command line `argv`; return the exit code. Every error ends here, as one line of text."""
-    unwritten.take()
-    with contextlib.redirect_stdout(Stdout(getattr(sys.stdout, "encoding", "utf-8"))):
+    unwritten.clear()
+    with contextlib.redirect_stdout(Stdout()):
         code = _run(argv)
-    why = unwritten.take()
-    if not why:
+    if not unwritten:
         return code
-    print_err(f"distrun: error: stdout cannot be written: {why}\n")
+    print_err(f"distrun: error: stdout cannot be written: {unwritten[0]}\n")
     return code or facts.EXIT_OUTPUT
 
 
 def _run(argv: Sequence[str]) -> int:
-    settings = Settings()
+    told = {"verbosity": 0}  # by the command, for what is printed of an error
     try:
-        code = cli.main(args=list(argv), prog_name="distrun", standalone_mode=False, obj=settings)
+        code = cli.main(args=list(argv), prog_name="distrun", standalone_mode=False, obj=told)
     except click.exceptions.Exit as err:
         return err.exit_code
-    except click.ClickException as err:
-        return _click_error(err)
     except (KeyboardInterrupt, click.exceptions.Abort):
         print_err("distrun: interrupted\n")
         return facts.EXIT_INTERRUPTED
     except BrokenPipeError:
         return 0
-    except HostsError as err:
-        print_err(str(err) + "\n")  # unchanged, so that editors find the places
-        return _fail(
-            f"{err.count} error{'' if err.count == 1 else 's'} in the hosts given", err.hint, err.exit_code, settings
-        )
-    except DistrunError as err:
-        return _fail(str(err), err.hint, err.exit_code, settings)
     except Exception as err:
-        return _other(err, settings)
+        message, hint, code = _explained(err)
+        if told["verbosity"] >= 2:
+            import traceback
+
+            print_err(traceback.format_exc())
+        print_err("".join(f"distrun: error: {line}\n" for line in message.splitlines() or [""]))
+        if hint:
+            print_err(f"distrun: hint: {hint}\n")
     return code if isinstance(code, int) else 0
 
 
-def _click_error(err: click.ClickException) -> int:
-    hint = ""
-    if isinstance(err, click.UsageError) and err.ctx is not None:
-        hint = f"{err.ctx.command_path} -h shows the options"
-    message = err.format_message()
-    if isinstance(err, click.NoSuchOption) and err.ctx is not None:
-        from distrun.cli import hints  # for a mistake only
-
-        message = f"No such option {err.option_name}. {hints.no_such_option(err)}"
-    if isinstance(err, click.MissingParameter):
-        from distrun.cli import hints
-
-        hint = hints.missing(err) or hint
-    return _fail(_one_line(message), hint, err.exit_code, Settings())
-
-
-def _other(err: Exception, settings: Settings) -> int:
+def _explained(err: Exception) -> tuple[str, str, int]:
+    """Return the message of an error, a hint and the exit code."""
     from distrun_runtime.errors import JobStoreError, NoSuchJob, RuntimeFault
 
     match err:
+        case click.ClickException():
+            return _of_click(err)
+        case HostsError():
+            print_err(str(err) + "\n")  # unchanged, so that editors find the places
+            return f"{err.count} error{'' if err.count == 1 else 's'} in the hosts given", err.hint, err.exit_code
+        case DistrunError():
+            return str(err), err.hint, err.exit_code
         case NoSuchJob():
-            return _fail(str(err), "distrun status lists the jobs", facts.EXIT_USAGE, settings)
+            return str(err), "distrun status lists the jobs", facts.EXIT_USAGE
         case JobStoreError():
             hint = "distrun status lists the jobs; a folder that is damaged, and of no job that runs, can go: rm -r"
-            return _fail(str(err), hint, facts.EXIT_USAGE, settings)
+            return str(err), hint, facts.EXIT_USAGE
         case RuntimeFault():
-            return _fail(str(err), "", facts.EXIT_INTERNAL, settings)
+            return str(err), "", facts.EXIT_INTERNAL
         case OSError(errno=errno.EMFILE):
             from distrun_runtime.contract import process
 
-            return _fail(process.why(err), "", facts.EXIT_INTERNAL, settings)
-    text = f"{type(err).__name__}: {err}"
-    return _fail("internal error: " + text, "please report it, with what -vv prints", facts.EXIT_INTERNAL, settings)
+            return process.why(err), "", facts.EXIT_INTERNAL
+    text = f"internal error: {type(err).__name__}: {err}"
+    return text, "please report it, with what -vv prints", facts.EXIT_INTERNAL
 
 
-def _fail(message: str, hint: str, code: int, settings: Settings) -> int:
-    if settings.verbosity >= 2:
-        import traceback
+def _of_click(err: click.ClickException) -> tuple[str, str, int]:
+    from distrun.cli import hints  # for a mistake only
 
-        print_err(traceback.format_exc())
-    lines = message.splitlines() or [""]
-    print_err("".join(f"distrun: error: {line}\n" for line in lines))
-    if hint:
-        print_err(f"distrun: hint: {hint}\n")
-    return code
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    message, hint = err.format_message(), ""
+    if isinstance(err, click.UsageError) and err.ctx is not None:
+        hint = f"{err.ctx.command_path} -h shows the options"
+    if isinstance(err, click.NoSuchOption) and err.ctx is not None:
+        message = f"No such option {err.option_name}. {hints.no_such_option(err)}"
+    if isinstance(err, click.MissingParameter):
+        hint = hints.missing(err) or hint
+    return " ".join(message.split()), hint, err.exit_code

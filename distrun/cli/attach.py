@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun.cli import standing
-from distrun.cli.common import my_jobs, placed, takes
-from distrun.cli.console import Console, print_err, print_out
+from distrun.cli.common import my_jobs, placed, report, takes
+from distrun.cli.console import LAST_BYTES, Console, print_err, print_json, print_out
 from distrun.client import ControlConnection, Follower
 from distrun.errors import UsageError
 from distrun.options import BY_KEY, count, seconds
@@ -60,6 +59,8 @@ def attach(
     The exit code is the job's if its end was seen, 0 after a chosen detach, 130 after Ctrl-C without a question, and 7
     if the job's coordinator is lost.
     """
+    from distrun.jobs import JobOver
+
     if since_start and tail is not None:
         raise UsageError("--since-start and --tail contradict each other")
     jobs = my_jobs()
@@ -68,12 +69,14 @@ def attach(
     if found.is_over:
         return _over(found.folder, console)
     names = [str(row["name"]) for row in found.choose(tasks)] if tasks else None
-    places = standing.OutputPlace(jobs.store.root, found.id)
+    places = OutputPlace(jobs.store.root, found.id)
     console.attach(found.folder.log_path, found.id, lambda: placed(found.folder))
     try:
         with found.attach() as connection:
             attached = _Attached(connection, found, console, names)
             return attached.run(_start(places, since_start, tail), places)
+    except JobOver:
+        return _over(found.folder, console)
     finally:
         console.close()
 
@@ -86,7 +89,7 @@ def _over(folder: JobFolder, console: Console) -> int:
     return code
 
 
-def _start(places: standing.OutputPlace, since_start: bool, tail: int | None) -> dict[str, int]:
+def _start(places: OutputPlace, since_start: bool, tail: int | None) -> dict[str, int]:
     """Return where the output begins, as `subscribe` takes it."""
     if since_start:
         return {"cursor": 0}
@@ -115,7 +118,7 @@ class _Attached:
         self._asking: _Key | None = None
         self._lock = threading.Lock()
 
-    def run(self, start: dict[str, int], places: standing.OutputPlace) -> int:
+    def run(self, start: dict[str, int], places: OutputPlace) -> int:
 
         where = self._connection.hello
         self._console.say(f"attached to job {self._folder.id} (its coordinator: pid {where['pid']} on {where['host']})")
@@ -139,16 +142,15 @@ class _Attached:
             places.write(self._follower.cursor)
         return self._end(start, places)
 
-    def _end(self, start: dict[str, int], places: standing.OutputPlace) -> int:
+    def _end(self, start: dict[str, int], places: OutputPlace) -> int:
         from distrun import client
-        from distrun.cli.launch import report
 
         found = self._follower
         if self._left is not None and found.outcome is None:
             self._console.say(f"detached; the job goes on; to come back: distrun attach {self._folder.id}")
             return self._left
         if found.failure is not None:
-            raise client.raised(found.failure, self._console, 0)
+            raise client.raised(found.failure, self._console.say)
         self._job.refresh()  # its end, if it was elsewhere
         outcome = found.outcome or client.recorded(self._folder)
         if outcome is None:
@@ -164,11 +166,10 @@ class _Attached:
 
     def _show_rest(self, start: dict[str, int]) -> None:
         """Show, from the job's logs, what the coordinator did not send: it waits for no terminal that is slow."""
-        from distrun.cli.writer import LAST_BYTES
         from distrun_runtime.contract import control
         from distrun_runtime.coordinator import logreader
+        from distrun_runtime.coordinator.clients import OutputPiece
         from distrun_runtime.coordinator.logreader import LogReader
-        from distrun_runtime.coordinator.output import OutputPiece
 
         if self._folder.is_unplanned:
             return
@@ -334,6 +335,71 @@ def wait(job: str, timeout: float | None, as_json: bool) -> int:
     if as_json:
         from distrun_runtime.coordinator.jobfolder import rfc3339
 
-        told = {"schema": SCHEMA, "time": rfc3339(time.time()), "job": found.id, "exit_code": code}
-        print_out(json.dumps({**told, "timed_out": is_late, "outcome": found.outcome}, indent=2) + "\n")
+        print_json(
+            SCHEMA,
+            time=rfc3339(time.time()),
+            job=found.id,
+            exit_code=code,
+            timed_out=is_late,
+            outcome=found.outcome,
+        )
     return code
+
+
+# Where a terminal stood in a job's output, so that `distrun attach` goes on there.
+#
+# It is kept in the user's state folder, not in the job's: `terminals/JOB.KEY`, a number, where KEY stands for the
+# terminal and the session that runs in it.
+
+
+_KEPT_S = 7 * 24 * 3600.0
+"""What is older is removed: its terminal is hardly there any more."""
+
+
+class OutputPlace:
+    """The place of this terminal in a job's output. Without a terminal there is none. Errors are ignored."""
+
+    def __init__(self, root: Path, job: str) -> None:
+        """`root`: the user's state folder."""
+        self._folder = root / "terminals"
+        key = _terminal()
+        self._path = self._folder / f"{job}.{key}" if key else None
+
+    def read(self) -> int | None:
+        """Return the cursor at which this terminal left the job; None: it was not here."""
+        if self._path is not None:
+            with contextlib.suppress(OSError, ValueError):
+                return int(self._path.read_text("ascii"))
+        return None
+
+    def write(self, cursor: int) -> None:
+        """Remember a cursor, and forget what is old."""
+        if self._path is None:
+            return
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._path.write_text(str(cursor), "ascii")
+            for path in self._folder.iterdir():
+                if path.stat().st_mtime < time.time() - _KEPT_S:
+                    path.unlink()
+
+    def forget(self) -> None:
+        """Forget it: the job is over."""
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+
+
+def _terminal() -> str:
+    """Return what tells this terminal, as it is used now, from others; empty: there is none."""
+    import hashlib  # not for every launch: OpenSSL takes a while
+
+    for fd in (0, 2, 1):
+        with contextlib.suppress(OSError):
+            name = os.ttyname(fd)
+            session = os.getsid(0)
+            start = ""
+            with contextlib.suppress(OSError):
+                start = process.identity(session).start
+            return hashlib.sha256(f"{name} {session} {start}".encode()).hexdigest()[:16]
+    return ""

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
 from distrun.cli.console import print_err
 from distrun.errors import UsageError
 from distrun.formats import exact
-from distrun.options import FLAG, HOSTS, LAUNCHER, SWITCH, TIMES, WORDS, Option
+from distrun.options import FLAG, HOSTS, LAUNCHER, SITE, SWITCH, TIMES, WORDS, Option, configured
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
-    from distrun.hosts import Inventory
+    from distrun.backends.queue import QueueBackend
+    from distrun.cli.console import Console
+    from distrun.fleet import Fleet
+    from distrun.fleet.questions import HostAnswer, HostJob
+    from distrun.hosts.grammar import Inventory
     from distrun.jobs import Jobs
     from distrun_runtime.contract.plan import Host
+    from distrun_runtime.coordinator.failures import Outcome, Problem
     from distrun_runtime.coordinator.jobfolder import JobFolder
 
+
+SURVEY_S = 30.0
+"""How long a host may take to say which jobs it has."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -136,7 +144,7 @@ def typed(options: Mapping[str, Any], inventory: Inventory | None) -> list[str]:
     """Return the words by which another command reaches the same hosts in the same way."""
     words: list[str] = []
     if options["hostfile"] == "-" and inventory is not None:
-        from distrun.hosts import fold
+        from distrun.hosts.ranges import fold
 
         # What was on standard input has been read.
         options = {**options, "hostfile": None, "hosts": fold(list(inventory.names))}
@@ -170,15 +178,15 @@ def find_hosts(options: Mapping[str, Any], env: Mapping[str, str]) -> Inventory 
     Raises:
         HostsError: what names them cannot be read or understood.
     """
-    from distrun import hosts
+    from distrun.hosts import parse
 
-    return hosts.find(options["hostfile"], options["hosts"], env, form=options["hostfile_format"])
+    return parse.find(options["hostfile"], options["hosts"], env, form=options["hostfile_format"])
 
 
 def hosts_of(
     options: Mapping[str, Any], env: Mapping[str, str], launcher: str = ""
 ) -> tuple[Inventory, Backend, list[Host]]:
-    """Return the hosts that a command means, the backend that reaches them, and what it needs to do so.
+    """Return the hosts that a command means, the backend that reaches them, and what it needs to do so; tell warnings.
 
     Without a `launcher` it is ssh where hosts are named, else local: this machine.
 
@@ -191,6 +199,7 @@ def hosts_of(
     found = find_hosts(options, env)
     backend = backends.load(launcher or ("local" if found is None else "ssh"))
     inventory = backend.inventory(found)
+    tell_warnings(inventory)
     return inventory, backend, hosts_for(inventory, backend, reach_options(options))
 
 
@@ -203,3 +212,90 @@ def hosts_for(inventory: Inventory, backend: Backend, options: Mapping[str, str]
         way = backend.reach(spec, options)
         hosts.append(Host(spec.name, spec.addr, reach=way, interface=spec.iface, login=backend.login(way)))
     return hosts
+
+
+def survey(
+    fleet: Fleet, wanted: Sequence[str] = (), stale: bool = False
+) -> tuple[dict[str, HostAnswer | Problem], list[HostJob]]:
+    """Ask hosts for jobs of mine; return what each answers, and the jobs (see `questions.chosen`)."""
+    from distrun.fleet import questions
+
+    found = fleet.ask("survey", {}, SURVEY_S)
+    answers = {host: each for host, each in found.items() if isinstance(each, questions.HostAnswer)}
+    every = [job for host, each in answers.items() for job in questions.read(host, each.value)]
+    return found, questions.chosen(every, wanted, stale)
+
+
+def hosts_as_json(
+    answers: Mapping[str, HostAnswer | Problem], jobs: Sequence[HostJob], more: Callable[[HostJob], Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return each host in its JSON form: why it did not answer, and its jobs. `more`: what is said of a job besides."""
+    from dataclasses import asdict
+
+    from distrun.fleet.questions import HostAnswer
+
+    rows = []
+    for host, each in answers.items():
+        mine = [
+            {
+                **{name: getattr(job, name) for name in ("job", "nonce", "agent", "guard")},
+                "stale": job.is_stale,
+                **more(job),
+            }
+            for job in jobs
+            if job.host == host
+        ]
+        problem = None if isinstance(each, HostAnswer) else asdict(each)
+        rows.append({"host": host, "problem": problem, "jobs": mine})
+    return rows
+
+
+def tell_problems(problems: Mapping[str, Problem], what: str = "") -> None:
+    """Say which hosts did not answer, and what can be done about it. `what`: said before why."""
+    for host, problem in problems.items():
+        print_err(f"distrun: error: {host}: {what}{problem.text}\n")
+        for line in problem.fix.splitlines():
+            print_err(f"distrun: hint: {line}\n")
+
+
+def engine_of(name: str, options: Mapping[str, Any], env: Mapping[str, str]) -> QueueBackend | None:
+    """Return the backend of an engine, told what the options and the configuration file say; None if it is none.
+
+    Raises:
+        UsageError: there is no such launcher, or the file cannot be read.
+    """
+    from distrun import backends  # for engines only
+    from distrun.request import EngineOptions
+
+    backend = backends.load(name) if name else None
+    if backend is None or not backend.is_engine:
+        return None
+    found = cast("QueueBackend", backend)
+    own = {row.key: options[row.key] for row in SITE if options[row.key]}
+    found.engine.options = EngineOptions(own=own, config=configured(name, env))
+    return found
+
+
+def report(outcome: Outcome, folder: JobFolder, as_json: bool, console: Console) -> Sequence[str]:
+    """Say how the job ended; return the last lines of the task that ended it."""
+    tail: Sequence[str] = ()
+    if outcome.exit_code:
+        from distrun.dashboard.text import clean_lines
+
+        text, tail = failure(outcome, folder)
+        console.write_err(clean_lines(text) + "\n" if text else "")
+        console.write_err(f"distrun: error: {outcome.message}\n")
+    if as_json:
+        import json
+
+        console.write_out(json.dumps(folder.outcome_json(outcome)) + "\n")
+    return tail
+
+
+def failure(outcome: Outcome, folder: JobFolder) -> tuple[str, Sequence[str]]:
+    """Return the report of a failed job, and the last lines of the task that ended it."""
+    from distrun import report
+
+    task = outcome.culprit.task if outcome.culprit is not None else ""
+    tail = folder.tail(task, report.READ_LINES) if task else []
+    return report.failure(outcome, tail, str(folder.log_path(task)) if task else ""), tail

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import locale
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,21 +11,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun import activation, formats
-from distrun.cli.common import agree, current_folder, hosts_of, takes, tell_warnings, typed, typed_python
-from distrun.cli.console import print_err, print_out, render
-from distrun.cli.engines import engine_of
-from distrun.cli.engines import rows as engine_rows
-from distrun.doctor.checks import CheckRow, Ways
+from distrun.cli.common import agree, current_folder, engine_of, hosts_of, takes, typed, typed_python
+from distrun.cli.console import print_err, print_json, print_out, render
+from distrun.doctor.checks import BAD, HERE, OK, CheckRow, Ways
 from distrun.errors import UsageError
-from distrun.hosts import fold
+from distrun.hosts.ranges import fold
 from distrun.options import BY_KEY, HOSTS, LAUNCHER, SITE
-from distrun_runtime.contract import environ, facts
+from distrun_runtime.contract import address, environ, facts
 
 if TYPE_CHECKING:
-    from distrun.backends.base import Backend
     from distrun.backends.queue import QueueBackend
     from distrun.doctor.examine import DoctorReport, EnvironmentSpec, Made
-    from distrun_runtime.contract.plan import Host
 
 SCHEMA = "distrun.doctor/1"
 FOR_WORKERS = """\
@@ -73,7 +68,7 @@ def doctor(**options: Any) -> int:
     they use it by themselves.
     """
     from distrun.doctor.checks import DoctorRequest
-    from distrun.doctor.examine import examine
+    from distrun.doctor.examine import examine, make
 
     env = environ.snapshot()
     if options["as_json"] and options["is_fixing"] and not options["yes"]:
@@ -82,7 +77,6 @@ def doctor(**options: Any) -> int:
     if engine is not None:
         return _tell_engine(engine, options)
     inventory, backend, hosts = hosts_of(options, env, options["launcher"])
-    tell_warnings(inventory)
     dst = options["dst"] if backend.needs_hosts else ""
     python = options["python"] or ("" if backend.needs_hosts else sys.executable)
     reached = typed(options, inventory)
@@ -111,17 +105,23 @@ def doctor(**options: Any) -> int:
     made: list[Made] = []
     if options["is_fixing"]:
         wanted = _agreed(report, options)
-        made = _made(backend, hosts, wanted, request.activate)
+        if wanted:
+            made = make(
+                backend,
+                hosts,
+                wanted,
+                activate=request.activate,
+                say=lambda host, line: print_err(f"{host}: {line}\n"),
+            )
         _tell_made(made, ways, options["as_json"])
     fixed = {each.host for each in made if each.is_made}
     bad = [row for row in report.rows if row.mark == "bad"]
     code = facts.EXIT_PREFLIGHT if any(row.check != "server python" or row.host not in fixed for row in bad) else 0
     if options["as_json"]:
         rows = [{**asdict(row), "fix": row.fix_text(ways)} for row in report.rows]
-        told: dict[str, Any] = {"schema": SCHEMA, "exit_code": code, "rows": rows, "facts": report.facts}
-        if options["is_fixing"]:
-            told["made"] = [{**asdict(each), "fix": _fix_text(each, [each.host], ways)} for each in made]
-        print_out(json.dumps(told, indent=2, default=dict) + "\n")
+        told = [{**asdict(each), "fix": _fix_text(each, [each.host], ways)} for each in made]
+        more = {"made": told} if options["is_fixing"] else {}
+        print_json(SCHEMA, exit_code=code, rows=rows, facts=report.facts, **more)
     return code
 
 
@@ -137,12 +137,27 @@ def _tell_engine(engine: QueueBackend, options: Mapping[str, Any]) -> int:
     bad = sum(row.mark == "bad" for row in found)
     code = facts.EXIT_PREFLIGHT if bad else 0
     if options["as_json"]:
-        told = {"schema": SCHEMA, "exit_code": code, "rows": [asdict(row) for row in found], "facts": {}}
-        print_out(json.dumps(told, indent=2) + "\n")
+        print_json(SCHEMA, exit_code=code, rows=[asdict(row) for row in found], facts={})
         return code
     print_out(table(found, marks(), Ways(), options["quiet"]))
     print_out(f"{bad} problem{'' if bad == 1 else 's'} with {engine.name}\n" if bad else f"{engine.name} OK\n")
     return code
+
+
+def engine_rows(backend: QueueBackend) -> list[CheckRow]:
+    """Return what is there of what a launch by an engine needs."""
+    from distrun.backends.engine import examined
+
+    found = [
+        CheckRow(HERE, backend.name, OK, each.text)
+        if each.ok
+        else CheckRow(HERE, backend.name, BAD, each.text, each.fix or "see the page on it")
+        for each in examined(backend.engine)
+    ]
+    own = address.own()
+    text = f"agents reach this machine at {', '.join(own)}" if own else "this machine has no address but its own"
+    fix = "" if own else "--coordinator-address A, an address at which the nodes reach it"
+    return [*found, CheckRow(HERE, "coordinator", OK if own else BAD, text, fix)]
 
 
 def _agreed(report: DoctorReport, options: Mapping[str, Any]) -> list[EnvironmentSpec]:
@@ -164,35 +179,17 @@ def _agreed(report: DoctorReport, options: Mapping[str, Any]) -> list[Environmen
     return wanted
 
 
-def _made(backend: Backend, hosts: Sequence[Host], wanted: Sequence[EnvironmentSpec], activate: str) -> list[Made]:
-    from distrun.doctor import examine
-
-    if not wanted:
-        return []
-    return examine.make(
-        backend,
-        hosts,
-        wanted,
-        activate=activate,
-        say=lambda host, line: print_err(f"{host}: {line}\n"),
-    )
-
-
 def _tell_made(made: Sequence[Made], ways: Ways, as_json: bool) -> None:
     say = print_err if as_json else print_out
-    for names, each in _alike(made):
+    alike: dict[tuple[object, ...], list[Made]] = {}
+    for each in made:
+        alike.setdefault((each.text, each.is_made, each.fix, each.script), []).append(each)
+    for group in alike.values():
+        each, names = group[0], [one.host for one in group]
         say(f"{'' if each.is_made else 'NOT '}made on {fold(names)}: {each.text}\n")
         say("".join(f"  fix: {line}\n" for line in _fix_text(each, names, ways).splitlines()))
     if any(each.is_made for each in made):
         say(FOR_WORKERS)
-
-
-def _alike(made: Sequence[Made]) -> list[tuple[list[str], Made]]:
-    """Return what came out the same on several hosts once, with their names."""
-    alike: dict[tuple[str, bool, str, str], tuple[list[str], Made]] = {}
-    for each in made:
-        alike.setdefault((each.text, each.is_made, each.fix, each.script), ([], each))[0].append(each.host)
-    return list(alike.values())
 
 
 def _fix_text(made: Made, names: Sequence[str], ways: Ways) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from distrun import formats
-from distrun.cli.common import hosts_of, takes, tell_warnings
-from distrun.cli.console import copy_out, print_err, print_out
+from distrun.cli.common import hosts_of, takes
+from distrun.cli.console import print_err, print_json, print_out
 from distrun.errors import UsageError
 from distrun.fleet import Ran, run
 from distrun.fleet.commands import KEPT
@@ -42,11 +41,15 @@ def execute(command: tuple[str, ...], **options: Any) -> int:
     ended. The exit code is the largest of all hosts: 124 for a host that took longer than --timeout, 3 for one that
     cannot be reached or whose output did not arrive completely.
     """
-    inventory, backend, hosts = hosts_of(options, environ.snapshot(), options["launcher"])
+    _, backend, hosts = hosts_of(options, environ.snapshot(), options["launcher"])
     if not backend.needs_hosts and not options["launcher"]:
         raise UsageError("no hosts are given", "distrun exec -H FILE COMMAND, or --hosts A,B")
-    tell_warnings(inventory)
-    streams = _HostStreams() if options["no_fold"] and not options["as_json"] else None
+    is_streamed = options["no_fold"] and not options["as_json"]
+    streams: dict[tuple[str, str], Lines] = {}
+
+    def print_lines(host: str, stream: str, data: bytes) -> None:
+        _print(stream, streams.setdefault((host, stream), Lines(host + ": ")).feed(data))
+
     argv = formats.to_argv(command, options["shell"])
     found = run(
         backend,
@@ -54,17 +57,19 @@ def execute(command: tuple[str, ...], **options: Any) -> int:
         argv,
         cwd=options["cwd"],
         limit_s=options["timeout"],
-        on_output=streams.take if streams else None,
-        keep=0 if streams else KEPT,
+        on_output=print_lines if is_streamed else None,
+        keep=0 if is_streamed else KEPT,
     )
     code = exit_code(found)
     if options["as_json"]:
-        print_out(json.dumps(as_json(command, found, code), indent=2) + "\n")
+        print_json(SCHEMA, command=command, exit_code=code, hosts=as_json(found))
         return code
-    if streams is not None:
-        streams.end()
-    else:
-        _show_folded(found)
+    for (_, stream), lines in streams.items():
+        _print(stream, lines.end())
+    if not is_streamed:
+        ran = {name: each for name, each in found.items() if isinstance(each, Ran)}
+        _print("out", folded({name: bytes(each.out) for name, each in ran.items()}))
+        _print("err", folded({name: bytes(each.err) for name, each in ran.items()}, "stderr"))
     for line in remarks(found):
         print_err(f"distrun: {line}\n")
     return code
@@ -79,7 +84,7 @@ def exit_code(found: Mapping[str, Ran | Problem]) -> int:
 
 def remarks(found: Mapping[str, Ran | Problem]) -> list[str]:
     """Return what went wrong, a line for each kind of it."""
-    from distrun import hosts
+    from distrun.hosts.ranges import fold
 
     codes: dict[str, list[str]] = {}
     lines = []
@@ -94,39 +99,31 @@ def remarks(found: Mapping[str, Ran | Problem]) -> list[str]:
     cut = [name for name, each in found.items() if isinstance(each, Ran) and each.is_cut]
     if cut:
         text = f"only the first {KEPT >> 20} MiB of the output are shown; --no-fold shows all as it comes"
-        lines.append(f"warning: {hosts.fold(cut)}: {text}")
-    return [f"{hosts.fold(names)}: {text}" for text, names in codes.items()] + lines
+        lines.append(f"warning: {fold(cut)}: {text}")
+    return [f"{fold(names)}: {text}" for text, names in codes.items()] + lines
 
 
-def as_json(command: tuple[str, ...], found: Mapping[str, Ran | Problem], code: int) -> dict[str, Any]:
-    """Return the JSON form."""
+def as_json(found: Mapping[str, Ran | Problem]) -> list[dict[str, Any]]:
+    """Return the JSON form of what hosts said."""
     rows: list[dict[str, Any]] = []
     for name, each in found.items():
-        row: dict[str, Any] = {
-            "host": name,
-            "code": None,
-            "stdout": "",
-            "stderr": "",
-            "timed_out": False,
-            "cut": False,
-            "problem": None,
-        }
+        row: dict[str, Any] = {"host": name, "code": None, "stdout": "", "stderr": "", "timed_out": False, "cut": False}
         problem = each if isinstance(each, Problem) else each.problem
-        if problem is not None:
-            row["problem"] = {"kind": problem.kind, "text": problem.text, "fix": problem.fix}
+        told = None if problem is None else {"kind": problem.kind, "text": problem.text, "fix": problem.fix}
+        row["problem"] = told
         if isinstance(each, Ran):
             out, err = (bytes(data).decode("utf-8", "replace") for data in (each.out, each.err))
             row.update(code=each.code, stdout=out, stderr=err, timed_out=each.is_late, reason=each.reason)
             row.update(cut=each.is_cut)
         rows.append(row)
-    return {"schema": SCHEMA, "command": list(command), "exit_code": code, "hosts": rows}
+    return rows
 
 
-def _show_folded(found: Mapping[str, Ran | Problem]) -> None:
-    ran = {name: each for name, each in found.items() if isinstance(each, Ran)}
-    copy_out(folded({name: bytes(each.out) for name, each in ran.items()}))
-    errors = folded({name: bytes(each.err) for name, each in ran.items()}, "stderr")
-    print_err(errors.decode("utf-8", "surrogateescape"))
+def _print(stream: str, data: bytes) -> None:
+    if stream == "out":
+        print_out(data)
+    else:
+        print_err(data.decode("utf-8", "surrogateescape"))
 
 
 def folded(said: Mapping[str, bytes], what: str = "") -> bytes:
@@ -136,39 +133,14 @@ def folded(said: Mapping[str, bytes], what: str = "") -> bytes:
         said: by host.
         what: added to each heading.
     """
-    from distrun import hosts
+    from distrun.hosts.ranges import fold, grouped
 
-    alike: dict[bytes, list[str]] = {}
-    for host, data in said.items():
-        if data:
-            alike.setdefault(data, []).append(host)
     parts = []
-    for data, names in alike.items():
+    for data, names in grouped((data, host) for host, data in said.items() if data).items():
         count = f" ({len(names)})" if len(names) > 1 else ""
-        heading = f"{hosts.fold(names)}{count}{', ' + what if what else ''}\n"
+        heading = f"{fold(names)}{count}{', ' + what if what else ''}\n"
         parts += [RULE, heading.encode("utf-8", "surrogateescape"), RULE, data, b"" if data.endswith(b"\n") else b"\n"]
     return b"".join(parts)
-
-
-class _HostStreams:
-    """Prints lines as they come."""
-
-    def __init__(self) -> None:
-        self._lines: dict[tuple[str, str], Lines] = {}
-
-    def take(self, host: str, stream: str, data: bytes) -> None:
-        lines = self._lines.setdefault((host, stream), Lines(host + ": "))
-        self._print(stream, lines.feed(data))
-
-    def end(self) -> None:
-        for (_, stream), lines in self._lines.items():
-            self._print(stream, lines.end())
-
-    def _print(self, stream: str, data: bytes) -> None:
-        if stream == "out":
-            copy_out(data)
-        else:
-            print_err(data.decode("utf-8", "surrogateescape"))
 
 
 class Lines:

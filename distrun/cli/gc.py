@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import time
@@ -13,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun.cli.common import takes
-from distrun.cli.console import print_err, print_out
+from distrun.cli.console import print_err, print_json, print_out
 from distrun.errors import UsageError
+from distrun.formats import size
 from distrun.options import count
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator import stored
@@ -96,8 +96,7 @@ def gc(names: tuple[str, ...], **options: Any) -> int:
     code = facts.EXIT_LEFT if problems else 0
     if options["as_json"]:
         total = sum(row["size"] for row in rows)
-        answer = {"schema": SCHEMA, "dry_run": options["dry_run"], "exit_code": code, "size": total, "jobs": rows}
-        print_out(json.dumps({**answer, "problems": problems}, indent=2) + "\n")
+        print_json(SCHEMA, dry_run=options["dry_run"], exit_code=code, size=total, jobs=rows, problems=problems)
     else:
         _tell(rows, options["dry_run"])
         for problem in problems:
@@ -193,12 +192,3 @@ def _tell(rows: Sequence[dict[str, Any]], dry_run: bool) -> None:
     jobs = "1 job" if len(done) == 1 else f"{len(done)} jobs"
     verb = "would be removed (--dry-run)" if dry_run else "removed"
     print_out(f"{jobs} {verb}, {size(sum(row['size'] for row in done))}\n")
-
-
-def size(count: float) -> str:
-    """Return a number of bytes for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"

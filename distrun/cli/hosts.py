@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
-from distrun.cli.console import print_err, print_out, render
+from distrun.cli.console import print_err, print_json, print_out, render
 from distrun.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from distrun.hosts import HostSpec, Inventory
+    from distrun.hosts.grammar import HostSpec, Inventory
 
 SCHEMA = "distrun.hosts/1"
 OTHERS = ("labels", "python", "workdir", "identity", "jump")
@@ -58,7 +57,7 @@ def hosts(what: tuple[str, ...], listed: str | None, form: str, way: str, as_jso
         raise UsageError(f"expected one hosts file, found {len(what)}: {', '.join(what)}")
     found = _find(what[0] if what else None, listed, form)
     if as_json:
-        print_out(json.dumps(as_object(found), indent=2) + "\n")
+        print_json(SCHEMA, **as_object(found))
         return 0
     for warning in found.warnings:
         print_err(f"distrun: warning: {warning}\n")
@@ -68,7 +67,7 @@ def hosts(what: tuple[str, ...], listed: str | None, form: str, way: str, as_jso
 
 
 def _find(path: str | None, listed: str | None, form: str) -> Inventory:
-    from distrun.hosts import VARIABLES, find
+    from distrun.hosts.parse import VARIABLES, find
     from distrun_runtime.contract import environ
 
     found = find(path, listed, environ.snapshot(), form=form)
@@ -78,7 +77,7 @@ def _find(path: str | None, listed: str | None, form: str) -> Inventory:
 
 
 def _nodes(lists: Sequence[str], way: str) -> str:
-    from distrun.hosts import expand, fold
+    from distrun.hosts.ranges import expand, fold
 
     # One line for each, so that an error's place is the argument's.
     text = "\n".join(sys.stdin.buffer.read().decode("utf-8", "replace") if each == "-" else each for each in lists)
@@ -89,7 +88,7 @@ def _nodes(lists: Sequence[str], way: str) -> str:
 
 
 def _forms(found: Inventory) -> str:
-    from distrun.hosts import fold
+    from distrun.hosts.ranges import fold
 
     lines = [f"folded    {fold(found.names)}\n", f"expanded  {' '.join(found.names)}\n"]
     if len(found.order) > len(found.names):
@@ -99,10 +98,9 @@ def _forms(found: Inventory) -> str:
 
 def as_object(found: Inventory) -> dict[str, object]:
     """Return the inventory as the JSON object of this command."""
-    from distrun.hosts import fold
+    from distrun.hosts.ranges import fold
 
     return {
-        "schema": SCHEMA,
         "source": found.source,
         "hosts": [{**dataclasses.asdict(spec), "labels": list(spec.labels)} for spec in found.specs],
         "order": list(found.order),

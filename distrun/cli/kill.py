@@ -6,7 +6,7 @@ agents' records and marks; and, for emergencies, my processes by their command l
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,13 +15,24 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun import formats
-from distrun.cli import engines
-from distrun.cli.common import agree, find_hosts, hosts_of, my_jobs, takes, tell_warnings
-from distrun.cli.console import print_err, print_out, styled, width
+from distrun.cli.common import (
+    SURVEY_S,
+    agree,
+    engine_of,
+    find_hosts,
+    hosts_as_json,
+    hosts_of,
+    my_jobs,
+    survey,
+    takes,
+    tell_problems,
+    tell_warnings,
+)
+from distrun.cli.console import print_err, print_json, print_out, styled, width
 from distrun.errors import UsageError
 from distrun.fleet import Fleet, questions
 from distrun.fleet.questions import HostAnswer, HostJob
-from distrun.hosts import fold
+from distrun.hosts.ranges import fold
 from distrun.options import HOSTS, LAUNCHER, SITE, seconds
 from distrun_runtime.contract import environ, facts, process
 from distrun_runtime.contract.plan import Host, Limits
@@ -29,10 +40,12 @@ from distrun_runtime.coordinator.failures import Problem
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
+    from distrun.backends.engine import FoundJob
+    from distrun.backends.queue import QueueBackend
     from distrun_runtime.coordinator.jobfolder import JobFolder
+    from distrun_runtime.coordinator.jobstore import JobStore
 
 SCHEMA = "distrun.kill/1"
-SURVEY_S = 30.0
 SLACK_S = 20.0
 """What ending a job may take beyond twice its grace time."""
 
@@ -79,7 +92,9 @@ def kill(names: tuple[str, ...], **options: Any) -> int:
             raise UsageError("--match takes neither a JOB nor --stale")
         return _by_match(options)
     if is_elsewhere or options["stale"]:
-        return _on_hosts(names, options)
+        # Hosts of the environment are where jobs are launched, not where things are killed: that has to be said.
+        _, backend, hosts = hosts_of(options, {})
+        return _sweep(backend, hosts, names, options)
     if not names:
         raise UsageError("which job?", "distrun status lists the jobs; -H FILE means all of mine on these hosts")
     return _by_name(names, options)
@@ -106,7 +121,7 @@ def _by_name(names: Sequence[str], options: Mapping[str, Any]) -> int:
         if not options["as_json"]:
             print_out("".join(f"{job.id}: {line}\n" for line in killed.lines))
     if options["as_json"]:
-        _print_json(dry_run=False, exit_code=code, jobs=told)
+        print_json(SCHEMA, dry_run=False, exit_code=code, jobs=told)
     return code
 
 
@@ -118,8 +133,8 @@ def _preview(folders: Sequence[JobFolder], options: Mapping[str, Any]) -> int:
     for folder in folders:
         plan, state = folder.plan(), folder.standing()
         with Fleet(backends.load(plan.backend), plan.hosts) as fleet:
-            found = fleet.ask("survey", {}, SURVEY_S)
-        chosen = [each for each in _choose(found, (), False) if (each.job, each.nonce) == (plan.job, plan.nonce)]
+            found, every = survey(fleet)
+        chosen = [each for each in every if (each.job, each.nonce) == (plan.job, plan.nonce)]
         result = Result(found, chosen, is_dry=True)
         code = max(code, result.code)
         told.append({"job": folder.id, "state": state, "hosts": _rows_as_json(result)})
@@ -128,7 +143,7 @@ def _preview(folders: Sequence[JobFolder], options: Mapping[str, Any]) -> int:
             _show_jobs(found, chosen)
             _tell(result, "no process of it")
     if options["as_json"]:
-        _print_json(dry_run=True, exit_code=code, jobs=told)
+        print_json(SCHEMA, dry_run=True, exit_code=code, jobs=told)
     return code
 
 
@@ -161,38 +176,33 @@ class Result:
         return _exit_code(left, self.problems)
 
 
-def _on_hosts(wanted: Sequence[str], options: Mapping[str, Any]) -> int:
-    """End my jobs, found by agents' records and marks, on the hosts that the options name; return the exit code.
-
-    If the options name no hosts, that is this machine.
-    """
-    # Hosts of the environment are where jobs are launched, not where things are killed: that has to be said.
-    inventory, backend, hosts = hosts_of(options, {})
-    tell_warnings(inventory)
-    return _sweep(backend, hosts, wanted, options)
-
-
 def _sweep(backend: Backend, hosts: Sequence[Host], wanted: Sequence[str], options: Mapping[str, Any]) -> int:
-    """End jobs of mine on hosts; return the exit code."""
+    """End jobs of mine, found by agents' records and marks, on hosts; return the exit code."""
     grace_s: float | None = options["grace"]
+    swept: Found = {}
     with Fleet(backend, hosts) as fleet:
-        found = fleet.ask("survey", {}, SURVEY_S)
-        chosen = _choose(found, wanted, options["stale"])
+        found, chosen = survey(fleet, wanted, options["stale"])
         if not options["as_json"]:
             _show_jobs(found, chosen)
-        if not chosen or options["dry_run"]:
-            return _report(Result(found, chosen, is_dry=options["dry_run"]), options)
-        if options["yes"]:
-            return _report(Result(found, chosen, end_jobs(fleet, chosen, grace_s)), options)
-    count = sum(len(each.processes) for each in chosen)
-    agree(f"End these {count} processes?", False)
-    names = {each.host for each in chosen}
-    with Fleet(backend, [host for host in hosts if host.name in names]) as fleet:
-        return _report(Result(found, chosen, end_jobs(fleet, chosen, grace_s)), options)
+        is_ending = bool(chosen) and not options["dry_run"]
+        if is_ending and options["yes"]:
+            swept = end_jobs(fleet, chosen, grace_s)
+    if is_ending and not options["yes"]:
+        agree(f"End these {sum(len(each.processes) for each in chosen)} processes?", False)
+        names = {each.host for each in chosen}
+        with Fleet(backend, [host for host in hosts if host.name in names]) as fleet:
+            swept = end_jobs(fleet, chosen, grace_s)
+    result = Result(found, chosen, swept, options["dry_run"])
+    if options["as_json"]:
+        print_json(SCHEMA, dry_run=result.is_dry, exit_code=result.code, hosts=_rows_as_json(result))
+    else:
+        _tell(result, "no stale job" if options["stale"] else "no job of mine")
+    return result.code
 
 
 def _in_engine(names: Sequence[str], options: Mapping[str, Any]) -> int:
     """Cancel my jobs in an engine whose launchers are gone; return the exit code."""
+    from distrun.backends.engine import EngineError
     from distrun_runtime.coordinator.jobstore import JobStore
 
     if names or not options["stale"]:
@@ -200,25 +210,35 @@ def _in_engine(names: Sequence[str], options: Mapping[str, Any]) -> int:
             f"--launcher {options['launcher']} goes with --stale, and with no JOB",
             "a job that was launched here is killed by its name alone: distrun kill JOB",
         )
-    backend = engines.need(options["launcher"], engines.engine_of(options["launcher"], options, environ.snapshot()))
+    backend = engine_of(options["launcher"], options, environ.snapshot())
+    if backend is None:
+        raise UsageError(
+            f"--launcher {options['launcher']} is no engine: its hosts are asked",
+            "distrun kill -H FILE --stale, without --launcher",
+        )
     named = find_hosts(options, {})
     if named is not None:
         tell_warnings(named)
         return _sweep(backend, [Host(spec.name) for spec in named.specs], (), options)
-    chosen = engines.abandoned(backend.engine.find(), JobStore())
+    chosen = _abandoned(backend.engine.find(), JobStore())
     if not options["as_json"]:
-        _print_table(("JOB", "MARKER", "STATE"), [(each.handle.id, each.marker, each.state) for each in chosen])
+        cells = [(each.handle.id, each.marker, each.state) for each in chosen]
+        _print_cells(("JOB", "MARKER", "STATE"), cells)
     problems: dict[str, str] = {}
     if chosen and not options["dry_run"]:
         agree(f"Cancel {len(chosen)} in {backend.name}?", options["yes"])
-        problems = engines.cancel(backend, chosen)
+        for each in chosen:
+            try:
+                backend.cancelled(each.handle)
+            except EngineError as err:
+                problems[each.marker] = str(err)
     code = facts.EXIT_LEFT if problems else 0
     if options["as_json"]:
         rows = [
             {"id": each.handle.id, "marker": each.marker, "state": each.state, "problem": problems.get(each.marker)}
             for each in chosen
         ]
-        _print_json(dry_run=options["dry_run"], exit_code=code, engine=backend.name, jobs=rows)
+        print_json(SCHEMA, dry_run=options["dry_run"], exit_code=code, engine=backend.name, jobs=rows)
         return code
     for each in chosen if not options["dry_run"] else ():
         if each.marker in problems:
@@ -229,16 +249,42 @@ def _in_engine(names: Sequence[str], options: Mapping[str, Any]) -> int:
         print_out(f"no abandoned job of mine is in {backend.name}\n")
     elif options["dry_run"]:
         print_out("nothing was ended (--dry-run)\n")
-    nodes = engines.nodes_of_lost(backend, JobStore())
+    nodes = _nodes_of_lost(backend, JobStore())
     if not nodes:
         return code
     print_out(f"looking for what lost jobs have left on {fold(nodes)}\n")
     return code or _sweep(backend, [Host(name) for name in nodes], (), options)
 
 
-def _choose(found: Found, wanted: Sequence[str], stale: bool) -> list[HostJob]:
-    every = [job for host, value in _values(found).items() for job in questions.read(host, value)]
-    return questions.chosen(every, wanted, stale)
+def _abandoned(found: Sequence[FoundJob], store: JobStore) -> list[FoundJob]:
+    """Return the jobs of an engine whose coordinator does not live, as far as this machine's job store says.
+
+    Raises:
+        JobStoreError: the note of a job that goes on is damaged.
+    """
+    from distrun.backends import engine, queue
+
+    living = {queue.recorded_marker(job.path) for job in store.list() if job.standing() in facts.GOING}
+    return [each for each in found if each.marker.startswith(engine.MARK) and each.marker not in living]
+
+
+def _nodes_of_lost(backend: QueueBackend, store: JobStore) -> list[str]:
+    """Return the nodes on which jobs of an engine may have left processes, as far as this machine's job store says.
+
+    These are jobs whose coordinator is lost, that lost a node, or that ended with processes that were left. There are
+    none if the engine starts no program on a node that it is told.
+    """
+    from distrun_runtime.errors import JobStoreError
+
+    found: dict[str, None] = {}
+    for job in store.list() if backend.engine.on_node("node", ("true",)) else ():
+        with contextlib.suppress(JobStoreError, KeyError):
+            if job.standing() in facts.GOING or job.is_unplanned or job.plan().backend != backend.name:
+                continue
+            outcome = job.outcome()
+            if outcome is None or outcome["reason"] == facts.HOST_LOST or outcome["survivors"]:
+                found.update(dict.fromkeys(host.name for host in job.plan().hosts))
+    return list(found)
 
 
 def end_jobs(fleet: Fleet, chosen: Sequence[HostJob], grace_s: float | None) -> Found:
@@ -260,36 +306,15 @@ def end_jobs(fleet: Fleet, chosen: Sequence[HostJob], grace_s: float | None) -> 
 
 
 def _show_jobs(found: Found, chosen: Sequence[HostJob]) -> None:
-    rows: list[tuple[str, ...]] = []
+    rows: dict[str, list[Sequence[str]]] = {}
     names = questions.names(chosen)
-    for host, each in found.items():
-        if isinstance(each, Problem):
-            rows.append((host, "", "", "", "", "", "cannot be asked: " + each.text))
-        for job in chosen:
-            if job.host != host:
-                continue
-            rows += [
-                (
-                    host,
-                    names[job.mark],
-                    job.state(),
-                    row.task,
-                    str(row.pid),
-                    formats.age(row.age_s),
-                    questions.shown(row),
-                )
-                for row in job.processes
-            ] or [(host, names[job.mark], job.state(), "", "", "", "only its folder is left")]
-    _print_table(("HOST", "JOB", "AGENT", "TASK", "PID", "AGE", "COMMAND"), rows)
-
-
-def _report(result: Result, options: Mapping[str, Any]) -> int:
-    """Say what was done, host by host; return the exit code."""
-    if options["as_json"]:
-        _print_json(dry_run=result.is_dry, exit_code=result.code, hosts=_rows_as_json(result))
-    else:
-        _tell(result, "no stale job" if options["stale"] else "no job of mine")
-    return result.code
+    for job in chosen:
+        which = names[job.mark], job.state()
+        rows.setdefault(job.host, []).extend(
+            [(*which, row.task, str(row.pid), formats.age(row.age_s), questions.shown(row)) for row in job.processes]
+            or [(*which, "", "", "", "only its folder is left")]
+        )
+    _print_table(("HOST", "JOB", "AGENT", "TASK", "PID", "AGE", "COMMAND"), found, rows)
 
 
 def _tell(result: Result, nothing: str) -> None:
@@ -302,7 +327,7 @@ def _tell(result: Result, nothing: str) -> None:
             print_out(f"{host}: {job}: {ended}\n")
             for pid, command in report["left"]:
                 print_out(f"{host}: {job}: pid {pid} ({command}) did not end\n")
-    _tell_problems(result.problems)
+    tell_problems(result.problems)
     if not result.chosen:
         where = "there"
         if result.problems:
@@ -313,24 +338,11 @@ def _tell(result: Result, nothing: str) -> None:
 
 
 def _rows_as_json(result: Result) -> list[dict[str, Any]]:
-    rows = []
-    for host in result.found:
-        problem = result.problems.get(host)
-        mine = [
-            {
-                "job": each.job,
-                "nonce": each.nonce,
-                "agent": each.agent,
-                "guard": each.guard,
-                "stale": each.is_stale,
-                "processes": [asdict(row) for row in each.processes],
-                **result.done.get(host, {}).get(each.mark, {"ended": [], "left": []}),
-            }
-            for each in result.chosen
-            if each.host == host
-        ]
-        rows.append({"host": host, "problem": None if problem is None else asdict(problem), "jobs": mine})
-    return rows
+    def more(job: HostJob) -> dict[str, Any]:
+        done = result.done.get(job.host, {}).get(job.mark, {"ended": [], "left": []})
+        return {"processes": [asdict(row) for row in job.processes], **done}
+
+    return hosts_as_json({**result.found, **result.problems}, result.chosen, more)
 
 
 # ---------------------------------------------------------------------- processes by their command lines
@@ -338,52 +350,32 @@ def _rows_as_json(result: Result) -> list[dict[str, Any]]:
 
 def _by_match(options: Mapping[str, Any]) -> int:
     """End my processes that match on the hosts that the options name, else on this machine; return the exit code."""
-    inventory, backend, hosts = hosts_of(options, {})
-    tell_warnings(inventory)
+    _, backend, hosts = hosts_of(options, {})
     grace_s = Limits().grace_s if options["grace"] is None else options["grace"]
     asked = {"regex": options["match"], "kill": False, "spare": _spared()}
     with Fleet(backend, hosts) as fleet:
         found = fleet.ask("match", asked, SURVEY_S)
     chosen = {host: questions.processes(value["found"]) for host, value in _values(found).items() if value["found"]}
     if not options["as_json"]:
-        _show_matches(found, chosen)
-    if not chosen or options["dry_run"]:
-        return _report_matches(found, chosen, {}, options)
-    count = sum(map(len, chosen.values()))
-    agree(f"End these {count} processes?", options["yes"])
-    # Exactly what was shown: something else may match by now.
-    only = {host: [[each.pid, each.start] for each in rows] for host, rows in chosen.items()}
-    with Fleet(backend, [host for host in hosts if host.name in chosen]) as fleet:
-        swept = fleet.ask(
-            "match",
-            lambda host: {**asked, "kill": True, "grace_s": grace_s, "only": only[host]},
-            grace_s + SLACK_S,
-        )
-    return _report_matches(found, chosen, swept, options)
-
-
-def _spared() -> list[list[Any]]:
-    """Return this process and those above it: one of the hosts may be this machine."""
-    pids = {os.getpid(), *process.ancestors(os.getpid())}
-    return [list(row.identity) for row in process.table(pids)]
-
-
-def _show_matches(found: Found, chosen: Mapping[str, Sequence[questions.JobProcess]]) -> None:
-    rows = []
-    for host, each in found.items():
-        if isinstance(each, Problem):
-            rows.append((host, "", "", "cannot be asked: " + each.text))
-        rows += [(host, str(row.pid), formats.age(row.age_s), row.command) for row in chosen.get(host, ())]
-    _print_table(("HOST", "PID", "AGE", "COMMAND"), rows)
-
-
-def _report_matches(
-    found: Found, chosen: Mapping[str, Sequence[questions.JobProcess]], swept: Found, options: Mapping[str, Any]
-) -> int:
+        rows = {
+            host: [(str(row.pid), formats.age(row.age_s), row.command) for row in each] for host, each in chosen.items()
+        }
+        _print_table(("HOST", "PID", "AGE", "COMMAND"), found, rows)
+    swept: Found = {}
+    if chosen and not options["dry_run"]:
+        agree(f"End these {sum(map(len, chosen.values()))} processes?", options["yes"])
+        # Exactly what was shown: something else may match by now.
+        only = {host: [[each.pid, each.start] for each in rows] for host, rows in chosen.items()}
+        with Fleet(backend, [host for host in hosts if host.name in chosen]) as fleet:
+            swept = fleet.ask(
+                "match",
+                lambda host: {**asked, "kill": True, "grace_s": grace_s, "only": only[host]},
+                grace_s + SLACK_S,
+            )
     problems, done = _problems(found, swept), _values(swept)
     code = _exit_code(any(report["left"] for report in done.values()), problems)
     if options["as_json"]:
-        rows = [
+        told = [
             {
                 "host": host,
                 "problem": asdict(problems[host]) if host in problems else None,
@@ -393,19 +385,25 @@ def _report_matches(
             }
             for host in found
         ]
-        _print_json(dry_run=options["dry_run"], exit_code=code, hosts=rows)
+        print_json(SCHEMA, dry_run=options["dry_run"], exit_code=code, hosts=told)
         return code
     for host, report in done.items():
         for pid, command in report["ended"]:
             print_out(f"{host}: ended pid {pid} ({command})\n")
         for pid, command in report["left"]:
             print_out(f"{host}: pid {pid} ({command}) did not end\n")
-    _tell_problems(problems)
+    tell_problems(problems)
     if not chosen:
         print_out(f"nothing matches {options['match']!r}\n")
     elif options["dry_run"]:
         print_out("nothing was ended (--dry-run)\n")
     return code
+
+
+def _spared() -> list[list[Any]]:
+    """Return this process and those above it: one of the hosts may be this machine."""
+    pids = {os.getpid(), *process.ancestors(os.getpid())}
+    return [list(row.identity) for row in process.table(pids)]
 
 
 # ---------------------------------------------------------------------- answers and output
@@ -424,21 +422,18 @@ def _exit_code(left: bool, problems: Mapping[str, Problem]) -> int:
     return facts.EXIT_LEFT if left else facts.EXIT_PREFLIGHT if problems else 0
 
 
-def _tell_problems(problems: Mapping[str, Problem]) -> None:
-    """Say which hosts did not answer, and what can be done about it."""
-    for host, problem in problems.items():
-        print_err(f"distrun: error: {host}: {problem.text}\n")
-        for line in problem.fix.splitlines():
-            print_err(f"distrun: hint: {line}\n")
+def _print_table(headings: Sequence[str], found: Found, rows: Mapping[str, Sequence[Sequence[str]]]) -> None:
+    """Print the rows of each host, and why a host did not answer; nothing without either."""
+    cells: list[Sequence[str]] = []
+    for host, each in found.items():
+        if isinstance(each, Problem):
+            cells.append((host, *[""] * (len(headings) - 2), "cannot be asked: " + each.text))
+        cells += [(host, *row) for row in rows.get(host, ())]
+    _print_cells(headings, cells)
 
 
-def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print columns as wide as they need, the last one cut if there is no room; nothing without rows."""
-    if rows:
+def _print_cells(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    if cells:
         from distrun.dashboard.rows import of_texts
 
-        print_out(styled(of_texts(headings, rows, width())))
-
-
-def _print_json(**members: Any) -> None:
-    print_out(json.dumps({"schema": SCHEMA, **members}, indent=2) + "\n")
+        print_out(styled(of_texts(headings, cells, width())))

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun import activation, backends, formats, hosts, placement
-from distrun.cli import common, hints, standing
-from distrun.cli.common import current_folder, placed, takes
+from distrun import activation, backends, formats, placement
+from distrun.cli import common, hints
+from distrun.cli.common import current_folder, placed, report, takes
 from distrun.cli.console import ERRORS, Console
 from distrun.client import Detached
 from distrun.errors import UsageError
-from distrun.options import BY_KEY, ROWS, members
+from distrun.hosts.ranges import fold
+from distrun.options import BY_KEY, ROWS, configured, members
 from distrun.planning import QueuedJob, device_notes, device_warnings
 from distrun.request import (
     EngineOptions,
@@ -34,10 +35,9 @@ from distrun_runtime.contract import daemon, environ, facts, process
 from distrun_runtime.contract.plan import ROLES, SERVER, WORKER, Limits
 
 if TYPE_CHECKING:
-    from distrun.hosts import Inventory
+    from distrun.hosts.grammar import Inventory
     from distrun.planning import PlannedJob
     from distrun.sync import CopyRules
-    from distrun_runtime.coordinator.failures import Outcome
     from distrun_runtime.coordinator.jobfolder import JobFolder
     from distrun_runtime.coordinator.jobstore import JobStore
 
@@ -72,9 +72,11 @@ def launch(ctx: click.Context, /, command: tuple[str, ...], **options: Any) -> i
     that of the first task that failed (128 + n for signal n).
     """
     process.outlive_tasks_signals()
-    ctx.obj.verbosity = options["verbosity"]
+    ctx.obj["verbosity"] = options["verbosity"]
     env = environ.snapshot()
-    level = _level(options["quiet"], options["verbosity"])
+    if options["quiet"] and options["verbosity"]:
+        raise UsageError("-q and -v contradict each other")
+    level = "error" if options["quiet"] else "debug" if options["verbosity"] else "info"
     console = Console(env, prefix=not options["no_prefix"], level=level, shows=options["shows"])
     try:
         return _launch(ctx, command, options, env, console)
@@ -104,8 +106,11 @@ def _launch(
 
         tasks = [{"name": task.name, "role": task.role} for task in job.plan.tasks]
         choose(tasks, [each for each in options["shows"] if each != ERRORS])
-    for note, level in _notes(job):
-        console.say(note, level)
+    if not isinstance(job, QueuedJob):
+        for note in (*_unused(job), *device_notes(job.plan)):
+            console.say(note)
+        for warning in device_warnings(job.plan):
+            console.say(warning, "warning")
     if job.tree is not None:
         console.say(f"to copy to each host: {job.tree.text()}")
         for warning in job.tree.warnings():
@@ -115,8 +120,9 @@ def _launch(
     if job.request.dry_run:
         _show(job, options["as_json"], options["verbosity"] > 0, console)
         return 0
-    folder = _create(store, job)
-    console.attach(folder.log_path, folder.id, lambda: _counts(job, folder), time.monotonic())
+    folder = launching.create(store, job)
+    counts = (0, 0) if isinstance(job, QueuedJob) else (len(job.plan.all_places), len(job.plan.tasks))
+    console.attach(folder.log_path, folder.id, lambda: counts if counts[0] else placed(folder), time.monotonic())
     console.say(f"job {folder.id} ({_where(job, options['launcher'])})")
     console.say(f"job {folder.id}: logs in {folder.path / 'logs'}", "debug")
     outcome = launching.launch(job, folder, console, options["verbosity"], options["detach"])
@@ -128,13 +134,6 @@ def _launch(
     if hint and not misplaced:
         console.write_err(f"distrun: hint: {hint}\n")
     return outcome.exit_code
-
-
-def _counts(job: PlannedJob | QueuedJob, folder: JobFolder) -> tuple[int, int]:
-    """Return how many agents and tasks a job has, 0 and 0 before it has a place."""
-    if isinstance(job, QueuedJob):
-        return placed(folder)
-    return len(job.plan.all_places), len(job.plan.tasks)
 
 
 def _leave(
@@ -157,7 +156,9 @@ def _leave(
         console.write_out(folder.id + "\n")
         return 0
     if detached.cursor is not None:
-        standing.OutputPlace(store.root, folder.id).write(detached.cursor)
+        from distrun.cli.attach import OutputPlace
+
+        OutputPlace(store.root, folder.id).write(detached.cursor)
     console.say(f"job {folder.id} goes on without this terminal; to come back: distrun attach {folder.id}")
     if daemon.ends_at_logout():
         text = "a logout here ends it all the same (KillUserProcesses of systemd-logind); launch --detach survives one"
@@ -204,7 +205,10 @@ def _request(
         activated=activation.folders(options["activate"]),
         sync_rules=_rules(options),
         engine=_engine(launcher, options, env),
-        doctor="" if backends.load(launcher).is_engine else _doctor(options, found),
+        # The command that examines the hosts of a launch, and can make what their servers lack (--fix).
+        doctor=""
+        if backends.load(launcher).is_engine
+        else formats.join(["distrun", "doctor", *common.typed(options, found), *common.typed_python(options)]),
         dry_run=options["dry_run"],
     )
 
@@ -229,21 +233,14 @@ def _collect_env(
 
 def _engine(launcher: str, options: Mapping[str, Any], env: Mapping[str, str]) -> EngineOptions:
     """Return what the options, and the configuration file, say to an engine. Reads the file if it is one."""
-    from distrun import config  # with its parser: for engines only
-
     asked: dict[str, Any] = {
         **members(options, "engine."),
         WORKER: Needs(**members(options, "engine.worker.")),
         SERVER: Needs(**members(options, "engine.server.")),
         "own": {name: value for name, value in members(options, "engine.own.").items() if value},
-        "config": {} if launcher in ("local", "ssh") else config.section(launcher, env),
+        "config": {} if launcher in ("local", "ssh") else configured(launcher, env),
     }
     return EngineOptions(**asked)
-
-
-def _doctor(options: Mapping[str, Any], found: Inventory | None) -> str:
-    """Return the command that examines the hosts of a launch, and can make what their servers lack (--fix)."""
-    return formats.join(["distrun", "doctor", *common.typed(options, found), *common.typed_python(options)])
 
 
 def _limits(options: Mapping[str, Any]) -> Limits:
@@ -290,7 +287,9 @@ def _launcher(options: Mapping[str, Any], env: Mapping[str, str], console: Conso
     named: str = options["launcher"]
     if named == "local":
         if options["hostfile"] not in (None, "-"):
-            hosts.read(options["hostfile"])  # one that is not there is a mistake all the same
+            from distrun.hosts import parse
+
+            parse.read(options["hostfile"])  # one that is not there is a mistake all the same
         for option, given in (("-H/--hostfile", options["hostfile"]), ("--hosts", options["hosts"])):
             if given is not None:
                 console.say(f"{option} is ignored: --launcher local runs on this machine")
@@ -310,32 +309,13 @@ def _launcher(options: Mapping[str, Any], env: Mapping[str, str], console: Conso
     return launcher, found
 
 
-def _create(store: JobStore, job: PlannedJob | QueuedJob) -> JobFolder:
-    from distrun_runtime.errors import JobStoreError
-
-    try:
-        if isinstance(job, QueuedJob):
-            return store.submit(job.setup.job_id, job.request.to_json(), job.request.run_dir)
-        return store.create(job.plan, job.request.run_dir, job.request.to_json(), job.allocation.to_json())
-    except JobStoreError as err:
-        raise UsageError(str(err)) from err
-
-
-def _notes(job: PlannedJob | QueuedJob) -> list[tuple[str, str]]:
-    """Return what is to be said of a plan, each with its level; nothing where there is none yet."""
-    if isinstance(job, QueuedJob):
-        return []
-    warnings = [(warning, "warning") for warning in device_warnings(job.plan)]
-    return [*((note, "info") for note in (*_unused(job), *device_notes(job.plan))), *warnings]
-
-
 def _where(job: PlannedJob | QueuedJob, named: str) -> str:
     """Return on which machines the job runs, in words."""
     if isinstance(job, QueuedJob):
         return f"where {job.backend.name} finds room"
     if not job.backend.needs_hosts:
         return "on this machine" + ("; no hosts given" if not named else "")
-    used = hosts.fold([host.name for host in job.plan.hosts])
+    used = fold([host.name for host in job.plan.hosts])
     found = job.request.hosts
     source = "" if found is None else f", from {found.source}"
     count = len(job.plan.hosts)
@@ -350,7 +330,7 @@ def _unused(job: PlannedJob) -> list[str]:
     if not names:
         return []
     count = f"{len(names)} of {len(used) + len(names)} hosts get" if len(names) > 1 else "one host gets"
-    return [f"{count} no task: {hosts.fold(names)}"]
+    return [f"{count} no task: {fold(names)}"]
 
 
 def _show(job: PlannedJob | QueuedJob, as_json: bool, whole: bool, console: Console) -> None:
@@ -363,34 +343,11 @@ def _show(job: PlannedJob | QueuedJob, as_json: bool, whole: bool, console: Cons
         else:
             console.write_out(dryrun.queued_as_text(job, *shown))
         return
-    rendered = job.rendered()
+    rendered = job.backend.render(job.plan)
     if as_json:
         console.write_out(json.dumps(dryrun.as_json(job.plan, rendered), indent=2) + "\n")
     else:
         console.write_out(dryrun.as_text(job.plan, rendered, whole))
-
-
-def report(outcome: Outcome, folder: JobFolder, as_json: bool, console: Console) -> Sequence[str]:
-    """Say how the job ended; return the last lines of the task that ended it."""
-    tail: Sequence[str] = ()
-    if outcome.exit_code:
-        from distrun import report as reports
-        from distrun.dashboard.text import clean_lines
-
-        task = outcome.culprit.task if outcome.culprit else ""
-        tail = folder.tail(task, reports.READ_LINES) if task else []
-        text = reports.failure(outcome, tail, str(folder.log_path(task)) if task else "")
-        console.write_err(clean_lines(text) + "\n" if text else "")
-        console.write_err(f"distrun: error: {outcome.message}\n")
-    if as_json:
-        console.write_out(json.dumps(folder.outcome_json(outcome)) + "\n")
-    return tail
-
-
-def _level(quiet: bool, verbosity: int) -> str:
-    if quiet and verbosity:
-        raise UsageError("-q and -v contradict each other")
-    return "error" if quiet else "debug" if verbosity else "info"
 
 
 # Some systems end a user's processes at logout, daemons too (KillUserProcesses of systemd-logind). There a detached job
@@ -419,11 +376,7 @@ def outlive_logout(argv: Sequence[str], root: str = "") -> None:
         raise UsageError(
             f"--detach: {daemon.WHY}, and there is no systemd-run", "launch it without --detach, in tmux or so"
         )
-    _replace_by([found, *daemon.SCOPE, sys.executable, "-m", "distrun", *argv])
-
-
-def _replace_by(argv: list[str]) -> None:
     try:
-        os.execv(argv[0], argv)
+        os.execv(found, [found, *daemon.SCOPE, sys.executable, "-m", "distrun", *argv])
     except OSError as err:
-        raise UsageError(f"--detach: cannot run {argv[0]}: {err.strerror}") from err
+        raise UsageError(f"--detach: cannot run {found}: {err.strerror}") from err

@@ -11,14 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import click
 
 from distrun.cli.common import my_jobs, say, takes
-from distrun.cli.console import can_draw, copy_out, is_terminal, print_err, wants_colour
-from distrun.cli.region import Region, StreamBars, chosen
-from distrun.cli.screen import Feed, in_order, prefix, short_prefix
+from distrun.cli.console import can_draw, print_err, print_out, wants_colour
+from distrun.cli.screen import Feed, Region, StreamBars, chosen, in_order, prefix, short_prefix
 from distrun.errors import UsageError
 from distrun.formats import point_in_time
 from distrun.formats import size as size_text
@@ -235,7 +233,7 @@ def logs(
         hosts={str(row["name"]): str(row["host"]) for row in rows},
         prefixed=prefixed,
         coloured=wants_colour(1, env),
-        terminal=is_terminal() and not as_json,
+        terminal=os.isatty(1) and not as_json,
         live=region is not None,
         pattern=pattern,
         as_json=as_json,
@@ -253,7 +251,7 @@ def logs(
         say(f"{text}: distrun attach --since-start {found.id}", "warning")
     with LogReader(folder.logs) as reader:
         if not (merge or as_json or start is not None):
-            source: _PieceSource = _LogFiles(folder, names, lines)
+            source: PieceSource = _LogFiles(folder, names, lines)
             _LogPrinter(source, Replay(style, from_start=lines is None), region).show(goes_on)
         elif _is_ordered(folder, reader, names):
             ordered = _Ordered(found, reader, names)
@@ -274,29 +272,26 @@ def tail_offset(path: Path, lines: int) -> int:
     """Return where the last `lines` lines of a log begin, an absolute offset; the first one if it is not there."""
     with LogFile(path) as log:
         begin, end = log.begin(), log.end()
-        position = end
-        found = 0
-        while position > begin:
-            start = max(begin, position - READ_SIZE)
-            data = _between(log, start, position)
-            # The newline that ends the last line begins nothing.
-            index = len(data) - 1 if position == end and data.endswith(b"\n") else len(data)
-            if lines == 0:
-                return end
-            while (index := data.rfind(b"\n", 0, index)) >= 0:
-                found += 1
-                if found == lines:
-                    return start + index + 1
-            position = start
+        if lines == 0:
+            return end
+        stop = end - 1  # the newline that ends the last line begins nothing
+        while stop > begin:
+            start = max(begin, stop - READ_SIZE)
+            data = _between(log, start, stop)
+            count = data.count(b"\n")
+            if count >= lines:
+                at = len(data)
+                for _ in range(lines):
+                    at = data.rfind(b"\n", 0, at)
+                return start + at + 1
+            lines -= count
+            stop = start
         return begin
 
 
 def _between(log: LogFile, start: int, stop: int) -> bytes:
     parts = []
-    while start < stop:
-        data = log.read(start, stop - start)
-        if not data:
-            break
+    while start < stop and (data := log.read(start, stop - start)):
         parts.append(data)
         start += len(data)
     return b"".join(parts)
@@ -319,16 +314,6 @@ def _is_ordered(folder: JobFolder, reader: LogReader, names: Sequence[str]) -> b
             return reader.has_index
         time.sleep(POLL_S)
     return True
-
-
-class _PieceSource(Protocol):
-    """Where pieces come from."""
-
-    def pieces(self) -> Iterator[LogPiece]:
-        """Give what has come since the last call."""
-
-    def last(self) -> Iterator[LogPiece]:
-        """Give, after the last of `pieces`, what else there is of a job that is over."""
 
 
 class _LogFiles:
@@ -396,10 +381,19 @@ class _Ordered(RecordedOutput):
         return replay
 
 
+PieceSource = _LogFiles | RecordedOutput | ForwardedOutput
+
+
 class _LogPrinter:
     """Prints what a source gives. `lines`: only so many of the last lines of what is there at the beginning."""
 
-    def __init__(self, source: _PieceSource, replay: Replay, region: Region | None, lines: int | None = None) -> None:
+    def __init__(
+        self,
+        source: _LogFiles | RecordedOutput | ForwardedOutput,
+        replay: Replay,
+        region: Region | None,
+        lines: int | None = None,
+    ) -> None:
         self._source = source
         self._replay = replay
         self._region = region
@@ -420,7 +414,7 @@ class _LogPrinter:
                 return
             if self._region is not None:
                 columns, rows = shutil.get_terminal_size()
-                copy_out(self._region.draw(chosen(self._replay.bars(), b"", columns, rows), columns))
+                print_out(self._region.draw(chosen(self._replay.bars(), b"", columns, rows), columns))
             time.sleep(POLL_S)
             self._take(self._replay.advance(self._replay.clock + POLL_S))
         if self._print_all(self._source.last()):
@@ -457,4 +451,4 @@ class _LogPrinter:
         self._waiting, self._size = [], 0
         if data and self._region is not None:
             data = self._region.erase() + data
-        return copy_out(data) if data else True
+        return print_out(data) if data else True

@@ -11,8 +11,11 @@ that no task can move the cursor, or change the title or the character set of th
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import field
+from typing import NamedTuple
 
+from distrun.dashboard.text import width as columns_of
 from distrun_runtime.contract.dataclass import dataclass
 
 ROWS = 10
@@ -512,3 +515,121 @@ class Feed:
     def _line(self, line: bytes) -> bytes:
         line = shown(line)
         return self.prefix + line + (_RESET if self.terminal and b"\x1b" in line else b"") + b"\n"
+
+
+# The lines at the bottom of a terminal that are redrawn in place: progress bars and the line of the job. `chosen`
+# decides which are shown, `Region` returns the bytes to write.
+
+
+HEIGHT = 8
+"""Lines of a region, at most."""
+_ESCAPE = r"\x1b\[[\d;:?]*[@-~]|\x1b.?"
+
+
+class StreamBars(NamedTuple):
+    """The progress bars of one stream of a task."""
+
+    prefix: bytes
+    """What stands before each of its lines."""
+    short: bytes
+    """The same where columns are scarce."""
+    bars: Sequence[bytes]
+    """From above to below."""
+
+
+def chosen(groups: Sequence[StreamBars], status: bytes, columns: int, rows: int) -> list[bytes]:
+    """Return the lines to be shown in a terminal of this size: at most HEIGHT, `status` (if any) last.
+
+    If there are more bars than lines, each group gets its upper bars first, and the others are counted.
+    """
+    room = max(1, min(HEIGHT, rows - 2)) - bool(status)
+    count = sum(len(group.bars) for group in groups)
+    taken = [len(group.bars) for group in groups]
+    if count > room:
+        taken = _shared(taken, max(0, room - 1))
+    lines = []
+    for group, number in zip(groups, taken, strict=True):
+        for bar in group.bars[:number]:
+            before = group.prefix
+            if width(before) > columns // 2:
+                before = group.short if width(group.short) <= columns // 2 else b""
+            lines.append(before + bar)
+    hidden = count - sum(taken)
+    if hidden and room:
+        lines.append(b"+%d more progress bar%s" % (hidden, b"" if hidden == 1 else b"s"))
+    return lines + [status] * bool(status)
+
+
+def _shared(counts: Sequence[int], room: int) -> list[int]:
+    """Return how many of its bars each group shows, of `room` in all."""
+    taken = [0] * len(counts)
+    depth = 0
+    while room and depth < max(counts):
+        for at, count in enumerate(counts):
+            if room and count > depth:
+                taken[at] += 1
+                room -= 1
+        depth += 1
+    return taken
+
+
+class Region:
+    """What is drawn at the bottom of a terminal. The cursor is always at the begin of the line below it."""
+
+    def __init__(self) -> None:
+        self._drawn: list[bytes] = []
+        self._columns = 0
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether there are lines of it on the terminal."""
+        return bool(self._drawn)
+
+    def erase(self, columns: int = 0) -> bytes:
+        """Take the lines away, so that others can be printed in their place.
+
+        A terminal that has become narrower (`columns`; 0: not known) has broken them into several.
+        """
+        drawn, self._drawn = self._drawn, []
+        if not drawn:
+            return b""
+        if not 0 < columns < self._columns:
+            return b"\r\x1b[%dA\x1b[J" % len(drawn)
+        return b"\r\x1b[%dA\x1b[J" % sum(max(1, -(-width(line) // columns)) for line in drawn)
+
+    def draw(self, lines: Sequence[bytes], columns: int) -> bytes:
+        """Show these lines in place of the ones before; nothing if they are the same. They are cut to the terminal."""
+        cut = [clip(line, columns - 1) for line in lines]
+        if cut == self._drawn and columns == self._columns:
+            return b""
+        before = b""
+        if columns < self._columns:
+            before = self.erase(columns)
+        self._columns = columns
+        up = b"\r\x1b[%dA" % len(self._drawn) if self._drawn else b""
+        less = b"\x1b[J" if len(cut) < len(self._drawn) else b""
+        self._drawn = cut
+        return before + up + b"".join([line + b"\x1b[K\n" for line in cut]) + less
+
+
+def clip(line: bytes, columns: int) -> bytes:
+    """Return the part of a line that fits into `columns`. Colours stay, and end with the line."""
+    shown = line.decode("utf-8", "replace")
+    if shown.isascii() and shown.isprintable():
+        return line[: max(0, columns)]
+    parts: list[str] = []
+    for each in re.findall(f"{_ESCAPE}|.", shown, re.DOTALL):
+        if each[0] == "\x1b":
+            parts.append(each if each.endswith("m") else "")
+            continue
+        character = each if each.isprintable() else " "
+        columns -= columns_of(character)
+        if columns < 0:
+            break
+        parts.append(character)
+    return "".join(parts).encode() + (_RESET if "\x1b" in shown else b"")
+
+
+def width(line: bytes) -> int:
+    """Return how many columns a line takes."""
+    return columns_of(re.sub(_ESCAPE, "", line.decode("utf-8", "replace")))

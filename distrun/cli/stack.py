@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 import click
 
 from distrun.cli.common import my_jobs
-from distrun.cli.console import print_err, print_out
+from distrun.cli.console import print_err, print_json, print_out
 from distrun.dashboard.text import clean_lines
 from distrun.errors import DistrunError
 
@@ -41,8 +40,7 @@ def stack(job: str, tasks: tuple[str, ...], as_json: bool) -> int:
     if as_json:
         from distrun_runtime.coordinator.jobfolder import rfc3339
 
-        told = {"schema": SCHEMA, "time": rfc3339(time.time()), "job": found.id}
-        print_out(json.dumps({**told, "tasks": answers}, indent=2) + "\n")
+        print_json(SCHEMA, time=rfc3339(time.time()), job=found.id, tasks=answers)
     else:
         for text in shown([answer for answer in answers if answer["text"]]):
             print_out(text + "\n")

@@ -9,25 +9,23 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun.cli.common import hosts_of, my_jobs, takes, tell_warnings
+from distrun.cli.common import hosts_as_json, hosts_of, my_jobs, survey, takes, tell_problems
 from distrun.cli.console import (
     can_draw,
-    copy_out,
     has_symbols,
     is_read,
     print_err,
+    print_json,
     print_out,
     styled,
-    tell,
     wants_colour,
     width,
 )
-from distrun.dashboard.text import clean_lines
 from distrun.errors import DistrunError, UsageError
 from distrun.options import HOSTS
 from distrun_runtime.contract import environ, facts
@@ -36,21 +34,15 @@ from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
     from distrun.client import ControlConnection
-    from distrun.dashboard.loop import Ended
-    from distrun.dashboard.model import Model
     from distrun.dashboard.terminal import Appearance
-    from distrun.fleet.questions import HostJob
     from distrun.jobs import Job, Jobs, JobView
     from distrun_runtime.contract import session
-    from distrun_runtime.coordinator.failures import Outcome, Problem
-    from distrun_runtime.coordinator.jobfolder import JobFolder
+    from distrun_runtime.coordinator.failures import Outcome
 
 
 SCHEMA = "distrun.status/1"
 SHOWN = 20
 """Jobs that are over and listed without --all."""
-SURVEY_S = 30.0
-"""How long a host may take to say which jobs it has."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -94,71 +86,75 @@ def status(
             raise UsageError("-w/--watch shows jobs of this machine only", "leave it out, or leave -H out")
         return _on_hosts(job, as_json, options)
     jobs = my_jobs()
-    watched = _watched(jobs, job, everything, plain, is_ascii) if watch and not as_json else None
+    most = None if everything else SHOWN
+    watched = _watched(jobs, job, most, plain, is_ascii) if watch and not as_json else None
     if watched is not None:
         return watched
     if job is None:
-        return _list(jobs, watch, everything, as_json)
+        return _list(jobs, most, watch, as_json)
     found = jobs.get(job)
     if watch and as_json:
-        return follow_job(found, view_as_json, exit_code)
+        return follow_job(found)
     return _one(found, as_json)
 
 
-def exit_code(state: Mapping[str, Any]) -> int:
-    """Return the exit code that says how a job stands: 0 if it runs or succeeded."""
-    from distrun.dashboard import model
-
-    return model.exit_code(str(state["state"]))
-
-
-def _watched(jobs: Jobs, job: str | None, everything: bool, plain: bool, is_ascii: bool) -> int | None:
+def _watched(jobs: Jobs, job: str | None, most: int | None, plain: bool, is_ascii: bool) -> int | None:
     """Show a job, or all, live; return the exit code. None: nothing can be drawn, so it is shown once."""
-
-    if not plain and not is_drawn(plain):
+    if not plain and not (sys.stdin.isatty() and can_draw(1, environ.snapshot())):
         return None
-    found = jobs.get(job) if job is not None else only_running(jobs)
-    if found is not None:
-        ended = watch_one(found.folder, plain, is_ascii)
-        if ended.signal is None and not plain:
-            from distrun.cli import tables
-
-            view = found.view()
-            print_out(tables.heading(view.state) + styled(tables.tasks_table(view, time.time(), width())))
-        return code_of(ended)
-    if plain:
-        return None
-    from distrun.cli.tables import model_of
+    found = jobs.get(job) if job is not None else None
+    if found is None:
+        going = [each for each in jobs.list() if each.folder.standing() in facts.GOING]
+        found = going[0] if len(going) == 1 else None
+        if found is None and plain:
+            return None
+    from distrun.cli import tables
+    from distrun.dashboard import jobs as table
+    from distrun.dashboard import loop
     from distrun.jobs import Background
 
-    known = Background(lambda: [each.folder for each in jobs.list(None if everything else SHOWN)])
-    ended = watch_all(jobs, lambda: [model_of(each, time.time()) for each in known.views()], is_ascii)
-    if ended.signal is None:
-        _list(jobs, False, everything, False)
-    return code_of(ended)
+    if found is not None:
+        ended = loop.follow(found.folder, print_out) if plain else loop.watch(found.folder, look(is_ascii))
+    else:
+        known = Background(lambda: [each.folder for each in jobs.list(most)])
+        ended = table.watch(
+            lambda: [tables.model_of(each, time.time()) for each in known.views()],
+            lambda wanted: jobs.get(wanted).folder,
+            look(is_ascii),
+        )
+    if ended.signal is not None:
+        return facts.exit_code(None, ended.signal.name)
+    if found is None:
+        _list(jobs, most, watch=False, as_json=False)
+    elif not plain:
+        view = found.view()
+        print_out(tables.heading(view.state) + styled(tables.tasks_table(view, time.time(), width())))
+    return ended.exit_code
+
+
+def look(is_ascii: bool) -> Appearance:
+    """Return how to draw on this terminal: by `--ascii`, the locale, NO_COLOR and the like."""
+    from distrun.dashboard.terminal import Appearance
+
+    env = environ.snapshot()
+    return Appearance(has_colour=wants_colour(1, env), is_ascii=is_ascii or not has_symbols(env))
 
 
 # ---------------------------------------------------------------------- my jobs
 
 
-def _list(jobs: Jobs, watch: bool, everything: bool, as_json: bool) -> int:
-    """Show the jobs of the store; return the exit code."""
-
-    def read() -> Sequence[JobView]:
-        return jobs.views(None if everything else SHOWN)
-
+def _list(jobs: Jobs, most: int | None, watch: bool, as_json: bool) -> int:
+    """Show the jobs of the store, `most` of those that are over; return the exit code."""
     if watch and as_json:
-        return follow_jobs(read, view_as_json)
+        return follow_jobs(jobs, most)
+    views, now = jobs.views(most), time.time()
     if as_json:
-        now = time.time()
-        rows = [view_as_json(each, now) for each in read()]
-        print_out(json.dumps({"schema": SCHEMA, "time": rfc3339(now), "jobs": rows}, indent=2) + "\n")
-    else:
-        from distrun.cli.tables import jobs_table
+        print_json(SCHEMA, time=rfc3339(now), jobs=[view_as_json(each, now) for each in views])
+        return 0
+    from distrun.cli.tables import jobs_table
 
-        views = read()
-        print_out(styled(jobs_table(views, time.time(), width())))
-        _tell_unasked(views)
+    print_out(styled(jobs_table(views, now, width())))
+    _tell_unasked(views)
     return 0
 
 
@@ -166,6 +162,8 @@ def _tell_unasked(views: Sequence[JobView]) -> None:
     """Say, once for each host, why coordinators could not be asked."""
 
     told = {each.problem: each.fix for each in views if each.problem}
+    if told:
+        from distrun.dashboard.text import clean_lines
     for problem, fix in told.items():
         print_err(f"distrun: warning: {clean_lines(problem)}\n")  # the host's ssh may have said it
         if fix:
@@ -195,17 +193,17 @@ def _one(job: Job, as_json: bool) -> int:
         JobStoreError: it is damaged.
     """
     from distrun.cli import tables
+    from distrun.dashboard.model import exit_code
 
     view = job.view()
     now = time.time()
     if as_json:
-        told = {"schema": SCHEMA, "time": rfc3339(now), "job": view.state, **_standing(view, now)}
         more = {"metrics": view.metrics, "events": list(view.events), "error": tables.error_as_json(view)}
-        print_out(json.dumps({**told, **more}, indent=2) + "\n")
+        print_json(SCHEMA, time=rfc3339(now), job=view.state, **_standing(view, now), **more)
     else:
         print_out(tables.text(view, now, width()))
     _tell_unasked([view])
-    return exit_code(view.state)
+    return exit_code(str(view.state["state"]))
 
 
 # ---------------------------------------------------------------------- jobs on hosts
@@ -213,28 +211,21 @@ def _one(job: Job, as_json: bool) -> int:
 
 def _on_hosts(wanted: str | None, as_json: bool, options: Mapping[str, Any]) -> int:
     """Show my jobs on hosts; return the exit code."""
-    from distrun.fleet import Fleet, questions
+    from distrun.fleet import Fleet
     from distrun_runtime.coordinator.failures import Problem
 
-    inventory, backend, hosts = hosts_of(options, {})
-    tell_warnings(inventory)
+    _, backend, hosts = hosts_of(options, {})
     with Fleet(backend, hosts) as fleet:
-        answers = fleet.ask("survey", {}, SURVEY_S)
+        answers, found = survey(fleet, [wanted] if wanted is not None else ())
     problems = {host: each for host, each in answers.items() if isinstance(each, Problem)}
-    every = [
-        job
-        for host, each in answers.items()
-        if not isinstance(each, Problem)
-        for job in questions.read(host, each.value)
-    ]
-    found = questions.chosen(every, [wanted] if wanted is not None else ())
     code = facts.EXIT_PREFLIGHT if problems else 0
     if as_json:
-        rows = [_host_as_json(host, problems.get(host), found) for host in answers]
-        print_out(
-            json.dumps({"schema": SCHEMA, "time": rfc3339(time.time()), "exit_code": code, "hosts": rows}, indent=2)
-            + "\n"
+        rows = hosts_as_json(
+            answers,
+            found,
+            lambda job: {name: getattr(job, name) for name in ("age_s", "quiet_s", "lease_s", "tasks")},
         )
+        print_json(SCHEMA, time=rfc3339(time.time()), exit_code=code, hosts=rows)
         return code
     if found:
         from distrun.cli.tables import hosts_table
@@ -242,28 +233,11 @@ def _on_hosts(wanted: str | None, as_json: bool, options: Mapping[str, Any]) -> 
         print_out(styled(hosts_table(found, width(), problems)))
     elif len(problems) < len(answers):
         print_out("no job of mine is there\n" if not problems else "no job of mine is on the other hosts\n")
-    for host, problem in problems.items():
-        print_err(f"distrun: error: {host}: cannot be asked: {problem.text}\n")
-        for line in problem.fix.splitlines():
-            print_err(f"distrun: hint: {line}\n")
+    tell_problems(problems, "cannot be asked: ")
     return code
 
 
-def _host_as_json(host: str, problem: Problem | None, found: Sequence[HostJob]) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    mine = [
-        {
-            **{"job": job.job, "nonce": job.nonce, "agent": job.agent, "guard": job.guard, "stale": job.is_stale},
-            **{"age_s": job.age_s, "quiet_s": job.quiet_s, "lease_s": job.lease_s, "tasks": list(job.tasks)},
-        }
-        for job in found
-        if job.host == host
-    ]
-    return {"host": host, "problem": None if problem is None else asdict(problem), "jobs": mine}
-
-
-# `distrun top`, the same as `distrun status -w`, and the functions that both share.
+# `distrun top`, the same as `distrun status -w`.
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -282,44 +256,6 @@ def top(ctx: click.Context, job: str | None, plain: bool, is_ascii: bool) -> int
     return code
 
 
-def look(is_ascii: bool) -> Appearance:
-    """Return how to draw on this terminal: by `--ascii`, the locale, NO_COLOR and the like."""
-    from distrun.dashboard.terminal import Appearance
-
-    env = environ.snapshot()
-    return Appearance(has_colour=wants_colour(1, env), is_ascii=is_ascii or not has_symbols(env))
-
-
-def is_drawn(plain: bool) -> bool:
-    """Return whether there is a terminal on which to draw, and from which to read keys."""
-    return not plain and sys.stdin.isatty() and can_draw(1, environ.snapshot())
-
-
-def watch_one(folder: JobFolder, plain: bool, is_ascii: bool) -> Ended:
-    """Show a job live until the user leaves or, where nothing can be drawn, until it is over."""
-    from distrun import dashboard
-
-    return dashboard.watch(folder, look(is_ascii)) if is_drawn(plain) else dashboard.follow(folder, tell)
-
-
-def watch_all(jobs: Jobs, read: Callable[[], Sequence[Model]], is_ascii: bool) -> Ended:
-    """Show the table of jobs live until the user leaves."""
-    from distrun import dashboard
-
-    return dashboard.watch_jobs(read, lambda job: jobs.get(job).folder, look(is_ascii))
-
-
-def only_running(jobs: Jobs) -> Job | None:
-    """Return the job that runs, if exactly one does."""
-    going = [job for job in jobs.list() if job.folder.standing() in facts.GOING]
-    return going[0] if len(going) == 1 else None
-
-
-def code_of(ended: Ended) -> int:
-    """Return the exit code of a dashboard."""
-    return ended.exit_code if ended.signal is None else facts.exit_code(None, ended.signal.name)
-
-
 # `distrun status --watch --json`: prints a JSON object a line for each change of a job, or of the list of jobs.
 #
 # A watch begins with a `snapshot`. An `update` line has what is new: the state, the metrics, an event. `gap` means that
@@ -335,61 +271,57 @@ THERE_S = 5.0
 STATEFUL = ("ready", "started", "exited", "published", "state", "lost", "finished", "failed")
 """Events after which the state may be another."""
 
-Show = Callable[["JobView", float], Mapping[str, Any]]
-"""Returns a job as JSON, given the time."""
-
 
 class Closed(Exception):
     """The reader of stdout has closed its end."""
 
 
-class _LineWriter:
-    """Writes lines, each at once."""
+def _write(kind: str, job: str = "", /, **members: Any) -> None:
+    """Write a line of type `kind`, about a job if one is named, at once.
 
-    def write(self, kind: str, job: str = "", /, **members: Any) -> None:
-        """Write a line of type `kind`, about a job if one is named.
+    Raises:
+        Closed: stdout is closed.
+    """
+    who = {"job": job} if job else {}
+    value = {"schema": WATCH_SCHEMA, "type": kind, "time": rfc3339(time.time()), **who, **members}
+    if not print_out(json.dumps(value) + "\n"):
+        raise Closed
 
-        Raises:
-            Closed: stdout is closed.
-        """
-        who = {"job": job} if job else {}
-        value = {"schema": WATCH_SCHEMA, "type": kind, "time": rfc3339(time.time()), **who, **members}
-        if not copy_out(json.dumps(value).encode() + b"\n"):
-            raise Closed
 
-    def pause(self, seconds: float) -> None:
-        """Wait. Raises Closed as soon as the reader has closed its end."""
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, POLL_S))
-            self.check()
+def _pause(seconds: float) -> None:
+    """Wait. Raises Closed as soon as the reader has closed its end."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, POLL_S))
+        _check()
 
-    def check(self) -> None:
-        """Raise Closed if the reader has closed its end."""
-        if not is_read():
-            raise Closed
+
+def _check() -> None:
+    """Raise Closed if the reader has closed its end."""
+    if not is_read():
+        raise Closed
 
 
 # ---------------------------------------------------------------------- the list of jobs
 
 
-def follow_jobs(read: Callable[[], Sequence[JobView]], show: Show) -> int:
+def follow_jobs(jobs: Jobs, most: int | None) -> int:
     """Write how the list of jobs changes, until the reader closes its end; return the exit code."""
-    lines = _LineWriter()
+    shown: dict[str, dict[str, Any]] | None = None
     try:
-        views = read()
-        shown = {view.id: show(view, time.time()) for view in views}
-        lines.write("snapshot", jobs=list(shown.values()))
         while True:
-            lines.pause(POLL_S if all(view.is_here for view in views) else THERE_S)
-            views = read()
-            now = {view.id: show(view, time.time()) for view in views}
+            views = jobs.views(most)
+            now = {view.id: view_as_json(view, time.time()) for view in views}
+            if shown is None:
+                _write("snapshot", jobs=list(now.values()))
+                shown = now
             for job, value in now.items():
                 if _lasting(value) != _lasting(shown.get(job, {})):
-                    lines.write("update", job, state=value)
+                    _write("update", job, state=value)
             for job in shown.keys() - now.keys():
-                lines.write("update", job, state=None)
+                _write("update", job, state=None)
             shown = now
+            _pause(POLL_S if all(view.is_here for view in views) else THERE_S)
     except Closed:
         return 0
 
@@ -402,32 +334,26 @@ def _lasting(value: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------- one job
 
 
-def follow_job(job: Job, show: Show, exit_code: Callable[[Mapping[str, Any]], int]) -> int:
-    """Write how a job changes, until it is over or the reader closes its end; return the exit code.
+def follow_job(job: Job) -> int:
+    """Write how a job changes, until it is over or the reader closes its end; return the exit code."""
+    from distrun.dashboard.model import exit_code
 
-    Args:
-        job: the job.
-        show: returns a job's state as JSON.
-        exit_code: returns that of a state.
-    """
-    watch = _JobFollower(job, show)
+    watch = _JobFollower(job)
     try:
         outcome = watch.run()
     except Closed:
         return 0
     if outcome is not None:
-        return 0 if outcome.job_state == facts.SUCCEEDED else 1
-    return exit_code(watch.state) or int(watch.has_failed)
+        return exit_code(outcome.job_state)
+    return exit_code(str(watch.state["state"])) or int(watch.has_failed)
 
 
 class _JobFollower:
     """Follows one job by a connection to its coordinator, and by its folder while there is none."""
 
-    def __init__(self, job: Job, show: Show) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
         self._view = job.view()
-        self._show = show
-        self._lines = _LineWriter()
         self._was_connected = False
         self._is_asked = False
         """A state is on its way."""
@@ -444,8 +370,8 @@ class _JobFollower:
             Closed: stdout is closed.
         """
         view = self._view
-        shown = self._show(view, time.time())
-        self._lines.write("snapshot", view.id, state=shown, metrics=view.metrics, events=list(view.events))
+        shown = view_as_json(view, time.time())
+        _write("snapshot", view.id, state=shown, metrics=view.metrics, events=list(view.events))
         while self.state["state"] in facts.GOING:
             told = self._follow()
             if told is not None:
@@ -460,11 +386,11 @@ class _JobFollower:
         try:
             connection = self._job.attach(may_ask=False)
         except (DistrunError, JobStoreError):
-            self._lines.pause(POLL_S if self._view.is_here else THERE_S)
+            _pause(POLL_S if self._view.is_here else THERE_S)
             return None
         with connection:
             if self._was_connected:
-                self._lines.write("gap", self._view.id, missed=None)
+                _write("gap", self._view.id, missed=None)
                 self._has_gap = True
             self._was_connected = True
             connection.send("subscribe", events=True, metrics=True)
@@ -473,7 +399,7 @@ class _JobFollower:
                 try:
                     frame = connection.receive(POLL_S)
                 except TimeoutError:
-                    self._lines.check()
+                    _check()
                     continue
                 if frame is None:
                     break
@@ -481,7 +407,7 @@ class _JobFollower:
                     return frame
                 with client.reading():
                     self._take(frame, connection)
-        self._lines.pause(POLL_S)
+        _pause(POLL_S)
         return None
 
     def _ask(self, connection: ControlConnection) -> None:
@@ -494,15 +420,15 @@ class _JobFollower:
         if frame.type == "state":
             self._is_asked = self._is_asked and bool(header.get("missed"))
             if header.get("missed"):
-                self._lines.write("gap", self._view.id, missed=header["missed"])
+                _write("gap", self._view.id, missed=header["missed"])
             self._tell(header["state"], self._has_gap or bool(header.get("missed")))
             self._has_gap = False
         elif frame.type == "event":
-            self._lines.write("update", self._view.id, event=header["event"])
+            _write("update", self._view.id, event=header["event"])
             if header["event"].get("event") in STATEFUL:
                 self._ask(connection)
         elif frame.type == "metrics":
-            self._lines.write("update", self._view.id, metrics=header["metrics"])
+            _write("update", self._view.id, metrics=header["metrics"])
 
     def _look(self) -> None:
         """Read how the job stands without a connection."""
@@ -517,8 +443,8 @@ class _JobFollower:
         if not is_wanted and _lasting(state) == _lasting(self.state):
             return
         self.state = state
-        shown = self._show(self._view.with_state(state), time.time())
-        self._lines.write("update", self._view.id, state=shown)
+        shown = view_as_json(self._view.with_state(state), time.time())
+        _write("update", self._view.id, state=shown)
 
     def _end(self, told: session.Frame | None) -> Outcome | None:
         """Write the last line; return the outcome, None if there is none."""
@@ -539,5 +465,5 @@ class _JobFollower:
                 value = self._job.folder.outcome()
             except JobStoreError as err:
                 error = {"message": str(err), "hint": ""}
-        self._lines.write("end", self._view.id, outcome=value, error=error)
+        _write("end", self._view.id, outcome=value, error=error)
         return outcome

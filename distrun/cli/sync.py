@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import click
 
 from distrun import sync as copying
 from distrun.cli.common import current_folder, hosts_of, takes
-from distrun.cli.console import print_err, print_out
+from distrun.cli.console import print_err, print_json
 from distrun.errors import SyncError, UsageError
 from distrun.options import HOSTS
 from distrun_runtime.contract import environ
@@ -61,10 +60,8 @@ def sync(**options: Any) -> int:
     rules = copying.make_rules(
         options["excludes"], options["gitignore"], options["extra"], cwd=source, delete=options["delete"]
     )
-    inventory, backend, hosts = hosts_of(options, environ.snapshot(), "ssh")
+    _, backend, hosts = hosts_of(options, environ.snapshot(), "ssh")
     screen = _ProgressScreen(is_quiet=options["quiet"] or options["as_json"])
-    for warning in inventory.warnings:
-        screen.say(warning, "warning")
     tree = copying.scan(source, rules)
     for warning in tree.warnings():
         screen.say(warning, "warning")
@@ -74,8 +71,7 @@ def sync(**options: Any) -> int:
         for name in names:
             screen.say(f"rsync {os.path.join(source, '')} -> {name}:{options['dst']}")
         if options["as_json"]:
-            found = {**_facts(source, options, tree), "dry_run": True, "hosts": [{"host": name} for name in names]}
-            print_out(json.dumps(found, indent=2) + "\n")
+            print_json(SCHEMA, **_facts(source, options, tree), dry_run=True, hosts=[{"host": name} for name in names])
         return 0
     request = copying.CopyRequest(
         source,
@@ -100,8 +96,7 @@ def sync(**options: Any) -> int:
     problem = copying.error(results)
     if options["as_json"]:
         code = SyncError.exit_code if problem else 0
-        found = {**_facts(source, options, tree), "exit_code": code, "hosts": [as_json(each) for each in results]}
-        print_out(json.dumps(found, indent=2) + "\n")
+        print_json(SCHEMA, **_facts(source, options, tree), exit_code=code, hosts=[as_json(each) for each in results])
         return code
     for result in results:
         if result.ok:
@@ -131,7 +126,6 @@ def as_json(result: CopyResult) -> dict[str, Any]:
 
 def _facts(source: str, options: Mapping[str, Any], tree: Tree) -> dict[str, Any]:
     return {
-        "schema": SCHEMA,
         "source": source,
         "destination": options["dst"],
         "files": tree.files,

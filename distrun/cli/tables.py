@@ -5,15 +5,17 @@ No side effects except reading a job's files. The tables are those of `distrun t
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distrun import formats
+from distrun.cli import common
 from distrun.cli.console import WIDE, styled
 from distrun.dashboard import events, rows
 from distrun.dashboard.model import Model
-from distrun.dashboard.text import UNICODE, Line, clean, clean_lines, folded
+from distrun.dashboard.text import UNICODE, Line, clean, clean_lines, fit, folded
 from distrun.dashboard.view import servers
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator.failures import Culprit, Outcome, Problem, Survivor, TaskResult
@@ -159,12 +161,7 @@ def _events(view: JobView, model: Model, columns: int) -> str:
         if found is not None and not is_told and not (found.stalled and stalled.intersection(found.tasks)):
             lines.append(found)
     told = [f"{rows.clock(each.time, '%H:%M:%S')}  {each.words}" for each in events.folded(lines)]
-    return "".join(_cut(line, max(NARROW, columns)) + "\n" for line in told[-EVENTS:])
-
-
-def _cut(line: str, columns: int) -> str:
-    line = line.splitlines()[0] if line else ""
-    return line if len(line) <= columns else line[: columns - 4] + " ..."
+    return "".join(fit(line, max(NARROW, columns), " ...").rstrip() + "\n" for line in told[-EVENTS:])
 
 
 # ---------------------------------------------------------------------- the first error
@@ -172,21 +169,18 @@ def _cut(line: str, columns: int) -> str:
 
 def error(view: JobView) -> str:
     """Return why a job failed, or the first failure of one that goes on, with the last lines of that task."""
-    from distrun import report
-
     outcome = _outcome(view)
     if outcome is not None:
-        culprit = outcome.culprit.task if outcome.culprit is not None else ""
-        tail = view.folder.tail(culprit, report.READ_LINES) if culprit else []
-        found = report.failure(outcome, tail, str(view.folder.log_path(culprit)) if culprit else "")
+        found, _ = common.failure(outcome, view.folder)
         return f"{found}\n" if found else ""
     first = _first_failed(view.state["tasks"])
     if first is None:
         return ""
+    from distrun import report
+
     how = f"signal {first['signal']}" if first["signal"] else f"exit code {first['code']}"
     lines = [f"first failure: {first['name']} on {first['host']}: {first['reason'] or how}"]
-    tail = report.excerpt(view.folder.tail(str(first["name"]), report.READ_LINES))
-    lines += ["    | " + line for line in tail]
+    lines += ["    | " + line for line in report.excerpt(view.folder.tail(str(first["name"]), report.READ_LINES))]
     return "\n".join(lines) + "\n"
 
 
@@ -195,16 +189,13 @@ def error_as_json(view: JobView) -> dict[str, Any] | None:
     from distrun import report
 
     outcome = _outcome(view)
-    if outcome is not None:
-        culprit = outcome.culprit
-        if culprit is None:
-            return None
-        task, host = culprit.task, culprit.host
-    else:
-        first = _first_failed(view.state["tasks"])
-        if first is None:
-            return None
+    first = _first_failed(view.state["tasks"]) if outcome is None else None
+    if outcome is not None and outcome.culprit is not None:
+        task, host = outcome.culprit.task, outcome.culprit.host
+    elif first is not None:
         task, host = str(first["name"]), str(first["host"])
+    else:
+        return None
     tail = view.folder.tail(task, report.READ_LINES) if task else []
     log = str(view.folder.log_path(task)) if task else None
     return {"task": task or None, "host": host, "log": log, "lines": report.excerpt(tail) if tail else []}
@@ -216,46 +207,24 @@ def _first_failed(tasks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | Non
 
 
 def _outcome(view: JobView) -> Outcome | None:
-    """Return a job's end as far as the report of a failure needs it; None if it goes on, or nothing is known."""
+    """Return a job's end as far as its folder tells; None if it goes on, or nothing is known. Times are texts."""
     try:
         found = view.folder.outcome()
         if found is None:
             return None
         culprit = found.get("culprit")
-        tasks = [
-            TaskResult(
-                **{name: task[name] for name in ("name", "role", "rank", "host", "state", "code", "signal")},
-                reason=task["reason"],
-                lost_peer=task["lost_peer"],
-            )
-            for task in found["tasks"]
-        ]
-        problems = [
-            Problem(str(each["host"]), str(each["kind"]), str(each["text"]), str(each["fix"]))
-            for each in found.get("problems", ())
-        ]
         return Outcome(
-            found["exit_code"],
-            found["reason"],
-            found["message"],
-            None if culprit is None else _culprit(culprit),
-            tuple(tasks),
-            tuple(Survivor(each["what"], each["host"]) for each in found.get("survivors", ())),
-            view.id,
-            tuple(problems),
+            **{name: found[name] for name in ("exit_code", "reason", "message")},
+            culprit=None if culprit is None else _known(Culprit, culprit),
+            tasks=tuple(_known(TaskResult, task) for task in found["tasks"]),
+            survivors=tuple(Survivor(each["what"], each["host"]) for each in found.get("survivors", ())),
+            job=view.id,
+            problems=tuple(_known(Problem, each) for each in found.get("problems", ())),
         )
     except (JobStoreError, LookupError, TypeError, AttributeError):
         return None
 
 
-def _culprit(value: Mapping[str, Any]) -> Culprit:
-    return Culprit(
-        str(value["task"]),
-        str(value["host"]),
-        value["code"],
-        value["signal"],
-        reason=str(value["reason"]),
-        consequence=bool(value.get("consequence")),
-        lost_peer=str(value.get("lost_peer") or ""),
-        missing=bool(value.get("missing")),
-    )
+def _known(kind: Any, value: Mapping[str, Any]) -> Any:
+    """Return an object of a dataclass, of those of its members that this version knows."""
+    return kind(**{each.name: value[each.name] for each in dataclasses.fields(kind) if each.name in value})

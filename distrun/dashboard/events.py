@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 
 from distrun import formats
-from distrun.dashboard import read, text
+from distrun.dashboard import source, text
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.dataclass import dataclass
 
@@ -49,7 +49,7 @@ class EventReader:
 
     def take(self, event: Mapping[str, object]) -> EventLine | None:
         """Return how the next event reads; None: it says nothing to a user, or nothing new."""
-        kind, host, task = (read.text(event.get(name)) for name in ("event", "host", "task"))
+        kind, host, task = (source.string(event.get(name)) for name in ("event", "host", "task"))
         if kind == "bye":
             self._left |= {host}
         elif kind == "ready":
@@ -60,10 +60,10 @@ class EventReader:
         elif kind == "lost":
             self._ended |= {host}
         elif kind == "published":
-            values = read.members(event.get("values"))
-            self._ended |= {task if values.get("failed") else read.text(values.get("lost_peer"))} - {""}
+            values = source.members(event.get("values"))
+            self._ended |= {task if values.get("failed") else source.string(values.get("lost_peer"))} - {""}
             if not values.get("failed") and values.get("lost_peer") and task not in self._ended:
-                self._bereft.setdefault(task, read.text(values.get("lost_peer")))
+                self._bereft.setdefault(task, source.string(values.get("lost_peer")))
         elif kind == "started":
             self._bereft.pop(task, None)
         found = None if is_repeated else describe(event)
@@ -74,30 +74,30 @@ class EventReader:
 
     def is_end_of_connection(self, event: Mapping[str, object]) -> bool:
         """Return whether an event only is the end of a connection after a goodbye, as at a job's end."""
-        return event.get("event") == "lost" and read.text(event.get("host")) in self._left
+        return event.get("event") == "lost" and source.string(event.get("host")) in self._left
 
     def _is_repeated(self, kind: str, event: Mapping[str, object]) -> bool:
         if kind == "said":
-            return read.text(event.get("repeats")) in self._ended
-        lost = read.text(read.members(event.get("values")).get("lost_peer"))
+            return source.string(event.get("repeats")) in self._ended
+        lost = source.string(source.members(event.get("values")).get("lost_peer"))
         return kind == "published" and (bool(event.get("stopped")) or lost in self._ended)
 
 
 def describe(event: Mapping[str, object]) -> EventLine | None:
     """Return how an event reads; None: it says nothing to a user."""
-    how = _READERS.get(read.text(event.get("event")))
+    how = _READERS.get(source.string(event.get("event")))
     found = None if how is None else how(event)
     if found is None:
         return None
     what, style = found
-    kind, task, host = (read.text(event.get(name)) for name in ("event", "task", "host"))
-    tasks = tuple(read.texts(event.get("tasks"))) or tuple(filter(None, [task]))
+    kind, task, host = (source.string(event.get(name)) for name in ("event", "task", "host"))
+    tasks = tuple(source.texts(event.get("tasks"))) or tuple(filter(None, [task]))
     is_of_job = kind in _OF_JOB
     what = text.clean(" ".join(what.split()))
     words = what if is_of_job else text.clean(f"{_where(task, host)}{what}")
     if kind == "started":
-        words += f", pid {read.whole(event.get('pid'))}"
-    time, what = read.moment(event.get("time")) or 0.0, "" if is_of_job else what
+        words += f", pid {source.whole(event.get('pid'))}"
+    time, what = source.moment(event.get("time")) or 0.0, "" if is_of_job else what
     return EventLine(time, words, style, kind in _MESSAGES, tasks, bool(event.get("stalled")), host, what)
 
 
@@ -130,16 +130,16 @@ def _where(task: str, host: str) -> str:
 
 
 def _how(event: Mapping[str, object]) -> str:
-    signal, code = read.text(event.get("signal")), read.whole(event.get("code"))
+    signal, code = source.string(event.get("signal")), source.whole(event.get("code"))
     return f"signal {signal}" if signal else f"exit code {code}" if code is not None else "ended"
 
 
 def _has_succeeded(event: Mapping[str, object]) -> bool:
-    return read.whole(event.get("code")) == 0 and not event.get("signal")
+    return source.whole(event.get("code")) == 0 and not event.get("signal")
 
 
 def _exited(event: Mapping[str, object]) -> Described:
-    how, reason = _how(event), read.text(event.get("reason"))
+    how, reason = _how(event), source.string(event.get("reason"))
     more = f": {reason}" if reason else ""
     if event.get("stopped"):
         return f"stopped ({how}){more}", text.DIM
@@ -147,40 +147,40 @@ def _exited(event: Mapping[str, object]) -> Described:
 
 
 def _published(event: Mapping[str, object]) -> Described:
-    values = read.members(event.get("values"))
-    message = read.text(values.get("message")) or read.text(values.get("failed"))
+    values = source.members(event.get("values"))
+    message = source.string(values.get("message")) or source.string(values.get("failed"))
     return (message, text.RED if values.get("failed") else text.YELLOW) if message else None
 
 
 def _said(event: Mapping[str, object]) -> Described:
-    style = {"error": text.RED, "warning": text.YELLOW}.get(read.text(event.get("level")), text.PLAIN)
-    return (read.text(event.get("text")), style) if event.get("level") != "debug" else None
+    style = {"error": text.RED, "warning": text.YELLOW}.get(source.string(event.get("level")), text.PLAIN)
+    return (source.string(event.get("text")), style) if event.get("level") != "debug" else None
 
 
 def _finished(event: Mapping[str, object]) -> Described:
-    code = read.whole(event.get("exit_code"))
+    code = source.whole(event.get("exit_code"))
     style = text.GREEN if code == 0 else text.RED
-    return f"job over, exit code {code}: {read.text(event.get('message'))}", style
+    return f"job over, exit code {code}: {source.string(event.get('message'))}", style
 
 
 def _reasoned(what: str, style: str) -> Callable[[Mapping[str, object]], Described]:
     def describe_one(event: Mapping[str, object]) -> Described:
-        reason = read.text(event.get("text")) or read.text(event.get("reason"))
+        reason = source.string(event.get("text")) or source.string(event.get("reason"))
         return what + (f": {reason}" if reason else ""), style
 
     return describe_one
 
 
 def _condition(event: Mapping[str, object]) -> Described:
-    word = read.text(event.get("condition"))
+    word = source.string(event.get("condition"))
     if word != "straggler":
         return None  # of a stall there is a message; that tasks wait, and wait no more, is how a store works
-    why = read.text(event.get("why"))
+    why = source.string(event.get("why"))
     return word + (f": {why}" if why else ""), text.YELLOW
 
 
 def _started(event: Mapping[str, object]) -> Described:
-    attempt = read.whole(event.get("attempt")) or 0
+    attempt = source.whole(event.get("attempt")) or 0
     return f"started again ({attempt})" if attempt else "started", text.PLAIN
 
 
@@ -199,7 +199,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, object]], Described]] = {
     "resumed": _reasoned("connection is back", text.GREEN),
     "lost": _reasoned("host lost", text.RED),
     "claimed_twice": _reasoned("two agents for one place", text.RED),
-    "state": lambda event: (f"job is {read.text(event.get('state'))}", text.BOLD),
+    "state": lambda event: (f"job is {source.string(event.get('state'))}", text.BOLD),
     "said": _said,
     "finished": _finished,
     "condition": _condition,
@@ -238,27 +238,31 @@ class ProgressView:
 
 def of(metrics: Mapping[str, object]) -> ProgressView | None:
     """Return the progress in a snapshot of metrics (`distrun.metrics/1`); None: no task has reported any."""
-    told = read.members(metrics.get("progress"))
+    told = source.members(metrics.get("progress"))
     if not told:
         return None
-    tasks = {name: read.members(each) for name, each in read.members(metrics.get("tasks")).items()}
-    step, rate, eta_s = read.whole(told.get("step")), read.finite(told.get("rate")), read.finite(told.get("eta_s"))
+    tasks = {name: source.members(each) for name, each in source.members(metrics.get("tasks")).items()}
+    step, rate, eta_s = (
+        source.whole(told.get("step")),
+        source.finite(told.get("rate")),
+        source.finite(told.get("eta_s")),
+    )
     steps = _steps(tasks, step or 0)
     behind = _behind(steps, rate or 0.0)
-    slowest = read.text(told.get("slowest"))
+    slowest = source.string(told.get("slowest"))
     is_stalled = tasks.get(slowest, {}).get("condition") == facts.STALLED
     if not is_stalled:
         late = {name for name, each in tasks.items() if each.get("condition") == facts.STRAGGLER}.union(behind)
         slowest = min(late, key=lambda name: (steps.get(name, 0), name), default="")
     return ProgressView(
         step=step,
-        total=read.whole(told.get("total")),
-        phase=read.whole(told.get("phase")) or 0,
-        fraction=read.finite(told.get("fraction")),
+        total=source.whole(told.get("total")),
+        phase=source.whole(told.get("phase")) or 0,
+        fraction=source.finite(told.get("fraction")),
         eta_s=None if is_stalled or eta_s is None or not 0 <= eta_s < formats.LONG_S else eta_s,
         rate=rate if rate is not None and rate > 0 else None,
-        loss=read.number(told.get("loss")),
-        values={name: value for name, value in read.numbers(told.get("values")).items() if name != "loss"},
+        loss=source.number(told.get("loss")),
+        values={name: value for name, value in source.numbers(told.get("values")).items() if name != "loss"},
         slowest=slowest,
         behind=behind,
         is_stalled=is_stalled,
@@ -269,8 +273,8 @@ def _steps(tasks: Mapping[str, Mapping[str, object]], least: int) -> dict[str, i
     """Return how far tasks are that report steps. One with fewer than the least far is in the next epoch already."""
     found = {}
     for name, task in tasks.items():
-        report = read.members(task.get("report"))
-        step, total = read.whole(report.get("step")), read.whole(report.get("total"))
+        report = source.members(task.get("report"))
+        step, total = source.whole(report.get("step")), source.whole(report.get("total"))
         if step is not None:
             found[name] = step if step >= least else step + (total or least)
     return found

@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
-import select
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from distrun.dashboard import keys, rows, text
-from distrun.dashboard.loop import Ended, Signals
+from distrun.dashboard import rows, text
+from distrun.dashboard.loop import Ended, Input, Signals, ending, first_connection, show
 from distrun.dashboard.model import Model
-from distrun.dashboard.terminal import Terminal
+from distrun.dashboard.terminal import Appearance, Terminal
 from distrun.dashboard.text import Glyphs, Line
+from distrun.errors import DistrunError
 from distrun_runtime.contract import facts
+
+if TYPE_CHECKING:
+    from distrun_runtime.coordinator.jobfolder import JobFolder
 
 INTERVAL_S = 1.0
 ENDS = "q or Ctrl-C ends this view"
+
+
+def watch(read: Callable[[], Sequence[Model]], find: Callable[[str], JobFolder], look: Appearance) -> Ended:
+    """Show a table of jobs on the terminal, of which the user can open one, until the user leaves.
+
+    Args:
+        read: returns the jobs that are shown.
+        find: returns the folder of the job with an id.
+        look: how it is drawn.
+    """
+    with Signals() as signals, Terminal(look=look) as terminal:
+        jobs = JobsScreen(read, terminal, signals, is_ascii=look.is_ascii)
+        while True:
+            chosen = jobs.run()
+            if isinstance(chosen, Ended):
+                return chosen
+            folder = find(chosen)
+            try:
+                connection = first_connection(folder)
+            except DistrunError as err:
+                jobs.say(str(err))
+                continue
+            ended = show(folder, connection, terminal, signals, look)
+            if ended.signal is not None:
+                return ended
 
 
 @dataclass(frozen=True)
@@ -82,9 +111,8 @@ class JobsScreen:
     ) -> None:
         self._read = read
         self._terminal = terminal
-        self._signals = signals
         self._glyphs = text.ASCII if is_ascii else text.UNICODE
-        self._decoder = keys.KeyDecoder()
+        self._input = Input(terminal, signals)
         self._look = JobsLook()
         self._ids: list[str] = []
         self._room = 1
@@ -105,39 +133,12 @@ class JobsScreen:
             if now >= next_s:
                 self._draw(models)
                 next_s = read_s
-            limit_s = max(0.0, next_s - time.monotonic())
-            if self._decoder.is_waiting:
-                limit_s = min(limit_s, keys.ESCAPE_S)
-            terminal = self._terminal
-            writing = [terminal.out] if terminal.is_behind else []
-            ready, writable, _ = select.select([terminal.keys, self._signals.wakeup], writing, [], limit_s)
-            if writable:
-                terminal.flush()
-            found: Ended | str | None = self._take_signals() if self._signals.wakeup in ready else None
-            if found is None and terminal.keys in ready:
-                data = terminal.read()
-                found = Ended(0, signal.SIGHUP) if data is None else self._press(self._decoder.feed(data))
-                next_s = 0.0
-            elif not ready and self._decoder.is_waiting:
-                found = self._press(self._decoder.expire())
-                next_s = 0.0
+            came = self._input.wait(next_s)
+            found = ending(came, 0) or self._press([each for each in came if not isinstance(each, signal.Signals)])
             if found is not None:
                 return found
-            if self._signals.wakeup in ready:
+            if came:
                 next_s = 0.0
-
-    def _take_signals(self) -> Ended | None:
-        for each in self._signals.take():
-            if each == signal.SIGINT:
-                return Ended(0)
-            if each in (signal.SIGTERM, signal.SIGHUP):
-                return Ended(0, each)
-            if each == signal.SIGTSTP:
-                self._terminal.suspend()
-                self._signals.take()
-            elif each == signal.SIGCONT:
-                self._terminal.again()
-        return None
 
     def _press(self, pressed: Sequence[str]) -> Ended | str | None:
         for key in pressed:

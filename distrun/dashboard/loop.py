@@ -1,4 +1,7 @@
-"""The loop of the dashboard of one job: takes keys, frames and signals, and draws twice a second."""
+"""The loop of the dashboard of one job: takes keys, frames and signals, and draws twice a second.
+
+`watch` shows a job on a terminal, `follow` prints a line for each change.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,127 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from distrun import report
-from distrun.dashboard import keys, read, text, user, view
-from distrun.dashboard.model import Model
-from distrun.dashboard.source import FrameSource, JobFrame
-from distrun.dashboard.terminal import Terminal
-from distrun.dashboard.user import User, VisibleRows
+from distrun import client, remote_jobs, report
+from distrun.dashboard import text, user, view
+from distrun.dashboard.model import Model, Plain
+from distrun.dashboard.source import FrameSource, string
+from distrun.dashboard.terminal import ESCAPE_S, Appearance, KeyDecoder, Terminal
+from distrun.dashboard.user import Action, User, VisibleRows
+from distrun.errors import DistrunError
 from distrun_runtime.contract import process
+from distrun_runtime.errors import JobStoreError
 
-# The signals of the dashboard: the interpreter records them, and the loop handles them.
+if TYPE_CHECKING:
+    from distrun.client import ControlConnection
+    from distrun_runtime.contract.session import Frame
+    from distrun_runtime.coordinator.jobfolder import JobFolder
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HANDLED = (*ENDING, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH)
+INTERVAL_S = 0.5
+"""Between two pictures, unless a key was pressed."""
+STATE_S = 10.0
+"""Interval of requests for the job's state."""
+CHANGED_S = 2.0
+"""For this time after an event, every picture requests the state: the coordinator writes it a moment later."""
+LOOK_S = 2.0
+"""Minimum time between two messages that say which hosts are looked at."""
+LOG_LINES = 1000
+OUTPUT_SIZE = 128 * 1024
+"""Bytes of a task's output that are kept, if its log is on another machine."""
+OUTPUT_LINES = 200
+"""Lines of the job's output that are asked for there."""
 
 
-HANDLED = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGTSTP", "SIGCONT", "SIGWINCH"))
+def watch(folder: JobFolder, look: Appearance) -> Ended:
+    """Show a job on the terminal until the user leaves. The exit code is that of `distrun status JOB`.
+
+    Raises:
+        DistrunError: the host of the job's coordinator cannot be reached, and nothing is known of the job.
+    """
+    connection = first_connection(folder)  # before the screen is taken: ssh may ask for a password
+    with Signals() as signals, Terminal(look=look) as terminal:
+        return show(folder, connection, terminal, signals, look)
+
+
+def follow(folder: JobFolder, write: Callable[[str], bool]) -> Ended:
+    """Print a line for each change of a job, until it is over.
+
+    Args:
+        folder: the job's.
+        write: prints a text; returns False if stdout is closed.
+    """
+    connection = first_connection(folder)
+    model, plain = Model(folder.id), Plain()
+    with Signals(ENDING) as signals, _source(folder, connection) as source:
+        asked = 0.0
+        while True:
+            select.select([source.wakeup, signals.wakeup], [], [], INTERVAL_S)
+            for frame in source.take():
+                if frame.type == "link":
+                    model.link = str(frame.header["why"])
+                model.take(frame.type, frame.header, time.time())
+            model.settle(time.time())
+            lines = plain.changes(model, time.time())
+            if not all(write(line + "\n") for line in lines) or model.job.is_over:
+                return Ended(model.exit_code)
+            for each in signals.take():
+                return Ended(model.exit_code, None if each == signal.SIGINT else each)
+            if time.monotonic() >= asked + STATE_S / 10:
+                asked = time.monotonic()
+                source.send("state")
+
+
+def show(
+    folder: JobFolder,
+    connection: ControlConnection | None,
+    terminal: Terminal,
+    signals: Signals,
+    look: Appearance,
+) -> Ended:
+    """Show a job on a terminal that is taken, until the user leaves. `connection`: that of `first_connection`."""
+    with _source(folder, connection) as source:
+        is_elsewhere = remote_jobs.is_elsewhere(folder)
+        return Dashboard(folder, source, terminal, signals, is_elsewhere=is_elsewhere, is_ascii=look.is_ascii).run()
+
+
+@contextlib.contextmanager
+def _source(folder: JobFolder, connection: ControlConnection | None) -> Iterator[FrameSource]:
+    def refresh(found: JobFolder) -> str:
+        return remote_jobs.refreshed(found, may_ask=False)
+
+    made = FrameSource(folder, lambda found: client.connect(found, may_ask=False), refresh)
+    made.start(connection, has_events=not remote_jobs.is_elsewhere(folder))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def first_connection(folder: JobFolder) -> ControlConnection | None:
+    """Return a connection; None if there is none, but the folder says how the job stands."""
+    try:
+        if folder.is_finished:
+            return None
+        return client.connect(folder)
+    except (DistrunError, JobStoreError):
+        if remote_jobs.is_elsewhere(folder):
+            remote_jobs.refreshed(folder, may_ask=False)  # as a rule the job is over, and its folder says so
+            if not folder.is_finished:
+                raise
+        return None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the dashboard ended: its exit code, and the signal that ended it, if one did."""
+
+    exit_code: int
+    signal: signal.Signals | None = None
 
 
 class Signals:
@@ -73,75 +181,80 @@ def _note(number: int, frame: object) -> None:
     """Do nothing: the interpreter has written the number into the pipe."""
 
 
-INTERVAL_S = 0.5
-"""Between two pictures, unless a key was pressed."""
-STATE_S = 10.0
-"""Interval of requests for the job's state."""
-CHANGED_S = 2.0
-"""For this time after an event, every picture requests the state: the coordinator writes it a moment later."""
-LOOK_S = 2.0
-"""Minimum time between two messages that say which hosts are looked at."""
-LOG_LINES = 1000
-OUTPUT_SIZE = 128 * 1024
-"""Bytes of a task's output that are kept, if its log is on another machine."""
-OUTPUT_LINES = 200
-"""Lines of the job's output that are asked for there."""
+class Input:
+    """What a user does at a terminal that is taken: keys and signals.
+
+    Stopping and going on (Ctrl-Z, SIGCONT) is done here.
+    """
+
+    def __init__(self, terminal: Terminal, signals: Signals) -> None:
+        self._terminal = terminal
+        self._signals = signals
+        self._decoder = KeyDecoder()
+
+    def wait(self, until: float, *others: int) -> list[str | signal.Signals]:
+        """Wait for something to come, or to be read from `others`, until a time (monotonic); return what came.
+
+        That is names of keys, and signals; SIGHUP if the terminal is gone. What waits to be drawn is written meanwhile.
+        """
+        terminal, signals, decoder = self._terminal, self._signals, self._decoder
+        limit_s = max(0.0, until - time.monotonic())
+        if decoder.is_waiting:
+            limit_s = min(limit_s, ESCAPE_S)
+        writing = [terminal.out] if terminal.is_behind else []
+        ready, writable, _ = select.select([terminal.keys, signals.wakeup, *others], writing, [], limit_s)
+        if writable:
+            terminal.flush()
+        came: list[str | signal.Signals] = list(signals.take()) if signals.wakeup in ready else []
+        if signal.SIGTSTP in came:
+            terminal.suspend()
+            signals.take()  # the SIGCONT of that
+        elif signal.SIGCONT in came:
+            terminal.again()
+        if terminal.keys in ready:
+            data = terminal.read()
+            came += [signal.SIGHUP] if data is None else decoder.feed(data)
+        elif decoder.is_waiting and not ready:
+            came += decoder.expire()
+        return came
 
 
-class Logs(Protocol):
-    """The end of a task's log."""
-
-    def tail(self, task: str, lines: int) -> Sequence[str]:
-        """Return its last lines, decoded."""
-
-    def log_stamp(self, task: str) -> object:
-        """Return what changes when the log does."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How the dashboard ended: its exit code, and the signal that ended it, if one did."""
-
-    exit_code: int
-    signal: signal.Signals | None = None
+def ending(came: Sequence[str | signal.Signals], exit_code: int) -> Ended | None:
+    """Return how a dashboard ends by what has come (`Input.wait`); None: it goes on."""
+    first = next((each for each in came if isinstance(each, signal.Signals) and each in ENDING), None)
+    return None if first is None else Ended(exit_code, None if first == signal.SIGINT else first)
 
 
 class Dashboard:
     """One job on a terminal.
 
     Arguments:
-        job: the job's id.
+        folder: the job's folder on this machine.
         source: gives frames.
         terminal: taken already.
         signals: entered already.
-        logs: the job's logs on this machine.
         is_elsewhere: until the job is over its logs are on another machine, and its coordinator sends them.
         is_ascii: charts are drawn in ASCII.
-        clock: wall clock, seconds.
     """
 
     def __init__(
         self,
-        job: str,
+        folder: JobFolder,
         source: FrameSource,
         terminal: Terminal,
         signals: Signals,
-        logs: Logs,
         *,
         is_elsewhere: bool = False,
         is_ascii: bool = False,
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        self.model = Model(job)
+        self.model = Model(folder.id)
+        self._folder = folder
         self._source = source
         self._terminal = terminal
-        self._signals = signals
-        self._logs = logs
+        self._input = Input(terminal, signals)
         self._is_elsewhere = is_elsewhere
         self._glyphs = text.ASCII if is_ascii else text.UNICODE
-        self._clock = clock
         self._user = User()
-        self._decoder = keys.KeyDecoder()
         self._shown = VisibleRows()
         self._held: tuple[Model, float] | None = None
         """The model, and the time, of a picture that is held."""
@@ -165,55 +278,14 @@ class Dashboard:
             if now >= next_s:
                 self._draw(now)
                 next_s = now + INTERVAL_S
-            if self._wait(next_s):
-                next_s = 0.0
-        return self._ended
-
-    def _wait(self, until: float) -> bool:
-        """Wait for input; return whether to draw at once."""
-        terminal = self._terminal
-        limit_s = max(0.0, until - time.monotonic())
-        if self._decoder.is_waiting:
-            limit_s = min(limit_s, keys.ESCAPE_S)
-        writing = [terminal.out] if terminal.is_behind else []
-        reading = [terminal.keys, self._source.wakeup, self._signals.wakeup]
-        ready, writable, _ = select.select(reading, writing, [], limit_s)
-        is_urgent = False
-        if writable:
-            terminal.flush()
-        if self._signals.wakeup in ready:
-            is_urgent = self._take_signals()
-        if self._source.wakeup in ready:
+            came = self._input.wait(next_s, self._source.wakeup)
             self._take_all()
-        pressed: list[str] = []
-        if terminal.keys in ready:
-            data = terminal.read()
-            if data is None:
-                self._ended = Ended(self.model.exit_code, signal.SIGHUP)
-                return False
-            pressed = self._decoder.feed(data)
-        elif self._decoder.is_waiting and not ready:
-            pressed = self._decoder.expire()
-        self._press(pressed)
-        return bool(pressed) or is_urgent
-
-    def _take_signals(self) -> bool:
-        is_urgent = False
-        for each in self._signals.take():
-            if each == signal.SIGINT:
-                self._ended = Ended(self.model.exit_code)
-            elif each in (signal.SIGTERM, signal.SIGHUP):
-                self._ended = Ended(self.model.exit_code, each)
-            elif each == signal.SIGTSTP:
-                self._terminal.suspend()
-                self._signals.take()  # the SIGCONT of that
-                is_urgent = True
-            elif each == signal.SIGCONT:
-                self._terminal.again()
-                is_urgent = True
-            elif each == signal.SIGWINCH:
-                is_urgent = True
-        return is_urgent
+            self._ended = ending(came, self.model.exit_code)
+            if came:
+                next_s = 0.0
+            if self._ended is None:
+                self._press([each for each in came if not isinstance(each, signal.Signals)])
+        return self._ended
 
     # ------------------------------------------------------------------ frames
 
@@ -221,38 +293,33 @@ class Dashboard:
         for frame in self._source.take():
             self._take(frame)
 
-    def _take(self, frame: JobFrame) -> None:
-        now, header = self._clock(), frame.header
-        if self.model.take(frame.kind, header, now):
-            if frame.kind == "event":
-                self._changed_until = time.monotonic() + CHANGED_S
-        elif frame.kind == "link":
-            why = read.text(header.get("why"))
-            if why:
-                self.model.disconnected(why)
-            else:
-                self.model.connected()
-        elif frame.kind == "output":
-            task = read.text(header.get("task"))
-            self._output[task] = (self._output.get(task, b"") + frame.body)[-OUTPUT_SIZE:]
-        elif frame.kind == "stack":
-            self._take_stack(frame)
-        elif frame.kind == "refused":
-            self._refused(read.text(header.get("message")), read.text(header.get("hint")))
-        elif frame.kind == "failed":
-            self.model.disconnected(read.text(header.get("message")))
-        elif frame.kind == "failed_here":
-            self._user.say(f"internal error: {read.text(header.get('error'))}; leave and begin again")
-
-    def _take_stack(self, frame: JobFrame) -> None:
+    def _take(self, frame: Frame) -> None:
         header = frame.header
-        lines = read.text(header.get("text")).splitlines()
-        error, fix = read.text(header.get("error")), read.text(header.get("fix"))
-        how = read.text(header.get("how"))
+        told = {name: string(header.get(name)) for name in ("task", "why", "message", "hint", "error")}
+        if self.model.take(frame.type, header, time.time()):
+            if frame.type == "event":
+                self._changed_until = time.monotonic() + CHANGED_S
+            return
+        match frame.type:
+            case "link":
+                self.model.link = told["why"]
+            case "output":
+                self._output[told["task"]] = (self._output.get(told["task"], b"") + frame.body)[-OUTPUT_SIZE:]
+            case "stack":
+                self._take_stack(header)
+            case "refused":
+                self._refused(told["message"], told["hint"])
+            case "failed":
+                self.model.link = told["message"]
+            case "failed_here":
+                self._user.say(f"internal error: {told['error']}; leave and begin again")
+
+    def _take_stack(self, header: Mapping[str, object]) -> None:
+        lines, error, fix, how = (string(header.get(name)) for name in ("text", "error", "fix", "how"))
         about = [f"by {how}", ""] if how and lines else []
         problem = [*error.splitlines(), *(f"fix: {line}" for line in fix.splitlines())]
-        if read.text(header.get("task")) == self._user.look.chosen:
-            self._stack = (*problem, *about, *lines) or ("there is nothing",)
+        if string(header.get("task")) == self._user.look.chosen:
+            self._stack = (*problem, *about, *lines.splitlines()) or ("there is nothing",)
 
     def _refused(self, message: str, hint: str) -> None:
         self._user.say(message + (f"; {hint}" if hint else ""))
@@ -273,23 +340,24 @@ class Dashboard:
             if self._ended is not None:
                 return
 
-    def _do(self, action: user.Action) -> None:
-        if isinstance(action, user.Leave):
-            self._ended = Ended(self.model.exit_code)
-        elif isinstance(action, user.Redraw):
-            self._terminal.redraw()
-        elif isinstance(action, user.StopJob):
-            if self.model.job.is_over:
-                self._user.say("the job is over already")
-            elif not self._source.send("stop", by=f"{_who()} from the dashboard"):
-                self._user.say(f"there is no coordinator to ask; type: distrun kill {self.model.job.id}")
-        elif isinstance(action, user.ShowStack):
-            self._stack = (f"asking for the stack of {action.task} ...",)
-            if not self._source.send("stack", task=action.task):
-                self._stack = ("there is no coordinator to ask",)
-        elif isinstance(action, user.ShowLog):
-            self._log, self._log_stamp = (), None
-            self._told_look = float("-inf")  # a log that is elsewhere is asked for at once
+    def _do(self, action: Action) -> None:
+        match action:
+            case Action.LEAVE:
+                self._ended = Ended(self.model.exit_code)
+            case Action.REDRAW:
+                self._terminal.redraw()
+            case Action.STOP_JOB:
+                if self.model.job.is_over:
+                    self._user.say("the job is over already")
+                elif not self._source.send("stop", by=f"{_who()} from the dashboard"):
+                    self._user.say(f"there is no coordinator to ask; type: distrun kill {self.model.job.id}")
+            case Action.STACK:
+                task = self._user.look.chosen
+                is_asked = self._source.send("stack", task=task)
+                self._stack = (f"asking for the stack of {task} ..." if is_asked else "there is no coordinator to ask",)
+            case Action.LOG:
+                self._log, self._log_stamp = (), None
+                self._told_look = float("-inf")  # a log that is elsewhere is asked for at once
 
     # ------------------------------------------------------------------ drawing
 
@@ -298,7 +366,7 @@ class Dashboard:
         terminal = self._terminal
         if terminal.is_behind and not terminal.flush():
             return
-        wall = self._clock()
+        wall = time.time()
         self.model.settle(wall)
         self._read_logs()
         look = self._user.look
@@ -340,25 +408,31 @@ class Dashboard:
                 self._log_stamp = stamp
                 self._log = self._tail(look.chosen, LOG_LINES)
         if error is not None:
-            stamp = (error.name, self._stamp(error.name))
+            stamp = self._stamp(error.name)
             if stamp != self._error_stamp:
                 self._error_stamp = stamp
                 lines = [text.clean(line) for line in self._tail(error.name, report.READ_LINES)]
                 self.model.set_error(report.excerpt(lines))
-                self.model.settle(self._clock())
+                self.model.settle(time.time())
 
     @property
     def _has_logs(self) -> bool:
         return not self._is_elsewhere or self.model.job.is_over
 
     def _stamp(self, task: str) -> object:
-        if self._has_logs:
-            return task, self._logs.log_stamp(task)
-        return task, len(self._output.get(task, b"")), hash(self._output.get(task, b"")[-256:])
+        """Return what changes when the log of a task does."""
+        if not self._has_logs:
+            said = self._output.get(task, b"")
+            return task, len(said), hash(said[-256:])
+        try:
+            found = os.stat(self._folder.log_path(task))
+        except OSError:
+            return task
+        return task, found.st_size, found.st_mtime_ns
 
     def _tail(self, task: str, lines: int) -> Sequence[str]:
         if self._has_logs:
-            return self._logs.tail(task, lines)
+            return self._folder.tail(task, lines)
         found = self._output.get(task, b"").decode("utf-8", "replace").splitlines()
         return [line.rstrip("\r").rpartition("\r")[2] for line in found[-lines:]]
 
@@ -366,32 +440,3 @@ class Dashboard:
 def _who() -> str:
     """Return this user and this machine, for a message to others."""
     return f"{process.user_name() or f'user {os.getuid()}'}@{socket.gethostname()}"
-
-
-class FolderOfLogs(Protocol):
-    """What is needed of a job's folder."""
-
-    def tail(self, task: str, lines: int) -> list[str]:
-        """Return the last lines of a task's log."""
-
-    def log_path(self, task: str) -> os.PathLike[str]:
-        """Return where it is."""
-
-
-class FolderLogs:
-    """Logs in a job's folder on this machine."""
-
-    def __init__(self, folder: FolderOfLogs) -> None:
-        self._folder = folder
-
-    def tail(self, task: str, lines: int) -> Sequence[str]:
-        """Return the last lines of a task's log, decoded."""
-        return self._folder.tail(task, lines)
-
-    def log_stamp(self, task: str) -> object:
-        """Return size and time of a task's log."""
-        try:
-            found = os.stat(self._folder.log_path(task))
-        except OSError:
-            return None
-        return found.st_size, found.st_mtime_ns

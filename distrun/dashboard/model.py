@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import dropwhile
 
-from distrun.dashboard import events, read
+from distrun import formats
+from distrun.dashboard import events, source, text
 from distrun.dashboard.events import EventLine
 from distrun.dashboard.text import natural
 from distrun_runtime.contract import facts
+from distrun_runtime.contract.facts import time_of_day
 from distrun_runtime.coordinator.failures import last_state
 
 LOST_WITH_HOST = "lost with its host"
@@ -282,13 +284,13 @@ class Model:
             now: wall clock, seconds.
         """
         if kind == "state":
-            self._take_state(read.members(header.get("state")))
+            self._take_state(source.members(header.get("state")))
         elif kind == "metrics":
-            self._take_metrics(read.members(header.get("metrics")), now)
+            self._take_metrics(source.members(header.get("metrics")), now)
         elif kind == "event":
-            self._take_event(read.members(header.get("event")))
+            self._take_event(source.members(header.get("event")))
         elif kind == "outcome":
-            self._take_outcome(read.members(header.get("outcome")), now)
+            self._take_outcome(source.members(header.get("outcome")), now)
         else:
             return False
         self._is_settled = False
@@ -302,25 +304,17 @@ class Model:
 
     def _take_state(self, state: Mapping[str, object]) -> None:
         self._state = state
-        self.job = JobSummary(
-            id=read.text(state.get("id")) or self.job.id,
-            name=read.text(state.get("name")),
-            state=read.text(state.get("state")),
-            backend=read.text(state.get("backend")),
-            command=tuple(read.texts(state.get("command"))),
-            message=read.text(state.get("message")),
-            exit_code=read.whole(state.get("exit_code")),
-            created=read.moment(state.get("created")),
-            finished=read.moment(state.get("finished")),
-            heard=read.moment(state.get("heard")) or read.moment(state.get("updated")),
-            seen_s=self.job.seen_s,
-        )
+        known = source.known(JobSummary, state)
+        known.update(id=known["id"] or self.job.id, seen_s=self.job.seen_s)
+        known.update({name: source.moment(state.get(name)) for name in ("created", "finished", "heard")})
+        known["heard"] = known["heard"] or source.moment(state.get("updated"))
+        self.job = JobSummary(**known)
 
     def _take_outcome(self, outcome: Mapping[str, object], now: float) -> None:
-        code, state = read.whole(outcome.get("exit_code")), last_state(read.text(outcome.get("reason")))
-        self.culprit = read.text(read.members(outcome.get("culprit")).get("task"))
+        code, state = source.whole(outcome.get("exit_code")), last_state(source.string(outcome.get("reason")))
+        self.culprit = source.string(source.members(outcome.get("culprit")).get("task"))
         known = {**self._state, "state": state, "exit_code": code, "message": outcome.get("message")}
-        if read.objects(outcome.get("tasks")):
+        if source.objects(outcome.get("tasks")):
             known["tasks"] = outcome["tasks"]
         self._take_state(known)
         if self.job.finished is None:
@@ -330,15 +324,15 @@ class Model:
         self._metrics = metrics
         self.metrics_at = now
         self.progress = events.of(metrics)
-        store = read.members(metrics.get("store"))
+        store = source.members(metrics.get("store"))
         self.store = _store(store) if store else None
-        self.history = {name: read.series(each) for name, each in read.members(metrics.get("history")).items()}
+        self.history = {name: source.series(each) for name, each in source.members(metrics.get("history")).items()}
         if now >= self._traced + 1.0:
             self._traced = now
             self._trace()
 
     def _take_event(self, event: Mapping[str, object]) -> None:
-        kind, host = event.get("event"), read.text(event.get("host"))
+        kind, host = event.get("event"), source.string(event.get("host"))
         shown = self._reader.take(event)
         if self._reader.is_end_of_connection(event):
             return
@@ -350,14 +344,6 @@ class Model:
             self._silent |= {host}
         elif kind == "resumed":
             self._silent -= {host}
-
-    def disconnected(self, why: str) -> None:
-        """Take note that nothing new comes."""
-        self.link = why
-
-    def connected(self) -> None:
-        """Take note that the coordinator is connected."""
-        self.link = ""
 
     # ------------------------------------------------------------------ what is shown
 
@@ -388,16 +374,16 @@ class Model:
         return exit_code(self.job.state) if self.job.state else 0
 
     def _rebuild(self, now: float) -> None:
-        metrics, hosts = (read.members(self._metrics.get(kind)) for kind in ("tasks", "hosts"))
+        metrics, hosts = (source.members(self._metrics.get(kind)) for kind in ("tasks", "hosts"))
         over = self.job.is_over
         tasks, waits = {}, {}
         behind = {} if over or self.progress is None else self.progress.behind
-        for each in read.objects(self._state.get("tasks")):
-            name = read.text(each.get("name"))
-            told = {} if over else read.members(metrics.get(name))
+        for each in source.objects(self._state.get("tasks")):
+            name = source.string(each.get("name"))
+            told = {} if over else source.members(metrics.get(name))
             if told.get("condition") == facts.WAITING:
                 waits[name] = self._waits.get(name, now)
-            heard_s = read.finite(read.members(hosts.get(read.text(each.get("host")))).get("heard_s")) or 0.0
+            heard_s = source.finite(source.members(hosts.get(source.string(each.get("host")))).get("heard_s")) or 0.0
             silent_s = heard_s if heard_s > SILENT_S else 0.0
             tasks[name] = _task(each, told, self.job.until, waited_s=now - waits.get(name, now), silent_s=silent_s)
             if name in behind and tasks[name].level == LEVELS[facts.RUNNING]:
@@ -409,28 +395,22 @@ class Model:
             # As a rule the last line names the exception.
             last = next((line.strip() for line in reversed(self.error_lines) if line.strip()), "")
             tasks[error.name] = replace(error, why=error.why or last, level=FIRST_LEVEL)
-        names = read.texts(self._state.get("hosts")) or list(dict.fromkeys(task.host for task in tasks.values()))
-        known = read.members(self._metrics.get("hosts"))
+        names = source.texts(self._state.get("hosts")) or list(dict.fromkeys(task.host for task in tasks.values()))
+        known = source.members(self._metrics.get("hosts"))
         self._lost |= {task.host for task in tasks.values() if task.word == facts.LOST}
-        self.hosts = {name: self._host(name, read.members(known.get(name))) for name in names}
+        self.hosts = {name: self._host(name, source.members(known.get(name))) for name in names}
 
     def _host(self, name: str, told: Mapping[str, object]) -> HostView:
-        heard_s = read.finite(told.get("heard_s"))
+        heard_s = source.finite(told.get("heard_s"))
         if name in self._lost:
             word = facts.LOST
         elif name in self._silent or (heard_s is not None and heard_s > facts.SUSPECT_S and not self.job.is_over):
             word = "silent"
         else:
             word = "ok" if told else ""
-        return HostView(
-            name=name,
-            word=word,
-            heard_s=heard_s,
-            cores=read.whole(told.get("cores")),
-            offset_s=read.finite(told.get("clock_offset_s")),
-            gpus=tuple(_gpu(each) for each in read.objects(told.get("gpus"))),
-            **{key: read.finite(told.get(key)) for key in _HOST_NUMBERS},
-        )
+        gpus = tuple(GpuView(**source.known(GpuView, each)) for each in source.objects(told.get("gpus")))
+        known = source.known(HostView, {**told, "name": name, "word": word, "offset_s": told.get("clock_offset_s")})
+        return HostView(**known, gpus=gpus)
 
     def _trace(self) -> None:
         store = self.store or StoreView()
@@ -449,103 +429,164 @@ class Model:
                 self.traces = {**self.traces, name: (*known[-TRACE + 1 :], value)}
 
 
-_HOST_NUMBERS = ("cpu", "load", "mem_used", "mem_total", "disk_free", "net_rx", "net_tx")
-
-
 def _moment(value: object) -> float | None:
     """Return a time of a state (RFC 3339) or of an outcome (seconds)."""
-    return read.moment(value) if isinstance(value, str) else read.finite(value)
+    return source.moment(value) if isinstance(value, str) else source.finite(value)
 
 
 def _task(
     state: Mapping[str, object], told: Mapping[str, object], until: float | None, *, waited_s: float, silent_s: float
 ) -> TaskView:
     """Return a task. `until`: when its job ended, or was last heard of."""
-    word = read.text(state.get("state"))
-    reason = read.text(state.get("reason"))
-    condition = read.text(told.get("condition"))
-    why = reason or read.text(state.get("own_failure"))
-    lost_peer = read.text(state.get("lost_peer"))
+    word = source.string(state.get("state"))
+    reason = source.string(state.get("reason"))
+    condition = source.string(told.get("condition"))
+    why = reason or source.string(state.get("own_failure"))
+    lost_peer = source.string(state.get("lost_peer"))
     if lost_peer:
         why = f"lost {lost_peer}: {why}" if why else f"lost {lost_peer}"
     if word == facts.FAILED and reason == LOST_WITH_HOST:
         word = facts.LOST
     level = CONSEQUENCE_LEVEL if word == facts.FAILED and lost_peer else LEVELS.get(word, PROBLEM_LEVEL)
     if word == facts.RUNNING and condition:
-        word, why = condition, read.text(told.get("why"))
+        word, why = condition, source.string(told.get("why"))
         level = LEVELS.get(word, PROBLEM_LEVEL)
         if word == facts.WAITING and waited_s >= LONG_WAIT_S:
             level = LONG_WAIT_LEVEL
-    code, signal = read.whole(state.get("code")), read.text(state.get("signal"))
-    report, history = read.members(told.get("report")), read.members(told.get("history"))
-    peak_kb, quiet_s = read.finite(state.get("max_rss_kb")), read.finite(told.get("output_age_s"))
-    return TaskView(
-        name=read.text(state.get("name")),
-        role=read.text(state.get("role")),
-        rank=read.whole(state.get("rank")) or 0,
-        host=read.text(state.get("host")),
+    code, signal = source.whole(state.get("code")), source.string(state.get("signal"))
+    report, history = source.members(told.get("report")), source.members(told.get("history"))
+    peak_kb, quiet_s = source.finite(state.get("max_rss_kb")), source.finite(told.get("output_age_s"))
+    known = source.known(
+        TaskView,
+        {
+            **{**told, **state},
+            **{name: report.get(name) for name in ("step", "total", "values")},
+            **{"read_s": told.get("read"), "write_s": told.get("write")},
+            **{"cpu_history": history.get("cpu"), "rss_history": history.get("rss")},
+        },
+    )
+    known.update(
         word=word,
         level=level,
-        pid=read.whole(state.get("pid")),
         started=_moment(state.get("started")),
         ended=_moment(state.get("ended")) or (None if reason == LOST_WITH_HOST else until),
         code=signal or ("" if code is None else str(code)),
-        cpu_s=read.finite(state.get("cpu_s")) if peak_kb else None,
+        cpu_s=known["cpu_s"] if peak_kb else None,
         why=why,
-        cpu=read.finite(told.get("cpu")),
-        rss=read.finite(told.get("rss")) if told else (peak_kb * 1024 if peak_kb else None),
-        limit=read.finite(told.get("limit")),
-        processes=read.whole(told.get("processes")),
-        read_s=read.finite(told.get("read")),
-        write_s=read.finite(told.get("write")),
-        gpu=read.finite(told.get("gpu")),
-        gpu_mem=read.finite(told.get("gpu_mem")),
+        rss=known["rss"] if told else (peak_kb * 1024 if peak_kb else None),
         quiet_s=None if quiet_s is None else quiet_s + silent_s,
-        step=read.whole(report.get("step")),
-        total=read.whole(report.get("total")),
-        values=read.numbers(report.get("values")),
-        is_consequence=bool(lost_peer),
-        cpu_history=read.series(history.get("cpu")),
-        rss_history=read.series(history.get("rss")),
     )
-
-
-def _gpu(told: Mapping[str, object]) -> GpuView:
-    return GpuView(
-        index=read.whole(told.get("index")) or 0,
-        name=read.text(told.get("name")),
-        util=read.finite(told.get("util")),
-        mem_used=read.finite(told.get("mem_used")),
-        mem_total=read.finite(told.get("mem_total")),
-    )
+    return TaskView(**known, is_consequence=bool(lost_peer))
 
 
 def _store(told: Mapping[str, object]) -> StoreView:
-    scheduler, told_of = read.members(told.get("scheduler")), read.members(told.get("servers"))
+    told_of = source.members(told.get("servers"))
     servers = [
-        ServerView(
-            name=name,
-            keys=read.whole(each.get("keys")),
-            size=read.finite(each.get("bytes")),
-            push_s=read.finite(each.get("push_s")),
-            pull_s=read.finite(each.get("pull_s")),
-            in_s=read.finite(each.get("in_s")),
-            out_s=read.finite(each.get("out_s")),
-            queue=read.whole(each.get("queue")),
-            waiting=read.whole(each.get("waiting")),
-            staleness_max=read.finite(each.get("staleness_max")),
-            lags=read.numbers(each.get("lags")),
-            device=read.text(each.get("device")),
-            device_why=read.text(each.get("device_why")),
-        )
-        for name, each in ((name, read.members(told_of[name])) for name in sorted(told_of, key=natural))
+        ServerView(**source.known(ServerView, {**each, "name": name, "size": each.get("bytes")}))
+        for name, each in ((name, source.members(told_of[name])) for name in sorted(told_of, key=natural))
     ]
     return StoreView(
-        servers=tuple(servers),
-        push_s=read.finite(told.get("push_s")),
-        pull_s=read.finite(told.get("pull_s")),
-        round_s=read.finite(told.get("round_s")),
-        barriers=read.whole(scheduler.get("barriers")),
-        barrier_waiting=read.whole(scheduler.get("barrier_waiting")),
-        members=read.whole(scheduler.get("members")),
+        **source.known(StoreView, {**told, **source.members(told.get("scheduler"))}), servers=tuple(servers)
     )
+
+
+# The model as lines of text, one for each change: for screen readers, logs, and terminals that cannot draw.
+
+
+PROGRESS_S = 30.0
+"""Minimum time between two lines of progress,"""
+PROGRESS_SHARE = 0.1
+"""unless the progress grew by at least this share."""
+
+
+class Plain:
+    """Says what has changed since it was last asked."""
+
+    def __init__(self) -> None:
+        self._job = ""
+        self._link = ""
+        self._words: dict[str, str] = {}
+        self._hosts: dict[str, str] = {}
+        self._event: EventLine | None = None
+        self._has_begun = False
+        self._told_s = 0.0
+        self._told_share = 0.0
+        self._told_step: int | None = None
+
+    def changes(self, model: Model, now: float) -> Sequence[str]:
+        """Return a line for each change. `now`: wall clock, seconds."""
+        if not model.job.state:
+            return []
+        found = [*self._of_tasks(model), *self._of_hosts(model), *self._of_events(model)]
+        found += self._of_link(model)
+        found += self._of_job(model, now)
+        progress = self._of_progress(model, now)
+        at = time_of_day(now)[:8]
+        return [f"{at} {text.clean(line)}" for line in (*found, *progress)]
+
+    def _of_job(self, model: Model, now: float) -> list[str]:
+        job = model.job
+        if job.state == self._job:
+            return []
+        self._job = job.state
+        more = "" if job.exit_code is None else f", exit code {job.exit_code}"
+        if job.is_over and job.message:
+            more += f": {job.message}"
+        return [f"job {job.id}: {job.state} after {formats.elapsed(job.elapsed(now)) or '0:00:00'}{more}"]
+
+    def _of_tasks(self, model: Model) -> list[str]:
+        changed: dict[tuple[str, str], list[TaskView]] = {}
+        for task in model.tasks.values():
+            # A short wait in the store is how a job works.
+            word = facts.RUNNING if task.word == facts.WAITING and not task.is_problem else task.word
+            if self._words.get(task.name) == word:
+                continue
+            self._words[task.name] = word
+            why = ""
+            if word != facts.STOPPED:  # that others were stopped is a consequence, told as one
+                why = f" ({task.code})" if task.code and task.is_over else ""
+                why += f": {task.why}" if task.why and word == task.word else ""
+            changed.setdefault((word, why), []).append(task)
+        lines = []
+        for (word, why), tasks in changed.items():
+            names = text.folded(tuple(task.name for task in tasks))
+            hosts = text.folded(tuple(task.host for task in tasks))
+            lines.append(f"{names} on {hosts}: {word}{why}")
+        return lines
+
+    def _of_hosts(self, model: Model) -> list[str]:
+        lines = []
+        for host in model.hosts.values():
+            word = host.word or "ok"
+            if self._hosts.get(host.name, "ok") != word:
+                lines.append(f"host {host.name}: {word}")
+            self._hosts[host.name] = word
+        return lines
+
+    def _of_events(self, model: Model) -> list[str]:
+        """Return warnings and errors; what concerns a task's state is told with the state."""
+        fresh: list[EventLine] = []
+        for event in reversed(model.events):
+            if event is self._event:
+                break
+            fresh.append(event)
+        if model.events:
+            self._event = model.events[-1]
+        has_begun, self._has_begun = self._has_begun, True
+        return [event.words for event in reversed(fresh) if event.is_message] if has_begun else []
+
+    def _of_link(self, model: Model) -> list[str]:
+        if model.link == self._link:
+            return []
+        self._link = model.link
+        return [model.link or "the coordinator is connected again"]
+
+    def _of_progress(self, model: Model, now: float) -> list[str]:
+        progress = model.progress
+        if progress is None or progress.step is None or progress.step == self._told_step:
+            return []
+        share = progress.fraction or 0.0
+        if now < self._told_s + PROGRESS_S and abs(share - self._told_share) < PROGRESS_SHARE:
+            return []
+        self._told_s, self._told_share, self._told_step = now, share, progress.step
+        return ["progress: " + ", ".join(events.line(progress))]

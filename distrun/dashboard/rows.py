@@ -42,6 +42,8 @@ STYLES = {
 """Styles of words; others are yellow. The word says it all; the colour helps to find it."""
 
 Row = TypeVar("Row")
+View = TypeVar("View", TaskView, HostView)
+Number = TypeVar("Number", int, float)
 
 
 def style_of(word: str) -> str:
@@ -220,49 +222,8 @@ SORTS = ("problems", "task", "host", "step", "cpu", "memory", "gpu", "last line"
 """Orders of the table; `s` goes to the next one."""
 
 
-@dataclass(frozen=True)
-class TaskRow:
-    """One row: a task, or several that are alike."""
-
-    tasks: tuple[TaskView, ...]
-
-    @property
-    def key(self) -> str:
-        """What the row is called while it is chosen."""
-        return self.tasks[0].name
-
-    @property
-    def first(self) -> TaskView:
-        """The task, or the first one."""
-        return self.tasks[0]
-
-    @property
-    def name(self) -> str:
-        """Names of the tasks, folded: `worker-[0-7]`."""
-        return self.first.name if len(self.tasks) == 1 else text.folded(tuple(task.name for task in self.tasks))
-
-    @property
-    def host(self) -> str:
-        """Names of the hosts, folded: `gpu[01-08]`."""
-        return self.first.host if len(self.tasks) == 1 else text.folded(tuple(task.host for task in self.tasks))
-
-    def total(self, of: Callable[[TaskView], float | None]) -> float | None:
-        """Return the sum over its tasks of what is known."""
-        known = [value for value in map(of, self.tasks) if value is not None]
-        return sum(known) if known else None
-
-    def mean(self, of: Callable[[TaskView], float | None]) -> float | None:
-        """Return the mean over its tasks of what is known."""
-        known = [value for value in map(of, self.tasks) if value is not None]
-        return sum(known) / len(known) if known else None
-
-    def largest(self, of: Callable[[TaskView], float | None]) -> float | None:
-        """Return the largest value of its tasks."""
-        return max((value for value in map(of, self.tasks) if value is not None), default=None)
-
-
-def task_rows(tasks: Iterable[TaskView], wanted: str, order: str, is_folded: bool) -> list[TaskRow]:
-    """Return the rows of a table.
+def task_rows(tasks: Iterable[TaskView], wanted: str, order: str, is_folded: bool) -> list[tuple[TaskView, ...]]:
+    """Return the rows of a table, each a task or several that are alike.
 
     Args:
         tasks: the job's tasks, in its order.
@@ -270,19 +231,8 @@ def task_rows(tasks: Iterable[TaskView], wanted: str, order: str, is_folded: boo
         order: one of SORTS. Within it tasks keep the job's order.
         is_folded: tasks of one role and state, unless they are problems, share a row.
     """
-    found = [task for task in tasks if matches(wanted, task.name, task.host, task.word)]
-    found.sort(key=_KEYS[order])
-    if not is_folded:
-        return [TaskRow((task,)) for task in found]
-    groups: dict[tuple[str, ...], list[TaskView]] = {}
-    for task in found:
-        groups.setdefault((task.name,) if task.is_problem else ("", task.role, task.word), []).append(task)
-    return [TaskRow(tuple(group)) for group in groups.values()]
-
-
-def matches(wanted: str, *texts: str) -> bool:
-    """Return whether each word of `wanted` is part of one of the texts, in upper or lower case."""
-    return all(any(word in text.lower() for text in texts) for word in wanted.lower().split())
+    found = sorted((task for task in tasks if matches(wanted, task.name, task.host, task.word)), key=_KEYS[order])
+    return _rows(found, lambda task: (task.name,) if task.is_problem else ("", task.role, task.word), is_folded)
 
 
 def host_rows(known: Iterable[HostView], wanted: str, is_folded: bool) -> list[tuple[HostView, ...]]:
@@ -290,12 +240,19 @@ def host_rows(known: Iterable[HostView], wanted: str, is_folded: bool) -> list[t
     found = sorted(
         (host for host in known if matches(wanted, host.name, host.word)), key=lambda host: host.word == "ok"
     )
-    if not is_folded:
-        return [(host,) for host in found]
-    groups: dict[str, list[HostView]] = {}
-    for host in found:
-        groups.setdefault(host.word, []).append(host)
-    return [tuple(group) for group in groups.values()]
+    return _rows(found, lambda host: host.word, is_folded)
+
+
+def matches(wanted: str, *texts: str) -> bool:
+    """Return whether each word of `wanted` is part of one of the texts, in upper or lower case."""
+    return all(any(word in text.lower() for text in texts) for word in wanted.lower().split())
+
+
+def _rows(found: Sequence[View], alike: Callable[[View], object], is_folded: bool) -> list[tuple[View, ...]]:
+    groups: dict[object, list[View]] = {}
+    for number, each in enumerate(found):
+        groups.setdefault(alike(each) if is_folded else number, []).append(each)
+    return list(map(tuple, groups.values()))
 
 
 def _descending(of: Callable[[TaskView], float | None]) -> Callable[[TaskView], tuple[float, ...]]:
@@ -320,49 +277,45 @@ _KEYS: dict[str, Callable[[TaskView], tuple[Any, ...]]] = {
 
 
 def tasks(
-    rows: Sequence[TaskRow], room: int, now: float, since_s: float = 0.0, glyphs: Glyphs = text.UNICODE, **how: Any
-) -> TextTable[TaskRow]:
+    rows: Sequence[Sequence[TaskView]],
+    room: int,
+    now: float,
+    since_s: float = 0.0,
+    glyphs: Glyphs = text.UNICODE,
+    **how: Any,
+) -> TextTable[Sequence[TaskView]]:
     """Return the table of tasks. `now`: wall clock, seconds. `since_s`: how old the metrics are."""
-    columns: Sequence[Column[TaskRow]] = (
-        Column("TASK", lambda row: row.name, False, is_kept=True, widest=24),
-        Column("HOST", lambda row: row.host, False, keep=8, is_kept=True, widest=24),
-        Column("PID", lambda row: _shown(row.first.pid) if len(row.tasks) == 1 else "", keep=3),
+    columns: Sequence[Column[Sequence[TaskView]]] = (
+        Column("TASK", lambda row: text.folded(tuple(task.name for task in row)), False, is_kept=True, widest=24),
+        Column("HOST", lambda row: text.folded(tuple(task.host for task in row)), False, 8, is_kept=True, widest=24),
+        Column("PID", lambda row: _shown(row[0].pid) if len(row) == 1 else "", keep=3),
         Column("STATE", _word, False, is_kept=True, widest=16),
-        Column("UP", lambda row: formats.elapsed(row.largest(lambda task: task.uptime(now))), keep=7, is_kept=True),
-        Column("CPU", lambda row: formats.percent(row.mean(lambda task: task.cpu)), keep=11),
-        Column("MEM", lambda row: formats.short_size(row.largest(lambda task: task.rss)), keep=10),
-        Column("LIMIT", lambda row: formats.short_size(row.first.limit), keep=2),
-        Column("GPU", lambda row: formats.percent(row.mean(lambda task: task.gpu)), keep=11),
-        Column("GMEM", lambda row: formats.short_size(row.largest(lambda task: task.gpu_mem)), keep=4),
+        Column("UP", lambda row: formats.elapsed(_most(task.uptime(now) for task in row)), keep=7, is_kept=True),
+        Column("CPU", lambda row: formats.percent(_mean(task.cpu for task in row)), keep=11),
+        Column("MEM", lambda row: formats.short_size(_most(task.rss for task in row)), keep=10),
+        Column("LIMIT", lambda row: formats.short_size(row[0].limit), keep=2),
+        Column("GPU", lambda row: formats.percent(_mean(task.gpu for task in row)), keep=11),
+        Column("GMEM", lambda row: formats.short_size(_most(task.gpu_mem for task in row)), keep=4),
+        Column("STEP", lambda row: _shown(min(_known(task.step for task in row), default=None)), keep=6),
         Column(
-            "STEP",
-            lambda row: _shown(min((task.step for task in row.tasks if task.step is not None), default=None)),
-            keep=6,
+            "LAST",
+            lambda row: "" if row[0].is_over else _age(_most(task.quiet_s for task in row), since_s),
+            keep=9,
         ),
-        Column("LAST", lambda row: _quiet(row, since_s), keep=9),
-        Column("CPU TIME", lambda row: "" if row.first.cpu_s is None else f"{row.first.cpu_s:.1f} s", keep=1),
-        Column("CODE", _code, keep=12),
-        Column("WHY", lambda row: row.first.why, False, keep=5, takes_rest=True),
+        Column("CPU TIME", lambda row: "" if row[0].cpu_s is None else f"{row[0].cpu_s:.1f} s", keep=1),
+        Column("CODE", lambda row: row[0].code if len({task.code for task in row}) == 1 else "various", keep=12),
+        Column("WHY", lambda row: row[0].why, False, keep=5, takes_rest=True),
     )
-    return TextTable(columns, rows, room, glyphs, style=_task_style, **how)
+
+    def style(row: Sequence[TaskView]) -> str:
+        return text.DIM if row[0].level == CONSEQUENCE_LEVEL else style_of(row[0].word)
+
+    return TextTable(columns, rows, room, glyphs, style=style, **how)
 
 
-def _task_style(row: TaskRow) -> str:
-    return text.DIM if row.first.level == CONSEQUENCE_LEVEL else style_of(row.first.word)
-
-
-def _word(row: TaskRow) -> str:
-    return row.first.word if len(row.tasks) == 1 else f"{len(row.tasks)} {row.first.word}"
-
-
-def _quiet(row: TaskRow, since_s: float) -> str:
-    quiet_s = row.largest(lambda task: task.quiet_s)
-    return "" if quiet_s is None or row.first.is_over else formats.age(quiet_s + since_s)
-
-
-def _code(row: TaskRow) -> str:
-    codes = {task.code for task in row.tasks}
-    return row.first.code if len(codes) == 1 else "various"
+def _word(row: Sequence[TaskView] | Sequence[HostView]) -> str:
+    word = row[0].word
+    return word if len(row) == 1 or not word else f"{len(row)} {word}"
 
 
 # ---------------------------------------------------------------------- hosts and servers
@@ -372,36 +325,25 @@ def hosts(groups: Sequence[Sequence[HostView]], room: int, since_s: float, glyph
     """Return the table of hosts, or of groups of them. `since_s`: age of the metrics, seconds."""
     columns: Sequence[Column[Sequence[HostView]]] = (
         Column("HOST", lambda group: text.folded(tuple(host.name for host in group)), False, is_kept=True),
-        Column("STATE", _host_word, False),
-        Column("HEARD", lambda group: _heard(group, since_s), keep=4),
-        Column("CPU", lambda group: formats.percent(_mean([host.cpu for host in group]))),
-        Column("LOAD", lambda group: _load(_mean([host.load for host in group])), keep=5),
+        Column("STATE", _word, False),
+        Column("HEARD", lambda group: _age(_most(host.heard_s for host in group), since_s), keep=4),
+        Column("CPU", lambda group: formats.percent(_mean(host.cpu for host in group))),
+        Column("LOAD", lambda group: _load(_mean(host.load for host in group)), keep=5),
         Column(
             "MEM",
-            lambda group: _part(_sum([host.mem_used for host in group]), _sum([host.mem_total for host in group])),
+            lambda group: _part(_sum(host.mem_used for host in group), _sum(host.mem_total for host in group)),
         ),
         Column(
             "DISK FREE",
-            lambda group: formats.short_size(
-                min((host.disk_free for host in group if host.disk_free is not None), default=None)
-            ),
+            lambda group: formats.short_size(min(_known(host.disk_free for host in group), default=None)),
             keep=6,
         ),
-        Column("NET IN", lambda group: _per_s(_sum([host.net_rx for host in group])), keep=3),
-        Column("NET OUT", lambda group: _per_s(_sum([host.net_tx for host in group])), keep=2),
+        Column("NET IN", lambda group: _per_s(_sum(host.net_rx for host in group)), keep=3),
+        Column("NET OUT", lambda group: _per_s(_sum(host.net_tx for host in group)), keep=2),
         Column("GPU", _gpus),
         Column("CLOCK", _offset, keep=1),
     )
     return TextTable(columns, groups, room, glyphs, style=lambda group: style_of(group[0].word)).lines()
-
-
-def _host_word(group: Sequence[HostView]) -> str:
-    return group[0].word if len(group) == 1 or not group[0].word else f"{len(group)} {group[0].word}"
-
-
-def _heard(group: Sequence[HostView], since_s: float) -> str:
-    heard_s = max((host.heard_s for host in group if host.heard_s is not None), default=None)
-    return "" if heard_s is None else formats.age(heard_s + since_s)
 
 
 def _load(load: float | None) -> str:
@@ -409,12 +351,12 @@ def _load(load: float | None) -> str:
 
 
 def _gpus(group: Sequence[HostView]) -> str:
-    known = [gpu.util for host in group for gpu in host.gpus if gpu.util is not None]
-    return "" if not known else f"{len(known)}x {formats.percent(sum(known) / len(known))}"
+    known = _known(gpu.util for host in group for gpu in host.gpus)
+    return f"{len(known)}x {formats.percent(_mean(known))}" if known else ""
 
 
 def _offset(group: Sequence[HostView]) -> str:
-    offset_s = max((host.offset_s for host in group if host.offset_s is not None), key=abs, default=None)
+    offset_s = max(_known(host.offset_s for host in group), key=abs, default=None)
     return "" if offset_s is None else f"{round(offset_s, 1) + 0.0:+.1f}s"  # never -0.0
 
 
@@ -452,14 +394,24 @@ def rate(value: float | None) -> str:
     return formats.per_second(value).removesuffix("/s")
 
 
-def _sum(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+def _known(values: Iterable[Number | None]) -> list[Number]:
+    return [value for value in values if value is not None]
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+def _sum(values: Iterable[float | None]) -> float | None:
+    return sum(known) if (known := _known(values)) else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    return sum(known) / len(known) if (known := _known(values)) else None
+
+
+def _most(values: Iterable[float | None]) -> float | None:
+    return max(_known(values), default=None)
+
+
+def _age(seconds: float | None, since_s: float) -> str:
+    return "" if seconds is None else formats.age(seconds + since_s)
 
 
 def _part(used: float | None, total: float | None) -> str:

@@ -7,14 +7,19 @@ the dashboard then calls `take`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
 
 from distrun.errors import DistrunError
 from distrun_runtime.contract import facts
+from distrun_runtime.contract.session import Frame
+from distrun_runtime.coordinator import stored
 from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
@@ -32,19 +37,8 @@ WAITING = 10_000
 END_S = 2.0
 
 
-class JobFrame:
-    """A frame of the coordinator, or what stands for one: kind `link` says why nothing comes, empty if it does."""
-
-    __slots__ = ("body", "header", "kind")
-
-    def __init__(self, kind: str, header: Mapping[str, object], body: bytes = b"") -> None:
-        self.kind = kind
-        self.header = header
-        self.body = body
-
-
 class FrameSource:
-    """The frames of one job.
+    """The frames of one job, and one that no coordinator sends: `link` says why nothing comes, empty if it does.
 
     Arguments:
         folder: the job's folder on this machine.
@@ -62,7 +56,7 @@ class FrameSource:
         self._connect = connect
         self._refresh = refresh
         self._lock = threading.Lock()
-        self._frames: deque[JobFrame] = deque(maxlen=WAITING)
+        self._frames: deque[Frame] = deque(maxlen=WAITING)
         self._connection: ControlConnection | None = None
         self._wanted: Mapping[str, object] = {"events": True, "metrics": True}
         self._is_ending = threading.Event()
@@ -87,7 +81,7 @@ class FrameSource:
             self._greet(connection)
         self._thread.start()
 
-    def take(self) -> list[JobFrame]:
+    def take(self) -> list[Frame]:
         """Return the frames that have come."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.wakeup, 4096)
@@ -132,7 +126,7 @@ class FrameSource:
                     break
                 self._reconnect()
         except Exception as err:  # a fault of ours must not leave a dashboard that looks alive
-            self._put(JobFrame("failed_here", {"error": f"{type(err).__name__}: {err}"}))
+            self._put(Frame({"type": "failed_here", "error": f"{type(err).__name__}: {err}"}))
             raise
         finally:
             connection, self._connection = self._connection, None
@@ -141,7 +135,7 @@ class FrameSource:
 
     def _read(self, connection: ControlConnection) -> None:
         for frame in connection.frames():
-            self._put(JobFrame(frame.type, frame.header, frame.body))
+            self._put(frame)
         self._connection = None
         connection.close()
 
@@ -159,7 +153,7 @@ class FrameSource:
             except (DistrunError, JobStoreError) as err:
                 where = self._control()
                 if where is not None:
-                    self._put(JobFrame("link", {"why": f"{err}; what is shown is the last that is known"}))
+                    self._put(Frame({"type": "link", "why": f"{err}; what is shown is the last that is known"}))
                 if self._is_ending.wait(FOLDER_S if where is None else RETRY_S) or self._has_ended():
                     return
                 continue
@@ -175,7 +169,7 @@ class FrameSource:
         return found if found is not None and found["path"] else None
 
     def _greet(self, connection: ControlConnection) -> None:
-        self._put(JobFrame("link", {"why": ""}))
+        self._put(Frame({"type": "link", "why": ""}))
         connection.send("state")
         connection.send("subscribe", **self._wanted)
 
@@ -184,32 +178,131 @@ class FrameSource:
         try:
             state = self._folder.state()
         except JobStoreError as err:
-            self._put(JobFrame("link", {"why": str(err)}))
+            self._put(Frame({"type": "link", "why": str(err)}))
             return facts.RUNNING
-        self._put(JobFrame("state", {"state": state}))
+        self._put(Frame({"type": "state", "state": state}))
         if state["state"] in facts.OVER:
             with contextlib.suppress(JobStoreError):
                 outcome = self._folder.outcome()
                 if outcome is not None:
-                    self._put(JobFrame("outcome", {"outcome": outcome}))
+                    self._put(Frame({"type": "outcome", "outcome": outcome}))
         if state["state"] == facts.LOST:
             self._put(
-                JobFrame("link", {"why": f"its coordinator is gone; distrun kill {self._folder.id} ends what is left"})
+                Frame(
+                    {
+                        "type": "link",
+                        "why": f"its coordinator is gone; distrun kill {self._folder.id} ends what is left",
+                    }
+                )
             )
         return str(state["state"])
 
     def _put_past_events(self) -> None:
         for event in self._folder.last_events(EVENTS_SIZE):
-            self._put(JobFrame("event", {"event": event}))
+            self._put(Frame({"type": "event", "event": event}))
 
-    def _put(self, frame: JobFrame) -> None:
+    def _put(self, frame: Frame) -> None:
         with self._lock:
-            if frame.kind == "metrics":
+            if frame.type == "metrics":
                 # Only the newest counts.
                 for at, waiting in enumerate(self._frames):
-                    if waiting.kind == "metrics":
+                    if waiting.type == "metrics":
                         del self._frames[at]
                         break
             self._frames.append(frame)
         with contextlib.suppress(BlockingIOError):
             os.write(self._waking, b"w")
+
+
+# Reads members of frames and files. A member that is missing, null or of a wrong type is unknown. No side effects.
+#
+# Frames may come from a newer distrun, so unknown members are ignored and no member is required.
+
+
+def number(value: object) -> float | None:
+    """Return a number; the texts "nan", "inf" and "-inf" are numbers, too."""
+    if type(value) is float:  # first: most are, and a job has thousands
+        return value
+    if type(value) is int:
+        return float(value)
+    if isinstance(value, str) and value.lower() in ("nan", "inf", "-inf"):
+        return float(value)
+    return None
+
+
+def finite(value: object) -> float | None:
+    """Return a number that is neither infinite nor NaN."""
+    found = value if type(value) is float else number(value)
+    return found if found is not None and math.isfinite(found) else None
+
+
+def whole(value: object) -> int | None:
+    """Return a whole number."""
+    found = finite(value)
+    return None if found is None else int(found)
+
+
+def string(value: object) -> str:
+    """Return a text; "" in place of anything else."""
+    return value if isinstance(value, str) else ""
+
+
+def moment(value: object) -> float | None:
+    """Return an RFC 3339 time in seconds since 1970."""
+    return _parsed(value) if isinstance(value, str) else None
+
+
+@lru_cache(maxsize=16384)
+def _parsed(value: str) -> float | None:
+    """Return what a time means; those of a job's tasks come again with every state."""
+    try:
+        return stored.seconds(value)
+    except ValueError:
+        return None
+
+
+def members(value: object) -> Mapping[str, object]:
+    """Return an object; an empty one in place of anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def objects(value: object) -> Sequence[Mapping[str, object]]:
+    """Return the objects of a list."""
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list | tuple) else []
+
+
+def texts(value: object) -> list[str]:
+    """Return the texts of a list."""
+    return [each for each in value if isinstance(each, str)] if isinstance(value, list | tuple) else []
+
+
+def numbers(value: object) -> dict[str, float]:
+    """Return the numbers of an object by their names."""
+    found = {name: number(each) for name, each in value.items()} if isinstance(value, dict) else {}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def series(value: object) -> tuple[float | None, ...]:
+    """Return a list of numbers; None where one is unknown."""
+    return tuple(number(each) for each in value) if isinstance(value, list | tuple) else ()
+
+
+_BY_TYPE: Mapping[object, Callable[[object], object]] = {
+    "str": string,
+    "int": lambda value: whole(value) or 0,
+    "int | None": whole,
+    "float | None": finite,
+    "Mapping[str, float]": numbers,
+    "tuple[float | None, ...]": series,
+    "tuple[str, ...]": lambda value: tuple(texts(value)),
+}
+
+
+@cache
+def _readers(kind: type) -> Sequence[tuple[str, Callable[[object], object]]]:
+    return [(each.name, _BY_TYPE[each.type]) for each in dataclasses.fields(kind) if each.type in _BY_TYPE]
+
+
+def known(kind: type, told: Mapping[str, object]) -> dict[str, Any]:
+    """Return the members of an object that a dataclass has as fields of the same names, read by the fields' types."""
+    return {name: read(told.get(name)) for name, read in _readers(kind)}

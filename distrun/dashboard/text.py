@@ -78,6 +78,8 @@ def clean_lines(text: str) -> str:
 @lru_cache(maxsize=256)
 def folded(names: tuple[str, ...]) -> str:
     """Return names as a node list: `worker-[0-7]`."""
+    if len(names) == 1:
+        return names[0]
     from distrun.hosts.ranges import fold  # when there is something to fold
 
     return fold(names)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
 
 from distrun.dashboard.rows import SORTS
 
@@ -22,36 +24,14 @@ ANSWERS = (*CONFIRMED, "enter", "backspace")
 # ---------------------------------------------------------------------- what it wants done
 
 
-@dataclass(frozen=True)
-class Leave:
-    """End the dashboard."""
+class Action(Enum):
+    """What is to be done; tasks are those that are chosen then."""
 
-
-@dataclass(frozen=True)
-class StopJob:
-    """Stop the job."""
-
-
-@dataclass(frozen=True)
-class ShowStack:
-    """Ask for the stack of a task."""
-
-    task: str
-
-
-@dataclass(frozen=True)
-class ShowLog:
-    """Follow the log of a task; empty: no more."""
-
-    task: str
-
-
-@dataclass(frozen=True)
-class Redraw:
-    """Draw all lines again."""
-
-
-Action = Leave | StopJob | ShowStack | ShowLog | Redraw
+    LEAVE = "end the dashboard"
+    STOP_JOB = "stop the job"
+    STACK = "ask for the stack of the task"
+    LOG = "follow the log of the task, or no more"
+    REDRAW = "draw all lines again"
 
 
 # ---------------------------------------------------------------------- what it looks at
@@ -98,11 +78,6 @@ class User:
         self._has_just_asked = False
         """The question whether to stop came up in this read of keys."""
 
-    @property
-    def task(self) -> str:
-        """The task that is looked at: by a log, a stack or in detail."""
-        return self.look.chosen
-
     def say(self, message: str) -> None:
         """Show a message until the next key."""
         self.look = replace(self.look, message=message)
@@ -129,7 +104,7 @@ class User:
     def _press(self, key: str, shown: VisibleRows) -> list[Action]:
         look = self.look = replace(self.look, message="")
         if key == "ctrl-l":
-            return [Redraw()]
+            return [Action.REDRAW]
         if look.prompt == STOP:
             return self._confirm(key)
         if look.prompt == FILTER:
@@ -142,45 +117,40 @@ class User:
     def _press_in_main(self, key: str, shown: VisibleRows) -> list[Action]:
         look = self.look
         if key == "q":
-            return [Leave()]
+            return [Action.LEAVE]
         if key in ("up", "down", "k", "j", "pgup", "pgdn", "home", "end"):
             self._move(key, shown)
         elif key in ("enter", "l", "S") and shown.keys:
             return self._open(key, look.chosen if look.chosen in shown.keys else shown.keys[0])
-        elif key == "s":
-            order = SORTS[(SORTS.index(look.order) + 1) % len(SORTS)]
-            self.look = replace(look, order=order, chosen="", first=0)
-        elif key == "/":
-            self.look = replace(look, prompt=FILTER, typed=look.wanted)
-        elif key == "f":
-            self.look = replace(look, is_folded=not look.is_folded, first=0)
-        elif key == "p":
-            self.look = replace(look, is_paused=not look.is_paused)
         elif key in ("tab", "backtab"):
             step = 1 if key == "tab" else -1
             self.look = replace(look, panel=PANELS[(PANELS.index(look.panel) + step) % len(PANELS)])
-        elif key in ("?", "h"):
-            self.look = replace(look, mode=HELP, first=0)
-        elif key == "x":
-            self.look = replace(look, prompt=STOP, typed="")
-        elif key == "esc":
-            self.look = replace(look, wanted="", chosen="", first=0)
+        elif key == "s":
+            order = SORTS[(SORTS.index(look.order) + 1) % len(SORTS)]
+            self.look = replace(look, order=order, chosen="", first=0)
         else:
-            self.look = replace(look, message=f"no such key: {key}; ? shows them")
+            changes: dict[str, dict[str, Any]] = {
+                "/": {"prompt": FILTER, "typed": look.wanted},
+                "f": {"is_folded": not look.is_folded, "first": 0},
+                "p": {"is_paused": not look.is_paused},
+                "?": {"mode": HELP, "first": 0},
+                "h": {"mode": HELP, "first": 0},
+                "x": {"prompt": STOP, "typed": ""},
+                "esc": {"wanted": "", "chosen": "", "first": 0},
+            }
+            self.look = replace(look, **changes.get(key, {"message": f"no such key: {key}; ? shows them"}))
         return []
 
     def _open(self, key: str, task: str) -> list[Action]:
         mode = {"enter": DETAIL, "l": LOG, "S": STACK}[key]
         self.look = replace(self.look, mode=mode, chosen=task, first=0)
-        if mode == LOG:
-            return [ShowLog(task)]
-        return [ShowStack(task)] if mode == STACK else []
+        return {LOG: [Action.LOG], STACK: [Action.STACK]}.get(mode, [])
 
     def _press_in_text(self, key: str, shown: VisibleRows) -> list[Action]:
         look = self.look
         if key in ("q", "esc", "left", "backspace") or (key == "enter" and look.mode == DETAIL):
             self.look = replace(look, mode=MAIN, first=0)
-            return [ShowLog("")] if look.mode == LOG else []
+            return [Action.LOG] if look.mode == LOG else []
         if key == "x":
             self.look = replace(look, prompt=STOP, typed="")
             return []
@@ -188,7 +158,7 @@ class User:
             self.look = replace(look, is_paused=not look.is_paused)
             return []
         if look.mode != HELP and key in ("l", "S"):
-            ends: list[Action] = [ShowLog("")] if look.mode == LOG and key != "l" else []
+            ends: list[Action] = [Action.LOG] if look.mode == LOG and key != "l" else []
             return ends + self._open(key, look.chosen)
         most = max(0, shown.lines - shown.page)
         # A log is counted from its end, which it follows.
@@ -227,7 +197,7 @@ class User:
         look = self.look
         if key == "enter" and look.typed == CONFIRMED:
             self.look = replace(look, prompt="", typed="", message="asked the coordinator to stop the job")
-            return [StopJob()]
+            return [Action.STOP_JOB]
         typed = look.typed[:-1] if key == "backspace" else look.typed + key
         if (len(key) == 1 and CONFIRMED.startswith(typed)) or (key == "backspace" and look.typed):
             self.look = replace(look, typed=typed)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 
 from distrun import formats
 from distrun.dashboard import events as progress
 from distrun.dashboard import rows, text, user
 from distrun.dashboard.events import EventLine
-from distrun.dashboard.model import Model
-from distrun.dashboard.rows import TaskRow
+from distrun.dashboard.model import Model, TaskView
 from distrun.dashboard.text import Glyphs, Line, Span
 from distrun.dashboard.user import ViewSelection, VisibleRows
 from distrun_runtime.contract.facts import time_of_day
@@ -26,7 +27,7 @@ from distrun_runtime.contract.facts import time_of_day
 # because a panel that has too little room is cut at its end.
 
 
-def store(model: Model, columns: int, glyphs: Glyphs, room: int) -> list[Line]:
+def store(model: Model, room: int, columns: int, glyphs: Glyphs) -> list[Line]:
     """Return the store's panel: totals with charts, then a line for each server. `room`: lines."""
     found = model.store
     if found is None:
@@ -82,10 +83,8 @@ def servers(model: Model, columns: int, glyphs: Glyphs) -> list[Line]:
 
 def events(model: Model, room: int, columns: int, glyphs: Glyphs) -> list[Line]:
     """Return the last events, the newest at the end, as many as there is room for."""
-    return [
-        text.cut(((time_of_day(event.time)[:8] + " ", text.DIM), (event.words, event.style)), columns, glyphs.ellipsis)
-        for event in progress.folded(model.events)[-room:]
-    ]
+    lines = _event_lines(progress.folded(model.events)[-room:])
+    return [text.cut(line, columns, glyphs.ellipsis) for line in lines]
 
 
 def error(model: Model, room: int, columns: int, glyphs: Glyphs) -> list[Line]:
@@ -198,11 +197,11 @@ def _main(model: Model, look: ViewSelection, options: Options, now: float) -> Pi
     columns = options.columns
     head, bottom = _header(model, look, options, now), _bottom(model, look, options)
     found = rows.task_rows(model.tasks.values(), look.wanted, look.order, look.is_folded)
-    keys = tuple(row.key for row in found)
+    keys = tuple(row[0].name for row in found)
     at = keys.index(look.chosen) if look.chosen in keys else 0
-    why = text.clean(found[at].first.why) if found else ""
+    why = text.clean(found[at][0].why) if found else ""
     if why and text.width(why) > columns - TABLE_WIDE:
-        line: Line = ((f"{found[at].first.name}: ", text.BOLD), (why, text.PLAIN))
+        line: Line = ((f"{found[at][0].name}: ", text.BOLD), (why, text.PLAIN))
         bottom = [*bottom[:-1], _to_width(line, options), bottom[-1]]
     room = max(2, options.rows - len(head) - len(bottom))
     below = _panels(model, look, options, room=room, table=len(found) + 1, since_s=_since(model, now))
@@ -224,7 +223,7 @@ def _main(model: Model, look: ViewSelection, options: Options, now: float) -> Pi
     body = body[:room]
     body += [()] * (room - len(body))
     lines = [_to_width(line, options) for line in (*head, *body)] + [*below, *bottom]
-    hosts = tuple(dict.fromkeys(task.host for row in visible for task in row.tasks[:1]))
+    hosts = tuple(dict.fromkeys(task.host for row in visible for task in row[:1]))
     return Picture(lines[: options.rows], VisibleRows(keys, count, 0), first, hosts)
 
 
@@ -234,11 +233,11 @@ def _no_tasks(model: Model, look: ViewSelection) -> str:
     return model.job.message or "no tasks yet"
 
 
-def _hidden(above: Sequence[TaskRow], below: Sequence[TaskRow], glyphs: Glyphs) -> Line:
+def _hidden(above: Sequence[Sequence[TaskView]], below: Sequence[Sequence[TaskView]], glyphs: Glyphs) -> Line:
     """Return the line that counts rows for which there is no room."""
     words: dict[str, int] = {}
     for row in (*above, *below):
-        words[row.first.word] = words.get(row.first.word, 0) + len(row.tasks)
+        words[row[0].word] = words.get(row[0].word, 0) + len(row)
     counted = ", ".join(f"{count} {word}" for word, count in words.items())
     where = f", {len(above)} of them above" if above and below else ", above" if above else ""
     return ((f"  {len(above) + len(below)} more ({counted}){where}", text.DIM),)
@@ -256,27 +255,25 @@ def _header(model: Model, look: ViewSelection, options: Options, now: float) -> 
         (state, rows.style_of(state)),
         (f" {formats.elapsed(job.elapsed(now))}", text.PLAIN),
     ]
-    if job.exit_code is not None:
-        first.append((f"  exit code {job.exit_code}", text.PLAIN))
-    if look.is_paused:
-        first.append(("  PAUSED", text.YELLOW))
-    first.append((f"  {job.backend}  ", text.DIM))
-    first.append((text.clean(formats.join(job.command)), text.PLAIN))
+    first += [
+        ("" if job.exit_code is None else f"  exit code {job.exit_code}", text.PLAIN),
+        ("  PAUSED" if look.is_paused else "", text.YELLOW),
+        (f"  {job.backend}  ", text.DIM),
+        (text.clean(formats.join(job.command)), text.PLAIN),
+    ]
     second: list[Span] = [(f"tasks {len(model.tasks)}: ", text.DIM)]
     for number, (word, count) in enumerate(model.counts):
         second += [(", " if number else "", text.DIM), (f"{count} {word}", rows.style_of(word))]
-    second.append((f"  hosts {len(model.hosts)}", text.DIM))
-    if look.order != rows.SORTS[0]:
-        second.append((f"  sorted by {look.order}", text.YELLOW))
-    if look.wanted:
-        second.append((f"  only {look.wanted!r}", text.YELLOW))
+    second += [
+        (f"  hosts {len(model.hosts)}", text.DIM),
+        (f"  sorted by {look.order}" if look.order != rows.SORTS[0] else "", text.YELLOW),
+        (f"  only {look.wanted!r}" if look.wanted else "", text.YELLOW),
+    ]
     lines = [tuple(first), tuple(second)]
     progress = _progress(model, options)
     if progress:
         lines.append(progress)
-    for note in _notes(model, now):
-        lines.append(note)
-    return [_to_width(line, options) for line in lines]
+    return [_to_width(line, options) for line in (*lines, *_notes(model, now))]
 
 
 def _notes(model: Model, now: float) -> list[Line]:
@@ -306,20 +303,18 @@ def _progress(model: Model, options: Options) -> Line:
         spans.append((text.bar(found.fraction, room, options.glyphs), text.CYAN))
         spans.append((f" {formats.percent(found.fraction)}", text.BOLD))
     step, eta, slowest = progress.step(found), progress.eta(found), progress.slowest(found)
-    if step:
-        spans.append((f"  {step}", text.PLAIN))
-    if found.rate is not None:
-        spans.append((f" ({formats.per_second(found.rate)})", text.PLAIN))
-    if eta and not model.job.is_over:
-        spans.append((f"  {eta}", text.YELLOW if found.is_stalled else text.BOLD))
-    if found.loss is not None:
-        spans.append((f"  {progress.loss(found)}", text.PLAIN))
-    if slowest and not model.job.is_over:
-        spans.append((f"  {slowest}", text.DIM))
+    is_over = model.job.is_over
+    spans += [
+        (f"  {step}" if step else "", text.PLAIN),
+        ("" if found.rate is None else f" ({formats.per_second(found.rate)})", text.PLAIN),
+        (f"  {eta}" if eta and not is_over else "", text.YELLOW if found.is_stalled else text.BOLD),
+        ("" if found.loss is None else f"  {progress.loss(found)}", text.PLAIN),
+        (f"  {slowest}" if slowest and not is_over else "", text.DIM),
+    ]
     room = options.columns - text.line_width(tuple(spans)) - 2
     if found.loss is not None and room >= LOSS_CHART:
         spans.append(("  " + text.spark(model.trace("loss", room), room, options.glyphs), text.CYAN))
-    return tuple(spans)
+    return tuple(span for span in spans if span[0])
 
 
 # ---------------------------------------------------------------------- panels
@@ -331,7 +326,7 @@ class _Panel:
     title: str
     wants: int
     """Lines of content."""
-    make: Callable[[int, int], Sequence[Line]]
+    make: Callable[[int, int, Glyphs], Sequence[Line]]
     """Return the content for rows and columns."""
 
 
@@ -341,11 +336,11 @@ def _panels(
     """Return the lines of all panels. `table`: rows that the table would like to have."""
     if options.columns < COLUMNS or options.rows < ROWS or look.panel == "none":
         return []
-    glyphs, hosts = options.glyphs, len(rows.host_rows(model.hosts.values(), look.wanted, False))
+    hosts = len(rows.host_rows(model.hosts.values(), look.wanted, False))
     is_one = look.panel != "all"
     folds = look.is_folded or (hosts > HOSTS_MOST and not is_one)
 
-    def host_lines(height: int, columns: int) -> Sequence[Line]:
+    def host_lines(height: int, columns: int, glyphs: Glyphs) -> Sequence[Line]:
         found = rows.hosts(groups, columns, since_s, glyphs)
         if len(found) > height and not is_one:
             alike = rows.host_rows(model.hosts.values(), look.wanted, True)
@@ -357,42 +352,23 @@ def _panels(
         return [*found[: height - 1], ((f"{len(found) - height + 1} more hosts (f folds them)", text.DIM),)]
 
     groups = rows.host_rows(model.hosts.values(), look.wanted, folds)
+    is_heard = any(host.word for host in model.hosts.values())
     every = [
-        _Panel(
-            "error",
-            error_title(model),
-            len(model.error_lines),
-            lambda height, columns: error(model, height, columns, glyphs),
-        ),
-        _Panel(
-            "hosts",
-            f"hosts {len(model.hosts)}",
-            len(groups) + 1 if any(host.word for host in model.hosts.values()) else 0,
-            host_lines,
-        ),
-        _Panel(
-            "store",
-            "store",
-            0 if model.store is None else len(model.store.servers) + 4,
-            lambda height, columns: store(model, columns, glyphs, height),
-        ),
-        _Panel(
-            "events",
-            "events",
-            len(progress.folded(model.events)),
-            lambda height, columns: events(model, height, columns, glyphs),
-        ),
+        _Panel("error", error_title(model), len(model.error_lines), partial(error, model)),
+        _Panel("hosts", f"hosts {len(model.hosts)}", len(groups) + 1 if is_heard else 0, host_lines),
+        _Panel("store", "store", 0 if model.store is None else len(model.store.servers) + 4, partial(store, model)),
+        _Panel("events", "events", len(progress.folded(model.events)), partial(events, model)),
     ]
     if is_one:
         (chosen,) = [panel for panel in every if panel.name == look.panel]
         most = room - min(table, max(TABLE_LEAST, room // 3))
         height = max(PANEL_LEAST, room - table, min(most, chosen.wants + 1))
-        return _stacked([(chosen, height)], options.columns, glyphs) if room - height >= 2 else []
+        return _stacked([(chosen, height)], options.columns, options.glyphs) if room - height >= 2 else []
     wanted = [panel for panel in every if panel.wants]
     space = room - max(TABLE_LEAST, min(table, room // 2))
     if options.columns >= TWO_COLUMNS:
         return _side_by_side(wanted, space, options)
-    return _stacked(_shares(wanted, space), options.columns, glyphs)
+    return _stacked(_shares(wanted, space), options.columns, options.glyphs)
 
 
 def _shares(wanted: Sequence[_Panel], space: int) -> list[tuple[_Panel, int]]:
@@ -419,9 +395,7 @@ def _stacked(shares: Sequence[tuple[_Panel, int]], columns: int, glyphs: Glyphs)
     spare = 0
     for panel, height in shares:
         room = height - 1 + spare
-        content = list(panel.make(room, columns))[:room]
-        if not content:
-            content = [((_NOTHING[panel.name], text.DIM),)]
+        content = list(panel.make(room, columns, glyphs))[:room] or [((_NOTHING[panel.name], text.DIM),)]
         spare = room - len(content)
         lines += [text.rule(panel.title or panel.name, columns, glyphs), *content]
     return lines + [()] * spare
@@ -450,12 +424,10 @@ def _side_by_side(wanted: Sequence[_Panel], space: int, options: Options) -> lis
     both = [
         _stacked(_shares(side, space), columns, options.glyphs) for side, columns in zip(sides, widths, strict=True)
     ]
-    lines: list[Line] = []
-    for number in range(max(map(len, both))):
-        one = both[0][number] if number < len(both[0]) else ()
-        other = both[1][number] if number < len(both[1]) else ()
-        lines.append((*text.padded(one, widths[0], options.glyphs.ellipsis), (gap, text.DIM), *other))
-    return lines
+    return [
+        (*text.padded(one, widths[0], options.glyphs.ellipsis), (gap, text.DIM), *other)
+        for one, other in zip_longest(*both, fillvalue=())
+    ]
 
 
 # ---------------------------------------------------------------------- bottom, and texts
@@ -482,15 +454,14 @@ def _bottom(model: Model, look: ViewSelection, options: Options) -> list[Line]:
 def _keys(look: ViewSelection, options: Options) -> str:
     """Return the line of keys. Those for which there is no room are left out, the last ones first."""
     arrows = options.glyphs.arrows
-    if look.mode == user.MAIN:
-        keys = ["q quit", "? help", f"{arrows} Enter detail", "l log", "S stack", "x stop"]
-        keys += ["s sort", "/ filter", "f fold", "Tab panels", "p pause"]
-    elif look.mode == user.LOG:
-        keys = ["q back", f"{arrows} PgUp PgDn scroll", "End follow", "p pause", "S stack", "x stop"]
-    elif look.mode == user.HELP:
-        keys = ["q back", f"{arrows} scroll"]
-    else:
-        keys = ["q back", f"{arrows} scroll", "l log", "S stack", "x stop"]
+    keys = {
+        user.MAIN: [
+            *("q quit", "? help", f"{arrows} Enter detail", "l log", "S stack", "x stop"),
+            *("s sort", "/ filter", "f fold", "Tab panels", "p pause"),
+        ],
+        user.LOG: ["q back", f"{arrows} PgUp PgDn scroll", "End follow", "p pause", "S stack", "x stop"],
+        user.HELP: ["q back", f"{arrows} scroll"],
+    }.get(look.mode, ["q back", f"{arrows} scroll", "l log", "S stack", "x stop"])
     while len(keys) > 1 and text.width("  ".join(keys)) > options.columns:
         keys.pop()
     return "  ".join(keys)

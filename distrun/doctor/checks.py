@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distrun.formats import join, quiet, quote
-from distrun.hosts import fold
+from distrun.formats import join, quiet, quote, size
+from distrun.hosts.ranges import fold, grouped
 from distrun_runtime.contract import gpus as contract
 from distrun_runtime.contract.plan import SERVER_MODULES, Host
 from distrun_runtime.coordinator.failures import Problem
@@ -95,11 +95,8 @@ def folded(rows: Iterable[CheckRow]) -> list[tuple[CheckRow, list[str]]]:
     """Return rows that say the same of several hosts once, with these hosts, in the order of the checks."""
     rows = list(rows)
     order = {check: index for index, check in reversed(list(enumerate(row.check for row in rows)))}
-    groups: dict[tuple[str, ...], tuple[CheckRow, list[str]]] = {}
-    for row in rows:
-        key = row.check, row.mark, row.text, row.fix, row.script
-        groups.setdefault(key, (row, []))[1].append(row.host)
-    return sorted(groups.values(), key=lambda group: order[group[0].check])
+    groups = grouped(((row.check, row.mark, row.text, row.fix, row.script), row) for row in rows).values()
+    return sorted(((each[0], [row.host for row in each]) for each in groups), key=lambda group: order[group[0].check])
 
 
 @dataclass(frozen=True)
@@ -144,8 +141,6 @@ class ExaminedHost:
     noise: str = ""
     offset_s: float | None = None
     """How much its clock is ahead of ours."""
-    workdir: str = ""
-    """Where its tasks start, if the hosts file says so."""
 
 
 def check(host: ExaminedHost, request: DoctorRequest) -> list[CheckRow]:
@@ -265,13 +260,14 @@ def folders(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
             yield _space(host.name, "sync folder", place, f"{place['path']} {how}")
         else:
             yield _unusable(host, "sync folder", place, "cannot be written", "give another --sync-dst-dir; or ")
-    if "cwd" in found and (host.workdir or not request.dst):
+    own = request.workdirs.get(host.name, "")
+    if "cwd" in found and (own or not request.dst):
         place = found["cwd"]
         if place["exists"] and place["is_folder"]:
             read_only = "" if place["writable"] else ", not writable"
             yield _space(host.name, "folder", place, place["path"] + read_only)
         else:
-            other = "" if host.workdir else "--sync-dst-dir DIR copies the current directory there; or "
+            other = "" if own else "--sync-dst-dir DIR copies the current directory there; or "
             yield _unusable(host, "folder", place, "does not exist", other)
     tmp = host.facts["tmp"]
     if not tmp["writable"]:
@@ -312,10 +308,7 @@ def limits(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
     """Yield open files and locked memory."""
     found = host.facts["limits"]
     files, memory = found["nofile"][0], found["memlock"][0]
-    text = "{} open files, {} locked memory".format(
-        "unlimited" if files is None else files,
-        "unlimited" if memory is None else size(memory),
-    )
+    text = f"{files or 'unlimited'} open files, {'unlimited' if memory is None else size(memory)} locked memory"
     if files is not None and files < NOFILE:
         # `*` is every user but root.
         line = f"echo '{'root' if host.facts['uid'] == 0 else '*'} - nofile 65536'"
@@ -417,14 +410,6 @@ def version(text: str) -> tuple[int, int]:
     return _number(major), _number(minor)
 
 
-def size(count: int) -> str:
-    """Return bytes for people."""
-    for unit, scale in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count >> 10} KiB"
-
-
 def _space(host: str, check: str, place: Mapping[str, Any], text: str) -> CheckRow:
     free = place["free"]
     if free is None:
@@ -452,25 +437,17 @@ def between(examined: Sequence[ExaminedHost], request: DoctorRequest) -> list[Ch
     rows = []
     asked = ["version", "numpy", "zmq"] if request.needs_servers else []
     for name in asked:
-        found = _by({each.name: str(each.facts["python"].get(name) or "") for each in known})
+        found = grouped((str(told), each.name) for each in known if (told := each.facts["python"].get(name)))
         if len(found) > 1:
             what = "python" if name == "version" else name
             text = f"{what} differs: {'; '.join((f'{v} on {fold(h)}' for v, h in found.items()))}"
             rows.append(CheckRow("", "versions", WARN, text, "--python PATH, or --activate, of the same on all hosts"))
-    drivers = _by({each.name: contract.found_of(each.facts["gpus"]).driver for each in known})
+    drivers = grouped((told, each.name) for each in known if (told := contract.found_of(each.facts["gpus"]).driver))
     if len(drivers) > 1:
         text = f"GPU drivers differ: {'; '.join((f'{v} on {fold(h)}' for v, h in drivers.items()))}"
         rows.append(CheckRow("", "versions", WARN, text))
-    for address, names in _by({each.name: str(each.facts["network"]["address"]) for each in known}).items():
-        if len(names) > 1:
+    for address, names in grouped((str(each.facts["network"]["address"]), each.name) for each in known).items():
+        if address and len(names) > 1:
             text = f"{address} is the address of {fold(names)}: are they one machine?"
             rows.append(CheckRow("", "address", WARN, text, "name each machine once in the hosts file"))
     return rows
-
-
-def _by(values: Mapping[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name, value in values.items():
-        if value:
-            found.setdefault(value, []).append(name)
-    return found

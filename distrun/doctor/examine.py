@@ -33,7 +33,7 @@ from distrun.doctor.checks import (
 from distrun.fleet import Fleet, Ran, run
 from distrun.fleet.questions import HostAnswer
 from distrun.formats import quote
-from distrun.hosts import fold
+from distrun.hosts.ranges import fold, grouped
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import ACTIVATE_S, SERVER_MODULES
 from distrun_runtime.coordinator.failures import Problem
@@ -52,6 +52,8 @@ CONNECT_S = 5.0
 PROGRAM_S = 5.0
 ALL_UP_TO = 16
 """So many hosts are tried each with each; more in a ring, and each with the first."""
+
+OTHER_ANSWER = "something else answered there"
 
 Pair = tuple[str, str]
 """From, to."""
@@ -100,16 +102,15 @@ def questions(name: str, hosts: Sequence[Host], request: DoctorRequest) -> dict[
 
 
 def _examined(fleet: Fleet, name: str, answer: HostAnswer | Problem, request: DoctorRequest) -> ExaminedHost:
-    hello = fleet.hellos.get(name)
+    hello = fleet.agents.hellos.get(name)
     offset = None if hello is None else float(hello.facts.get("time", hello.arrived)) - hello.arrived
     return ExaminedHost(
         name,
         facts=answer.value if isinstance(answer, HostAnswer) else {},
         problem=answer if isinstance(answer, Problem) else None,
         is_met=hello is not None,
-        noise=" ".join(each.text for each in fleet.warnings if each.host == name),
+        noise=" ".join(each.text for each in fleet.agents.warnings if each.host == name),
         offset_s=offset,
-        workdir=request.workdirs.get(name, ""),
     )
 
 
@@ -162,7 +163,7 @@ def this_machine(uses_ssh: bool) -> list[CheckRow]:
     found = [CheckRow(HERE, "this machine", OK, text)]
     if uses_ssh:
         sudo = "" if os.geteuid() == 0 else "sudo "
-        install = f"{sudo}apt-get update && {sudo}apt-get install -y %s"
+        install = f"{sudo}apt-get update && {sudo}apt-get install -y "
         for name, argv, need in (
             ("ssh", ["ssh", "-V"], "rsync, --transport openssh and parts of the ssh configuration need it"),
             ("rsync", ["rsync", "--version"], "--sync-dst-dir needs it"),
@@ -170,7 +171,7 @@ def this_machine(uses_ssh: bool) -> list[CheckRow]:
             version = first_line(argv)
             package = "openssh-client" if name == "ssh" else name
             if not version:
-                found.append(CheckRow(HERE, "this machine", WARN, f"no {name}: {need}", install % package))
+                found.append(CheckRow(HERE, "this machine", WARN, f"no {name}: {need}", install + package))
             elif version.startswith("openrsync"):
                 fix = "brew install rsync"
                 found.append(CheckRow(HERE, "this machine", WARN, version + " lacks what --sync-dst-dir needs", fix))
@@ -224,23 +225,16 @@ def port_rows(
     """
     rows = []
     for name in places:
-        wrong: dict[str, list[str]] = {}
-        count = 0
-        for (source, to), nonce in nonces.items():
-            if to != name or (source, to) not in results:
-                continue
-            count += 1
-            reason = results[source, to]
-            if not reason and nonce not in arrived.get(name, ()):
-                reason = "something else answered there"
-            if reason:
-                wrong.setdefault(reason, []).append(source)
+        tried = {pair: nonce for pair, nonce in nonces.items() if pair[1] == name and pair in results}
+        found = arrived.get(name, ())
+        reasons = ((results[pair] or ("" if tried[pair] in found else OTHER_ANSWER), pair[0]) for pair in tried)
+        wrong = grouped((reason, source) for reason, source in reasons if reason)
         if wrong:
             text = "; ".join(f"{fold(who)} cannot reach {places[name]}: {why}" for why, who in wrong.items())
             fix = "open the data ports between the hosts (a firewall?), name open ones by --port-range A-B, or choose "
             rows.append(CheckRow(name, "data ports", BAD, text, fix + "another network by --interface or --subnet"))
-        elif count:
-            peers = f"all {count} asked" if count > 1 else "its peer"
+        elif tried:
+            peers = f"all {len(tried)} asked" if len(tried) > 1 else "its peer"
             rows.append(CheckRow(name, "data ports", OK, f"reached by {peers}"))
     return rows
 
@@ -310,11 +304,11 @@ def wanted(examined: Sequence[ExaminedHost]) -> list[EnvironmentSpec]:
 
 def told(rows: Sequence[EnvironmentSpec]) -> list[str]:
     """Return what will be done, a line for each kind of it. No side effects."""
-    alike: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        alike.setdefault((row.python, row.place), []).append(row.host)
-    text = "%s: %s -m venv makes %s, and pip installs %s there"
-    return [text % (fold(hosts), python, place, ", ".join(PACKAGES)) for (python, place), hosts in alike.items()]
+    alike = grouped(((row.python, row.place), row.host) for row in rows)
+    return [
+        f"{fold(hosts)}: {python} -m venv makes {place}, and pip installs {', '.join(PACKAGES)} there"
+        for (python, place), hosts in alike.items()
+    ]
 
 
 def make(
@@ -374,9 +368,7 @@ def outcome(row: EnvironmentSpec, ran: Ran | Problem) -> Made:
         text = "\n".join([f"it did not end well ({how})", *lines[-3:]])
         return Made(row.host, text, fix=SEE, script=by_hand(row))
     if "path" in value:
-        text = "{} (Python {}, numpy {}, zmq {})".format(
-            *tuple(value[name] for name in ("path", "version", *SERVER_MODULES))
-        )
+        text = f"{value['path']} (Python {value['version']}, numpy {value['numpy']}, zmq {value['zmq']})"
         return Made(row.host, text, is_made=True, facts=value)
     what, fix = STEPS[value["step"]]
     words = pip_words(value["words"]) if value["step"] == "pip" else value["words"]

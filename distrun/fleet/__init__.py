@@ -7,7 +7,7 @@ is over, agents are ended and channels closed.
 from __future__ import annotations
 
 from distrun.fleet.commands import Ran, run
-from distrun.fleet.questions import Fleet, HostAnswer, ask
+from distrun.fleet.questions import Fleet, HostAnswer
 from distrun_runtime.coordinator.failures import Problem
 
-__all__ = ["Fleet", "HostAnswer", "Problem", "Ran", "ask", "run"]
+__all__ = ["Fleet", "HostAnswer", "Problem", "Ran", "run"]

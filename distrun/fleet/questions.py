@@ -44,9 +44,9 @@ SIGNALS = ("INT",)
 class Agents:
     """What events tell of the agents of `hosts`. `now`: monotonic clock, seconds. No side effects."""
 
-    def __init__(self, hosts: Iterable[str], hello_s: float | None = None) -> None:
+    def __init__(self, hosts: Iterable[str]) -> None:
         self.hosts = tuple(hosts)
-        self.hello_s = HELLO_S + HELLO_EACH_S * len(self.hosts) if hello_s is None else hello_s
+        self.hello_s = HELLO_S + HELLO_EACH_S * len(self.hosts)
         self.hello_by = 0.0
         """When an agent that has not sent a frame is late."""
         self.hellos: dict[str, messages.AgentHello] = {}
@@ -132,21 +132,13 @@ class HostAnswer:
     value: Any
 
 
-def ask(
-    backend: Backend, hosts: Sequence[Host], what: str, args: Args, limit_s: float
-) -> dict[str, HostAnswer | Problem]:
-    """Connect to all hosts, ask one question (see `Fleet.ask`), and end the agents."""
-    with Fleet(backend, hosts) as fleet:
-        return fleet.ask(what, args, limit_s)
-
-
 class Fleet:
     """Connections to the agents of some hosts, from `with` to its end. Not to be shared by threads."""
 
-    def __init__(self, backend: Backend, hosts: Sequence[Host], hello_s: float | None = None) -> None:
-        """`hello_s`: how long the first frame of an agent is waited for."""
+    def __init__(self, backend: Backend, hosts: Sequence[Host]) -> None:
         self._channels = backend.connect(hosts)
-        self._questions = Questions([channel.host for channel in self._channels], hello_s)
+        self._questions = Questions([channel.host for channel in self._channels])
+        self.agents = self._questions.agents
         self._loop = HostLoop(self._questions, self._channels, signals=SIGNALS)
 
     def __enter__(self) -> Fleet:
@@ -163,16 +155,6 @@ class Fleet:
         finally:
             for channel in self._channels:
                 channel.kill()
-
-    @property
-    def hellos(self) -> Mapping[str, messages.AgentHello]:
-        """The first frame of each agent."""
-        return self._questions.agents.hellos
-
-    @property
-    def warnings(self) -> Sequence[messages.Warned]:
-        """What agents and channels had to say."""
-        return self._questions.agents.warnings
 
     def ask(
         self, what: str, args: Args, limit_s: float, hosts: Sequence[str] | None = None
@@ -205,8 +187,8 @@ class Questions:
     Events in, actions out. `ask` and `let_go` take effect with the next Tick. No side effects.
     """
 
-    def __init__(self, hosts: Sequence[str], hello_s: float | None = None) -> None:
-        self.agents = Agents(hosts, hello_s)
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self.agents = Agents(hosts)
         self._number = 0
         self._what = ""
         self._args: Args = {}

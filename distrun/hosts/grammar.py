@@ -11,12 +11,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
 import ipaddress
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 
@@ -26,32 +25,6 @@ from distrun_runtime.contract.dataclass import dataclass
 
 FORMATS = ("auto", "dmlc", "mpich", "horovod", "sge")
 """What the lines are: ours; ours with `:N` a port; with `:N` slots (two names); Grid Engine's $PE_HOSTFILE."""
-
-FORMS = {
-    "comment.hash": "# a comment",
-    "comment.slashes": "// a comment",
-    "comment.behind": "a comment behind an entry",
-    "blank": "a blank line",
-    "include": "@include FILE",
-    "name": "a host name or ssh alias",
-    "ipv4": "an IPv4 address",
-    "ipv6.brackets": "[IPv6]",
-    "ipv6.zone": "[IPv6%zone]",
-    "ipv6.bare": "IPv6 without brackets",
-    "user": "user@name",
-    "port": "name:PORT",
-    "range": "name[1-4]",
-    "range.padded": "name[01-04]",
-    "range.list": "name[1,3]",
-    "range.step": "name[1-8/2]",
-    "range.several": "name[1-2]n[1-2]",
-    "quoted": 'key="a value"',
-    "gpus.count": "gpus=4",
-    "gpus.list": "gpus=0,2",
-    "gpus.uuid": "gpus=GPU-8f6d...,MIG-5f1c...",
-    "duplicate": "the same host on several lines",
-}
-"""Every legal form of a line but the attributes, which are below; `hosts.example` has each."""
 
 SYNONYMS = {
     "slots": ("cpu", "count"),
@@ -72,29 +45,6 @@ SYNONYMS = {
 
 KEYS = {name: key for key, others in SYNONYMS.items() for name in (key, *others)}
 ROLES = ("server", "worker", "scheduler", "any")
-
-CODES = {
-    "E100": "hosts file not found",
-    "E101": "no hosts in file",
-    "E102": "invalid host name",
-    "E103": "port must be 1-65535",
-    "E104": "expected a port number after ':'",
-    "E105": "':N' is ambiguous: a port or slots",
-    "E106": "slots must be a positive integer",
-    "E107": "unknown attribute",
-    "E108": "already listed with a different attribute",
-    "E109": "unclosed '[' or stray ']'",
-    "E110": "a range is descending, padded unevenly, malformed or too large",
-    "E111": "two '@'",
-    "E112": "localhost mixed with remote hosts",
-    "E113": "text after host is not key=value",
-    "E116": "the value of an attribute, or a user, is wrong",
-    "E117": "@include: no path, a circle, too deep; or another word with '@'",
-    "E118": "the file cannot be read, or is not UTF-8 text",
-    "W120": "duplicate host: slots added",
-    "W121": "a variable of the queue is not understood and ignored",
-}
-"""E114 (a name that cannot be resolved) and E115 (too few slots) come later, from preflight and placement."""
 
 _NAME = r"[A-Za-z0-9._-]+"
 _USER = r"[A-Za-z0-9._][A-Za-z0-9._\\$+-]*"
@@ -175,21 +125,20 @@ class Word:
     text: str
 
 
-def cut(line: str) -> tuple[list[Word], str]:
-    """Return the words of a line, and the mark of the comment behind them: `#`, `//` or nothing."""
+def cut(line: str) -> list[Word]:
+    """Return the words of a line, without the comment behind them."""
     words: list[Word] = []
     at = 0
     while at < len(line):
         if line[at] in BLANKS:
             at += 1
             continue
-        mark = "#" if line[at] == "#" else "//" if line.startswith("//", at) else ""
-        if mark:
-            return words, mark
+        if line.startswith(("#", "//"), at):
+            break
         end = _end(line, at)
         words.append(Word(at, line[at:end]))
         at = end
-    return words, ""
+    return words
 
 
 def _end(line: str, start: int) -> int:
@@ -214,25 +163,20 @@ def _closing(text: str, opening: int) -> int:
     return min(at, len(text))
 
 
-def unquote(text: str) -> tuple[str, bool]:
-    r"""Return a value without its quotes, and whether it had any. In quotes, `\"` and `\\` mean `"` and `\`.
+def unquote(text: str) -> str:
+    r"""Return a value without its quotes. In quotes, `\"` and `\\` mean `"` and `\`.
 
     Raises:
         Fault: E116, if they are not closed or something follows; its place is the value's beginning.
     """
     if not text.startswith('"'):
-        return text, False
+        return text
     closing = _closing(text, 0)
     if closing >= len(text):
         raise Fault(0, "E116", f"unclosed quote in {text!r}")
     if closing + 1 < len(text):
         raise Fault(0, "E116", f"text after the closing quote in {text!r}")
-    chars, at = [], 1
-    while at < closing:
-        at += text[at] == "\\" and text[at + 1] in '"\\'
-        chars.append(text[at])
-        at += 1
-    return "".join(chars), True
+    return re.sub(r'\\(["\\])', r"\1", text[1:closing])
 
 
 def number(text: str) -> int:
@@ -264,29 +208,27 @@ def slots(text: str, key: str = "slots", at: int = 0) -> int:
     return value
 
 
-def name(text: str, at: int = 0) -> str:
-    """Return the form of a host name, which is no IPv6 address and has no ranges: `name` or `ipv4`.
+def name(text: str) -> bool:
+    """Check a host name, which is no IPv6 address and has no ranges; return whether it is an IPv4 address.
 
     Raises:
         Fault: E102.
     """
-    problem = ""
+    problem, is_dotted = "", bool(re.fullmatch(_DOTTED, text))
     if not re.fullmatch(_NAME, text):
         problem = "allowed are letters, digits, '.', '-', '_'"
     elif not text[0].isalnum() and text[0] != "_":
         problem = f"it begins with {text[0]!r}"
     elif len(text) > _LONGEST:
         problem = f"it is longer than {_LONGEST} characters"
-    elif re.fullmatch(_DOTTED, text):
+    elif is_dotted:
         try:
             ipaddress.IPv4Address(text)
         except ValueError:
             problem = "it is not an IPv4 address"
-        else:
-            return "ipv4"
     if problem:
-        raise Fault(at, "E102", f"invalid host name {quote(text)}: {problem}")
-    return "name"
+        raise Fault(0, "E102", f"invalid host name {quote(text)}: {problem}")
+    return is_dotted
 
 
 def ipv6(text: str) -> bool:
@@ -299,14 +241,14 @@ def ipv6(text: str) -> bool:
     return not percent or bool(re.fullmatch(_NAME, zone))
 
 
-def user(text: str, at: int = 0) -> str:
+def user(text: str) -> str:
     """Return a user's name.
 
     Raises:
         Fault: E116.
     """
     if not re.fullmatch(_USER, text):
-        raise Fault(at, "E116", f"invalid user {quote(text)}: expected letters, digits, '.', '-', '_'")
+        raise Fault(0, "E116", f"invalid user {quote(text)}: expected letters, digits, '.', '-', '_'")
     return text
 
 
@@ -447,18 +389,11 @@ def named(names: Iterable[str], source: str = "names") -> Inventory:
     return Inventory(source, tuple(HostSpec(name) for name in dict.fromkeys(order)), order)
 
 
-def local(name: str) -> Inventory:
-    """Return the inventory of a job on this machine, which is called `name`. No side effects."""
-    return named([name], "this machine")
-
-
 def key_of(name: str) -> str:
     """Return what two spellings of one host have in common: IPv6 addresses are written in several ways."""
     if ":" in name:
-        try:
+        with contextlib.suppress(ValueError):
             return str(ipaddress.IPv6Address(name))
-        except ValueError:
-            return name
     return name
 
 
@@ -470,35 +405,3 @@ def is_loopback(name: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
-
-
-def write(inventory: Inventory) -> str:
-    """Return a hosts file that says the same: `parse(write(x), x.source) == x`. No side effects."""
-    turns = Counter(inventory.order)
-    lines: list[str] = []
-    seen: set[str] = set()
-    for name in inventory.order:
-        spec = inventory.spec(name)
-        if turns[name] > 1:
-            # The slots of lines with the same name are added up, one where nothing is said.
-            rest = (spec.slots or turns[name]) - (turns[name] - 1)
-            spec = dataclasses.replace(spec, slots=1 if name in seen else rest)
-        seen.add(name)
-        lines.append(line_of(spec) + "\n")
-    return "".join(lines)
-
-
-def line_of(spec: HostSpec) -> str:
-    """Return the line of a hosts file that describes this host. No side effects."""
-    words = [f"[{spec.name}]" if ":" in spec.name else spec.name]
-    for each in dataclasses.fields(spec)[1:]:
-        value = getattr(spec, each.name)
-        if value not in ("", None, ()):
-            words.append(f"{each.name}={_quoted(','.join(value) if each.name == 'labels' else str(value))}")
-    return " ".join(words)
-
-
-def _quoted(value: str) -> str:
-    if not any(char in value for char in ' \t"'):
-        return value
-    return '"{}"'.format(value.replace("\\", "\\\\").replace('"', '\\"'))

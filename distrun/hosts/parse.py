@@ -1,18 +1,24 @@
-"""Reads hosts files: the text in, an inventory or all its errors out. Pure, but for `read`, which is given.
+"""Reads the hosts that the user names: an inventory, or all errors.
 
-First come files and their lines, then the first word of a line (a host, or a pattern of several), then what happens
-where a host stands on several lines.
+`find` looks for them in options, then the environment, then the queue system; it reads files and stdin. `parse` and
+`parse_list` take text, and have no side effects but those of the `read` that they are given. First come files and their
+lines, then the first word of a line (a host, or a pattern of several), then what happens where a host stands on several
+lines, last how hosts are found.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os.path
-from collections.abc import Callable, Iterable, Sequence
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
+from typing import BinaryIO
 
+from distrun.errors import HostsError, UsageError
 from distrun.hosts import grammar, ranges
-from distrun.hosts.grammar import Fault, Finding, HostSpec, Inventory, Word, error_of, is_loopback, key_of
+from distrun.hosts.grammar import FORMATS, Fault, Finding, HostSpec, Inventory, Word, error_of, is_loopback, key_of
 from distrun_runtime.contract.dataclass import dataclass
 
 ReadText = Callable[[str], str]
@@ -24,29 +30,20 @@ Raises:
 DEEPEST = 10
 MOST = 1000
 """Files that may be included in each other, and in all."""
+STDIN = "<stdin>"
+FILES = ("DEEPLEARNING_WORKERS_PATH", "DISTRUN_HOSTFILE")
+"""Variables that name a hosts file."""
+GRID_ENGINE = "PE_HOSTFILE"
+SLURM_NODES = "SLURM_JOB_NODELIST"
+SLURM_TASKS = "SLURM_TASKS_PER_NODE"
+VARIABLES = (*FILES, GRID_ENGINE, SLURM_NODES)
+"""Variables that give hosts, the first one first."""
+
+_LARGEST = 16 * 2**20
+_SLURM_COUNT = r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?"
 
 
-@dataclass
-class _ParserState:
-    """What the files of one inventory have in common."""
-
-    form: str
-    read: ReadText | None
-    merger: Merger
-    saw: set[str] = field(default_factory=set)
-    """Forms of the grammar that were met."""
-    findings: list[Finding] = field(default_factory=list)
-    files: int = 0
-
-
-def parse(
-    text: str,
-    source: str,
-    *,
-    form: str = "auto",
-    read: ReadText | None = None,
-    saw: set[str] | None = None,
-) -> Inventory:
+def parse(text: str, source: str, *, form: str = "auto", read: ReadText | None = None) -> Inventory:
     """Return the hosts that a file names.
 
     Arguments:
@@ -54,19 +51,14 @@ def parse(
         source: what the file is called in messages; an included path is relative to it.
         form: one of `grammar.FORMATS`.
         read: gives the text of an included file; None: none can be included.
-        saw: gets the forms of the grammar that were met, of `grammar.FORMS`, and `key.NAME` for attributes.
 
     Raises:
         HostsError: all errors of the file, and of those that it includes.
     """
-    merger = Merger()
-    state = _ParserState(form, read, merger)
+    state = _ParserState(form, read)
     _file(text, source, state, ())
-    if not merger.order and not state.findings:
-        lines = text.count("\n") + (not text.endswith("\n") and bool(text))
-        what = f"{lines} line{'' if lines == 1 else 's'}, all blank or comments"
-        raise error_of([Finding(source, 0, 0, "E101", f"no hosts in file ({what})")])
-    return _finish(source, state, saw)
+    lines = text.count("\n") + (not text.endswith("\n") and bool(text))
+    return _finish(source, state, f"no hosts in file ({lines} line{'' if lines == 1 else 's'}, all blank or comments)")
 
 
 def parse_list(text: str, source: str = "--hosts", *, form: str = "auto") -> Inventory:
@@ -75,32 +67,29 @@ def parse_list(text: str, source: str = "--hosts", *, form: str = "auto") -> Inv
     Raises:
         HostsError: all errors of it.
     """
-    merger = Merger()
-    state = _ParserState(form, None, merger)
+    state = _ParserState(form)
     for at, item in ranges.split(text, ",\n"):
         try:
             star = item.rfind("*")
-            spec = item if star < 0 else item[:star]
-            count = None if star < 0 else grammar.slots(item[star + 1 :], at=star)
-            target = read_target(spec, state.form, state.saw, brief=True)
-            if count is not None and target.slots is not None:
-                raise Fault(star, "E116", f"slots given twice: {target.slots} and {count}")
-            _add(target, {**target.given, "slots": count or target.slots}, HostEntry(source, 1, at + 1, text), state)
+            given: dict[str, object] = {} if star < 0 else {"slots": grammar.slots(item[star + 1 :], at=star)}
+            target = read_target(item if star < 0 else item[:star], form, brief=True)
+            if given and "slots" in target.given:
+                raise Fault(star, "E116", f"slots given twice: {target.given['slots']} and {given['slots']}")
+            _add(target, target.given | given, HostEntry(source, 1, at + 1, text), state)
         except Fault as fault:
             state.findings.append(Finding(source, 1, at + fault.at + 1, fault.code, fault.text, text))
-    if not merger.order and not state.findings:
-        raise error_of([Finding(source, 0, 0, "E101", f"no hosts in {grammar.quote(text)}")])
-    return _finish(source, state, None)
+    return _finish(source, state, f"no hosts in {grammar.quote(text)}")
 
 
-def _finish(source: str, state: _ParserState, saw: set[str] | None) -> Inventory:
+def _finish(source: str, state: _ParserState, none: str) -> Inventory:
+    """Return the inventory. `none`: the error if there are no hosts in it."""
     found = [*state.findings, *state.merger.errors()]
+    if not state.merger.order and not found:
+        raise error_of([Finding(source, 0, 0, "E101", none)])
     if found:
         files = list(dict.fromkeys(each.source for each in found))
         raise error_of(sorted(found, key=lambda each: (files.index(each.source), each.line, each.column)))
-    if saw is not None:
-        saw |= state.saw | ({"duplicate"} if state.merger.has_duplicates else set())
-    # Grid Engine names a host once for each of its queues: no surprise to anybody.
+    # Grid Engine names a host once for each of its queues: that is expected.
     warnings = () if state.form == "sge" else tuple(each.head for each in state.merger.warnings())
     return Inventory(source, state.merger.specs, tuple(state.merger.order), warnings, state.merger.where())
 
@@ -109,12 +98,9 @@ def _file(text: str, source: str, state: _ParserState, chain: tuple[str, ...]) -
     chain = (*chain, os.path.normpath(source))
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         line = line.rstrip("\r")
-        found, comment = grammar.cut(line)
+        found = grammar.cut(line)
         if not found:
-            state.saw.add("comment.hash" if comment == "#" else "comment.slashes" if comment else "blank")
             continue
-        if comment:
-            state.saw.add("comment.behind")
         entry = HostEntry(source, number, found[0].at + 1, line)
         if state.form == "sge":
             _sge(found, entry, state)
@@ -128,7 +114,7 @@ def _entry(found: list[Word], entry: HostEntry, state: _ParserState) -> None:
     """Read `target attr...`; every error of the line is found."""
     target = None
     try:
-        target = read_target(found[0].text, state.form, state.saw)
+        target = read_target(found[0].text, state.form)
     except Fault as fault:
         state.findings.append(entry.finding(fault, found[0].at))
     given = {} if target is None else target.given
@@ -144,21 +130,18 @@ def _entry(found: list[Word], entry: HostEntry, state: _ParserState) -> None:
                     raise Fault(0, "E113", text)
                 continue
             key = grammar.key(name)
-            text, quoted = grammar.unquote(raw)
+            text = grammar.unquote(raw)
             value = grammar.value(key, text)
             if given.get(key) not in (None, value):
                 raise Fault(0, "E116", f"{key} given twice: {str(given[key])!r} and {text!r}")
             given[key] = value
-            state.saw |= {"key." + name, "quoted"} if quoted else {"key." + name}
-            if key == "gpus":
-                state.saw.add("gpus.count" if text.isdigit() else "gpus.list" if text[0].isdigit() else "gpus.uuid")
         except Fault as fault:
             state.findings.append(entry.finding(fault, word.at))
     if target is None or len(state.findings) > before:
         return
     try:
-        if target.count > 1 and given.get("addr"):
-            text = f"addr={given['addr']} would be the address of {target.count} hosts"
+        if target.names.count > 1 and given.get("addr"):
+            text = f"addr={given['addr']} would be the address of {target.names.count} hosts"
             raise Fault(0, "E116", text)
         _add(target, given, entry, state)
     except Fault as fault:
@@ -166,18 +149,17 @@ def _entry(found: list[Word], entry: HostEntry, state: _ParserState) -> None:
 
 
 def _add(target: HostPattern, given: dict[str, object], entry: HostEntry, state: _ParserState) -> None:
-    total = len(state.merger.order) + target.count
+    total = len(state.merger.order) + target.names.count
     if total > ranges.LIMIT:
         raise Fault(0, "E110", ranges.too_many(total))
-    kept = {key: value for key, value in given.items() if value is not None}
-    for name in target.names:
-        state.merger.add(HostSpec(name, **kept), entry)  # type: ignore[arg-type]
+    for name in target.names.names():
+        state.merger.add(HostSpec(name, **given), entry)  # type: ignore[arg-type]
 
 
 def _sge(found: list[Word], entry: HostEntry, state: _ParserState) -> None:
     """Read `host slots [queue [processors]]`. Queue and processors say nothing that we use."""
     try:
-        target = read_target(found[0].text, state.form, state.saw)
+        target = read_target(found[0].text, state.form)
         at = found[1].at - found[0].at if len(found) > 1 else 0
         count = grammar.slots(found[1].text if len(found) > 1 else "", at=at)
         if len(found) > 4:
@@ -197,14 +179,13 @@ def _directive(found: list[Word], entry: HostEntry, state: _ParserState, chain: 
         if len(found) != 2:
             raise Fault(found[0].at, "E117", f"@include: expected one path, got {len(found) - 1}")
         try:
-            path = grammar.unquote(found[1].text)[0]
+            path = grammar.unquote(found[1].text)
             text, path = _included(path, entry.source, state, chain)
         except Fault as fault:
             raise Fault(found[1].at, fault.code, fault.text) from None
     except Fault as fault:
         state.findings.append(entry.finding(fault, 0))
         return
-    state.saw.add("include")
     _file(text, path, state, chain)
 
 
@@ -233,27 +214,17 @@ class HostPattern:
     1024 and above are ports, all else is refused as ambiguous (E105) unless the user says whose file it is.
     """
 
-    names: Iterable[str]
-    """Can be gone through once."""
-    count: int
-    """How many names there are."""
-    user: str = ""
-    port: int | None = None
-    slots: int | None = None
-
-    @property
-    def given(self) -> dict[str, object]:
-        """What it says, as attributes."""
-        return {"user": self.user or None, "port": self.port, "slots": self.slots}
+    names: ranges.Pattern
+    given: dict[str, object]
+    """What it says, as attributes."""
 
 
-def read_target(text: str, form: str, saw: set[str], brief: bool = False) -> HostPattern:
+def read_target(text: str, form: str, brief: bool = False) -> HostPattern:
     """Read `[user@]name[:N]`.
 
     Arguments:
         text: the word.
         form: one of `grammar.FORMATS`.
-        saw: gets the forms that were met, of `grammar.FORMS`.
         brief: whether it is of a command line, where attributes cannot be written.
 
     Raises:
@@ -265,7 +236,6 @@ def read_target(text: str, form: str, saw: set[str], brief: bool = False) -> Hos
     start = len(user) + len(sign)
     if sign:
         grammar.user(user)
-        saw.add("user")
     end = rest.find("]") if rest.startswith("[") else -1
     if rest.startswith("[") and end < 0:
         raise Fault(start, "E109", f"unclosed '[' in {grammar.quote(rest)}")
@@ -276,59 +246,45 @@ def read_target(text: str, form: str, saw: set[str], brief: bool = False) -> Hos
         if rest[end + 1 :] and rest[end + 1] != ":":
             tail = grammar.quote(rest[end + 1 :])
             raise Fault(start + end + 1, "E104", f"expected ':' and a port number after ']', got {tail}")
-        saw.add("ipv6.zone" if "%" in name else "ipv6.brackets")
-        target = HostPattern((name,), 1, user)
+        names = ranges.Pattern((name,), ())
         colon = end + 1 if rest[end + 1 :] else -1
     elif rest.count(":") > 1 and grammar.ipv6(rest):
-        saw.add("ipv6.bare")
-        target, colon = HostPattern((rest,), 1, user), -1
+        names, colon = ranges.Pattern((rest,), ()), -1
     else:
         colon = rest.find(":")
         name = rest if colon < 0 else rest[:colon]
         try:
-            target = _names(name, user, saw)
+            names = _names(name)
         except Fault as fault:
             raise Fault(start + fault.at, fault.code, fault.text) from None
-    if colon >= 0:
-        port, slots = _number(text, start + colon, form, brief)
-        target = HostPattern(target.names, target.count, user, port, slots)
-        saw.add("port")
-    return target
+    given: dict[str, object] = {"user": user} if user else {}
+    return HostPattern(names, given | _number(text, start + colon, form, brief) if colon >= 0 else given)
 
 
-def _names(text: str, user: str, saw: set[str]) -> HostPattern:
+def _names(text: str) -> ranges.Pattern:
     found = ranges.pattern(text)
-    if not found.ranges:
-        saw.add(grammar.name(text))
-        return HostPattern((text,), 1, user)
     try:
-        if grammar.name(found.sample) == "ipv4":
+        if grammar.name(found.sample):
             for name in found.names():
                 grammar.name(name)
     except Fault as fault:
         # Letters that are wrong in one name are wrong in the pattern; an address is named itself.
         raise Fault(0, fault.code, fault.text.replace(repr(found.sample), grammar.quote(text))) from None
-    items = [item for each in found.ranges for item in each]
-    saw.add("range")
-    saw |= {"range.padded"} if any(item.width for item in items) else set()
-    saw |= {"range.list"} if len(items) > len(found.ranges) else set()
-    saw |= {"range.step"} if any(item.step > 1 for item in items) else set()
-    saw |= {"range.several"} if len(found.ranges) > 1 else set()
-    return HostPattern(found.names(), found.count, user)
+    return found
 
 
-def _number(text: str, colon: int, form: str, brief: bool) -> tuple[int | None, int | None]:
-    """Return port and slots of the `:N` at the end of a target, one of them None."""
+def _number(text: str, colon: int, form: str, brief: bool) -> dict[str, object]:
+    """Return port or slots of the `:N` at the end of a target."""
     digits, name = text[colon + 1 :], text[:colon]
     if form in ("mpich", "horovod"):
-        return None, grammar.slots(digits, at=colon + 1)
+        return {"slots": grammar.slots(digits, at=colon + 1)}
     if not digits.isdecimal() or not digits.isascii():
         advice = "For several IPv6 colons use [addr]:port"
         text = f"expected a port number after ':', got {grammar.quote(digits)}. {advice}"
         raise Fault(colon + 1, "E104", text)
     port = grammar.port(digits, colon + 1)
     if form == "dmlc" or port == 22 or port >= 1024:
-        return port, None
+        return {"port": port}
     forms = "--hostfile-format mpich for slots, dmlc for ports"
     how = f"Write '{name} slots={port}' or '{name} port={port}', or pass {forms}"
     if brief:
@@ -375,11 +331,6 @@ class Merger:
         """Each host once."""
         return tuple(self._specs.values())
 
-    @property
-    def has_duplicates(self) -> bool:
-        """Whether a host stood twice."""
-        return bool(self._repeated)
-
     def add(self, spec: HostSpec, entry: HostEntry) -> None:
         """Take a host. A conflict is kept for `errors`."""
         key = key_of(spec.name)
@@ -405,7 +356,19 @@ class Merger:
 
     def errors(self) -> list[Finding]:
         """Return what only all hosts together show."""
-        return [*self._errors, *self._too_many_slots(), *self._unreachable()]
+        found = [
+            self._first[key].here("E116", f"slots must be at most max_slots={spec.max_slots}, got '{spec.slots}'")
+            for key, spec in self._specs.items()
+            if spec.max_slots is not None and spec.slots is not None and spec.slots > spec.max_slots
+        ]
+        remote = next((spec.name for spec in self._specs.values() if not is_loopback(spec.name)), None)
+        advice = "other hosts cannot reach it. Use this machine's name or addr="
+        found += [
+            self._first[key].here("E112", f"{spec.name!r} mixed with remote host {remote!r}: {advice}")
+            for key, spec in self._specs.items()
+            if remote is not None and is_loopback(spec.name) and not spec.addr
+        ]
+        return self._errors + found
 
     def warnings(self) -> Sequence[Finding]:
         """Return a warning for each host that stood twice, at its last place."""
@@ -423,25 +386,139 @@ class Merger:
         first = self._first[key]
         return f"line {first.line}{'' if first.source == entry.source else ' of ' + first.source}"
 
-    def _too_many_slots(self) -> list[Finding]:
-        return [
-            self._first[key].here("E116", f"slots must be at most max_slots={spec.max_slots}, got '{spec.slots}'")
-            for key, spec in self._specs.items()
-            if spec.max_slots is not None and spec.slots is not None and spec.slots > spec.max_slots
-        ]
 
-    def _unreachable(self) -> list[Finding]:
-        """Return the hosts that mean this machine to everybody, where there are others."""
-        remote = next((spec.name for spec in self._specs.values() if not is_loopback(spec.name)), None)
-        if remote is None:
-            return []
-        advice = "other hosts cannot reach it. Use this machine's name or addr="
-        return [
-            self._first[key].here("E112", f"{spec.name!r} mixed with remote host {remote!r}: {advice}")
-            for key, spec in self._specs.items()
-            if is_loopback(spec.name) and not spec.addr
-        ]
+@dataclass
+class _ParserState:
+    """What the files of one inventory have in common."""
+
+    form: str
+    read: ReadText | None = None
+    merger: Merger = field(default_factory=Merger)
+    findings: list[Finding] = field(default_factory=list)
+    files: int = 0
 
 
 def _shown(value: object) -> str:
     return "none" if value in (None, "", ()) else ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+# ---------------------------------------------------------------------- finding them
+
+
+def find(hostfile: str | None, hosts: str | None, env: Mapping[str, str], *, form: str = "auto") -> Inventory | None:
+    """Return the hosts of a job; None if none are named. Each file, and stdin, is read once.
+
+    Arguments:
+        hostfile: -H, a path or `-` for stdin.
+        hosts: --hosts, a list.
+        env: the environment.
+        form: one of `grammar.FORMATS`.
+
+    Raises:
+        HostsError: all that is wrong with them.
+        UsageError: both options, or an unknown form.
+    """
+    if form not in FORMATS:
+        raise UsageError(f"--hostfile-format: expected one of {', '.join(FORMATS)}, found {form!r}")
+    if hostfile is not None and hosts is not None:
+        raise UsageError("-H/--hostfile and --hosts contradict each other", "give one of them")
+    if hostfile is not None:
+        return of_file(hostfile, form="sge" if form == "auto" and hostfile == env.get(GRID_ENGINE) else form)
+    if hosts is not None:
+        return parse_list(hosts, form=form)
+    for name in FILES:
+        if env.get(name):
+            return of_file(env[name], form=form, hint=f"the file is named by the variable {name}")
+    if env.get(GRID_ENGINE):
+        return of_file(env[GRID_ENGINE], form="sge", hint=f"the file is named by the variable {GRID_ENGINE}")
+    if env.get(SLURM_NODES):
+        return _slurm(env[SLURM_NODES], env.get(SLURM_TASKS, ""))
+    return None
+
+
+def _slurm(nodes: str, tasks: str) -> Inventory:
+    """Return the hosts of an allocation of Slurm, as of `n[01-04],x1` and `2(x3),1`.
+
+    `tasks` says how many fit on each, in the same order; it may be empty.
+
+    Raises:
+        HostsError: the node list is none.
+    """
+    try:
+        names = list(dict.fromkeys(ranges.expand(nodes)))
+    except HostsError as err:
+        raise HostsError(str(err).replace(ranges.SOURCE + ":", f"${SLURM_NODES}:"), count=err.count) from None
+    counts = _per_node(tasks)
+    warnings: tuple[str, ...] = ()
+    if tasks.strip() and len(counts) != len(names):
+        text = f"{len(counts)} values in {grammar.quote(tasks)} for {len(names)} nodes: ignored"
+        warnings = (Finding("$" + SLURM_TASKS, 1, 1, "W121", text).head,)
+    slots = dict(zip(names, counts, strict=True)) if len(counts) == len(names) else {}
+    specs = tuple(HostSpec(name, slots=slots.get(name)) for name in names)
+    return Inventory("$" + SLURM_NODES, specs, tuple(names), warnings)
+
+
+def _per_node(text: str) -> list[int]:
+    """Return the counts of `2(x3),1`: 2, 2, 2, 1. Empty, if it is something else. No side effects."""
+    counts: list[int] = []
+    for item in text.strip().split(","):
+        match = re.fullmatch(_SLURM_COUNT, item)
+        if match is None or not int(match[1]) or len(counts) + int(match[2] or 1) > ranges.LIMIT:
+            return []
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def of_file(path: str, *, form: str = "auto", hint: str = "") -> Inventory:
+    """Return the hosts of a file; `-` is stdin.
+
+    Raises:
+        HostsError: it cannot be read, or all that is wrong in it.
+    """
+    source = STDIN if path == "-" else path
+    return parse(read(path, hint), source, form=form, read=lambda each: _text(os.path.expanduser(each)))
+
+
+def read(path: str, hint: str = "") -> str:
+    """Return the text of a hosts file; `-` is stdin.
+
+    Raises:
+        HostsError: E100, E118.
+    """
+    try:
+        return _decoded(sys.stdin.buffer, "stdin") if path == "-" else _text(path)
+    except Fault as fault:
+        advice = ". Pass -H FILE, --hosts a,b or set DISTRUN_HOSTFILE" if fault.code == "E100" else ""
+        source = STDIN if path == "-" else path
+        raise error_of([Finding(source, 0, 0, fault.code, fault.text + advice)], hint) from None
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return _decoded(file, path)
+    except FileNotFoundError:
+        raise Fault(0, "E100", f"hosts file not found: {path!r} (cwd {_cwd()})") from None
+    except (OSError, ValueError) as err:
+        raise _unreadable(path, getattr(err, "strerror", None) or str(err)) from None
+
+
+def _decoded(file: BinaryIO, name: str) -> str:
+    data = file.read(_LARGEST + 1)
+    if len(data) > _LARGEST:
+        raise _unreadable(name, f"it is larger than {_LARGEST // 2**20} MiB")
+    if b"\0" in data:
+        raise _unreadable(name, "it is not UTF-8 text")
+    # Anything may stand in a comment; in a name, bytes that are no UTF-8 are refused where they stand.
+    return data.decode("utf-8", "surrogateescape")
+
+
+def _unreadable(name: str, why: str) -> Fault:
+    return Fault(0, "E118", f"cannot read the hosts file {name!r}: {why}")
+
+
+def _cwd() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return "that does not exist any more"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from distrun.hosts.grammar import Fault, Finding, error_of
 from distrun_runtime.contract.dataclass import dataclass
@@ -19,8 +20,9 @@ DIGITS = 18
 """Digits of a number in a range, at most."""
 SOURCE = "node list"
 
-_RANGE = r"([0-9]{1,%d})(?:-([0-9]{1,%d})(?:/([0-9]{1,%d}))?)?" % (DIGITS, DIGITS, DIGITS)
-_NUMBER = re.compile(r"([0-9]{1,%d})" % DIGITS)
+_DIGITS = rf"([0-9]{{1,{DIGITS}}})"
+_RANGE = rf"{_DIGITS}(?:-{_DIGITS}(?:/{_DIGITS})?)?"
+_NUMBER = re.compile(_DIGITS)
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Range:
 
     def __iter__(self) -> Iterator[str]:
         for number in range(self.first, self.last + 1, self.step):
-            yield "%0*d" % (self.width, number)
+            yield f"{number:0{self.width}d}"
 
 
 @dataclass(frozen=True)
@@ -152,21 +154,16 @@ def expand(text: str) -> list[str]:
         for at, item in split(line, ", \t\r"):
             try:
                 # An address in brackets is no range.
-                found = [item[1:-1]] if _is_address(item) else pattern(item)
-                more = found if isinstance(found, list) else found.names()
-                count = 1 if isinstance(found, list) else found.count
-                if len(names) + count > LIMIT:
-                    raise Fault(0, "E110", too_many(len(names) + count))
-                names += more
+                is_address = item.startswith("[") and item.find("]") == len(item) - 1 and ":" in item
+                found = Pattern((item[1:-1],), ()) if is_address else pattern(item)
+                if len(names) + found.count > LIMIT:
+                    raise Fault(0, "E110", too_many(len(names) + found.count))
+                names += found.names()
             except Fault as fault:
                 findings.append(Finding(SOURCE, number, at + fault.at + 1, fault.code, fault.text, line))
     if findings:
         raise error_of(findings)
     return names
-
-
-def _is_address(item: str) -> bool:
-    return item.startswith("[") and item.find("]") == len(item) - 1 and ":" in item
 
 
 def fold(names: Iterable[str]) -> str:
@@ -193,12 +190,12 @@ def _fields(name: str) -> list[_Field]:
 
 def _merge(rows: Sequence[list[_Field]], index: int) -> list[list[_Field]]:
     """Join the rows that differ in nothing but this field."""
-    groups: dict[tuple[object, ...], list[list[_Field]]] = {}
-    for row in rows:
-        others = tuple(row[:index]), tuple(row[index + 1 :])
-        groups.setdefault(others if index < len(row) else (id(row),), []).append(row)
+
+    def others(row: list[_Field]) -> tuple[object, ...]:
+        return (tuple(row[:index]), tuple(row[index + 1 :])) if index < len(row) else (id(row),)
+
     merged = []
-    for group in groups.values():
+    for group in grouped((others(row), row) for row in rows).values():
         row = group[0]
         if len(group) > 1:
             numbers = sorted({number for each in group for number in each[index]}, key=lambda n: (int(n), len(n)))
@@ -225,6 +222,18 @@ def _written(field: _Field) -> str:
             runs.append([number])
         previous = width, value
     return f"[{','.join('-'.join(run) for run in runs)}]"
+
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Return the values of each key, keys and values in the order in which they first come. No side effects."""
+    found: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def generic(host: str, text: str) -> str:

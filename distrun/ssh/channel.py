@@ -9,14 +9,15 @@ import secrets
 import threading
 import time
 
-from distrun.ssh import redial
-from distrun.ssh.abort import Abort, Aborted
+from distrun.ssh.ask import Abort, Aborted
 from distrun.ssh.connector import Connector, Link
 from distrun.ssh.failure import SshFailure, unforeseen
-from distrun.ssh.resolve import Target, remote_command
+from distrun.ssh.resolve import GONE, RELAY, Target, remote_command
+from distrun_runtime.contract import session
 from distrun_runtime.contract.session import Frame
-from distrun_runtime.coordinator.channel import Put, SessionChannel
+from distrun_runtime.coordinator.channel import Greeting, Put, SessionChannel
 from distrun_runtime.coordinator.messages import StartFailed, Warned
+from distrun_runtime.errors import WireError
 
 RETRIES = 3
 """Further attempts where the host dropped the connection before the key exchange."""
@@ -64,7 +65,7 @@ class SshChannel(SessionChannel):
 
         What tells is the end of the connection: the guard holds it open until it has ended.
         """
-        return not (self.greeted and self.was_used) or self._ended
+        return not (self.inlet.greeted and self.was_used) or self._ended
 
     @property
     def holds(self) -> bool:
@@ -80,7 +81,7 @@ class SshChannel(SessionChannel):
     def start(self, put: Put) -> None:
         """Connect, in a thread of its own."""
         super().start(put)
-        self._reader = threading.Thread(target=self._run, name=f"ssh {self._host}", daemon=True)
+        self._reader = threading.Thread(target=self._run, name=f"ssh {self.host}", daemon=True)
         self._reader.start()
 
     def close(self) -> None:
@@ -108,12 +109,12 @@ class SshChannel(SessionChannel):
                 self._serve()
                 break
             except Aborted:
-                self._say(StartFailed(self._host, "it was given up before its agent had answered", time.time()))
+                self._say(StartFailed(self.host, "it was given up before its agent had answered", time.time()))
                 return
             except Exception as err:  # whatever it is, the job must hear of it
                 err = err if isinstance(err, SshFailure) else unforeseen(err)
                 if not err.is_passing or attempt == RETRIES or self._abort.is_set:
-                    event = StartFailed(self._host, err.text, time.time(), kind=err.kind, fix=err.fix)
+                    event = StartFailed(self.host, err.text, time.time(), kind=err.kind, fix=err.fix)
                     self._say(event)
                     return
             try:
@@ -141,7 +142,7 @@ class SshChannel(SessionChannel):
             turn_until = time.monotonic() + TURN_S
 
             def check() -> None:
-                if self.greeted or time.monotonic() >= turn_until:
+                if self.inlet.greeted or time.monotonic() >= turn_until:
                     turn.close()
                 self._check_silence()
 
@@ -178,7 +179,7 @@ class SshChannel(SessionChannel):
         Raises:
             Aborted: it was given up.
         """
-        command = remote_command(redial.REDIAL_RELAY, self._target.python, [self.waiting_at])
+        command = remote_command(RELAY, self._target.python, [self.waiting_at])
         with self._connector.turn(self._abort):
             try:
                 link = self._connector.open(self._target, command, self._abort)
@@ -188,13 +189,13 @@ class SshChannel(SessionChannel):
                 return False
             ahead, fault = b"", ""
             try:
-                ahead = redial.prove(link, self._key, TURN_S, self._abort)
+                ahead = prove(link, self._key, TURN_S, self._abort)
             except Exception as err:
                 fault = str(err) or type(err).__name__
         if fault:
             words = link.finish()
             self._abort.check()
-            if redial.GONE in words:
+            if GONE in words:
                 self.is_over = True
                 self.ended("its agent ended while its connection was cut", when=time.time())
                 return True
@@ -207,18 +208,56 @@ class SshChannel(SessionChannel):
         return True
 
     def _warn(self, text: str) -> None:
-        self._say(Warned(self._host, text))
+        self._say(Warned(self.host, text))
 
     def _end(self, link: Link, reason: str) -> None:
         now = time.time()
         was_ours = self.is_killed
         words = link.finish()
-        if not self.greeted:
+        if not self.inlet.greeted:
             if was_ours:
                 raise Aborted
-            raise link.explain(words, self.noise)
+            raise link.explain(words, self.inlet.noise)
         # After `bye` only the end of the connection tells of the guard's, and we cut it. Who refused started nothing.
-        self._ended = self.is_leaving and (not was_ours or not self.said_bye or self.has_refused)
+        self._ended = self.inlet.is_leaving and (not was_ours or not self.inlet.said_bye or self.inlet.has_refused)
         if not self.holds:
             self.close()
         self.ended(reason, words, now)
+
+
+def prove(link: Link, key: str, limit_s: float, abort: Abort) -> bytes:
+    """Prove over a relay that we know the key of the session, and check that its agent does; return what came after.
+
+    Raises:
+        WireError: it is not our agent, or it did not answer within `limit_s`.
+        OSError: the connection broke.
+        Aborted: it was given up.
+    """
+    until = time.monotonic() + limit_s
+    greeting = Greeting()
+
+    def read() -> bytes:
+        data = link.read()
+        abort.check()
+        if data == b"":
+            raise EOFError("the relay ended")
+        if not data and time.monotonic() >= until:
+            raise WireError("its agent does not answer")
+        return data or b""
+
+    rest = None
+    while rest is None:
+        rest = greeting.feed(read())
+    nonce = secrets.token_hex(16)
+    proof = session.proof(key, session.COORDINATOR, greeting.nonce, nonce)
+    data = session.encode({"type": "prove", "nonce": nonce, "proof": proof})
+    while data:
+        data = data[link.write(data) :]
+        abort.check()
+    frame, rest = session.first(rest)
+    while frame is None:
+        frame, rest = session.first(rest + read())
+    given = str(frame.header.get("proof", ""))
+    if not session.is_proof(given, key, session.AGENT, greeting.nonce, nonce):
+        raise WireError("it is not the agent of this job that answers")
+    return rest

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distrun.ssh import OPENSSH
-from distrun.ssh.abort import Abort, Aborted
+from distrun.ssh.ask import Abort, Aborted, Asker
 from distrun.ssh.failure import OTHER, SshFailure, Where, classify, proxy_failed, timeout, too_many_keys
-from distrun.ssh.login import Asker
 from distrun.ssh.openssh import OpensshLink, ProxyProgram
 from distrun.ssh.resolve import JUMPS, Resolved, Target, hop, many, resolve
 

@@ -14,7 +14,7 @@ import paramiko
 from paramiko.ssh_exception import SSHException
 
 from distrun.ssh import failure, known_hosts
-from distrun.ssh.abort import Abort, Aborted
+from distrun.ssh.ask import Abort, Aborted
 from distrun.ssh.failure import LastLines, SshFailure, classify
 from distrun.ssh.login import Login, TooManyTries, strategy
 from distrun.ssh.openssh import ProxyProgram

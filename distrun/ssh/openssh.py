@@ -30,7 +30,7 @@ _WAIT_MS = 1000
 
 
 class Child:
-    """A running program; it must have been started with `start_new_session`. `kill` is for any thread."""
+    """A running program; it must have been started with `start_new_session`. `signal` is for any thread."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         self._popen = popen
@@ -41,28 +41,32 @@ class Child:
         """Its exit code; None before `end`."""
         return self._popen.returncode
 
-    def kill(self) -> None:
-        """Kill it and all in its process group; nothing once it was reaped, as its number may be another's then."""
+    def signal(self, number: int = signal.SIGKILL) -> None:
+        """Signal it and all in its process group; nothing once it was reaped, as its number may be another's then."""
         with self._reaping:
             if self._popen.returncode is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self._popen.pid, signal.SIGKILL)
+                    os.killpg(self._popen.pid, number)
 
     def end(self, limit_s: float) -> None:
         """Wait for its end, at most so long; kill what is left of its group, and reap it."""
         until = time.monotonic() + limit_s
-        while not self._is_over() and time.monotonic() < until:
+        while self.status() is None and time.monotonic() < until:
             time.sleep(_CHECK_S)
-        self.kill()
+        self.signal()
         with self._reaping, contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(KILLED_S)
 
-    def _is_over(self) -> bool:
-        """Return whether it has ended, if possible without reaping it."""
+    def status(self) -> int | None:
+        """Return its exit code, or the number of the signal that ended it, if possible without reaping it.
+
+        None: it runs.
+        """
         if hasattr(os, "waitid"):
             with contextlib.suppress(ChildProcessError):
-                return os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        return self._popen.poll() is not None
+                ended = os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                return None if ended is None else ended.si_status
+        return self._popen.poll()
 
 
 def read_rest(pipe: IO[bytes], limit_s: float = 1.0) -> bytes:
@@ -169,7 +173,7 @@ class OpensshLink:
 
     def kill(self) -> None:
         """Kill the program and what it has started; the agent sees the end of its input."""
-        self._child.kill()
+        self._child.signal()
 
     def finish(self) -> str:
         """Wait a moment for the program's end, then make it end; return the last lines of its stderr."""
@@ -190,13 +194,12 @@ class OpensshLink:
                 return proxy_failed(self._resolved.where, stderr)
         return found
 
-    def _read_stderr(self) -> bool:
+    def _read_stderr(self) -> None:
         data = os.read(self._err.fileno(), _READ_SIZE)
         self._last_lines.feed(data)
         if not data:
             with contextlib.suppress(KeyError):
                 self._poll.unregister(self._err)
-        return bool(data)
 
 
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:

@@ -24,7 +24,7 @@ from distrun_runtime.contract import environ, process
 from distrun_runtime.contract.dataclass import dataclass
 
 if TYPE_CHECKING:
-    from distrun.hosts import HostSpec
+    from distrun.hosts.grammar import HostSpec
 
 
 # A host as the user named it, and the command lines that lead there: of `ssh` here, of sshd there. No side effects.
@@ -224,6 +224,37 @@ def remote_command(
         search = f'echo "{begin}" >&2; {search}'
     added = [f"{name}={value}" for name, value in env.items()]
     return "exec " + shlex.join(["/bin/sh", "-c", search, "distrun", missing, boot, python, *added, "--", *words])
+
+
+GONE = "distrun: nothing listens there"
+"""What RELAY says, with the exit code NO_LISTENER, if the agent or coordinator has ended."""
+NO_LISTENER = 3
+# In no quotes but these, and without a `!`: see `remote_command`. It goes to the folder of the socket because the path
+# may be too long for a socket's address. Where the socket takes no more, what came from it last is still on its way.
+RELAY = (
+    'exec("import os,socket,sys,threading\\n'
+    "def copy(read,write,fail=os._exit):\\n"
+    " try:\\n"
+    "  while True:\\n"
+    "   data=read(65536)\\n"
+    "   if not data: os._exit(0)\\n"
+    "   write(data)\\n"
+    " except OSError: fail(0)\\n"
+    "def say(data):\\n"
+    " while data: data=data[os.write(1,data):]\\n"
+    "s=socket.socket(socket.AF_UNIX)\\n"
+    "folder,name=os.path.split(sys.argv[1])\\n"
+    "try:\\n"
+    " os.chdir(folder)\\n"
+    " s.connect(name)\\n"
+    "except (FileNotFoundError,ConnectionRefusedError) as err:\\n"
+    f' sys.stderr.write(\\"{GONE}: %s\\" % err)\\n'
+    f" sys.exit({NO_LISTENER})\\n"
+    "threading.Thread(target=copy,args=(lambda size:os.read(0,size),s.sendall,int),daemon=True).start()\\n"
+    'copy(s.recv,say)")'
+)
+"""Connects the standard input and output of a program on a host with a Unix socket there: of an agent that waits for
+another connection, or of a coordinator. What it needs is on its command line: a path, no secret."""
 
 
 # Asks `ssh -G` once for hosts that the user's ssh configuration does not tell apart.

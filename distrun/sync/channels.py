@@ -13,34 +13,24 @@ import contextlib
 import os
 import queue
 import secrets
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Union
 
-from distrun.formats import size as size_text
-from distrun.sync.copier import INTERRUPTED, CopyRequest, Says, done_text, failure_text, marked_source, progress_text
-from distrun.sync.rsync import Rate, RsyncProgress
-from distrun.sync.rules import check_folder, filters, keep_rules
-from distrun.sync.tree import Snapshot, count, left_out_text, take_snapshot
+from distrun.sync.copier import INTERRUPTED, CopyRequest, FileCopier, Says, marked_source
+from distrun.sync.rsync import RsyncProgress
+from distrun.sync.rules import filters, keep_rules
+from distrun.sync.tree import Snapshot, left_out_text, take_snapshot
 from distrun_runtime.contract.control import CopyProgress
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.folder import ON, PARTIAL
 from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator import messages
-from distrun_runtime.coordinator.messages import (
-    AllPrepared,
-    Copied,
-    CopyFailed,
-    Copying,
-    Event,
-    FolderFound,
-    PrepareFailed,
-)
+from distrun_runtime.coordinator.messages import Copied, CopyFailed, Copying, Event, FolderFound
 
 if TYPE_CHECKING:
-    from distrun_runtime.coordinator.channel import Put, SessionChannel
+    from distrun_runtime.coordinator.channel import SessionChannel
 
 WINDOW = 8
 """Agents that are sent files at a time."""
@@ -70,7 +60,14 @@ class Deliveries:
     Times are seconds of one clock that the caller reads.
     """
 
-    def __init__(self, places: Sequence[str], now: float, window: int, answer_s: float, stall_s: float) -> None:
+    def __init__(
+        self,
+        places: Sequence[str],
+        now: float,
+        window: int = WINDOW,
+        answer_s: float = ANSWER_S,
+        stall_s: float = STALL_S,
+    ) -> None:
         self.wanting = 0
         """Places that want the files or have been sent them."""
         self._unanswered = dict.fromkeys(places)
@@ -101,20 +98,21 @@ class Deliveries:
         Raises:
             CopyError: it cannot take the files.
         """
-        if isinstance(event, CopyFailed):
-            raise CopyError(event.host, event.reason, event.fix)
-        if isinstance(event, FolderFound):
-            if event.host in self._unanswered:
-                del self._unanswered[event.host]
+        host = event.host
+        match event:
+            case CopyFailed():
+                raise CopyError(host, event.reason, event.fix)
+            case FolderFound() if host in self._unanswered:
+                del self._unanswered[host]
                 if event.state == "mine":
                     self.wanting += 1
-                    self._waiting.append(event.host)
+                    self._waiting.append(host)
                 else:
                     self._others += 1
-        elif isinstance(event, Copied):
-            self._finished += self._running.pop(event.host, None) is not None
-        elif event.host in self._running:
-            self._running[event.host] = now
+            case Copied():
+                self._finished += self._running.pop(host, None) is not None
+            case Copying() if host in self._running:
+                self._running[host] = now
 
     def next(self, now: float) -> list[str]:
         """Return the places that are to be sent the files now: none before all have answered."""
@@ -145,11 +143,11 @@ class Deliveries:
                 )
 
 
-class ChannelCopier:
-    """A copy to all places of a plan, which can be started once, and cancelled. See `copier.FileCopier`.
+class ChannelCopier(FileCopier):
+    """A copy to all places of a plan.
 
-    Made without effects. `request` is as for `Copier`; `channels` are those of the plan's places. `snapshot` is what is
-    sent, and closed at the end; without one it is taken by `take_snapshot`, or by `start`.
+    `channels` are those of the plan's places. `snapshot` is what is sent, and closed at the end; without one it is
+    taken when the copy begins.
     """
 
     def __init__(
@@ -160,65 +158,30 @@ class ChannelCopier:
         channels: Sequence[SessionChannel],
         *,
         snapshot: Snapshot | None = None,
-        window: int = WINDOW,
-        answer_s: float = ANSWER_S,
-        stall_s: float = STALL_S,
     ) -> None:
-        check_folder(request.dst)
+        super().__init__(request, sink)
         self._plan = plan
-        self._source = os.path.abspath(request.source)
-        self._dst = request.dst
-        self._rules = request.rules
-        self._delete = request.delete
-        self._sink = sink
-        self._on_progress = request.on_progress or (lambda progress: sink.say(str(progress), "info", progress))
-        self._report_s = request.report_s
         self._channels = {channel.host: channel for channel in channels}
+        self._deliveries = Deliveries(list(self._channels), 0.0)
         self._snapshot = snapshot
-        self._window, self._answer_s, self._stall_s = window, answer_s, stall_s
         self._run = secrets.token_hex(8)
         self._told: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._cancelled = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
         self._sent: dict[str, int] = {}
         """Bytes of the archive that have left, by place."""
         self._moved: dict[str, float] = {}
-        self._notes: set[str] = set()
-        self._rate = Rate()
 
-    def take_snapshot(self) -> None:
-        """Take the snapshot now, if there is none: the files are sent as they are at this moment. Blocks.
-
-        Raises:
-            UsageError, SyncError: see `snapshot.take_snapshot`.
-        """
-        if self._snapshot is None:
-            self._snapshot = take_snapshot(self._source, self._rules)
-
-    def start(self, put: Put) -> None:
-        """Begin, in a thread; at the end put `AllPrepared` or `PrepareFailed`. Returns at once."""
-
-        def work() -> None:
-            try:
-                self._copy()
-            except CopyError as err:
-                put(PrepareFailed(err.place, str(err), time.time(), f"fix: {err.fix}" if err.fix else ""))
-            except Exception as err:  # whatever it is, the loop must hear of it
-                put(PrepareFailed("", failure_text(err), time.time(), getattr(err, "hint", "")))
-            else:
-                put(AllPrepared())
-            finally:
-                self._close()
-
-        self._thread = threading.Thread(target=work, name="sync", daemon=True)
-        self._thread.start()
+    def _work(self) -> tuple[str, str, str]:
+        try:
+            self._copy()
+        except CopyError as err:
+            return err.place, str(err), f"fix: {err.fix}" if err.fix else ""
+        finally:
+            self._close()
+        return "", "", ""
 
     def cancel(self) -> None:
-        """End it soon: places that do not have all files yet keep what they had. Waits for the end, a few seconds."""
-        self._cancelled.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(CANCEL_S)
+        """End it soon. See `FileCopier.cancel`."""
+        super().cancel()
         self._close()
 
     def _close(self) -> None:
@@ -228,56 +191,42 @@ class ChannelCopier:
     # In the thread
 
     def _copy(self) -> None:
-        begun = time.monotonic()
-        self.take_snapshot()
-        snapshot = self._snapshot
-        assert snapshot is not None
+        self._report_begin()
+        snapshot = self._snapshot = self._snapshot or take_snapshot(self._source, self._request.rules)
         text = left_out_text(snapshot)
         if text:
             self._sink.say(text, "warning")
-        if not self._dst.startswith(("/", "~")):
-            self._sink.say(f"{self._dst} is below the home directory of each host", "info")
-        rules = keep_rules(filters(self._rules, self._source)) if self._delete else []
-        deliveries = Deliveries(list(self._channels), time.monotonic(), self._window, self._answer_s, self._stall_s)
+        rules = keep_rules(filters(self._request.rules, self._source)) if self._request.delete else []
+        self._deliveries = Deliveries(list(self._channels), time.monotonic())
         with marked_source(self._source, PARTIAL + self._run + ON):
             for channel in self._channels.values():
                 channel.divert(_KINDS, self._told.put)
                 channel.send(messages.copy(self._run, rules))
-            self._deliver(deliveries, snapshot)
-        sent = f"{count(snapshot.files * deliveries.wanting, 'file')}, {size_text(snapshot.size * deliveries.wanting)}"
-        progress = self._progress(deliveries, sent)
-        self._sink.say(done_text(progress, time.monotonic() - begun), "info", progress)
+            self._deliver(self._deliveries, snapshot)
+        wanting = self._deliveries.wanting
+        self._report_end(snapshot.files * wanting, snapshot.size * wanting)
 
     def _deliver(self, deliveries: Deliveries, snapshot: Snapshot) -> None:
         """Send the files to those who want them, until all have them. Raises CopyError."""
-        shown = time.monotonic()
         while not deliveries.is_over:
             with contextlib.suppress(queue.Empty):
-                self._hear(deliveries, self._told.get(timeout=TURN_S))
+                self._hear(self._told.get(timeout=TURN_S))
             if self._cancelled.is_set():
                 raise CopyError("", INTERRUPTED)
             now = time.monotonic()
             for place in deliveries.next(now):
                 begins = f"copy {os.path.join(self._source, '')} -> {self._name(place)}:{self._dst}"
-                self._sink.say(begins, "info", self._progress(deliveries))
+                self._sink.say(begins, "info", self._progress())
                 self._channels[place].send_large(*messages.files(self._run, self._pieces(place, snapshot)))
             deliveries.check(now, self._moved)
-            sent = self._passed(snapshot)
-            self._rate.add(now, sent.size)
-            if now > shown + self._report_s:
-                text = progress_text(sent, snapshot.total * deliveries.wanting, self._rate.value())
-                self._on_progress(self._progress(deliveries, text))
-                shown = now
+            self._report(now, self._passed(snapshot), snapshot.total * deliveries.wanting)
 
-    def _hear(self, deliveries: Deliveries, event: Event) -> None:
-        if not isinstance(event, _KINDS):
-            return
+    def _hear(self, event: Event) -> None:
         if isinstance(event, FolderFound):
             for note in event.notes:
-                if note not in self._notes:
-                    self._notes.add(note)
-                    self._sink.say(f"{self._name(event.host)}: {note}", "warning")
-        deliveries.handle(event, time.monotonic())
+                self._say_note(self._name(event.host), note)
+        if isinstance(event, _KINDS):
+            self._deliveries.handle(event, time.monotonic())
 
     def _pieces(self, place: str, snapshot: Snapshot) -> Iterator[bytes]:
         """Yield the archive for a place; the thread that writes to its channel takes it."""
@@ -298,8 +247,8 @@ class ChannelCopier:
 
     # Progress
 
-    def _progress(self, deliveries: Deliveries, detail: str = "") -> CopyProgress:
-        return CopyProgress(deliveries.ready, len(self._channels), detail)
+    def _progress(self, detail: str = "") -> CopyProgress:
+        return CopyProgress(self._deliveries.ready, len(self._channels), detail)
 
     def _passed(self, snapshot: Snapshot) -> RsyncProgress:
         with self._lock:

@@ -15,6 +15,7 @@ import secrets
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from distrun.errors import DistrunError, SyncError
 from distrun.formats import size as size_text
-from distrun.ssh.abort import Abort
+from distrun.ssh.ask import Abort
 from distrun.sync import remote_shell, rsync
 from distrun.sync.receiver import NOTE, SAME, SHARED, UNFIT
 from distrun.sync.remote_shell import RemoteShell, Shells
@@ -37,8 +38,8 @@ from distrun_runtime.contract.folder import identity as folder_identity
 from distrun_runtime.coordinator.messages import AllPrepared, PrepareFailed
 
 if TYPE_CHECKING:
+    from distrun.ssh.ask import Asker
     from distrun.ssh.failure import SshFailure
-    from distrun.ssh.login import Asker
     from distrun.ssh.resolve import Target
     from distrun_runtime.coordinator.channel import Put
 
@@ -60,18 +61,8 @@ REPORT_S = 5.0
 INTERRUPTED = "the copy was interrupted; the hosts that were not done have what they had before"
 
 
-class FileCopier(Protocol):
-    """What copies a job's files to its hosts before its tasks start."""
-
-    def start(self, put: Put) -> None:
-        """Begin, in a thread; at the end put `AllPrepared` or `PrepareFailed`. Returns at once."""
-
-    def cancel(self) -> None:
-        """End it soon, and wait for that, a few seconds at most. May be called although it was not started."""
-
-
 class Says(Protocol):
-    """Where messages go: a `coordinator.output.Sink`, of which only `say` is used, from a thread of the copier's."""
+    """Where messages go: `say` of a `coordinator.service.Service`, called from a thread of the copier's."""
 
     def say(self, text: str, level: str, progress: CopyProgress | None = None, /) -> None:
         """Take one message. `progress`: it tells how far the copy is."""
@@ -97,6 +88,83 @@ class CopyRequest:
     on_progress: Callable[[CopyProgress], None] | None = None
     """Called every `report_s` seconds; None: the sink is told."""
     report_s: float = REPORT_S
+
+
+class FileCopier(ABC):
+    """Copies a job's files to its hosts before its tasks start: once, in a thread of its own. Made without effects."""
+
+    def __init__(self, request: CopyRequest, sink: Says) -> None:
+        check_folder(request.dst)
+        self._request = request
+        self._source = os.path.abspath(request.source)
+        self._dst = request.dst
+        self._sink = sink
+        self._on_progress = request.on_progress or (lambda progress: sink.say(str(progress), "info", progress))
+        self._lock = threading.Lock()
+        self._cancelled = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._notes: set[str] = set()
+        self._rate = Rate()
+        self._begun = self._shown = 0.0
+
+    def start(self, put: Put) -> None:
+        """Begin, in a thread; at the end put `AllPrepared` or `PrepareFailed`. Returns at once."""
+
+        def work() -> None:
+            try:
+                host, reason, text = self._work()
+            except Exception as err:  # whatever it is, the loop must hear of it
+                host, reason, text = "", failure_text(err), getattr(err, "hint", "")
+            put(PrepareFailed(host, reason, time.time(), text) if reason else AllPrepared(time.time()))
+
+        self._thread = threading.Thread(target=work, name="sync", daemon=True)
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """End it soon: hosts that have everything keep it, the others have what they had before.
+
+        Waits for the end, a few seconds at most. May be called although it was not started.
+        """
+        self._cancelled.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(CANCEL_S)
+
+    @abstractmethod
+    def _work(self) -> tuple[str, str, str]:
+        """Copy; return the host that cannot get the files, why, and more lines; empty texts if all have them."""
+
+    @abstractmethod
+    def _progress(self, detail: str = "") -> CopyProgress:
+        """Return how many hosts have the files."""
+
+    def _report_begin(self) -> None:
+        """Begin to measure."""
+        self._begun = self._shown = time.monotonic()
+        if not self._dst.startswith(("/", "~")):
+            self._sink.say(f"{self._dst} is below the home directory of each host", "info")
+
+    def _say_note(self, host: str, note: str) -> None:
+        """Say what a host noted about its folder, unless another host has noted the same."""
+        with self._lock:
+            is_new = note not in self._notes
+            self._notes.add(note)
+        if note and is_new:
+            self._sink.say(f"{host}: {note}", "warning")
+
+    def _report(self, now: float, sent: RsyncProgress, total: int | None) -> None:
+        """Say how far the copy is, from time to time. `total`: bytes; None: it is not known what hosts have."""
+        self._rate.add(now, sent.size)
+        if now > self._shown + self._request.report_s:
+            self._shown = now
+            text = "this rsync does not say how far it is"
+            self._on_progress(self._progress(text if total is None else progress_text(sent, total, self._rate.value())))
+
+    def _report_end(self, files: int, size: int) -> None:
+        """Say that all hosts have the files: `sync 5/5 (60 files, 22.5 MiB) in 2.1 s`."""
+        progress = self._progress(f"{count(files, 'file')}, {size_text(size)}")
+        seconds = time.monotonic() - self._begun
+        text = f"sync {progress.ready}/{progress.hosts} ({progress.detail}) in {seconds:.1f} s"
+        self._sink.say(text, "info", progress)
 
 
 @dataclass(frozen=True)
@@ -165,8 +233,8 @@ class _CopySettings:
     """Name of the folders for files until all have arrived. Distinguishes this copy from others into one folder."""
 
 
-class Copier:
-    """A copy that can be started once, and cancelled.
+class Copier(FileCopier):
+    """A copy by rsync over ssh.
 
     `targets` is how each host is reached. `asker` knows what the user typed to log in on the hosts. `shell` returns the
     argv of another remote shell for rsync, `identity` what is equal for two names of one host.
@@ -185,29 +253,19 @@ class Copier:
         shell: Callable[[Target], Sequence[str]] | None = None,
         identity: remote_shell.Identity | None = None,
     ) -> None:
-        check_folder(request.dst)
+        super().__init__(request, sink)
         self._targets = dict(targets)
-        self._source = os.path.abspath(request.source)
-        self._dst = request.dst
-        self._rules = request.rules
-        self._delete = request.delete
-        self._sink = sink
         self._tree = request.tree or Tree()
-        self._keep_going = request.keep_going
         self._window = window
         self._stall_s = stall_s
         self._answer_s = answer_s
-        self._report_s = request.report_s
-        self._on_progress = request.on_progress or (lambda progress: sink.say(str(progress), "info", progress))
         self._helpers = remote_shell.Helpers()
         self._abort = Abort()
         self._shells: Shells = remote_shell.SshShells(asker, self._helpers, self._abort, request.may_ask)
         if shell is not None:
             self._shells = lambda target: remote_shell.single(shell(target))
         self._identity = identity or remote_shell.ssh_identity
-        self._lock = threading.Lock()
         self._making_links = threading.Lock()
-        self._cancelled = threading.Event()
         self._waiting: deque[tuple[str, ...]] = deque()
         self._running: dict[str, Transfer] = {}
         self._past = RsyncProgress()
@@ -218,37 +276,20 @@ class Copier:
         """Distinct hosts that have not failed."""
         self._tells = True
         """Whether rsync reports its progress."""
-        self._rate = Rate()
         self._results: list[CopyResult] = []
-        self._notes: set[str] = set()
-        self._thread: threading.Thread | None = None
 
-    def start(self, put: Put) -> None:
-        """Begin, in a thread; at the end put `AllPrepared` or `PrepareFailed`. Returns at once."""
-
-        def work() -> None:
-            try:
-                host, reason, text = first_failure(self.copy())
-            except Exception as err:  # whatever it is, the loop must hear of it
-                host, reason, text = "", failure_text(err), getattr(err, "hint", "")
-            put(PrepareFailed(host, reason, time.time(), text) if reason else AllPrepared())
-
-        self._thread = threading.Thread(target=work, name="sync", daemon=True)
-        self._thread.start()
+    def _work(self) -> tuple[str, str, str]:
+        return first_failure(self.copy())
 
     def cancel(self) -> None:
-        """End all runs of rsync soon; hosts that have everything keep it, the others have what they had before.
-
-        Waits for the end of what `start` began, a few seconds at most.
-        """
+        """End all runs of rsync soon. See `FileCopier.cancel`."""
         with self._lock:
             self._cancelled.set()
             self._waiting.clear()
             for transfer in self._running.values():
                 transfer.cancel()
         self._abort.now()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(CANCEL_S)
+        super().cancel()
 
     @property
     def is_cancelled(self) -> bool:
@@ -265,12 +306,11 @@ class Copier:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._helpers)
             # Not made without need: a process that is killed leaves it behind.
-            needed = self._rules.gitignore or self._rules.extra
+            needed = self._request.rules.gitignore or self._request.rules.extra
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="distrun-sync-")) if needed else ""
             common = self._prepare(scratch)
             stack.enter_context(marked_source(self._source, common.partial + ON))
-            if not self._dst.startswith(("/", "~")):
-                self._sink.say(f"{self._dst} is below the home directory of each host", "info")
+            self._report_begin()
             hosts = remote_shell.distinct_hosts(self._targets, self._identity, is_cancelled=self._cancelled.is_set)
             self._hosts = len(hosts)
             self._tells = common.tool.has("--info")
@@ -304,8 +344,8 @@ class Copier:
 
     def _prepare(self, scratch: str) -> _CopySettings:
         tool = rsync.find()
-        options = filters(self._rules, self._source)
-        names = chosen(tool, self._rules, options, self._source)
+        options = filters(self._request.rules, self._source)
+        names = chosen(tool, self._request.rules, options, self._source)
         files_from = ""
         if names is not None:
             files_from = os.path.join(scratch, "files")
@@ -315,26 +355,21 @@ class Copier:
 
     def _wait(self, threads: Sequence[threading.Thread]) -> None:
         """Wait for the threads; report progress; after a failure cancel the others soon."""
-        begun = shown = time.monotonic()
         failed_at: float | None = None
         while any(thread.is_alive() for thread in threads):
             for thread in threads:
                 thread.join(0.05 / len(threads))
             now = time.monotonic()
-            if failed_at is None and not self._keep_going and any(not each.ok for each in list(self._results)):
+            if failed_at is None and not self._request.keep_going and any(not each.ok for each in list(self._results)):
                 failed_at = now
                 with self._lock:
                     self._waiting.clear()
             if failed_at is not None and now > failed_at + OTHERS_S:
                 self.cancel()
-            self._rate.add(now, self._sent().size)
-            if now > shown + self._report_s:
-                self._on_progress(self._progress(self._detail()))
-                shown = now
+            self._report(now, self._sent(), self._tree.size * self._hosts if self._tells else None)
         if all(each.ok for each in self._results) and not self._cancelled.is_set():
             sent = self._sent()
-            progress = self._progress(f"{count(sent.files, 'file')}, {size_text(sent.size)}")
-            self._sink.say(done_text(progress, time.monotonic() - begun), "info", progress)
+            self._report_end(sent.files, sent.size)
 
     # ------------------------------------------------------------------ one host, in one of the threads
 
@@ -407,14 +442,6 @@ class Copier:
                 return replace(result, code=ended.code, reason=reason, fix=fix, words=words)
         return result
 
-    def _say_note(self, host: str, note: str) -> None:
-        """Say what a host noted about its folder, unless another host has noted the same."""
-        with self._lock:
-            is_new = note not in self._notes
-            self._notes.add(note)
-        if note and is_new:
-            self._sink.say(f"{host}: {note}", "warning")
-
     def _commands(self, common: _CopySettings, name: str, shell: RemoteShell) -> list[list[str]]:
         """Return the rsync commands for a host, in order: the folder, then each extra."""
         target = self._targets[name]
@@ -423,7 +450,7 @@ class Copier:
             size=self._tree.size,
             files=self._tree.files,
             source=folder_identity(self._source),
-            delete=self._delete,
+            delete=self._request.delete,
             partial=common.partial,
             host=name,
             python=target.python,
@@ -438,11 +465,11 @@ class Copier:
                 rsync_path=remote,
                 partial=common.partial,
                 stall_s=self._stall_s,
-                delete=self._delete,
+                delete=self._request.delete,
                 files_from=common.files_from,
             )
         ]
-        for number, extra in enumerate(self._rules.extra):
+        for number, extra in enumerate(self._request.rules.extra):
             is_folder = os.path.isdir(extra.source)
             source = extra.source if is_folder else self._link(common, number, extra)
             below = extra.name if is_folder else os.path.dirname(extra.name)
@@ -515,11 +542,6 @@ class Copier:
 
     # ------------------------------------------------------------------ progress
 
-    def _detail(self) -> str:
-        if not self._tells:
-            return "this rsync does not say how far it is"
-        return progress_text(self._sent(), self._tree.size * self._hosts, self._rate.value())
-
     def _progress(self, detail: str = "") -> CopyProgress:
         results = list(self._results)
         have = {each.host for each in results if each.ok and not each.shared}
@@ -555,11 +577,6 @@ def marked_source(source: str, mark: str) -> Iterator[None]:
         if is_made:
             with contextlib.suppress(OSError):
                 os.unlink(path)
-
-
-def done_text(progress: CopyProgress, seconds: float) -> str:
-    """Return what to say when a copy is done: `sync 5/5 (60 files, 22.5 MiB) in 2.1 s`."""
-    return f"sync {progress.ready}/{progress.hosts} ({progress.detail}) in {seconds:.1f} s"
 
 
 def progress_text(sent: RsyncProgress, total: int, rate: float | None) -> str:

@@ -22,12 +22,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from distrun.errors import DistrunError, SyncError
-from distrun.ssh.abort import Abort, Aborted
+from distrun.ssh.ask import Abort, Aborted
 from distrun_runtime.contract import environ
 
 if TYPE_CHECKING:
+    from distrun.ssh.ask import Asker
     from distrun.ssh.failure import SshFailure
-    from distrun.ssh.login import Asker
     from distrun.ssh.resolve import Resolved, Target
 
 

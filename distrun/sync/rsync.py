@@ -25,6 +25,7 @@ from pathlib import Path
 
 from distrun.errors import SyncError
 from distrun.formats import quiet
+from distrun.ssh.openssh import Child
 from distrun.ssh.resolve import remote_command
 from distrun.sync import receiver
 from distrun.sync.receiver import NO_RSYNC, SAYS, SHELL, UNFIT
@@ -369,7 +370,7 @@ class Transfer:
             guarded, guard = os.pipe()
             stack.callback(os.close, guard)
             try:
-                child = subprocess.Popen(
+                popen = subprocess.Popen(
                     ["sh", "-c", _GUARD, "distrun-guard", *self._argv],
                     env=dict(self._env),
                     stdin=guarded,
@@ -379,40 +380,41 @@ class Transfer:
                 )
             finally:
                 os.close(guarded)
-            assert child.stdout is not None
-            assert child.stderr is not None
-            stack.enter_context(child.stdout)
-            stack.enter_context(child.stderr)
+            assert popen.stdout is not None
+            assert popen.stderr is not None
+            stack.enter_context(popen.stdout)
+            stack.enter_context(popen.stderr)
+            child = Child(popen)
             try:
-                self._watch(child, child.stdout.fileno(), child.stderr.fileno())
+                self._watch(child, popen.stdout.fileno(), popen.stderr.fileno())
             finally:
-                _end_group(child, signal.SIGKILL)  # the guard, and what rsync may have left
-                child.wait()
+                child.signal()  # the guard, and what rsync may have left
+                popen.wait()
         self._hear(self._err)
-        self._ended.code = child.returncode
+        self._ended.code = popen.returncode
         self._ended.files, self._ended.size = self.progress.files, self.progress.size
         self._ended.cancelled = self._cancelled
         return self._ended
 
-    def _watch(self, child: subprocess.Popen[bytes], out: int, err: int) -> None:
+    def _watch(self, child: Child, out: int, err: int) -> None:
         started = time.monotonic()
         asked = 0.0
         self._open = {out: self._take_out, err: self._take_err}
         for fd in self._open:
             os.set_blocking(fd, False)
-        while not _is_over(child):
+        while child.status() is None:
             self._read(POLL_S)
             now = time.monotonic()
             self._ended.overdue = self._ended.overdue or (not self._ended.says and now > started + self._answer_s)
             if self._cancelled or self._ended.overdue:
                 if not asked:
                     asked = now
-                    _end_group(child, signal.SIGTERM)
+                    child.signal(signal.SIGTERM)
                 elif now > asked + KILL_AFTER_S:
-                    _end_group(child, signal.SIGKILL)
+                    child.signal()
         # Not until the end of the streams: a connection that ssh keeps for others would hold them open. But after a
         # failure, the host's messages about it may come after the end of rsync here.
-        until = time.monotonic() + (LAST_WORDS_S if _has_failed(child) else 0.0)
+        until = time.monotonic() + (LAST_WORDS_S if child.status() else 0.0)
         while self._read(0.0) or (self._open and time.monotonic() < until):
             time.sleep(0.005)
 
@@ -467,25 +469,6 @@ class Transfer:
             self._ended.says[word] = detail
         elif text.strip():
             self._ended.words = [*self._ended.words, text][-WORDS:]
-
-
-def _is_over(child: subprocess.Popen[bytes]) -> bool:
-    """Return whether it has ended, without reaping it: its process group cannot be another's until then."""
-    if hasattr(os, "waitid"):
-        return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    return child.poll() is not None
-
-
-def _has_failed(child: subprocess.Popen[bytes]) -> bool:
-    if child.returncode is not None:
-        return child.returncode != 0
-    ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    return ended is not None and ended.si_status != 0
-
-
-def _end_group(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, number)
 
 
 def _number(digits: bytes) -> int:

@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any, Literal, Type, Union, cast, overload
 
 import numpy as np
 
-from distrun_runtime import reporting, stacks
-from distrun_runtime.arrays import dtypes, find, foreign
+from distrun_runtime import reporting
+from distrun_runtime.arrays import device as devices
+from distrun_runtime.arrays import dtypes, foreign
 from distrun_runtime.arrays.device import DeviceArray, is_on_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract import environ, streams
@@ -118,7 +119,7 @@ def create(name: str = "local", *, staleness: int | None = None, deterministic: 
         ContractError: the variables of a job (DMLC_...) are missing or wrong, for a distributed store.
     """
     _report_crashes(name)
-    stacks.offer()
+    reporting.offer_stacks()
     if not isinstance(name, str):
         raise TypeError(f"a store is created by name ({', '.join(TYPES)}), not by {type(name).__name__}")
     kind = name.lower()
@@ -147,9 +148,7 @@ def create(name: str = "local", *, staleness: int | None = None, deterministic: 
 def _report_crashes(name: object) -> None:
     """Have the agent, and the job's other nodes, told why the script ends; also if the store cannot be created."""
     if environ.text("DISTRUN_PUBLISH_FD") or (isinstance(name, str) and is_dist(name.lower())):
-        from distrun_runtime.ps import crash
-
-        crash.watch()
+        reporting.watch()
 
 
 def _staleness(kind: str, staleness: object) -> dict[str, Any]:
@@ -974,6 +973,6 @@ def _stored_as(record: KeyRecord, value: Value) -> Value:
     if record.is_sparse:
         if isinstance(value, RowSparse):
             return value
-        table = value if is_on_host(value) else find.gpus().borrowing.host(value)
+        table = value if is_on_host(value) else devices.gpus().borrowing.host(value)
         return RowSparse(table, np.arange(record.shape[0]), record.shape)
     return value.to_dense() if isinstance(value, RowSparse) else value

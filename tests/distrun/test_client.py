@@ -159,6 +159,6 @@ def test_control_json_says_where_the_coordinator_is(folder: JobFolder) -> None:
 def test_kill_falls_back_on_a_signal_where_nobody_answers(folder: JobFolder, place: Path) -> None:
     folder.write_control(str(place))
     other = Coordinator(place, hello(folder, 1, 0))  # it answers nothing more
-    with contextlib.closing(killing._StopQuery(folder)) as asked:
-        assert not asked.stop()
+    with killing._connected(folder) as connection:
+        assert not killing._is_heard(connection, "stop")
     other.close()

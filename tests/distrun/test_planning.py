@@ -10,7 +10,8 @@ import pytest
 from distrun import planning as plans
 from distrun import request as requests
 from distrun.errors import UsageError
-from distrun.hosts import Inventory, named, parse
+from distrun.hosts.grammar import Inventory, named
+from distrun.hosts.parse import parse
 from distrun.placement import place, slots_in
 from distrun.request import EngineOptions, JobRequest, Needs, Setting
 from distrun_runtime.contract import environ
@@ -39,8 +40,7 @@ def make(
     members: dict[str, object] = {"command": ("python", "t.py"), "workers": workers, "servers": servers, "cwd": "/w"}
     request = JobRequest(**{**members, **more})  # type: ignore[arg-type]
     inventory = hosts if isinstance(hosts, Inventory) else named(hosts)
-    how = {"scheduler": request.has_servers, "relays": request.adds_on_hosts}
-    slots = place(workers, servers, inventory, scheduler_host=request.scheduler_host, **how)
+    slots = place(request, inventory)
     allocation = plans.Allocation(inventory, slots, **(reached or {"addresses": {"here": "127.0.0.1"}}))
     return plans.make_plan(request, allocation, dataclasses.replace(SETUP, **(setup or {})))
 

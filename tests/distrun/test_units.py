@@ -19,7 +19,6 @@ from distrun import formats
         (formats.short_size, 3.4 * 1024**2, "3.4M"),
         (formats.short_size, 128 * 1024**3, "128G"),
         (formats.short_size, 1023.9 * 1024, "1.0M"),
-        (formats.rate, 1024, "1.0 KiB/s"),
         (formats.percent, 0.874, "87 %"),
         (formats.percent, 0.003, "0.3 %"),
         (formats.percent, 0, "0 %"),
@@ -49,7 +48,6 @@ def test_numbers_as_a_person_reads_them(function: Callable[[Any], str], value: A
         *(
             formats.size,
             formats.short_size,
-            formats.rate,
             formats.percent,
             formats.count,
             formats.per_second,

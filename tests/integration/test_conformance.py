@@ -49,7 +49,7 @@ def said() -> Iterator[str]:
         patch.setenv("TRACES", folder + "/traces:of,all")
         # As there: large values are on all seven servers. Jobs in threads have both ways of placing them.
         patch.setenv("DISTRUN_PARTITION", "mxnet")
-        # numpy's loops: fourteen processes would compile or load numba's, which give the same bytes (test_kernels.py).
+        # numpy's loops: fourteen processes would compile or load numba's, which give the same bytes (test_compiled.py).
         patch.setenv("NUMBA_DISABLE_JIT", "1")
         command = [sys.executable, "-m", "distrun", "launch", "-n", str(SEVEN), "--launcher", "local"]
         done = subprocess.run(

@@ -169,7 +169,7 @@ def test_agents_end_their_tasks_when_the_coordinator_does_not_come_back(run: Run
 
     def vanish(task: str) -> None:
         if len(run.sink.text) == 2:
-            engine.callers.agents.close()
+            engine.agents.close()
             cable.cut()
 
     run.sink.on_output = vanish

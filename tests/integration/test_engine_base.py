@@ -295,6 +295,11 @@ def test_options_that_mean_nothing_are_refused(words: tuple[str, ...], message: 
     assert message in done.stderr.decode()
 
 
+def test_an_engine_takes_the_options_of_others_that_it_names(queue: Queue) -> None:
+    words = ("launch", "--launcher", "folderqueue", "--dry-run", "-n", "1", "-s", "0", "--docker-image", "x", "true")
+    assert queue.distrun.run(*words).returncode == 0
+
+
 def test_files_reach_the_places_as_they_were_when_the_job_was_submitted(queue: Queue) -> None:
     (queue.distrun.work / "train.py").write_text("print('old')\n")
     queue.say("full", "no room")

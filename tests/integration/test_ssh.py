@@ -388,7 +388,7 @@ def test_a_forwarded_agent_opens_further_hosts(
     further = tmp_path / "further.py"
     further.write_text(
         "import sys\n"
-        "from distrun.ssh.abort import Abort\nfrom distrun.ssh.connector import Connector\n"
+        "from distrun.ssh.ask import Abort\nfrom distrun.ssh.connector import Connector\n"
         "from distrun.ssh.resolve import Target\n"
         "link = Connector().open(Target('d2', config=sys.argv[1], transport=sys.argv[2]), 'echo arrived', Abort())\n"
         "while (data := link.read()) != b'':\n    sys.stdout.write((data or b'').decode())\n"

@@ -17,7 +17,7 @@ from sshd import Sshd, running
 from distrun.backends import ssh
 from distrun.backends.ssh import Ssh
 from distrun.ssh import TRANSPORTS
-from distrun.ssh.abort import Abort
+from distrun.ssh.ask import Abort
 from distrun.ssh.channel import SshChannel
 from distrun.ssh.connector import Connector
 from distrun.ssh.resolve import Target

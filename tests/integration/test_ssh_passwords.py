@@ -9,8 +9,7 @@ import pytest
 from sshd import Meeting, PasswordServer, key, meet, running
 from terminal import Terminal
 
-from distrun.ssh.abort import Abort, Aborted
-from distrun.ssh.login import Asker, read_secret
+from distrun.ssh.ask import Abort, Aborted, Asker, read_secret
 from distrun.ssh.resolve import Target
 from distrun_runtime.coordinator import messages
 

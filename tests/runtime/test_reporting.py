@@ -197,7 +197,7 @@ def test_many_values_and_long_names_are_cut() -> None:
 def test_nothing_that_is_given_raises(agent: socket.socket, monkeypatch: pytest.MonkeyPatch, odd: object) -> None:
     monkeypatch.setenv("DISTRUN_METRICS_SOCKET", agent.getsockname())
     monkeypatch.setattr(reporting, "_reporters", reporting._Reporters())
-    monkeypatch.setattr(reporting.stacks, "offer", lambda: None)
+    monkeypatch.setattr(reporting, "offer_stacks", lambda: None)
     reporting.report(step=2, total=odd, loss=odd, good=1)
     assert (found := told(agent))["step"] == 2
     assert found["values"] == {"good": 1}
@@ -238,7 +238,7 @@ def test_the_last_report_arrives_though_the_script_ends_at_once(agent: socket.so
 def test_a_store_reports_also_when_it_is_closed(agent: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTRUN_METRICS_SOCKET", agent.getsockname())
     monkeypatch.setattr(reporting, "_reporters", reporting._Reporters())
-    monkeypatch.setattr(reporting.stacks, "offer", lambda: None)
+    monkeypatch.setattr(reporting, "offer_stacks", lambda: None)
     with kvstore.create("local") as kv:
         kv.report(step=1, total=2, loss=np.float32(0.5))
     kv.report(step=2)

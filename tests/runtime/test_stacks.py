@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from distrun_runtime import stacks
+from distrun_runtime import reporting
 from distrun_runtime.contract import metrics, process
 
 LIMIT_S = 20.0
@@ -107,9 +107,9 @@ def test_handlers_that_a_library_has_set_are_seen(tmp_path: Path) -> None:
     status = tmp_path / "status"
     for name in ("SigCgt", "SigIgn", "SigBlk"):
         status.write_text("Name:\tpython\n%s:\t%016x\n" % (name, 1 << (signal.SIGURG - 1)))
-        assert stacks.is_handled(signal.SIGURG, str(status))
+        assert reporting.is_handled(signal.SIGURG, str(status))
     status.write_text("SigCgt:\t%016x\nSigQ:\t1/2\n" % (1 << signal.SIGURG))
-    assert not stacks.is_handled(signal.SIGURG, str(status))
+    assert not reporting.is_handled(signal.SIGURG, str(status))
 
 
 class Sent:
@@ -127,7 +127,7 @@ def test_the_agent_is_told_again_and_told_when_the_script_takes_the_signal(
 ) -> None:
     sent = Sent()
     with open(tmp_path / "file", "wb") as file:
-        offer = stacks.Offer(sent, file, "path")  # type: ignore[arg-type]
+        offer = reporting.Offer(sent, file, "path")  # type: ignore[arg-type]
         for now in (100.0, 105.0, 110.0):
             offer.tell(now)
         assert sent.how == ["sigurg", "sigurg"]
@@ -138,11 +138,11 @@ def test_the_agent_is_told_again_and_told_when_the_script_takes_the_signal(
 
 def test_the_agent_may_trace_where_only_ancestors_could(tmp_path: Path) -> None:
     yama = tmp_path / "ptrace_scope"
-    assert not stacks.let_trace(str(tmp_path), str(yama)), "a kernel without Yama"
+    assert not reporting.let_trace(str(tmp_path), str(yama)), "a kernel without Yama"
     yama.write_text("0\n")
-    assert not stacks.let_trace(str(tmp_path), str(yama))
+    assert not reporting.let_trace(str(tmp_path), str(yama))
     yama.write_text("1\n")
-    assert not stacks.let_trace(str(tmp_path), str(yama)), "no record of an agent"
+    assert not reporting.let_trace(str(tmp_path), str(yama)), "no record of an agent"
     (tmp_path / "agent.json").write_text(json.dumps({"agent": {"pid": os.getppid()}}))
-    has_yama = os.path.exists(stacks.YAMA)
-    assert stacks.let_trace(str(tmp_path), str(yama)) == has_yama
+    has_yama = os.path.exists(reporting.YAMA)
+    assert reporting.let_trace(str(tmp_path), str(yama)) == has_yama

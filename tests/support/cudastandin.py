@@ -50,8 +50,8 @@ from distrun_runtime.arrays.cuda import (
     Update,
     Write,
 )
-from distrun_runtime.arrays.programs import Program
-from distrun_runtime.arrays.queues import OrderLock
+from distrun_runtime.arrays.gpu_order import OrderLock
+from distrun_runtime.arrays.gpu_programs import Program
 
 Compiled = Callable[[str, Sequence[Any], int], None]
 """Runs a kernel by name on addresses of host memory and numbers, for so many elements."""

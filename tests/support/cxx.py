@@ -21,7 +21,7 @@ from typing import Union
 import numpy as np
 import pytest
 
-from distrun_runtime.arrays.programs import Access, Kernel, Program
+from distrun_runtime.arrays.gpu_programs import Access, Kernel, Program
 
 Number = Union[int, float, np.generic]
 

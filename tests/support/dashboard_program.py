@@ -42,8 +42,6 @@ class Folder:
     def log_path(self, task: str) -> Path:
         return self.path
 
-    log_stamp = log_path
-
 
 def play(stream: socket.socket, record: Path) -> None:
     """Be the coordinator: send what was recorded, and note what is asked for."""
@@ -67,7 +65,7 @@ def main() -> int:
     with Signals() as signals, Terminal() as terminal:
         source = FrameSource(folder, lambda found: connection)
         source.start(connection)
-        ended = Dashboard(folder.id, source, terminal, signals, folder).run()
+        ended = Dashboard(folder, source, terminal, signals).run()
     return ended.exit_code if ended.signal is None else 128 + ended.signal
 
 

@@ -13,21 +13,22 @@ from typing import Any
 
 from distrun.backends import bootstrap
 from distrun_runtime.agent.dial import Credentials, Dialed, Dialer
-from distrun_runtime.coordinator.listener import AgentListener, ClaimedTwice, Connected, Register
+from distrun_runtime.coordinator.listener import AgentListener, ClaimedTwice, Connected, Register, pin_of
 
 JOB = "calm-otter-7f3"
 SECRET = "5e" * 32
 WAIT_S = 20.0
-CERTIFICATE = bootstrap.make(JOB)
+CERTIFICATE = bootstrap.certificate(JOB)
 """Made once: what it takes is not what these tests are about."""
+PIN = pin_of(CERTIFICATE)
 
 
 class Hall:
     """A listener of a job, and what it told."""
 
     def __init__(self, places: Sequence[str], port_range: str = "") -> None:
-        self.register = Register(JOB, SECRET, CERTIFICATE.pin, places)
-        self.listener = AgentListener(self.register, CERTIFICATE.pem, lambda: b"program\n", port_range)
+        self.register = Register(JOB, SECRET, PIN, places)
+        self.listener = AgentListener(self.register, CERTIFICATE, lambda: b"program\n", port_range)
         self.agents: queue.Queue[tuple[str, Connected]] = queue.Queue()
         self.twice: queue.Queue[ClaimedTwice] = queue.Queue()
         self.denied: queue.Queue[tuple[str, str]] = queue.Queue()
@@ -61,7 +62,7 @@ class Hall:
 
 
 def credentials(*addresses: tuple[str, int], place: str = "0") -> Credentials:
-    return Credentials(addresses, CERTIFICATE.pin, JOB, place, "a" * 32, SECRET, False)
+    return Credentials(addresses, PIN, JOB, place, "a" * 32, SECRET, False)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from cudastandin import Mistake
 from distrun_runtime.arrays import dlpack
 from distrun_runtime.arrays.cuda import Cuda, HostMemory, Pointer, Stream
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.arrays.segments import address_of
+from distrun_runtime.arrays.shared_memory import address_of
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from distrun_runtime.arrays.segments import BLOCKS
+from distrun_runtime.arrays.shared_memory import BLOCKS
 
 NAMES = {
     2: "cudaErrorMemoryAllocation: out of memory",

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 from distrun import planning
 from distrun.backends.base import Backend, Listening, Rendered, Swept
+from distrun.backends.bootstrap import Bootstrap
 from distrun.backends.local import Local
-from distrun.backends.queue import Callers
-from distrun.hosts import Inventory
+from distrun.backends.queue import listen, write_new
+from distrun.hosts.grammar import Inventory
 from distrun.request import JobRequest
 from distrun.sync import ChannelCopier, CopyRequest, CopyRules, Says, scan
 from distrun_runtime.contract import folder as folders
@@ -27,8 +28,8 @@ from distrun_runtime.contract.plan import HOLD, Host, Limits, Place, Plan, Sync
 from distrun_runtime.coordinator.channel import AgentChannel
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
+from distrun_runtime.coordinator.listener import DialBack
 from distrun_runtime.coordinator.messages import Event
-from distrun_runtime.coordinator.output import Sink, Watcher
 
 WAIT_S = 60.0
 
@@ -50,7 +51,8 @@ class FakeEngine(Backend):
         self.skipped: set[str] = set()
         """Places that the engine never starts."""
         self.listening = Listening(("127.0.0.1",))
-        self.callers: Callers
+        self.agents: DialBack
+        self.bootstrap: Bootstrap
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         self._plan: Plan
 
@@ -58,7 +60,7 @@ class FakeEngine(Backend):
         return Local().inventory(found)
 
     def copier(self, hosts: Sequence[Host], request: CopyRequest, sink: Says) -> ChannelCopier:
-        return ChannelCopier(self._plan, request, sink, self.callers.agents.channels)
+        return ChannelCopier(self._plan, request, sink, self.agents.channels)
 
     def addresses(self, hosts: Sequence[str]) -> Mapping[str, str]:
         return Local().addresses(hosts)
@@ -71,13 +73,14 @@ class FakeEngine(Backend):
 
     def channels(self, plan: Plan) -> tuple[AgentChannel, ...]:
         self._plan = plan
-        self.callers = Callers(plan.job, plan.limits.start_s, self.listening)
-        channels = self.callers.expect(plan)
-        self.callers.write_secret(self.secret_file)
+        secret = os.urandom(32).hex()
+        self.agents, self.bootstrap = listen(plan.job, plan.limits.start_s, self.listening, secret)
+        self.agents.expect(place.name for place in plan.all_places)
+        write_new(self.secret_file, secret + "\n", 0o600)
         if self.cable is not None:
-            self.cable.lay(self.callers.agents.port)
-            self.callers.addresses = (f"127.0.0.1:{self.cable.port}",)
-        return channels
+            self.cable.lay(self.agents.port)
+            self.bootstrap = self.bootstrap._replace(addresses=(f"127.0.0.1:{self.cable.port}",))
+        return self.agents.channels
 
     def boot(self, channels: Sequence[AgentChannel]) -> None:
         for place in self._plan.all_places:
@@ -86,7 +89,7 @@ class FakeEngine(Backend):
 
     def start(self, place: str, secret: str = "") -> subprocess.Popen[bytes]:
         """Start the process of a place."""
-        argv = self.callers.bootstrap.command(self.python, "env:FAKE_ENGINE_ID", secret or str(self.secret_file))
+        argv = self.bootstrap.command(self.python, "env:FAKE_ENGINE_ID", secret or str(self.secret_file))
         return subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
@@ -96,7 +99,7 @@ class FakeEngine(Backend):
         )
 
     def release(self, channels: Sequence[AgentChannel], limit_s: float) -> tuple[str, ...]:
-        self.callers.agents.close()
+        self.agents.close()
         self.secret_file.unlink()
         left = []
         for name, child in self.children.items():
@@ -172,8 +175,8 @@ def planned(
     return job, store.create(plan)
 
 
-class Shown(Sink, Watcher):
-    """What a terminal would show; `on_output` is called after each piece."""
+class Shown:
+    """A job's service that keeps what a terminal would show; `on_output` is called after each piece."""
 
     def __init__(self) -> None:
         self.text: dict[str, str] = {}
@@ -189,9 +192,6 @@ class Shown(Sink, Watcher):
     def say(self, text: str, level: str, sync: object = None) -> None:
         self.said.append(f"{level}: {text}")
 
-    def toggle_pause(self) -> None:
-        pass
-
     def opened(self, put: Callable[[Event], None]) -> None:
         pass
 
@@ -202,6 +202,9 @@ class Shown(Sink, Watcher):
         pass
 
     def state(self, value: Mapping[str, Any]) -> None:
+        pass
+
+    def metrics(self, value: Mapping[str, Any]) -> None:
         pass
 
 

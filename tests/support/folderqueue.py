@@ -52,6 +52,7 @@ def install(folder: Path) -> dict[str, str]:
 
 class FolderQueue(Engine):
     name = "folderqueue"
+    takes = ("--docker-image",)
 
     @property
     def folder(self) -> Path:

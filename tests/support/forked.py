@@ -27,8 +27,7 @@ AT_START = ("PYTHON", "LANG", "LC_", "LD_", "COVERAGE_")
 
 USED_LATER = (
     "distrun.backends.local",
-    "distrun.cli.writer",
-    "distrun.config",
+    "distrun.cli.screen",
     "distrun.launching",
     "distrun.report",
     "distrun_runtime.coordinator.service",

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from gpukit import Machine, values
 
-from distrun_runtime.arrays.cpu import CpuDevice
 from distrun_runtime.arrays.cuda import HostMemory, Pointer, Stream
+from distrun_runtime.arrays.device import CpuDevice
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
-from distrun_runtime.arrays.segments import address_of
+from distrun_runtime.arrays.shared_memory import address_of
 from distrun_runtime.ops import compression, optimizers, update
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)

@@ -10,11 +10,12 @@ import cxx
 import numpy as np
 from cudastandin import StandIn
 
-from distrun_runtime.arrays import cupydriver, dtypes, find
+from distrun_runtime.arrays import cupy_driver, dtypes
+from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.cuda import Cuda, Driver
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.arrays.gpu_devices import Gpus
-from distrun_runtime.arrays.segments import BLOCKS, Blocks
+from distrun_runtime.arrays.shared_memory import BLOCKS, Blocks
 
 
 class Machine:
@@ -44,13 +45,13 @@ class Machine:
 
 @contextmanager
 def gpus_of_process(machine: Machine) -> Iterator[Machine]:
-    """Let a machine's devices be those of this process in the block: `find.get("gpu:0")` returns `gpus.get(0)`."""
-    opened, gpus = list(cupydriver._opened), list(find._gpus)
-    cupydriver._opened[:], find._gpus[:] = [machine.cuda], [machine.gpus]
+    """Let a machine's devices be those of this process in the block: `devices.get("gpu:0")` returns `gpus.get(0)`."""
+    opened, gpus = list(cupy_driver._opened), list(devices._gpus)
+    cupy_driver._opened[:], devices._gpus[:] = [machine.cuda], [machine.gpus]
     try:
         yield machine
     finally:
-        cupydriver._opened[:], find._gpus[:] = opened, gpus
+        cupy_driver._opened[:], devices._gpus[:] = opened, gpus
         BLOCKS.watch(None)
 
 

@@ -21,7 +21,7 @@ from gpukit import Machine
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.cuda import CudaError, HostMemory, Pointer, Stream
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.arrays.segments import address_of
+from distrun_runtime.arrays.shared_memory import address_of
 
 
 class GpuStream:

@@ -20,7 +20,7 @@ from cluster import TOKEN, config, server_loop
 from scripted_transport import Stepped
 
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression, reduce
 from distrun_runtime.ops.optimizers import RuleSpec
@@ -106,7 +106,7 @@ def offset_of(name: str) -> int:
 def codec_number(name: str) -> int:
     """Return the number of a codec by its name, `rows` included; 0 for the empty name."""
     if name == "rows":
-        return reduce.ROWS
+        return compression.ROWS
     return compression.CODECS[name].number if name else compression.NONE
 
 
@@ -149,12 +149,12 @@ class Sent:
     def codecs(self) -> dict[str, str]:
         """How each piece is carried: `2bit`, `rows`, or empty."""
         names = {codec.number: name for name, codec in compression.CODECS.items()}
-        names.update({compression.NONE: "", reduce.ROWS: "rows"})
+        names.update({compression.NONE: "", compression.ROWS: "rows"})
         return {piece.name: names[piece.codec] for piece in self.pieces}
 
     def _value(self, piece: Piece) -> Array:
         assert piece.payload is not None
-        if piece.codec in (compression.NONE, reduce.ROWS):
+        if piece.codec in (compression.NONE, compression.ROWS):
             is_empty = not memoryview(piece.payload).nbytes
             return np.empty(0, piece.type) if is_empty else np.frombuffer(piece.payload, piece.type)
         codec = compression.numbered(piece.codec)

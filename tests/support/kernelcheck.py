@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distrun_runtime.arrays.dtypes import narrow, widen, work_dtype
-from distrun_runtime.arrays.programs import Access
+from distrun_runtime.arrays.gpu_programs import Access
 from distrun_runtime.ops import fuse
 
 Array = npt.NDArray[Any]

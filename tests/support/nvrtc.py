@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import sizes
 
-from distrun_runtime.arrays.programs import OPTIONS, Program
+from distrun_runtime.arrays.gpu_programs import OPTIONS, Program
 
 ROOT = Path(__file__).resolve().parents[2]
 PEER = ROOT / ".peers" / "nvrtc"

@@ -13,15 +13,15 @@ ON_REAL = pytest.mark.parametrize("kind_of_gpu", [REAL], indirect=True)
 
 @pytest.fixture
 def kind_of_gpu(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Whether the process's GPUs are real ones (`gpu`) or two of the stand-in's: `find.gpu(0)` is one of them."""
+    """Whether the process's GPUs are real ones (`gpu`) or two of the stand-in's: `devices.gpu(0)` is one of them."""
     from gpukit import Machine, gpus_of_process
 
-    from distrun_runtime.arrays import cupydriver
+    from distrun_runtime.arrays import cupy_driver
     from distrun_runtime.arrays.cuda import CudaMissing
 
     if request.param == "gpu":
         try:
-            cupydriver.of_process()
+            cupy_driver.of_process()
         except CudaMissing as err:
             pytest.skip(str(err))
         yield "gpu"

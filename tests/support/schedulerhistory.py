@@ -9,7 +9,7 @@ from cluster import config
 
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol.handshake import NodeIdentity
-from distrun_runtime.protocol.message import Flag, Kind, Message
+from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.scheduler import Scheduler
 
@@ -41,11 +41,13 @@ class Job:
         assert self.scheduler.admit(peer) == ""
         return self.scheduler.handle(role.Welcomed(link, peer), self.now)
 
-    def hear(self, link: str, kind: Kind, flags: Flag = Flag.NONE, **body: Any) -> list[role.Action]:
+    def hear(
+        self, link: str, kind: Kind, is_reply: bool = False, is_error: bool = False, **body: Any
+    ) -> list[role.Action]:
         self.requests += 1
         request = body.pop("request", self.requests)
         store = body.pop("store", 1)
-        message = Message(kind, flags, store=store, request=request, body=body)
+        message = Message(kind, store=store, request=request, body=body, is_reply=is_reply, is_error=is_error)
         return self.scheduler.handle(role.MessageReceived(link, message), self.now)
 
     def answer(self, actions: list[role.Action], error: str = "", **more: Any) -> list[role.Action]:
@@ -53,9 +55,8 @@ class Job:
         found: list[role.Action] = []
         for link, sent in sends(actions):
             if link.startswith("s"):
-                flags = Flag.REPLY | Flag.ERROR if error else Flag.REPLY
                 body = {**({"reason": error} if error else {}), **more}
-                found += self.hear(link, sent.kind, flags, request=sent.request, **body)
+                found += self.hear(link, sent.kind, True, bool(error), request=sent.request, **body)
         return found
 
     def settle(self, actions: list[role.Action]) -> list[role.Action]:

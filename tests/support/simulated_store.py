@@ -17,10 +17,10 @@ import numpy as np
 from cluster import TOKEN, config, loop_of, server_loop
 from simulation import LATENCY_S, Clock, Phases
 
-from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.protocol import handshake, message
 from distrun_runtime.protocol.handshake import NodeIdentity
-from distrun_runtime.protocol.message import DTYPE_CODES, Entry, Flag, Kind, Message, Payload
+from distrun_runtime.protocol.message import DTYPE_CODES, Entry, Kind, Message, Payload
 from distrun_runtime.ps import role
 from distrun_runtime.ps.scheduler import Scheduler
 from distrun_runtime.transport.base import COPIED, Arrived, Down, Event, Lease, Up
@@ -114,7 +114,7 @@ class _Node:
             self.say(proof)
             return
         if head.kind is Kind.ROSTER and self.who.role == "server":
-            answer = Message(Kind.ROSTER, Flag.REPLY, request=head.request)
+            answer = Message(Kind.ROSTER, is_reply=True, request=head.request)
             self._network.arrive(Arrived(self.link, message.encode(answer)))
             return
         assert head.kind is not Kind.REFUSED, message.decode(frames).body

@@ -22,9 +22,9 @@ from ports import free_port
 
 from distrun import shipping
 from distrun.ssh import CONNECT_S
+from distrun.ssh.ask import Asker
 from distrun.ssh.channel import SshChannel
 from distrun.ssh.connector import Connector
-from distrun.ssh.login import Asker
 from distrun.ssh.resolve import Target, remote_command
 from distrun_runtime.coordinator import messages
 

@@ -1,7 +1,7 @@
 """CUDA: the about 20 calls that distrun makes, and their errors. Nothing else in distrun calls CUDA.
 
     Cuda      what the rest of distrun uses: one object a process
-    Driver    who makes the calls: cupy (`cupydriver`), in the tests a stand-in that finds mistakes
+    Driver    who makes the calls: cupy (`cupy_driver`), in the tests a stand-in that finds mistakes
 
 `Cuda` adds to every call what has to hold for all of them: a forked child makes none, an error is told by its call and
 device, and after an error that leaves the device unusable every later call raises this first error.
@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar, Union
 
-from distrun_runtime.arrays.programs import Program
+from distrun_runtime.arrays.gpu_programs import Program
 from distrun_runtime.errors import KVError, StoreClosed
 
 if TYPE_CHECKING:
@@ -37,32 +37,6 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-__all__ = [
-    "INSTALL",
-    "Argument",
-    "Cuda",
-    "CudaError",
-    "CudaMissing",
-    "CudaOutOfMemory",
-    "CudaTimedOut",
-    "Driver",
-    "DriverError",
-    "Event",
-    "HostMemory",
-    "Loaded",
-    "Place",
-    "Pointer",
-    "ProgramError",
-    "Properties",
-    "Read",
-    "Stream",
-    "Table",
-    "Update",
-    "Use",
-    "Write",
-    "forked_from",
-    "never_freed",
-]
 
 INSTALL = "pip install 'distrun[cuda12]' (a driver for CUDA 12) or 'distrun[cuda13]' (for CUDA 13)"
 """How to get what a GPU needs."""

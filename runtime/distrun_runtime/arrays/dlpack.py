@@ -19,21 +19,6 @@ from typing import Any
 
 from distrun_runtime.contract.dataclass import dataclass
 
-__all__ = [
-    "CPU",
-    "CUDA",
-    "CUDA_HOST",
-    "CUDA_MANAGED",
-    "HOSTS",
-    "ROCM_HOST",
-    "Tensor",
-    "compact_strides",
-    "device_of",
-    "export",
-    "name_of",
-    "read",
-]
-
 CPU, CUDA, CUDA_HOST, ROCM_HOST, CUDA_MANAGED = 1, 2, 3, 11, 13
 """DLDeviceType."""
 HOSTS = (CPU, CUDA_HOST, ROCM_HOST)

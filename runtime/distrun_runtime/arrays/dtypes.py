@@ -9,39 +9,26 @@ torch do, and keeps NaN quiet. We need no other package for this; arrays of `ml_
 
 float16 is IEEE 754 binary16. It is converted by its bits, because numpy's own casts take up to 40 times as long where
 values are below 6.1e-5 (float16's subnormal range), as most gradients are late in training. A compiled loop converts it
-where there is one (`kernels`), else numpy in blocks.
+where there is one (`compiled`), else numpy in blocks.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, Union
 
 import numpy as np
 import numpy.typing as npt
 
-from distrun_runtime.arrays import kernels
-
-__all__ = [
-    "BFLOAT16",
-    "NAMES",
-    "Array",
-    "DType",
-    "exact_below",
-    "from_half",
-    "is_float",
-    "name_of",
-    "narrow",
-    "parse",
-    "to_half",
-    "widen",
-    "work_dtype",
-]
+from distrun_runtime.arrays import compiled
 
 Array = npt.NDArray[Any]
 """A numpy array of any shape and dtype."""
 
 DType = np.dtype[Any]
+
+Buffer = Union[bytes, bytearray, memoryview]
+"""Bytes in the host's memory."""
 
 BFLOAT16: DType = np.dtype([("bfloat16", "<u2")])
 """The dtype of bfloat16 arrays."""
@@ -121,7 +108,7 @@ def narrow(array: Array, dtype: DType) -> Array:
 
 def to_half(values: Array, out: Array) -> None:
     """Write flat float32 `values` to `out`, flat float16, rounded to nearest even; NaN stays a quiet NaN."""
-    if kernels.call("narrow_half", values, out.view(np.uint16)):
+    if compiled.call("narrow_half", values, out.view(np.uint16)):
         return
     if values.size <= _FEW and not np.isnan(values).any():  # numpy leaves other bits in a NaN
         with np.errstate(all="ignore"):
@@ -136,7 +123,7 @@ def to_half(values: Array, out: Array) -> None:
 
 def from_half(halves: Array, out: Array, adds: bool = False) -> None:
     """Write flat float16 `halves` to `out`, flat float32, or add them to it."""
-    if kernels.call("widen_half", halves.view(np.uint16), out, adds):
+    if compiled.call("widen_half", halves.view(np.uint16), out, adds):
         return
     if halves.size <= _FEW and not adds:
         out[...] = halves

@@ -22,25 +22,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distrun_runtime.arrays import dlpack, dtypes
-from distrun_runtime.arrays.dtypes import DType
+from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.errors import KVError
 
 if TYPE_CHECKING:
     from distrun_runtime.arrays.cuda import Cuda, Stream
 
-__all__ = [
-    "LEGACY",
-    "PER_THREAD",
-    "DeviceView",
-    "Streams",
-    "current_device",
-    "current_stream",
-    "device_array",
-    "device_output",
-    "is_on_gpu",
-    "named",
-    "refusal",
-]
 
 LEGACY, PER_THREAD = 1, 2
 """cudaStreamLegacy, cudaStreamPerThread: the default streams by handle. Libraries write the first one as 0, too."""
@@ -563,3 +550,78 @@ def named(value: object) -> str:
     """Return an array's library and class: `a torch Tensor`."""
     library = _library(value)
     return f"a {library} {'Array' if library == 'jax' else type(value).__name__}"
+
+
+# What numpy sees
+
+
+def tensor_output(tensor: object, what: str) -> Array:
+    """Return a torch tensor's host memory, to be written.
+
+    Raises:
+        KVError: as `host_array`; a tensor that torch negates or conjugates lazily, too.
+    """
+    try:
+        return tensor_memory(tensor)
+    except (TypeError, ValueError, RuntimeError) as err:
+        why = refusal(tensor, is_output=True) or unreadable(tensor, err)
+        raise KVError(f"{what}: {why}") from err
+
+
+def unreadable(value: object, error: Exception) -> str:
+    """Return why numpy cannot read a value that is not known, and what to do."""
+    return f"numpy cannot read a {type(value).__name__} ({error}); bring it to host memory as an array first"
+
+
+def memory_of(value: object) -> Array:
+    """Return what numpy sees of a value: the same memory, if numpy can see it. bfloat16 becomes `dtypes.BFLOAT16`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, BufferError: what the value raises when it is asked for its memory, such
+            as a tensor on a device.
+    """
+    if is_tensor(value):
+        return _tensor_values(value)
+    if not hasattr(value, "__array__") and hasattr(value, "__dlpack__"):
+        # numpy would take managed memory, too, and not wait for the GPU that writes it.
+        place = dlpack.device_of(value)
+        if place is not None and place[0] not in dlpack.HOSTS:
+            raise BufferError("it is not in host memory")
+        shared: Array = np.from_dlpack(value)
+        return own_bfloat16(shared)
+    return own_bfloat16(np.asarray(value))
+
+
+def is_tensor(value: object) -> bool:
+    """Tell whether a value is a torch tensor."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _tensor_values(tensor: Any) -> Array:
+    try:
+        return tensor_memory(tensor)
+    except (TypeError, RuntimeError):
+        # torch negates and conjugates by a bit, and leaves the memory as it was.
+        if not (tensor.is_neg() or tensor.is_conj()):
+            raise
+    return tensor_memory(tensor.detach().resolve_conj().resolve_neg())
+
+
+def tensor_memory(tensor: Any) -> Array:
+    """Return a dense torch tensor's host memory as an array; a parameter's too, without its gradient's history."""
+    torch = sys.modules["torch"]
+    plain = tensor.detach()
+    if plain.dtype is torch.bfloat16:
+        halves: Array = plain.view(torch.int16).numpy()
+        return halves.view(dtypes.BFLOAT16)
+    array: Array = plain.numpy()
+    return array
+
+
+def own_bfloat16(array: Array) -> Array:
+    """Return an array of ml_dtypes' bfloat16 as one of `dtypes.BFLOAT16`, in the same memory; any other as it is."""
+    # Known by name and form: the package need not be there.
+    if array.dtype.kind == "V" and array.dtype.itemsize == 2 and array.dtype.name == "bfloat16":
+        return array.view(dtypes.BFLOAT16)
+    return array

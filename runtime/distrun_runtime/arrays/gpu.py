@@ -1,8 +1,8 @@
 """Devices `gpu:0`, `gpu:1` ...: arrays in a GPU's memory, summed there by kernels.
 
 Three streams a device: work (kernels), copies in, copies out. What waits for what follows from the memory that each
-operation uses (`queues`). A call returns when its work has been given to the GPU, unless it returns or writes memory of
-the host.
+operation uses (`gpu_order`). A call returns when its work has been given to the GPU, unless it returns or writes memory
+of the host.
 
 `gpu:0/0`, `gpu:0/1` are devices for tests: each has streams and memory of its own on GPU 0, and neither looks into the
 other's memory, as if they were two GPUs.
@@ -23,16 +23,13 @@ from typing import Any, Union, cast
 
 import numpy as np
 
-from distrun_runtime.arrays import programs
+from distrun_runtime.arrays import gpu_programs
 from distrun_runtime.arrays.cuda import Argument, CudaError, HostMemory, Loaded, Pointer, Read, Table, Use, Write
-from distrun_runtime.arrays.device import Buffer
-from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
-from distrun_runtime.arrays.gpumemory import GpuPool, Memory, PageLocked, Staging
-from distrun_runtime.arrays.programs import Program
-from distrun_runtime.arrays.queues import StreamOrdering
-from distrun_runtime.arrays.segments import address_of
-
-__all__ = ["GpuArray", "GpuDevice"]
+from distrun_runtime.arrays.dtypes import Array, Buffer, DType, work_dtype
+from distrun_runtime.arrays.gpu_memory import GpuPool, Memory, PageLocked, Staging
+from distrun_runtime.arrays.gpu_order import StreamOrdering
+from distrun_runtime.arrays.gpu_programs import Program
+from distrun_runtime.arrays.shared_memory import address_of
 
 RING_BYTES = 32 * 1024 * 1024
 """Of values that come from elsewhere to be added: for all pieces that are on their way at a time."""
@@ -220,9 +217,9 @@ class GpuDevice:
         """Have staging, and compile and load what arrays of these dtypes need: seconds, if nothing was compiled."""
         self._staging.prepare()
         for dtype in dtypes:
-            kind, work = programs.kind_of(dtype), programs.kind_of(work_dtype(dtype))
+            kind, work = gpu_programs.kind_of(dtype), gpu_programs.kind_of(work_dtype(dtype))
             for pair in {(kind, kind), (kind, work), (work, kind)}:
-                self._program(programs.sums(*pair))
+                self._program(gpu_programs.sums(*pair))
 
     def empty(self, shape: Sequence[int], dtype: DType, *, is_sent: bool = False) -> GpuArray:
         """Return a new array here, of undefined content."""
@@ -306,11 +303,11 @@ class GpuDevice:
             raise ValueError(f"a bucket of {bucket.dtype} goes to tensors of this dtype on {self.name}")
         listed = self._list_of([outs], [Write])
         _check_size(listed.size, bucket)
-        kind = programs.kind_of(bucket.dtype)
+        kind = gpu_programs.kind_of(bucket.dtype)
         source = Read(bucket.pointer, bucket.nbytes)
         arguments: list[Argument] = [source, listed.offsets, listed.table, listed.tensors]
         used = [bucket, listed.memory]
-        self.launch(programs.sums(kind, kind), "scatter", arguments, bucket.size, reads=used, writes=outs)
+        self.launch(gpu_programs.sums(kind, kind), "scatter", arguments, bucket.size, reads=used, writes=outs)
 
     def split(self, size: int, work: Callable[[slice], None]) -> None:
         """Call `work` with slice(0, size): a GPU shares the work by itself."""
@@ -328,14 +325,14 @@ class GpuDevice:
         """Multiply an array of this device; 16-bit floats in float32, rounded once."""
         if not array.size:
             return
-        kind = programs.kind_of(array.dtype)
+        kind = gpu_programs.kind_of(array.dtype)
         with np.errstate(over="ignore", invalid="ignore"):
             number = work_dtype(array.dtype).type(factor)
         if kind.startswith("u"):  # integers wrap around: the kernel takes the bits that count
             number = np.int64(int(number) - (1 << 64) if int(number) >= 1 << 63 else int(number))
         place, nbytes = array.pointer, array.nbytes
         arguments: list[Argument] = [Read(place, nbytes), number, Write(place, nbytes)]
-        self.launch(programs.sums(kind, kind), "scale", arguments, array.size, writes=[array])
+        self.launch(gpu_programs.sums(kind, kind), "scale", arguments, array.size, writes=[array])
 
     def host(self, array: GpuArray) -> Array:
         """Return a copy of an array as a numpy array."""
@@ -577,13 +574,13 @@ class GpuDevice:
         _check_size(listed.size, bucket)
         if not listed.size:
             return
-        program = programs.sums(programs.kind_of(columns[0][0].dtype), programs.kind_of(bucket.dtype))
+        program = gpu_programs.sums(gpu_programs.kind_of(columns[0][0].dtype), gpu_programs.kind_of(bucket.dtype))
         arguments: list[Argument] = [listed.table, listed.offsets, Write(bucket.pointer, bucket.nbytes)]
-        if number > programs.FEW:
+        if number > gpu_programs.FEW:
             arguments.append(np.int64(number))
         arguments.append(listed.tensors)
         used = [*itertools.chain(*columns), listed.memory]
-        self.launch(program, programs.gather_of(number), arguments, bucket.size, reads=used, writes=[bucket])
+        self.launch(program, gpu_programs.gather_of(number), arguments, bucket.size, reads=used, writes=[bucket])
 
     def _list_of(
         self,
@@ -651,23 +648,23 @@ class GpuDevice:
 
     def _sum(self, parts: Sequence[GpuArray], out: GpuArray) -> None:
         """Write the sum of flat arrays that are all here."""
-        kinds, kind = [programs.kind_of(part.dtype) for part in parts], programs.kind_of(out.dtype)
+        kinds, kind = [gpu_programs.kind_of(part.dtype) for part in parts], gpu_programs.kind_of(out.dtype)
         into, number = Write(out.pointer, out.nbytes), np.int64(len(parts))
         used = list(parts)
         arguments: list[Argument]
         is_mixed = len(set(kinds)) > 1
-        if not is_mixed and len(parts) <= programs.FEW:
-            program, name = programs.sums(kinds[0], kind), programs.sum_of(len(parts))
+        if not is_mixed and len(parts) <= gpu_programs.FEW:
+            program, name = gpu_programs.sums(kinds[0], kind), gpu_programs.sum_of(len(parts))
             arguments = [*(Read(part.pointer, part.nbytes) for part in parts), into]
         else:
             listed = self._list_of([[part] for part in parts], [Read] * len(parts), is_mixed=is_mixed)
             used.append(listed.memory)
             if listed.wide is None:
-                program, name = programs.sums(kinds[0], kind), programs.sum_of(len(parts))
+                program, name = gpu_programs.sums(kinds[0], kind), gpu_programs.sum_of(len(parts))
                 arguments = [listed.table, into, number]
             else:
                 half = next(each for each in kinds if each in ("f16", "bf16"))
-                program, name = programs.sums(half, kind), "sum_mixed"
+                program, name = gpu_programs.sums(half, kind), "sum_mixed"
                 arguments = [listed.table, listed.wide, into, number]
         self.launch(program, name, arguments, out.size, reads=used, writes=[out])
 

@@ -6,7 +6,7 @@
  * NaN differ.
  *
  * Source: the names of types are those of distrun's dtypes; f16 is IEEE 754 binary16 and bf16 the upper half of
- * binary32; both are rounded to nearest even, as `arrays.kernels` and `arrays.dtypes` do it.
+ * binary32; both are rounded to nearest even, as `arrays.compiled` and `arrays.dtypes` do it.
  */
 
 typedef signed char i8;

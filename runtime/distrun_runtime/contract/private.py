@@ -4,7 +4,7 @@ The cache is `$XDG_CACHE_HOME/distrun/KIND`, or below ~/.cache. Its files can be
 
     runtime/            the bundled runtime (`agent.cache`)
     agent/, launcher/   what the launcher sends and makes (`distrun/shipping.py`)
-    cubins/             programs compiled for GPUs (`arrays.cubins`)
+    cubins/             programs compiled for GPUs (`arrays.cupy_driver`)
 
 Only folders of it that belong to this user and that only this user can write to are used. If others can write to a
 folder of this user, its mode is corrected: they cannot have put files of this user there.

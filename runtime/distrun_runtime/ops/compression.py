@@ -17,21 +17,21 @@ Source: `1bit` and `2bit` are those of MXNet's gradient compression; the others 
 from __future__ import annotations
 
 import importlib
-import math
-import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType, ModuleType
-from typing import Any, ClassVar, Dict
+from types import ModuleType
+from typing import Any, ClassVar, Dict, cast
 
 import numpy as np
 
-from distrun_runtime.arrays import kernels
-from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_on_host
-from distrun_runtime.arrays.dtypes import Array, DType, narrow, widen, work_dtype
+from distrun_runtime.arrays import compiled
+from distrun_runtime.arrays.device import Device, DeviceArray, is_on_host
+from distrun_runtime.arrays.dtypes import Array, Buffer, DType, narrow, widen, work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
+from distrun_runtime.ops import params as parameters
 from distrun_runtime.ops import quantize
+from distrun_runtime.ops.params import Json, Param
 
 Params = Dict[str, float]
 """A codec's parameters, complete and checked; JSON."""
@@ -47,36 +47,19 @@ _CHECKED = 1 << 18
 
 
 @dataclass(frozen=True)
-class Knob:
-    """One parameter: a finite number above `above` (or any) and at most `most`."""
+class Knob(Param):
+    """One parameter of a codec. As float32, in which it is compared, it must be of its range, too."""
 
-    default: float
-    above: float = -math.inf
-    most: float = math.inf
-
-    def read(self, value: object) -> float:
-        """Return the value as float.
-
-        Raises:
-            ValueError: it is no finite number of the range.
-        """
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise ValueError(value)
-        number = float(value)
-        # As float32, in which it is compared, it must not become another kind of number.
-        narrow = abs(number) <= float(np.finfo(np.float32).max) and np.float32(number) > np.float32(self.above)
-        if not narrow or not self.above < number <= self.most:
-            raise ValueError(value)
-        return number
-
-    def text(self) -> str:
+    def range_text(self) -> str:
         """Return what values are right, in words."""
-        bounds = []
-        if self.above > -math.inf:
-            bounds.append(f"above {self.above:g}")
-        if self.most < math.inf:
-            bounds.append(f"at most {self.most:g}")
-        return " ".join(["a finite number (float32)", " and ".join(bounds)]).strip()
+        return super().range_text().replace("number", "number (float32)")
+
+    def read(self, value: object) -> Json:
+        """Return the value as float; errors as of `Param`."""
+        number = super().read(value)
+        with np.errstate(over="ignore"):
+            super().read(float(np.float32(cast(float, number))))
+        return number
 
 
 class Codec(ABC):
@@ -92,12 +75,12 @@ class Codec(ABC):
     """Whether it leaves something out, which a residual must keep."""
     factor: ClassVar[int] = 1
     """Elements in one 4-byte word for the codecs whose big values MXNet cuts by words; 1 for all others."""
-    knobs: ClassVar[Mapping[str, Knob]] = MappingProxyType({})
+    knobs: ClassVar[tuple[Knob, ...]] = ()
     joins: ClassVar[int] = 0
     """Payloads of runs of a multiple of this many elements, end to end, are the payload of these runs end to end.
     0: they never are."""
     loops: ClassVar[tuple[str, ...]] = ()
-    """Its compiled loops (`arrays.kernels`), where numba is installed."""
+    """Its compiled loops (`arrays.compiled`), where numba is installed."""
 
     def check(self, params: Mapping[str, object]) -> Params:
         """Return every parameter, as given or else by default.
@@ -105,22 +88,11 @@ class Codec(ABC):
         Raises:
             KVError: one that the codec does not have, or a value that is not right; says what is.
         """
-        for name in params:
-            if name not in self.knobs:
-                has = ", ".join(sorted(self.knobs)) or "none"
-                raise KVError(f"compression {self.name!r} has no parameter {name!r}; it has {has}")
-        result = {}
-        for name, knob in self.knobs.items():
-            value = params.get(name, knob.default)
-            try:
-                result[name] = knob.read(value)
-            except (ValueError, OverflowError):
-                raise KVError(f"compression {self.name!r}: {name}={value!r}: expected {knob.text()}") from None
-        return result
+        return cast(Params, parameters.complete(f"compression {self.name!r}", self.knobs, params))
 
-    @abstractmethod
     def size(self, n: int, params: Params) -> int:
-        """Return how many bytes `n` elements become."""
+        """Return how many bytes `n` elements become: whole words, where the codec does not say otherwise."""
+        return quantize.words_size(n, self.factor)
 
     def encode(
         self,
@@ -188,15 +160,13 @@ class Codec(ABC):
 
     def _check(self, values: DeviceArray, residual: DeviceArray | None, first: int) -> None:
         at = _by(values).first_not_finite(values, residual)
-        if at >= 0:
-            rest = None if residual is None else _element(residual, at)
-            self._refuse(first + at, _element(values, at), rest)
-
-    def _refuse(self, at: int, value: np.float32, rest: np.float32 | None) -> None:
+        if at < 0:
+            return
+        value = _element(values, at)
         with np.errstate(over="ignore", invalid="ignore"):
-            total = value if rest is None else value + rest
+            total = value if residual is None else value + _element(residual, at)
         raise KVError(
-            f"compression {self.name!r}: element {at} is {value:g}, and {total:g} with what was left out"
+            f"compression {self.name!r}: element {first + at} is {value:g}, and {total:g} with what was left out"
             " before; only finite values can be compressed. fix: push zeros instead (a push that is left out"
             " would put this worker one round behind the others for good), with a trainer call"
             " trainer.skip_step() instead of step, or turn compression of this key off"
@@ -239,7 +209,7 @@ class Codec(ABC):
         if device is not None and device.is_gpu:
             _on_gpus().prepare(device)
         else:
-            (kernels.prepare if waits else kernels.prepare_soon)(self.loops)
+            (compiled.prepare if waits else compiled.prepare_soon)(self.loops)
 
     @abstractmethod
     def _write(self, values: DeviceArray, residual: DeviceArray | None, out: DeviceArray, params: Params) -> None:
@@ -256,11 +226,7 @@ class TwoBit(Codec):
     name, number, factor = "2bit", 1, 16
     joins = 16
     loops = ("are_finite", "two_bit_encode", "two_bit_decode")
-    knobs: ClassVar[Mapping[str, Knob]] = MappingProxyType({"threshold": Knob(0.5, above=0.0)})
-
-    def size(self, n: int, params: Params) -> int:
-        """Return how many bytes `n` elements become."""
-        return quantize.words_size(n, self.factor)
+    knobs = (Knob("threshold", 0.5, low=0.0, open_low=True),)
 
     def _write(self, values: DeviceArray, residual: DeviceArray | None, out: DeviceArray, params: Params) -> None:
         _by(values).two_bit_encode(values, residual, params["threshold"], out)
@@ -275,11 +241,7 @@ class OneBit(Codec):
     name, number, factor = "1bit", 2, 32
     joins = 32
     loops = ("are_finite", "one_bit_encode", "one_bit_decode")
-    knobs: ClassVar[Mapping[str, Knob]] = MappingProxyType({"threshold": Knob(0.5)})
-
-    def size(self, n: int, params: Params) -> int:
-        """Return how many bytes `n` elements become."""
-        return quantize.words_size(n, self.factor)
+    knobs = (Knob("threshold", 0.5),)
 
     def _write(self, values: DeviceArray, residual: DeviceArray | None, out: DeviceArray, params: Params) -> None:
         _by(values).one_bit_encode(values, residual, params["threshold"], out)
@@ -311,7 +273,7 @@ class TopK(Codec):
 
     name, number = "topk", 4
     loops = ("are_finite",)
-    knobs: ClassVar[Mapping[str, Knob]] = MappingProxyType({"ratio": Knob(0.01, above=0.0, most=1.0)})
+    knobs = (Knob("ratio", 0.01, low=0.0, high=1.0, open_low=True),)
 
     def size(self, n: int, params: Params) -> int:
         """Return how many bytes `n` elements become."""
@@ -407,7 +369,7 @@ def _by(array: DeviceArray) -> ModuleType:
 
 def _on_gpus() -> ModuleType:
     # A process with an array on a GPU has imported it all; no other process needs it.
-    return importlib.import_module("distrun_runtime.arrays.gpucodecs")
+    return importlib.import_module("distrun_runtime.arrays.gpu_codecs")
 
 
 def _element(array: DeviceArray, at: int) -> np.float32:

@@ -28,7 +28,7 @@ import numpy as np
 
 from distrun_runtime.arrays.cuda import Argument, Pointer, Read, Update, Use, Write
 from distrun_runtime.arrays.dtypes import Array, DType, name_of, work_dtype
-from distrun_runtime.arrays.programs import Access, Kernel, KernelParameter, Program, program
+from distrun_runtime.arrays.gpu_programs import Access, Kernel, KernelParameter, Program, program
 from distrun_runtime.ops.optimizers import RULES, NormRule, Rates, Rule, State
 from distrun_runtime.ops.symbols import KINDS, Node, RuleTrace, Symbol, Untraceable, apply, kind_of
 

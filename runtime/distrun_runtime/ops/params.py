@@ -1,4 +1,4 @@
-"""The parameters of an update rule: which there are, what is right, and what was given. Pure; JSON both ways."""
+"""The parameters of update rules and codecs: which there are, what is right, and what was given. JSON both ways."""
 
 from __future__ import annotations
 
@@ -73,27 +73,29 @@ class Param:
         return number
 
 
-def complete(rule: str, table: Iterable[Param], given: Mapping[str, object]) -> dict[str, Json]:
+def complete(whose: str, table: Iterable[Param], given: Mapping[str, object]) -> dict[str, Json]:
     """Return every parameter of the table, in its order, as given or else by default.
+
+    Arguments:
+        whose: parameters they are, for messages, such as "rule 'sgd'".
 
     Raises:
         KVError: a name that is not in the table, a name given twice (by its alias), a value that is not right.
     """
     params = {param.name: param for param in table}
     result: dict[str, Json] = {param.name: param.default for param in params.values()}
-    for name, value in canonical(rule, params.values(), given).items():
+    for name, value in canonical(whose, params.values(), given).items():
         try:
             result[name] = params[name].read(value)
         except KVError as err:
-            raise KVError(f"rule {rule!r}: {err}") from None
+            raise KVError(f"{whose}: {err}") from None
         except (ValueError, OverflowError):
             written = next((word for word in given if word in (name, params[name].alias)), name)
-            text = "rule %r: %s=%r: expected %s"
-            raise KVError(text % (rule, written, value, params[name].range_text())) from None
+            raise KVError(f"{whose}: {written}={value!r}: expected {params[name].range_text()}") from None
     return result
 
 
-def canonical(rule: str, table: Iterable[Param], given: Mapping[str, object]) -> dict[str, object]:
+def canonical(whose: str, table: Iterable[Param], given: Mapping[str, object]) -> dict[str, object]:
     """Return the given values by the names of the table instead of their aliases; the values are not looked at.
 
     `betas`, as torch has it, is understood as the pair of `beta1` and `beta2` where the table has these.
@@ -107,18 +109,17 @@ def canonical(rule: str, table: Iterable[Param], given: Mapping[str, object]) ->
     seen: dict[str, str] = {}
     for word, value in given.items():
         if word not in known:
-            raise KVError(
-                f"rule {rule!r} has no parameter {word!r}{did_you_mean(word, known)}; it has {', '.join(sorted(known))}"
-            )
+            has = ", ".join(sorted(known)) or "none"
+            raise KVError(f"{whose} has no parameter {word!r}{did_you_mean(word, known)}; it has {has}")
         if word in by_name:
             items = [(by_name[word], value)]
         elif isinstance(value, (list, tuple)) and len(value) == len(PAIRED):
             items = list(zip(PAIRED, value, strict=True))
         else:
-            raise KVError(f"rule {rule!r}: {word}={value!r}: expected a pair of numbers, such as (0.9, 0.999)")
+            raise KVError(f"{whose}: {word}={value!r}: expected a pair of numbers, such as (0.9, 0.999)")
         for name, each in items:
             if name in seen:
-                raise KVError(f"rule {rule!r}: {seen[name]} and {word} are one parameter; give one")
+                raise KVError(f"{whose}: {seen[name]} and {word} are one parameter; give one")
             seen[name] = word
             result[name] = each
     return result

@@ -10,6 +10,7 @@ got one), and the last shard always ends at the value's last element.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 SPREAD = 9973
@@ -48,7 +49,7 @@ class Shard(NamedTuple):
         return self.length // self.row_size
 
 
-def shards(index: int, size: int, servers: int, bound: int) -> tuple[Shard, ...]:
+def shards(index: int, size: int, servers: int, bound: int, unit: int = 1) -> tuple[Shard, ...]:
     """Return the shards of one value, in the order of their offsets; together they cover it once.
 
     Arguments:
@@ -56,6 +57,8 @@ def shards(index: int, size: int, servers: int, bound: int) -> tuple[Shard, ...]
         size: elements of the value, at least 0.
         servers: number of servers, at least 1.
         bound: values of fewer elements live on one server, all others are cut over all of them; at least 1.
+        unit: elements that a shard never cuts: a row, or what a codec puts into a word. Units are dealt as elements
+            are; the last server takes the rest of both.
 
     Returns:
         One shard (length 0 for a value of no elements) below the bound; else at most one for each server.
@@ -66,38 +69,10 @@ def shards(index: int, size: int, servers: int, bound: int) -> tuple[Shard, ...]
         )
     if size < bound:
         return (Shard(server=(index * SPREAD) % servers, offset=0, length=size),)
-    return _shards_at([_edge(size, servers, i) for i in range(servers)] + [size])
-
-
-def compressed_shards(index: int, size: int, servers: int, bound: int, factor: int) -> tuple[Shard, ...]:
-    """Return the shards of a value whose codec puts `factor` elements into a word: a shard never cuts a word.
-
-    The words, not the elements, are dealt as `shards` deals elements; the last server takes the rest of both.
-    The other arguments are those of `shards`.
-    """
-    if size < bound:
-        return shards(index, size, servers, bound)
-    words = -(-size // factor)
-    return _shards_at([min(size, _edge(words, servers, i) * factor) for i in range(servers)] + [size])
-
-
-def row_shards(index: int, rows: int, row_size: int, servers: int, bound: int) -> tuple[Shard, ...]:
-    """Return the shards of a value of `rows` rows of `row_size` elements: a shard never cuts a row.
-
-    The rows are dealt as `shards` deals elements, once there are `bound` elements. Offsets and lengths are in
-    elements, and multiples of `row_size`.
-    """
-    if rows * row_size < bound:
-        return shards(index, rows * row_size, servers, bound)
-    return _shards_at([_edge(rows, servers, i) * row_size for i in range(servers)] + [rows * row_size])
-
-
-def _shards_at(edges: list[int]) -> tuple[Shard, ...]:
-    """Return the runs between neighbouring edges that have elements; run i is server i's."""
+    units = -(-size // unit)
+    edges = [min(size, _edge(units, servers, i) * unit) for i in range(servers)] + [size]
     return tuple(
-        Shard(server=i, offset=edges[i], length=edges[i + 1] - edges[i])
-        for i in range(len(edges) - 1)
-        if edges[i + 1] > edges[i]
+        Shard(server, begin, end - begin) for server, (begin, end) in enumerate(pairwise(edges)) if end > begin
     )
 
 

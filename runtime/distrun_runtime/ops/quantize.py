@@ -5,9 +5,9 @@ leaves in the residual what this payload leaves out. Without a residual nothing 
 `*_decode` takes a payload of the right length and writes the elements into `out`, or adds them to it.
 
 The arrays are flat: elements and residuals float32, payloads uint8. The sums of elements and residual are finite
-(`first_not_finite`). A compiled loop does the work where there is one (`arrays.kernels`). Otherwise numpy does it in
+(`first_not_finite`). A compiled loop does the work where there is one (`arrays.compiled`). Otherwise numpy does it in
 blocks, so that intermediate results stay in the processor's cache. Both give the same bytes; so do the functions of
-`arrays.gpucodecs`, which have the same names, for arrays on GPUs.
+`arrays.gpu_codecs`, which have the same names, for arrays on GPUs.
 
 Source: the layouts of `2bit` and `1bit` are MXNet's: element after element from the most significant bit of a byte
 on, filled up with zero bits to whole 4-byte words. The scaled one is that of 1-bit SGD with one scale for a piece.
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from distrun_runtime.arrays import kernels
+from distrun_runtime.arrays import compiled
 from distrun_runtime.arrays.dtypes import Array, from_half, to_half
 
 WORD_BYTES = 4
@@ -55,7 +55,7 @@ _room = _Scratch()
 
 def first_not_finite(values: Array, residual: Array | None) -> int:
     """Return the place of the first sum of both that is not finite; -1: all are."""
-    found = kernels.call("are_finite", values, _NO_RESIDUAL if residual is None else residual)
+    found = compiled.call("are_finite", values, _NO_RESIDUAL if residual is None else residual)
     if found:
         return -1
     with np.errstate(over="ignore", invalid="ignore"):
@@ -77,7 +77,7 @@ def words_size(n: int, factor: int) -> int:
 def two_bit_encode(values: Array, residual: Array | None, threshold: float, out: Array) -> None:
     """Write 11 for elements of at least the threshold, 10 for those of at most its negative, else 00."""
     quantum = np.float32(threshold)
-    if kernels.call("two_bit_encode", values, _NO_RESIDUAL if residual is None else residual, quantum, out):
+    if compiled.call("two_bit_encode", values, _NO_RESIDUAL if residual is None else residual, quantum, out):
         return
     table = _CODES * quantum
     for run, total in _totals(values, residual):
@@ -104,7 +104,7 @@ def two_bit_encode(values: Array, residual: Array | None, threshold: float, out:
 def two_bit_decode(payload: Array, threshold: float, out: Array, adds: bool) -> None:
     """Write or add the elements: +threshold, -threshold or 0."""
     quantum = np.float32(threshold)
-    if not kernels.call("two_bit_decode", payload, quantum, out, adds):
+    if not compiled.call("two_bit_decode", payload, quantum, out, adds):
         _decode(_CODES * quantum, payload, out, adds)
 
 
@@ -211,7 +211,7 @@ def _bits_encode(
     """Write 1 for elements above the threshold, or equal to it if it is inclusive, else 0; they move by the step."""
     bound, moved = np.float32(threshold), np.float32(step)
     given, kind = _NO_RESIDUAL if residual is None else residual, np.array([step, is_inclusive], np.float32)
-    if kernels.call("one_bit_encode", values, given, bound, kind, out):
+    if compiled.call("one_bit_encode", values, given, bound, kind, out):
         return
     table = np.where(_BITS, moved, -moved)
     for run, total in _totals(values, residual):
@@ -226,7 +226,7 @@ def _bits_encode(
 
 def _bits_decode(payload: Array, step: float, out: Array, adds: bool) -> None:
     moved = np.float32(step)
-    if not kernels.call("one_bit_decode", payload, moved, out, adds):
+    if not compiled.call("one_bit_decode", payload, moved, out, adds):
         _decode(np.where(_BITS, moved, -moved), payload, out, adds)
 
 

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple, Union
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_on_host
-from distrun_runtime.arrays.dtypes import Array, DType, widen, work_dtype
+from distrun_runtime.arrays.device import Device, DeviceArray, is_on_host
+from distrun_runtime.arrays.dtypes import Array, Buffer, DType, widen, work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
-from distrun_runtime.ops.compression import ROWS
 
 # Rows: the payload of row-sparse values, and what is done with rows of a value. No side effects.
 #
@@ -30,8 +29,6 @@ from distrun_runtime.ops.compression import ROWS
 #
 # The reply of a pull is the elements alone, in the order of the request's rows.
 
-
-__all__ = ["ROWS", "ascending", "decode", "decode_rows", "encode", "encode_rows", "within"]
 
 _COUNT = struct.Struct("<Q")
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from distrun_runtime.arrays import find
+from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.device import Device, DeviceArray, is_on_host, on_host
 from distrun_runtime.arrays.dtypes import Array, DType, name_of, work_dtype
 from distrun_runtime.errors import KVError
@@ -23,21 +23,9 @@ from distrun_runtime.ops.optimizers import PLAIN, RULES, Knobs, NormRule, Rule, 
 
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuDevice
-    from distrun_runtime.arrays.programs import Program
+    from distrun_runtime.arrays.gpu_programs import Program
     from distrun_runtime.ops.fuse import Fused, FusedStep
 
-__all__ = [
-    "WeightStep",
-    "can_fuse",
-    "is_flat",
-    "new_state",
-    "prepare",
-    "state_on",
-    "state_on_host",
-    "step",
-    "step_all",
-    "update",
-]
 
 CHUNK = 1 << 16
 """Elements of a chunk: what a step costs beside its arithmetic is spread over many elements, and weight, gradient,
@@ -58,7 +46,7 @@ def is_flat(rule: Rule, dtype: DType) -> bool:
         is_plain = rule.name in RULES and rule.is_elementwise and not isinstance(rule, NormRule)
         known[dtype] = is_plain and all(
             name == "updates" or getattr(value, "shape", None) == (1,)
-            for name, value in rule.new_state(find.get("cpu:0").empty((1,), dtype)).items()
+            for name, value in rule.new_state(devices.get("cpu:0").empty((1,), dtype)).items()
         )
     return known[dtype]
 
@@ -283,7 +271,7 @@ def _steps_on_gpu(rule: Rule, items: Sequence[WeightStep]) -> None:
 
 
 def _launch(same: Sequence[_Ready]) -> None:
-    from distrun_runtime.arrays.programs import Access
+    from distrun_runtime.arrays.gpu_programs import Access
     from distrun_runtime.ops.fuse import USES
 
     made, weight = same[0].step, same[0].item.weight

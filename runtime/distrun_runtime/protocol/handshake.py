@@ -16,11 +16,11 @@ from __future__ import annotations
 import hmac
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import cached_property
 from typing import Any
 
-from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import WireError
 from distrun_runtime.protocol.message import VERSION, Kind, Message, size_of
@@ -65,6 +65,12 @@ class NodeIdentity:
         return f"{self.name}@{self.host} (pid {self.pid})"
 
 
+def nodes_of(value: Sequence[Mapping[str, Any]]) -> list[NodeIdentity]:
+    """Return the nodes of a ROSTER message; members that we do not know are ignored."""
+    names = [each.name for each in fields(NodeIdentity)]
+    return [NodeIdentity(**{name: node[name] for name in names}) for node in value]
+
+
 class Opener:
     """The side that connects. Feed it what comes back; it says what to send."""
 
@@ -84,18 +90,17 @@ class Opener:
     def answer(self, challenge: Message) -> Message | str:
         """Return PROOF for a CHALLENGE, or the reason why the other side cannot be trusted."""
         body = challenge.body
-        reason = _auth_reason(self._token, body.get("auth"), "the other side")
+        reason = auth_reason(self._token, body.get("auth"), "the other side")
         if reason:
             return reason
         # A server that has no rank yet (a job started by hand) is any server.
         role, rank = body.get("role"), body.get("rank")
         if self._calls and self._calls not in (role, f"{role}-{rank}") and rank != -1:
             return f"{role}-{rank} answers where {self._calls} was called"
-        if self._token and not _is_same(
-            body.get("proof"), _proof(self._token, "acceptor", self._nonce, body, self._me)
-        ):
+        theirs, ours = (_proof(self._token, label, self._nonce, body, self._me) for label in ("acceptor", "opener"))
+        if self._token and not _is_same(body.get("proof"), theirs):
             return "the other side does not know this job's token: it belongs to another job"
-        return Message(Kind.PROOF, body={"proof": _proof(self._token, "opener", self._nonce, body, self._me)})
+        return Message(Kind.PROOF, body={"proof": ours})
 
 
 class Acceptor:
@@ -112,15 +117,14 @@ class Acceptor:
     def challenge(self, hello: Message) -> Message:
         """Return CHALLENGE for a HELLO, or REFUSED."""
         if hello.body.get("version") != VERSION:
-            return refused("protocol version %.80r; %s speaks %d" % (hello.body.get("version"), self._me.name, VERSION))
+            found = hello.body.get("version")
+            return refused(f"protocol version {found!r:.80}; {self._me.name} speaks {VERSION}")
         try:
             self.peer = _identity(hello.body)
             self._theirs = _text(hello.body, "nonce")
         except (KeyError, TypeError, ValueError, OverflowError) as err:
             return refused(f"HELLO lacks or garbles a field: {err}")
-        reason = _auth_reason(self._token, hello.body.get("auth"), str(self.peer)) or _resend_reason(
-            self._me, self.peer
-        )
+        reason = auth_reason(self._token, hello.body.get("auth"), str(self.peer)) or _resend_reason(self._me, self.peer)
         if reason:
             return refused(reason)
         body = dict(self._mine, auth=TOKEN if self._token else OPEN)
@@ -132,9 +136,8 @@ class Acceptor:
         """Return WELCOME or REFUSED. `admit` gives the reason against a proven node; empty: it may come in."""
         if self.peer is None:
             return refused("PROOF without HELLO")
-        if self._token and not _is_same(
-            proof.body.get("proof"), _proof(self._token, "opener", self._theirs, self._mine, self.peer)
-        ):
+        right = _proof(self._token, "opener", self._theirs, self._mine, self.peer)
+        if self._token and not _is_same(proof.body.get("proof"), right):
             return refused(f"{self.peer} does not know this job's token: it belongs to another job")
         reason = admit(self.peer)
         return refused(reason) if reason else Message(Kind.WELCOME)
@@ -145,7 +148,12 @@ def refused(reason: str) -> Message:
     return Message(Kind.REFUSED, body={"reason": reason[:_REASON_LIMIT]})
 
 
-def _auth_reason(token: bytes, theirs: object, who: str) -> str:
+def auth_reason(token: bytes, theirs: object, who: str) -> str:
+    """Return why a node with `token` does not go with one whose HELLO or CHALLENGE says TOKEN or OPEN; empty: it does.
+
+    Arguments:
+        who: the other one, for people.
+    """
     if theirs not in (TOKEN, OPEN):
         return f"{who} names no way of authentication"
     if token and theirs == OPEN:
@@ -158,25 +166,16 @@ def _auth_reason(token: bytes, theirs: object, who: str) -> str:
 def _resend_reason(me: NodeIdentity, peer: NodeIdentity) -> str:
     if me.resends == peer.resends:
         return ""
-    return "%s runs with PS_RESEND=%d and %s with PS_RESEND=%d: set it alike for all nodes of a job" % (
-        *(peer, peer.resends),
-        *(me.name, me.resends),
+    return (
+        f"{peer} runs with PS_RESEND={peer.resends:d} and {me.name} with PS_RESEND={me.resends:d}: set it alike for all"
+        " nodes of a job"
     )
 
 
 def _identity(body: Mapping[str, Any]) -> NodeIdentity:
-    who = NodeIdentity(
-        job=_text(body, "job"),
-        role=_text(body, "role"),
-        rank=_whole(body, "rank", low=-1),
-        incarnation=_whole(body, "incarnation"),
-        host=_text(body, "host"),
-        pid=_whole(body, "pid"),
-        endpoint=_text(body, "endpoint"),
-        workers=_whole(body, "workers"),
-        servers=_whole(body, "servers"),
-        resends=bool(body.get("resends", False)),
-    )
+    told: dict[str, Any] = {name: _text(body, name) for name in ("job", "role", "host", "endpoint")}
+    told |= {name: _whole(body, name) for name in ("incarnation", "pid", "workers", "servers")}
+    who = NodeIdentity(**told, rank=_whole(body, "rank", low=-1), resends=bool(body.get("resends", False)))
     if who.role not in ("scheduler", "server", "worker"):
         raise ValueError(f"role {who.role!r}")
     return who
@@ -184,15 +183,15 @@ def _identity(body: Mapping[str, Any]) -> NodeIdentity:
 
 def _text(body: Mapping[str, Any], name: str) -> str:
     value = body[name]
-    if not isinstance(value, str) or len(value) > _TEXT_LIMIT or not (value.isprintable()):
-        raise ValueError("%s is not a text of at most %d printable characters: %.80r" % (name, _TEXT_LIMIT, value))
+    if not isinstance(value, str) or len(value) > _TEXT_LIMIT or not value.isprintable():
+        raise ValueError(f"{name} is not a text of at most {_TEXT_LIMIT} printable characters: {value!r:.80}")
     return value
 
 
 def _whole(body: Mapping[str, Any], name: str, low: int = 0) -> int:
     value = body[name]
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**31:
-        raise ValueError("%s is not a number from %d to %d: %.80r" % (name, low, 2**31 - 1, value))
+        raise ValueError(f"{name} is not a number from {low} to {2**31 - 1}: {value!r:.80}")
     return value
 
 

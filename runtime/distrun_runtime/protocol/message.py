@@ -11,17 +11,17 @@ Nothing here touches a socket or the contents of a value.
 from __future__ import annotations
 
 import json
+import operator
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
-from enum import IntEnum, IntFlag
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.device import Buffer
-from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import WireError
 
@@ -81,20 +81,10 @@ class Kind(IntEnum):
     """A relay passes on what it holds of the sender's contributions, and answers when their servers have them."""
 
 
-class Flag(IntFlag):
-    """Bits of the head's flags."""
-
-    NONE = 0
-    REPLY = 1
-    ERROR = 2
-    RELAYED = 4
-    """The shards are on another server, for which the receiver stands in on the sender's host (`ps.relay`)."""
-
-
-_FLAGS = [Flag(bits) for bits in range(int(Flag.REPLY | Flag.ERROR | Flag.RELAYED) + 1)]
-"""By their bits. A look-up costs a fraction of what `Flag(bits)` does; the same for `_KINDS`."""
 _KINDS: Mapping[int, Kind] = {int(kind): kind for kind in Kind}
-_REPLY, _ERROR, _RELAYED = int(Flag.REPLY), int(Flag.ERROR), int(Flag.RELAYED)
+"""By their numbers. A look-up costs a fraction of what `Kind(number)` does."""
+_REPLY, _ERROR, _RELAYED = 1, 2, 4
+"""Bits of the head's flags, for what a message is."""
 
 
 class Payload(IntEnum):
@@ -139,19 +129,15 @@ class Entry(NamedTuple):
 
 def entries_of(rows: Iterable[Entry]) -> Array:
     """Return the structured array of some entries."""
-    given = [
-        (key, dtype, codec, payload, 0, offset, length, round_)
-        for key, offset, length, round_, dtype, codec, payload in rows
-    ]
-    return np.array(given, ENTRY)
+    given = list(rows)
+    entries: Array = np.zeros(len(given), ENTRY)
+    entries[[*Entry._fields]] = given
+    return entries
 
 
 def rows_of(entries: Array) -> list[Entry]:
     """Return the entries of an array one by one, as Python numbers."""
-    return [
-        Entry(key, offset, length, round_, dtype, codec, payload)
-        for key, dtype, codec, payload, _, offset, length, round_ in entries.tolist()
-    ]
+    return [Entry(*row) for row in entries[[*Entry._fields]].tolist()]
 
 
 def sizes_of(entries: Array) -> Array:
@@ -179,16 +165,18 @@ def payloads_of(entries: Array, payloads: Sequence[Buffer]) -> list[Buffer | Non
 
 NO_ENTRIES: Array = np.empty(0, ENTRY)
 NO_ENTRIES.flags.writeable = False
+_BYTES = operator.attrgetter("nbytes")
+_VIEW: Callable[[Buffer], memoryview] = memoryview
 
 
 def size_of(frames: Iterable[Buffer]) -> int:
     """Return how many bytes frames have."""
-    return sum([memoryview(frame).nbytes for frame in frames])
+    return sum(map(_BYTES, map(_VIEW, frames)))
 
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """One message.
+    """One message; its numbers up to `step` are in the order of the head.
 
     `payloads` holds the frames after the body: one for each entry whose payload kind is FRAME, or the frames that the
     PACKED entries share. `bucket` names a list of entries that the receiver knows from an earlier message of this
@@ -197,11 +185,10 @@ class Message:
     """
 
     kind: Kind
-    flags: Flag = Flag.NONE
     store: int = 0
     role: int = 0
-    rank: int = -1
     epoch: int = 0
+    rank: int = -1
     incarnation: int = 0
     priority: int = 0
     request: int = 0
@@ -210,26 +197,17 @@ class Message:
     entries: Array = field(default_factory=lambda: NO_ENTRIES)
     body: Mapping[str, Any] = field(default_factory=dict)
     payloads: Sequence[Buffer] = ()
+    is_reply: bool = False
+    """It answers a request."""
+    is_error: bool = False
+    """It says that a request failed; the body says why."""
+    is_relayed: bool = False
+    """The shards are on another server, for which the receiver stands in on the sender's host (`ps.relay`)."""
 
     @property
     def size(self) -> int:
         """Bytes of the payloads."""
         return size_of(self.payloads)
-
-    @property
-    def is_reply(self) -> bool:
-        """Whether it answers a request."""
-        return int.__and__(self.flags, _REPLY) != 0  # an IntFlag's own `&` makes an IntFlag
-
-    @property
-    def is_error(self) -> bool:
-        """Whether it says that a request failed; the body says why."""
-        return int.__and__(self.flags, _ERROR) != 0
-
-    @property
-    def is_relayed(self) -> bool:
-        """Whether it is about shards of another server than the receiver."""
-        return int.__and__(self.flags, _RELAYED) != 0
 
 
 class Common:
@@ -271,8 +249,9 @@ def encode(message: Message, sender: tuple[int, int, int] | None = None) -> list
     if len(message.entries) > ENTRY_LIMIT:
         raise WireError(f"a message of {len(message.entries)} entries; the limit is {ENTRY_LIMIT}")
     role, rank, incarnation = sender or (message.role, message.rank, message.incarnation)
+    flags = _REPLY * message.is_reply | _ERROR * message.is_error | _RELAYED * message.is_relayed
     head = _HEAD.pack(
-        *(MAGIC, VERSION, message.kind, message.flags, message.store, role),
+        *(MAGIC, VERSION, message.kind, flags, message.store, role),
         *(message.epoch, rank, incarnation, max(-(2**31), min(message.priority, 2**31 - 1))),
         *(message.request & 0xFFFFFFFFFFFFFFFF, len(message.entries), message.bucket, message.step),
     )
@@ -292,32 +271,19 @@ def decode(frames: Sequence[Buffer]) -> Message:
     fields = _HEAD.unpack_from(head) if len(head) >= _HEAD.size else (b"",)
     if fields[0] != MAGIC:
         raise WireError(f"not a distrun message: it begins with {bytes(head[:8])!r}")
-    _, version, kind, flags, store, role, epoch, rank, incarnation, priority, request, count, bucket, step = fields
+    _, version, kind, flags, *numbers, count, bucket, step = fields
     if version != VERSION:
         raise WireError(f"message version {version}; this program speaks version {VERSION}")
     if count > ENTRY_LIMIT or len(head) != _HEAD.size + count * ENTRY.itemsize:
         raise WireError(f"a head of {len(head)} bytes cannot hold {count} entries")
-    if flags >= len(_FLAGS):
+    if flags > (_REPLY | _ERROR | _RELAYED):
         raise WireError(f"message of unknown flags: 0x{flags:02x}")
     if kind not in _KINDS:
         raise WireError(f"message of unknown kind: {kind}")
     payloads = frames[2:]
-    return Message(
-        kind=_KINDS[kind],
-        flags=_FLAGS[flags],
-        store=store,
-        role=role,
-        rank=rank,
-        epoch=epoch,
-        incarnation=incarnation,
-        priority=priority,
-        request=request,
-        bucket=bucket,
-        step=step,
-        entries=_entries(head, count, payloads, bucket),
-        body=_body(frames[1]),
-        payloads=payloads,
-    )
+    entries, body = _entries(head, count, payloads, bucket), _body(frames[1])
+    about = (flags & _REPLY != 0, flags & _ERROR != 0, flags & _RELAYED != 0)
+    return Message(_KINDS[kind], *(*numbers, bucket, step, entries, body, payloads, *about))
 
 
 def _entries(head: memoryview, count: int, payloads: Sequence[Buffer], bucket: int) -> Array:
@@ -367,8 +333,7 @@ def _check_frames(entries: Array, payloads: Sequence[Buffer]) -> None:
     """Raise WireError unless each entry that announces a frame has one, of the right size if it is not encoded."""
     announced = np.flatnonzero(entries["payload"] == Payload.FRAME).tolist()
     if len(announced) > len(payloads):
-        text = "entry %d announces a payload; only %d frames came"
-        raise WireError(text % (announced[len(payloads)], len(payloads)))
+        raise WireError(f"entry {announced[len(payloads)]} announces a payload; only {len(payloads)} frames came")
     sizes, codecs = sizes_of(entries), entries["codec"]
     for number, payload in zip(announced, payloads, strict=False):
         found = memoryview(payload).nbytes
@@ -408,5 +373,5 @@ def _body(frame: Buffer) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as err:
         raise WireError(f"message body is not JSON: {err}") from err
     if not isinstance(body, dict):
-        raise WireError("message body is not an object: %.80r" % text)
+        raise WireError(f"message body is not an object: {text!r:.80}")
     return body

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from distrun_runtime.arrays.arena import Run, runs
-from distrun_runtime.arrays.device import Buffer, DeviceArray
-from distrun_runtime.arrays.dtypes import Array, work_dtype
+from distrun_runtime.arrays.device import DeviceArray, Run, runs
+from distrun_runtime.arrays.dtypes import Array, Buffer, work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
@@ -52,8 +51,7 @@ def given_by(values: Values, batch: role.Batch) -> list[tuple[int, PushedValues]
     given = []
     frames = payloads_of(batch.entries, batch.message.payloads)
     entries = range(len(batch.entries)) if batch.at is None else batch.at.tolist()
-    for code, at in codes:
-        shards = batch.shards if at is None else batch.shards[at]
+    for code, shards, at in codes:
         mine = list(entries) if at is None else [entries[place] for place in at.tolist()]
         parts = [_elements(values, frames[number] or b"", code, batch.how.scale) for number in mine]
         alone = runs(values.at[shards], values.store.length[shards], range(1, len(shards)))
@@ -118,27 +116,21 @@ def add(values: Values, what: role.Add) -> None:
     # 0: nothing came yet for this shard (`values.Round.where`).
     of.open += int(np.count_nonzero(of.where[batch.shards] == 0))
     try:
-        _add_batch(values, of, what)
+        if values.store.is_deterministic:
+            for shard, contribution in contributions(values, batch):
+                of.by_rank.setdefault(shard, []).append((what.rank, contribution))
+                of.where[shard] = SUM_BY_SHARD
+        elif is_plain(batch):
+            for code, given in given_by(values, batch):
+                add_given(values, of, code, given)
+        elif not _add_encoded(values, of, batch):
+            for shard, contribution in contributions(values, batch):
+                _sum_of(values, of, shard).add(contribution)
     except Exception as err:
         # Mostly this push was acknowledged: the workers that pull the round are told.
         of.where[batch.shards[of.where[batch.shards] == 0]] = SUM_IN_ARENA
         values.lose(what.round, batch.shards, err, traceback.format_exc())
         raise
-
-
-def _add_batch(values: Values, of: Round, what: role.Add) -> None:
-    batch = what.batch
-    if values.store.is_deterministic:
-        for shard, contribution in contributions(values, batch):
-            of.by_rank.setdefault(shard, []).append((what.rank, contribution))
-            of.where[shard] = SUM_BY_SHARD
-    elif not is_plain(batch):
-        if not _add_encoded(values, of, batch):
-            for shard, contribution in contributions(values, batch):
-                _sum_of(values, of, shard).add(contribution)
-    else:
-        for code, given in given_by(values, batch):
-            add_given(values, of, code, given)
 
 
 def add_given(values: Values, of: Round, code: int, given: PushedValues) -> None:
@@ -154,7 +146,7 @@ def add_given(values: Values, of: Round, code: int, given: PushedValues) -> None
         of.where[given.shards] = number
     elif first == SUM_BY_SHARD:
         for run, part in zip(given.runs, given.parts, strict=True):
-            for shard, piece in apart(values, given.shards, run, part):
+            for shard, _, [piece] in values.apart(given.shards, run, [part]):
                 _sum_of(values, of, shard).add(Dense(widened(piece), False))
     elif first > 0 and of.held[first].is_like(given):
         sums = values.sums(of, code)
@@ -261,15 +253,6 @@ def _sum_of(values: Values, of: Round, shard: int) -> Sum:
     return total
 
 
-def apart(values: Values, shards: Array, run: Run, part: DeviceArray) -> Iterator[tuple[int, DeviceArray]]:
-    """Yield the shards of a run with the elements of each."""
-    at = 0
-    for shard in shards[run.first : run.last].tolist():
-        length = int(values.store.length[shard])
-        yield shard, part[at : at + length]
-        at += length
-
-
 def total_of(of: Round, shard: int, row_size: int) -> Contribution:
     """Return the sum of a shard that goes by itself; of a deterministic store in the order of ranks."""
     if shard not in of.by_rank:
@@ -311,20 +294,22 @@ class UpdateResult:
 def apply(values: Values, what: role.Apply) -> UpdateResult:
     """Apply the rule to the sums of a round, or assign them."""
     result = UpdateResult()
-    if what.skip:
+    lost = values.lost(what.round, what.shards)
+    try:
+        if lost is not None:
+            # A contribution is missing: the sum must not be taken for that of all workers.
+            result.failed = dict.fromkeys(what.shards.tolist(), lost)
+        elif not what.skip:
+            values.note_writes(what.shards)
+            last = what.last
+            if last is not None and (values.store.is_deterministic or not is_plain(last)):
+                add(values, role.Add(what.rank, what.round, last))
+                last = None
+            givens = {} if last is None else dict(given_by(values, last))
+            for code, shards, _ in values.codes(what.shards):
+                _apply_some(values, what.round, code, shards, given=givens.get(code), result=result)
+    finally:
         values.forget_sums(what.round, what.shards)
-        return result
-    values.note_writes(what.shards)
-    if what.last is not None and (values.store.is_deterministic or not is_plain(what.last)):
-        add(values, role.Add(what.rank, what.round, what.last))
-        last: role.Batch | None = None
-    else:
-        last = what.last
-    givens = {} if last is None else dict(given_by(values, last))
-    for code, at in values.codes(what.shards):
-        shards = what.shards if at is None else what.shards[at]
-        _apply_some(values, what.round, code, shards, given=givens.get(code), result=result)
-    values.forget_sums(what.round, what.shards)
     return result
 
 
@@ -348,27 +333,23 @@ def _apply_some(
             total = total_of(of, shard, int(values.store.row_size[shard]))
             _update_alone(values, shard, total, (SYNC, number), result)
         return
+    whole = [] if given is None else [given]
     if first > 0:
         held = of.held[first]
-        is_all = len(held.shards) == len(shards) and np.array_equal(held.shards, shards)
-        if given is None and is_all:
-            given = of.held.pop(first)
-        elif given is not None and held.is_like(given):
-            both = [[one, other] for one, other in zip(held.parts, given.parts, strict=True)]
-            del of.held[first]
-            _update(values, code, shards, given.runs, both, turn=(SYNC, number), result=result)
-            return
+        if held.is_like(given) if given is not None else np.array_equal(held.shards, shards):
+            whole.insert(0, of.held.pop(first))
         else:
             fold(values, of, code, first)
             first = SUM_IN_ARENA
-    if first == SUM_IN_ARENA:
-        sums = values.sums(of, code)
-        found = given.runs if given is not None else runs(values.at[shards], values.store.length[shards])
-        more = [[part] for part in given.parts] if given is not None else [[] for _ in found]
-        parts = [[sums.view(run.begin, run.end), *rest] for run, rest in zip(found, more, strict=True)]
+    found = whole[0].runs if whole else runs(values.at[shards], values.store.length[shards])
+    sums = values.sums(of, code) if first == SUM_IN_ARENA else None
+    parts: list[list[DeviceArray]] = []
+    for at, run in enumerate(found):
+        parts.append([] if sums is None else [sums.view(run.begin, run.end)])
+        for each in whole:
+            parts[-1].append(each.parts[at])
+    if first or whole:
         _update(values, code, shards, found, parts, turn=(SYNC, number), result=result)
-    elif given is not None:
-        _update(values, code, shards, given.runs, [[p] for p in given.parts], turn=(SYNC, number), result=result)
 
 
 def _update(
@@ -386,12 +367,8 @@ def _update(
     by_shard = values.rule is not None and (values.store.row_size[shards].any() or not values.is_flat(code))
     if by_shard:
         for run, given in zip(found, parts, strict=True):
-            at = 0
-            for shard in shards[run.first : run.last].tolist():
-                length = int(values.store.length[shard])
-                total = _total(values, [part[at : at + length] for part in given])
-                _update_alone(values, shard, total, turn, result)
-                at += length
+            for shard, _, pieces in values.apart(shards, run, given):
+                _update_alone(values, shard, _total(values, pieces), turn, result)
         return
     steps: list[tuple[Array, update.WeightStep]] = []
     for here, piece, addends, side in values.cut(shards, found, parts):
@@ -434,7 +411,8 @@ def _steps_of(
             values.start_state(code, here, begin, end, weight[piece])
         arenas = values.flat_state.get(code, {})
         state: rules.State = {"updates": int(values.steps[here[0]])}
-        state.update((name, arena.view(begin, end)) for name, arena in arenas.items())
+        for name, arena in arenas.items():
+            state[name] = arena.view(begin, end)
         knobs = values.knobs_of(int(here[0]))
         given = [part[piece] for part in parts]
         yield here, update.WeightStep(weight[piece], given, state, knobs)
@@ -446,8 +424,9 @@ def _step_all(values: Values, steps: Sequence[tuple[Array, update.WeightStep]]) 
     if not steps:
         return
     assert values.rule is not None
+    _, items = zip(*steps, strict=True)
     try:
-        update.step_all(values.rule, [item for _, item in steps], device=values.device)
+        update.step_all(values.rule, items, device=values.device)
     finally:
         for shards, item in steps:
             values.steps[shards] = cast(int, item.state["updates"])
@@ -555,8 +534,7 @@ def finish(values: Values, what: role.FinishUpdate) -> None:
 
 def drop(values: Values, what: role.DropUpdate) -> None:
     """Forget an update that waits for norms."""
-    open_updates = values.open_updates.get(what.shard, {})
-    open_updates.pop((what.turn.rank, what.turn.round), None)
+    values.open_updates.get(what.shard, {}).pop((what.turn.rank, what.turn.round), None)
 
 
 # Norms of whole values for rules that need them: each server adds up its pieces and tells the others. No side effects.
@@ -591,6 +569,7 @@ class Norms:
 
     def __init__(self) -> None:
         self.open: dict[Turn, _Exchange] = {}
+        """Turns of which anything is known, until all our shards are through."""
 
     def mine(self, turn: Turn, shard: int, offset: int, length: int, squares: tuple[float, ...]) -> list[Part]:
         """Enter a shard of ours that is ready for this turn; return our parts so far."""
@@ -610,14 +589,6 @@ class Norms:
         exchange = self.open.setdefault(turn, _Exchange())
         exchange.failure = exchange.failure or failure
 
-    def has(self, turn: Turn) -> bool:
-        """Whether anything is known of a turn."""
-        return turn in self.open
-
-    def turns(self) -> list[Turn]:
-        """Return the turns that are under way."""
-        return list(self.open)
-
     def settled(self, turn: Turn, size: int) -> tuple[list[int], tuple[float, ...] | Failure] | None:
         """Return our shards that may go on, and with what: totals or a failure; None: parts are missing.
 
@@ -628,25 +599,13 @@ class Norms:
         if exchange is None:
             return None
         parts = [part for _, part in sorted(exchange.parts.items())]
-        waiting, exchange.shards = exchange.shards, {}
-        shards = list(waiting)
-        if exchange.failure is not None:
-            return shards, exchange.failure
-        if sum(part.length for part in parts) < size:
-            exchange.shards = waiting
-            return None
-        if len({len(part.squares) for part in parts}) > 1:
-            exchange.failure = Failure("the servers applied different rules")
-            return shards, exchange.failure
-        return shards, tuple(sum(column) for column in zip(*(part.squares for part in parts), strict=True))
-
-    def close(self, turn: Turn) -> None:
-        """Forget a turn: all our shards are through."""
-        self.open.pop(turn, None)
-
-    def clear(self) -> None:
-        """Forget all."""
-        self.open.clear()
+        if exchange.failure is None:
+            if sum(part.length for part in parts) < size:
+                return None
+            if len({len(part.squares) for part in parts}) > 1:
+                exchange.failure = Failure("the servers applied different rules")
+        shards, exchange.shards = list(exchange.shards), {}
+        return shards, exchange.failure or tuple(map(sum, zip(*(part.squares for part in parts), strict=True)))
 
 
 class Peers:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distrun_runtime.arrays import find
+from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.device import Device
 from distrun_runtime.arrays.dtypes import DType, is_float, work_dtype
 from distrun_runtime.contract import gpus
@@ -47,18 +47,6 @@ ON_CPU = "--server-device cpu (by hand: DISTRUN_SERVER_DEVICE=cpu for every serv
 
 
 @dataclass(frozen=True)
-class StoreNeeds:
-    """What is known of a store."""
-
-    on_devices: bool
-    """A worker has created it as a `dist_device_*` store."""
-    need: int
-    """Bytes that it takes on a GPU."""
-    obstacle: str = ""
-    """Why a GPU does not do its work, in words; empty: it does."""
-
-
-@dataclass(frozen=True)
 class DeviceChoice:
     """Where a store is."""
 
@@ -69,21 +57,25 @@ class DeviceChoice:
     """The user asked for something else, or the store was elsewhere before."""
 
 
-def decide(asked: str, store: StoreNeeds, room: int | None) -> DeviceChoice:
+def decide(asked: str, on_devices: bool, need: int, room: int | None, obstacle: str = "") -> DeviceChoice:
     """Return where a store is, if a GPU is there.
 
     Arguments:
         asked: `auto`, `cpu`, `gpu` or `gpu:N`.
+        on_devices: a worker has created it as a `dist_device_*` store.
+        need: bytes that it takes on a GPU.
         room: bytes that the store may take on the GPU; None: any.
+        obstacle: why a GPU does not do its work, in words; empty: it does.
     """
-    if asked == gpus.CPU or (asked == gpus.AUTO and not store.on_devices):
+    if asked == gpus.CPU or (asked == gpus.AUTO and not on_devices):
         return DeviceChoice(False)
-    if store.obstacle:
-        return DeviceChoice(False, store.obstacle, asked != gpus.AUTO)
-    if asked == gpus.AUTO and room is not None and store.need > room:
-        text = "weights, states and %d rounds need %s, and %s are left of the server's part of the GPU's memory"
-        return DeviceChoice(False, text % (ROUNDS, _mib(store.need), _mib(max(0, room))))
-    return DeviceChoice(True, f"weights, states and {ROUNDS} rounds need {_mib(store.need)}")
+    if obstacle:
+        return DeviceChoice(False, obstacle, asked != gpus.AUTO)
+    why = f"weights, states and {ROUNDS} rounds need {_mib(need)}"
+    if asked == gpus.AUTO and room is not None and need > room:
+        left = f"{_mib(max(0, room))} are left of the server's part of the GPU's memory"
+        return DeviceChoice(False, f"{why}, and {left}")
+    return DeviceChoice(True, why)
 
 
 def need_of(values: Values, rule: Rule | None) -> int:
@@ -93,7 +85,7 @@ def need_of(values: Values, rule: Rule | None) -> int:
     came; in a deterministic store each worker's contribution), what one message brings, plain and scaled, and what
     encoded answers leave out.
     """
-    from distrun_runtime.arrays.gpumemory import rounded  # with the layer over CUDA
+    from distrun_runtime.arrays.gpu_memory import rounded  # with the layer over CUDA
 
     store, total = values.store, 0
     for code, arena in values.arenas.items():
@@ -175,7 +167,8 @@ class Placement:
         """Stores that are on the GPU, to the bytes that they were found to need."""
         self._away: set[int] = set()
         """Stores that are not to come to the GPU any more."""
-        self._spares: Callable[[], None] = lambda: None
+        self.let_go: Callable[[], None] = lambda: None
+        """Called when memory of the GPU runs out: it drops arrays there that are not in use."""
 
     def open(self) -> None:
         """Look for the GPU that was asked for by name; with `auto` and `cpu` do nothing.
@@ -192,10 +185,6 @@ class Placement:
                 f"--server-device {self.asked} (DISTRUN_SERVER_DEVICE): {err}. To have no GPU used: {ON_CPU}"
             ) from err
 
-    def spares(self, let_go: Callable[[], None]) -> None:
-        """Call `let_go` when memory of the GPU runs out: it drops arrays there that are not in use."""
-        self._spares = let_go
-
     def place(self, values: Values, rule: Rule | None) -> Device:
         """Return the device where a store's arrays belong, and say so if that is new.
 
@@ -206,13 +195,13 @@ class Placement:
             KVError: the GPU that was asked for by name cannot do the work, or a GPU has failed for good. What was
                 decided before holds.
         """
-        found: Device = self.host
         store = values.store
-        if not store.is_relayed and self._is_candidate(store):
+        may_be = self.asked != gpus.CPU and (self.asked != gpus.AUTO or store.on_devices)
+        if may_be and store.number not in self._away and not store.is_relayed:
             gpu = self._found(store)
             if gpu is not None and self._goes(values, rule, gpu):
-                found = gpu
-        return found
+                return gpu
+        return self.host
 
     def give_up(self, values: Values, err: KVError) -> bool:
         """A call of the GPU failed while a store's arrays were to be made there: with `auto`, the store is in the
@@ -234,19 +223,15 @@ class Placement:
         if self.gpu is not None and self.gpu.failed is None:
             self.gpu.pool.trim()
 
-    def _is_candidate(self, store: Store) -> bool:
-        if self.asked == gpus.CPU or store.number in self._away:
-            return False
-        return self.asked != gpus.AUTO or store.on_devices
-
     def _goes(self, values: Values, rule: Rule | None, gpu: GpuDevice) -> bool:
         store, number = values.store, values.store.number
         before = self._needs.get(number)
         obstacle = obstacle_of(store, rule)
         # A rule of the user's may not like weights that are not its own.
-        needs = StoreNeeds(store.on_devices, 0 if obstacle else need_of(values, rule), obstacle)
+        need = 0 if obstacle else need_of(values, rule)
         limit = gpu.pool.limit
-        choice = decide(self.asked, needs, None if limit is None else limit - sum(self._needs.values()) + (before or 0))
+        room = None if limit is None else limit - sum(self._needs.values()) + (before or 0)
+        choice = decide(self.asked, store.on_devices, need, room, obstacle)
         if choice.on_gpu:
             try:
                 _prepare(gpu, [arena.dtype for arena in values.arenas.values()], rule)
@@ -258,7 +243,7 @@ class Placement:
             # Who looks for a reason why rounds take longer than before is to find it.
             self._leave(store, replace(choice, is_unexpected=choice.is_unexpected or before is not None))
             return False
-        self._needs[number] = needs.need
+        self._needs[number] = need
         if before is None:
             self._say_where(number, gpu.name, choice)
         return True
@@ -293,11 +278,11 @@ class Placement:
         return self.gpu
 
     def _drop_spares(self) -> None:
-        self._spares()
+        self.let_go()  # which may come after the GPU
 
     def _opened(self) -> GpuDevice:
         _, _, number = self.asked.partition(":")
-        seen = find.gpus()
+        seen = devices.gpus()
         gpu = seen.get(int(number) if number else self._index % seen.order.cuda.count())
         free = gpu.free_bytes()
         gpu.pool.limit = self._limit or (free // 2 if self.asked == gpus.AUTO else free)

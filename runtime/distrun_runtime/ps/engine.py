@@ -16,14 +16,13 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from distrun_runtime.arrays.cpu import CpuDevice
-from distrun_runtime.arrays.device import Device, on_host
+from distrun_runtime.arrays.device import CpuDevice, Device, on_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
@@ -84,7 +83,7 @@ class WorkEngine:
     ) -> None:
         self._device = device
         self._placement = placement or Placement(device)
-        self._placement.spares(self._drop_spares)
+        self._placement.let_go = self._drop_spares
         self._counters = counters or Counters()
         self._recorder = recorder or Recorder()
         self._imports = tuple(imports)
@@ -123,7 +122,8 @@ class WorkEngine:
             return self._do(what)
         self._open += 1
         with self._changed:
-            self._changed.wait_for(lambda: self._queued_bytes < QUEUE_BYTES)
+            while self._queued_bytes >= QUEUE_BYTES:
+                self._changed.wait()
             self._queue.append((what, size))
             self._queued_bytes += size
             self._changed.notify_all()
@@ -172,7 +172,8 @@ class WorkEngine:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._is_closed)
+                while not self._queue and not self._is_closed:
+                    self._changed.wait()
                 if self._is_closed:
                     return
                 what, size = self._queue.popleft()
@@ -192,7 +193,6 @@ class WorkEngine:
 
     def _do(self, what: role.EngineWork) -> role.WorkDone:
         self._give_back()
-        began = time.monotonic()
         try:
             if self._recorder.is_on:
                 with self._recorder.span(type(what).__name__.lower(), "work", **_about(what)):
@@ -202,64 +202,23 @@ class WorkEngine:
         except Exception as err:
             # A user's rule may raise anything; the caller gets it with this traceback, the server lives.
             return role.WorkDone(what, err, traceback.format_exc())
-        self._note(what, began)
         return role.WorkDone(what, value=value)
 
     def _value_of(self, what: role.EngineWork) -> Any:
-        """Do what `what` asks for and return its result: one case for each kind of work."""
+        """Do what `what` asks for and return its result; note how long work on sums took."""
         match what:
-            case role.Add():
-                return arithmetic.add(self._of(what.batch.store), what)
-            case role.Apply():
-                return self._apply(what)
-            case role.Lend():
-                return self._lend(what)
-            case role.Deliver():
-                return self._deliver(what)
-            case role.Step():
-                return arithmetic.step(self._of(what.batch.store), what)
-            case role.Check():
-                return self._check(what)
-            case role.FinishUpdate():
-                return arithmetic.finish(self._of(what.store), what)
-            case role.DropUpdate():
-                return arithmetic.drop(self._of(what.store), what)
-            case role.Assign():
-                return self._assign(what)
-            case role.Forward():
-                return self._forward(what)
-            case role.Discard():
-                return self._discard(what)
-            case role.Fill():
-                return self._fill(what)
-            case role.TryFill():
-                return self._try_fill(what)
-            case role.Reserve():
-                return self._place(self._of(what.store), what.shards)
-            case role.Release():
-                return self._release(what)
-            case role.TryRule():
-                return self._try_rule(what)
-            case role.SetRule():
-                return self._set_rule(what)
-            case role.Save():
-                return self._save(what)
-            case role.Load():
-                return self._load(what)
-            case role.Clear():
-                return self._clear(what)
-        raise AssertionError(f"no work: {type(what).__name__}")
-
-    def _note(self, what: role.EngineWork, began: float) -> None:
-        """Note how long work on sums took. A round's last contributions are added as the rule goes over them."""
-        match what:
-            case role.Add():
-                stage = stages.ADD
-            case role.Step(batch=role.Batch(store=store)) | role.Apply(store=store) | role.FinishUpdate(store=store):
-                stage = stages.ADD if self._of(store).rule is None else stages.RULE
+            case role.Add() | role.Step():
+                values = self._of(what.batch.store)
+            case role.Apply() | role.FinishUpdate() | role.DropUpdate():
+                values = self._of(what.store)
             case _:
-                return
-        self._worked.note(stage, began, time.monotonic())
+                return self._OTHER_WORK[type(what)](self, what)
+        began = time.monotonic()
+        result = _ON_SUMS[type(what)](values, what)
+        # A round's last contributions are added as the rule goes over them.
+        is_sum = values.rule is None or isinstance(what, role.Add)
+        self._worked.note(stages.ADD if is_sum else stages.RULE, began, time.monotonic())
+        return result
 
     # Replies that are on their way
 
@@ -285,8 +244,9 @@ class WorkEngine:
         if not self._out and not self._returned:
             return
         with self._changed:
-            for by in [by for by in self._out if by.is_over]:
-                self._returned.append(self._out.pop(by))
+            for by in list(self._out):
+                if by.is_over:
+                    self._returned.append(self._out.pop(by))
             while self._returned:
                 for each in self._returned.popleft():
                     each.give_back()
@@ -318,6 +278,9 @@ class WorkEngine:
         for values in self._values.values():
             values.spare_sums.clear()
 
+    def _reserve(self, what: role.Reserve) -> None:
+        self._place(self._of(what.store), what.shards)
+
     def _fill(self, what: role.Fill) -> None:
         batch = what.batch
         values = self._of(batch.store)
@@ -341,8 +304,8 @@ class WorkEngine:
 
     def _place(self, values: Values, shards: Array) -> None:
         """Give new shards places, and have the store where it belongs with them."""
-        for code, at in values.codes(shards):
-            values.place(shards if at is None else shards[at], code)
+        for code, its, _ in values.codes(shards):
+            values.place(its, code)
         self._settle(values, values.rule)
 
     def _write(self, values: Values, batch: role.Batch) -> None:
@@ -363,7 +326,8 @@ class WorkEngine:
             try:
                 weight = self._device.elements(payload or b"", DTYPES[entry.dtype])
                 rule.check(weight.dtype)
-                _try(rule, weight)
+                if rule.name not in rules.RULES:
+                    rule.new_state(weight)
             except KVError as err:
                 raise KVError(f"key {names.get(entry.key, entry.key)!r}: {err}") from None
 
@@ -376,22 +340,17 @@ class WorkEngine:
                 values.renew_master(shard)
 
     def _clear(self, what: role.Clear) -> None:
-        if what.store is not None:
+        if what.store is None:
+            for known in (self._values, self._rules, self._lent, self._staged):
+                known.clear()
+        else:
             for number in (what.store, relayed(what.store)):
                 self._values.pop(number, None)
             self._rules.pop(what.store, None)
             self._staged.pop(what.store, None)
-            self._placement.forget(what.store)
-            if isinstance(self._device, CpuDevice):
-                self._device.unreserve(what.store)
-            return
-        self._values.clear()
-        self._rules.clear()
-        self._lent.clear()
-        self._staged.clear()
-        self._placement.forget()
+        self._placement.forget(what.store)
         if isinstance(self._device, CpuDevice):
-            self._device.unreserve()
+            self._device.unreserve(what.store)
 
     def _check(self, what: role.Check) -> None:
         batch = what.batch
@@ -407,7 +366,7 @@ class WorkEngine:
                 else:
                     read(payload, one.length, DTYPES[one.dtype], one.row_size, arithmetic.how_of(batch, codec))
             except KVError as err:
-                first = "; row 0 here is row %d of the value" % (one.offset // one.row_size) if one.offset else ""
+                first = f"; row 0 here is row {one.offset // one.row_size} of the value" if one.offset else ""
                 raise KVError(f"{values.named(shard)}: {err}{first}") from None
 
     def _release(self, what: role.Release) -> None:
@@ -415,21 +374,6 @@ class WorkEngine:
             values = self._values.get(number)
             if values is not None:
                 arithmetic.keep_copies(values)
-
-    # Rounds
-
-    def _apply(self, what: role.Apply) -> arithmetic.UpdateResult:
-        values = self._of(what.store)
-        lost = values.lost(what.round, what.shards)
-        try:
-            if lost is None:
-                return arithmetic.apply(values, what)
-        except Exception:
-            values.forget_sums(what.round, what.shards)
-            raise
-        # A contribution is missing: the sum must not be taken for that of all workers.
-        values.forget_sums(what.round, what.shards)
-        return arithmetic.UpdateResult(dict.fromkeys(what.shards.tolist(), lost))
 
     # Answers
 
@@ -459,13 +403,13 @@ class WorkEngine:
             for each in lent:  # the reply carries copies of what is on a GPU
                 each.give_back()
             lent = []
-        self._counters.sent(message.size)
+        self._counters.bytes_out += message.size
         return Reply(what.link, message, lent)
 
     def _forward(self, what: role.Forward) -> Reply:
         lent = self._lent.pop(what.ticket)
         payloads = replies.frames_of(lent[0])
-        self._counters.sent(size_of(payloads))
+        self._counters.bytes_out += size_of(payloads)
         return Reply(what.link, replace(what.message, payloads=payloads), lent)
 
     def _discard(self, what: role.Discard) -> None:
@@ -475,13 +419,14 @@ class WorkEngine:
     # Rules and saved states
 
     def _try_rule(self, what: role.TryRule) -> None:
+        """Have a user's rule say whether it likes the weights, before any server has it."""
         if what.spec is None:
             return
         rule = self._made(what.store, rules.RuleSpec.from_json(what.spec))
         values = self._values.get(what.store)
-        for shard in range(values.store.count if values is not None and rule.name not in rules.RULES else 0):
-            assert values is not None
-            _try(rule, on_host(values.weight(shard)))
+        if values is not None and rule.name not in rules.RULES:
+            for shard in range(values.store.count):
+                rule.new_state(on_host(values.weight(shard)))
 
     def _made(self, store: int, spec: rules.RuleSpec) -> rules.Rule:
         rule = rules.rule_of(spec, self._imports)
@@ -530,6 +475,33 @@ class WorkEngine:
         elif values is not None:
             values.restore()
 
+    _OTHER_WORK: ClassVar[Mapping[type, Callable[[WorkEngine, Any], Any]]] = {
+        role.Lend: _lend,
+        role.Deliver: _deliver,
+        role.Check: _check,
+        role.Assign: _assign,
+        role.Forward: _forward,
+        role.Discard: _discard,
+        role.Fill: _fill,
+        role.TryFill: _try_fill,
+        role.Reserve: _reserve,
+        role.Release: _release,
+        role.TryRule: _try_rule,
+        role.SetRule: _set_rule,
+        role.Save: _save,
+        role.Load: _load,
+        role.Clear: _clear,
+    }
+
+
+_ON_SUMS: Mapping[type, Callable[[Values, Any], Any]] = {
+    role.Add: arithmetic.add,
+    role.Apply: arithmetic.apply,
+    role.Step: arithmetic.step,
+    role.FinishUpdate: arithmetic.finish,
+    role.DropUpdate: arithmetic.drop,
+}
+
 
 def _answered(batch: role.Batch) -> tuple[int, int]:
     """Return how many bytes all shards of a batch have, and in how many pieces answers may have them.
@@ -565,10 +537,3 @@ def _about(what: role.EngineWork) -> dict[str, object]:
     batch = getattr(what, "batch", None)
     shards = getattr(batch, "shards", None) if batch is not None else getattr(what, "shards", None)
     return {} if shards is None else {"shards": len(shards)}
-
-
-def _try(rule: rules.Rule, weight: Array) -> None:
-    """Return if a rule that takes the weight's dtype takes the weight too; else raise what it says."""
-    if rule.name not in rules.RULES:
-        # A user's rule may not like a weight, and is to say so before any server has it.
-        rule.new_state(weight)

@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Buffer
-from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.protocol.handshake import NodeIdentity
-from distrun_runtime.protocol.message import Flag, Kind, Message, payloads_of
+from distrun_runtime.protocol.message import Kind, Message, payloads_of
 from distrun_runtime.ps import checks, role
-from distrun_runtime.ps.replies import refusal
-from distrun_runtime.ps.roster import NAMED, listed, tasks_of
-from distrun_runtime.ps.shards import Failure, Store
+from distrun_runtime.ps.replies import answer, refusal
+from distrun_runtime.ps.role import NAMED, listed, tasks_of
+from distrun_runtime.ps.shards import Store
 
 _FEW = 4
 """Shards that are looked for one by one, in the array of another's shards, sooner than it is made a set."""
@@ -36,8 +35,10 @@ class Pull:
     """A pull that is not answered yet; all arrays have an element for each of its entries."""
 
     link: str
+    rank: int
+    """The worker that pulls; of a relay the first of its workers."""
     ranks: tuple[int, ...]
-    """The worker that pulls; of a relay (`relay`) those that it pulls for."""
+    """The worker; of a relay (`relay`) those that it pulls for."""
     store: Store
     message: Message
     entries: Array
@@ -58,19 +59,6 @@ class Pull:
     come together."""
     skipped: dict[int, Any] = field(default_factory=dict)
     """Key number to the notes of the round that is pulled, if that was skipped."""
-
-    @property
-    def rank(self) -> int:
-        """The worker; of a relay the first of its workers."""
-        return self.ranks[0]
-
-    def owes(self, shard: int) -> bool:
-        """Whether a shard is not lent yet."""
-        return bool(self.owed[self.shards == shard].any())
-
-    def first_owed(self) -> int:
-        """Return the number of the first entry that is not lent."""
-        return int(np.argmax(self.owed))
 
 
 class Pulls:
@@ -138,7 +126,8 @@ class Pulls:
         rows = payloads_of(batch.entries, batch.message.payloads) if batch.message.payloads else []
         notice = role.WaitNotice(now)
         self._remind_at = min(self._remind_at, notice.next)
-        pull = Pull(link, ranks, store, batch.message, batch.entries, shards, rounds, notice, self._tickets, owed, rows)
+        what = (store, batch.message, batch.entries, shards, rounds)
+        pull = Pull(link, ranks[0], ranks, *what, notice, self._tickets, owed, rows)
         if store.pending:
             pull.before = {
                 at: set(store.pending[shard]) for at, shard in enumerate(shards.tolist()) if shard in store.pending
@@ -156,13 +145,18 @@ class Pulls:
         if own is not None and store.is_sync:
             pushed = np.maximum(store.last[own, pull.shards], store.ordered[pull.shards])
             for place in np.flatnonzero(pull.rounds > pushed).tolist():
-                if store.waits_for_itself(int(pull.shards[place]), own, int(pull.rounds[place])):
-                    return self._refuse_own(pull, place)
+                number = int(pull.rounds[place])
+                if store.waits_for_itself(int(pull.shards[place]), own, number):
+                    name = store.name(int(pull.entries["key"][place]))
+                    reason = f"round {number} of key {name!r} cannot come: this worker's own push of it was refused"
+                    return self._refuse(pull, refusal(pull.message, reason))
         if store.failed or store.late:
             for place in at.tolist():
                 failure = store.failure(int(pull.shards[place]), pull.ranks, int(pull.rounds[place]))
                 if failure is not None:
-                    return self._fail_pull(pull, failure)
+                    _has_told(pull)
+                    no = refusal(pull.message, failure.reason, "RuleError", failure.traceback)
+                    return self._refuse(pull, no)
         if len(at):
             pull.owed[at] = False
             np.subtract.at(store.owed[pull.rank], pull.shards[at], 1)
@@ -171,7 +165,7 @@ class Pulls:
             del self._open[pull.ticket]
             deliver = role.Deliver(pull.ticket, pull.link, pull.message, pull.entries, pull.skipped, pull.notice.since)
             return [*actions, role.Work(deliver, reports=True)]
-        self._watch(pull, int(pull.shards[pull.first_owed()]))
+        self._watch(pull, int(pull.shards[pull.owed.argmax()]))
         return actions
 
     def before_push(self, link: str, rank: int, store: Store, shards: Array) -> list[role.Action]:
@@ -263,7 +257,7 @@ class Pulls:
             for pull in self._waiting.pop(name, {}).values():
                 if pull.ticket in self._open:
                     actions += self._look(pull)
-                if pull.ticket in self._open and name[1] in pull.passed and pull.owes(name[1]):
+                if pull.ticket in self._open and name[1] in pull.passed and pull.owed[pull.shards == name[1]].any():
                     self._watch(pull, name[1])
         return actions
 
@@ -282,7 +276,7 @@ class Pulls:
         for pull in self._open.values():
             # Whom a relay's workers wait for, the shards' own server says.
             if not pull.store.is_relayed and pull.notice.is_due(now):
-                at = pull.first_owed()
+                at = int(pull.owed.argmax())
                 what = (pull.store.number, int(pull.shards[at]), int(pull.rounds[at]))
                 if not pull.store.is_sync or what not in texts:
                     texts[what] = self._waits_for(pull)
@@ -295,15 +289,14 @@ class Pulls:
 
     def _waits_for(self, pull: Pull) -> tuple[str, list[str], str]:
         """Return whom a pull waits for, for people, as names, and the key: `waiting for worker-1, key w, round 57`."""
-        store, at = pull.store, pull.first_owed()
+        store, at = pull.store, int(pull.owed.argmax())
         shard, wanted = int(pull.shards[at]), int(pull.rounds[at])
         name = str(store.name(int(store.key[shard])))
         others = (rank for rank in range(self._workers) if rank != pull.rank)
         slow = [] if store.is_sync else store.behind(shard, wanted, others, self._gone)
         if slow and store.staleness is not None:
-            bound = (wanted - store.staleness, store.staleness)
-            text = "waiting for %s, key %s, push %d (staleness %d)" % (names_of(slow), name, *bound)
-            return text, tasks_of(slow), name
+            what = f"key {name}, push {wanted - store.staleness} (staleness {store.staleness})"
+            return f"waiting for {names_of(slow)}, {what}", tasks_of(slow), name
         if not store.is_sync:
             rank, push = min(pull.before.get(at, set()) & set(store.pending.get(shard, ())))
             text = f"waiting for the other servers' norms, key {name}, push {push} of worker-{rank}"
@@ -320,16 +313,9 @@ class Pulls:
 
     def _refuse_hopeless(self, pull: Pull) -> list[role.Action]:
         """Refuse a pull that waits for a worker that has ended."""
-        may_be = self._gone and pull.store.is_sync and not pull.store.is_relayed
-        reason, who = self._hopeless(pull) if may_be else ("", "")
-        if not reason:
-            return []
-        return [*self._forget(pull), role.Send(pull.link, refusal(pull.message, reason, "PeerLost", who=who))]
-
-    def _hopeless(self, pull: Pull) -> tuple[str, str]:
-        """Return why a pull will never be answered, and the worker that is gone; empty texts: it may be."""
         store = pull.store
-        for at in np.flatnonzero(pull.owed).tolist():
+        may_be = self._gone and store.is_sync and not store.is_relayed
+        for at in np.flatnonzero(pull.owed).tolist() if may_be else ():
             shard, number = int(pull.shards[at]), int(pull.rounds[at])
             for rank in store.missing(shard) if number > store.ordered[shard] else ():
                 if rank in self._gone:
@@ -338,26 +324,18 @@ class Pulls:
                         f" {int(store.ordered[shard]) + 1} of key {store.names.get(int(store.key[shard]))!r}; a"
                         " worker that runs out of data calls kv.join()"
                     )
-                    return reason, f"worker-{rank}"
-        return "", ""
+                    return self._refuse(pull, refusal(pull.message, reason, "PeerLost", who=f"worker-{rank}"))
+        return []
 
-    def _fail_pull(self, pull: Pull, failure: Failure) -> list[role.Action]:
-        _has_told(pull)
-        no = _refuse(pull.link, pull.message, failure.reason, "RuleError", failure.traceback)
-        return [*self._forget(pull), no]
-
-    def _refuse_own(self, pull: Pull, at: int) -> list[role.Action]:
-        text = "round %d of key %r cannot come: this worker's own push of it was refused"
-        reason = text % (int(pull.rounds[at]), pull.store.name(int(pull.entries["key"][at])))
-        return [*self._forget(pull), _refuse(pull.link, pull.message, reason, "KVError")]
+    def _refuse(self, pull: Pull, no: Message) -> list[role.Action]:
+        return [*self._forget(pull), role.Send(pull.link, no)]
 
     def refuse(self, pull: Pull, body: Mapping[str, Any]) -> list[role.Action]:
         """Refuse a pull as another server has refused it."""
         _has_told(pull)
         message = pull.message
-        flags = Flag.REPLY | Flag.ERROR
-        no = Message(message.kind, flags, store=message.store, request=message.request, body=body)
-        return [*self._forget(pull), role.Send(pull.link, no)]
+        no = replace(answer(message, body), is_error=True)
+        return self._refuse(pull, no)
 
     def _forget(self, pull: Pull) -> list[role.Action]:
         """Owe this pull nothing any more, and take back what was lent to it."""
@@ -393,10 +371,6 @@ def _has_told(pull: Pull) -> None:
     for shard in pull.shards.tolist() if pull.store.late else ():
         for rank in pull.ranks:
             pull.store.late.get(shard, {}).pop(rank, None)
-
-
-def _refuse(link: str, message: Message, reason: str, error: str = "KVError", trace: str = "") -> role.Action:
-    return role.Send(link, refusal(message, reason, error, trace))
 
 
 def names_of(ranks: Iterable[int]) -> str:

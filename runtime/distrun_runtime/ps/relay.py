@@ -17,7 +17,8 @@ Which values go by relays is decided in `store.transfers`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -32,7 +33,6 @@ from distrun_runtime.ps import checks, role
 from distrun_runtime.ps.arithmetic import Peers
 from distrun_runtime.ps.pulls import Pull, Pulls, names_of
 from distrun_runtime.ps.replies import answer, refusal
-from distrun_runtime.ps.roster import relays_of, workers_of
 from distrun_runtime.ps.rounds import by_round, words_of
 from distrun_runtime.ps.routing import SHARED_MESSAGE_BYTES, message_ends
 from distrun_runtime.ps.shards import Failure, Store, relayed
@@ -40,6 +40,37 @@ from distrun_runtime.ps.shards import Failure, Store, relayed
 PART_S = 1.0
 """How long a pull waits until the parts of its round's sum that are here leave: sooner than its owner says for whom it
 waits (`role.FIRST_NOTE_S`)."""
+
+
+def relays_of(nodes: Iterable[NodeIdentity], host: str) -> dict[int, int]:
+    """Return for each server of another host the server on `host` that stands in for it, by rank.
+
+    None does unless `host` has several workers: their contributions are added before they leave it. Its servers share
+    the others among them. Servers beyond those that the nodes are told of (`NodeIdentity.servers`) keep no values.
+    """
+    return relays_of_hosts([node for node in nodes if node.role == "server" or node.host == host]).get(host, {})
+
+
+def relays_of_hosts(nodes: Sequence[NodeIdentity]) -> dict[str, dict[int, int]]:
+    """Return `relays_of` by host, of all hosts that have any. The nodes, of which there may be many, are read once."""
+    workers = Counter(node.host for node in nodes if node.role == "worker")
+    servers: dict[str, list[int]] = {}
+    for node in nodes:
+        if node.role == "server" and workers[node.host] > 1:
+            servers.setdefault(node.host, []).append(node.rank)
+    keepers = sorted((node.rank, node.host) for node in nodes if node.role == "server" and node.rank < node.servers)
+    found: dict[str, dict[int, int]] = {}
+    for host, ranks in servers.items():
+        here = sorted(ranks)
+        relays = {owner: here[owner % len(here)] for owner, other in keepers if other != host}
+        if relays:
+            found[host] = relays
+    return found
+
+
+def workers_of(nodes: Iterable[NodeIdentity], host: str) -> tuple[int, ...]:
+    """Return the ranks of the workers of a host."""
+    return tuple(sorted(node.rank for node in nodes if node.role == "worker" and node.host == host))
 
 
 @dataclass(eq=False)
@@ -298,15 +329,11 @@ class Relay:
             kinds, which = np.unique(labels, axis=0, return_inverse=True)
         for kind, (owner, _, *its) in enumerate(kinds.tolist()):
             some = shards[which.reshape(-1) == kind]
-            for begin, end in self._cuts(of, some):
+            sizes = of.store.length[some] * DTYPE_SIZES[of.store.dtype[some]]
+            begin = 0
+            for end in message_ends(np.zeros((len(some), 1)), sizes, np.full(len(some), SHARED_MESSAGE_BYTES)):
                 yield owner, tuple(ranks[np.array(its, np.bool_)].tolist()), some[begin:end]
-
-    def _cuts(self, of: _Relayed, shards: Array) -> Iterator[tuple[int, int]]:
-        sizes = of.store.length[shards] * DTYPE_SIZES[of.store.dtype[shards]]
-        begin = 0
-        for end in message_ends(np.zeros((len(shards), 1)), sizes, np.full(len(shards), SHARED_MESSAGE_BYTES)):
-            yield begin, end
-            begin = end
+                begin = end
 
     def _entries(self, of: _Relayed, shards: Array, rounds: int | Array, payload: Payload) -> Array:
         entries = np.zeros(len(shards), ENTRY)

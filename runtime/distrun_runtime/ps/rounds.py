@@ -57,19 +57,19 @@ class Rounds:
 
     def stop(self) -> None:
         """A server is lost: no norms are waited for any more."""
-        self._norms.clear()
+        self._norms.open.clear()
 
     def clear(self) -> None:
         """The job's next script begins."""
-        self._norms.clear()
+        self._norms.open.clear()
         self._scripts += 1
         self._logged.clear()
 
     def forget(self, number: int) -> None:
         """A store is closed."""
-        for turn in self._norms.turns():
+        for turn in list(self._norms.open):
             if turn.store == number:
-                self._norms.close(turn)
+                del self._norms.open[turn]
         self._logged.discard(number)
 
     def push(self, link: str, ranks: Sequence[int], batch: role.Batch, first: int = -1) -> list[role.Action]:
@@ -108,8 +108,7 @@ class Rounds:
         for place, (shard, number) in enumerate(zip(shards.tolist(), rounds.tolist(), strict=True)):
             came = [rank for rank in ranks if store.contributed(shard, rank, number)]
             if came and len(came) < len(ranks):
-                text = "entry %d is a sum for %s, of which %s came before"
-                return text % (place, names_of(ranks), names_of(came))
+                return f"entry {place} is a sum for {names_of(ranks)}, of which {names_of(came)} came before"
         return ""
 
     def _count(self, store: Store, rank: int, shards: Array, rounds: Array) -> Array:
@@ -195,7 +194,7 @@ class Rounds:
                 continue
             turn = Turn(store.number, entry.key, rank, entry.round)
             self._count_async(store, np.array([shard]), rank, np.array([entry.round]))
-            if self._norms.has(turn):
+            if turn in self._norms.open:
                 actions += [*self._tell(turn, {"error": reason}), *self._fail_here(store, turn, Failure(reason))]
             actions += self._pulls.advanced(store, np.array([shard]))
         return actions
@@ -219,20 +218,20 @@ class Rounds:
         actions: list[role.Action] = []
         good = shards if not special else shards[~np.isin(shards, list(special))]
         if len(good):
-            self._note_applied(store, good, what.round)
+            self._counters.updated(len(self._note_over(store, good, what.round)))
             actions += self._pulls.advanced(store, good)
             for key in {int(store.key[shard]) for shard in good} if self._norms.open else ():
                 actions += self._went_without(store, Turn(store.number, key, SYNC, what.round))
         for shard, (error, trace) in result.failed.items():
             failure = self._failure(store, shard, error, trace)
             turn = Turn(store.number, int(store.key[shard]), SYNC, what.round)
-            actions += [*self._log(store, failure), *self._advance(store, shard, turn, failure)]
+            self._note(store, shard, turn, failure)
+            actions += [*self._log(store, failure), *self._go_on(store, shard)]
             actions += self._fail_others(store, turn, failure)
         for shard, squares in result.squares.items():
             store.halfway[shard] = True
-            actions += self._norms_ready(
-                store, shard, Turn(store.number, int(store.key[shard]), SYNC, what.round), squares
-            )
+            turn = Turn(store.number, int(store.key[shard]), SYNC, what.round)
+            actions += self._norms_ready(store, shard, turn, squares)
         if store.early or (store.reach(good) > store.ordered[good]).any():
             actions += self._complete(store, good)
         return actions
@@ -279,11 +278,8 @@ class Rounds:
         """The second half of an update is done, or has failed."""
         failure = None if event.error is None else self._failure(what.store, what.shard, event.error, event.traceback)
         logs = [] if failure is None else self._log(what.store, failure)
-        return [*logs, *self._advance(what.store, what.shard, what.turn, failure)]
-
-    def _note_applied(self, store: Store, shards: Array, number: int) -> None:
-        """Rounds of shards are over, and their updates have not failed."""
-        self._counters.updated(len(self._note_over(store, shards, number)))
+        self._note(what.store, what.shard, what.turn, failure)
+        return [*logs, *self._go_on(what.store, what.shard)]
 
     def _note_over(self, store: Store, shards: Array, number: int) -> Array:
         """Rounds of shards are over, for good or ill; return those that were not skipped."""
@@ -303,21 +299,18 @@ class Rounds:
         store.fresh[shards] = store.halfway[shards] = False
         return shards
 
-    def _advance(self, store: Store, shard: int, turn: Turn, failure: Failure | None = None) -> list[role.Action]:
-        """One update of one shard is over, for good or ill: go on."""
-        self._note(store, shard, turn, failure)
-        return self._go_on(store, shard)
-
     def _go_on(self, store: Store, shard: int) -> list[role.Action]:
+        """One update of one shard is over, for good or ill: go on."""
         one = np.array([shard])
         # The next round may have waited for this one to be through.
         return [*self._pulls.advanced(store, one), *(self._complete(store, one) if store.is_sync else [])]
 
     def _note(self, store: Store, shard: int, turn: Turn, failure: Failure | None) -> None:
+        """Note that one update of one shard is over, for good or ill."""
         one = np.array([shard])
         if turn.rank == SYNC:
             if failure is None:
-                self._note_applied(store, one, turn.round)
+                self._counters.updated(len(self._note_over(store, one, turn.round)))
                 return
             self._note_over(store, one, turn.round)
             store.failed.setdefault(shard, {})[turn.round] = failure
@@ -339,8 +332,7 @@ class Rounds:
     def _failure(self, store: Store, shard: int, error: BaseException, trace: str) -> Failure:
         name = store.names.get(int(store.key[shard]))
         what = "update" if isinstance(error, KVError) and error.is_of_device else "rule"
-        text = f"the {what} failed on {self._me().name} for key {name!r}: {words_of(error)}"
-        return Failure(text, trace)
+        return Failure(f"the {what} failed on {self._me().name} for key {name!r}: {words_of(error)}", trace)
 
     def _log(self, store: Store, failure: Failure) -> list[role.Action]:
         """Say a failure here: the push was acknowledged before, and a script may end without another pull."""
@@ -358,8 +350,8 @@ class Rounds:
         size = store.size(turn.key)
         length = int(store.length[shards].sum())
         if size is None and len(self.peers):
-            text = "the shape of key %r is not known to %s, and the rule needs norms of the whole value"
-            self._norms.fail(turn, Failure(text % (store.names.get(turn.key), self._me().name)))
+            what = f"the shape of key {store.names.get(turn.key)!r} is not known to {self._me().name}"
+            self._norms.fail(turn, Failure(f"{what}, and the rule needs norms of the whole value"))
         elif any(_is_past(store, each, turn) for each in shards):
             self._norms.fail(turn, self._other_rule(store, turn))
         actions: list[role.Action] = []
@@ -378,14 +370,11 @@ class Rounds:
         if "error" in body:
             if is_past:
                 return []
-            self._norms.fail(turn, Failure(str(body["error"]), str(body.get("traceback", ""))))
-            return self._settle(store, turn)
+            return self._fail_here(store, turn, Failure(str(body["error"]), str(body.get("traceback", ""))))
         if is_past:
             # Ours is over, and not with these parts: their rule is not the one that we had.
             return self._tell(turn, {"error": self._other_rule(store, turn).reason})
-        self._norms.theirs(
-            turn, [Part(int(at), int(length), _floats(squares)) for at, length, squares in body["parts"]]
-        )
+        self._norms.theirs(turn, [Part(int(at), int(size), tuple(map(float, its))) for at, size, its in body["parts"]])
         return self._settle(store, turn)
 
     def _settle(self, store: Store, turn: Turn) -> list[role.Action]:
@@ -398,7 +387,7 @@ class Rounds:
         ready, result = settled
         actions: list[role.Action] = []
         if not isinstance(result, Failure):
-            self._norms.close(turn)
+            del self._norms.open[turn]
             return [role.Work(role.FinishUpdate(store, shard, turn, result), reports=True) for shard in ready]
         for shard in ready:
             actions.append(role.Work(role.DropUpdate(store, shard, turn)))
@@ -407,7 +396,7 @@ class Rounds:
         for shard in ready:
             actions += self._go_on(store, shard)
         if all(_is_past(store, shard, turn) for shard in shards):
-            self._norms.close(turn)
+            del self._norms.open[turn]
         return actions
 
     def _fail_others(self, store: Store, turn: Turn, failure: Failure) -> list[role.Action]:
@@ -418,12 +407,11 @@ class Rounds:
         actions: list[role.Action] = []
         if size is not None and int(store.length[store.by_key[turn.key]].sum()) < size:
             actions += self._tell(turn, {"error": failure.reason, "traceback": failure.traceback})
-        self._norms.fail(turn, failure)
-        return [*actions, *self._settle(store, turn)]
+        return [*actions, *self._fail_here(store, turn, failure)]
 
     def _went_without(self, store: Store, turn: Turn) -> list[role.Action]:
         """An update was done without norms: a server that waits for ours has another rule, and is told."""
-        if not self._norms.has(turn):
+        if turn not in self._norms.open:
             return []
         failure = self._other_rule(store, turn)
         return [*self._tell(turn, {"error": failure.reason}), *self._fail_here(store, turn, failure)]
@@ -433,8 +421,8 @@ class Rounds:
         return self._settle(store, turn)
 
     def _other_rule(self, store: Store, turn: Turn) -> Failure:
-        text = "the rule was changed while push %d of key %r was under way: %s applied it with another one"
-        return Failure(text % (turn.round, store.names.get(turn.key), self._me().name))
+        what = f"the rule was changed while push {turn.round} of key {store.names.get(turn.key)!r} was under way"
+        return Failure(f"{what}: {self._me().name} applied it with another one")
 
     def _tell(self, turn: Turn, body: Mapping[str, Any]) -> list[role.Action]:
         facts = {"script": self._scripts, "key": turn.key, "rank": turn.rank, "round": turn.round, **body}
@@ -465,7 +453,3 @@ def _is_past(store: Store, shard: int, turn: Turn) -> bool:
 def words_of(err: Any) -> str:
     """Return the words of an error; its type if it has none."""
     return str(err) or type(err).__name__
-
-
-def _floats(squares: list[Any]) -> tuple[float, ...]:
-    return tuple(float(each) for each in squares)

@@ -13,7 +13,6 @@ rows, so its portions are made for each call. This module is the one owner of ho
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -21,9 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Buffer
-from distrun_runtime.arrays.dtypes import RELEASED, Array, DType, copy
-from distrun_runtime.arrays.segments import Pool
+from distrun_runtime.arrays.dtypes import RELEASED, Array, Buffer, DType, copy
+from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.ops import partition
 from distrun_runtime.ops.compression import NONE, ROWS
@@ -120,12 +118,7 @@ def mxnet_shards(value: Shard, index: int, *, servers: int, bound: int, factor: 
         factor: elements that the key's codec puts into a word, which is not cut.
     """
     size, row_size = value.length, value.row_size
-    if row_size:
-        placed = partition.row_shards(index, size // row_size, row_size, servers, bound)
-    elif factor > 1:
-        placed = partition.compressed_shards(index, size, servers, bound, factor)
-    else:
-        placed = partition.shards(index, size, servers, bound)
+    placed = partition.shards(index, size, servers, bound, row_size or factor)
     itemsize, what = DTYPES[value.dtype].itemsize, (value.key, value.dtype, row_size)
     return tuple(
         Shard(part.server, part.offset + offset, length, *what)
@@ -153,6 +146,7 @@ class _Slice:
     item: int
     begin: int
     end: int
+    size: int
 
 
 @dataclass(eq=False)
@@ -224,7 +218,11 @@ class Portion:
         if staged is not None:
             return staged
         if not lent:
-            return [self._copied(values).view(np.uint8).data]
+            is_free = self.carried_by is None or self.carried_by.is_done
+            copy = self._copy if is_free and self._copy is not None else np.empty(self.size, self.dtype)
+            self._copy = copy
+            _copy_parts(self.parts, values, copy, 0)
+            return [copy.view(np.uint8).data]
         frames: list[Buffer] = []
         for part in self.parts:
             if isinstance(part, _Small):
@@ -236,29 +234,26 @@ class Portion:
                 frames.append(np.ascontiguousarray(flat).view(np.uint8).data)
         return frames
 
-    def _copied(self, values: Sequence[Array]) -> Array:
-        is_free = self.carried_by is None or self.carried_by.is_done
-        copy = self._copy if is_free and self._copy is not None else np.empty(self.size, self.dtype)
-        self._copy = copy
-        _copy_parts(self.parts, values, copy)
-        return copy
-
     def _staged(self, values: Sequence[Array], staging: Pool, in_place: Set[int]) -> list[Buffer] | None:
         """Return frames in shared memory; None: there is none left."""
-        parts = [(part, isinstance(part, _Slice) and part.item in in_place) for part in self.parts]
-        size = sum(_size_of(part) for part, is_there in parts if not is_there)
+        size = 0
+        groups: list[tuple[bool, list[_Small | _Slice]]] = []
+        for part in self.parts:
+            is_there = isinstance(part, _Slice) and part.item in in_place
+            size += 0 if is_there else part.size
+            if not groups or groups[-1][0] != is_there:
+                groups.append((is_there, []))
+            groups[-1][1].append(part)
         copy = staging.empty((size,), self.dtype) if size else np.empty(0, self.dtype)
         if copy is None:
             return None
         frames: list[Buffer] = []
         at = 0
-        for is_there, run in itertools.groupby(parts, key=lambda pair: pair[1]):
-            its = [part for part, _ in run]
+        for is_there, its in groups:
             if is_there:
-                frames += [_bytes(values[item], begin, end) for item, begin, end in _joined(its)]
+                frames += [values[item].reshape(-1)[begin:end].view(np.uint8).data for item, begin, end in _joined(its)]
             else:
-                end = at + sum(_size_of(part) for part in its)
-                _copy_parts(its, values, copy[at:end])
+                end = _copy_parts(its, values, copy, at)
                 frames.append(copy[at:end].view(np.uint8).data)
                 at = end
         return frames
@@ -281,16 +276,16 @@ class Portion:
             if isinstance(part, _Small):
                 yield part.items, 0, given.take(part.size)
             else:
-                yield [part.item], part.begin, given.take(part.end - part.begin)
+                yield [part.item], part.begin, given.take(part.size)
 
     def scatter(self, payloads: Sequence[Buffer], outs: Sequence[Array]) -> None:
         """Write the elements of an answer into outputs, by place; those of `Route.runs` are C-contiguous."""
         given = _Elements(payloads, self.dtype)
         for part in self.parts:
-            if isinstance(part, _Slice):
-                copy(given.take(part.end - part.begin), outs[part.item].reshape(-1)[part.begin : part.end])
-                continue
             flat = given.take(part.size)
+            if isinstance(part, _Slice):
+                copy(flat, outs[part.item].reshape(-1)[part.begin : part.end])
+                continue
             for first, last, begin, shape in part.alike:
                 count = last - first
                 size = math.prod(shape)
@@ -303,20 +298,16 @@ class Portion:
                         outs[item][...] = values
 
 
-def _size_of(part: _Small | _Slice) -> int:
-    return part.size if isinstance(part, _Small) else part.end - part.begin
-
-
-def _copy_parts(parts: Sequence[_Small | _Slice], values: Sequence[Array], target: Array) -> None:
-    """Copy the elements of parts to a flat array, one after the other."""
-    at = 0
+def _copy_parts(parts: Sequence[_Small | _Slice], values: Sequence[Array], target: Array, at: int) -> int:
+    """Copy the elements of parts to a flat array, one after the other from a place on; return where they end."""
     for part in parts:
-        size = _size_of(part)
+        there = target[at : at + part.size]
         if isinstance(part, _Small):
-            _join(part, values, target[at : at + size])
+            _join(part, values, there)
         else:
-            copy(values[part.item].reshape(-1)[part.begin : part.end], target[at : at + size])
-        at += size
+            copy(values[part.item].reshape(-1)[part.begin : part.end], there)
+        at += part.size
+    return at
 
 
 def _joined(parts: Sequence[_Small | _Slice]) -> list[tuple[int, int, int]]:
@@ -329,11 +320,6 @@ def _joined(parts: Sequence[_Small | _Slice]) -> list[tuple[int, int, int]]:
         else:
             found.append((part.item, part.begin, part.end))
     return found
-
-
-def _bytes(value: Array, begin: int, end: int) -> Buffer:
-    """Return the bytes of some elements of a C-contiguous array."""
-    return value.reshape(-1)[begin:end].view(np.uint8).data
 
 
 def _join(small: _Small, values: Sequence[Array], out: Array) -> None:
@@ -352,21 +338,21 @@ class _Elements:
     """The elements of several frames, one run after the other."""
 
     def __init__(self, payloads: Sequence[Buffer], dtype: DType) -> None:
-        self._frames = [np.frombuffer(each, dtype) for each in payloads if memoryview(each).nbytes]
+        self._payloads = iter(payloads)
         self._dtype = dtype
-        self._number = self._at = 0
+        self._left = np.empty(0, dtype)
+        """Of the present frame."""
 
     def take(self, size: int) -> Array:
         """Return the next elements; a view if they are in one frame."""
         found: list[Array] = []
         while size:
-            frame = self._frames[self._number]
-            part = frame[self._at : self._at + size]
-            found.append(part)
-            size -= len(part)
-            self._at += len(part)
-            if self._at == len(frame):
-                self._number, self._at = self._number + 1, 0
+            while not len(self._left):
+                payload = next(self._payloads)
+                self._left = np.frombuffer(payload, self._dtype) if len(payload) else self._left
+            found.append(self._left[:size])
+            self._left = self._left[size:]
+            size -= len(found[-1])
         if len(found) == 1:
             return found[0]
         return np.concatenate(found) if found else np.empty(0, self._dtype)
@@ -525,7 +511,7 @@ def _parts(shards: Mapping[str, Array], itemsize: int, shapes: Sequence[tuple[in
             items.append(item)
         else:
             close()
-            parts.append(_Slice(item, offset, offset + length))
+            parts.append(_Slice(item, offset, offset + length, length))
     close()
     return parts
 
@@ -564,18 +550,15 @@ class Buckets:
                 return portion.bucket, step
             if not registers or len(portion.entries) < BUCKET_ENTRIES:
                 return 0, -1
-            self._register(portion, rounds)
+            owners = self._owners.setdefault(portion.server, [None] * BUCKETS)
+            number = self._next.get(portion.server, 0)
+            self._next[portion.server] = (number + 1) % BUCKETS
+            former = owners[number]
+            if former is not None:
+                former.bucket, former.base = 0, None
+            owners[number] = portion
+            portion.bucket, portion.base = number + 1, rounds[portion.items]
             return portion.bucket, -1
-
-    def _register(self, portion: Portion, rounds: Array) -> None:
-        owners = self._owners.setdefault(portion.server, [None] * BUCKETS)
-        number = self._next.get(portion.server, 0)
-        self._next[portion.server] = (number + 1) % BUCKETS
-        former = owners[number]
-        if former is not None:
-            former.bucket, former.base = 0, None
-        owners[number] = portion
-        portion.bucket, portion.base = number + 1, rounds[portion.items]
 
     def forget(self, portions: Iterable[Portion]) -> None:
         """Take it that servers do not know these portions: the next push of each names its entries again."""

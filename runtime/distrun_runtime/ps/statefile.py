@@ -21,11 +21,11 @@ import shutil
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -90,12 +90,8 @@ def write(folder: str, part: str, name: str, arrays: Mapping[str, Array], host: 
     plain = {each: array.view(np.uint16) if each in halves else array for each, array in arrays.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{name}.{os.getpid()}")
-        with open(temporary, "wb") as file:
+        with _replacing(path) as file:
             np.savez(file, allow_pickle=False, **{MARK: np.array(part)}, **plain)
-            _settle(file)
-        os.replace(temporary, path)
-        _settle_folder(path.parent)
         return {"bytes": path.stat().st_size, "bfloat16": halves}
     except (OSError, ValueError) as err:
         raise KVError(f"states cannot be written to {path} on host {host}: {err}") from err
@@ -122,29 +118,29 @@ class StateFile:
         except OSError as err:
             raise self._torn(err) from err
         try:
-            self._file, mark = self._opened(holds)
+            self._file = self._opened(part, holds)
         except BaseException:
             self._stream.close()
             raise
-        if mark != part:
-            self.close()
-            raise self.wrong(f"belongs to another save, {mark!r}")
         self._members: dict[str, list[str]] = {}
         for member in self._file.files:
             number, _, rest = member.partition(".")
             offset, _, name = rest.partition(".")
             self._members.setdefault(f"{number}.{offset}", []).append(name)
 
-    def _opened(self, holds: Mapping[str, Any]) -> tuple[Any, str]:
+    def _opened(self, part: str, holds: Mapping[str, Any]) -> Any:
         size = os.fstat(self._stream.fileno()).st_size
         if size != holds.get("bytes", size):
             raise self.wrong(f"has {size} bytes where the manifest says {int(holds['bytes'])}")
         try:
             with _READING:
                 found = np.load(self._stream, allow_pickle=False)
-                return found, str(found[MARK])
+                mark = str(found[MARK])
         except (*_READ_ERRORS, IndexError) as err:
             raise self._torn(err) from err
+        if mark != part:
+            raise self.wrong(f"belongs to another save, {mark!r}")
+        return found
 
     def array(self, name: str) -> Array:
         """Return an array by its name.
@@ -211,8 +207,8 @@ def read_residuals(
             array = file.array(name)
             is_right = array.dtype == np.float32 and array.ndim in (1, 2) and array.shape[-1] == size
             if not is_right or not np.isfinite(array).all():
-                words = (key, array.dtype, array.shape, size)
-                raise file.wrong("has for key %r a residual of %s %s; expected %d finite float32 elements" % words)
+                what = f"a residual of {array.dtype} {array.shape}; expected {size} finite float32 elements"
+                raise file.wrong(f"has for key {key!r} {what}")
             found[key] = array
     return found
 
@@ -224,20 +220,12 @@ def write_manifest(folder: str, manifest: Mapping[str, Any], host: str) -> None:
         KVError: it cannot be written, or not be read again; names file and host.
     """
     path = Path(folder, MANIFEST)
-    wrong = _against_manifest(manifest)
-    if wrong:
+    if wrong := _against_manifest(manifest):
         raise KVError(f"the manifest {path} cannot be written on host {host}: {wrong}")
-    temporary = path.with_name(f".{MANIFEST}.{os.getpid()}")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(manifest, file, indent=1, sort_keys=True)
-            file.write("\n")
-            _settle(file)
-        os.replace(temporary, path)
-        _settle_folder(path.parent)
+        with _replacing(path) as file:
+            file.write((json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode())
     except OSError as err:
-        with suppress(OSError):
-            temporary.unlink()
         raise KVError(f"the manifest {path} cannot be written on host {host}: {err}") from err
     for other in path.parent.glob(DATA + "*"):
         # The folder is the user's: only names that `new_part` makes are ours to remove.
@@ -265,8 +253,7 @@ def read_manifest(folder: str, host: str) -> dict[str, Any]:
             f"{path} on host {host} is not a manifest of format {FORMAT} (format {found!r}): were these"
             " states saved by another version?"
         )
-    wrong = _against_manifest(manifest)
-    if wrong:
+    if wrong := _against_manifest(manifest):
         raise KVError(f"{path} on host {host} is malformed: {wrong}")
     return manifest
 
@@ -290,19 +277,23 @@ def _path(folder: str, part: str, name: str, host: str) -> Path:
         KVError: part or name is not one that a save has.
     """
     if not _is_part(part) or not (_NAME.fullmatch(name) and name.endswith(".npz")):
-        text = "states in %s on host %s: %r is not a file of a save"
-        raise KVError(text % (folder, host, os.path.join(part, name)))
+        raise KVError(f"states in {folder} on host {host}: {os.path.join(part, name)!r} is not a file of a save")
     return Path(folder, part, name)
 
 
-def _settle(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _settle_folder(folder: Path) -> None:
-    """See to it that names in a folder outlive a crash of the machine."""
-    descriptor = os.open(folder, os.O_RDONLY)
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """Write a file that takes its place as a whole, and outlives a crash of the machine then."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    descriptor = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -343,8 +334,8 @@ class Staged:
     """What was read for one shard."""
 
     weight: Array
-    parts: list[tuple[int, int, dict[str, Array]]] = field(default_factory=list)
-    """(Begin, end) within the shard to the state arrays of those elements; a part that was never updated has none."""
+    parts: dict[str, list[tuple[slice, Array]]] = field(default_factory=dict)
+    """Of the rule's arrays, by name: elements of the shard and what they have; of some it may have none."""
     counters: dict[str, Any] = field(default_factory=dict)
     residual: Array | None = None
     state: dict[str, Any] | None = None
@@ -403,46 +394,36 @@ def stage(body: Mapping[str, Any], shards: Sequence[Saved], rule: rules.Rule | N
         KVError: a file is missing, torn, or of another save; it does not fit the shards: names file, key and host.
     """
     numbers = {int(number): (int(saved), key) for number, saved, key in body["numbers"]}
-    with _SaveReader(body) as source:
+    with ExitStack() as files:
+        source = _SaveReader(body, files)
         staged = [
             source.read(*numbers[shard.key], shard.offset, shard.weight) if shard.key in numbers else None
             for shard in shards
         ]
     for shard, read in zip(shards, staged, strict=True):
-        if read is None:
-            continue
-        try:
-            read.state = _state(read, rule)
-        except _Unlike as err:
-            key = numbers[shard.key][1]
-            raise KVError(f"key {key!r} of the states in {body['folder']}: {err}") from None
-        read.parts, read.counters = [], {}
+        if read is not None:
+            read.state = _state(read, rule, f"key {numbers[shard.key][1]!r} of the states in {body['folder']}")
+            read.parts, read.counters = {}, {}
     return staged
 
 
-class _Unlike(ValueError):
-    """What was saved is not of the kind that the rule has there."""
-
-
-def _state(staged: Staged, rule: rules.Rule | None) -> dict[str, Any] | None:
-    if rule is None or (not any(arrays for _, _, arrays in staged.parts) and not staged.counters):
+def _state(staged: Staged, rule: rules.Rule | None, whose: str) -> dict[str, Any] | None:
+    """Return what the rule makes of saved arrays and counters, which may be of another kind than it has there."""
+    if rule is None or not (staged.parts or staged.counters):
         return None
     fresh = rule.new_state(staged.weight)
-    names = {name for _, _, arrays in staged.parts for name in arrays}
     state: dict[str, Any] = dict(staged.counters)
-    for name in names:
-        like = next(arrays[name] for _, _, arrays in staged.parts if name in arrays)
-        base = fresh.get(name)
+    for name, parts in staged.parts.items():
+        base, like = fresh.get(name), parts[0][1]
         if isinstance(base, np.ndarray) and not np.can_cast(like.dtype, base.dtype, "same_kind"):
-            raise _Unlike(f"the rule's state {name!r} is {base.dtype}, saved was {like.dtype}")
+            raise KVError(f"{whose}: the rule's state {name!r} is {base.dtype}, saved was {like.dtype}")
         whole = np.array(base) if isinstance(base, np.ndarray) else np.zeros(len(staged.weight), like.dtype)
-        for begin, end, arrays in staged.parts:
-            if name in arrays:
-                whole.reshape(-1)[begin:end] = arrays[name]
+        for target, array in parts:
+            whole.reshape(-1)[target] = array
         state[name] = whole
     for name, value in staged.counters.items():
         if isinstance(fresh.get(name), np.ndarray):
-            raise _Unlike(f"the rule's state {name!r} is an array, saved was {value!r}")
+            raise KVError(f"{whose}: the rule's state {name!r} is an array, saved was {value!r}")
     return dict(rules.carry_state(rule, staged.weight, state))
 
 
@@ -457,9 +438,10 @@ class _SavedPiece(NamedTuple):
 
 
 class _SaveReader:
-    """The files of one save, opened as they are needed."""
+    """The files of one save, opened as they are needed; `files` closes them."""
 
-    def __init__(self, body: Mapping[str, Any]) -> None:
+    def __init__(self, body: Mapping[str, Any], files: ExitStack) -> None:
+        self._closing = files
         self._folder, self._host, manifest = str(body["folder"]), str(body["host"]), body["manifest"]
         self._part = str(manifest["data"])
         self._holds: Mapping[str, Mapping[str, Any]] = manifest["files"]
@@ -470,13 +452,6 @@ class _SaveReader:
                 self._pieces.setdefault(int(number), []).append(piece)
         self._files: dict[str, StateFile] = {}
         self._cache: dict[tuple[str, str], Array] = {}
-
-    def __enter__(self) -> _SaveReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
 
     def read(self, number: int, key: object, offset: int, weight: DeviceArray) -> Staged:
         """Return what was saved of `len(weight)` elements of a key from `offset` on, from whatever pieces have it."""
@@ -499,42 +474,39 @@ class _SaveReader:
         source = slice(begin, begin + target.stop - target.start)
         saved = self._elements(piece, "weight", key)
         if saved.dtype != staged.weight.dtype:
-            words = (key, name_of(saved.dtype), name_of(staged.weight.dtype))
-            raise self._file(piece.file).wrong("has key %r as %s; expected %s" % words)
+            what = f"key {key!r} as {name_of(saved.dtype)}; expected {name_of(staged.weight.dtype)}"
+            raise self._file(piece.file).wrong(f"has {what}")
         staged.weight[target] = saved[source]
-        arrays: dict[str, Array] = {}
         for member in self._file(piece.file).members(piece.prefix):
             kind, _, name = member.partition(".")
             if kind == "state":
-                arrays[name] = self._elements(piece, member, key)[source]
+                staged.parts.setdefault(name, []).append((target, self._elements(piece, member, key)[source]))
             elif kind == "residual":
                 if staged.residual is None:
                     staged.residual = np.zeros(len(staged.weight), np.float32)
                 staged.residual[target] = self._elements(piece, member, key)[source]
-        staged.parts.append((target.start, target.stop, arrays))
         for name, value in self._holds[piece.file].get("counters", {}).get(piece.prefix, {}).items():
             known = staged.counters.get(name)
             staged.counters[name] = max(known, value) if isinstance(known, (int, float)) else value
 
     def _elements(self, piece: _SavedPiece, member: str, key: object) -> Array:
         """Return one array of a piece, flat."""
-        found = self._array(piece.file, f"{piece.prefix}.{member}").reshape(-1)
+        name = piece.file, f"{piece.prefix}.{member}"
+        if name not in self._cache:
+            if len(self._cache) >= _CACHE:
+                self._cache.clear()
+            self._cache[name] = self._file(piece.file).array(name[1])
+        found = self._cache[name].reshape(-1)
         if len(found) != piece.length:
-            words = (key, len(found), member, piece.length)
-            raise self._file(piece.file).wrong("has for key %r %d elements of its %s; expected %d" % words)
+            what = f"{len(found)} elements of its {member}; expected {piece.length}"
+            raise self._file(piece.file).wrong(f"has for key {key!r} {what}")
         return found
 
     def _file(self, name: str) -> StateFile:
         if name not in self._files:
-            self._files[name] = StateFile(self._folder, self._part, name, self._holds[name], self._host)
+            file = StateFile(self._folder, self._part, name, self._holds[name], self._host)
+            self._files[name] = self._closing.enter_context(closing(file))
         return self._files[name]
-
-    def _array(self, name: str, member: str) -> Array:
-        if (name, member) not in self._cache:
-            if len(self._cache) >= _CACHE:
-                self._cache.clear()
-            self._cache[name, member] = self._file(name).array(member)
-        return self._cache[name, member]
 
 
 # What a manifest may say
@@ -550,14 +522,13 @@ def _against_manifest(manifest: Mapping[str, Any]) -> str:
         if member not in manifest:
             return f"it has no member {member!r}"
         if not is_right(manifest[member]):
-            return "%s: expected %s, found %.80r" % (member, expected, manifest[member])
+            return f"{member}: expected {expected}, found {manifest[member]!r:.80}"
     numbers = [each["number"] for each in manifest["keys"]]
     keys = [(type(each["key"]), each["key"]) for each in manifest["keys"]]
     if len(set(numbers)) < len(numbers) or len(set(keys)) < len(keys):
         return "keys: a key or number is there twice"
     for name, holds in manifest["files"].items():
-        wrong = _against_file(holds)
-        if wrong:
+        if wrong := _against_file(holds):
             return f"files: {name}: {wrong}"
     if manifest["rule"] is not None:
         try:
@@ -570,11 +541,11 @@ def _against_manifest(manifest: Mapping[str, Any]) -> str:
 def _against_file(holds: Mapping[str, Any]) -> str:
     for member, (is_right, expected) in _HOLDS.items():
         if member in holds and not is_right(holds[member]):
-            return "%s: expected %s, found %.80r" % (member, expected, holds[member])
+            return f"{member}: expected {expected}, found {holds[member]!r:.80}"
     for piece, counters in holds.get("counters", {}).items():
         for name, value in counters.items():
             if name == "updates" and not _is_whole(value):
-                return "counters of %s: updates=%.80r: expected a whole number, at least 0" % (piece, value)
+                return f"counters of {piece}: updates={value!r:.80}: expected a whole number, at least 0"
     return ""
 
 

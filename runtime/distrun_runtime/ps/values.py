@@ -13,9 +13,8 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from distrun_runtime.arrays.arena import Arena, Run
-from distrun_runtime.arrays.device import ArrayPlace, Buffer, Device, DeviceArray, copy, is_on_host, move, on_host
-from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
+from distrun_runtime.arrays.device import Arena, ArrayPlace, Device, DeviceArray, Run, copy, is_on_host, move, on_host
+from distrun_runtime.arrays.dtypes import Array, Buffer, DType, work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
@@ -50,20 +49,16 @@ class PushedValues:
 
     def take(self, at: Array, values: Values) -> PushedValues:
         """Return what is given to some of the shards, each by itself."""
-        shards = self.shards[at]
+        wanted, offset = set(at.tolist()), 0
         found: list[Run] = []
         parts: list[DeviceArray] = []
-        number, offset = 0, 0
-        begins = values.at[self.shards]
-        lengths = values.store.length[self.shards]
-        for index, place in enumerate(at.tolist()):
-            number = next(i for i in range(len(self.runs)) if self.runs[i].first <= place < self.runs[i].last)
-            run, part = self.runs[number], self.parts[number]
-            begin, length = int(begins[place]), int(lengths[place])
-            found.append(Run(index, index + 1, begin, begin + length, offset))
-            parts.append(part[begin - run.begin : begin - run.begin + length])
-            offset += length
-        return PushedValues(shards, found, parts)
+        for run, part in zip(self.runs, self.parts, strict=True):
+            for _, one, [piece] in values.apart(self.shards, run, [part]):
+                if one.first in wanted:
+                    found.append(Run(len(found), len(found) + 1, one.begin, one.end, offset))
+                    parts.append(piece)
+                    offset += len(piece)
+        return PushedValues(self.shards[at], found, parts)
 
 
 class Layout(NamedTuple):
@@ -255,8 +250,8 @@ class Values:
         if self.store.row_size[shards].any():
             raise KVError(f"store {self.store.number} has row-sparse keys: its values cannot be on {device.name}")
         if rule is not None and not update.can_fuse(rule):
-            text = "store %d: weights on %s cannot be updated by rule %r"
-            raise KVError(text % (self.store.number, device.name, rule.name))
+            where = f"store {self.store.number}: weights on {device.name}"
+            raise KVError(f"{where} cannot be updated by rule {rule.name!r}")
 
     def place(self, shards: Array, code: int) -> None:
         """Give new shards of one dtype their places, next to each other; memory is taken when they are written."""
@@ -294,12 +289,14 @@ class Values:
         known = shards[shards < len(self.at)]
         self.at[known], self.side[known] = 0, 0
 
-    def codes(self, shards: Array) -> list[tuple[int, Array | None]]:
-        """Return each code of dtype among shards, and which of them have it; None: all."""
+    def codes(self, shards: Array) -> list[tuple[int, Array, Array | None]]:
+        """Return each code of dtype among shards, those that have it, and where these are among all; None: they are
+        all."""
         found = self.store.dtype[shards]
         if not len(found) or (found == found[0]).all():
-            return [(int(found[0]), None)] if len(found) else []
-        return [(int(code), np.flatnonzero(found == code)) for code in np.unique(found)]
+            return [(int(found[0]), shards, None)] if len(found) else []
+        places = [(int(code), np.flatnonzero(found == code)) for code in np.unique(found)]
+        return [(code, shards[at], at) for code, at in places]
 
     def weight(self, shard: int) -> DeviceArray:
         """Return the present value of a shard, flat; not to be written."""
@@ -382,14 +379,19 @@ class Values:
             if not lent.any() or lent.all():
                 yield here, run, list(parts), self.free_side(int(sides[0]), here)
                 return
+        for shard, one, pieces in self.apart(shards, run, parts):
+            alone = np.array([shard])
+            yield alone, one, pieces, self.free_side(int(self.side[shard]), alone)
+
+    def apart(
+        self, shards: Array, run: Run, parts: Sequence[DeviceArray]
+    ) -> Iterator[tuple[int, Run, list[DeviceArray]]]:
+        """Yield each shard of a run by itself, with its elements of the run's parts."""
         at = 0
-        for number, shard in enumerate(here.tolist()):
-            length = int(self.store.length[shard])
-            one = Run(run.first + number, run.first + number + 1, run.begin + at, run.begin + at + length, 0)
-            alone = here[number : number + 1]
-            side = self.free_side(int(self.side[shard]), alone)
-            yield alone, one, [part[at : at + length] for part in parts], side
-            at += length
+        for number, shard in enumerate(shards[run.first : run.last].tolist(), run.first):
+            end = at + int(self.store.length[shard])
+            yield shard, Run(number, number + 1, run.begin + at, run.begin + end, 0), [part[at:end] for part in parts]
+            at = end
 
     # Sums
 
@@ -513,13 +515,10 @@ class Values:
 
     def saved(self) -> list[statefile.Saved]:
         """Return all shards as they are saved: views of weights and states where they are."""
-        shards = range(self.store.count)
+        places = zip(self.store.key.tolist(), self.store.offset.tolist(), range(self.store.count), strict=False)
         return [
-            statefile.Saved(
-                *(int(self.store.key[shard]), int(self.store.offset[shard]), self.weight(shard)),
-                *(self.state_of(shard), self.residual.get(shard)),
-            )
-            for shard in shards
+            statefile.Saved(key, offset, self.weight(shard), self.state_of(shard), self.residual.get(shard))
+            for key, offset, shard in places
         ]
 
     def restore(self) -> None:
@@ -543,23 +542,18 @@ class Values:
 
     def set_rule(self, rule: rules.Rule | None, spec: rules.RuleSpec | None) -> None:
         """Install a rule; what state both rules know goes on. A user's rule may raise: then nothing has changed."""
-        shards = range(self.store.count)
         self._refuse(self.device, rule, np.arange(self.store.count))
-        if rule is None:
-            carried: dict[int, Any] = {}
-        elif self.rule is not None and self._keeps_state(rule):
+        if rule is not None and self.rule is not None and self._keeps_state(rule):
             self.rule, self.spec, self.knobs = rule, spec, {}
             return
-        else:
-            known = {shard: self.state_of(shard) for shard in shards}
-            carried = {
-                shard: rules.carry_state(rule, weight, state, update.new_state(rule, weight))
-                for shard, state in known.items()
-                if state is not None
-                for weight in (self.weight(shard),)
-            }
-        # Copies: what is flat now may be written to other arenas.
-        carried = {shard: _copied(self.device, state) for shard, state in carried.items()}
+        carried: dict[int, dict[str, Any]] = {}
+        for shard in range(self.store.count):
+            state = self.state_of(shard)
+            if rule is not None and state is not None:
+                weight = self.weight(shard)
+                state = rules.carry_state(rule, weight, state, update.new_state(rule, weight))
+                # A copy: what is flat now may be written to other arenas.
+                carried[shard] = _copied(self.device, state)
         self.rule, self.spec = rule, spec
         self.flat, self.flat_state, self.knobs, self.state = {}, {}, {}, {}
         self.steps[:] = -1

@@ -9,14 +9,14 @@ from __future__ import annotations
 import operator
 import os
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Union
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, Union
 
 import numpy as np
 
-from distrun_runtime.arrays import find
+from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.device import DeviceArray
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.contract.dataclass import dataclass
@@ -32,19 +32,6 @@ if TYPE_CHECKING:
     from distrun_runtime.store.compress import Compression
     from distrun_runtime.store.reducer import Reducer
 
-__all__ = [
-    "GROUP",
-    "CallOptions",
-    "Contribution",
-    "KVStoreBase",
-    "Lifetime",
-    "RowsItem",
-    "StoreBackend",
-    "Updater",
-    "find_type",
-    "missing",
-    "registered",
-]
 
 Contribution = tuple[KeyRecord, list[Value]]
 """A key's record and its values, one for each device: arrays, or RowSparse if the key is row-sparse."""
@@ -93,7 +80,8 @@ class Lifetime:
     """
 
     def __init__(self, type_name: str) -> None:
-        self._type = type_name
+        self.type = type_name
+        """The name that the store was created with, in lower case."""
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._ended = ""
@@ -124,10 +112,10 @@ class Lifetime:
         self.check_process()
         if self.uses_gpus:
             # What a call had done when it failed is not known, and the other workers may wait for the rest.
-            find.gpus()
+            devices.gpus()
         if self._ended:
             raise StoreClosed(
-                f"the {self._type!r} store {self._ended}; create another one with kvstore.create({self._type!r})"
+                f"the {self.type!r} store {self._ended}; create another one with kvstore.create({self.type!r})"
             )
 
     def check_process(self) -> None:
@@ -138,7 +126,7 @@ class Lifetime:
         """
         if not self.is_own:
             raise StoreClosed(
-                f"the {self._type!r} store belongs to process {self._pid}, this is its forked child"
+                f"the {self.type!r} store belongs to process {self._pid}, this is its forked child"
                 f" {os.getpid()}: use it in the parent, or start children with the 'spawn' method and create"
                 " a store there"
             )
@@ -195,24 +183,13 @@ class Selection:
         return list(map(_SHAPE, arrays)) == self._shapes and list(map(_DTYPE, arrays)) == self._dtypes
 
 
-class StoreBackend(ABC):
-    """A kind of store, behind a KVStore. Arguments are checked and of one form; any thread may call.
+class Membership(Protocol):
+    """What a store says of itself and its worker."""
 
-    A backend never sees a key or value that does not fit, or a forked child. The store may be closed by another thread
-    while it is called; `lifetime` tells.
-
-    A call that returns a Pending does not wait for other nodes; `wait` of that Pending does. A call raises at once only
-    what is known at once.
-    """
-
-    type: str
-    """The name that the store was created with, in lower case."""
-    lifetime: Lifetime
-    """What the backend shares with its KVStore."""
-    reducer: Reducer
-    """Sums the values of a worker's devices; `push` and `pushpull` get these sums."""
-    is_shared: bool = True
-    """Collective calls wait for other workers; else they are done when they return, also with wait=False."""
+    @property
+    @abstractmethod
+    def type(self) -> str:
+        """The name of the kind."""
 
     @property
     @abstractmethod
@@ -224,7 +201,29 @@ class StoreBackend(ABC):
     def num_workers(self) -> int:
         """Number of workers that share the store."""
 
-    @abstractmethod
+
+class StoreBackend(Membership, Protocol):
+    """A kind of store, behind a KVStore. Arguments are checked and of one form; any thread may call.
+
+    A backend never sees a key or value that does not fit, or a forked child. The store may be closed by another thread
+    while it is called; `lifetime` tells.
+
+    A call that returns a Pending does not wait for other nodes; `wait` of that Pending does. A call raises at once only
+    what is known at once.
+    """
+
+    lifetime: Lifetime
+    """What the backend shares with its KVStore."""
+    reducer: Reducer
+    """Sums the values of a worker's devices; `push` and `pushpull` get these sums."""
+    is_shared: bool = True
+    """Collective calls wait for other workers; else they are done when they return, also with wait=False."""
+
+    @property
+    def type(self) -> str:
+        """The name that the store was created with, in lower case."""
+        return self.lifetime.type
+
     def companion(self) -> StoreBackend:
         """Return another store of the same workers, with rounds and without a rule. All workers call it."""
 
@@ -234,11 +233,9 @@ class StoreBackend(ABC):
         """Return what is held around a collective call, if no other call of the process may be made meanwhile."""
         return nullcontext()
 
-    @abstractmethod
     def agree(self, facts: Mapping[str, str]) -> None:
         """Compare facts by name with those of the other workers. Waits for all workers, which all call it."""
 
-    @abstractmethod
     def label(self, labels: Mapping[Key, str]) -> None:
         """Take note of what this worker calls keys; their `init` compares it where several workers share the store."""
 
@@ -246,18 +243,15 @@ class StoreBackend(ABC):
         """Take the next place in the order of collective calls; `init` and `assign` get it."""
         return 0
 
-    @abstractmethod
     def init(self, items: list[tuple[Key, Value]], call_number: int) -> list[KeyRecord]:
         """Store a copy of each value (a RowSparse makes the key row-sparse); return the records, in that order.
 
         Waits for all workers. May be called by a thread of the store's own, while other calls are made.
         """
 
-    @abstractmethod
     def assign(self, items: list[tuple[KeyRecord, Array]], call_number: int) -> None:
         """Replace what is stored by rank 0's values; rule state and rounds go on. Waits for all workers."""
 
-    @abstractmethod
     def push(self, keys: Selection, values: Sequence[Value], call: CallOptions) -> Pending:
         """Take one summed value for each key; never write to it. If not `call.lent`, copy it before returning.
 
@@ -265,7 +259,6 @@ class StoreBackend(ABC):
         done; of a call that is not `lent`, values until it returns.
         """
 
-    @abstractmethod
     def pull(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]], call: CallOptions) -> Pending:
         """Write each stored value into all its outputs: writable, of the record's shape and dtype, of any strides if in
         the host's memory."""
@@ -282,11 +275,9 @@ class StoreBackend(ABC):
             out.flags.writeable = False
         return outs
 
-    @abstractmethod
     def pull_rows(self, items: list[RowsItem], call: CallOptions) -> Pending:
         """Hand the values (n, *shape[1:]) of each item's rows to its function, once; the function owns them."""
 
-    @abstractmethod
     def pushpull(
         self, keys: Selection, values: Sequence[Value], outs: Sequence[Sequence[DeviceArray]], call: CallOptions
     ) -> Pending:
@@ -301,73 +292,57 @@ class StoreBackend(ABC):
         """Whether anything that is pushed may be compressed."""
         return False
 
-    @abstractmethod
     def check(self, items: list[Contribution]) -> None:
         """Return if a push would compress the sums of these values; else raise KVError and change nothing."""
 
     # What a push does
 
-    @abstractmethod
     def set_rule(self, spec: RuleSpec, replace: bool | None) -> None:
         """Install a rule. An equal repeat keeps all state. `replace` is None where it is a trainer's."""
 
-    @abstractmethod
     def change_rule(self, change: Mapping[str, Any]) -> None:
         """Change parameters or multipliers of the installed rule, as `RuleSpec.changed` takes them."""
 
-    @abstractmethod
     def set_updater(self, updater: Updater | None) -> None:
         """Install the user's function, or remove it and any rule."""
 
-    @abstractmethod
     def compress(self, setting: Compression, keys: list[Key] | None) -> None:
         """Compress what these keys (None: all that have no setting of their own) send from now on."""
 
     # States and facts
 
-    @abstractmethod
     def save(self, folder: str) -> None:
         """Write weights, rule states, rounds and residuals into the folder. All workers call it."""
 
-    @abstractmethod
     def load(self, folder: str) -> None:
         """Take up what `save` wrote. All workers call it."""
 
-    @abstractmethod
     def stats(self) -> list[dict[str, Any]]:
         """Return counters, one dict for each server."""
 
-    @abstractmethod
     def profile(self, folder: str) -> AbstractContextManager[None]:
         """Return what records a trace from its entry to its exit, and then writes it into the folder."""
 
-    @abstractmethod
     def num_dead(self, mask: int) -> int:
         """Return how many nodes of these roles (1 scheduler, 2 servers, 4 workers) are lost."""
 
     # Membership
 
-    @abstractmethod
     def barrier(self) -> Pending:
         """Be done when all workers have called it."""
 
-    @abstractmethod
     def join(self) -> None:
         """Count as a zero contribution to all later rounds; return when all workers have joined."""
 
-    @abstractmethod
     def leave(self) -> None:
         """End this worker's membership."""
 
-    @abstractmethod
     def close(self) -> None:
         """Flush, say goodbye, free. One of `close`, `abort` and `give_up` is called, once, never in a forked child."""
 
-    @abstractmethod
     def abort(self, error: BaseException) -> None:
         """Close because `error` left the `with` block: tell the others, wait for nothing."""
 
-    @abstractmethod
     def give_up(self, error: BaseException) -> None:
         """Close because `error` came before the store could be used: tell the workers that wait for this one."""
 
@@ -383,7 +358,7 @@ class StoreBackend(ABC):
 Kind = TypeVar("Kind", bound="type[KVStoreBase]")
 
 
-class KVStoreBase(ABC):
+class KVStoreBase(Membership):
     """A store of your own: derive from it, and register the class.
 
     In the same process `@KVStoreBase.register` does it; from a package of its own, an entry point in the group
@@ -427,21 +402,6 @@ class KVStoreBase(ABC):
     def is_capable(self, capability: str) -> bool:
         """Tell whether the store has a capability, such as `OPTIMIZER`."""
 
-    @property
-    @abstractmethod
-    def type(self) -> str:
-        """The name of the kind."""
-
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """This worker's index, from 0."""
-
-    @property
-    @abstractmethod
-    def num_workers(self) -> int:
-        """Number of workers that share the store."""
-
     # What a store may leave out
 
     def init(self, key: Any, value: Any) -> Any:
@@ -484,8 +444,12 @@ class KVStoreBase(ABC):
         """Contribute nothing to later rounds."""
         self._lacks("join")
 
-    def close(self) -> None:  # noqa: B027  # most stores have nothing to do
+    def close(self) -> None:  # most stores have nothing to do
         """Give everything back."""
+
+    def give_up(self, error: BaseException) -> None:
+        """Close a store that was made for a trainer which could not be made because of `error`."""
+        self.close()
 
     def _lacks(self, call: str) -> NoReturn:
         raise NotImplementedError(f"a {self.type!r} store has no {call}")

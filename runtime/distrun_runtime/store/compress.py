@@ -20,9 +20,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.device import Buffer, Device, DeviceArray, is_on_host, on_host
-from distrun_runtime.arrays.dtypes import Array, DType
-from distrun_runtime.arrays.segments import Pool
+from distrun_runtime.arrays.device import Device, DeviceArray, is_on_host, on_host
+from distrun_runtime.arrays.dtypes import Array, Buffer, DType
+from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codec
@@ -36,7 +36,6 @@ from distrun_runtime.store.values import RowSparse
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuDevice
 
-__all__ = ["MIN_SIZE", "Compression", "Compressor"]
 
 MIN_SIZE = 1024
 """Bytes below which a value travels as it is, unless told otherwise."""
@@ -73,12 +72,13 @@ class Compression:
             raise KVError(f"compression needs a 'type': one of none, {', '.join(sorted(codec.CODECS))}")
         name = given["type"]
         found = None if name == "none" else codec.named(name)
-        known = {"type", "min_size", "two_way", *(found.knobs if found else ())}
+        own = [knob.name for knob in found.knobs] if found else []
+        known = {"type", "min_size", "two_way", *own}
         for member in given:
             if member not in known:
                 hint = did_you_mean(str(member), known)
                 raise KVError(f"compression {name!r} has no member {member!r}{hint}; it has {', '.join(sorted(known))}")
-        params = found.check({name: given[name] for name in found.knobs if name in given}) if found else {}
+        params = found.check({name: given[name] for name in own if name in given}) if found else {}
         return cls(str(name), params, _bytes(given.get("min_size", MIN_SIZE)), _switch(given.get("two_way", False)))
 
     def to_json(self) -> dict[str, Any]:

@@ -12,21 +12,6 @@ from distrun_runtime.arrays import dtypes
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 
-__all__ = [
-    "DENSE",
-    "ROW_SPARSE",
-    "TYPES",
-    "Key",
-    "KeyRecord",
-    "Shaped",
-    "canonical",
-    "is_async",
-    "is_dist",
-    "named",
-    "on_devices",
-    "twice",
-]
-
 Key = Union[int, str]
 """A key, as stores keep it."""
 

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
 
-from distrun_runtime.arrays import find
-from distrun_runtime.arrays.cpu import Threads
-from distrun_runtime.arrays.device import Device, DeviceArray, is_on_host
+from distrun_runtime.arrays import device as devices
+from distrun_runtime.arrays.device import Device, DeviceArray, Threads, is_on_host
 from distrun_runtime.arrays.dtypes import Array, DType, name_of
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError
@@ -33,7 +32,6 @@ from distrun_runtime.store.values import RowSparse, Value
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 
-__all__ = ["DeviceReducer", "Reducer", "SumDevices", "is_gpu_array", "place", "reducer_for"]
 
 Memory = Callable[["tuple[int, ...]", DType], Array]
 """Makes an array in host memory, of undefined content."""
@@ -63,7 +61,7 @@ class Reducer:
     def __init__(self, threads: Threads, memory: Memory = np.empty) -> None:
         self._threads = threads
         self._memory = memory
-        self._host = find.get("cpu:0", threads)
+        self._host = devices.get("cpu:0", threads)
 
     @property
     def seen(self) -> list[GpuDevice]:
@@ -176,7 +174,7 @@ class DeviceReducer(Reducer):
 
     def prepare(self, records: Iterable[KeyRecord]) -> None:
         """Have ready what values of these keys need on GPUs that the program uses."""
-        self._prepare(find.in_use(), _by_dtype(records))
+        self._prepare(devices.in_use(), _by_dtype(records))
 
     def know(self, records: Iterable[KeyRecord]) -> None:
         """Take note of keys, for their placement together with the next sum."""
@@ -276,7 +274,7 @@ class DeviceReducer(Reducer):
     def _cpu(self, record: KeyRecord, count: int) -> Device:
         with self._lock:
             while len(self._cpus) < count:
-                self._cpus.append(find.get(f"cpu:{len(self._cpus)}", self._threads))
+                self._cpus.append(devices.get(f"cpu:{len(self._cpus)}", self._threads))
             chosen: Device = self.cpus.device(record, self._cpus[:count])
             return chosen
 

@@ -25,7 +25,6 @@ from distrun_runtime.store.weights import Weights
 if TYPE_CHECKING:
     from distrun_runtime.store.link import StoreLink
 
-__all__ = ["load", "load_local", "save", "save_local"]
 
 Residuals = Mapping[Key, Array]
 

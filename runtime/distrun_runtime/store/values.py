@@ -8,7 +8,7 @@ numpy's integers are ints. Values are what numpy can see without a copy: arrays,
 arrays of other libraries in host memory by their array interfaces or DLPack; a Python float or int is a 0-d float64
 or int64 array. bfloat16 arrays of ml_dtypes and torch are viewed as `BFLOAT16`. Sparse values (ours, scipy's, torch's)
 are a RowSparse. An array in GPU memory is a `gpu.GpuArray` in the same memory, which is to be borrowed before it is
-used (`arrays.borrowing`); where host memory is needed it is copied there.
+used (`arrays.gpu_devices`); where host memory is needed it is copied there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any, Union
 
 import numpy as np
 
-from distrun_runtime.arrays import dtypes, foreign, interop
+from distrun_runtime.arrays import device as devices
+from distrun_runtime.arrays import dtypes, foreign
 from distrun_runtime.arrays.device import DeviceArray, is_on_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
@@ -29,9 +30,6 @@ from distrun_runtime.store.keys import ROW_SPARSE, Key, KeyRecord
 # Row-sparse values, and the row pulls of row-sparse keys.
 #
 # A RowSparse is some rows of a value, by number: the gradient of an embedding, or what `row_sparse_pull` returns.
-
-
-__all__ = ["Lookup", "RowSparse", "refuse_mask", "row_numbers"]
 
 
 class RowSparse:
@@ -53,7 +51,7 @@ class RowSparse:
         if not self.shape or min(self.shape) < 0:
             raise KVError(f"a RowSparse has a shape of at least one dimension, found {self.shape}")
         refuse_mask(values, "the values of a RowSparse")
-        self.values: Array = interop.host_array(values, "the values of a RowSparse")
+        self.values: Array = devices.host_array(values, "the values of a RowSparse")
         self.rows: Array = row_numbers(rows, self.shape[0], "RowSparse")
         expected = (len(self.rows), *self.shape[1:])
         if self.values.shape != expected:
@@ -92,7 +90,7 @@ class RowSparse:
             KVError: an array of no dimension, or a masked array.
         """
         refuse_mask(array, "the array of a RowSparse")
-        dense = interop.host_array(array, "the array of a RowSparse")
+        dense = devices.host_array(array, "the array of a RowSparse")
         if not dense.ndim:
             raise KVError("a RowSparse has a shape of at least one dimension, found ()")
         flat = dtypes.widen(dense).reshape(dense.shape[0], math.prod(dense.shape[1:]))
@@ -125,10 +123,10 @@ class RowSparse:
             table = table.to_sparse_coo()
         if table.sparse_dim() == 1:
             # Uncoalesced as it may be: rows named twice are ours to sum.
-            return cls(interop.tensor_memory(table._values()), table._indices()[0].numpy(), table.shape)
+            return cls(foreign.tensor_memory(table._values()), table._indices()[0].numpy(), table.shape)
         table = table.coalesce()
         rows, place = np.unique(table.indices()[0].numpy(), return_inverse=True)
-        found = interop.tensor_memory(table.values())
+        found = foreign.tensor_memory(table.values())
         values = np.zeros((len(rows), *table.shape[1:]), found.dtype)
         where = (place.reshape(-1), *(axis.numpy() for axis in table.indices()[1:]))
         values[where] = found
@@ -273,7 +271,7 @@ def row_numbers(rows: object, count: int, what: str) -> Array:
             numbers; names the first such.
     """
     refuse_mask(rows, f"{what}: the row numbers")
-    given = interop.host_array(rows, f"{what}: the row numbers")
+    given = devices.host_array(rows, f"{what}: the row numbers")
     array = dtypes.widen(given)
     if not array.size:
         return np.empty(0, np.int64)
@@ -379,7 +377,7 @@ def contributions(key: object, value: object, *, on_host: bool = False) -> list[
     Raises:
         KVError: a key or value of another kind; as many values as keys were expected.
     """
-    gpus = interop.GpuArrays()
+    gpus = devices.GpuArrays()
     return [
         (name, [value_of(name, item, on_host=on_host, gpus=gpus) for item in items])
         for name, items in grouped(key, value, "value")
@@ -410,7 +408,7 @@ def outputs(key: object, out: object) -> list[tuple[Key, list[DeviceArray]]]:
         KVError: a key of another kind, another number of outputs than keys, an output that cannot be written, or
             outputs that share memory.
     """
-    gpus = interop.GpuArrays()
+    gpus = devices.GpuArrays()
     found = [(name, [output_of(name, item, gpus) for item in items]) for name, items in grouped(key, out, "output")]
     apart([(name, None, array) for name, arrays in found for array in arrays])
     return found
@@ -592,7 +590,7 @@ def list_hint(found: Sequence[Value], dtype: str = "") -> str:
     return text % (f"[{shown}]" + (f", np.{dtype}" if dtype and dtype != "bfloat16" else ""))
 
 
-def value_of(key: Key, value: object, *, on_host: bool = False, gpus: interop.GpuArrays | None = None) -> Value:
+def value_of(key: Key, value: object, *, on_host: bool = False, gpus: devices.GpuArrays | None = None) -> Value:
     """Return one value: a RowSparse, which is in host memory, if it is sparse, else an array.
 
     Arguments:
@@ -611,7 +609,7 @@ def value_of(key: Key, value: object, *, on_host: bool = False, gpus: interop.Gp
     return sparse if checked is sparse.values else RowSparse(checked, sparse.rows, sparse.shape)
 
 
-def array_of(key: Key, value: object, *, on_host: bool = False, gpus: interop.GpuArrays | None = None) -> DeviceArray:
+def array_of(key: Key, value: object, *, on_host: bool = False, gpus: devices.GpuArrays | None = None) -> DeviceArray:
     """Return one value as an array of native byte order; the same memory where that is possible.
 
     Arguments:
@@ -623,8 +621,8 @@ def array_of(key: Key, value: object, *, on_host: bool = False, gpus: interop.Gp
     """
     whose = f"key {key!r}"
     refuse_mask(value, whose)
-    on_gpu = None if on_host else (gpus or interop.GpuArrays()).of(value, whose)
-    return _stored(key, value, interop.host_array(value, whose)) if on_gpu is None else on_gpu
+    on_gpu = None if on_host else (gpus or devices.GpuArrays()).of(value, whose)
+    return _stored(key, value, devices.host_array(value, whose)) if on_gpu is None else on_gpu
 
 
 def _stored(key: Key, value: object, array: Array) -> Array:
@@ -636,7 +634,7 @@ def _stored(key: Key, value: object, array: Array) -> Array:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def output_of(key: Key, out: object, gpus: interop.GpuArrays | None = None) -> DeviceArray:
+def output_of(key: Key, out: object, gpus: devices.GpuArrays | None = None) -> DeviceArray:
     """Return one output as an array that shares its memory: a numpy array as it is, a torch tensor's, one on a GPU.
 
     Arguments:
@@ -645,11 +643,11 @@ def output_of(key: Key, out: object, gpus: interop.GpuArrays | None = None) -> D
     Raises:
         KVError: it is none of these, read-only, or of foreign byte order; on a GPU and not contiguous; of jax.
     """
-    on_gpu = (gpus or interop.GpuArrays()).of(out, f"key {key!r}: the output", is_output=True)
+    on_gpu = (gpus or devices.GpuArrays()).of(out, f"key {key!r}: the output", is_output=True)
     if on_gpu is not None:
         return on_gpu
-    if interop.is_tensor(out):
-        return _stored(key, out, interop.tensor_output(out, f"key {key!r}: the output"))
+    if foreign.is_tensor(out):
+        return _stored(key, out, foreign.tensor_output(out, f"key {key!r}: the output"))
     if not isinstance(out, np.ndarray):
         why = foreign.refusal(out, is_output=True)
         if why is not None:
@@ -666,7 +664,7 @@ def output_of(key: Key, out: object, gpus: interop.GpuArrays | None = None) -> D
     if not out.dtype.isnative:
         raise KVError(f"key {key!r}: the output's byte order is foreign ({out.dtype.str}); give a native one")
     # A view of a class derived from it, such as numpy.matrix: that need not behave as an array does.
-    return interop.own_bfloat16(np.asarray(out))
+    return foreign.own_bfloat16(np.asarray(out))
 
 
 def grouped(key: object, given: object, noun: str) -> list[tuple[Key, list[object]]]:

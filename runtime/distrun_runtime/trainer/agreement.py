@@ -27,39 +27,11 @@ from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore, KVStoreBase
 from distrun_runtime.ops.optimizers import RuleSpec
-from distrun_runtime.trainer.exchange import Notes, StoreExchange, ThirdPartyExchange
+from distrun_runtime.ps.shards import Notes
+from distrun_runtime.trainer.exchange import StoreExchange, ThirdPartyExchange
 from distrun_runtime.trainer.model import Buffers
 from distrun_runtime.trainer.parameters import Parameter
 from distrun_runtime.trainer.states import LocalRule, bits_of, digest
-
-__all__ = [
-    "BIG",
-    "NO_MARK",
-    "OWN_HARM",
-    "SKIP",
-    "STORE_HARM",
-    "Agreement",
-    "Case",
-    "Changed",
-    "Changes",
-    "Decision",
-    "Mark",
-    "Opened",
-    "UpdateRule",
-    "change_refused",
-    "check_rules",
-    "chosen",
-    "close_failed",
-    "decide",
-    "fingerprint",
-    "is_skip",
-    "leave",
-    "open_store",
-    "said_rules",
-    "trainer_facts",
-    "updates_itself",
-    "wants_store",
-]
 
 # --- weights that were changed outside of steps
 
@@ -472,16 +444,8 @@ class Case:
         return self.is_dist and "async" in (self.kind or "")
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What was decided."""
-
-    has_store: bool
-    update_on_kvstore: bool
-
-
-def decide(case: Case) -> Decision:
-    """Return whether there is a store and whether it updates the weights.
+def decide(case: Case) -> bool:
+    """Return whether a store updates the weights.
 
     Raises:
         KVError: the case asks for what cannot be; the message says what to change.
@@ -491,14 +455,14 @@ def decide(case: Case) -> Decision:
     if update and not has_store:
         raise KVError("update_on_kvstore=True needs a store: give kvstore='local' or another name, not None")
     if update and not case.has_optimizer:
-        if case.asked or case.is_async or _is_sparse(case):
+        if case.asked or case.is_async or case.sparse_weight or (case.sparse_grad and case.is_dist):
             raise KVError(f"please set update_on_kvstore=False when training with {case.kind!r}: it cannot update")
         update = False
     if has_store and case.sparse_grad and case.is_third_party:
         raise KVError(
             f"store {case.kind!r} comes from another package and takes no row-sparse gradients; use dense ones"
         )
-    return Decision(has_store, update)
+    return update
 
 
 def wants_store(case: Case) -> bool:
@@ -542,10 +506,6 @@ def _may_be_refused(case: Case) -> None:
         raise KVError(f"please set update_on_kvstore=True when training in async mode ({case.kind!r})")
 
 
-def _is_sparse(case: Case) -> bool:
-    return case.sparse_weight or (case.sparse_grad and case.is_dist)
-
-
 # --- the store, opened
 
 
@@ -574,7 +534,7 @@ def updates_itself(params: list[Parameter], given: str | KVStoreBase | None, ask
         return True
     if case.kind not in kvstore.TYPES:
         return None
-    return not decide(case).update_on_kvstore
+    return not decide(case)
 
 
 def open_store(
@@ -601,16 +561,8 @@ def open_store(
         return _opened(params, buffers, store, replace(case, kind=store.type), isinstance(given, str))
     except BaseException as err:
         if isinstance(given, str):
-            close_failed(store, err)
+            store.give_up(err)
         raise
-
-
-def close_failed(store: KVStoreBase, error: BaseException) -> None:
-    """Close a store that was made for a trainer which could not be made; this process stays in the job."""
-    if isinstance(store, KVStore):
-        store.give_up(error)
-    else:
-        store.close()
 
 
 def leave(store: KVStoreBase, error: BaseException | None) -> None:
@@ -623,13 +575,11 @@ def leave(store: KVStoreBase, error: BaseException | None) -> None:
 
 def _opened(params: list[Parameter], buffers: Buffers, store: KVStoreBase, case: Case, is_own: bool) -> Opened:
     if not isinstance(store, KVStore):
-        decision = decide(replace(case, is_third_party=True, has_optimizer=False))
-        third_party = ThirdPartyExchange(store, params, buffers)
-        return Opened(store, is_own, third_party, decision.update_on_kvstore, store.num_workers > 1)
-    decision = decide(replace(case, has_optimizer=store.is_capable("optimizer")))
+        updates = decide(replace(case, is_third_party=True, has_optimizer=False))
+        return Opened(store, is_own, ThirdPartyExchange(store, params, buffers), updates, store.num_workers > 1)
+    updates = decide(replace(case, has_optimizer=store.is_capable("optimizer")))
     has_rounds = case.is_dist and not case.is_async
-    exchange = StoreExchange(store, params, buffers, decision.update_on_kvstore, has_rounds)
-    return Opened(store, is_own, exchange, decision.update_on_kvstore, has_rounds)
+    return Opened(store, is_own, StoreExchange(store, params, buffers, updates, has_rounds), updates, has_rounds)
 
 
 def _case(params: list[Parameter], given: str | KVStoreBase | None, asked: bool | None) -> Case:

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, Union
@@ -32,8 +32,8 @@ from distrun_runtime.store.keys import is_dist
 from distrun_runtime.trainer.model import Buffers
 from distrun_runtime.trainer.parameters import Buffer, Gradient, Parameter, is_near, memory_of, on_host
 
-__all__ = ["Gradients", "Notes", "Reduced", "Sent", "StoreExchange", "Sum", "ThirdPartyExchange", "Workers"]
-
+_KEYS = re.compile(r"\bkeys? (\d+(?:, \d+)*)")
+"""Keys in an error's text."""
 COUNTED = 7
 """Elements of the key under which workers are counted: see `StoreExchange.reduce`."""
 
@@ -384,8 +384,33 @@ class StoreExchange:
         sent.sums += sums
         return items
 
-    def _naming(self) -> AbstractContextManager[None]:
-        return _names_in_errors(self._params, self._buffers.names)
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Add the names of parameters and buffers to what is raised inside about their keys."""
+        try:
+            yield
+        except RuntimeFault as err:
+            text = str(err)
+            keys = sorted({int(key) for found in _KEYS.findall(text) for key in found.split(", ")})
+            said = ", ".join(filter(None, (self._note(key, text) for key in keys)))
+            named = [f"parameter {one.name!r}" for one in self._params]
+            named += [f"buffer {name!r}" for name in self._buffers.names]
+            if said and not any(name in text for name in named):
+                # In place: the error keeps its type, what else it carries, and where it was raised.
+                err.args = (f"{text} ({said})", *err.args[1:])
+            raise
+
+    def _note(self, key: int, text: str) -> str:
+        """Return what a key is that an error names; empty: the key says it."""
+        params, buffers = self._params, self._buffers.names
+        if key < len(params):
+            name = params[key].name
+            return "" if name == str(key) else f"key {key} is parameter {name!r}"
+        if 0 <= key - len(params) - 1 < len(buffers):
+            return f"key {key} is buffer {buffers[key - len(params) - 1]!r}"
+        if key > len(params) and "saved states" in text:
+            return f"key {key} is a buffer of the module whose states were saved; make the trainer of that module"
+        return ""
 
     def _send(self, sent: Sent, items: Sequence[_Item], scale: float, waits: bool = False) -> None:
         """Make calls for all items, each with some, and add them to what was sent.
@@ -605,37 +630,3 @@ def _rows(grads: list[Gradient]) -> list[RowSparse]:
     return [
         grad if isinstance(grad, RowSparse) else RowSparse(grad, np.arange(grad.shape[0]), grad.shape) for grad in grads
     ]
-
-
-_KEYS = re.compile(r"\bkeys? (\d+(?:, \d+)*)")
-
-
-@contextmanager
-def _names_in_errors(params: Sequence[Parameter], buffers: Sequence[str] = ()) -> Iterator[None]:
-    """Add the names of parameters and buffers to what is raised inside about their keys."""
-    try:
-        yield
-    except RuntimeFault as err:
-        text = str(err)
-        notes = [_note(key, params, buffers, text) for key in _keys_in(text)]
-        said = ", ".join(note for note in notes if note)
-        named = [*(f"parameter {one.name!r}" for one in params), *(f"buffer {name!r}" for name in buffers)]
-        if said and not any(name in text for name in named):
-            # In place: the error keeps its type, what else it carries, and where it was raised.
-            err.args = (f"{text} ({said})", *err.args[1:])
-        raise
-
-
-def _keys_in(text: str) -> list[int]:
-    return sorted({int(key) for found in _KEYS.findall(text) for key in found.split(", ")})
-
-
-def _note(key: int, params: Sequence[Parameter], buffers: Sequence[str], text: str) -> str:
-    if key < len(params):
-        name = params[key].name
-        return "" if name == str(key) else "key %d is parameter %r" % (key, name)
-    if 0 <= key - len(params) - 1 < len(buffers):
-        return "key %d is buffer %r" % (key, buffers[key - len(params) - 1])
-    if key > len(params) and "saved states" in text:
-        return f"key {key} is a buffer of the module whose states were saved; make the trainer of that module"
-    return ""

@@ -13,8 +13,6 @@ from distrun_runtime.kvstore import KVStoreBase
 from distrun_runtime.store.keys import is_async, is_dist
 from distrun_runtime.trainer.trainer import Trainer, scale_of
 
-__all__ = ["fit"]
-
 Batch = TypeVar("Batch")
 
 
@@ -77,7 +75,10 @@ def fit(  # noqa: PLR0917  # as the trainer
     batches = Epochs(data, epoch_size)
     trainer = Trainer(params, optimizer, optimizer_params, kvstore, compression_params, update_on_kvstore)
     try:
-        workers = _workers_of_a_step(trainer.kvstore)
+        store = trainer.kvstore
+        # Without rounds, each worker's batch makes a step of its own, and no worker waits before the end.
+        has_rounds = store is not None and not is_async(store.type)
+        workers = store.num_workers if store is not None and has_rounds else 1
         steps, length = itertools.count(1), batches.size or _length_of(data)
         total = epochs * length if length else None
         for epoch in range(epochs):
@@ -89,9 +90,9 @@ def fit(  # noqa: PLR0917  # as the trainer
                 examples = _size_of(batch) if batch_size is None else batch_size
                 trainer.step(examples * workers, ignore_stale_grad)
                 reporting.report(step=next(steps), total=total, loss=loss)
-            if is_empty and (trainer.kvstore is None or trainer.kvstore.num_workers == 1):
+            if is_empty and (store is None or store.num_workers == 1):
                 raise KVError(f"the data, a {type(data).__name__}, gave no batch in epoch {epoch}")
-            if _waits_after(trainer.kvstore, epoch == epochs - 1):
+            if store is not None and is_dist(store.type) and (has_rounds or epoch == epochs - 1):
                 trainer.join()
             if after_epoch is not None:
                 after_epoch(epoch, trainer)
@@ -121,17 +122,3 @@ def _length_of(data: object) -> int | None:
         return len(data)  # type: ignore[arg-type]
     except Exception:  # a data set's own: whatever it raises, the number is only shown
         return None
-
-
-def _workers_of_a_step(store: KVStoreBase | None) -> int:
-    """Return how many workers' batches make a step."""
-    if store is None or is_async(store.type):
-        return 1
-    return store.num_workers
-
-
-def _waits_after(store: KVStoreBase | None, is_last: bool) -> bool:
-    """Tell whether this worker waits for the others after an epoch. Without rounds, no worker waits before the end."""
-    if store is None or not is_dist(store.type):
-        return False
-    return is_last or not is_async(store.type)

@@ -13,8 +13,6 @@ from distrun_runtime.arrays.foreign import not_of_torch
 from distrun_runtime.errors import KVError
 from distrun_runtime.trainer.parameters import Parameter, TensorReplica, is_tensor, memory_of, write_weight
 
-__all__ = ["Buffers", "collect"]
-
 _FLOATS = {1: np.float16, 2: np.float32, 4: np.float64}
 """Bytes of an integer to a float type that has all its values."""
 

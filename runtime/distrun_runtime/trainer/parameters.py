@@ -19,24 +19,11 @@ from typing import Any, Protocol, TypeGuard, Union
 
 import numpy as np
 
-from distrun_runtime.arrays import dtypes, find, foreign
+from distrun_runtime.arrays import device as devices
+from distrun_runtime.arrays import dtypes, foreign
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.values import RowSparse, refuse_mask
-
-__all__ = [
-    "ArrayReplica",
-    "Gradient",
-    "Owner",
-    "Parameter",
-    "Replica",
-    "TensorReplica",
-    "is_near",
-    "is_tensor",
-    "memory_of",
-    "on_host",
-    "write_weight",
-]
 
 Near = Any
 """A torch tensor in the memory of a GPU, without its gradient's history: stores take it as it is."""
@@ -689,7 +676,7 @@ def _has_gpus() -> bool:
     from distrun_runtime.arrays.cuda import CudaMissing  # most processes use no GPU
 
     try:
-        find.gpus()
+        devices.gpus()
     except CudaMissing:
         return False
     return True

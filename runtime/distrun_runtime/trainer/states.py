@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distrun_runtime.arrays import dtypes, find, foreign
+from distrun_runtime.arrays import device as devices
+from distrun_runtime.arrays import dtypes, foreign
 from distrun_runtime.arrays.device import DeviceArray, copy, is_on_host
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.errors import KVError
@@ -49,7 +50,6 @@ from distrun_runtime.trainer.parameters import Buffer, Gradient, Parameter, Repl
 if TYPE_CHECKING:  # Most processes use no GPU.
     from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 
-__all__ = ["LocalRule", "bits_of", "check_rule", "digest", "load", "rule_of_folder", "save"]
 
 FORMAT = 1
 
@@ -97,7 +97,8 @@ class LocalRule:
         self._params = params
         self.states: dict[Place, State] = {}
         """All devices share the first one's where gradients are summed over them. `saved_state` has one on the host."""
-        self._rule = self._made(spec)
+        # A rule of the user's own runs in the user's own process here: any module may be imported.
+        self._rule = rules.rule_of(spec, None)
 
     def change(self, spec: RuleSpec) -> None:
         """Take other parameters or multipliers; the states stay.
@@ -105,7 +106,7 @@ class LocalRule:
         Raises:
             KVError: they are not right.
         """
-        rule = self._made(spec)
+        rule = rules.rule_of(spec, None)
         self._prepare(rule)
         self.states.update([(place, self._carried(rule, place, state)) for place, state in self.states.items()])
         self.spec, self._rule = spec, rule
@@ -182,8 +183,11 @@ class LocalRule:
 
     def _make_on_gpus(self, steps: Sequence[_WeightUpdate]) -> None:
         """Make steps whose gradients, and so their weights, are on GPUs: one kernel for all that are alike."""
-        borrowing, streams = find.gpus().borrowing, foreign.Streams()
-        buffers = [[(replica, replica.weight_buffer()) for replica in self._written(step)] for step in steps]
+        borrowing, streams = devices.gpus().borrowing, foreign.Streams()
+        buffers = [
+            [(replica, replica.weight_buffer()) for replica in (self._replica(step.place), *step.others)]
+            for step in steps
+        ]
         made: list[tuple[Replica, Buffer]] = []
         try:
             with BorrowedArrays() as borrowed:
@@ -276,7 +280,7 @@ class LocalRule:
                 if number is not None:
                     found.setdefault(number, set()).add(parameter.dtype)
         for number, kinds in found.items() if found and can_fuse(rule) else ():
-            gpu = find.gpu(number)
+            gpu = devices.gpu(number)
             gpu.prepare(
                 kinds | {dtypes.work_dtype(kind) for kind in kinds}
             )  # for gradients that are scaled, and masters
@@ -291,15 +295,8 @@ class LocalRule:
                 return {name: state[name] for name in begun}
         return rules.carry_state(rule, self._replica(place).weight(), self.saved_state(place))
 
-    def _written(self, step: _WeightUpdate) -> list[Replica]:
-        return [self._replica(step.place), *step.others]
-
     def _replica(self, place: Place) -> Replica:
         return self._params[place[0]].replicas[place[1]]
-
-    def _made(self, spec: RuleSpec) -> Rule:
-        # A rule of the user's own runs in the user's own process here: any module may be imported.
-        return rules.rule_of(spec, None)
 
 
 def _is_on_gpu(state: State) -> bool:
@@ -375,12 +372,12 @@ def save(path: str, rule: LocalRule, params: list[Parameter], buffers: Buffers, 
             parts = {name: part for name, part in state.items() if isinstance(part, np.ndarray)}
             arrays.update({f"{index}.{device}.state.{name}": part for name, part in parts.items()})
             counters.append({name: int(part) for name, part in state.items() if name not in parts})
-        described.append({**_described(parameter), "devices": counters})
+        described.append({**_facts(parameter.name, parameter), "devices": counters})
     held = dict(zip(buffers.names, buffers.arrays(), strict=True))
     arrays.update({f"buffer.{index}": array for index, array in enumerate(held.values())})
     manifest = {
         **{"format": FORMAT, "rule": rule.spec.to_json(), "steps": steps, "parameters": described},
-        "buffers": [_facts(name, array.shape, array.dtype) for name, array in held.items()],
+        "buffers": [_facts(name, array) for name, array in held.items()],
     }
     plain = {name: array.view(np.uint16) if array.dtype == dtypes.BFLOAT16 else array for name, array in arrays.items()}
     text = np.frombuffer(json.dumps(manifest).encode("utf-8"), np.uint8)
@@ -425,8 +422,9 @@ def load(path: str, rule: LocalRule, params: list[Parameter], buffers: Buffers) 
         # Made here, so that one that cannot be is refused before a weight is written.
         rules.rule_of(spec, None)
         if spec.name != rule.spec.name:
-            text = "the states in %s were saved under the rule %r, the trainer has %r"
-            raise KVError(text % (path, spec.name, rule.spec.name))
+            raise KVError(
+                f"the states in {path} were saved under the rule {spec.name!r}, the trainer has {rule.spec.name!r}"
+            )
     except KVError:
         raise
     except (ValueError, LookupError, zipfile.BadZipFile, EOFError, TypeError, AttributeError) as err:
@@ -471,7 +469,8 @@ def _parts(
     kept: dict[tuple[int, int], State] = {}
     for index, (parameter, each) in enumerate(zip(params, described, strict=True)):
         for device, counters in enumerate(each["devices"][: len(parameter.replicas)]):
-            weights[index, device] = _typed(arrays[f"{index}.{device}.weight"], parameter)
+            found = arrays[f"{index}.{device}.weight"]
+            weights[index, device] = _as(found, parameter, f"the weight of parameter {parameter.name!r}")
             prefix = f"{index}.{device}.state."
             state: State = {name: int(number) for name, number in counters.items()}
             state.update({name[len(prefix) :]: array for name, array in arrays.items() if name.startswith(prefix)})
@@ -484,15 +483,16 @@ def _held(
     path: str, arrays: Mapping[str, Array], described: list[dict[str, Any]], buffers: Buffers
 ) -> dict[str, Array]:
     """Return the saved buffers by name."""
-    own = [_facts(name, array.shape, array.dtype) for name, array in zip(buffers.names, buffers.arrays(), strict=True)]
+    here = dict(zip(buffers.names, buffers.arrays(), strict=True))
+    own = [_facts(name, array) for name, array in here.items()]
     if described != own:
         raise KVError(
             f"{path} has the buffers {_shown(described)}, the trainer {_shown(own)}; fix: make the trainer of"
             " the same module as when the states were saved, or of named_parameters() if it was made of these"
         )
     return {
-        name: _as(arrays[f"buffer.{index}"], mine.dtype, mine.shape, f"buffer {name!r}")
-        for index, (name, mine) in enumerate(zip(buffers.names, buffers.arrays(), strict=True))
+        name: _as(arrays[f"buffer.{index}"], mine, f"buffer {name!r}")
+        for index, (name, mine) in enumerate(here.items())
     }
 
 
@@ -501,34 +501,23 @@ def _shown(buffers: list[dict[str, Any]]) -> str:
     return ", ".join([*names, *([f"... ({len(buffers)})"] if len(buffers) > 3 else [])]) or "none"
 
 
-def _typed(array: Array, parameter: Parameter) -> Array:
-    return _as(array, parameter.dtype, parameter.shape, f"the weight of parameter {parameter.name!r}")
-
-
-def _as(array: Array, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> Array:
-    typed = array.view(dtypes.BFLOAT16) if dtype == dtypes.BFLOAT16 else array
-    if typed.shape != shape or typed.dtype != dtype:
-        raise ValueError("%s has shape %s and dtype %s" % (what, *_form(typed)))
+def _as(array: Array, like: Parameter | Array, what: str) -> Array:
+    """Return a saved array, which has shape and dtype of what it is for."""
+    typed = array.view(dtypes.BFLOAT16) if like.dtype == dtypes.BFLOAT16 else array
+    if typed.shape != like.shape or typed.dtype != like.dtype:
+        raise ValueError(f"{what} has shape {typed.shape} and dtype {dtypes.name_of(typed.dtype)}")
     return typed
 
 
-def _form(array: Array) -> tuple[tuple[int, ...], str]:
-    return array.shape, dtypes.name_of(array.dtype)
-
-
-def _described(parameter: Parameter) -> dict[str, Any]:
-    return _facts(parameter.name, parameter.shape, parameter.dtype)
-
-
-def _facts(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> dict[str, Any]:
-    return {"name": name, "shape": list(shape), "dtype": dtypes.name_of(dtype)}
+def _facts(name: str, of: Parameter | Array) -> dict[str, Any]:
+    return {"name": name, "shape": list(of.shape), "dtype": dtypes.name_of(of.dtype)}
 
 
 def _fit(path: str, described: list[dict[str, Any]], params: list[Parameter]) -> None:
     if len(described) != len(params):
         raise KVError(f"{path} has states of {len(described)} parameters, the trainer has {len(params)}")
     for saved, parameter in zip(described, params, strict=True):
-        expected = _described(parameter)
+        expected = _facts(parameter.name, parameter)
         found = {name: saved.get(name) for name in expected}
         if found != expected:
             raise KVError(f"{path}: parameter {parameter.name!r} has there {found}, here {expected}")

@@ -12,6 +12,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Type, Union, cast
 
@@ -24,7 +25,7 @@ from distrun_runtime.ops import schedules as schedule
 from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.keys import is_dist
 from distrun_runtime.store.values import row_numbers
-from distrun_runtime.trainer.agreement import SKIP, Opened, close_failed, leave, open_store, updates_itself
+from distrun_runtime.trainer.agreement import SKIP, Opened, leave, open_store, updates_itself
 from distrun_runtime.trainer.exchange import Gradients, Sent, StoreExchange
 from distrun_runtime.trainer.model import Buffers, collect
 from distrun_runtime.trainer.parameters import Parameter
@@ -38,12 +39,6 @@ from distrun_runtime.trainer.updates import OwnUpdates, StoreUpdates
 # others (`Parameter.follow`). Its answers are taken in by `Trainer.step`, so that no weight changes before. The group
 # that comes last, of the first parameters, is left to `step`, which follows.
 
-
-__all__ = [
-    "Overlap",
-    "Trainer",
-    "scale_of",
-]
 
 GROUP_BYTES = 16 * 1024 * 1024
 """A group has parameters of at least so many bytes, but for the last one. A call costs as much as copying some MB."""
@@ -81,7 +76,7 @@ class Overlap:
         watched = [index for index, one in enumerate(params) if one.stype == "default" and one.trains and one.tells]
         self._groups = _groups(params, watched)
         self._group_of = {index: number for number, group in enumerate(self._groups) for index in group}
-        self._stop = [params[index].watch(self._watcher(index)) for index in watched]
+        self._stop = [params[index].watch(partial(self._came, index)) for index in watched]
 
     @property
     def has_begun(self) -> bool:
@@ -99,9 +94,6 @@ class Overlap:
         """Send nothing more."""
         for stop in self._stop:
             stop()
-
-    def _watcher(self, index: int) -> Callable[[], None]:
-        return lambda: self._came(index)
 
     def _came(self, index: int) -> None:
         """A device of a parameter has a new gradient."""
@@ -224,7 +216,7 @@ class Trainer:
             # Not as `__exit__`, which ends this process's part in the job: the trainer may be made again.
             self._is_closed = True
             if opened.is_own and opened.store is not None:
-                close_failed(opened.store, err)
+                opened.store.give_up(err)
             raise
         for parameter in collected:
             parameter.owner = self

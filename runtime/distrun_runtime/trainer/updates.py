@@ -35,9 +35,6 @@ from distrun_runtime.trainer.model import Buffers
 from distrun_runtime.trainer.parameters import Gradient, Parameter
 from distrun_runtime.trainer.states import LocalRule
 
-__all__ = ["OwnUpdates", "StoreUpdates"]
-
-
 RESERVED = (
     "the rule of this store updates a trainer's weights, and would update it; fix: keep values of your own in another"
     " store, kvstore.create(%r), or make the trainer with update_on_kvstore=False"

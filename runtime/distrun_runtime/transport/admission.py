@@ -33,6 +33,7 @@ from collections.abc import Callable
 import zmq
 
 from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.protocol.handshake import OPEN, TOKEN, auth_reason
 from distrun_runtime.transport.base import Stranger
 
 UNPROVEN_BYTES = 16384
@@ -87,9 +88,7 @@ def refusal(token: bytes, status: int) -> str:
     """Return what a status code of the other side means for a node that has `token`, and what to do; pure."""
     if str(status) == WRONG_TOKEN:
         return "the other side does not know this job's token: it belongs to another job"
-    if token:
-        return "the other side runs open (no token); this job has one: start it with DISTRUN_TOKEN_FILE"
-    return "the other side has a token; this job runs open: start all its processes with the same DISTRUN_TOKEN_FILE"
+    return auth_reason(token, OPEN if token else TOKEN, "the other side")
 
 
 @dataclass
@@ -101,7 +100,6 @@ class _Unproven:
     moment. None: it was gone before it could be looked at."""
     address: str
     is_same_user: bool | None
-    since: float
     cut_at: float
     """When it is closed, at the latest."""
     is_refused: bool = False
@@ -164,14 +162,8 @@ class Admission:
 
     def start(self, port: int) -> None:
         """Begin: the guarded socket listens on `port`. Who came before waits for this."""
-        assert self._monitor is not None
         self._port = port
-        while self._monitor.poll(0):
-            event, value = next_of(self._monitor)
-            if event == zmq.EVENT_LISTENING:
-                _cork(value, True)
-            else:
-                self._monitored(event, value)
+        self._take_reports()
         self._thread = threading.Thread(target=self._run, name="distrun-admission", daemon=True)
         self._thread.start()
 
@@ -226,7 +218,6 @@ class Admission:
     def _run(self) -> None:
         zap, monitor = self._zap, self._monitor
         assert zap is not None
-        assert monitor is not None
         poller = zmq.Poller()
         for source in (zap, monitor, self._stop_in):
             poller.register(source, zmq.POLLIN)
@@ -235,13 +226,11 @@ class Admission:
                 ready = dict(poller.poll(int(_SCAN_S * 1000) if self._unproven else None))
                 if self._stop_in.fileno() in ready:
                     break
-                while monitor.poll(0):
-                    self._monitored(*next_of(monitor))
+                self._take_reports()
                 while zap.poll(0):
                     # libzmq reports a connection before it asks for its password. So a connection that goes on with
                     # our answer is known here, and an earlier one that had its descriptor is forgotten.
-                    while monitor.poll(0):
-                        self._monitored(*next_of(monitor))
+                    self._take_reports()
                     self._answer(zap)
                 self._scan(time.monotonic())
                 if self.turned_away:
@@ -261,21 +250,24 @@ class Admission:
             self._tell(Stranger(_unmapped(address.decode("ascii", "replace")), reason))
         zap.send_multipart([envelope, empty, version, request, status.encode(), reason.encode(), b"", b""])
 
-    def _monitored(self, event: int, value: int) -> None:
-        if event == zmq.EVENT_ACCEPTED:
-            self._accepted(value)
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            # One input/output thread reports: the connection that is closed next is the one that this is about.
-            self._is_foreign = value == _MECHANISM_MISMATCH
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            self._is_broken = True
-        elif event == zmq.EVENT_DISCONNECTED:
-            self._disconnected(value)
-
-    def _accepted(self, fd: int) -> None:
-        entry = _look(fd, self._port, time.monotonic())
-        with self._lock:
-            self._unproven[fd] = entry
+    def _take_reports(self) -> None:
+        """Act on what libzmq has reported of the guarded socket so far."""
+        assert self._monitor is not None
+        while self._monitor.poll(0):
+            event, value = next_of(self._monitor)
+            if event == zmq.EVENT_LISTENING:
+                _cork(value, True)
+            elif event == zmq.EVENT_ACCEPTED:
+                entry = _look(value, self._port, time.monotonic())
+                with self._lock:
+                    self._unproven[value] = entry
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                # One input/output thread reports: the connection that is closed next is the one that this is about.
+                self._is_foreign = value == _MECHANISM_MISMATCH
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self._is_broken = True
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._disconnected(value)
 
     def _disconnected(self, fd: int) -> None:
         is_foreign, is_broken = self._is_foreign, self._is_broken
@@ -328,28 +320,26 @@ def next_of(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
 
 def _look(fd: int, port: int, now: float) -> _Unproven:
     """Return what is known of an accepted connection, keep it by a descriptor of our own, and let it go on."""
-    nothing = _Unproven(None, "", None, now, now + UNPROVEN_S)
+    own_fd = -1
+    held: socket.socket | None = None
     try:
         own_fd = os.dup(fd)
-    except OSError:
-        _cork(fd, False)
-        return nothing
-    try:
         held = socket.socket(fileno=own_fd)
-    except OSError:
-        os.close(own_fd)
-        return nothing
-    try:
         here, there = held.getsockname(), held.getpeername()
         if port and here[1] != port:
             raise OSError("another connection: the descriptor was used again")
     except (OSError, IndexError, TypeError):
-        held.close()
-        return nothing
+        if own_fd < 0:
+            _cork(fd, False)  # this process has no descriptor left
+        elif held is None:
+            os.close(own_fd)
+        else:
+            held.close()
+        return _Unproven(None, "", None, now + UNPROVEN_S)
     address, own = _unmapped(there[0]), _unmapped(here[0])
     is_same_user = _is_same_user((address, there[1]), (own, here[1])) if address == own else None
     _cork(held.fileno(), False)
-    return _Unproven(held, address, is_same_user, now, now + UNPROVEN_S)
+    return _Unproven(held, address, is_same_user, now + UNPROVEN_S)
 
 
 def _cork(fd: int, is_on: bool) -> None:

@@ -40,7 +40,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, Union
 
-from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.contract.dataclass import dataclass
 
 __all__ = [
@@ -212,4 +212,4 @@ class Transport(Protocol):
 
 def endpoint(address: str, port: int | str) -> str:
     """Return where a node is reached, `tcp://address:port`; an IPv6 address stands in brackets."""
-    return "tcp://%s:%s" % (f"[{address}]" if ":" in address else address, port)
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"

@@ -143,7 +143,6 @@ class Faulty:
         self._count = itertools.count()
         self._overtaken: dict[Link, tuple[float, list[Arrived]]] = {}
         """Messages that wait for the next one of their connection, and until when."""
-        self.counts = {"dropped": 0, "duplicated": 0, "delayed": 0, "reordered": 0}
 
     def disconnect(self, link: Link, linger_s: float = 0.0) -> None:
         """Close a connection; what is still delayed on it is dropped."""
@@ -152,8 +151,7 @@ class Faulty:
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Wait for events and return those that were not dropped or delayed."""
-        due = [self._late[0][0]] if self._late else []
-        due += [at for at, _ in self._overtaken.values()]
+        due = [at for at, _, _ in self._late[:1]] + [at for at, _ in self._overtaken.values()]
         if due:
             timeout_s = max(0.0, min(timeout_s, min(due) - self._clock()))
         arrived = self._inner.poll(timeout_s)
@@ -178,17 +176,13 @@ class Faulty:
         """Return what is delivered now of a message, and of those that waited for it."""
         fate = self._chance.fate(kind_of(event.frames))
         _, waited = self._overtaken.pop(event.link, (0.0, []))
-        self.counts["dropped"] += fate.copies == 0
-        self.counts["duplicated"] += fate.copies == 2
         copies = [event] * fate.copies
         behind = [at for at, _, late in self._late if late.link == event.link] if self._keeps_order else []
         if copies and (fate.delay_s or behind):
-            self.counts["delayed"] += 1
             for late in copies:
                 heapq.heappush(self._late, (max([now + fate.delay_s, *behind]), next(self._count), late))
             return list(waited)
         if copies and fate.is_overtaken and not waited:
-            self.counts["reordered"] += 1
             self._overtaken[event.link] = (now + REORDER_S, copies)
             return []
         return [*copies, *waited]

@@ -1,8 +1,8 @@
 """A transport that sends large frames by the fastest path that works, and everything else as the one that it wraps.
 
 Order and control stay with the wrapped transport (ZeroMQ). Of a message with large frames it carries a table of
-references and the small frames; the bytes of the large ones go by shared memory (`segments`) where both processes are
-on one host. On arrival the message is whole again.
+references and the small frames; the bytes of the large ones go by shared memory (`host_segments`) where both processes
+are on one host. On arrival the message is whole again.
 
 As soon as both sides of a connection have proven themselves, the side that it came in to offers its paths. What does
 not work there is noticed and said (`PathChosen`), and the next path is used; the last one is the wrapped transport.
@@ -15,12 +15,11 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-from collections import deque
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
-from distrun_runtime.arrays.segments import Pool
+from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import WireError
 from distrun_runtime.transport.base import (
@@ -34,7 +33,7 @@ from distrun_runtime.transport.base import (
     Released,
     Transport,
 )
-from distrun_runtime.transport.host_segments import NotShared, Reference, Segments
+from distrun_runtime.transport.host_segments import NotShared, Segments
 
 __all__ = ["LARGE_BYTES", "MAGIC", "BulkKind", "BulkTransport"]
 
@@ -76,11 +75,9 @@ class _SplitLease:
 
     @property
     def is_over(self) -> bool:
-        while self.parts:
-            if not self.parts[-1].is_over:
-                return False
+        while self.parts and self.parts[-1].is_over:
             self.parts.pop()
-        return True
+        return not self.parts
 
 
 class BulkTransport:
@@ -102,51 +99,37 @@ class BulkTransport:
         large_bytes: int = LARGE_BYTES,
     ) -> None:
         self._inner = inner
+        self.bind, self.connect, self.admitted, self.refused = inner.bind, inner.connect, inner.admitted, inner.refused
+        self.wake = inner.wake
         self._offers = offers
         self._large_bytes = large_bytes
         self._segments = Segments(token, pools)
+        self.shares = self._segments.is_open
         self._proven: set[Link] = set()
         self._early: dict[Link, Sequence[Buffer]] = {}
         """Offers of acceptors that have not proven themselves yet, as far as the loop has heard."""
-        self._events: deque[Event] = deque()
-        self._in_use: dict[Link, list[Lease]] = {}
+        self._events: list[Event] = []
+        self._in_use: list[Lease] = []
         self._by_inner: dict[Lease, Lease] = {}
         """Leases of the wrapped transport that are part of one of ours."""
 
     # The interface of a transport
-
-    def bind(self, address: str, ports: Sequence[int] = ()) -> int:
-        """Listen; return the port."""
-        return self._inner.bind(address, ports)
-
-    def connect(self, link: Link, endpoint: str) -> None:
-        """Open a connection."""
-        self._inner.connect(link, endpoint)
 
     def disconnect(self, link: Link, linger_s: float = 0.0) -> None:
         """Close a connection."""
         self._ended(link)
         self._inner.disconnect(link, linger_s)
 
-    def admitted(self, link: Link) -> None:
-        """Lift the limits of a connection."""
-        self._inner.admitted(link)
-
     def proven(self, link: Link) -> None:
         """Both sides have proven themselves: look for better paths."""
         self._proven.add(link)
         if link.startswith("in:") and self._offers:
-            self._offer(link)
+            try:
+                self._say(link, BulkKind.OFFER, {"segments": self._segments.offer(link)})
+            except NotShared as err:
+                self._chose(link, "messages", f"this process cannot share memory: {err}")
         elif link in self._early:
             self._control(link, self._early.pop(link))
-
-    def refused(self, link: Link) -> None:
-        """Close a connection in a moment."""
-        self._inner.refused(link)
-
-    def shares(self, link: Link) -> bool:
-        """Whether frames that lie in a pool are read there by the other side of a connection. Threads: any."""
-        return self._segments.is_open(link)
 
     def send(self, link: Link, frames: Sequence[Buffer]) -> Lease:
         """Send a message."""
@@ -164,14 +147,12 @@ class BulkTransport:
         shared = self._segments.lease(link, frames) if table else None
         if shared is None:
             return self._inner.send(link, frames)
-        head = _HEAD.pack(MAGIC, VERSION, BulkKind.CARRIED, len(table), shared.slot, shared.generation) + b"".join(
-            table
-        )
-        inner = self._inner.send(link, [head, *rest])
+        head = _HEAD.pack(MAGIC, VERSION, BulkKind.CARRIED, len(table), shared.slot, shared.generation)
+        inner = self._inner.send(link, [head + b"".join(table), *rest])
         lease = shared if inner.is_over else _SplitLease([shared, inner])
         if lease is not shared:
             self._by_inner[inner] = lease
-        self._in_use.setdefault(link, []).append(lease)
+        self._in_use.append(lease)
         return lease
 
     def poll(self, timeout_s: float) -> list[Event]:
@@ -181,9 +162,13 @@ class BulkTransport:
             self._say(link, BulkKind.SEGMENTS, {"segments": {"numbers": numbers}})
         for link, numbers in self._segments.retract().items():
             self._say(link, BulkKind.GONE, {"segments": {"numbers": numbers}})
-        events = self._released() if self._in_use else []
-        events += self._take_events()
-        for event in self._inner.poll(0.0 if events else timeout_s):
+        in_use, self._in_use = self._in_use, []
+        for lease in in_use:
+            if lease.is_over:
+                self._events.append(Released(lease))
+            else:
+                self._in_use.append(lease)
+        for event in self._inner.poll(0.0 if self._events else timeout_s):
             if isinstance(event, Arrived) and bytes(event.frames[0][:4]) == MAGIC:
                 self._arrived(event)
             elif isinstance(event, Down):
@@ -191,16 +176,8 @@ class BulkTransport:
                 self._events.append(event)
             elif not (isinstance(event, Released) and self._by_inner.pop(event.lease, None) is not None):
                 self._events.append(event)
-        return events + self._take_events()
-
-    def _take_events(self) -> list[Event]:
-        events = list(self._events)
-        self._events.clear()
+        events, self._events = self._events, []
         return events
-
-    def wake(self) -> None:
-        """End a `poll`."""
-        self._inner.wake()
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close everything."""
@@ -208,14 +185,6 @@ class BulkTransport:
         self._segments.close()
 
     # Paths
-
-    def _offer(self, link: Link) -> None:
-        try:
-            offer = self._segments.offer(link)
-        except NotShared as err:
-            self._chose(link, "messages", f"this process cannot share memory: {err}")
-            return
-        self._say(link, BulkKind.OFFER, {"segments": offer})
 
     def _control(self, link: Link, frames: Sequence[Buffer]) -> None:
         """Act on a message by which both sides agree on paths."""
@@ -266,9 +235,7 @@ class BulkTransport:
             table = list(_REFERENCE.iter_unpack(memoryview(frames[0])[_HEAD.size :]))
             if len(table) != count:
                 raise WireError(f"a table of {len(table)} references, not of {count}")
-            named = [Reference(*fields) for _, *fields in table]
-            for (number, *_), frame in zip(table, self._segments.frames(link, named, slot, generation), strict=True):
-                whole[number] = frame
+            self._segments.fill(whole, link, table, slot, generation)
         except (struct.error, ValueError, KeyError, IndexError, TypeError, WireError, NotShared) as err:
             # The message is lost, and with it the order: for both sides this connection has ended.
             reason = f"what it sent cannot be read: {type(err).__name__}: {err}"
@@ -294,14 +261,3 @@ class BulkTransport:
         self._proven.discard(link)
         self._early.pop(link, None)
         self._segments.drop(link)
-
-    def _released(self) -> list[Event]:
-        events: list[Event] = []
-        for link, leases in list(self._in_use.items()):
-            over = [lease for lease in leases if lease.is_over]
-            events += [Released(lease) for lease in over]
-            if len(over) == len(leases):
-                del self._in_use[link]
-            elif over:
-                self._in_use[link] = [lease for lease in leases if lease not in over]
-        return events

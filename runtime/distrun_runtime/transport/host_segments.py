@@ -1,7 +1,7 @@
 """Shared memory as a path for large frames: what is in a segment of ours is read by the other process where it is.
 
-A process hands its segments (`arrays.segments`) to a peer as descriptors over a Unix socket. That the peer is on this
-host is not concluded from names or addresses; it is shown by the descriptor of a *board* that arrives and has the
+A process hands its segments (`arrays.shared_memory`) to a peer as descriptors over a Unix socket. That the peer is on
+this host is not concluded from names or addresses; it is shown by the descriptor of a *board* that arrives and has the
 right nonce in it.
 
     acceptor   offers a listening abstract Unix socket and a nonce, over the proven connection
@@ -40,9 +40,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Buffer
-from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.arrays.segments import BLOCKS, PAGE, Pool, Segment, address_of, has_fixed_size, seal
+from distrun_runtime.arrays.dtypes import Array, Buffer
+from distrun_runtime.arrays.shared_memory import BLOCKS, PAGE, Pool, Segment, address_of, has_fixed_size, seal
 from distrun_runtime.contract.dataclass import dataclass
 
 __all__ = ["NotShared", "Reference", "Segments"]
@@ -85,16 +84,22 @@ class _Board:
 
     @classmethod
     def made(cls, nonce: bytes) -> _Board:
-        """Return a new one."""
-        fd = os.memfd_create("distrun-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        """Return a new one.
+
+        Raises:
+            NotShared: this system has none.
+        """
+        fd = -1
         try:
+            fd = os.memfd_create("distrun-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.posix_fallocate(fd, 0, BOARD_BYTES)
             memory = mmap.mmap(fd, BOARD_BYTES)
             memory[: len(nonce)] = nonce
             seal(fd, is_read_only=False)
-        except BaseException:
-            os.close(fd)
-            raise
+        except (OSError, AttributeError) as err:
+            if fd >= 0:
+                os.close(fd)
+            raise NotShared(f"this system has no shared memory of the kind: {err}") from err
         return cls(fd, memory)
 
     @classmethod
@@ -137,15 +142,16 @@ class _Peer:
     """Its end of the socket is closed, so no process reads our memory any more."""
 
     def is_over(self) -> bool:
-        """Whether it has gone. Call when its link has ended: what it sent is not read here."""
+        """Whether it has gone; then the socket is closed. Call when its link has ended: what it sent is not read
+        here."""
         try:
             while self.socket.recv(_TEXT_BYTES):
                 pass
             self.is_gone = True
-        except (BlockingIOError, InterruptedError):
-            pass
-        except OSError:
-            self.is_gone = True
+        except OSError as err:
+            self.is_gone = not isinstance(err, (BlockingIOError, InterruptedError))
+        if self.is_gone:
+            self.socket.close()
         return self.is_gone
 
 
@@ -202,7 +208,7 @@ class Segments:
         self._has_new_peer = False
         self._given_back = 0
         """How many segments the pools had given back when peers were last told."""
-        self._leaving: deque[_Peer] = deque()
+        self._leaving: list[_Peer] = []
         """Peers whose link has ended, and which may still read our memory."""
 
     # Getting to know each other
@@ -226,7 +232,7 @@ class Segments:
             NotShared: that did not work, so the peer is in another place, or there is no room.
         """
         nonce, name = bytes.fromhex(str(offer["nonce"])), str(offer["socket"]).encode()
-        out = _new_board(nonce)
+        out = _Board.made(nonce)
         one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
             one.connect(b"\0" + name)
@@ -235,7 +241,7 @@ class Segments:
         except OSError as err:
             one.close()
             # The address is of another network namespace, or no process listens.
-            raise NotShared("its socket cannot be reached from here (%s)" % (err.strerror or err)) from err
+            raise NotShared(f"its socket cannot be reached from here ({err.strerror or err})") from err
         except NotShared:
             one.close()
             raise
@@ -255,12 +261,12 @@ class Segments:
         one, fd = found
         try:
             into = _Board.given(fd, nonce)
-            out = _new_board(nonce)
+            out = _Board.made(nonce)
             _tell(one, "", out.fd)
         except (NotShared, OSError) as err:
             one.close()
             raise NotShared(str(err)) from err
-        self._add(link, _Peer(one, out, into))
+        self._peers[link], self._has_new_peer = _Peer(one, out, into), True
 
     def ready(self, link: str, reason: str) -> None:
         """The acceptor has looked at what we sent.
@@ -279,11 +285,7 @@ class Segments:
         except (NotShared, OSError) as err:
             one.close()
             raise NotShared(str(err)) from err
-        self._add(link, _Peer(one, out, into))
-
-    def _add(self, link: str, peer: _Peer) -> None:
-        self._peers[link] = peer
-        self._has_new_peer = True
+        self._peers[link], self._has_new_peer = _Peer(one, out, into), True
 
     def is_open(self, link: str) -> bool:
         """Whether memory is shared with the other side of a link. Threads: any."""
@@ -297,7 +299,7 @@ class Segments:
             listener.listen(_BACKLOG)
         except OSError as err:
             listener.close()
-            raise NotShared("no abstract Unix socket: %s" % (err.strerror or err)) from err
+            raise NotShared(f"no abstract Unix socket: {err.strerror or err}") from err
         self._listener = listener
 
     def _accept(self) -> None:
@@ -346,17 +348,14 @@ class Segments:
 
     def refer(self, link: str, frame: Buffer) -> Reference | None:
         """Return a reference to a frame for the other side of a link; None: it has to travel as bytes."""
-        peer = self._peers[link]
         size = memoryview(frame).nbytes
         address = address_of(frame)
         for pool in self._pools:
             found = pool.find(address, size)
             if found is not None:
-                break
-        else:
-            return None
-        segment, offset = found
-        return Reference(segment.number, offset, size) if _has(peer, segment) else None
+                segment, offset = found
+                return Reference(segment.number, offset, size) if _has(self._peers[link], segment) else None
+        return None
 
     def announce(self) -> dict[str, list[int]]:
         """Send the descriptors of segments that peers are to map before a message names them.
@@ -404,8 +403,14 @@ class Segments:
         peer.generation = peer.generation % 0xFFFFFFFF + 1
         return SharedLease(peer, peer.free.pop(), peer.generation, frames)
 
-    def frames(self, link: str, references: Sequence[Reference], slot: int, generation: int) -> list[Buffer]:
-        """Return the memory that a message of a peer names: read-only, and valid as long as it is referenced.
+    def fill(
+        self, frames: list[Buffer], link: str, table: Sequence[tuple[int, ...]], slot: int, generation: int
+    ) -> None:
+        """Put the memory that a message of a peer names in the places of its frames: read-only, and valid as long as
+        it is referenced.
+
+        Arguments:
+            table: the number of each frame, and the members of its `Reference`.
 
         Raises:
             NotShared: there is no such memory; the peer is at fault.
@@ -413,9 +418,8 @@ class Segments:
         peer = self._peers.get(link)
         if peer is None or slot >= SLOTS:
             raise NotShared("no memory is shared with it")
-        found: list[Buffer] = []
         owners: dict[int, Array] = {}
-        for number, offset, length in references:
+        for frame, number, offset, length in table:
             owner = owners.get(number)
             if owner is None:
                 self._map(peer, number)
@@ -423,11 +427,19 @@ class Segments:
                 owner = owners[number] = np.frombuffer(peer.mapped[number], np.uint8)
             if offset + length > len(owner):
                 raise NotShared(f"{length} bytes at {offset} of a segment of {len(owner)}")
-            found.append(owner[offset : offset + length].data)
-        done = _ReleaseNotice(peer.into.slots, slot, generation, len(owners), os.getpid())
+            frames[frame] = owner[offset : offset + length].data
+        slots, missing, pid = peer.into.slots, len(owners), os.getpid()
+
+        def release() -> None:
+            """Tell the sender, when nothing refers to frames of any of the segments any more."""
+            nonlocal missing
+            missing -= 1
+            # A forked child has the same objects; when it drops them, its parent may still read.
+            if not missing and os.getpid() == pid:
+                slots[slot] = generation
+
         for owner in owners.values():
-            weakref.finalize(owner, done.one_less).atexit = False
-        return found
+            weakref.finalize(owner, release).atexit = False
 
     def map(self, link: str, numbers: Sequence[int]) -> None:
         """Map segments of a peer before it names them.
@@ -453,26 +465,23 @@ class Segments:
             BLOCKS.drop(mapped.pop(number))
 
     def _map(self, peer: _Peer, number: int) -> None:
+        """Map the segments whose descriptors were sent, up to one that is named: it was sent before."""
         while number not in peer.mapped:
-            self._map_next(peer)
-
-    def _map_next(self, peer: _Peer) -> None:
-        """Map the next segment whose descriptor was sent; that was before it was named."""
-        try:
-            text, fd = _hear(peer.socket)
-        except OSError as err:
-            raise NotShared("the descriptor of a segment did not come: %s" % (err.strerror or err)) from err
-        try:
-            number, size = (int(each) for each in text.split())
-            if fd < 0 or not has_fixed_size(fd) or os.fstat(fd).st_size != size:
-                raise NotShared("what it sent is no segment")
-            peer.mapped[number] = mmap.mmap(fd, size, prot=mmap.PROT_READ)
-            BLOCKS.add(peer.mapped[number], is_readonly=True)
-        except (OSError, ValueError) as err:
-            raise NotShared(f"a segment cannot be mapped: {err}") from err
-        finally:
-            if fd >= 0:
-                os.close(fd)  # The mapping stays.
+            try:
+                text, fd = _hear(peer.socket)
+            except OSError as err:
+                raise NotShared(f"the descriptor of a segment did not come: {err.strerror or err}") from err
+            try:
+                came, size = map(int, text.split())
+                if fd < 0 or not has_fixed_size(fd) or os.fstat(fd).st_size != size:
+                    raise NotShared("what it sent is no segment")
+                peer.mapped[came] = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+                BLOCKS.add(peer.mapped[came], is_readonly=True)
+            except (OSError, ValueError) as err:
+                raise NotShared(f"a segment cannot be mapped: {err}") from err
+            finally:
+                if fd >= 0:
+                    os.close(fd)  # The mapping stays.
 
     # The end
 
@@ -495,12 +504,8 @@ class Segments:
         if now >= self._accept_at:
             self._accept_at = now + ACCEPT_S
             self._accept()
-        for _ in range(len(self._leaving)):
-            peer = self._leaving.popleft()
-            if peer.is_over():
-                peer.socket.close()
-            else:
-                self._leaving.append(peer)
+        if self._leaving:
+            self._leaving = [peer for peer in self._leaving if not peer.is_over()]
 
     def close(self) -> None:
         """Share nothing any more."""
@@ -519,32 +524,6 @@ class Segments:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-
-
-@dataclass(eq=False)
-class _ReleaseNotice:
-    """What is to be written when nothing refers to the shared frames of a message any more."""
-
-    slots: Array
-    slot: int
-    generation: int
-    missing: int
-    """In how many segments something still does."""
-    pid: int
-
-    def one_less(self) -> None:
-        """Nothing refers to its frames of one segment any more."""
-        self.missing -= 1
-        # A forked child has the same objects; when it drops them, its parent may still read.
-        if not self.missing and os.getpid() == self.pid:
-            self.slots[self.slot] = self.generation
-
-
-def _new_board(nonce: bytes) -> _Board:
-    try:
-        return _Board.made(nonce)
-    except (OSError, AttributeError) as err:
-        raise NotShared(f"this system has no shared memory of the kind: {err}") from err
 
 
 def _has(peer: _Peer, segment: Segment) -> bool:

@@ -44,7 +44,7 @@ class InprocNetwork:
         self.delay_s = delay_s or (lambda endpoint, frames: 0.0)
         self.bound: dict[str, InprocTransport] = {}
         self.wires: list[_Wire] = []
-        self._numbers = itertools.count(1)
+        self.numbers = itertools.count(1)
 
     def transport(self) -> InprocTransport:
         """Return a transport of this network."""
@@ -56,7 +56,7 @@ class InprocNetwork:
             acceptor = self.bound.get(endpoint)
             if acceptor is None:
                 return False
-            self.wires.append(_Wire(opener, link, acceptor, f"in:{next(self._numbers):08x}"))
+            self.wires.append(_Wire(opener, link, acceptor, f"in:{next(self.numbers):08x}"))
         opener.put(Up(link))
         return True
 
@@ -78,10 +78,6 @@ class InprocNetwork:
             wire.opener.put(Down(wire.link, reason))
             wire.acceptor.put(Down(wire.link_in, reason))
 
-    def next_port(self) -> int:
-        """Return a port that no transport of this network has."""
-        return 20000 + next(self._numbers)
-
 
 class InprocTransport:
     """One node's connections on an `InprocNetwork`."""
@@ -97,7 +93,7 @@ class InprocTransport:
     def bind(self, address: str, ports: Sequence[int] = ()) -> int:
         """Listen; return the port."""
         with self._network.lock:
-            for port in ports or (self._network.next_port(),):
+            for port in ports or (20000 + next(self._network.numbers),):
                 endpoint = base.endpoint(address, port)
                 if endpoint not in self._network.bound:
                     self._network.bound[endpoint] = self

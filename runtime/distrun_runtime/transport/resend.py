@@ -16,6 +16,7 @@ the same limit. There the signatures that were seen were kept for ever, and noth
 
 from __future__ import annotations
 
+import itertools
 import logging
 import struct
 import time
@@ -140,11 +141,7 @@ class Outgoing(Generic[Item]):
     def acknowledge(self, through: int, others: Sequence[int] = ()) -> list[Item]:
         """Remove all numbers up to `through`, and the `others`: they have arrived. Return their items."""
         # In the order of their numbers: the first that is not covered ends the search.
-        numbers = []
-        for number in self._waiting:
-            if number > through:
-                break
-            numbers.append(number)
+        numbers = list(itertools.takewhile(lambda number: number <= through, self._waiting))
         numbers += [number for number in others if number > through and number in self._waiting]
         for number in numbers:
             del self._due[number]
@@ -425,7 +422,10 @@ class Resending:
             if lost is not None:
                 self._end(link)
                 self._given_up.add(link)
-                given_up.append(Down(link, _in_vain(*lost)))
+                kind, waited_s = kind_of(lost[0].frames), lost[1]
+                what = f"a message ({kind.name if kind else 'of unknown kind'})"
+                reason = f"it did not acknowledge {what} that was sent {LIMIT + 1} times in {waited_s:.1f} s"
+                given_up.append(Down(link, reason))
                 continue
             for number, sent in stream.out.due(now):
                 self.repeats += 1
@@ -435,11 +435,3 @@ class Resending:
                 except ConnectionError:
                     break  # `Down` will say so.
         return given_up
-
-
-def _in_vain(sent: _SentMessage, waited_s: float) -> str:
-    kind = kind_of(sent.frames)
-    return (
-        f"it did not acknowledge a message ({kind.name if kind else 'of unknown kind'}) that was sent"
-        f" {LIMIT + 1} times in {waited_s:.1f} s"
-    )

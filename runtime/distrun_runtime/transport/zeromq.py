@@ -94,7 +94,7 @@ class _Tracked:
     """The lease of a message that has frames which libzmq reads in place.
 
     libzmq reads the frames of a message in their order, and drops them together if the connection breaks. So the last
-    of them is the only one that is tracked.
+    of them is the only one that is asked.
     """
 
     __slots__ = ("_last",)
@@ -111,15 +111,12 @@ class _Tracked:
 class ZmqTransport:
     """ROUTER, DEALERs and their monitors, polled together."""
 
-    def __init__(
-        self, heartbeat: Heartbeat | None = None, token: bytes = b"", *, frame_limit: int = FRAME_LIMIT
-    ) -> None:
+    def __init__(self, heartbeat: Heartbeat | None = None, token: bytes = b"") -> None:
         # pyzmq's thread that releases buffers starts with the first one, and stops in an exit handler. Started here, it
         # stops after ours: a worker that ends can still send what it pushed.
         zmq.Frame(bytearray(ZERO_COPY_BYTES), copy=False, track=True)
         self._heartbeat = heartbeat or Heartbeat()
         self._token = token
-        self._frame_limit = frame_limit
         self._context = zmq.Context()
         self._context.max_sockets = 65535 if zmq.zmq_version_info() >= (4, 0) else 1023
         self._selector = selectors.DefaultSelector()
@@ -151,10 +148,7 @@ class ZmqTransport:
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._admission.acceptor(router)
         try:
-            if not ports:
-                router.bind(endpoint(address, "*"))
-            else:
-                _bind_first(router, address, ports)
+            _bind_first(router, address, ports or ("*",))
         except zmq.ZMQError as err:
             self._admission.abandon()
             router.close(0)
@@ -225,22 +219,16 @@ class ZmqTransport:
                 raise ConnectionError(f"no connection {link}")
             out, prefix = self._router, bytes.fromhex(link[3:])
         self._touched.add(out)
-        sizes = [len(frame) if type(frame) is bytes else memoryview(frame).nbytes for frame in frames]
-        last = len(frames) - 1
-        tracked = next((number for number in range(last, -1, -1) if sizes[number] >= ZERO_COPY_BYTES), None)
         tracker = None
         transmit = _Compiled.send
         try:
             if prefix:
                 transmit(out, prefix, _MORE)
-            for number, frame in enumerate(frames):
-                flags = _MORE if number < last else 0
-                if sizes[number] < ZERO_COPY_BYTES:
-                    transmit(out, frame, flags)
-                elif number == tracked:
-                    tracker = transmit(out, frame, flags, False, True)
+            for left, frame in zip(range(len(frames) - 1, -1, -1), frames, strict=True):
+                if memoryview(frame).nbytes < ZERO_COPY_BYTES:
+                    transmit(out, frame, _MORE if left else 0)
                 else:
-                    transmit(out, frame, flags, False)
+                    tracker = transmit(out, frame, _MORE if left else 0, False, True)
         except zmq.ZMQError as err:
             raise ConnectionError(f"{link} is gone: {err}") from err
         if tracker is None or tracker.done:
@@ -253,7 +241,7 @@ class ZmqTransport:
         """Wait for events and return them."""
         events = self._released() if self._in_use else []
         touched, self._touched = self._touched, set()
-        sources = [source for source in touched if _has_input(source)]
+        sources = list(filter(_has_input, touched))
         if self._inbound:
             timeout_s = min(timeout_s, self._next_probe - time.monotonic())
         self._is_asleep = True
@@ -318,17 +306,16 @@ class ZmqTransport:
         messages = _receive(source, limit)
         if len(messages) >= limit:
             self._touched.add(source)
-        if source is not self._router:
-            link = self._links[source]
-            events += [Arrived(link, [frame.buffer for frame in frames]) for frames in messages]
-            return
+        link = self._links.get(source, "")
         for frames in messages:
-            if len(frames) > 1:
-                link = "in:" + frames[0].bytes.hex()
+            if source is self._router:
+                link = "in:" + frames.pop(0).bytes.hex()
+                if not frames:
+                    continue
                 if link not in self._inbound:
                     self._inbound.add(link)
-                    self._unproven[link] = int(frames[1].get(zmq.SRCFD))
-                events.append(Arrived(link, [frame.buffer for frame in frames[1:]]))
+                    self._unproven[link] = int(frames[0].get(zmq.SRCFD))
+            events.append(Arrived(link, [frame.buffer for frame in frames]))
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         new: zmq.Socket[bytes] = self._context.socket(kind)
@@ -341,7 +328,7 @@ class ZmqTransport:
             (zmq.IPV6, 1),
             (zmq.SNDHWM, 0),
             (zmq.RCVHWM, 0),
-            (zmq.MAXMSGSIZE, self._frame_limit),
+            (zmq.MAXMSGSIZE, FRAME_LIMIT),
             (zmq.HEARTBEAT_IVL, int(beat.interval_s * 1000)),
             (zmq.HEARTBEAT_TIMEOUT, int(silence_s * 1000)),
             (zmq.HANDSHAKE_IVL, int(beat.timeout_s * 1000)),
@@ -397,7 +384,7 @@ class ZmqTransport:
         return events
 
 
-def _bind_first(router: zmq.Socket[bytes], address: str, ports: Sequence[int]) -> None:
+def _bind_first(router: zmq.Socket[bytes], address: str, ports: Sequence[int | str]) -> None:
     for number, port in enumerate(ports):
         try:
             router.bind(endpoint(address, port))

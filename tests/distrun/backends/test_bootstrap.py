@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from dialkit import CERTIFICATE, JOB, SECRET, WAIT_S, Hall, hall, read
+from dialkit import JOB, PIN, SECRET, WAIT_S, Hall, hall, read
 from pythons import TOO_OLD, VERSIONS, need
 
 from distrun.backends import bootstrap
@@ -58,9 +58,7 @@ def started(
     preexec_fn: Callable[[], None] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     at = addresses or ((f"127.0.0.1:{here.port}",) if here is not None else ())
-    argv = bootstrap.command(
-        python, pin=CERTIFICATE.pin, job=JOB, place=place, secret=secret, limit_s=limit_s, addresses=at
-    )
+    argv = bootstrap.Bootstrap(JOB, PIN, at, limit_s).command(python, place, secret)
     child = subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
@@ -119,7 +117,7 @@ def test_every_python_dials_proves_itself_and_runs_what_it_gets(version: str, se
         host, (addresses, pin, job, place, nonce, key), ahead, left = json.loads(
             read(connected.socket, connected.socket.pending() or 1) + everything(connected.socket)
         )
-        assert (host, addresses, pin) == ("127.0.0.1", [f"127.0.0.1:{here.port}"], CERTIFICATE.pin)
+        assert (host, addresses, pin) == ("127.0.0.1", [f"127.0.0.1:{here.port}"], PIN)
         assert (job, place, ahead, left) == (JOB, "1", "", [])
         assert len(nonce) == 32
         assert len(key) == 64
@@ -198,13 +196,13 @@ def test_a_second_process_for_a_place_is_refused(secret: str) -> None:
 
 
 def test_a_man_in_the_middle_gets_nothing(secret: str) -> None:
-    other = bootstrap.make(JOB)
+    other = bootstrap.certificate(JOB)
     heard: list[bytes] = []
 
     def serve(listening: socket.socket) -> None:
         raw, _ = listening.accept()
         raw.settimeout(WAIT_S)
-        with contextlib.suppress(OSError), server_context(other.pem).wrap_socket(raw, server_side=True) as tls:
+        with contextlib.suppress(OSError), server_context(other).wrap_socket(raw, server_side=True) as tls:
             tls.sendall(b'{"nonce":"%s","type":"enrol","version":1}\n' % (b"c" * 32))
             heard.append(tls.recv(4096))
 
@@ -252,8 +250,6 @@ def test_signals_for_tasks_do_not_end_it(secret: str) -> None:
 
 
 def test_nothing_secret_is_on_the_command_line() -> None:
-    argv = bootstrap.command(
-        "python3", pin=CERTIFICATE.pin, job=JOB, place="env:RANK", secret="/srv/secret", limit_s=120, addresses=["h:1"]
-    )
+    argv = bootstrap.Bootstrap(JOB, PIN, ["h:1"], 120).command("python3", "env:RANK", "/srv/secret")
     assert argv[:3] == ("python3", "-I", "-c")
-    assert argv[4:] == (CERTIFICATE.pin, JOB, "env:RANK", "/srv/secret", "120", "h:1")
+    assert argv[4:] == (PIN, JOB, "env:RANK", "/srv/secret", "120", "h:1")

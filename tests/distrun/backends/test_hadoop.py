@@ -198,5 +198,5 @@ def test_without_gssapi_the_error_says_what_to_install(
 def test_an_answer_that_is_a_page_is_told_as_words(servers: Callable[[], Server]) -> None:
     server = servers()
     server.answer = lambda *_: (404, b"<html><body><h1>Not  Found</h1></body></html>", {})
-    with pytest.raises(EngineError, match="answers 404 for /x: Not Found"):
+    with pytest.raises(EngineError, match="asked for /x: 404: Not Found"):
         Web("ResourceManager", (server.url,), "ann").json("/x")

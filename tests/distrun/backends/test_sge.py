@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from distrun.backends import bootstrap, sge
-from distrun.backends.engine import ENDED, QUEUED, RUNNING, Bootstrap, EngineError, Handle, RoleGroup, Submission
+from distrun.backends.bootstrap import Bootstrap
+from distrun.backends.engine import ENDED, QUEUED, RUNNING, EngineError, Handle, RoleGroup, Submission
 from distrun.backends.sge import Sge
 from distrun.errors import UsageError
 from distrun.request import EngineOptions, Needs
@@ -601,16 +602,14 @@ def test_an_empty_list_of_grid_engine_is_not_taken_for_names(
     said: str, options: Mapping[str, str], commands: Commands
 ) -> None:
     commands.answer("qconf", f"echo {said} >&2; exit 1")
-    with pytest.raises(UsageError, match="vis: Grid Engine has no such") as caught:
+    with pytest.raises(UsageError, match=r"vis: Grid Engine has no (queue|project) vis; it has: none"):
         Sge().prepare(submission(found=sge.SgePreparation(), **options))
-    assert caught.value.hint == "it has: none"
 
 
 def test_an_unknown_queue_is_refused_with_those_that_are_known(commands: Commands) -> None:
     commands.answer("qconf", "echo all.q; echo gpu.q")
-    with pytest.raises(UsageError, match=r"--queue nope\.q: Grid Engine has no such queue") as caught:
+    with pytest.raises(UsageError, match=r"--queue nope\.q: Grid Engine has no queue nope\.q; it has: all\.q, gpu\.q"):
         Sge().prepare(submission(found=sge.SgePreparation(), queue="nope.q"))
-    assert caught.value.hint == "it has: all.q, gpu.q"
 
 
 def test_commands_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,19 +14,22 @@ import pytest
 
 from distrun.backends import slurm
 from distrun.backends import slurm_answers as answers
+from distrun.backends.bootstrap import Bootstrap
 from distrun.backends.engine import (
     ENDED,
     QUEUED,
     RUNNING,
-    Bootstrap,
     Explanation,
     Grant,
     Handle,
     QueueStatus,
     RoleGroup,
     Submission,
+    check_size,
+    examined,
+    hint_of,
 )
-from distrun.backends.slurm import Slurm, SlurmJob, SlurmPreparation, _hint, _most, components
+from distrun.backends.slurm import HINTS, Slurm, SlurmJob, SlurmPreparation, _most, components
 from distrun.backends.slurm_answers import Component
 from distrun.errors import UsageError
 from distrun.request import EngineOptions, Needs
@@ -153,10 +156,10 @@ def test_the_template_may_name_only_what_there_is(tmp_path: Path) -> None:
 
 
 def test_tasks_that_need_gpus_are_spread_so_that_all_nodes_are_alike() -> None:
-    nodes = answers.partitions("debug|1:00:00|16|64000|gpu:a100:4(S:0-1)|8|up\n")
+    nodes = [each.room for each in answers.partitions("debug|1:00:00|16|64000|gpu:a100:4(S:0-1)|8|up\n")]
     for tasks, gpus, most in ((4, 1, 4), (6, 1, 3), (7, 1, 1), (4, 2, 2), (2, 8, 1)):
         [asked] = components(submission(EngineOptions(worker=Needs(gpus=gpus)), servers=0, workers=tasks))
-        assert _most(asked, nodes, "") == most, (tasks, gpus)
+        assert _most(asked, nodes) == most, (tasks, gpus)
 
 
 # ------------------------------------------------------------------ what Slurm says
@@ -343,27 +346,34 @@ def test_my_jobs_are_found_by_their_names_and_components_are_one_job() -> None:
 
 def test_what_no_partition_takes_is_refused() -> None:
     found = answers.partitions(told("partitions.sinfo"))
-    assert [(each.name, each.time_s, each.cpus, each.gpus) for each in found] == [
+    assert [(each.name, each.time_s, each.room.cores, each.room.gpus) for each in found] == [
         ("debug", None, 2, 2),
         ("urgent", 3600.0, 2, 2),
         ("small", 300.0, 2, 2),
     ]
-    assert (
-        answers.refusal(found, "nope", None)
-        == "--queue nope: Slurm has no partition nope; it has: debug, urgent, small"
-    )
-    assert answers.refusal(found, "small", 600.0) == "--time 10 min: jobs in small may run for 5 min at most"
-    assert answers.refusal(found, "small,debug", 600.0) == ""
-    assert answers.too_big(found, "", "worker", Needs(3)).startswith(
-        "--worker-cores: 3 asked for, but no node has more"
-    )
-    assert "--server-memory: 8192 MiB" in answers.too_big(found, "", "server", Needs(1, 8 << 30))
-    assert answers.too_big(found, "", "worker", Needs(2, 1 << 30, 2)) == ""
+    with pytest.raises(UsageError, match=r"^--queue nope: Slurm has no partition nope; it has: debug, urgent, small$"):
+        answers.refuse_partition(found, "nope", None)
+    with pytest.raises(UsageError, match=r"^--time 10 min: jobs in small may run for 5 min at most$"):
+        answers.refuse_partition(found, "small", 600.0)
+    answers.refuse_partition(found, "small,debug", 600.0)
+    rooms = [each.room for each in answers.of_queue(found, "small")]
+    check_size([RoleGroup("worker", 1, Needs(2, 1 << 30, 2))], rooms, "node", "")
+    for role, needs, text in (
+        ("worker", Needs(3), "--worker-cores: 3 asked for, but no node has more than 2"),
+        ("server", Needs(1, 8 << 30), "--server-memory: 8192 MiB asked for"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            check_size([RoleGroup(role, 1, needs)], rooms, "node", "")
+    apart = [Needs(4, 1 << 30, 0), Needs(1, 4 << 30, 1)]
+    with pytest.raises(UsageError, match="no node has the cores, the memory and the GPUs that one worker asks for"):
+        check_size([RoleGroup("worker", 1, Needs(4, 1 << 30, 1))], apart, "node", "")
+    check_size([RoleGroup("worker", 1, Needs(99))], [], "node", "")
 
 
 def test_what_sbatch_refuses_comes_with_what_to_type() -> None:
-    assert "--queue" in _hint("sbatch: error: Batch job submission failed: Invalid partition name specified")
-    assert _hint("sbatch: error: something else") == ""
+    said = "sbatch: error: Batch job submission failed: Invalid partition name specified"
+    assert "--queue" in hint_of(said, HINTS)
+    assert hint_of("sbatch: error: something else", HINTS) == ""
 
 
 def test_a_machine_without_slurm_is_told_and_a_dry_run_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +387,7 @@ def test_a_machine_without_slurm_is_told_and_a_dry_run_needs_none(monkeypatch: p
     assert "--jobid=20" in Slurm().render(dataclasses.replace(inside, found=Slurm().prepare(inside))).commands[0]
     engine = Slurm()
     engine.options = nowhere
-    [finding] = engine.examine()
+    [finding] = examined(engine)
     assert not finding.ok
 
 

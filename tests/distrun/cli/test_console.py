@@ -15,9 +15,10 @@ import pytest
 from screen import Screen
 
 from distrun import formats
-from distrun.cli import status, writer
+from distrun.cli import console as printing
+from distrun.cli import status
 from distrun.cli.console import Console, has_symbols, wants_colour
-from distrun_runtime.coordinator import output
+from distrun_runtime.coordinator import clients
 
 LIMIT_S = 60.0
 
@@ -87,7 +88,7 @@ def test_a_reader_that_sleeps_stalls_nobody_and_loses_nothing(
     reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Past the limit the printer remembers places in the log file; both streams of a task are in one file."""
-    monkeypatch.setattr(output, "QUEUE_LIMIT", 64 * 1024)
+    monkeypatch.setattr(clients, "QUEUE_LIMIT", 64 * 1024)
     log = tmp_path / "worker-0.log"
     printer = console(reader, prefix=False)
     printer.attach(lambda task: tmp_path / (task + ".log"))
@@ -107,7 +108,7 @@ def test_a_reader_that_sleeps_stalls_nobody_and_loses_nothing(
 
 
 def test_own_words_are_never_dropped_for_want_of_room(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "QUEUE_LIMIT", 10)
+    monkeypatch.setattr(clients, "QUEUE_LIMIT", 10)
     printer = console(reader)
     for number in range(100):
         printer.say("word %d" % number)
@@ -118,8 +119,8 @@ def test_own_words_are_never_dropped_for_want_of_room(reader: Reader, monkeypatc
 def test_what_is_in_no_log_is_kept_up_to_a_limit_and_then_counted(
     reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "QUEUE_LIMIT", 10)
-    monkeypatch.setattr(output, "UNLOGGED_LIMIT", 300_000)
+    monkeypatch.setattr(clients, "QUEUE_LIMIT", 10)
+    monkeypatch.setattr(clients, "UNLOGGED_LIMIT", 300_000)
     printer = console(reader, prefix=False)
     for _ in range(10):
         printer.output("worker-0", "h", "out", b"y" * 65535 + b"\n", None)
@@ -148,7 +149,7 @@ def test_a_reader_that_goes_away_ends_the_printing_there_only(reader: Reader) ->
 def test_after_an_interrupt_the_backlog_is_left_out_and_one_line_says_how_much(
     reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "QUEUE_LIMIT", 64 * 1024)
+    monkeypatch.setattr(clients, "QUEUE_LIMIT", 64 * 1024)
     log = tmp_path / "worker-0.log"
     printer = console(reader, prefix=False)
     printer.attach(lambda task: tmp_path / (task + ".log"), "calm-otter")
@@ -163,7 +164,7 @@ def test_after_an_interrupt_the_backlog_is_left_out_and_one_line_says_how_much(
     printer.output("worker-0", "h", "out", b"the last words\n", None)
     reader.start()
     got = reader.finish(printer)
-    assert len(got["out"]) < 2 * writer.LAST_BYTES + (1 << 17), "what the pipe held, and the last words"
+    assert len(got["out"]) < 2 * printing.LAST_BYTES + (1 << 17), "what the pipe held, and the last words"
     assert got["out"].endswith(b"the last words\n")
     assert b"distrun: before\n" in got["err"]
     *_, said = got["err"].decode().splitlines()
@@ -179,18 +180,18 @@ def test_ctrl_c_while_the_last_output_is_printed_leaves_out_the_rest(
     for _ in range(100):
         printer.output("worker-0", "h", "out", b"y" * 65535 + b"\n", None)
 
-    joined = writer.Writer.join
+    joined = printing.Writer.join
 
-    def interrupted(self: writer.Writer, limit_s: float | None) -> None:
-        monkeypatch.setattr(writer.Writer, "join", begins_to_read)
+    def interrupted(self: printing.Writer, limit_s: float | None) -> None:
+        monkeypatch.setattr(printing.Writer, "join", begins_to_read)
         raise KeyboardInterrupt
 
-    def begins_to_read(self: writer.Writer, limit_s: float | None) -> None:
-        monkeypatch.setattr(writer.Writer, "join", joined)
+    def begins_to_read(self: printing.Writer, limit_s: float | None) -> None:
+        monkeypatch.setattr(printing.Writer, "join", joined)
         reader.start()
         joined(self, limit_s)
 
-    monkeypatch.setattr(writer.Writer, "join", interrupted)
+    monkeypatch.setattr(printing.Writer, "join", interrupted)
     got = reader.finish(printer)
     assert len(got["out"]) < 1 << 18, "what the pipe held, and the piece that was being written"
     assert b"of output are not shown" in got["err"]
@@ -216,7 +217,7 @@ def test_closing_ends_a_pause(reader: Reader) -> None:
 
 
 def test_a_log_that_vanished_is_said(reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "QUEUE_LIMIT", 10)
+    monkeypatch.setattr(clients, "QUEUE_LIMIT", 10)
     printer = console(reader, prefix=False)
     printer.attach(lambda task: tmp_path / "gone")
     printer.toggle_pause()
@@ -266,7 +267,7 @@ def test_on_a_terminal_the_order_of_both_streams_is_kept() -> None:
 
 
 def test_a_stuck_terminal_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "STUCK_S", 0.3)
+    monkeypatch.setattr(printing, "STUCK_S", 0.3)
     main, terminal = os.openpty()
     printer = Console({}, out_fd=terminal, err_fd=terminal)
     printer.output("worker-0", "h", "out", b"x\n" * 200_000, None)

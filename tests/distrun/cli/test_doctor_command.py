@@ -18,7 +18,7 @@ from distrun_cli import Distrun, leaving_nothing
 from distrun.cli.common import typed
 from distrun.cli.doctor import doctor
 from distrun.cli.launch import launch
-from distrun.hosts import parse
+from distrun.hosts.parse import parse
 from distrun.options import HOSTS
 
 LIMIT_S = 120.0

@@ -6,7 +6,7 @@ import pytest
 
 from distrun.backends.base import Rendered
 from distrun.cli.dryrun import RANK_LIKE, as_text, series
-from distrun.hosts import parse
+from distrun.hosts.parse import parse
 from distrun.placement import place
 from distrun.planning import Allocation, Setup, make_plan
 from distrun.request import JobRequest, Setting

@@ -8,7 +8,7 @@ from folderqueue import FolderQueue
 
 from distrun.backends.engine import CheckResult, EngineError
 from distrun.backends.queue import QueueBackend
-from distrun.cli import engines
+from distrun.cli.doctor import engine_rows
 
 
 class Examined(FolderQueue):
@@ -24,7 +24,7 @@ class Examined(FolderQueue):
 
 
 def rows(*findings: CheckResult) -> list[tuple[str, str, str]]:
-    return [(row.mark, row.text, row.fix) for row in engines.rows(QueueBackend(Examined(*findings)))[:-1]]
+    return [(row.mark, row.text, row.fix) for row in engine_rows(QueueBackend(Examined(*findings)))[:-1]]
 
 
 def test_a_fix_is_shown_only_of_what_is_missing() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from screen import Screen
 
-from distrun.cli.region import HEIGHT, Region, StreamBars, chosen, clip, width
+from distrun.cli.screen import HEIGHT, Region, StreamBars, chosen, clip, width
 
 
 def group(name: str, *bars: str) -> StreamBars:

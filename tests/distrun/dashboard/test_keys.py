@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from distrun.dashboard.keys import KeyDecoder
+from distrun.dashboard.terminal import KeyDecoder
 
 
 def all_keys(data: bytes, step: int = 1000) -> list[str]:

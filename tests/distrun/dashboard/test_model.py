@@ -22,7 +22,8 @@ def recorded(workers: int = 8, hosts: int = 4) -> Model:
 
 
 def names(model: Model, order: str = "problems", wanted: str = "", is_folded: bool = False) -> list[str]:
-    return [row.name for row in rows.task_rows(model.tasks.values(), wanted, order, is_folded)]
+    found = rows.task_rows(model.tasks.values(), wanted, order, is_folded)
+    return [text.folded(tuple(task.name for task in row)) for row in found]
 
 
 def with_task(model: Model, name: str, when: float = NOW, **members: Any) -> None:

@@ -3,8 +3,7 @@ from __future__ import annotations
 import snapshots
 from snapshots import NOW
 
-from distrun.dashboard.model import Model
-from distrun.dashboard.plain import Plain
+from distrun.dashboard.model import Model, Plain
 
 
 def take(model: Model, kind: str, value: object, when: float = NOW) -> None:
@@ -56,7 +55,7 @@ def test_a_coordinator_that_is_gone_and_comes_back_is_told() -> None:
     model, plain = Model("calm-otter-7f3"), Plain()
     take(model, "state", snapshots.state(2))
     said(plain, model)
-    model.disconnected("its coordinator is gone")
+    model.link = "its coordinator is gone"
     assert said(plain, model) == ["its coordinator is gone"]
-    model.connected()
+    model.link = ""
     assert said(plain, model) == ["the coordinator is connected again"]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from distrun.dashboard import user
-from distrun.dashboard.user import Action, Leave, ShowLog, ShowStack, StopJob, User, VisibleRows
+from distrun.dashboard.user import Action, User, VisibleRows
 
 SHOWN = VisibleRows(tuple(f"worker-{rank}" for rank in range(10)), page=4, lines=100)
 
@@ -22,7 +22,7 @@ def test_the_job_is_stopped_only_by_yes_and_enter() -> None:
     man = User()
     assert press(man, "x", "y", "e", "s") == []
     assert man.look.prompt == user.STOP
-    assert press(man, "enter") == [StopJob()]
+    assert press(man, "enter") == [Action.STOP_JOB]
     assert man.look.prompt == ""
 
 
@@ -45,11 +45,12 @@ def test_keys_that_come_in_one_read_all_act() -> None:
     man = User()
     assert burst(man, "down", "down", "x", "n", "down", "enter") == []
     assert (man.look.chosen, man.look.mode) == ("worker-3", user.DETAIL)
-    assert burst(man, "q", "x", "y", "e", "s", "enter", "esc", "l") == [ShowLog("worker-3")]
+    assert burst(man, "q", "x", "y", "e", "s", "enter", "esc", "l") == [Action.LOG]
+    assert man.look.chosen == "worker-3"
 
 
 def test_a_typo_in_yes_can_be_taken_back() -> None:
-    assert press(User(), "x", "y", "e", "backspace", "e", "s", "enter") == [StopJob()]
+    assert press(User(), "x", "y", "e", "backspace", "e", "s", "enter") == [Action.STOP_JOB]
 
 
 def test_arrows_choose_and_the_top_is_whatever_is_first() -> None:
@@ -69,13 +70,14 @@ def test_arrows_choose_and_the_top_is_whatever_is_first() -> None:
 def test_texts_of_a_task_are_opened_and_left() -> None:
     man = User()
     press(man, "down")
-    assert press(man, "l") == [ShowLog("worker-1")]
-    assert man.look.mode == user.LOG
-    assert press(man, "S") == [ShowLog(""), ShowStack("worker-1")]
+    assert press(man, "l") == [Action.LOG]
+    assert (man.look.mode, man.look.chosen) == (user.LOG, "worker-1")
+    assert press(man, "S") == [Action.LOG, Action.STACK]
+    assert man.look.chosen == "worker-1"
     assert press(man, "q") == []
     assert man.look.mode == user.MAIN
     assert press(man, "enter", "esc") == []
-    assert press(man, "q") == [Leave()]
+    assert press(man, "q") == [Action.LEAVE]
 
 
 def test_a_log_is_scrolled_from_its_end() -> None:

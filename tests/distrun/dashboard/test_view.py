@@ -111,7 +111,7 @@ def test_the_chosen_row_has_a_mark() -> None:
 
 def test_a_lost_coordinator_is_told_above_what_was_last_known() -> None:
     model = recorded(4)
-    model.disconnected("its coordinator is gone")
+    model.link = "its coordinator is gone"
     assert "! its coordinator is gone" in shown(model)
 
 
@@ -229,7 +229,7 @@ def test_the_table_of_servers_has_a_heading_only_with_rows() -> None:
         heads = [number for number, line in enumerate(found) if line.startswith("SERVER ")]
         assert all(found[number + 1].startswith("server-") for number in heads)
     model = recorded(4)
-    lines = view.store(model, 80, text.ASCII, 3)
+    lines = view.store(model, 3, 80, text.ASCII)
     assert not any(text.plain(line).startswith("SERVER ") for line in lines)
 
 

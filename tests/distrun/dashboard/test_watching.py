@@ -9,7 +9,7 @@ from sample_plan import sample_plan
 
 from distrun import client, remote_jobs
 from distrun.client import CoordinatorLost
-from distrun.dashboard import watching
+from distrun.dashboard import loop
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
@@ -34,7 +34,7 @@ def test_a_job_elsewhere_that_has_ended_meanwhile_is_shown_and_is_no_error(
     monkeypatch.setattr(remote_jobs, "is_elsewhere", lambda folder: True)
     monkeypatch.setattr(remote_jobs, "refreshed", fetch)
     if is_over:
-        assert watching._first_connection(folder) is None
+        assert loop.first_connection(folder) is None
     else:
         with pytest.raises(CoordinatorLost):
-            watching._first_connection(folder)
+            loop.first_connection(folder)

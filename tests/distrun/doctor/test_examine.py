@@ -8,7 +8,7 @@ from distrun.backends.ssh import Ssh
 from distrun.cli.common import hosts_for
 from distrun.doctor.checks import DoctorRequest
 from distrun.doctor.examine import questions
-from distrun.hosts import parse
+from distrun.hosts.parse import parse
 from distrun_runtime.contract.plan import Host
 
 

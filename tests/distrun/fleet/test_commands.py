@@ -197,7 +197,7 @@ def test_output_that_does_not_come_is_told_and_no_success(monkeypatch: pytest.Mo
     assert (found.code, bytes(found.out)) == (0, b"abc")
     assert command.exit_code({"a": found}) == 3
     assert command.remarks({"a": found}) == ["error: a: 2 bytes of its output did not arrive within 0.2 s"]
-    (row,) = command.as_json(("true",), {"a": found}, 3)["hosts"]
+    (row,) = command.as_json({"a": found})
     assert (row["code"], row["stdout"], row["problem"]["kind"]) == (0, "abc", "timeout")
 
 
@@ -252,7 +252,7 @@ def test_what_was_passed_on_need_not_be_kept(monkeypatch: pytest.MonkeyPatch) ->
     kept = run("head -c 100 /dev/zero", keep=99)
     assert (len(ran(kept).out), ran(kept).is_cut) == (99, True)
     assert "only the first" in command.remarks(kept)[0]
-    assert [row["cut"] for row in command.as_json(("x",), kept, 0)["hosts"]] == [True, True]
+    assert [row["cut"] for row in command.as_json(kept)] == [True, True]
 
 
 def test_ctrl_c_ends_the_command_everywhere(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from distrun import fleet
 from distrun.backends.local import ChildChannel
 from distrun.fleet import Fleet
 from distrun.fleet.questions import HostAnswer
@@ -78,7 +77,8 @@ def answering(host: str, value: object) -> Scripted:
 
 def ask(*channels: Scripted, limit_s: float = 60.0) -> dict[str, HostAnswer | Problem]:
     hosts = [Host(channel.host) for channel in channels]
-    return fleet.ask(Backend(*channels), hosts, "survey", {"x": 1}, limit_s)  # type: ignore[arg-type]
+    with Fleet(Backend(*channels), hosts) as fleet:  # type: ignore[arg-type]
+        return fleet.ask("survey", {"x": 1}, limit_s)
 
 
 def test_every_host_gives_its_value_and_its_agent_is_ended() -> None:
@@ -112,9 +112,11 @@ def test_an_agent_that_does_not_answer_in_time_is_named() -> None:
     assert found["a"] == Problem("a", "timeout", "its agent did not answer 'survey' within 1 s")
 
 
-def test_a_host_that_says_nothing_at_all_is_given_up_and_not_asked_again() -> None:
+def test_a_host_that_says_nothing_at_all_is_given_up_and_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distrun.fleet.questions.HELLO_S", 0.05)
+    monkeypatch.setattr("distrun.fleet.questions.HELLO_EACH_S", 0.0)
     silent = Scripted("a", [])
-    with Fleet(Backend(silent), [Host("a")], hello_s=0.05) as talk:  # type: ignore[arg-type]
+    with Fleet(Backend(silent), [Host("a")]) as talk:  # type: ignore[arg-type]
         first = talk.ask("survey", {}, 60.0)
         began = time.monotonic()
         second = talk.ask("survey", {}, 60.0)

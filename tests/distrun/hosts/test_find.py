@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from distrun import hosts
 from distrun.errors import HostsError, UsageError
-from distrun.hosts import HostSpec
+from distrun.hosts import parse
+from distrun.hosts.grammar import HostSpec
 
 
 @pytest.fixture
@@ -19,13 +19,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def names(hostfile: str | None = None, listed: str | None = None, **env: str) -> tuple[str, ...] | None:
-    found = hosts.find(hostfile, listed, env)
+    found = parse.find(hostfile, listed, env)
     return None if found is None else found.names
 
 
 def error(*words: str | None, **env: str) -> str:
     with pytest.raises(HostsError) as caught:
-        hosts.find(words[0], words[1], env)
+        parse.find(words[0], words[1], env)
     return str(caught.value)
 
 
@@ -53,9 +53,9 @@ def test_options_come_before_variables_and_those_before_the_queue(folder: Path) 
 
 def test_both_options_contradict_and_an_unknown_format_is_named() -> None:
     with pytest.raises(UsageError, match="contradict"):
-        hosts.find("f", "a", {})
+        parse.find("f", "a", {})
     with pytest.raises(UsageError, match="expected one of auto, dmlc, mpich, horovod, sge, found 'xml'"):
-        hosts.find(None, "a", {}, form="xml")
+        parse.find(None, "a", {}, form="xml")
 
 
 def test_minus_is_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_a_file_that_is_not_there_is_e100_with_the_ways(folder: Path) -> None:
     text = "hosts:0:0: E100: hosts file not found: 'hosts' (cwd %s). Pass -H FILE, --hosts a,b or set DISTRUN_HOSTFILE"
     assert error("hosts", None) == text % folder
     with pytest.raises(HostsError) as caught:
-        hosts.find(None, None, {"DISTRUN_HOSTFILE": "/nowhere/hosts"})
+        parse.find(None, None, {"DISTRUN_HOSTFILE": "/nowhere/hosts"})
     assert "/nowhere/hosts:0:0: E100: " in str(caught.value)
     assert caught.value.hint == "the file is named by the variable DISTRUN_HOSTFILE"
 
@@ -109,25 +109,25 @@ def test_a_link_to_itself_ends(folder: Path) -> None:
 def test_grid_engines_file_is_known_by_its_variable(folder: Path) -> None:
     (folder / "pe").write_text("n1 4 all.q@n1 UNDEFINED\nn2 2 all.q@n2 UNDEFINED\n")
     env = {"PE_HOSTFILE": str(folder / "pe")}
-    for found in (hosts.find(None, None, env), hosts.find(str(folder / "pe"), None, env)):
+    for found in (parse.find(None, None, env), parse.find(str(folder / "pe"), None, env)):
         assert found is not None
         assert found.specs == (HostSpec("n1", slots=4), HostSpec("n2", slots=2))
 
 
 def test_slurms_node_list_has_its_tasks_as_slots() -> None:
     env = {"SLURM_JOB_NODELIST": "n[01-03],x1", "SLURM_TASKS_PER_NODE": "2(x3),1"}
-    found = hosts.find(None, None, env)
+    found = parse.find(None, None, env)
     assert found is not None
     assert found.source == "$SLURM_JOB_NODELIST"
     assert found.specs == (*(HostSpec("n0%d" % index, slots=2) for index in (1, 2, 3)), HostSpec("x1", slots=1))
-    plain = hosts.find(None, None, {"SLURM_JOB_NODELIST": "x[1-2]"})
+    plain = parse.find(None, None, {"SLURM_JOB_NODELIST": "x[1-2]"})
     assert plain is not None
     assert plain.specs == (HostSpec("x1"), HostSpec("x2"))
 
 
 @pytest.mark.parametrize("tasks", ["2(x3)", "two", "0(x2)", "2(x99999999)", "2(x2),"])
 def test_slurms_tasks_that_do_not_fit_are_told_and_ignored(tasks: str) -> None:
-    found = hosts.find(None, None, {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": tasks})
+    found = parse.find(None, None, {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": tasks})
     assert found is not None
     assert found.specs == (HostSpec("n1"), HostSpec("n2"))
     (warning,) = found.warnings
@@ -142,4 +142,4 @@ def test_a_broken_node_list_of_slurm_names_the_variable() -> None:
 
 def test_a_file_is_read_as_it_stands(folder: Path) -> None:
     (folder / "hosts").write_text("d1\n")
-    assert hosts.read("hosts") == "d1\n"
+    assert parse.read("hosts") == "d1\n"

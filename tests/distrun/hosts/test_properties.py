@@ -10,10 +10,9 @@ from pathlib import Path
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from distrun import hosts
 from distrun.errors import HostsError
-from distrun.hosts import FORMATS, HostSpec, Inventory
-from distrun.hosts.grammar import Fault
+from distrun.hosts import parse, ranges
+from distrun.hosts.grammar import FORMATS, Fault, HostSpec, Inventory
 from distrun_runtime.contract import gpus
 
 EXAMPLE = (Path(__file__).parents[3] / "hosts.example").read_text("utf-8")
@@ -53,35 +52,21 @@ def specs(draw: st.DrawFn, name: str) -> HostSpec:
     )
 
 
-@st.composite
-def inventories(draw: st.DrawFn) -> Inventory:
-    address = st.ip_addresses(v=6, network="2001:db8::/32").map(str)
-    names = draw(st.lists(WORDS.map("h{}".format) | address, min_size=1, max_size=4, unique=True))
-    found = []
-    order = list(names)
-    for name in names:
-        spec = draw(specs(name))
-        more = draw(st.integers(0, 2))
-        if more:
-            slots = draw(st.integers(more + 1, 20))
-            most = None if spec.max_slots is None else spec.max_slots + slots
-            spec = dataclasses.replace(spec, slots=slots, max_slots=most)
-            order += [name] * more
-        found.append(spec)
-    return Inventory("hosts", tuple(found), tuple(order))
-
-
 @settings(deadline=None, max_examples=50)
-@given(inventories())
-def test_what_is_written_is_read_again(inventory: Inventory) -> None:
-    assert hosts.parse(hosts.write(inventory), "hosts") == inventory
+@given(specs("h"))
+def test_values_in_quotes_are_read_as_they_are(spec: HostSpec) -> None:
+    given = {each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)[1:]}
+    texts = {key: ",".join(value) if key == "labels" else str(value) for key, value in given.items() if value}
+    escaped = {key: text.replace("\\", "\\\\").replace('"', '\\"') for key, text in texts.items()}
+    line = " ".join(["h", *(f'{key}="{text}"' for key, text in escaped.items())])
+    assert parse.parse(line, "hosts").specs == (spec,)
 
 
 @settings(deadline=None)
 @given(NAMES_OF_GPUS, st.booleans())
 def test_gpus_that_are_listed_are_those_that_are_seen(names: list[str], is_open: bool) -> None:
     text = ",".join(names) + ("," if is_open or (len(names) == 1 and names[0].isdigit()) else "")
-    (spec,) = hosts.parse(f"h gpus={text}", "hosts").specs
+    (spec,) = parse.parse(f"h gpus={text}", "hosts").specs
     assert gpus.listed(spec.gpus) == tuple(names)
     assert spec.gpu_count == len(names)
     assert gpus.seen(",".join(names), gpus.HostGpus()) == tuple(names), "CUDA reads them so, too"
@@ -111,10 +96,10 @@ NAMES = st.builds("".join, st.lists(st.sampled_from(["a", "b-", ".n", "x"]) | NU
 @example(["r%dn%02d" % (rack, node) for rack in (1, 2) for node in range(8, 12)])
 @example(["n" + "9" * 30, "n" + "9" * 29 + "8"])
 def test_folding_and_expanding_are_each_others_inverse(names: list[str]) -> None:
-    folded = hosts.fold(names)
-    assert sorted(hosts.expand(folded)) == sorted(set(names))
-    assert hosts.fold(hosts.expand(folded)) == folded
-    assert hosts.fold(reversed(names)) == folded
+    folded = ranges.fold(names)
+    assert sorted(ranges.expand(folded)) == sorted(set(names))
+    assert ranges.fold(ranges.expand(folded)) == folded
+    assert ranges.fold(reversed(names)) == folded
 
 
 LEGAL = [line for line in EXAMPLE.splitlines() if line.strip()]
@@ -139,7 +124,7 @@ def read(path: str) -> str:
 
 def outcome(text: str, form: str, includes: bool) -> Inventory | HostsError:
     try:
-        return hosts.parse(text, "hosts", form=form, read=read if includes else None)
+        return parse.parse(text, "hosts", form=form, read=read if includes else None)
     except HostsError as err:
         return err
 
@@ -150,7 +135,6 @@ def test_any_text_is_an_inventory_or_an_error_with_a_code(text: str, form: str, 
     found = outcome(text, form, includes)
     if isinstance(found, Inventory):
         assert set(found.order) == set(found.names)
-        assert hosts.parse(hosts.write(found), "hosts") == found
     else:
         assert re.match(r"[^\n]*:\d+:\d+: E1\d\d: ", str(found))
         str(found).encode()
@@ -160,8 +144,8 @@ def test_any_text_is_an_inventory_or_an_error_with_a_code(text: str, form: str, 
 @given(st.text() | mutated(), st.sampled_from(FORMATS))
 def test_any_list_is_an_inventory_or_an_error(text: str, form: str) -> None:
     with contextlib.suppress(HostsError):
-        hosts.parse_list(text, form=form)
+        parse.parse_list(text, form=form)
     with contextlib.suppress(HostsError):
-        hosts.fold(hosts.expand(text))
+        ranges.fold(ranges.expand(text))
     with contextlib.suppress(HostsError):
-        hosts.find(None, None, {"SLURM_JOB_NODELIST": text or "x", "SLURM_TASKS_PER_NODE": text})
+        parse.find(None, None, {"SLURM_JOB_NODELIST": text or "x", "SLURM_TASKS_PER_NODE": text})

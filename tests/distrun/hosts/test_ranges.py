@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from distrun import hosts
 from distrun.errors import HostsError
+from distrun.hosts import ranges
 
 PAIRS = [
     (["gpu%02d" % index for index in range(1, 9)] + ["x1"], "gpu[01-08],x1"),
@@ -22,12 +22,12 @@ PAIRS = [
 
 @pytest.mark.parametrize(("names", "folded"), PAIRS, ids=[folded or "none" for _, folded in PAIRS])
 def test_names_are_folded_as_clustershell_does_and_back(names: list[str], folded: str) -> None:
-    assert hosts.fold(names) == folded
-    assert sorted(hosts.expand(folded)) == sorted(names)
+    assert ranges.fold(names) == folded
+    assert sorted(ranges.expand(folded)) == sorted(names)
 
 
 def test_lists_are_expanded_in_their_order_with_steps_and_any_separator() -> None:
-    assert hosts.expand("b[2-8/3],a\n x[01-02]y[1,3]\t[::1]") == [
+    assert ranges.expand("b[2-8/3],a\n x[01-02]y[1,3]\t[::1]") == [
         *("b2", "b5", "b8", "a"),
         *("x01y1", "x01y3", "x02y1", "x02y3"),
         "::1",
@@ -35,17 +35,17 @@ def test_lists_are_expanded_in_their_order_with_steps_and_any_separator() -> Non
 
 
 def test_a_thousand_racks_are_quick_and_one_host_too_many_is_refused() -> None:
-    names = hosts.expand("r[001-999]n[01-64]")
-    assert hosts.fold(names) == "r[001-999]n[01-64]"
+    names = ranges.expand("r[001-999]n[01-64]")
+    assert ranges.fold(names) == "r[001-999]n[01-64]"
     with pytest.raises(HostsError, match="E110: expands to 65537 hosts, limit 65536"):
-        hosts.expand("n[1-65536],x")
+        ranges.expand("n[1-65536],x")
     with pytest.raises(HostsError, match="E110: expands to 999999999999999999000000 hosts"):
-        hosts.expand("n[1-999999999999999999]m[1-1000000]")
+        ranges.expand("n[1-999999999999999999]m[1-1000000]")
 
 
 def test_all_errors_of_a_list_come_at_once_with_their_places() -> None:
     with pytest.raises(HostsError) as caught:
-        hosts.expand("a[3-1],b\nc]")
+        ranges.expand("a[3-1],b\nc]")
     assert str(caught.value).splitlines() == [
         "node list:1:3: E110: range '3-1' is descending",
         "  a[3-1],b",

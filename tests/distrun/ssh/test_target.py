@@ -12,7 +12,7 @@ import pytest
 
 from distrun import shipping
 from distrun.errors import UsageError
-from distrun.hosts import HostSpec
+from distrun.hosts.grammar import HostSpec
 from distrun.ssh.resolve import Target, remote_command
 
 

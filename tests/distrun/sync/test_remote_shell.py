@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from distrun.ssh import failure, resolve
-from distrun.ssh.abort import Abort
+from distrun.ssh.ask import Abort
 from distrun.ssh.resolve import Target
 from distrun.sync import remote_shell
 from distrun.sync.remote_shell import distinct_hosts

@@ -8,12 +8,12 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from dialkit import CERTIFICATE, JOB, SECRET, WAIT_S, agent, credentials, hall, read
+from dialkit import JOB, PIN, SECRET, WAIT_S, agent, credentials, hall, read
 
 from distrun.backends import bootstrap
 from distrun_runtime.agent import dial
 from distrun_runtime.contract import enrolment
-from distrun_runtime.coordinator.listener import Admitted, Register, server_context
+from distrun_runtime.coordinator.listener import Admitted, Register, pin_of, server_context
 from distrun_runtime.errors import ContractError
 
 
@@ -56,13 +56,13 @@ def test_only_one_of_several_good_addresses_is_used() -> None:
 
 def test_a_man_in_the_middle_gets_nothing() -> None:
     """Another certificate: the connection ends before the agent has sent a byte."""
-    other = bootstrap.make(JOB)
+    other = bootstrap.certificate(JOB)
     heard: list[bytes] = []
 
     def serve(listening: socket.socket) -> None:
         raw, _ = listening.accept()
         raw.settimeout(WAIT_S)
-        with server_context(other.pem).wrap_socket(raw, server_side=True) as tls, contextlib.suppress(OSError):
+        with server_context(other).wrap_socket(raw, server_side=True) as tls, contextlib.suppress(OSError):
             tls.sendall(b'{"nonce":"%s","type":"enrol","version":1}\n' % (b"c" * 32))
             heard.append(tls.recv(4096))
 
@@ -76,7 +76,7 @@ def test_a_man_in_the_middle_gets_nothing() -> None:
             thread.join(WAIT_S)
             [problem] = dialing.dialer.problems.values()
             assert problem == (
-                f"its certificate is not this job's: SHA-256 {other.pin}, expected {CERTIFICATE.pin}; nothing was sent"
+                f"its certificate is not this job's: SHA-256 {pin_of(other)}, expected {PIN}; nothing was sent"
             )
             assert heard in ([], [b""])
 

@@ -18,10 +18,9 @@ from cudastandin import Mistake, StandIn
 from fakearrays import NBYTES, FakeCupyArrays, FakeJax, FakeTorch, Library, filled, put
 
 from distrun_runtime.arrays import foreign
-from distrun_runtime.arrays.borrowing import Borrowed, Borrowing, Keeper, Loan
 from distrun_runtime.arrays.cuda import Cuda, CudaError, Stream
-from distrun_runtime.arrays.gpu_devices import Gpus
-from distrun_runtime.arrays.queues import StreamOrdering, StreamQueue, Uses
+from distrun_runtime.arrays.gpu_devices import Borrowed, Borrowing, Gpus, Keeper, Loan
+from distrun_runtime.arrays.gpu_order import StreamOrdering, StreamQueue, Uses
 from distrun_runtime.errors import KVError, StoreClosed
 
 SEEDS = pytest.mark.parametrize("seed", range(4))

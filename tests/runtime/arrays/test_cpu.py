@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.cpu import CHUNK, CpuDevice, Threads
+from distrun_runtime.arrays.device import CHUNK, CpuDevice, Threads
 from distrun_runtime.arrays.dtypes import BFLOAT16, Array, narrow, widen
 
 

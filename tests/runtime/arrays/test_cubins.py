@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distrun_runtime.arrays import cubins
+from distrun_runtime.arrays import cupy_driver
 
 
 class Compiler:
@@ -25,14 +25,14 @@ def test_a_program_is_compiled_once_for_each_architecture_and_compiler(tmp_path:
     compiler = Compiler()
     for _ in range(2):
         for version in (("sm_80", "12.9"), ("sm_90", "12.9"), ("sm_90", "13.0")):
-            assert cubins.kept(str(tmp_path), "k" * 64, *version, compiler) == b"machine code"
+            assert cupy_driver.kept(str(tmp_path), "k" * 64, *version, compiler) == b"machine code"
     assert compiler.calls == 3
 
 
 def test_names_of_versions_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
-    cubins.kept(str(folder), "../../key", "../sm", "1/2", Compiler())
+    cupy_driver.kept(str(folder), "../../key", "../sm", "1/2", Compiler())
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
     assert len(list(folder.iterdir())) == 1
 
@@ -40,18 +40,18 @@ def test_names_of_versions_cannot_lead_out_of_the_folder(tmp_path: Path) -> None
 @pytest.mark.parametrize("damage", [b"", b"short", b"x" * 200])
 def test_a_damaged_file_is_compiled_anew(tmp_path: Path, damage: bytes) -> None:
     compiler = Compiler()
-    cubins.kept(str(tmp_path), "key", "sm_90", "12.9", compiler)
+    cupy_driver.kept(str(tmp_path), "key", "sm_90", "12.9", compiler)
     (file,) = tmp_path.iterdir()
     file.write_bytes(damage)
     for _ in range(2):
-        assert cubins.kept(str(tmp_path), "key", "sm_90", "12.9", compiler) == b"machine code"
+        assert cupy_driver.kept(str(tmp_path), "key", "sm_90", "12.9", compiler) == b"machine code"
     assert compiler.calls == 2
 
 
 def test_a_folder_that_is_gone_or_none_costs_a_compilation_and_nothing_else(tmp_path: Path) -> None:
     compiler = Compiler()
     for folder in ("", str(tmp_path / "gone")):
-        assert cubins.kept(folder, "key", "sm_90", "12.9", compiler) == b"machine code"
+        assert cupy_driver.kept(folder, "key", "sm_90", "12.9", compiler) == b"machine code"
     assert compiler.calls == 2
 
 
@@ -60,24 +60,24 @@ def test_what_the_compiler_raises_is_raised_and_nothing_stays(tmp_path: Path) ->
         raise RuntimeError("line 3: expected ;")
 
     with pytest.raises(RuntimeError, match="line 3"):
-        cubins.kept(str(tmp_path), "key", "sm_90", "12.9", fails)
+        cupy_driver.kept(str(tmp_path), "key", "sm_90", "12.9", fails)
     assert not list(tmp_path.iterdir())
 
 
 def test_files_that_were_not_used_for_a_month_go_when_another_comes(tmp_path: Path) -> None:
     compiler = Compiler()
     for key in ("old", "used"):
-        cubins.kept(str(tmp_path), key, "sm_90", "12.9", compiler)
+        cupy_driver.kept(str(tmp_path), key, "sm_90", "12.9", compiler)
     (tmp_path / "of somebody else").touch()
     for file in tmp_path.iterdir():
         os.utime(file, (0, 0))
-    cubins.kept(str(tmp_path), "used", "sm_90", "12.9", compiler)  # makes it young
-    cubins.kept(str(tmp_path), "new", "sm_90", "12.9", compiler)
+    cupy_driver.kept(str(tmp_path), "used", "sm_90", "12.9", compiler)  # makes it young
+    cupy_driver.kept(str(tmp_path), "new", "sm_90", "12.9", compiler)
     assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {"used", "new", "of somebody else"}
 
 
 def test_the_folder_is_in_the_users_cache_and_the_users_alone(tmp_path: Path) -> None:
-    found = cubins.find_folder({"XDG_CACHE_HOME": str(tmp_path)})
+    found = cupy_driver.find_folder({"XDG_CACHE_HOME": str(tmp_path)})
     assert found == str(tmp_path / "distrun" / "cubins")
     assert os.stat(found).st_mode & 0o777 == 0o700
 
@@ -86,10 +86,10 @@ def test_without_a_cache_it_is_a_private_one_among_temporary_files(tmp_path: Pat
     (tmp_path / "file").touch()
     (tmp_path / "tmp").mkdir()
     env = {"XDG_CACHE_HOME": str(tmp_path / "file")}  # no folder can be made in it, by root neither
-    found = cubins.find_folder(env, str(tmp_path / "tmp"))
+    found = cupy_driver.find_folder(env, str(tmp_path / "tmp"))
     assert found == str(tmp_path / "tmp" / ("distrun-cubins-%d" % os.geteuid()))
     assert os.stat(found).st_mode & 0o777 == 0o700
-    assert cubins.find_folder(env, str(tmp_path / "tmp")) == found
+    assert cupy_driver.find_folder(env, str(tmp_path / "tmp")) == found
 
 
 @pytest.mark.parametrize("is_link", [True, False])
@@ -102,4 +102,4 @@ def test_a_temporary_folder_that_others_may_enter_or_a_link_is_not_used(tmp_path
         path.mkdir()
         path.chmod(0o770)
     (tmp_path / "file").touch()
-    assert cubins.find_folder({"XDG_CACHE_HOME": str(tmp_path / "file")}, str(tmp_path)) == ""
+    assert cupy_driver.find_folder({"XDG_CACHE_HOME": str(tmp_path / "file")}, str(tmp_path)) == ""

@@ -12,9 +12,9 @@ import pytest
 from cudastandin import ASKS_BEFORE_DONE, Mistake, StandIn, outside_of_locks
 
 from distrun_runtime.arrays.cuda import Cuda, CudaError, HostMemory, Pointer, Read, Table, Update, Write
-from distrun_runtime.arrays.programs import Access, Kernel, KernelParameter, Program
-from distrun_runtime.arrays.queues import StreamOrdering
-from distrun_runtime.arrays.segments import address_of
+from distrun_runtime.arrays.gpu_order import StreamOrdering
+from distrun_runtime.arrays.gpu_programs import Access, Kernel, KernelParameter, Program
+from distrun_runtime.arrays.shared_memory import address_of
 
 F32 = "f32"
 PROGRAM = Program(

@@ -21,10 +21,10 @@ SCRIPT = (
 import inspect
 
 import cupyx.scipy.sparse
-from distrun_runtime.arrays import cupydriver
+from distrun_runtime.arrays import cupy_driver
 from distrun_runtime.arrays.cuda import CudaMissing
 from distrun_runtime.arrays.foreign import LEGACY, PER_THREAD
-from distrun_runtime.arrays.programs import OPTIONS
+from distrun_runtime.arrays.gpu_programs import OPTIONS
 
 assert issubclass(cupy.cuda.compiler.CompileException, Exception)
 assert runtime.CUDARuntimeError(700).status == 700
@@ -57,7 +57,7 @@ assert hasattr(cupyx.scipy.sparse.csr_matrix, "get")
 
 # Without a GPU the error says what was found, and what to look at.
 try:
-    cupydriver.open_cupy()
+    cupy_driver.open_cupy()
 except CudaMissing as err:
     assert "finds no GPU here" in str(err), err
 """

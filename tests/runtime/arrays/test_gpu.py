@@ -12,13 +12,12 @@ import pytest
 from gpuhistories import arrays_come_and_go, memory_is_given_back, values_come_from_other_devices
 from gpukit import Machine, values
 
-from distrun_runtime.arrays import dtypes, gpu, gpumemory, programs
-from distrun_runtime.arrays.cpu import CpuDevice
+from distrun_runtime.arrays import dtypes, gpu, gpu_memory, gpu_programs
 from distrun_runtime.arrays.cuda import CudaError, CudaOutOfMemory, Read, Write
-from distrun_runtime.arrays.device import Device
+from distrun_runtime.arrays.device import CpuDevice, Device
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
-from distrun_runtime.arrays.gpumemory import Staging
+from distrun_runtime.arrays.gpu_memory import Staging
 from distrun_runtime.errors import KVError, StoreClosed
 
 CPU = CpuDevice()
@@ -145,7 +144,7 @@ def test_memory_of_a_launch_that_failed_after_it_was_filled_with_zeros_is_used_a
     machine.standin.fail("launch", code=1)
     arguments: list[Any] = [Read(out.pointer, out.nbytes), np.float32(2), Write(out.pointer, out.nbytes)]
     with pytest.raises(CudaError):
-        device.launch(programs.sums("f32", "f32"), "scale", arguments, 100, writes=[out], zeroed=[out])
+        device.launch(gpu_programs.sums("f32", "f32"), "scale", arguments, 100, writes=[out], zeroed=[out])
     del out
     gc.collect()  # the error's frames refer to it
     same(device.host(device.put(given)), given)
@@ -338,10 +337,10 @@ def test_out_of_memory_is_tried_again_without_the_free_blocks() -> None:
 
 def test_sizes_of_blocks_are_few_and_waste_little() -> None:
     for nbytes in [0, 1, 511, 512, 513, 4096, 5000, 1 << 20, (1 << 20) + 1, 10**9]:
-        size = gpumemory.rounded(nbytes)
+        size = gpu_memory.rounded(nbytes)
         assert nbytes <= size <= max(512, nbytes * 9 // 8 + 512)
         assert size % 512 == 0
-    assert len({gpumemory.rounded(nbytes) for nbytes in range(1 << 16, 1 << 17)}) <= 9
+    assert len({gpu_memory.rounded(nbytes) for nbytes in range(1 << 16, 1 << 17)}) <= 9
 
 
 # Buckets

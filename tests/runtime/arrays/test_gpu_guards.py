@@ -18,11 +18,11 @@ from cudastandin import StandIn
 from gpuhistories import EACH_HISTORY, HISTORIES, arrays_come_and_go
 from gpukit import Machine
 
-from distrun_runtime.arrays import gpu, gpucodecs, gpumemory, queues
+from distrun_runtime.arrays import gpu, gpu_codecs, gpu_memory, gpu_order
 from distrun_runtime.arrays.cuda import Driver, Event
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
-from distrun_runtime.arrays.gpumemory import GpuPool, Memory, Staging
-from distrun_runtime.arrays.queues import Mark, StreamOrdering, StreamQueue, Uses
+from distrun_runtime.arrays.gpu_memory import GpuPool, Memory, Staging
+from distrun_runtime.arrays.gpu_order import Mark, StreamOrdering, StreamQueue, Uses
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 
@@ -32,8 +32,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pieces, so that small arrays have several; waits ask once, so that most of them are left to a sleeper."""
     monkeypatch.setattr(gpu, "RING_BYTES", 2048)
     monkeypatch.setattr(gpu, "PIECE_BYTES", 512)
-    monkeypatch.setattr(gpucodecs, "_DIGITS", ((25, 6), (20, 5), (15, 5), (10, 5), (5, 5), (0, 5)))
-    monkeypatch.setattr(queues, "ASKS", 1)
+    monkeypatch.setattr(gpu_codecs, "_DIGITS", ((25, 6), (20, 5), (15, 5), (10, 5), (5, 5), (0, 5)))
+    monkeypatch.setattr(gpu_order, "ASKS", 1)
     monkeypatch.setattr(Staging.__init__, "__defaults__", (512, 2))
 
 
@@ -261,4 +261,4 @@ def test_staging_is_registered_once_and_outlives_its_copies() -> None:
     machine = run(arrays_come_and_go)
     assert machine.standin.calls["register"] == 1
     assert machine.standin.calls["unregister"] == 0
-    assert gpumemory.SLOT_BYTES % 4096 == 0
+    assert gpu_memory.SLOT_BYTES % 4096 == 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from distrun_runtime.arrays import gpu
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
-from distrun_runtime.arrays.gpumemory import Staging
+from distrun_runtime.arrays.gpu_memory import Staging
 
 N = 150
 F32 = np.dtype(np.float32)

@@ -19,11 +19,12 @@ from gpukit import Machine, values
 from kernelcheck import same
 from realgpus import ON_BOTH, ON_REAL
 
-from distrun_runtime.arrays import dtypes, find
-from distrun_runtime.arrays.cpu import CpuDevice
+from distrun_runtime.arrays import device as devices
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.device import CpuDevice
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
 from distrun_runtime.arrays.gpu_devices import Gpus
-from distrun_runtime.arrays.programs import Access
+from distrun_runtime.arrays.gpu_programs import Access
 from distrun_runtime.ops import compression, fuse, optimizers, update
 
 F32 = np.dtype(np.float32)
@@ -36,7 +37,7 @@ STEPS = 3
 
 @pytest.fixture
 def gpus(kind_of_gpu: str) -> Gpus:
-    return find.gpus()
+    return devices.gpus()
 
 
 @pytest.fixture

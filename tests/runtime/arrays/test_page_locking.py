@@ -18,10 +18,10 @@ from children import exit_code_of
 from cudastandin import Mistake, StandIn, outside_of_locks
 from gpukit import Machine, values
 
-from distrun_runtime.arrays import segments
+from distrun_runtime.arrays import shared_memory
 from distrun_runtime.arrays.cuda import CudaError, Driver
-from distrun_runtime.arrays.gpumemory import PageLocked
-from distrun_runtime.arrays.segments import BLOCKS, PAGE, Pool
+from distrun_runtime.arrays.gpu_memory import PageLocked
+from distrun_runtime.arrays.shared_memory import BLOCKS, PAGE, Pool
 
 F32 = np.dtype(np.float32)
 
@@ -29,7 +29,7 @@ F32 = np.dtype(np.float32)
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small blocks, none of other tests, and no watcher that stays."""
-    monkeypatch.setattr(segments, "FIRST_BYTES", 16 * PAGE)
+    monkeypatch.setattr(shared_memory, "FIRST_BYTES", 16 * PAGE)
     monkeypatch.setattr(BLOCKS, "_known", {})
     yield
     BLOCKS.watch(None)
@@ -109,7 +109,7 @@ def test_a_block_that_goes_is_unregistered_before_it_is_unmapped() -> None:
     machine.gpus.get(0)
     mapped, _ = read_only()
     BLOCKS.add(mapped, is_readonly=True)
-    address = segments.address_of(mapped)
+    address = shared_memory.address_of(mapped)
     BLOCKS.drop(mapped)
     assert machine.standin.calls["unregister"] == 1
     assert is_mapped(address)  # somebody may still refer to it
@@ -123,7 +123,7 @@ def test_a_block_that_nobody_has_told_of_stays_mapped() -> None:
     machine = Machine(blocks=BLOCKS)
     machine.gpus.get(0)
     array = array_of(Pool())
-    address = segments.address_of(array)
+    address = shared_memory.address_of(array)
     del array
     gc.collect()
     assert is_mapped(address)
@@ -248,12 +248,12 @@ def test_a_child_that_is_forked_while_a_block_is_page_locked_makes_no_call_and_w
 
 def test_a_process_that_uses_no_gpu_loads_nothing_for_its_blocks() -> None:
     code = (
-        "import sys, numpy\nfrom distrun_runtime.arrays.segments import Pool\n"
+        "import sys, numpy\nfrom distrun_runtime.arrays.shared_memory import Pool\n"
         "import distrun_runtime.transport.host_paths\n"
         "Pool().empty((3,), numpy.dtype('f4'))\nprint(*sys.modules)"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not {name for name in loaded if name.rpartition(".")[2] in ("cuda", "gpu", "gpumemory", "cupy")}
+    assert not {name for name in loaded if name.rpartition(".")[2] in ("cuda", "gpu", "gpu_memory", "cupy")}
 
 
 class AtRegister:
@@ -361,7 +361,7 @@ def test_a_closed_pool_is_page_locked_no_more_and_its_arrays_go_by_staging() -> 
     pool.close()
     assert machine.standin.calls["unregister"] == 1
     assert device.host(device.put(array)).tobytes() == given.tobytes()
-    address = segments.address_of(array)
+    address = shared_memory.address_of(array)
     del array
     gc.collect()
     assert not is_mapped(address)

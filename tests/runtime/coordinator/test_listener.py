@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
-from dialkit import CERTIFICATE, JOB, SECRET, WAIT_S, Hall, agent, hall, read
+from dialkit import CERTIFICATE, JOB, PIN, SECRET, WAIT_S, Hall, agent, hall, read
 
 from distrun_runtime.agent.dial import client_context
 from distrun_runtime.contract import enrolment
@@ -24,7 +24,7 @@ NONCE = "c" * 32
 
 
 def register() -> Register:
-    return Register(JOB, SECRET, CERTIFICATE.pin, ["0", "1"], make_key=lambda: "1d" * 32)
+    return Register(JOB, SECRET, PIN, ["0", "1"], make_key=lambda: "1d" * 32)
 
 
 def line(
@@ -33,7 +33,7 @@ def line(
     key: str = SECRET,
     kind: str = CLAIM,
     job: str = JOB,
-    pin: str = CERTIFICATE.pin,
+    pin: str = PIN,
     nonce: str = "a" * 32,
     heard: str = NONCE,
 ) -> bytes:
@@ -48,9 +48,7 @@ def test_a_claim_is_answered_by_a_proof_and_a_key_of_its_own() -> None:
     found = register().decide(line(), NONCE, "10.0.0.1:5")
     assert isinstance(found, Admitted)
     answer = json.loads(found.reply)
-    proof = enrolment.proof(
-        SECRET, COORDINATOR, CLAIM, job=JOB, place="0", pin=CERTIFICATE.pin, nonces=(NONCE, "a" * 32)
-    )
+    proof = enrolment.proof(SECRET, COORDINATOR, CLAIM, job=JOB, place="0", pin=PIN, nonces=(NONCE, "a" * 32))
     assert answer == {"type": "welcome", "proof": proof, "key": "1d" * 32}
 
 
@@ -238,11 +236,11 @@ def test_the_key_is_never_in_a_file_that_has_a_name(monkeypatch: pytest.MonkeyPa
         return fd, path
 
     monkeypatch.setattr(tempfile, "mkstemp", mkstemp)
-    listener.server_context(CERTIFICATE.pem)
+    listener.server_context(CERTIFICATE)
     assert named
     assert not any(os.path.exists(path) for path in named)
 
 
 def test_a_certificate_without_its_key_is_refused() -> None:
     with pytest.raises(ContractError, match="the certificate of the job cannot be used"):
-        listener.server_context(CERTIFICATE.pem.partition(b"-----BEGIN PRIVATE")[0])
+        listener.server_context(CERTIFICATE.partition(b"-----BEGIN PRIVATE")[0])

@@ -287,7 +287,11 @@ def test_a_sum_beyond_float32_is_refused() -> None:
         ("1bit", {"threshold": 1e300}, "expected a finite number"),
         ("topk", {"ratio": 0}, "above 0 and at most 1"),
         ("topk", {"ratio": 1.5}, "above 0 and at most 1"),
-        ("2bit", {"treshold": 0.5}, "'2bit' has no parameter 'treshold'; it has threshold"),
+        (
+            "2bit",
+            {"treshold": 0.5},
+            "'2bit' has no parameter 'treshold' .did you mean 'threshold'.+ it has threshold",
+        ),
         ("fp16", {"threshold": 0.5}, "'fp16' has no parameter 'threshold'; it has none"),
     ],
 )

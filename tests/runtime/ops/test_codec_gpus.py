@@ -10,7 +10,7 @@ from cudastandin import StandIn
 from gpukit import Machine, values
 from hardfloats import floats
 
-from distrun_runtime.arrays import programs
+from distrun_runtime.arrays import gpu_programs
 from distrun_runtime.arrays.cuda import Driver, Loaded, Pointer
 from distrun_runtime.arrays.dtypes import BFLOAT16, Array
 from distrun_runtime.arrays.gpu import GpuDevice
@@ -149,7 +149,7 @@ def first_of_the_largest(elements: Array, count: int) -> Array:
 @pytest.mark.parametrize("keeps", [False, True])
 def test_topk_takes_the_first_of_equal_magnitudes_on_the_host_and_on_gpus(device: GpuDevice, keeps: bool) -> None:
     codec = compression.named("topk")
-    for n, ratio in ((1, 1.0), (40, 0.25), (700, 0.5), (programs.TOP_PIECE + 100, 0.9)):
+    for n, ratio in ((1, 1.0), (40, 0.25), (700, 0.5), (gpu_programs.TOP_PIECE + 100, 0.9)):
         params = codec.check({"ratio": ratio})
         for pushed in hard_to_choose(n):
             left = np.zeros(n, np.float32) if keeps else None
@@ -165,7 +165,7 @@ def test_topk_takes_the_first_of_equal_magnitudes_on_the_host_and_on_gpus(device
 
 
 def test_topk_of_several_pieces_takes_as_many_of_each_as_belong_to_the_largest(device: GpuDevice) -> None:
-    codec, n = compression.named("topk"), 3 * programs.TOP_PIECE + 17
+    codec, n = compression.named("topk"), 3 * gpu_programs.TOP_PIECE + 17
     rng = np.random.default_rng(0)
     for pushed in (rng.normal(0, 1, n), rng.integers(-3, 4, n), np.repeat([1, 1, 2, 1], -(-n // 4))[:n]):
         for ratio in (1e-4, 0.1, 0.6):

@@ -15,7 +15,7 @@ import rules_of_users
 from distrun_runtime.arrays.dtypes import BFLOAT16, narrow, widen
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
-from distrun_runtime.ops.optimizers import Knobs, custom
+from distrun_runtime.ops.optimizers import Knobs, importable
 
 HERE = ("rules_of_users",)
 
@@ -121,8 +121,8 @@ def test_the_spec_of_a_rule_of_ones_own_is_made_without_its_module() -> None:
 
 
 def test_a_function_of_a_module_has_a_name() -> None:
-    assert custom.importable(rules_of_users.add) == "rules_of_users:add"
-    assert custom.importable(rules_of_users.another_name) == "rules_of_users:add"
+    assert importable(rules_of_users.add) == "rules_of_users:add"
+    assert importable(rules_of_users.another_name) == "rules_of_users:add"
 
 
 @pytest.mark.parametrize(
@@ -140,13 +140,13 @@ def test_a_function_of_a_module_has_a_name() -> None:
 )
 def test_a_function_that_servers_cannot_import_is_refused_with_the_fix(function: object, words: str) -> None:
     with pytest.raises(KVError, match="cannot be imported by the servers, " + words) as caught:
-        custom.importable(function)
+        importable(function)
     assert "--server-import updates" in str(caught.value)
     assert "DISTRUN_SERVER_IMPORT=updates" in str(caught.value)
 
 
 def test_a_function_of_the_script_itself_is_refused_with_the_fix() -> None:
-    text = "from distrun_runtime.ops.optimizers.custom import importable\ndef f(k, r, s): pass\nimportable(f)"
+    text = "from distrun_runtime.ops.optimizers.catalog import importable\ndef f(k, r, s): pass\nimportable(f)"
     command = [sys.executable, "-c", text]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "updater f cannot be imported by the servers, it is of the script itself: put a function into" in done.stderr

@@ -18,10 +18,10 @@ import nvrtc
 import pytest
 from kernelcheck import FLOATS, launch, placed, same, values
 
-from distrun_runtime.arrays.cpu import CpuDevice
 from distrun_runtime.arrays.cuda import Cuda, HostMemory, Pointer
+from distrun_runtime.arrays.device import CpuDevice
 from distrun_runtime.arrays.dtypes import parse, widen
-from distrun_runtime.arrays.programs import Access
+from distrun_runtime.arrays.gpu_programs import Access
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import fuse, update
 from distrun_runtime.ops import optimizers as rules

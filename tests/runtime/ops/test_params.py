@@ -18,11 +18,11 @@ TABLE = (
 
 
 def test_what_is_not_given_has_its_default() -> None:
-    assert complete("x", TABLE, {}) == {"rate": 0.1, "beta": 0.9, "clip": None, "fast": False}
+    assert complete("rule 'x'", TABLE, {}) == {"rate": 0.1, "beta": 0.9, "clip": None, "fast": False}
 
 
 def test_numbers_of_any_kind_become_floats_that_json_keeps() -> None:
-    found = complete("x", TABLE, {"r": 2, "beta": np.float32(0.5), "clip": np.int64(3), "fast": True})
+    found = complete("rule 'x'", TABLE, {"r": 2, "beta": np.float32(0.5), "clip": np.int64(3), "fast": True})
     assert found == {"rate": 2.0, "beta": 0.5, "clip": 3.0, "fast": True}
     assert [type(value) for value in found.values()] == [float, float, float, bool]
     assert json.loads(json.dumps(found)) == found
@@ -47,4 +47,4 @@ def test_numbers_of_any_kind_become_floats_that_json_keeps() -> None:
 )
 def test_a_wrong_parameter_says_what_would_be_right(given: Mapping[str, object], words: str) -> None:
     with pytest.raises(KVError, match=words):
-        complete("x", TABLE, given)
+        complete("rule 'x'", TABLE, given)

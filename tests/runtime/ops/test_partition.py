@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrun_runtime.ops.partition import Shard, compressed_shards, row_shards, shards
+from distrun_runtime.ops.partition import Shard, shards
 
 
 def lengths(size: int, servers: int, bound: int = 1_000_000) -> list[int]:
@@ -94,19 +94,19 @@ def test_every_slice_is_within_one_element_of_the_mean(size: int, servers: int) 
 def test_compressed_values_are_cut_by_words_as_mxnet_cuts_them(
     size: int, servers: int, factor: int, expected: list[int]
 ) -> None:
-    found = compressed_shards(3, size, servers, 1_000_000, factor)
+    found = shards(3, size, servers, 1_000_000, factor)
     assert [shard.length for shard in found] == expected
     assert [shard.server for shard in found] == list(range(servers))
 
 
 def test_small_compressed_values_live_where_uncompressed_ones_do() -> None:
-    assert compressed_shards(3, 999_999, 2, 1_000_000, 16) == shards(3, 999_999, 2, 1_000_000)
+    assert shards(3, 999_999, 2, 1_000_000, 16) == shards(3, 999_999, 2, 1_000_000)
 
 
 @given(size=st.integers(0, 3000), servers=st.integers(1, 9), factor=st.sampled_from([1, 16, 32]))
 def test_compressed_shards_cover_a_value_once_and_begin_at_words(size: int, servers: int, factor: int) -> None:
     end = 0
-    for shard in compressed_shards(5, size, servers, 100, factor):
+    for shard in shards(5, size, servers, 100, factor):
         assert shard.offset == end
         assert size < 100 or (shard.offset % factor == 0 and shard.length > 0)
         end = shard.end
@@ -114,16 +114,16 @@ def test_compressed_shards_cover_a_value_once_and_begin_at_words(size: int, serv
 
 
 def test_rows_are_dealt_over_the_servers_as_mxnet_deals_them() -> None:
-    found = row_shards(0, 1200, 1200, 3, 1_000_000)
+    found = shards(0, 1200 * 1200, 3, 1_000_000, 1200)
     assert [shard.length // 1200 for shard in found] == [400, 400, 400]
-    assert [shard.length // 3 for shard in row_shards(0, 1000, 3, 3, 3000)] == [333, 334, 333]
-    assert row_shards(3, 1000, 3, 3, 3001) == shards(3, 3000, 3, 3001)
+    assert [shard.length // 3 for shard in shards(0, 1000 * 3, 3, 3000, 3)] == [333, 334, 333]
+    assert shards(3, 1000 * 3, 3, 3001, 3) == shards(3, 3000, 3, 3001)
 
 
 @given(rows=st.integers(0, 300), row_size=st.integers(1, 40), servers=st.integers(1, 9))
 def test_no_shard_cuts_a_row(rows: int, row_size: int, servers: int) -> None:
     end = 0
-    for shard in row_shards(2, rows, row_size, servers, 500):
+    for shard in shards(2, rows * row_size, servers, 500, row_size):
         assert shard.offset == end
         assert shard.offset % row_size == 0
         assert shard.length % row_size == 0

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from gpukit import Machine, values
 
-from distrun_runtime.arrays.cpu import CpuDevice, Threads
-from distrun_runtime.arrays.device import on_host
+from distrun_runtime.arrays.device import CpuDevice, Threads, on_host
 from distrun_runtime.arrays.dtypes import DType
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import fuse, optimizers, update

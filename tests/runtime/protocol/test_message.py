@@ -21,7 +21,6 @@ from distrun_runtime.protocol.message import (
     DTYPES,
     Common,
     Entry,
-    Flag,
     Kind,
     Message,
     Payload,
@@ -59,7 +58,8 @@ def messages(draw: st.DrawFn) -> Message:
             payloads.append(draw(st.binary(min_size=size, max_size=size)))
     return Message(
         kind=draw(st.sampled_from(Kind)),
-        flags=draw(st.sampled_from([Flag.NONE, Flag.REPLY, Flag.REPLY | Flag.ERROR])),
+        is_reply=draw(st.booleans()),
+        is_error=draw(st.booleans()),
         store=draw(st.integers(0, 2**16 - 1)),
         role=draw(st.integers(0, 255)),
         rank=draw(I32),
@@ -133,7 +133,7 @@ def test_a_message_may_name_entries_by_their_bucket() -> None:
 def test_golden_bytes_of_head_and_entry() -> None:
     sent = Message(
         Kind.PUSH,
-        Flag.REPLY,
+        is_reply=True,
         store=2,
         role=3,
         rank=-1,

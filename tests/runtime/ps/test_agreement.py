@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from schedulerhistory import Job, init, reasons, record, rule, sends, spec, to
 
-from distrun_runtime.protocol.message import Flag, Kind
+from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps import role
 
 # What differs
@@ -406,9 +406,8 @@ def answer_apart(job: Job, actions: list[role.Action], *errors: str) -> list[rol
     """Let server i answer with error i; empty: it did what it was asked."""
     found: list[role.Action] = []
     for (link, sent), error in zip(sends(actions), errors, strict=True):
-        flags = Flag.REPLY | Flag.ERROR if error else Flag.REPLY
         body = {"reason": error, "error": "RuleError", "traceback": "their lines"} if error else {}
-        found += job.hear(link, Kind.RULE, flags, request=sent.request, **body)
+        found += job.hear(link, Kind.RULE, True, bool(error), request=sent.request, **body)
     return found
 
 

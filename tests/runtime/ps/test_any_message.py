@@ -19,7 +19,7 @@ from history_server import Piece, data, node, pieces_of, with_pieces
 
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.handshake import Opener
-from distrun_runtime.protocol.message import Flag, Kind, Message
+from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.scheduler import Scheduler
@@ -87,7 +87,7 @@ TO_SCHEDULER = [
     Message(Kind.LEFT, body={}),
     Message(Kind.CLOSE),
     Message(Kind.STATS),
-    Message(Kind.RULE, Flag.REPLY, body={}),
+    Message(Kind.RULE, is_reply=True, body={}),
 ]
 
 

@@ -13,7 +13,7 @@ from history_server import History, Piece, Sent, data, reason, said, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distrun_runtime.ops import reduce
+from distrun_runtime.ops import compression, reduce
 from distrun_runtime.ops.compression import CODECS
 from distrun_runtime.protocol.message import Kind
 
@@ -42,13 +42,13 @@ def stored(server: History) -> list[float]:
 
 
 def good(number: int) -> bytes:
-    if number == reduce.ROWS:
+    if number == compression.ROWS:
         return bytes(reduce.encode(np.array([1, 4]), np.ones((2, WIDTH), np.float32)))
     codec = next(each for each in CODECS.values() if each.number == number)
     return bytes(codec.encode(np.linspace(-1, 1, SIZE, dtype=np.float32), None, codec.check({})))
 
 
-NUMBERS = sorted([*(codec.number for codec in CODECS.values()), reduce.ROWS])
+NUMBERS = sorted([*(codec.number for codec in CODECS.values()), compression.ROWS])
 
 
 @st.composite
@@ -110,7 +110,7 @@ def test_a_pull_of_any_rows_gives_them_or_says_which_there_are(wanted: bytes | l
     is_listed = isinstance(wanted, list)
     payload = bytes(reduce.encode_rows(np.array(wanted, np.int64))) if isinstance(wanted, list) else wanted
     with live() as server:
-        reply = send(server, Kind.PULL, reduce.ROWS, payload, {}, 0)
+        reply = send(server, Kind.PULL, compression.ROWS, payload, {}, 0)
         if is_listed and sorted(set(wanted)) == wanted and all(0 <= row < ROWS for row in wanted):
             assert values([reply]) == {"c": [1.0] * WIDTH * len(wanted)}
         elif is_listed:

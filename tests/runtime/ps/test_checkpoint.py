@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from schedulerhistory import Job, init, reasons, record, rule, sends, spec, to
 
-from distrun_runtime.protocol.message import Flag, Kind
+from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps import role
 
 
@@ -42,7 +42,7 @@ def saved(job: Job, *rounds: tuple[int, int]) -> dict[str, Any]:
     actions: list[role.Action] = []
     for index, (link, sent) in enumerate(sends(save(job))):
         body = {"file": "server-%d.npz" % index, "holds": {"pieces": [[0, index, 1]]}, "rounds": list(rounds)}
-        actions += job.hear(link, Kind.SAVE, Flag.REPLY, request=sent.request, **body)
+        actions += job.hear(link, Kind.SAVE, is_reply=True, request=sent.request, **body)
     assert to(actions) == [("w%d" % rank, "SAVE") for rank in range(job.counts["workers"])]
     manifests = [sent.body["manifest"] for _, sent in sends(actions)]
     assert all(manifest == manifests[0] for manifest in manifests)
@@ -124,8 +124,8 @@ def test_workers_that_look_are_told_what_is_there_and_no_server_hears_of_it() ->
     source.hear("w0", Kind.SAVE, number=3, folder="/data", part="data-0", residuals=False)
     asked = sends(source.hear("w1", Kind.SAVE, number=3, folder="/data", residuals=True))
     body = {"holds": {"pieces": [[0, 0, 6]]}, "rounds": [[0, 4]]}
-    source.hear("s0", Kind.SAVE, Flag.REPLY, request=asked[0][1].request, file="server-0.npz", **body)
-    told = source.hear("s1", Kind.SAVE, Flag.REPLY, request=asked[1][1].request, file="server-1.npz", **body)
+    source.hear("s0", Kind.SAVE, is_reply=True, request=asked[0][1].request, file="server-0.npz", **body)
+    told = source.hear("s1", Kind.SAVE, is_reply=True, request=asked[1][1].request, file="server-1.npz", **body)
     manifest = sends(told)[0][1].body["manifest"]
     assert list(manifest["files"]) == ["server-0.npz", "server-1.npz", "worker-1.npz"]
     job = opened(Job(2, 2), "dist_sync", "w")
@@ -161,9 +161,10 @@ def test_when_one_server_cannot_read_all_drop_what_they_read() -> None:
     manifest = saved(opened(Job(), "dist_sync", "w"))
     job = opened(Job(2, 2), "dist_sync", "w")
     (_, first), (_, second) = sends(load(job, manifest))
-    job.hear("s0", Kind.LOAD, Flag.REPLY, request=first.request)
-    flags = Flag.REPLY | Flag.ERROR
-    dropped = job.hear("s1", Kind.LOAD, flags, request=second.request, reason="/data/x.npz is torn")
+    job.hear("s0", Kind.LOAD, is_reply=True, request=first.request)
+    dropped = job.hear(
+        "s1", Kind.LOAD, is_reply=True, is_error=True, request=second.request, reason="/data/x.npz is torn"
+    )
     assert actions_of(dropped) == [("s0", "drop"), ("s1", "drop")]
     assert reasons(job.answer(dropped)) == dict.fromkeys(("w0", "w1"), "server-1: /data/x.npz is torn")
 

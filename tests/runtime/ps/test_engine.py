@@ -11,7 +11,7 @@ import pytest
 from gated_rules import Gate
 from history_server import Piece, data, raw
 
-from distrun_runtime.arrays import find as devices
+from distrun_runtime.arrays import device as devices
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import Kind

@@ -15,11 +15,11 @@ from gpukit import Machine, gpus_of_process, values
 from history_server import History, Piece, data, raw, reason, said
 from history_server import values as values_of
 
-from distrun_runtime.arrays import arena, dtypes
-from distrun_runtime.arrays import find as devices
+from distrun_runtime.arrays import device as devices
+from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.cuda import CudaError, CudaOutOfMemory, ProgramError
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.arrays.segments import Pool, address_of
+from distrun_runtime.arrays.shared_memory import Pool, address_of
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression, fuse
 from distrun_runtime.ops import optimizers as rules
@@ -302,7 +302,7 @@ def test_a_move_that_fails_at_any_step_leaves_the_store_where_it_was(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, deterministic: bool
 ) -> None:
     """The GPU's memory ends at each array in turn, then each copy fails: no array is elsewhere, or lost."""
-    monkeypatch.setattr(arena, "FIRST_BYTES", 1024)
+    monkeypatch.setattr(devices, "FIRST_BYTES", 1024)
     gpu, host = devices.get("gpu:0"), devices.get("cpu:0")
     pool = machine.gpus.get(0).pool
 
@@ -534,7 +534,7 @@ def test_a_pull_to_which_nothing_was_lent_is_refused(machine: Machine) -> None:
 def server(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[History]:
     """A server on a GPU whose engine's thread does all work."""
     monkeypatch.setattr(cluster, "MUCH_BYTES", 0)
-    monkeypatch.setattr(arena, "FIRST_BYTES", 4096)
+    monkeypatch.setattr(devices, "FIRST_BYTES", 4096)
     with History(settings={"server_device": "gpu:0"}) as made:
         yield made
 

@@ -10,7 +10,7 @@ from cluster import TOKEN
 from history_server import SCHEDULER, History, data, node, reason, said, values
 
 from distrun_runtime.protocol.handshake import Acceptor
-from distrun_runtime.protocol.message import Flag, Kind
+from distrun_runtime.protocol.message import Kind
 from distrun_runtime.transport.zeromq import Up
 
 pytestmark = pytest.mark.usefixtures("engine")
@@ -141,7 +141,7 @@ def test_a_signal_ends_it_well(serving: Serving) -> None:
     assert (bye.link, bye.kind, bye.is_reply) == (SCHEDULER, Kind.BYE, False)
     assert server.published == [{"told": "SIGTERM"}]
     assert server.finish is None
-    server.hear(SCHEDULER, data(Kind.BYE, flags=Flag.REPLY))
+    server.hear(SCHEDULER, data(Kind.BYE, is_reply=True))
     assert server.finish is not None
     assert (server.finish.code, server.finish.reason) == (0, "told to stop")
 
@@ -190,6 +190,6 @@ def test_a_server_whose_device_failed_says_why_on_every_connection_before_it_end
     assert all("server-0@" in each.body["reason"] for each in sent[:3])
     assert all(each.body["reason"].endswith("failed: gpu:0 is broken") for each in sent[:3])
     assert server.finish is None
-    server.hear(SCHEDULER, data(Kind.ABORT, flags=Flag.REPLY))
+    server.hear(SCHEDULER, data(Kind.ABORT, is_reply=True))
     assert server.finish is not None
     assert (server.finish.code, server.finish.reason) == (1, "gpu:0 is broken")

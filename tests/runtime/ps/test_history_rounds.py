@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from history_server import History, Piece, data, raw, reason, said, values
 
-from distrun_runtime.protocol.message import Flag, Kind
+from distrun_runtime.protocol.message import Kind
 
 pytestmark = pytest.mark.usefixtures("engine")
 
@@ -359,7 +359,7 @@ def test_rows_must_be_whole_in_every_piece(serving: Serving) -> None:
 def test_an_unknown_request_is_refused_and_a_reply_or_a_stranger_is_not_answered(serving: Serving) -> None:
     server = serving()
     assert reason(server.ask(0, Kind.BARRIER)) == "server-0 knows no BARRIER"
-    assert server.hear("w0", data(Kind.PULL, [Piece(0)], flags=Flag.REPLY)) == []
+    assert server.hear("w0", data(Kind.PULL, [Piece(0)], is_reply=True)) == []
     assert server.hear("s9", data(Kind.PULL, [Piece(0)])) != [], "it is told to say HELLO"
     assert server.log.count("event=bad-bytes reason=PULL before WELCOME") == 1
 
@@ -530,7 +530,7 @@ def test_another_server_that_does_not_say_for_whom_it_speaks_is_refused(
 
 
 def test_a_worker_of_another_host_is_told_that_this_server_is_no_relay_for_it(serving: Serving) -> None:
-    message = replace(data(Kind.PULL, [Piece(0)], request=3), flags=Flag.RELAYED)
+    message = replace(data(Kind.PULL, [Piece(0)], request=3), is_relayed=True)
     assert reason(serving(servers=2).hear("w0", message)) == (
         "server-0 is no relay for worker-0: they are on two hosts"
     )

@@ -13,10 +13,10 @@ import pytest
 from cluster import config
 from scripted_transport import Held, Script
 
-from distrun_runtime.arrays import find as devices
+from distrun_runtime.arrays import device as devices
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.handshake import Acceptor, NodeIdentity, Opener
-from distrun_runtime.protocol.message import Flag, Kind, Message
+from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.engine import WorkEngine
 from distrun_runtime.ps.loop import Loop
@@ -48,7 +48,7 @@ class Echo:
         if isinstance(event, role.SignalReceived):
             return [role.Finish(0)]
         if isinstance(event, role.MessageReceived):
-            answer = Message(event.message.kind, Flag.REPLY, request=event.message.request)
+            answer = Message(event.message.kind, is_reply=True, request=event.message.request)
             return [*self.follow, *([role.Send(event.link, answer)] if int(event.message.body["must"]) else [])]
         return []
 
@@ -235,7 +235,7 @@ def test_an_answer_that_cannot_be_read_is_the_end_of_its_connection(loop: Office
     """Whoever waits for it would wait for ever."""
     wire = loop.wire()
     wire.enter()
-    wire.transport.send("loop", message.encode(Message(Kind.STATS, Flag.REPLY, request=3)))
+    wire.transport.send("loop", message.encode(Message(Kind.STATS, is_reply=True, request=3)))
     loop.settle()
     [broken] = [event for event in loop.role.events if isinstance(event, role.Broken)]
     assert broken.reason == "its answer to STATS is malformed: KeyError: 'must'"

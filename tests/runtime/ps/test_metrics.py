@@ -13,7 +13,7 @@ from gpukit import Machine, gpus_of_process
 from history_server import History
 from manual import ManualJob
 
-from distrun_runtime.arrays import find
+from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.cuda import CudaMissing
 from distrun_runtime.contract import metrics
 from distrun_runtime.ps.counters import Lags, NodeMetrics
@@ -127,7 +127,7 @@ def test_a_server_tells_where_its_values_are_and_why_not_on_a_gpu(monkeypatch: p
     def missing() -> None:
         raise CudaMissing("a GPU needs cupy, which is not installed")
 
-    monkeypatch.setattr(find, "gpus", missing)
+    monkeypatch.setattr(devices, "gpus", missing)
     for more, wanted in (({"on_devices": True}, True), ({}, False)):
         with History(settings={"server_device": "auto"}, has_keys=False) as server:
             assert server.devices() == {}

@@ -14,7 +14,7 @@ from cluster import Cluster, config, open_store
 from gpukit import Machine, gpus_of_process
 from history_server import Piece, data
 
-from distrun_runtime.arrays import arena, find
+from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.cuda import CudaMissing, ProgramError
 from distrun_runtime.arrays.gpu import GpuDevice
 from distrun_runtime.errors import ContractError, KVError, PeerLost
@@ -23,7 +23,7 @@ from distrun_runtime.ops.optimizers import RuleSpec, rule_of
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import DTYPE_CODES, Kind
 from distrun_runtime.ps import arithmetic, device_choice, role
-from distrun_runtime.ps.device_choice import DeviceChoice, Placement, StoreNeeds, decide, need_of, obstacle_of
+from distrun_runtime.ps.device_choice import DeviceChoice, Placement, decide, need_of, obstacle_of
 from distrun_runtime.ps.engine import WorkEngine
 from distrun_runtime.ps.node import placement_of
 from distrun_runtime.ps.shards import Store, relayed
@@ -52,7 +52,7 @@ def values_of(
     store = Store(number, 2)
     store.on_devices = on_devices
     store.is_deterministic = deterministic
-    made = Values(store, find.get("cpu:0"))
+    made = Values(store, devices.get("cpu:0"))
     add(made, *lengths, code=code, rows=rows)
     return made
 
@@ -70,7 +70,7 @@ class Said(list[tuple[str, str]]):
 
 
 def placed(asked: str = "auto", **options: Any) -> tuple[Placement, Said]:
-    placement, said = Placement(find.get("cpu:0"), asked, **options), Said()
+    placement, said = Placement(devices.get("cpu:0"), asked, **options), Said()
     placement.say = lambda level, text: said.append((level, text))
     return placement, said
 
@@ -79,29 +79,29 @@ def placed(asked: str = "auto", **options: Any) -> tuple[Placement, Said]:
 
 
 @pytest.mark.parametrize(
-    ("asked", "store", "room", "on_gpu", "is_unexpected"),
+    ("asked", "on_devices", "need", "obstacle", "room", "on_gpu", "is_unexpected"),
     [
-        ("cpu", StoreNeeds(True, 1), 10, False, False),
-        ("auto", StoreNeeds(True, 10), 10, True, False),
-        ("auto", StoreNeeds(True, 11), 10, False, False),
-        ("auto", StoreNeeds(True, 11), None, True, False),
-        ("auto", StoreNeeds(False, 1), 10, False, False),
-        ("auto", StoreNeeds(True, 1, "key 'e' is row-sparse"), 10, False, False),
-        ("gpu", StoreNeeds(False, 11), 10, True, False),
-        ("gpu:1", StoreNeeds(True, 11), 10, True, False),
-        ("gpu:1", StoreNeeds(False, 1, "key 'e' is row-sparse"), 10, False, True),
+        ("cpu", True, 1, "", 10, False, False),
+        ("auto", True, 10, "", 10, True, False),
+        ("auto", True, 11, "", 10, False, False),
+        ("auto", True, 11, "", None, True, False),
+        ("auto", False, 1, "", 10, False, False),
+        ("auto", True, 1, "key 'e' is row-sparse", 10, False, False),
+        ("gpu", False, 11, "", 10, True, False),
+        ("gpu:1", True, 11, "", 10, True, False),
+        ("gpu:1", False, 1, "key 'e' is row-sparse", 10, False, True),
     ],
 )
 def test_a_store_is_where_it_was_asked_for_or_where_it_fits(
-    asked: str, store: StoreNeeds, room: int | None, on_gpu: bool, is_unexpected: bool
+    asked: str, on_devices: bool, need: int, obstacle: str, room: int | None, on_gpu: bool, is_unexpected: bool
 ) -> None:
-    found = decide(asked, store, room)
+    found = decide(asked, on_devices, need, room, obstacle)
     assert (found.on_gpu, found.is_unexpected) == (on_gpu, is_unexpected)
-    assert bool(found.why) == (on_gpu or store.obstacle != "" or (asked == "auto" and store.on_devices))
+    assert bool(found.why) == (on_gpu or obstacle != "" or (asked == "auto" and on_devices))
 
 
 def test_stores_that_need_no_gpu_are_in_the_hosts_memory_without_a_word() -> None:
-    assert decide("auto", StoreNeeds(False, 1), 10) == decide("cpu", StoreNeeds(True, 1), 10) == DeviceChoice(False)
+    assert decide("auto", False, 1, 10) == decide("cpu", True, 1, 10) == DeviceChoice(False)
 
 
 def test_weights_states_two_rounds_and_what_a_message_brings_have_to_fit() -> None:
@@ -141,8 +141,8 @@ def test_no_list_of_sizes_makes_arenas_take_more_than_was_estimated(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Keys of random sizes and dtypes, given their places in random groups, with all that two rounds can keep."""
-    monkeypatch.setattr(arena, "FIRST_BYTES", 4096)
-    monkeypatch.setattr(arena, "BLOCK_BYTES", 64 * 1024)
+    monkeypatch.setattr(devices, "FIRST_BYTES", 4096)
+    monkeypatch.setattr(devices, "BLOCK_BYTES", 64 * 1024)
     random = np.random.default_rng(seed)
     gpu = machine.gpus.get(0)
     values = values_of()
@@ -221,7 +221,7 @@ def test_without_a_gpu_stores_of_device_kinds_stay_and_why_is_said_once(monkeypa
     def missing() -> int:
         raise CudaMissing("a GPU needs cupy, which is not installed")
 
-    monkeypatch.setattr(find, "gpus", missing)
+    monkeypatch.setattr(devices, "gpus", missing)
     placement, said = placed()
     for number in (1, 2):
         assert placement.place(values_of(100, number=number), None) is placement.host
@@ -311,7 +311,7 @@ def test_a_gpu_that_is_not_there_is_an_error_with_what_to_type(machine: Machine)
 
 def test_servers_without_values_look_for_no_gpu() -> None:
     node = config("server", servers=1, relays=1, rank=1, server_device="gpu:99")
-    placement_of(node, find.get("cpu:0")).open()
+    placement_of(node, devices.get("cpu:0")).open()
 
 
 def test_a_server_without_its_gpu_ends_before_it_binds_anything() -> None:

@@ -10,7 +10,7 @@ from cluster import config
 from schedulerhistory import Job, finish, init, logs, node, reasons, record, rule, sends, to
 
 from distrun_runtime.ops.optimizers import RuleSpec
-from distrun_runtime.protocol.message import Flag, Kind
+from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps import role
 from distrun_runtime.ps.scheduler import Scheduler
 
@@ -31,8 +31,8 @@ def test_the_roster_goes_out_when_all_are_here_and_to_workers_when_the_servers_h
     actions = job.register("w0", "worker", 0)
     assert to(actions) == [("s0", "ROSTER"), ("s1", "ROSTER")]
     (_, first), (_, second) = sends(actions)
-    assert job.hear("s1", Kind.ROSTER, Flag.REPLY, request=second.request) == []
-    last = job.hear("s0", Kind.ROSTER, Flag.REPLY, request=first.request)
+    assert job.hear("s1", Kind.ROSTER, is_reply=True, request=second.request) == []
+    last = job.hear("s0", Kind.ROSTER, is_reply=True, request=first.request)
     assert to(last) == [("w0", "ROSTER"), ("w1", "ROSTER")]
     assert [sent.body["rank"] for _, sent in [*sends(actions), *sends(last)]] == [0, 1, 0, 1]
     nodes = first.body["nodes"]
@@ -626,7 +626,7 @@ def test_what_it_does_not_know_is_refused_or_noted() -> None:
     assert reasons(job.hear("w0", Kind.PULL)) == {"w0": "the scheduler knows no PULL"}
     assert logs(job.hear("s0", Kind.BARRIER)) == ["server-0@d1 (pid 1) sent BARRIER, which only workers send"]
     assert job.hear("nobody", Kind.BARRIER) == []
-    assert job.hear("s0", Kind.RULE, Flag.REPLY, request=77) == []
+    assert job.hear("s0", Kind.RULE, is_reply=True, request=77) == []
 
 
 # Several scripts, one after the other

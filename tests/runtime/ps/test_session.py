@@ -11,7 +11,7 @@ import pytest
 from cluster import Cluster, config
 from gpukit import Machine, gpus_of_process
 
-from distrun_runtime.arrays.segments import BLOCKS
+from distrun_runtime.arrays.shared_memory import BLOCKS
 from distrun_runtime.errors import KVError, PeerLost, TimedOut, because_of
 from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.transport.inproc import InprocNetwork

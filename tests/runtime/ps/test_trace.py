@@ -10,7 +10,7 @@ import pytest
 from cluster import config
 
 from distrun_runtime.protocol.handshake import Acceptor, Opener
-from distrun_runtime.protocol.message import Entry, Flag, Kind, Message, Payload, entries_of
+from distrun_runtime.protocol.message import Entry, Kind, Message, Payload, entries_of
 from distrun_runtime.ps.trace import Trace, describe
 
 LINE = re.compile(r"distrun role=(worker|server|scheduler)( rank=\d+)? time=\d\d:\d\d:\d\d\.\d{3} (\S+=\S*( |$))+")
@@ -34,7 +34,7 @@ PUSH = Message(
 def test_a_message_is_one_line_of_pairs_with_role_and_rank() -> None:
     trace, out = traced(2)
     trace.sent("server-0", PUSH)
-    trace.received("in:00ff", Message(Kind.BARRIER, Flag.REPLY, store=1, request=3))
+    trace.received("in:00ff", Message(Kind.BARRIER, is_reply=True, store=1, request=3))
     first, second = out.getvalue().splitlines()
     assert LINE.fullmatch(first)
     assert LINE.fullmatch(second)
@@ -120,5 +120,5 @@ def test_neither_values_nor_token_nor_proofs_are_shown() -> None:
 
 
 def test_a_refusal_shows_its_reason() -> None:
-    message = Message(Kind.PULL, Flag.REPLY | Flag.ERROR, request=1, body={"reason": "no such\nkey"})
+    message = Message(Kind.PULL, is_reply=True, is_error=True, request=1, body={"reason": "no such\nkey"})
     assert describe(message) == "kind=pull store=0 request=1 reply=error reason='no such\\nkey'"

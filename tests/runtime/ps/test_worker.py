@@ -10,7 +10,7 @@ from cluster import config
 
 from distrun_runtime.errors import KVError, PeerLost, Refused, RuleError, RuntimeFault, TimedOut
 from distrun_runtime.protocol.handshake import NodeIdentity
-from distrun_runtime.protocol.message import Entry, Flag, Kind, Message, entries_of
+from distrun_runtime.protocol.message import Entry, Kind, Message, entries_of
 from distrun_runtime.ps import role
 from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.worker import Ask, Goodbye, Worker
@@ -61,8 +61,8 @@ class Rig:
         request = Request(what)
         return request, self.do(self.worker.handle(role.CallSubmitted(Ask(request, messages, entries_of)), 0))
 
-    def reply(self, link: str, request: int, flags: Flag = Flag.NONE, **body: Any) -> list[role.Action]:
-        return self.hear(link, Message(Kind.PULL, Flag.REPLY | flags, request=request, body=body))
+    def reply(self, link: str, request: int, is_error: bool = False, **body: Any) -> list[role.Action]:
+        return self.hear(link, Message(Kind.PULL, is_reply=True, is_error=is_error, request=request, body=body))
 
 
 def sends(actions: list[role.Action]) -> list[tuple[str, Message]]:
@@ -105,7 +105,8 @@ def test_a_refusal_is_the_error_and_names_who_refused() -> None:
 
 def test_without_a_scheduler_it_gives_up_at_the_deadline() -> None:
     rig = Rig(is_ready=False)
-    assert rig.worker.tick(19.9) == []
+    rig.do(rig.worker.tick(19.9))
+    assert not rig.ready.is_done
     rig.do(rig.worker.tick(20))
     error = error_of(rig.ready)
     assert isinstance(error, TimedOut)
@@ -161,7 +162,7 @@ def test_a_refused_request_raises_what_the_other_side_says(name: str, kind: type
     rig = Rig()
     request, actions = rig.ask(("server-0", PULL))
     [(_, message)] = sends(actions)
-    rig.reply("server-0", message.request, Flag.ERROR, reason="no such piece", error=name, traceback="theirs")
+    rig.reply("server-0", message.request, is_error=True, reason="no such piece", error=name, traceback="theirs")
     error = error_of(request)
     assert type(error) is kind
     assert str(error) == "pull of key 'w': no such piece"
@@ -173,7 +174,7 @@ def test_one_refusal_ends_the_request_and_later_replies_do_no_harm() -> None:
     rig = Rig()
     request, actions = rig.ask(("server-0", PULL), ("server-1", PULL))
     (_, one), (_, other) = sends(actions)
-    rig.reply("server-0", one.request, Flag.ERROR, reason="no")
+    rig.reply("server-0", one.request, is_error=True, reason="no")
     assert request.is_done
     assert rig.reply("server-1", other.request) == []
     assert rig.reply("server-1", 12345) == []
@@ -185,7 +186,7 @@ def test_a_refused_push_is_over_when_all_servers_have_answered() -> None:
     push = Message(Kind.PUSH)
     request, actions = rig.ask(("server-0", push), ("server-1", push), what="push of key 'w'")
     (_, one), (_, other) = sends(actions)
-    assert rig.reply("server-0", one.request, Flag.ERROR, reason="no") == []
+    assert rig.reply("server-0", one.request, is_error=True, reason="no") == []
     assert not request.is_done
     rig.reply("server-1", other.request)
     with pytest.raises(KVError, match="push of key 'w': no"):
@@ -214,7 +215,7 @@ def test_a_message_whose_bucket_a_server_does_not_know_is_sent_again_with_its_en
     request, actions = rig.ask(("server-0", push), ("server-1", push), what="push of key 'w'", entries_of=told)
     (_, one), (_, other) = sends(actions)
     rig.reply("server-0", one.request)
-    [(link, again)] = sends(rig.reply("server-1", other.request, Flag.ERROR, reason="which?", again=True))
+    [(link, again)] = sends(rig.reply("server-1", other.request, is_error=True, reason="which?", again=True))
     assert (link, again.request, asked) == ("server-1", other.request, [1])
     assert (again.bucket, again.step, again.payloads) == (0, 0, other.payloads)
     assert again.entries.tobytes() == named(1).tobytes()
@@ -227,7 +228,7 @@ def test_a_message_that_names_its_entries_is_sent_again_as_it_was() -> None:
     rig = Rig()
     request, actions = rig.ask(("server-0", PULL), entries_of=named)
     [(_, message)] = sends(actions)
-    assert sends(rig.reply("server-0", message.request, Flag.ERROR, again=True)) == [("server-0", message)]
+    assert sends(rig.reply("server-0", message.request, is_error=True, again=True)) == [("server-0", message)]
     rig.reply("server-0", message.request)
     assert len(request.wait(0)) == 1
 
@@ -236,8 +237,8 @@ def test_a_message_that_is_refused_again_is_an_error() -> None:
     rig = Rig()
     request, actions = rig.ask(("server-0", by_bucket(1, Kind.PULL)), entries_of=named)
     [(_, message)] = sends(actions)
-    assert sends(rig.reply("server-0", message.request, Flag.ERROR, reason="which?", again=True))
-    assert not sends(rig.reply("server-0", message.request, Flag.ERROR, reason="which, please?", again=True))
+    assert sends(rig.reply("server-0", message.request, is_error=True, reason="which?", again=True))
+    assert not sends(rig.reply("server-0", message.request, is_error=True, reason="which, please?", again=True))
     assert str(error_of(request)) == "pull of key 'w': which, please?"
 
 
@@ -251,7 +252,7 @@ def test_what_is_sent_again_goes_in_the_order_of_the_refusals_and_before_what_is
     _, actions = rig.ask(("server-0", by_bucket(3)), entries_of=named)
     assert sends(actions) == [], "the window is full"
     for each in (first, second):
-        [(_, again)] = sends(rig.reply("server-0", each.request, Flag.ERROR, again=True))
+        [(_, again)] = sends(rig.reply("server-0", each.request, is_error=True, again=True))
         assert again.request == each.request
     [(_, third)] = sends(rig.reply("server-0", first.request))
     assert (third.bucket, third.step) == (3, 3), "what was queued names the bucket still, and is sent again in its turn"
@@ -262,9 +263,9 @@ def test_a_message_of_a_request_that_has_failed_is_sent_again_all_the_same() -> 
     rig = Rig()
     request, actions = rig.ask(("server-0", by_bucket(1, Kind.PULL)), ("server-1", PULL), entries_of=named)
     (_, one), (_, other) = sends(actions)
-    rig.reply("server-1", other.request, Flag.ERROR, reason="no")
+    rig.reply("server-1", other.request, is_error=True, reason="no")
     assert request.is_done
-    [(_, again)] = sends(rig.reply("server-0", one.request, Flag.ERROR, again=True))
+    [(_, again)] = sends(rig.reply("server-0", one.request, is_error=True, again=True))
     assert again.request == one.request
     assert rig.reply("server-0", one.request) == []
 
@@ -286,7 +287,7 @@ def test_a_node_that_a_server_says_is_lost_counts_as_lost() -> None:
     """A server's refusal came before the scheduler's word: there was a PeerLost, and nobody was dead."""
     rig = Rig()
     request, actions = rig.ask(("server-0", PULL))
-    rig.reply("server-0", sends(actions)[0][1].request, Flag.ERROR, error="PeerLost", reason="gone", who="worker-1")
+    rig.reply("server-0", sends(actions)[0][1].request, is_error=True, error="PeerLost", reason="gone", who="worker-1")
     assert isinstance(error_of(request), PeerLost)
     assert rig.worker.dead == {"worker-1"}
 
@@ -295,7 +296,7 @@ def test_the_agent_hears_of_a_lost_node_also_if_the_script_catches_the_error() -
     rig = Rig()
     _, actions = rig.ask(("server-0", PULL))
     told = rig.reply(
-        "server-0", sends(actions)[0][1].request, Flag.ERROR, error="PeerLost", reason="gone", who="worker-1"
+        "server-0", sends(actions)[0][1].request, is_error=True, error="PeerLost", reason="gone", who="worker-1"
     )
     assert told[0] == role.Publish({"lost_peer": "worker-1", "message": "pull of key 'w': gone"})
 
@@ -334,7 +335,7 @@ def test_a_wait_that_is_too_short_names_who_has_not_answered() -> None:
 @pytest.mark.parametrize("kind", [Kind.LOST, Kind.ROSTER])
 def test_a_refusal_of_an_order_is_no_order(kind: Kind) -> None:
     rig = Rig()
-    assert rig.hear("scheduler", Message(kind, flags=Flag.REPLY, body={"reason": "it is not for you"})) == []
+    assert rig.hear("scheduler", Message(kind, is_reply=True, body={"reason": "it is not for you"})) == []
 
 
 def test_a_lost_peer_ends_every_call_with_an_error_that_names_it() -> None:
@@ -377,7 +378,7 @@ def test_bye_is_answered_and_ends_the_node() -> None:
     actions = rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(request)), 0))
     assert [(link, message.kind) for link, message in sends(actions)] == [("scheduler", Kind.BYE)]
     assert not request.is_done
-    actions = rig.hear("scheduler", Message(Kind.BYE, Flag.REPLY))
+    actions = rig.hear("scheduler", Message(Kind.BYE, is_reply=True))
     assert role.Finish(0) in actions
     assert request.is_done
 
@@ -394,7 +395,7 @@ def test_a_server_that_goes_first_at_the_end_is_no_loss() -> None:
     rig = Rig()
     rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(Request("goodbye"))), 0))
     assert rig.broken("server-0") == []
-    assert role.Finish(0) in rig.hear("scheduler", Message(Kind.BYE, Flag.REPLY))
+    assert role.Finish(0) in rig.hear("scheduler", Message(Kind.BYE, is_reply=True))
 
 
 def test_abort_names_the_reason_and_ends_when_the_scheduler_has_it() -> None:
@@ -404,7 +405,7 @@ def test_abort_names_the_reason_and_ends_when_the_scheduler_has_it() -> None:
     [(link, message)] = sends(actions)
     assert (link, message.kind, message.body) == ("scheduler", Kind.ABORT, {"reason": "ValueError: x"})
     assert not request.is_done
-    assert role.Finish(0) in rig.hear("scheduler", Message(Kind.ABORT, Flag.REPLY))
+    assert role.Finish(0) in rig.hear("scheduler", Message(Kind.ABORT, is_reply=True))
     assert request.is_done
 
 
@@ -431,7 +432,7 @@ def test_a_goodbye_that_nobody_can_hear_ends_at_once(state: str) -> None:
 
 
 def test_a_stray_answer_to_bye_does_no_harm() -> None:
-    assert Rig().hear("server-0", Message(Kind.BYE, Flag.REPLY)) == []
+    assert Rig().hear("server-0", Message(Kind.BYE, is_reply=True)) == []
 
 
 def test_only_nodes_of_the_job_may_connect() -> None:

@@ -19,9 +19,9 @@ from gpukit import Machine, gpus_of_process
 
 from distrun_runtime import kvstore
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.borrowing import Loan
 from distrun_runtime.arrays.cuda import CudaError
 from distrun_runtime.arrays.gpu import GpuArray
+from distrun_runtime.arrays.gpu_devices import Loan
 from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed
 from distrun_runtime.kvstore import KVStore, RowSparse
 from distrun_runtime.ps.session import NodeSession

@@ -11,7 +11,8 @@ from distrun_runtime.arrays.device import on_host
 from distrun_runtime.arrays.dtypes import BFLOAT16, narrow
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codec
-from distrun_runtime.ops.partition import Shard, compressed_shards
+from distrun_runtime.ops.partition import Shard
+from distrun_runtime.ops.partition import shards as shards_of
 from distrun_runtime.ops.reduce import How
 from distrun_runtime.protocol.message import DTYPE_CODES
 from distrun_runtime.ps.role import Request
@@ -133,7 +134,7 @@ def test_settings_of_keys_go_before_that_of_all() -> None:
 def test_shards_of_a_value_share_its_residual_and_make_the_bytes_of_the_whole() -> None:
     n = 1000
     gradient = np.random.default_rng(3).standard_normal(n).astype(np.float32)
-    shards = compressed_shards(0, n, 11, 100, 16)
+    shards = shards_of(0, n, 11, 100, 16)
     assert len(shards) == 11
     one, other = compressor(), compressor()
     for _ in range(3):

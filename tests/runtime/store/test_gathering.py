@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cluster import Cluster
 
-from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.errors import StoreClosed
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.protocol import message

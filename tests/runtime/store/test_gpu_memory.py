@@ -11,8 +11,8 @@ from cluster import Cluster
 from gpukit import Machine, gpus_of_process, values
 from gpustores import Store, put
 
-from distrun_runtime.arrays import segments
-from distrun_runtime.arrays.segments import BLOCKS, PAGE, Pool
+from distrun_runtime.arrays import shared_memory
+from distrun_runtime.arrays.shared_memory import BLOCKS, PAGE, Pool
 from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.dist import DistBackend
@@ -24,7 +24,7 @@ SHAPES = [(50, 30), (700, 20), (20000,), (3,), (4, 5)]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """No block has room for more than it was made for, and none is of another test."""
-    monkeypatch.setattr(segments, "FIRST_BYTES", 4 * PAGE)
+    monkeypatch.setattr(shared_memory, "FIRST_BYTES", 4 * PAGE)
     monkeypatch.setattr(BLOCKS, "_known", {})
 
 

@@ -14,8 +14,8 @@ from gpukit import values
 from realgpus import ON_BOTH
 
 from distrun_runtime import kvstore
-from distrun_runtime.arrays import find
-from distrun_runtime.arrays.cpu import CpuDevice
+from distrun_runtime.arrays import device as devices
+from distrun_runtime.arrays.device import CpuDevice
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.kvstore import KVStore
 
@@ -29,7 +29,7 @@ class Interface:
     """An array of a library that has `__cuda_array_interface__` and no stream: all of its work is done."""
 
     def __init__(self, array: Array) -> None:
-        device = find.gpu(0)
+        device = devices.gpu(0)
         self.array = device.put(array)
         device.synchronize()
         self.__cuda_array_interface__ = {
@@ -38,7 +38,7 @@ class Interface:
         }
 
     def host(self) -> Array:
-        device = find.gpu(0)
+        device = devices.gpu(0)
         device.synchronize()
         return device.host(self.array)
 

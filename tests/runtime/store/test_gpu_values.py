@@ -17,9 +17,9 @@ from fakearrays import put as libraries
 from gpukit import Machine, gpus_of_process, values
 from gpustores import Store, put
 
-from distrun_runtime.arrays import dtypes, find
-from distrun_runtime.arrays.cpu import Threads
-from distrun_runtime.arrays.device import is_on_host, on_host
+from distrun_runtime.arrays import device as devices
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.device import Threads, is_on_host, on_host
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.ps.session import NodeSession
@@ -349,10 +349,12 @@ def test_a_closed_store_gives_the_memory_of_its_gpus_back(machine: Machine, is_c
 def test_without_peer_access_sums_of_two_gpus_are_the_same(monkeypatch: pytest.MonkeyPatch, allowed: str) -> None:
     monkeypatch.setenv("MXNET_ENABLE_GPU_P2P", allowed)
     with gpus_of_process(Machine(2)) as machine:
-        monkeypatch.setattr(find, "_gpus", [])  # made with the environment as it is now
+        monkeypatch.setattr(devices, "_gpus", [])  # made with the environment as it is now
         store = Store(LocalBackend("device"), {"w": np.zeros(9, F32)})
         given = [values((9,), F32, k) for k in range(3)]
-        store.push([find.get(place).put(each) for place, each in zip(("gpu:0", "gpu:1", "gpu:0"), given, strict=True)])
+        store.push(
+            [devices.get(place).put(each) for place, each in zip(("gpu:0", "gpu:1", "gpu:0"), given, strict=True)]
+        )
         assert store.pulled()[0].tobytes() == expected(given).tobytes()
         calls = machine.standin.calls
         assert calls["copy_peer"] > 0

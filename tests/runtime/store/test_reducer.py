@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from distrun_runtime import kvstore
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.cpu import Threads
+from distrun_runtime.arrays.device import Threads
 from distrun_runtime.arrays.dtypes import Array, narrow, widen
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore, RowSparse

@@ -13,7 +13,7 @@ import pytest
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression
 from distrun_runtime.ops.partition import Shard
-from distrun_runtime.protocol.message import DTYPE_CODES, Entry, Flag, Message, Payload, rows_of
+from distrun_runtime.protocol.message import DTYPE_CODES, Entry, Message, Payload, rows_of
 from distrun_runtime.ps.counters import Stages
 from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.routing import mxnet_shards
@@ -36,11 +36,11 @@ class Sending:
         if setting is not None:
             self.compressor.set(Compression.of(setting))
         node = SimpleNamespace(
-            num_servers=servers,
+            value_servers=[f"server-{rank}" for rank in range(servers)],
             staging=lambda link: None,
             is_shared=lambda array: False,
             stages=Stages(),
-            relays={},
+            worker=SimpleNamespace(relays={}),
         )
         link: Any = SimpleNamespace(store=1, node=node, ask=self._ask, stage=lambda stage: nullcontext())
         self.transfers = Transfers(link, self.compressor)
@@ -56,7 +56,7 @@ class Sending:
         return Request(what)
 
     def push(self, *values: Any) -> list[Message]:
-        self.transfers.push("push", self.keys, values, CallOptions(3), body={})
+        self.transfers.push("push", self.keys, values, CallOptions(3))
         return [message for _, message in self.asked]
 
     def pull(self, *outs: Any) -> Any:
@@ -70,7 +70,7 @@ def answer(message: Message, payloads: Any, **changes: Any) -> Message:
     entries["payload"] = Payload.FRAME
     for name, value in changes.items():
         entries[name] = value
-    return replace(message, flags=Flag.REPLY, entries=entries, payloads=payloads)
+    return replace(message, is_reply=True, entries=entries, payloads=payloads)
 
 
 def test_a_compressed_contribution_has_the_codecs_number_and_parameters() -> None:

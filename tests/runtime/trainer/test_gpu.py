@@ -17,11 +17,11 @@ from gpukit import Machine, gpus_of_process
 from gputensors import GpuTensor, Torch
 from realgpus import ON_REAL
 
-from distrun_runtime.arrays import find
-from distrun_runtime.arrays.borrowing import Borrowing
+from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.cuda import CudaMissing
 from distrun_runtime.arrays.dtypes import BFLOAT16, Array, narrow, work_dtype
 from distrun_runtime.arrays.gpu import GpuDevice
+from distrun_runtime.arrays.gpu_devices import Borrowing
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore, KVStoreBase
 from distrun_runtime.trainer import Parameter, Trainer, trainer
@@ -238,7 +238,7 @@ def overlapping(
         backward(tensors)
         trainer.step()
         for _ in range(100):  # the stand-in's events are not done when they are asked first
-            find.gpus().borrowing.keeper.collect()
+            devices.gpus().borrowing.keeper.collect()
         return [tensor.get().reshape(-1).tolist() for each in tensors for tensor in each]
 
     with Cluster(1, over="inproc") as job:
@@ -440,7 +440,7 @@ def test_a_store_from_another_package_gives_the_weights_of_worker_0(
         raise CudaMissing("a GPU needs cupy, which is not installed")
 
     if not has_cupy:
-        monkeypatch.setattr(find, "gpus", missing)
+        monkeypatch.setattr(devices, "gpus", missing)
     replicas = [torch.tensor(np.zeros((2, 2), np.float32), device) for device in range(2)]
     Trainer([Parameter(replicas)], "sgd", {"learning_rate": 1.0}, Summing(7))
     assert [each.get().tolist() for each in replicas] == [[[7, 7], [7, 7]]] * 2
@@ -486,7 +486,7 @@ def test_without_cupy_gpus_are_trained_through_the_host(torch: Torch, monkeypatc
 
     expected = train(Model(torch), "device")
     model = Model(torch)
-    monkeypatch.setattr(find, "gpus", missing)
+    monkeypatch.setattr(devices, "gpus", missing)
     with Trainer(model.params, "adam", {"learning_rate": 0.1}, "device") as trainer:
         for step in range(STEPS):
             model.backward(10 * step)

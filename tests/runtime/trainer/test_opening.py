@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distrun_runtime.errors import KVError
-from distrun_runtime.trainer.agreement import BIG, Case, decide
+from distrun_runtime.trainer.agreement import BIG, Case, decide, wants_store
 
 NONE, SUMS, UPDATES = (False, False), (True, False), (True, True)
 
@@ -13,10 +13,11 @@ NONE, SUMS, UPDATES = (False, False), (True, False), (True, True)
 def resolved(**case: object) -> tuple[bool, bool] | str:
     """Return (has a store, it updates), or what is said against it."""
     try:
-        decision = decide(Case(**case))  # type: ignore[arg-type]
+        made = Case(**case)  # type: ignore[arg-type]
+        updates = decide(made)
     except KVError as err:
         return str(err)
-    return decision.has_store, decision.update_on_kvstore
+    return wants_store(made), updates
 
 
 @pytest.mark.parametrize("kind", [None, "local", "device"])

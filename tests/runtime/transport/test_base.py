@@ -11,7 +11,7 @@ import pytest
 from ports import free_port
 from transports import HOST, LONG, endpoint, frames_of, has, until, welcomed
 
-from distrun_runtime.arrays.segments import Pool
+from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.transport import base, zeromq
 from distrun_runtime.transport.base import Arrived, Down, Event, Released, Transport, Up
 from distrun_runtime.transport.faults import NO_FAULTS, Faulty

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from transports import DEADLINE_S, LONG, endpoint, has, until, welcomed
 
-from distrun_runtime.arrays.segments import Pool
+from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.transport import host_paths, host_segments
 from distrun_runtime.transport.base import Arrived, Down, PathChosen, Released
 from distrun_runtime.transport.host_paths import BulkTransport
@@ -308,7 +308,7 @@ def test_who_has_connected_and_not_proven_itself_yet_is_waited_for(pair: Callabl
     between.connect(b"\0" + first["socket"].encode())
     fast.take("server-1", second)
     acceptor.taken("in:bb")
-    board = host_segments._new_board(bytes.fromhex(first["nonce"]))
+    board = host_segments._Board.made(bytes.fromhex(first["nonce"]))
     host_segments._tell(between, acceptor._proof(bytes.fromhex(first["nonce"])), board.fd)
     acceptor.taken("in:aa")
     assert acceptor.is_open("in:aa")
@@ -346,7 +346,7 @@ def test_another_user_at_the_socket_gets_nothing_even_with_the_right_proof(pair:
         """
         import sys
         from distrun_runtime.transport import host_segments
-        from distrun_runtime.arrays.segments import Pool
+        from distrun_runtime.arrays.shared_memory import Pool
         host_segments._check_user = lambda one: None
         host_segments.Segments(%r, [Pool()]).take("server-0", {"socket": sys.argv[1], "nonce": sys.argv[2]})
         print("sent", flush=True)
@@ -463,7 +463,7 @@ PROGRAM = textwrap.dedent(
     import numpy as np
     sys.path[:0] = %r
     from transports import LONG, HOST, endpoint, HELLO
-    from distrun_runtime.arrays.segments import Pool
+    from distrun_runtime.arrays.shared_memory import Pool
     from distrun_runtime.transport.base import Arrived, PathChosen, Up
     from distrun_runtime.transport.host_paths import BulkTransport
     from distrun_runtime.transport.zeromq import ZmqTransport
@@ -594,7 +594,7 @@ def test_nothing_is_left_behind() -> None:
 def test_a_segment_that_was_given_back_is_unmapped_by_who_had_it(
     pair: Callable[..., Pair], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distrun_runtime.arrays.segments.FIRST_BYTES", 1 << 16)
+    monkeypatch.setattr("distrun_runtime.arrays.shared_memory.FIRST_BYTES", 1 << 16)
     one = pair()
     one.agree()
     pool, mapped = one.pools[1], one.acceptor._segments._peers[one.link].mapped

@@ -15,6 +15,7 @@ import pytest
 from ports import free_port
 from transports import HOST, LONG, SHORT, endpoint, frames_of, has, until
 
+from distrun_runtime.transport import zeromq
 from distrun_runtime.transport.base import Arrived, Down, Released, Up
 from distrun_runtime.transport.zeromq import ZERO_COPY_BYTES, ZmqTransport
 
@@ -64,8 +65,9 @@ def node() -> Iterator[ZmqTransport]:
 
 
 @pytest.fixture
-def lenient() -> Iterator[ZmqTransport]:
-    transport = ZmqTransport(LONG, frame_limit=1 << 20)
+def lenient(monkeypatch: pytest.MonkeyPatch) -> Iterator[ZmqTransport]:
+    monkeypatch.setattr(zeromq, "FRAME_LIMIT", 1 << 20)
+    transport = ZmqTransport(LONG)
     yield transport
     transport.close()
 

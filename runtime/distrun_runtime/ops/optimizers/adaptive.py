@@ -10,7 +10,7 @@ from typing import ClassVar, cast
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.ops.optimizers.base import COMMON, DECAY, LAZY, Rates, Rule, State, learning_rate
+from distrun_runtime.ops.optimizers.base import COMMON, DECAY, LAZY, Rates, Rule, State, decay, learning_rate
 from distrun_runtime.ops.params import Param
 
 BETAS = (
@@ -24,6 +24,20 @@ def epsilon(default: float) -> Param:
     return Param("epsilon", default, low=0.0, alias="eps")
 
 
+def moments(rule: Rule, grad: Array, state: State) -> Array:
+    """Take `grad` into m and v; return a new array of its shape and of no meaning, to go on with."""
+    mean, variance = cast(Array, state["mean"]), cast(Array, state["variance"])
+    beta1, beta2 = rule.number("beta1"), rule.number("beta2")
+    room = np.multiply(grad, 1.0 - beta1)
+    mean *= beta1
+    mean += room
+    np.multiply(grad, grad, out=room)
+    room *= 1.0 - beta2
+    variance *= beta2
+    variance += room
+    return room
+
+
 class Adam(Rule):
     """t += 1; g' = clip(rescale_grad g + wd w), then with b1, b2 for beta1, beta2.
 
@@ -35,14 +49,11 @@ class Adam(Rule):
 
     name = "adam"
     table: ClassVar[tuple[Param, ...] | None] = (learning_rate(0.001), *BETAS, epsilon(1e-8), *COMMON, LAZY)
-
-    def start(self, weight: Array) -> State:
-        """Return m and v."""
-        return {"mean": np.zeros_like(weight), "variance": np.zeros_like(weight)}
+    keeps = ("mean", "variance")
 
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""
-        step = self.moments(self.decayed(weight, grad, rates), state)
+        step = moments(self, self.decayed(weight, grad, rates), state)
         self.quotient(state, step)
         step *= rates.learning_rate * self.correction(rates.updates)
         weight -= step
@@ -55,19 +66,6 @@ class Adam(Rule):
         np.add(self.scaled(grad), result, out=result)
         self.clip(result)
         return result
-
-    def moments(self, grad: Array, state: State) -> Array:
-        """Take `grad` into m and v; return a new array of its shape and of no meaning, to go on with."""
-        mean, variance = cast(Array, state["mean"]), cast(Array, state["variance"])
-        beta1, beta2 = self.number("beta1"), self.number("beta2")
-        room = np.multiply(grad, 1.0 - beta1)
-        mean *= beta1
-        mean += room
-        np.multiply(grad, grad, out=room)
-        room *= 1.0 - beta2
-        variance *= beta2
-        variance += room
-        return room
 
     def quotient(self, state: State, out: Array) -> None:
         """Write m / (sqrt(v) + epsilon) into `out`."""
@@ -95,10 +93,9 @@ class AdamW(Adam):
 
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""
-        step = self.moments(self.clipped(grad), state)
+        step = moments(self, self.clipped(grad), state)
         self.quotient(state, step)
-        if rates.wd:
-            step += rates.wd * weight
+        decay(step, weight, rates)
         step *= rates.learning_rate * (self.correction(rates.updates) if self.params["correct_bias"] else 1.0)
         weight -= step
 
@@ -122,7 +119,7 @@ class TorchAdamW(Adam):
         """Update in place."""
         if rates.wd:
             weight *= 1.0 - rates.learning_rate * rates.wd
-        step = self.moments(self.clipped(grad), state)
+        step = moments(self, self.clipped(grad), state)
         np.sqrt(cast(Array, state["variance"]), out=step)
         step /= math.sqrt(1.0 - self.number("beta2") ** rates.updates)
         step += self.number("epsilon")
@@ -142,16 +139,12 @@ class Adamax(Rule):
 
     name = "adamax"
     table = (learning_rate(0.002), *BETAS, epsilon(1e-8), *COMMON)
-
-    def start(self, weight: Array) -> State:
-        """Return m and u."""
-        return {"mean": np.zeros_like(weight), "largest": np.zeros_like(weight)}
+    keeps = ("mean", "largest")
 
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""
         given = self.rescaled(grad)
-        if rates.wd:
-            given += rates.wd * weight
+        decay(given, weight, rates)
         self.clip(given)
         mean, largest = cast(Array, state["mean"]), cast(Array, state["largest"])
         beta1 = self.number("beta1")
@@ -195,7 +188,7 @@ class Nadam(Adam):
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""
         given = self.decayed(weight, grad, rates)
-        step = self.moments(given, state)
+        step = moments(self, given, state)
         t = rates.updates
         np.multiply(given, (1.0 - self._mu(t)) / (1.0 - self._product(t)), out=step)
         step += self._mu(t + 1) / (1.0 - self._product(t + 1)) * cast(Array, state["mean"])
@@ -243,12 +236,11 @@ class RmsProp(Rule):
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""
         step = self.rescaled(grad)
-        if rates.wd:
-            step += rates.wd * weight
+        decay(step, weight, rates)
         self.clip(step)
-        square, decay = cast(Array, state["square"]), self.number("gamma1")
-        square *= decay
-        square += (1.0 - decay) * np.multiply(step, step)
+        square, gamma = cast(Array, state["square"]), self.number("gamma1")
+        square *= gamma
+        square += (1.0 - gamma) * np.multiply(step, step)
         if self.params["centered"]:
             weight += self._centered(step, square, state, rates)
         else:
@@ -260,9 +252,9 @@ class RmsProp(Rule):
             np.clip(weight, -limit, limit, out=weight)
 
     def _centered(self, step: Array, square: Array, state: State, rates: Rates) -> Array:
-        mean, delta, decay = cast(Array, state["mean"]), cast(Array, state["delta"]), self.number("gamma1")
-        mean *= decay
-        mean += (1.0 - decay) * step
+        mean, delta, gamma = cast(Array, state["mean"]), cast(Array, state["delta"]), self.number("gamma1")
+        mean *= gamma
+        mean += (1.0 - gamma) * step
         step *= rates.learning_rate
         step /= np.sqrt(square - np.multiply(mean, mean) + self.number("epsilon"))
         delta *= self.number("gamma2")
@@ -278,19 +270,14 @@ class AdaGrad(Rule):
 
     name = "adagrad"
     table = (learning_rate(0.01), Param("eps", 1e-7, low=0.0, alias="epsilon"), *COMMON)
-
-    def start(self, weight: Array) -> State:
-        """Return h."""
-        return {"history": np.zeros_like(weight)}
+    keeps = ("history",)
 
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""
-        step, history = self.rescaled(grad), cast(Array, state["history"])
-        self.clip(step)
+        step, history = self.cut(grad), cast(Array, state["history"])
         history += np.multiply(step, step)
         step /= np.sqrt(history + self.number("eps"))
-        if rates.wd:
-            step += rates.wd * weight
+        decay(step, weight, rates)
         step *= rates.learning_rate
         weight -= step
 
@@ -306,15 +293,11 @@ class AdaDelta(Rule):
 
     name = "adadelta"
     table = (learning_rate(1.0), Param("rho", 0.9, low=0.0, high=1.0), epsilon(1e-5), *COMMON)
-
-    def start(self, weight: Array) -> State:
-        """Return n and d."""
-        return {"square": np.zeros_like(weight), "delta": np.zeros_like(weight)}
+    keeps = ("square", "delta")
 
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""
-        given, rho, tiny = self.rescaled(grad), self.number("rho"), self.number("epsilon")
-        self.clip(given)
+        given, rho, tiny = self.cut(grad), self.number("rho"), self.number("epsilon")
         square, delta = cast(Array, state["square"]), cast(Array, state["delta"])
         square *= rho
         square += (1.0 - rho) * np.multiply(given, given)
@@ -322,8 +305,7 @@ class AdaDelta(Rule):
         given /= np.sqrt(square + tiny)
         delta *= rho
         delta += (1.0 - rho) * np.multiply(given, given)
-        if rates.wd:
-            given += rates.wd * weight
+        decay(given, weight, rates)
         given *= rates.learning_rate
         weight -= given
 
@@ -339,20 +321,16 @@ class Ftml(Rule):
 
     name = "ftml"
     table = (learning_rate(0.01), replace(BETAS[0], default=0.6), BETAS[1], epsilon(1e-8), *COMMON)
-
-    def start(self, weight: Array) -> State:
-        """Return v, d and z."""
-        return {name: np.zeros_like(weight) for name in ("variance", "d", "z")}
+    keeps = ("variance", "d", "z")
 
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""
         if not rates.learning_rate:
             return
         given, beta1, beta2 = self.rescaled(grad), self.number("beta1"), self.number("beta2")
-        if rates.wd:
-            given += rates.wd * weight
+        decay(given, weight, rates)
         self.clip(given)
-        variance, before, z = (cast(Array, state[name]) for name in ("variance", "d", "z"))
+        variance, before, z = (cast(Array, state[name]) for name in self.keeps)
         variance *= beta2
         variance += (1.0 - beta2) * np.multiply(given, given)
         present = np.sqrt(variance / (1.0 - beta2**rates.updates))
@@ -384,17 +362,13 @@ class Ftrl(Rule):
         Param("beta", 1.0, low=0.0),
         *COMMON,
     )
-
-    def start(self, weight: Array) -> State:
-        """Return z and n."""
-        return {"z": np.zeros_like(weight), "n": np.zeros_like(weight)}
+    keeps = ("z", "n")
 
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""
         if not rates.learning_rate:
             return
-        given, z, n = self.rescaled(grad), cast(Array, state["z"]), cast(Array, state["n"])
-        self.clip(given)
+        given, z, n = self.cut(grad), cast(Array, state["z"]), cast(Array, state["n"])
         root = np.sqrt(n)
         n += np.multiply(given, given)
         new_root = np.sqrt(n)

@@ -91,11 +91,14 @@ class Rates:
 class Rule(ABC):
     """One update rule with its parameters; it holds no weight and no state itself.
 
-    A rule of yours has a `table` (None: any parameters, as JSON) and defines `start` and `update`.
+    A rule of yours has a `table` (None: any parameters, as JSON), says what it `keeps` or defines `start`, and defines
+    `update`.
     """
 
     name: str
     table: ClassVar[tuple[Param, ...] | None] = None
+    keeps: ClassVar[tuple[str, ...]] = ()
+    """The arrays of a weight's state, by name; they begin as zeros."""
     needs_norms: ClassVar[bool] = False
     """Whether it is a `NormRule`, which works in two phases on a weight that is cut into slices."""
     is_elementwise: ClassVar[bool] = True
@@ -118,7 +121,7 @@ class Rule(ABC):
         """
         if cls.table is None:
             return cast(Dict[str, Json], dict(params))
-        result = complete(getattr(cls, "name", cls.__name__), cls.table, params)
+        result = complete(f"rule {getattr(cls, 'name', cls.__name__)!r}", cls.table, params)
         found = schedule.read(result.get("lr_scheduler"))
         if found is not None and "learning_rate" in result:
             if "learning_rate" in params or "lr" in params:
@@ -184,9 +187,9 @@ class Rule(ABC):
 
     # --- what a rule defines
 
-    @abstractmethod
     def start(self, weight: Array) -> State:
         """Return the state of a weight; `weight` has the dtype that `update` will see. `updates` is counted for you."""
+        return {name: np.zeros_like(weight) for name in self.keeps}
 
     @abstractmethod
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
@@ -213,8 +216,10 @@ class Rule(ABC):
 
     def clipped(self, grad: Array) -> Array:
         """Return clip(rescale_grad * grad), only to be read: `grad` itself if neither changes it."""
-        if self.params["clip_gradient"] is None:
-            return self.scaled(grad)
+        return self.scaled(grad) if self.params["clip_gradient"] is None else self.cut(grad)
+
+    def cut(self, grad: Array) -> Array:
+        """Return clip(rescale_grad * grad) as a new array."""
         result = self.rescaled(grad)
         self.clip(result)
         return result
@@ -271,6 +276,12 @@ class Rule(ABC):
                 whole.reshape(weight.shape)[rows] = part
             else:
                 state[name] = part
+
+
+def decay(step: Array, weight: Array, rates: Rates) -> None:
+    """Add wd w to a step, in place."""
+    if rates.wd:
+        step += rates.wd * weight
 
 
 def work_of(weight: Array, state: State) -> Array:

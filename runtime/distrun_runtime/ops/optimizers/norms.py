@@ -17,7 +17,7 @@ import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array, narrow, widen
 from distrun_runtime.contract.dataclass import dataclass
-from distrun_runtime.ops.optimizers.adaptive import BETAS, epsilon
+from distrun_runtime.ops.optimizers.adaptive import BETAS, epsilon, moments
 from distrun_runtime.ops.optimizers.base import (
     COMMON,
     PLAIN,
@@ -25,6 +25,7 @@ from distrun_runtime.ops.optimizers.base import (
     Rates,
     Rule,
     State,
+    decay,
     learning_rate,
     shaped,
     spread,
@@ -132,29 +133,18 @@ class Lamb(NormRule):
         Param("bias_correction", True),
         *COMMON,
     )
-
-    def start(self, weight: Array) -> State:
-        """Return m and v."""
-        return {"mean": np.zeros_like(weight), "variance": np.zeros_like(weight)}
+    keeps = ("mean", "variance")
 
     def direction(self, weight: Array, grad: Array, state: State, rates: Rates) -> tuple[Array, tuple[float, ...]]:
         """Return d, and the squares of w and d."""
         beta1, beta2 = self.number("beta1"), self.number("beta2")
         mean, variance = cast(Array, state["mean"]), cast(Array, state["variance"])
-        given = self.rescaled(grad)
-        self.clip(given)
-        mean *= beta1
-        mean += (1.0 - beta1) * given
-        np.multiply(given, given, out=given)
-        given *= 1.0 - beta2
-        variance *= beta2
-        variance += given
+        moments(self, self.clipped(grad), state)
         is_corrected = bool(self.params["bias_correction"])
         root = np.sqrt(variance / (1.0 - beta2**rates.updates) if is_corrected else variance)
         root += self.number("epsilon")
         result = np.divide(mean / (1.0 - beta1**rates.updates) if is_corrected else mean, root, out=root)
-        if rates.wd:
-            result += rates.wd * weight
+        decay(result, weight, rates)
         return result, (sum_of_squares(weight), sum_of_squares(result))
 
     def move(self, weight: Array, direction: Array, totals: tuple[float, ...], state: State, rates: Rates) -> None:
@@ -204,8 +194,7 @@ class Lars(NormRule):
         given = self.rescaled(grad)
         squares = sum_of_squares(weight), sum_of_squares(given)
         self.clip(given)
-        if rates.wd:
-            given += rates.wd * weight
+        decay(given, weight, rates)
         return given, squares
 
     def move(self, weight: Array, direction: Array, totals: tuple[float, ...], state: State, rates: Rates) -> None:

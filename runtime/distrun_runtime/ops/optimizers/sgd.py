@@ -12,7 +12,7 @@ import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array, name_of
 from distrun_runtime.errors import KVError
-from distrun_runtime.ops.optimizers.base import COMMON, LAZY, MULTI, RESCALE, Rates, Rule, State, learning_rate
+from distrun_runtime.ops.optimizers.base import COMMON, LAZY, MULTI, RESCALE, Rates, Rule, State, decay, learning_rate
 from distrun_runtime.ops.params import Json, Param
 
 MOMENTUM = Param("momentum", 0.0, low=0.0, high=1.0)
@@ -104,10 +104,8 @@ class TorchSgd(Sgd):
 
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""
-        step = self.rescaled(grad)
-        self.clip(step)
-        if rates.wd:
-            step += rates.wd * weight
+        step = self.cut(grad)
+        decay(step, weight, rates)
         if "momentum" in state:
             velocity = cast(Array, state["momentum"])
             velocity *= self.number("momentum")
@@ -116,7 +114,7 @@ class TorchSgd(Sgd):
         weight -= rates.learning_rate * step
 
 
-class Signum(Rule):
+class Signum(Sgd):
     """g' = clip(rescale_grad g) + wd w; m = momentum m + (1 - momentum) g'; w -= learning_rate (sign(m) + wd_lh w).
 
     Without momentum (signSGD): w -= learning_rate (sign(rescale_grad g) + (wd + wd_lh) w).
@@ -128,32 +126,27 @@ class Signum(Rule):
     name = "signum"
     table = (learning_rate(0.01), replace(MOMENTUM, default=0.9), Param("wd_lh", 0.0, low=0.0), *COMMON)
 
-    def start(self, weight: Array) -> State:
-        """Return the momentum m, if there is any."""
-        return {"momentum": np.zeros_like(weight)} if self.params["momentum"] else {}
-
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""
-        step, decay = self.rescaled(grad), self.number("wd_lh")
+        step, share = self.rescaled(grad), self.number("wd_lh")
         if "momentum" in state:
             mean = cast(Array, state["momentum"])
             self.clip(step)
-            if rates.wd:
-                step += rates.wd * weight
+            decay(step, weight, rates)
             mean *= self.number("momentum")
             step *= 1.0 - self.number("momentum")
             mean += step
             np.sign(mean, out=step)
         else:
-            decay += rates.wd
+            share += rates.wd
             np.sign(step, out=step)
-        if decay:
-            weight *= 1.0 - rates.learning_rate * decay
+        if share:
+            weight *= 1.0 - rates.learning_rate * share
         step *= rates.learning_rate
         weight -= step
 
 
-class Dcasgd(Rule):
+class Dcasgd(Sgd):
     """Asynchronous descent that corrects the delay of gradients. g' = clip(rescale_grad g), and with p for previous:
 
     v = momentum v - learning_rate (g' + wd w + lamda g' g' (w - p)); p = w; w += v.
@@ -167,22 +160,17 @@ class Dcasgd(Rule):
 
     def start(self, weight: Array) -> State:
         """Return p, and v if there is a momentum."""
-        state: State = {"previous": weight.copy()}
-        if self.params["momentum"]:
-            state["momentum"] = np.zeros_like(weight)
-        return state
+        return {"previous": weight.copy(), **super().start(weight)}
 
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""
-        given, previous = self.rescaled(grad), cast(Array, state["previous"])
-        self.clip(given)
+        given, previous = self.cut(grad), cast(Array, state["previous"])
         step = np.subtract(weight, previous)
         step *= given
         step *= given
         step *= self.number("lamda")
         step += given
-        if rates.wd:
-            step += rates.wd * weight
+        decay(step, weight, rates)
         step *= rates.learning_rate
         previous[...] = weight
         descend(weight, step, state, self.number("momentum"))
@@ -203,16 +191,10 @@ class Sgld(Rule):
     is_elementwise = False
     table = (learning_rate(0.01), Param("seed", 0.0, reader=_seed), *COMMON)
 
-    def start(self, weight: Array) -> State:
-        """Return no state."""
-        return {}
-
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""
-        step = self.rescaled(grad)
-        self.clip(step)
-        if rates.wd:
-            step += rates.wd * weight
+        step = self.cut(grad)
+        decay(step, weight, rates)
         step *= rates.learning_rate / 2
         weight -= step
         stream = json.dumps([int(cast(float, self.params["seed"])), rates.key, rates.updates])
@@ -264,10 +246,6 @@ class Test(Rule):
         if dtype.kind in "iu" and (rescale != int(rescale) or abs(rescale) >= 2**63):
             text = "rule 'test' with rescale_grad=%g updates float weights, not %s: whole numbers only"
             raise KVError(text % (rescale, name_of(dtype)))
-
-    def start(self, weight: Array) -> State:
-        """Return no state."""
-        return {}
 
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""

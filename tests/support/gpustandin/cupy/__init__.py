@@ -29,9 +29,9 @@ sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(
 import cxx
 from cudastandin import StandIn, outside_of_locks
 
-from distrun_runtime.arrays import cupydriver
+from distrun_runtime.arrays import cupy_driver
 from distrun_runtime.arrays.cuda import DriverError, Event, HostMemory, Pointer, Stream
-from distrun_runtime.arrays.segments import address_of
+from distrun_runtime.arrays.shared_memory import address_of
 
 __version__ = "14.0.0 (a stand-in)"
 
@@ -40,7 +40,7 @@ standin = StandIn(
     memory=int(os.environ.get("STANDIN_MEMORY", str(1 << 26))),
     compiled=cxx.compiled,
 )
-cupydriver.CupyDriver = lambda cupy: standin  # type: ignore[assignment, misc]
+cupy_driver.CupyDriver = lambda cupy: standin  # type: ignore[assignment, misc]
 
 _lock = threading.Lock()
 _streams: dict[int, Stream] = {}

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distrun_runtime.arrays import segments
+from distrun_runtime.arrays import shared_memory
 from distrun_runtime.arrays.dtypes import NAMES, parse
-from distrun_runtime.arrays.segments import PAGE, Pool, Stitched, address_of, stitched
+from distrun_runtime.arrays.shared_memory import PAGE, Pool, Stitched, address_of, stitched
 
 FLOAT = np.dtype(np.float32)
 
@@ -73,8 +73,8 @@ def test_memory_is_used_again_when_the_last_view_of_it_is_gone() -> None:
 
 
 def test_an_array_larger_than_a_segment_has_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "FIRST_BYTES", 1 << 16)
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 1 << 17)
+    monkeypatch.setattr(shared_memory, "FIRST_BYTES", 1 << 16)
+    monkeypatch.setattr(shared_memory, "SEGMENT_BYTES", 1 << 17)
     pool = Pool()
     small, large = pool.empty((10,), FLOAT), pool.empty((1 << 18,), FLOAT)
     assert small is not None
@@ -147,9 +147,9 @@ def test_no_descriptor_stays_when_a_pool_is_gone() -> None:
     assert count() == before
 
 
-@pytest.mark.parametrize("left", [0, segments.FIRST_BYTES // 4])
+@pytest.mark.parametrize("left", [0, shared_memory.FIRST_BYTES // 4])
 def test_no_more_than_half_of_the_memory_that_is_left_is_taken(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
-    monkeypatch.setattr(segments, "memory_left", lambda: left)
+    monkeypatch.setattr(shared_memory, "memory_left", lambda: left)
     pool = Pool()
     assert pool.empty((left // 4 + 1000,), FLOAT) is None
     assert "%d bytes of memory are left here" % left in pool.why_not
@@ -187,8 +187,8 @@ def test_the_limits_of_control_groups_above_count_too(tmp_path: Path) -> None:
         (root / folder).mkdir(parents=True, exist_ok=True)
         for name, text in names.items():
             (root / folder / name).write_text(text + "\n")
-    assert sorted(segments._groups_left(root, own)) == [0, 600]
-    assert segments.memory_left() > 0
+    assert sorted(shared_memory._groups_left(root, own)) == [0, 600]
+    assert shared_memory.memory_left() > 0
 
 
 # Several pieces as one
@@ -254,8 +254,8 @@ def test_the_same_pieces_are_mapped_once() -> None:
 @given(st.lists(st.integers(1, 30 * PAGE), min_size=1, max_size=30), st.booleans())
 def test_arrays_of_what_was_reserved_need_no_new_segment(sizes: list[int], is_one: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "FIRST_BYTES", 16 * PAGE)
-        patch.setattr(segments, "SEGMENT_BYTES", 64 * PAGE)
+        patch.setattr(shared_memory, "FIRST_BYTES", 16 * PAGE)
+        patch.setattr(shared_memory, "SEGMENT_BYTES", 64 * PAGE)
         pool = Pool()
         assert pool.reserve(sum(sizes), len(sizes)) if is_one else all(pool.reserve(size) for size in sizes)
         before = pool.size
@@ -269,7 +269,7 @@ def test_arrays_of_what_was_reserved_need_no_new_segment(sizes: list[int], is_on
 
 def test_where_no_memory_is_left_nothing_is_reserved_and_arrays_come_by_need(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool()
-    monkeypatch.setattr(segments, "memory_left", lambda: 1 << 20)
+    monkeypatch.setattr(shared_memory, "memory_left", lambda: 1 << 20)
     assert not pool.reserve(1 << 24)
     assert "1048576 bytes of memory are left" in pool.why_not
     monkeypatch.undo()
@@ -281,10 +281,10 @@ def test_what_is_reserved_is_at_most_half_of_the_memory_and_a_refusal_leaves_not
 ) -> None:
     """However often it is asked for, by whichever store."""
     pool, host = Pool(), 64 << 20
-    monkeypatch.setattr(segments, "memory_left", lambda: host - pool.size)
+    monkeypatch.setattr(shared_memory, "memory_left", lambda: host - pool.size)
     answers = [pool.reserve(4 << 20, times=2, store=number % 2) for number in range(8)]
     assert answers == [True] * 4 + [False] * 4
-    assert pool.size <= host // 2 + segments.FIRST_BYTES
+    assert pool.size <= host // 2 + shared_memory.FIRST_BYTES
     before, reserved = pool.size, dict(pool._reserved)
     assert not pool.reserve(40 << 20, store=7)
     assert (pool.size, pool._reserved) == (before, reserved)
@@ -320,8 +320,8 @@ def test_a_closed_pool_makes_no_arrays_and_those_in_use_stay_valid() -> None:
 def test_a_pool_gives_back_segments_that_have_no_array_and_goes_on_until_it_needs_a_new_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(segments, "FIRST_BYTES", 4 * PAGE)
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 4 * PAGE)
+    monkeypatch.setattr(shared_memory, "FIRST_BYTES", 4 * PAGE)
+    monkeypatch.setattr(shared_memory, "SEGMENT_BYTES", 4 * PAGE)
     pool = Pool()
     before = len(os.listdir("/proc/self/fd"))
     kept: list[Any] = [pool.empty((4 * PAGE,), np.dtype(np.uint8)) for _ in range(4)]
@@ -348,7 +348,7 @@ def test_a_pool_gives_back_segments_that_have_no_array_and_goes_on_until_it_need
 
 
 def test_a_pool_with_reserved_room_gives_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "FIRST_BYTES", 4 * PAGE)
+    monkeypatch.setattr(shared_memory, "FIRST_BYTES", 4 * PAGE)
     pool = Pool()
     assert pool.reserve(64 * PAGE, store=1)
     assert pool.reserve(64 * PAGE, store=2)

@@ -20,7 +20,7 @@ import pytest
 from children import exit_code_of
 from fakecupy import CONTEXT, FakeCupy
 
-from distrun_runtime.arrays import cubins, cupydriver
+from distrun_runtime.arrays import cupy_driver
 from distrun_runtime.arrays.cuda import (
     Cuda,
     CudaError,
@@ -37,23 +37,23 @@ from distrun_runtime.arrays.cuda import (
     Update,
     Write,
 )
-from distrun_runtime.arrays.programs import OPTIONS, Access, Kernel, KernelParameter, Program
+from distrun_runtime.arrays.gpu_programs import OPTIONS, Access, Kernel, KernelParameter, Program
 from distrun_runtime.errors import StoreClosed
 
 
 def test_cuda_is_opened_once_a_process_and_not_in_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
     fakecupy.install(monkeypatch)
-    monkeypatch.setattr(cupydriver, "_opened", [])
-    monkeypatch.setattr(cupydriver, "_opener", [])
-    assert cupydriver.of_process() is cupydriver.of_process()
-    monkeypatch.setattr(cupydriver, "_opener", [12])  # as if this were a child
+    monkeypatch.setattr(cupy_driver, "_opened", [])
+    monkeypatch.setattr(cupy_driver, "_opener", [])
+    assert cupy_driver.of_process() is cupy_driver.of_process()
+    monkeypatch.setattr(cupy_driver, "_opener", [12])  # as if this were a child
     with pytest.raises(StoreClosed, match="forked from process 12"):
-        cupydriver.of_process()
+        cupy_driver.of_process()
 
 
 def test_a_child_that_is_forked_while_cuda_is_opened_does_not_wait_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cupydriver, "_opened", [])
-    monkeypatch.setattr(cupydriver, "_opener", [])
+    monkeypatch.setattr(cupy_driver, "_opened", [])
+    monkeypatch.setattr(cupy_driver, "_opener", [])
     inside, go_on = threading.Event(), threading.Event()
 
     def opened() -> None:
@@ -61,14 +61,14 @@ def test_a_child_that_is_forked_while_cuda_is_opened_does_not_wait_for_that(monk
         go_on.wait(20)
         raise CudaMissing("none")
 
-    monkeypatch.setattr(cupydriver, "open_cupy", opened)
+    monkeypatch.setattr(cupy_driver, "open_cupy", opened)
     with ThreadPoolExecutor(1) as pool:
-        opening = pool.submit(cupydriver.of_process)
+        opening = pool.submit(cupy_driver.of_process)
         assert inside.wait(20)
 
         def child() -> None:
             with pytest.raises(StoreClosed, match="forked from process %d" % os.getppid()):
-                cupydriver.of_process()
+                cupy_driver.of_process()
 
         try:
             assert exit_code_of(child) == 0
@@ -76,7 +76,7 @@ def test_a_child_that_is_forked_while_cuda_is_opened_does_not_wait_for_that(monk
             go_on.set()
         with pytest.raises(CudaMissing, match="none"):
             opening.result(20)
-    assert not cupydriver._opener  # a child may try, now
+    assert not cupy_driver._opener  # a child may try, now
 
 
 # What is missing
@@ -85,14 +85,14 @@ def test_a_child_that_is_forked_while_cuda_is_opened_does_not_wait_for_that(monk
 def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(CudaMissing, match=r"cupy, which is not installed. fix: pip install 'distrun\[cuda12\]'"):
-        cupydriver.open_cupy()
+        cupy_driver.open_cupy()
 
 
 def test_a_broken_cupy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = fakecupy.install(monkeypatch)
     del cupy.cuda
     with pytest.raises(CudaMissing, match=r"installed, but fails: AttributeError.*fix: pip install"):
-        cupydriver.open_cupy()
+        cupy_driver.open_cupy()
 
 
 @pytest.mark.parametrize(("devices", "status", "text"), [(0, 0, "counts none"), (1, 35, "Insuff"), (1, 100, "NoDev")])
@@ -103,13 +103,13 @@ def test_without_a_gpu_or_driver_the_error_says_so(
     if status:
         cupy.statuses["getDeviceCount"] = status
     with pytest.raises(CudaMissing, match="cupy 14.2.0 finds no GPU here .*%s.*nvidia-smi" % text):
-        cupydriver.open_cupy()
+        cupy_driver.open_cupy()
 
 
 def test_nothing_imports_cupy_until_a_gpu_is_asked_for() -> None:
     code = (
-        "import sys; from distrun_runtime import kvstore; from distrun_runtime.arrays import find, cupydriver;"
-        "find.get('cpu:0'); print('cupy' in sys.modules)"
+        "import sys; from distrun_runtime import kvstore; from distrun_runtime.arrays import device, cupy_driver;"
+        "device.get('cpu:0'); print('cupy' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
@@ -130,7 +130,7 @@ PROGRAM = Program(
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCupy:
-    monkeypatch.setattr(cubins, "find_folder", lambda: str(tmp_path))
+    monkeypatch.setattr(cupy_driver, "find_folder", lambda: str(tmp_path))
     return fakecupy.install(monkeypatch)
 
 
@@ -142,7 +142,7 @@ def made(cupy: FakeCupy) -> list[tuple[object, ...]]:
 
 
 def test_every_call_has_cupys_arguments_and_the_right_current_device(cupy: FakeCupy) -> None:
-    cuda = cupydriver.open_cupy()
+    cuda = cupy_driver.open_cupy()
     assert made(cupy) == [("getDeviceCount", 0)]
     far, near = Pointer(0x1000, 1, 64), Pointer(0x2000, 0, 64)
     host, stream, event = HostMemory(0x3000, 64), Stream(1, 77), Event(1, 88)
@@ -189,7 +189,7 @@ def test_every_call_has_cupys_arguments_and_the_right_current_device(cupy: FakeC
 
 
 def test_read_only_memory_is_registered_where_a_gpu_can_that(cupy: FakeCupy) -> None:
-    cuda, host = cupydriver.open_cupy(), HostMemory(0x3000, 64)
+    cuda, host = cupy_driver.open_cupy(), HostMemory(0x3000, 64)
     stream = cuda.stream(1)  # a device that is in use: no context is made on another one
     made(cupy)
     cupy.answers["deviceGetAttribute"] = 1
@@ -208,7 +208,7 @@ def test_read_only_memory_is_registered_where_a_gpu_can_that(cupy: FakeCupy) -> 
 
 
 def test_the_current_device_of_the_thread_stays_what_it_was(cupy: FakeCupy) -> None:
-    cuda = cupydriver.open_cupy()
+    cuda = cupy_driver.open_cupy()
     cupy.statuses["malloc"] = 2
     cupy.cuda.runtime.setDevice(1)
     with pytest.raises(CudaOutOfMemory):
@@ -247,7 +247,7 @@ def every_call(cuda: Cuda, device: int) -> None:
 
 
 def test_a_process_that_uses_one_gpu_makes_a_context_on_no_other(cupy: FakeCupy) -> None:
-    cuda = cupydriver.open_cupy()
+    cuda = cupy_driver.open_cupy()
     cupy.answers.update(deviceGetAttribute=1, pointerGetAttributes=SimpleNamespace(device=1))
     found: list[tuple[int, int]] = []
 
@@ -266,7 +266,7 @@ def test_a_process_that_uses_one_gpu_makes_a_context_on_no_other(cupy: FakeCupy)
 
 
 def test_a_thread_keeps_the_context_that_it_has_of_another_library(cupy: FakeCupy) -> None:
-    cuda = cupydriver.open_cupy()
+    cuda = cupy_driver.open_cupy()
     cuda.memory(0)
     own = CONTEXT + 1
     cupy.contexts[1] = "ctxCreate"
@@ -278,7 +278,7 @@ def test_a_thread_keeps_the_context_that_it_has_of_another_library(cupy: FakeCup
 
 
 def test_memory_of_a_library_is_looked_up_in_the_context_of_its_thread(cupy: FakeCupy) -> None:
-    cuda = cupydriver.open_cupy()
+    cuda = cupy_driver.open_cupy()
     cupy.answers["pointerGetAttributes"] = SimpleNamespace(device=1)
     cupy.cuda.runtime.setDevice(1)
     assert cuda.device_of(0x1000) == 1  # before this process has used a GPU by distrun
@@ -286,7 +286,7 @@ def test_memory_of_a_library_is_looked_up_in_the_context_of_its_thread(cupy: Fak
 
 
 def test_cupys_errors_come_with_code_and_name(cupy: FakeCupy) -> None:
-    cuda = cupydriver.open_cupy()
+    cuda = cupy_driver.open_cupy()
     cupy.statuses["eventQuery"] = 600
     assert cuda.query(Event(0, 1)) is False
     cupy.statuses["deviceEnablePeerAccess"] = 704
@@ -300,12 +300,12 @@ def test_cupys_errors_come_with_code_and_name(cupy: FakeCupy) -> None:
 
 
 def test_properties_are_read(cupy: FakeCupy) -> None:
-    found = cupydriver.open_cupy().properties(0)
+    found = cupy_driver.open_cupy().properties(0)
     assert found == Properties("NVIDIA T4", bytes(range(16)).hex(), 16, "sm_75", 2, "0000:65:00")
 
 
 def test_a_program_is_compiled_for_its_device_and_launched_by_addresses_and_numbers(cupy: FakeCupy) -> None:
-    cuda = cupydriver.open_cupy()
+    cuda = cupy_driver.open_cupy()
     loaded = cuda.load(PROGRAM, 1)
     assert cupy.programs == [("KERNEL add() {}", OPTIONS, 1)]
     assert {"--fmad=false", "--ftz=false"} <= set(OPTIONS)
@@ -320,7 +320,7 @@ def test_a_program_is_compiled_for_its_device_and_launched_by_addresses_and_numb
     assert values == (0x1000, 0x2000, 0x3000, 0x4000, np.float32(0.5), 1025)
     assert [type(each) for each in values] == [*[np.uint64] * 4, np.float32, np.int64]
     cuda.launch(loaded, "add", [], 1 << 40, stream)
-    assert cupy.launches[1][1] == (2 * cupydriver.BLOCKS_PER_PROCESSOR,)
+    assert cupy.launches[1][1] == (2 * cupy_driver.BLOCKS_PER_PROCESSOR,)
     cuda.launch(loaded, "add", [], 0, stream)
     assert len(cupy.launches) == 2
     assert cupy.current == 0
@@ -328,13 +328,13 @@ def test_a_program_is_compiled_for_its_device_and_launched_by_addresses_and_numb
 
 def test_a_program_is_compiled_once_for_all_processes(cupy: FakeCupy) -> None:
     for _ in range(2):
-        cupydriver.open_cupy().load(PROGRAM, 0)
+        cupy_driver.open_cupy().load(PROGRAM, 0)
     assert len(cupy.programs) == 1
     assert cupy.loaded == [b"KERNEL add() {}"] * 2
 
 
 def test_a_loaded_module_is_never_unloaded_not_even_in_a_forked_child(cupy: FakeCupy) -> None:
-    loaded = cupydriver.open_cupy().load(PROGRAM, 0)
+    loaded = cupy_driver.open_cupy().load(PROGRAM, 0)
     module = weakref.ref(cupy.made[0])
     cupy.made.clear()
     del loaded
@@ -345,11 +345,11 @@ def test_a_loaded_module_is_never_unloaded_not_even_in_a_forked_child(cupy: Fake
 def test_cupy_without_the_compiler_is_told(cupy: FakeCupy) -> None:
     cupy.cuda.nvrtc.getVersion = Mock(side_effect=RuntimeError('Failure finding "libnvrtc.so.12"'))
     with pytest.raises(CudaMissing, match=r"NVRTC, CUDA's compiler: Failure finding .*fix: pip install"):
-        cupydriver.open_cupy().load(PROGRAM, 0)
+        cupy_driver.open_cupy().load(PROGRAM, 0)
 
 
 def test_a_program_that_cannot_be_loaded_is_told(cupy: FakeCupy) -> None:
-    cuda = cupydriver.open_cupy()
+    cuda = cupy_driver.open_cupy()
     cupy.fault = fakecupy.CompileException("line 3: what is this?")
     with pytest.raises(ProgramError, match="program sums does not compile for gpu:0: line 3: what is this"):
         cuda.load(PROGRAM, 0)

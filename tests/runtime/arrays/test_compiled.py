@@ -16,7 +16,7 @@ from hardfloats import SPECIAL, floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distrun_runtime.arrays import dtypes, kernels
+from distrun_runtime.arrays import compiled, dtypes
 from distrun_runtime.ops import compression as codec
 from distrun_runtime.ops import quantize
 
@@ -24,7 +24,7 @@ Array = npt.NDArray[Any]
 
 
 def by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_compiled", {})
+    monkeypatch.setattr(compiled, "_compiled", {})
 
 
 class Counted:
@@ -32,7 +32,7 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ran: list[str] = []
-        call = kernels.call
+        call = compiled.call
 
         def counted(name: str, *arguments: Any) -> Any:
             result = call(name, *arguments)
@@ -40,7 +40,7 @@ class Counted:
                 self.ran.append(name)
             return result
 
-        monkeypatch.setattr(kernels, "call", counted)
+        monkeypatch.setattr(compiled, "call", counted)
 
 
 @pytest.fixture(params=["compiled", "as Python"])
@@ -48,10 +48,10 @@ def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """The loops: compiled, where numba is installed, and as the plain Python that they are."""
     if request.param == "compiled":
         pytest.importorskip("numba")
-        kernels.prepare(kernels.LOOPS)
+        compiled.prepare(compiled.LOOPS)
         yield request.param
     else:
-        monkeypatch.setattr(kernels, "_compiled", {name: loop for name, (loop, _) in kernels.LOOPS.items()})
+        monkeypatch.setattr(compiled, "_compiled", {name: loop for name, (loop, _) in compiled.LOOPS.items()})
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
             yield request.param
 
@@ -128,7 +128,7 @@ def test_loops_decode_and_add_to_the_same_bytes_as_numpy(
 @given(bits=st.lists(st.sampled_from(SPECIAL) | st.integers(0, 0x7FFFFFFF), max_size=40), signs=st.randoms())
 def test_first_value_that_is_not_finite_is_found_alike(bits: list[int], signs: Any) -> None:
     pytest.importorskip("numba")
-    kernels.prepare(["are_finite"])
+    compiled.prepare(["are_finite"])
     values = np.array([each | signs.choice((0, 1 << 31)) for each in bits], np.uint32).view(np.float32)
     for residual in (None, np.ones_like(values), np.full_like(values, 3e38)):
         with np.errstate(all="ignore"):
@@ -183,11 +183,11 @@ def test_strided_and_unaligned_arrays_are_encoded_by_numpy(name: str, monkeypatc
 def test_loops_compiled_in_a_thread_are_ready_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
     by_numpy(monkeypatch)
-    monkeypatch.setattr(kernels, "_asked", {})
-    kernels.prepare_soon(["are_finite"])
-    kernels.prepare_soon(["are_finite"])
-    kernels.prepare(["are_finite"])  # waits for the thread, or does its work
-    assert kernels.call("are_finite", np.ones(3, np.float32), np.empty(0, np.float32)) == 1
+    monkeypatch.setattr(compiled, "_asked", {})
+    compiled.prepare_soon(["are_finite"])
+    compiled.prepare_soon(["are_finite"])
+    compiled.prepare(["are_finite"])  # waits for the thread, or does its work
+    assert compiled.call("are_finite", np.ones(3, np.float32), np.empty(0, np.float32)) == 1
 
 
 def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -206,13 +206,13 @@ import sys
 {before}
 import numpy as np
 from distrun_runtime import kvstore
-from distrun_runtime.arrays import kernels
+from distrun_runtime.arrays import compiled
 with kvstore.create("device") as kv:
     kv.set_gradient_compression({{"type": "2bit", "min_size": 0}})
     kv.init("w", np.zeros(5, np.float32))
     out = np.empty(5, np.float32)
     kv.pushpull("w", np.full(5, 0.7, np.float32), out=out)
-    print(out.tolist(), any(kernels._compiled.values()))
+    print(out.tolist(), any(compiled._compiled.values()))
 """
 
 

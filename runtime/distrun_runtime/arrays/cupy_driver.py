@@ -1,4 +1,10 @@
-"""CUDA's calls by cupy, and this process's CUDA. cupy is imported when a GPU is asked for, never before."""
+"""CUDA's calls by cupy, and this process's CUDA. cupy is imported when a GPU is asked for, never before.
+
+Compiled programs are kept on disk: compiling one takes a second or two, and every process of a job needs it. Each is a
+file `KEY-ARCHITECTURE-COMPILER.cubin` (`contract.private`) in the user's cache. Where that cannot be written, as in
+many containers, they are in `distrun-cubins-UID` in the system's temporary folder, and where that cannot be, nowhere.
+That needs no GPU, and nothing fails because a file cannot be read or written: then the program is compiled.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +12,18 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import re
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
 
-from distrun_runtime.arrays import cubins
 from distrun_runtime.arrays.cuda import (
     INSTALL,
     NOT_READY,
@@ -39,9 +47,71 @@ from distrun_runtime.arrays.cuda import (
     forked_from,
     never_freed,
 )
-from distrun_runtime.arrays.programs import OPTIONS, THREADS, Program
+from distrun_runtime.arrays.gpu_programs import OPTIONS, THREADS, Program
+from distrun_runtime.contract import private
 
-__all__ = ["CupyDriver", "of_process", "open_cupy"]
+KIND = "cubins"
+SUFFIX = ".cubin"
+UNUSED_S = 30 * 86400.0
+"""A file that was not used for so long is removed when another is added."""
+
+
+def find_folder(env: Mapping[str, str] | None = None, temporary: str | None = None) -> str:
+    """Return a folder that this process can write to, and only this user; empty if there is none.
+
+    Arguments:
+        env: instead of this process's environment.
+        temporary: instead of the system's temporary folder.
+    """
+    with contextlib.suppress(OSError):
+        found = private.make_cache(KIND, env)
+        if os.access(found, os.W_OK | os.X_OK):
+            return found
+    path = os.path.join(temporary or tempfile.gettempdir(), f"distrun-{KIND}-{os.geteuid()}")
+    with contextlib.suppress(OSError):
+        path = private.own(path)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        if private.is_ours(os.lstat(path), rights=0o077) and os.access(path, os.W_OK | os.X_OK):
+            return path
+    return ""
+
+
+def kept(folder: str, key: str, architecture: str, compiler: str, compile: Callable[[], bytes]) -> bytes:
+    """Return a program's machine code: from the folder, else compiled, and then kept there.
+
+    Arguments:
+        folder: of `find_folder`; empty: nothing is kept.
+        key: of the source and the options, `Program.key`.
+        architecture, compiler: for what and by which version it is compiled: `sm_90`, `12.9`.
+        compile: does it; its errors are raised here.
+    """
+    if not folder:
+        return compile()
+    name = "-".join(re.sub(r"[^\w.]", "_", part) for part in (key, architecture, compiler)) + SUFFIX
+    path = os.path.join(folder, name)
+    with contextlib.suppress(OSError):
+        code = private.read_cached(path)
+        if code:
+            with contextlib.suppress(OSError):
+                os.utime(path)
+            return code
+    code = compile()
+    with contextlib.suppress(OSError):
+        private.write_cached(path, code)
+        _thin_out(folder)
+    return code
+
+
+def _thin_out(folder: str) -> None:
+    """Remove what was not used for long, or was left half written. Raises OSError."""
+    before = time.time() - UNUSED_S
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        with contextlib.suppress(OSError):  # another process removed it
+            if (name.endswith(SUFFIX) or name.startswith(private.FRESH)) and os.lstat(path).st_mtime < before:
+                os.unlink(path)
+
 
 BLOCKS_PER_PROCESSOR = 16
 """At most so many blocks are launched for each multiprocessor: kernels loop over what is left."""
@@ -137,7 +207,7 @@ class CupyDriver:
         self._used: int | None = None
         """One of these devices, for calls that need any; None: not known."""
         self._processors: dict[int, int] = {}
-        self._folder = cubins.find_folder()
+        self._folder = find_folder()
 
     @contextlib.contextmanager
     def _told(self, device: int | None = None) -> Iterator[_CupyRuntime]:
@@ -249,9 +319,7 @@ class CupyDriver:
         except Exception as err:  # cupy finds the library when it is first used
             raise CudaMissing(f"cupy does not find NVRTC, CUDA's compiler: {err}. fix: {INSTALL}") from err
         with self._told(device):
-            code = cubins.kept(
-                self._folder, program.key, architecture, version, lambda: self._compiled(program, device)
-            )
+            code = kept(self._folder, program.key, architecture, version, lambda: self._compiled(program, device))
             module = self._cupy.cuda.function.Module()
             module.load(code)
             functions = {each.name: module.get_function(each.name) for each in program.kernels}

@@ -17,8 +17,6 @@ from importlib import resources
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.dtypes import DType
 
-__all__ = ["KINDS", "OPTIONS", "THREADS", "Access", "Kernel", "KernelParameter", "Program", "prelude", "program"]
-
 KINDS = ("i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "f16", "bf16", "f32", "f64")
 """The prelude's types, by which parameters are declared."""
 

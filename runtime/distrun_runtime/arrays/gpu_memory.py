@@ -5,8 +5,8 @@
     Staging    page-locked memory by which arrays of the host come and go
     PageLocked which other memory of the host is page-locked, such as shared segments
 
-A block that is used again keeps its Uses (`queues`), so its next use waits for the last one, on the GPU. The host waits
-only before it gives memory back to CUDA, and before it writes memory itself.
+A block that is used again keeps its Uses (`gpu_order`), so its next use waits for the last one, on the GPU. The host
+waits only before it gives memory back to CUDA, and before it writes memory itself.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ import numpy as np
 
 from distrun_runtime.arrays.cuda import CudaError, CudaOutOfMemory, HostMemory, Pointer
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.arrays.queues import Mark, StreamOrdering, StreamQueue, Uses
-from distrun_runtime.arrays.segments import LINE, address_of
-
-__all__ = ["Copies", "GpuPool", "Memory", "PageLocked", "Staging", "rounded"]
+from distrun_runtime.arrays.gpu_order import Mark, StreamOrdering, StreamQueue, Uses
+from distrun_runtime.arrays.shared_memory import LINE, address_of
 
 SMALL = 512
 """Blocks are multiples of it."""

@@ -18,9 +18,10 @@ from children import exit_code_of
 from cudastandin import StandIn
 from gpukit import Machine, gpus_of_process
 
-from distrun_runtime.arrays import cupydriver, find, queues
+from distrun_runtime.arrays import cupy_driver, gpu_order
+from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.cuda import Cuda, CudaError, CudaTimedOut, Event, Stream
-from distrun_runtime.arrays.queues import StreamOrdering
+from distrun_runtime.arrays.gpu_order import StreamOrdering
 from distrun_runtime.errors import StoreClosed
 
 F32 = np.dtype(np.float32)
@@ -71,7 +72,7 @@ class Bench:
         self.memory = self.cuda.alloc(0, 8)
         self.one, self.other = self.order.queue(0, "copies out"), self.order.queue(0, "kernels")
 
-    def work(self, queue: queues.StreamQueue) -> queues.Mark:
+    def work(self, queue: gpu_order.StreamQueue) -> gpu_order.Mark:
         with self.order.using(queue):
             self.cuda.fill(self.memory.at(4 * (queue is self.one), 4), 7, 4, queue.stream)
         return self.order.mark(queue)
@@ -190,10 +191,10 @@ def test_a_forked_child_neither_waits_nor_starts_a_thread(bench: Callable[[float
 def test_a_wait_may_take_half_of_the_time_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(1)
     with gpus_of_process(machine):
-        monkeypatch.setattr(find, "_gpus", [])
+        monkeypatch.setattr(devices, "_gpus", [])
         monkeypatch.setenv("DISTRUN_OP_TIMEOUT", "30")
-        assert find.gpu(0).pool._order.wait_s == 15
-        assert cupydriver.of_process() is machine.cuda
+        assert devices.gpu(0).pool._order.wait_s == 15
+        assert cupy_driver.of_process() is machine.cuda
 
 
 EXIT = """

@@ -29,25 +29,9 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from distrun_runtime.arrays.device import Buffer
-from distrun_runtime.arrays.dtypes import Array, DType
+from distrun_runtime.arrays.dtypes import Array, Buffer, DType
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import RuntimeFault
-
-__all__ = [
-    "BLOCKS",
-    "LINE",
-    "PAGE",
-    "Blocks",
-    "Pool",
-    "Segment",
-    "Stitched",
-    "address_of",
-    "has_fixed_size",
-    "memory_left",
-    "seal",
-    "stitched",
-]
 
 PAGE = mmap.PAGESIZE
 FIRST_BYTES = 16 * 1024 * 1024

@@ -32,8 +32,6 @@ from queue import SimpleQueue
 
 from distrun_runtime.arrays.cuda import Cuda, CudaTimedOut, Event, Stream
 
-__all__ = ["Mark", "StreamOrdering", "StreamQueue", "Uses"]
-
 ASKS = 16
 """How often a wait asks whether it is over, about 3 us each, before a sleeper is given it: that takes as long."""
 

@@ -13,10 +13,10 @@ from hardfloats import floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distrun_runtime.arrays import dtypes, programs
-from distrun_runtime.arrays.cpu import CpuDevice
+from distrun_runtime.arrays import dtypes, gpu_programs
+from distrun_runtime.arrays.device import CpuDevice
 from distrun_runtime.arrays.dtypes import BFLOAT16, DType
-from distrun_runtime.arrays.programs import FEW, SUMS, Access, Kernel, KernelParameter, program
+from distrun_runtime.arrays.gpu_programs import FEW, SUMS, Access, Kernel, KernelParameter, program
 
 Array = npt.NDArray[Any]
 
@@ -100,12 +100,12 @@ def check_sum(
     dtype, result = dtype_of(pair[0]), dtype_of(pair[1])
     parts = [placed(numbers(dtype, n, seed + p), offsets[p % len(offsets)]) for p in range(k)]
     out = Out(result, n, offsets[-1])
-    run = cxx.compiled(programs.sums(*pair))
+    run = cxx.compiled(gpu_programs.sums(*pair))
     if tabled or k > FEW:
         addresses = table(parts)
         run("sum_many", [address(addresses), address(out.array), np.int64(k)], n)
     else:
-        run(programs.sum_of(k), [*map(address, parts), address(out.array)], n)
+        run(gpu_programs.sum_of(k), [*map(address, parts), address(out.array)], n)
     out.check()
     assert_same(out.array, by_numpy(parts, result))
 
@@ -140,24 +140,24 @@ def test_a_sum_may_be_written_over_one_of_its_parts() -> None:
     for n, over in ((1000, 0), (1001, 2)):
         parts = [placed(numbers(np.dtype(np.float32), n, p), 0) for p in range(3)]
         expected = by_numpy(parts, np.dtype(np.float32))
-        cxx.compiled(programs.sums("f32", "f32"))("sum3", [*map(address, parts), address(parts[over])], n)
+        cxx.compiled(gpu_programs.sums("f32", "f32"))("sum3", [*map(address, parts), address(parts[over])], n)
         assert_same(parts[over], expected)
 
 
 def test_signed_integers_are_summed_as_unsigned_ones_and_wrap_around() -> None:
     for name in ("int8", "uint8"):
         dtype = np.dtype(name)
-        assert programs.kind_of(dtype) == "u8"
+        assert gpu_programs.kind_of(dtype) == "u8"
         parts = [numbers(dtype, 300, p) for p in range(3)]
         out = np.empty(300, dtype)
-        cxx.compiled(programs.sums("u8", "u8"))("sum3", [*map(address, parts), address(out)], 300)
+        cxx.compiled(gpu_programs.sums("u8", "u8"))("sum3", [*map(address, parts), address(out)], 300)
         assert_same(out, by_numpy(parts, dtype))
 
 
 def test_every_dtype_of_a_store_has_a_kind_with_a_program() -> None:
-    kinds = {programs.kind_of(dtypes.parse(name)) for name in dtypes.NAMES}
+    kinds = {gpu_programs.kind_of(dtypes.parse(name)) for name in dtypes.NAMES}
     assert {(kind, kind) for kind in kinds} <= set(SUMS)
-    assert programs.kind_of(BFLOAT16) == "bf16"
+    assert gpu_programs.kind_of(BFLOAT16) == "bf16"
 
 
 @pytest.mark.parametrize("kind", ["f16", pytest.param("bf16", marks=pytest.mark.slow)])
@@ -168,7 +168,7 @@ def test_parts_of_two_kinds_are_summed_in_the_order_in_which_they_are_given(kind
         for result in (kind, "f32"):
             out, addresses = Out(DTYPES[result], n, 1), table(parts)
             arguments = [address(addresses), address(wide), address(out.array), np.int64(len(parts))]
-            cxx.compiled(programs.sums(kind, result))("sum_mixed", arguments, n)
+            cxx.compiled(gpu_programs.sums(kind, result))("sum_mixed", arguments, n)
             out.check()
             assert_same(out.array, by_numpy(parts, DTYPES[result]))
 
@@ -180,7 +180,7 @@ LISTS = [[7], [0, 1, 0, 0, 3, 0], [64, 1, 4096, 5000, 0, 12, 3], [1] * 50, [4096
 
 @pytest.mark.parametrize(("parts", "out"), PAIRS)
 def test_lists_of_tensors_are_summed_into_a_bucket_and_a_bucket_is_written_into_tensors(parts: str, out: str) -> None:
-    run = cxx.compiled(programs.sums(parts, out))
+    run = cxx.compiled(gpu_programs.sums(parts, out))
     for case, lengths in enumerate(LISTS):
         k = (1, 3, FEW + 2, 2, FEW)[case]
         n, offsets = sum(lengths), np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -190,7 +190,7 @@ def test_lists_of_tensors_are_summed_into_a_bucket_and_a_bucket_is_written_into_
         bucket, addresses = Out(dtype_of(out), n, case), table([tensor for part in given for tensor in part])
         numbers_of = [np.int64(k)] if k > FEW else []
         arguments = [address(addresses), address(offsets), address(bucket.array), *numbers_of, np.int64(len(lengths))]
-        run(programs.gather_of(k), arguments, n)
+        run(gpu_programs.gather_of(k), arguments, n)
         bucket.check()
         assert_same(bucket.array, by_numpy([np.concatenate(part) for part in given], dtype_of(out)))
         if parts == out:
@@ -213,7 +213,7 @@ def test_arrays_are_multiplied_as_numpy_does_it(kind: str, other: str) -> None:
         number = (
             np.int64(abs(factor)) if kind[0] == "u" else np.float64(factor) if kind == "f64" else np.float32(factor)
         )
-        run = cxx.compiled(programs.sums(kind, other))
+        run = cxx.compiled(gpu_programs.sums(kind, other))
         run("scale", [address(array), number, address(out.array)], n)
         out.check()
         assert_same(out.array, expected)
@@ -293,5 +293,5 @@ def test_programs_of_the_same_source_have_the_same_key() -> None:
 
 
 def test_no_source_includes_anything() -> None:
-    for each in (programs.codecs(), programs.sums("f32", "f32")):
+    for each in (gpu_programs.codecs(), gpu_programs.sums("f32", "f32")):
         assert "#include" not in each.source

@@ -18,7 +18,7 @@ from typing import Any, Union
 
 import numpy as np
 
-from distrun_runtime.arrays import programs
+from distrun_runtime.arrays import gpu_programs
 from distrun_runtime.arrays.cuda import Argument, Read, Update, Write
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.arrays.gpu import GpuArray, GpuDevice
@@ -39,7 +39,7 @@ _LOOKED_THROUGH = 1 << 20
 def prepare(device: GpuDevice) -> None:
     """Compile and load what the codecs need on a device: seconds, if nothing was compiled before."""
     device.prepare([F32])
-    device.load(programs.codecs())
+    device.load(gpu_programs.codecs())
 
 
 def cast(array: GpuArray, dtype: DType) -> GpuArray:
@@ -52,9 +52,12 @@ def cast(array: GpuArray, dtype: DType) -> GpuArray:
     device = array.device
     out = device.empty(array.shape, dtype)
     if F64 in (array.dtype, dtype):
-        program, kernel = programs.codecs(), "double_narrow" if dtype == F32 else "double_widen"
+        program, kernel = gpu_programs.codecs(), "double_narrow" if dtype == F32 else "double_widen"
     else:
-        program, kernel = programs.sums(programs.kind_of(array.dtype), programs.kind_of(dtype)), programs.sum_of(1)
+        program, kernel = (
+            gpu_programs.sums(gpu_programs.kind_of(array.dtype), gpu_programs.kind_of(dtype)),
+            gpu_programs.sum_of(1),
+        )
     device.launch(program, kernel, [_read(array), _write(out)], array.size, reads=[array], writes=[out])
     return out
 
@@ -71,7 +74,7 @@ def are_finite(pairs: Iterable[tuple[GpuArray, GpuArray | None]]) -> bool:
         wrong = [flags[device]]
         arguments = [*map(_read, given), _update(wrong[0])]
         zeroed = wrong if is_new else []
-        device.launch(programs.codecs(), kernel, arguments, values.size, reads=given, writes=wrong, zeroed=zeroed)
+        device.launch(gpu_programs.codecs(), kernel, arguments, values.size, reads=given, writes=wrong, zeroed=zeroed)
     return not any(device.host(flag)[0] for device, flag in flags.items())
 
 
@@ -129,7 +132,7 @@ def scaled_encode(values: GpuArray, residual: GpuArray | None, out: Payload) -> 
         sums = device.empty((min(n, _SUMS),), F64)
         arguments = [*map(_read, given), _write(sums), np.int64(sums.size)]
         kernel = "magnitudes" + ("" if residual is None else "_keeping")
-        device.launch(programs.codecs(), kernel, arguments, n, reads=given, writes=[sums])
+        device.launch(gpu_programs.codecs(), kernel, arguments, n, reads=given, writes=[sums])
         scale = np.float32(device.host(sums).sum() / n)
     head = np.frombuffer(scale.astype("<f4").tobytes(), np.uint8)
     if isinstance(out, GpuArray):
@@ -158,7 +161,7 @@ def top_encode(values: GpuArray, residual: GpuArray | None, out: Payload) -> Non
     total = device.empty(values.shape, F32)
     device.sum([values] if residual is None else [residual, values], total)
     bound = _bound(total, count)
-    found = device.empty((-(-n // programs.TOP_PIECE),), np.dtype(np.uint32))
+    found = device.empty((-(-n // gpu_programs.TOP_PIECE),), np.dtype(np.uint32))
     _search("find_top", total, [_read(total), bound, _write(found)], writes=[found])
     pieces = device.host(found)
     above, equal = np.cumsum(pieces >> 16, dtype=np.int64), np.cumsum(pieces & 0xFFFF, dtype=np.int64)
@@ -179,7 +182,7 @@ def _bound(total: GpuArray, count: int) -> np.uint32:
     """Return the bits of the magnitude that is the last of the `count` largest."""
     prefix, above = 0, 0
     for shift, width in _DIGITS:
-        counts = total.device.empty((programs.BINS,), np.dtype(np.uint64))
+        counts = total.device.empty((gpu_programs.BINS,), np.dtype(np.uint64))
         arguments = [_read(total), *map(np.uint32, (prefix, shift, width)), _update(counts)]
         _search("count_sizes", total, arguments, writes=[counts], zeroed=[counts])
         # From the largest value of these bits on: how many have it, and how many have it or a larger one.
@@ -204,7 +207,7 @@ def _search(
 ) -> None:
     """Launch a kernel over all elements of `total`."""
     reads = [total, *reads]
-    total.device.launch(programs.codecs(), kernel, arguments, total.size, reads=reads, writes=writes, zeroed=zeroed)
+    total.device.launch(gpu_programs.codecs(), kernel, arguments, total.size, reads=reads, writes=writes, zeroed=zeroed)
 
 
 def top_decode(payload: Payload, out: GpuArray, adds: bool) -> None:
@@ -213,7 +216,7 @@ def top_decode(payload: Payload, out: GpuArray, adds: bool) -> None:
     half = packed.size // 2
     arguments = [_read(packed[:half]), _read(packed[half:]), _update(out)]
     kernel, zeroed = "top_decode" + "_adding" * adds, [] if adds else [out]
-    device.launch(programs.codecs(), kernel, arguments, half // 4, reads=[packed], writes=[out], zeroed=zeroed)
+    device.launch(gpu_programs.codecs(), kernel, arguments, half // 4, reads=[packed], writes=[out], zeroed=zeroed)
 
 
 def _encode(
@@ -228,7 +231,7 @@ def _encode(
         kernel += "_keeping"
         arguments.insert(1, _update(residual))
         writes.append(residual)
-    device.launch(programs.codecs(), kernel, arguments, values.size, reads=[values], writes=writes)
+    device.launch(gpu_programs.codecs(), kernel, arguments, values.size, reads=[values], writes=writes)
     _bring(packed, out)
 
 
@@ -246,7 +249,7 @@ def _bring(packed: GpuArray, out: Payload) -> None:
 def _decode(kernel: str, payload: Payload, scalars: list[np.generic[Any]], out: GpuArray, adds: bool) -> None:
     device, packed = out.device, _here(payload, out.device)
     arguments = [_read(packed), *scalars, _update(out) if adds else _write(out)]
-    device.launch(programs.codecs(), kernel + "_adding" * adds, arguments, out.size, reads=[packed], writes=[out])
+    device.launch(gpu_programs.codecs(), kernel + "_adding" * adds, arguments, out.size, reads=[packed], writes=[out])
 
 
 def _here(payload: Payload, device: GpuDevice) -> GpuArray:

@@ -13,7 +13,7 @@ from hardfloats import floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distrun_runtime.arrays import programs
+from distrun_runtime.arrays import gpu_programs
 from distrun_runtime.ops import compression, quantize
 
 Array = npt.NDArray[Any]
@@ -42,7 +42,7 @@ def placed(values: Array, offset: int) -> Array:
 def run(kernel: str, *arguments: Array | np.generic, n: int) -> None:
     """Run a kernel; it gets the addresses of arrays."""
     given_to = [each.ctypes.data if isinstance(each, np.ndarray) else each for each in arguments]
-    cxx.compiled(programs.codecs())(kernel, given_to, n)
+    cxx.compiled(gpu_programs.codecs())(kernel, given_to, n)
 
 
 def encode(name: str, values: Array, residual: Array | None, params: dict[str, float], out: Array) -> None:

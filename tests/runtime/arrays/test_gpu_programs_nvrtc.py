@@ -7,8 +7,8 @@ import re
 import nvrtc
 import pytest
 
-from distrun_runtime.arrays import programs
-from distrun_runtime.arrays.programs import FEW, SUMS, Access, Kernel, KernelParameter, program
+from distrun_runtime.arrays import gpu_programs
+from distrun_runtime.arrays.gpu_programs import FEW, SUMS, Access, Kernel, KernelParameter, program
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(300)]
 
@@ -24,7 +24,7 @@ CASES = [(pair, each) for pair in MAIN for each in ARCHITECTURES] + [
 def test_sums_compile_and_move_16_bytes_at_once_without_contracted_arithmetic(
     pair: tuple[str, str], architecture: int
 ) -> None:
-    compiled = programs.sums(*pair)
+    compiled = gpu_programs.sums(*pair)
     code, assembly = nvrtc.compile(compiled, architecture)
     found = nvrtc.functions(assembly)
     assert code.startswith(b"\x7fELF")
@@ -38,7 +38,7 @@ def test_sums_compile_and_move_16_bytes_at_once_without_contracted_arithmetic(
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_codecs_compile_and_move_16_bytes_at_once_without_contracted_arithmetic(architecture: int) -> None:
-    compiled = programs.codecs()
+    compiled = gpu_programs.codecs()
     code, assembly = nvrtc.compile(compiled, architecture)
     found = nvrtc.functions(assembly)
     assert code.startswith(b"\x7fELF")
@@ -71,9 +71,9 @@ def test_the_options_keep_subnormal_numbers_and_round_each_operation() -> None:
 
 
 def test_an_array_of_more_elements_than_32_bits_count_is_indexed_with_64() -> None:
-    _, assembly = nvrtc.compile(programs.sums("f32", "f32"), 80)
+    _, assembly = nvrtc.compile(gpu_programs.sums("f32", "f32"), 80)
     for k in (1, FEW):
-        text = nvrtc.functions(assembly)[programs.sum_of(k)]
+        text = nvrtc.functions(assembly)[gpu_programs.sum_of(k)]
         assert ".param .u64 sum%d_param_%d" % (k, k + 1) in text
         assert not re.search(r"ld\.param\.[us]32", text)
         assert not re.search(r"setp\.\w+\.[us]32", text)

@@ -22,8 +22,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LOOPS", "call", "is_installed", "prepare", "prepare_soon"]
-
 Array = npt.NDArray[Any]
 Loop = Callable[..., Any]
 
