@@ -303,11 +303,10 @@ def _here(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
     stream.settimeout(ANSWER_S)
     try:
         stream.connect(where["path"])
-    except TimeoutError:
-        stream.close()
-        raise gone(folder, f"does not answer within {duration(ANSWER_S)}") from None
     except OSError as err:
         stream.close()
+        if isinstance(err, TimeoutError):
+            raise gone(folder, f"does not answer within {duration(ANSWER_S)}") from None
         if process.is_alive(process.Identity(where["pid"], where["start"])):
             raise gone(folder, f"cannot be reached: {where['path']}: {err.strerror}") from None
         raise gone(folder) from None

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from distrun import client
+from distrun import backends, client
 from distrun.backends.base import Swept
 from distrun.client import ControlConnection, CoordinatorError, CoordinatorLost, Detached, Follower, FollowerOutput
 from distrun.errors import DistrunError, UsageError
@@ -33,7 +33,7 @@ from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.errors import ContractError, JobStoreError
 
 if TYPE_CHECKING:
-    from distrun.sync import FileCopier
+    from distrun.sync.copier import FileCopier
     from distrun_runtime.coordinator.channel import AgentChannel
     from distrun_runtime.coordinator.jobstore import JobStore
     from distrun_runtime.coordinator.service import Service
@@ -169,7 +169,12 @@ def spawn(job: PlannedJob | QueuedJob, folder: JobFolder, say: Callable[[str, st
         child = subprocess.Popen(argv, stdin=subprocess.PIPE, pass_fds=[its.fileno()], start_new_session=True)
     assert child.stdin is not None  # asked for above
     with contextlib.suppress(BrokenPipeError), child.stdin as pipe:
-        pickle.dump((job, folder.path), pipe)
+        pickler = pickle.Pickler(pipe)
+        pickler.dispatch_table = {
+            # It keeps nothing else before its job starts.
+            type(job.backend): lambda each: (backends.load, (each.name,), {"listening": each.listening})
+        }
+        pickler.dump((job, folder.path))
     failures: list[control.CoordinatorFailed] = []
     is_detached, is_left = job.request.detach, threading.Event()
 
@@ -393,7 +398,7 @@ def _copier(job: PlannedJob, service: Service) -> FileCopier | None:
     sync, rules = job.plan.sync, job.request.sync_rules
     if sync is None or rules is None:
         return None
-    from distrun.sync import REPORT_S, CopyRequest
+    from distrun.sync.copier import REPORT_S, CopyRequest
 
     told_at = time.monotonic()
 

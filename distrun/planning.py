@@ -29,7 +29,6 @@ from distrun.placement import Slot, hosts_of, place, worker_places
 from distrun.request import BUNDLED, COMMAND, JobRequest, Setting, check_tuning, given
 from distrun_runtime.contract import environ, gpus
 from distrun_runtime.contract.dataclass import dataclass
-from distrun_runtime.contract.folder import identity
 from distrun_runtime.contract.plan import (
     HOLD,
     ROLES,
@@ -52,7 +51,7 @@ from distrun_runtime.coordinator.jobstore import JobStore
 if TYPE_CHECKING:
     from distrun.backends.engine import Grant
     from distrun.backends.queue import QueueBackend
-    from distrun.sync import Tree
+    from distrun.sync.tree import Tree
 
 DRY_RUN_ID = "dry-run"
 SET_ELSEWHERE: Mapping[str, str] = {
@@ -303,7 +302,7 @@ def _runtime(request: JobRequest, backend: Backend) -> tuple[Runtime, bytes]:
 def _scan(request: JobRequest, backend: Backend) -> Tree | None:
     if request.sync_rules is None or not request.sync_dst_dir:
         return None
-    from distrun.sync import check_channel_size, scan  # not needed for jobs that copy nothing
+    from distrun.sync.tree import check_channel_size, scan  # not needed for jobs that copy nothing
 
     tree = scan(request.cwd, request.sync_rules)
     if backend.copies_over_channels:
@@ -312,6 +311,8 @@ def _scan(request: JobRequest, backend: Backend) -> Tree | None:
 
 
 def _sync(request: JobRequest, specs: Sequence[HostSpec], tree: Tree) -> Sync:
+    from distrun_runtime.contract.folder import identity  # not for jobs that copy nothing
+
     rules = request.sync_rules
     extra = () if rules is None else (each.name.partition("/")[0] for each in rules.extra)
     top = [*os.listdir(request.cwd), *extra]

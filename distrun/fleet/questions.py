@@ -44,9 +44,9 @@ SIGNALS = ("INT",)
 class Agents:
     """What events tell of the agents of `hosts`. `now`: monotonic clock, seconds. No side effects."""
 
-    def __init__(self, hosts: Iterable[str]) -> None:
+    def __init__(self, hosts: Iterable[str], hello_s: float | None = None) -> None:
         self.hosts = tuple(hosts)
-        self.hello_s = HELLO_S + HELLO_EACH_S * len(self.hosts)
+        self.hello_s = HELLO_S + HELLO_EACH_S * len(self.hosts) if hello_s is None else hello_s
         self.hello_by = 0.0
         """When an agent that has not sent a frame is late."""
         self.hellos: dict[str, messages.AgentHello] = {}
@@ -135,9 +135,10 @@ class HostAnswer:
 class Fleet:
     """Connections to the agents of some hosts, from `with` to its end. Not to be shared by threads."""
 
-    def __init__(self, backend: Backend, hosts: Sequence[Host]) -> None:
+    def __init__(self, backend: Backend, hosts: Sequence[Host], hello_s: float | None = None) -> None:
+        """`hello_s`: how long the first frame of an agent is waited for."""
         self._channels = backend.connect(hosts)
-        self._questions = Questions([channel.host for channel in self._channels])
+        self._questions = Questions([channel.host for channel in self._channels], hello_s)
         self.agents = self._questions.agents
         self._loop = HostLoop(self._questions, self._channels, signals=SIGNALS)
 
@@ -187,8 +188,8 @@ class Questions:
     Events in, actions out. `ask` and `let_go` take effect with the next Tick. No side effects.
     """
 
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self.agents = Agents(hosts)
+    def __init__(self, hosts: Sequence[str], hello_s: float | None = None) -> None:
+        self.agents = Agents(hosts, hello_s)
         self._number = 0
         self._what = ""
         self._args: Args = {}

@@ -16,11 +16,10 @@ from sshd import Sshd, running
 
 from distrun.backends import ssh
 from distrun.backends.ssh import Ssh
-from distrun.ssh import TRANSPORTS
 from distrun.ssh.ask import Abort
 from distrun.ssh.channel import SshChannel
 from distrun.ssh.connector import Connector
-from distrun.ssh.resolve import Target
+from distrun.ssh.resolve import TRANSPORTS, Target
 from distrun_runtime.agent import share, stopping
 from distrun_runtime.contract import process
 from distrun_runtime.contract.plan import Host, Limits, Plan, Reach, Secrets

@@ -22,7 +22,10 @@ from distrun.backends.local import Local
 from distrun.backends.queue import listen, write_new
 from distrun.hosts.grammar import Inventory
 from distrun.request import JobRequest
-from distrun.sync import ChannelCopier, CopyRequest, CopyRules, Says, scan
+from distrun.sync.channels import ChannelCopier
+from distrun.sync.copier import CopyRequest, Says
+from distrun.sync.rules import CopyRules
+from distrun.sync.tree import scan
 from distrun_runtime.contract import folder as folders
 from distrun_runtime.contract.plan import HOLD, Host, Limits, Place, Plan, Sync
 from distrun_runtime.coordinator.channel import AgentChannel

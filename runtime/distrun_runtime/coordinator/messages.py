@@ -41,11 +41,14 @@ from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.errors import ContractError
 
 
-class Event(Protocol):
-    """What reaches a decision class: one of the named tuples below."""
+class HasMembers(Protocol):
+    """A named tuple."""
 
     def _asdict(self) -> Dict[str, Any]: ...
 
+
+Event = HasMembers
+"""What reaches a decision class: one of the named tuples below."""
 
 FROM_AGENT: Dict[str, Type[Any]] = {}
 """Events by the types of the frames that they are."""

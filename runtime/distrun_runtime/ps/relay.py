@@ -241,10 +241,8 @@ class Relay:
         store.last[rank, shards] = number
         if note is not None:
             return [*actions, *self._forward(of, number, shards, body={"skip": note})]
-        if not is_usual:
-            return [*actions, *self._forward(of, number, shards, last=batch)]
         ready = self._reach(of, shards) >= number
-        if ready.all():
+        if not is_usual or ready.all():
             return [*actions, *self._forward(of, number, shards, last=batch)]
         actions.append(role.Work(role.Add(rank, number, batch), reports=True))
         return [*actions, *self._forward(of, number, shards[ready])]
@@ -378,8 +376,11 @@ class Relay:
 
     def _fetch_again(self, of: _Relayed, shards: Array) -> list[role.Action]:
         """Ask for what pulls wait for of some shards, as it is not coming any more."""
-        waiting = [pull for pull in self._pulls.open_of(of.store) if np.isin(pull.shards[pull.owed], shards).any()]
-        return [action for pull in waiting for action in self._fetch(of, pull)]
+        return [action for pull in self._waiting_for(of, shards) for action in self._fetch(of, pull)]
+
+    def _waiting_for(self, of: _Relayed, shards: Array) -> list[Pull]:
+        """Return the pulls that wait for any of some shards."""
+        return [pull for pull in self._pulls.open_of(of.store) if np.isin(pull.shards[pull.owed], shards).any()]
 
     # What owners answer
 
@@ -428,9 +429,8 @@ class Relay:
         """Tell those who wait; others hear of a failed update by their next pull."""
         of, actions = fetch.of, list[role.Action]()
         told: set[int] = set()
-        for pull in self._pulls.open_of(of.store):
-            is_meant = fetch.asker in (None, pull.rank)
-            if is_meant and np.isin(pull.shards[pull.owed], fetch.shards).any():
+        for pull in self._waiting_for(of, fetch.shards):
+            if fetch.asker in (None, pull.rank):
                 told.add(pull.rank)
                 actions += self._pulls.refuse(pull, message.body)
         if message.body.get("error") == "RuleError" and fetch.asker is None:
@@ -445,11 +445,10 @@ class Relay:
 
     def _waits(self, fetch: _Fetch, message: Message) -> list[role.Action]:
         """Tell those who wait what their shards' owner says: for whom."""
+        store, body = message.store, message.body
         return [
-            role.Send(pull.link, Message(Kind.WAITING, store=message.store, request=request, body=message.body))
-            for pull in self._pulls.open_of(fetch.of.store)
-            for request in [pull.message.request]
-            if np.isin(pull.shards[pull.owed], fetch.shards).any()
+            role.Send(pull.link, Message(Kind.WAITING, store=store, request=pull.message.request, body=body))
+            for pull in self._waiting_for(fetch.of, fetch.shards)
         ]
 
     # Being settled

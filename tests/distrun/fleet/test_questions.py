@@ -112,11 +112,9 @@ def test_an_agent_that_does_not_answer_in_time_is_named() -> None:
     assert found["a"] == Problem("a", "timeout", "its agent did not answer 'survey' within 1 s")
 
 
-def test_a_host_that_says_nothing_at_all_is_given_up_and_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distrun.fleet.questions.HELLO_S", 0.05)
-    monkeypatch.setattr("distrun.fleet.questions.HELLO_EACH_S", 0.0)
+def test_a_host_that_says_nothing_at_all_is_given_up_and_not_asked_again() -> None:
     silent = Scripted("a", [])
-    with Fleet(Backend(silent), [Host("a")]) as talk:  # type: ignore[arg-type]
+    with Fleet(Backend(silent), [Host("a")], hello_s=0.05) as talk:  # type: ignore[arg-type]
         first = talk.ask("survey", {}, 60.0)
         began = time.monotonic()
         second = talk.ask("survey", {}, 60.0)

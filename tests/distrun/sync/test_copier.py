@@ -22,8 +22,10 @@ from fakehosts import FakeHosts, Sink, living, tree, write
 from distrun.errors import UsageError
 from distrun.formats import quiet
 from distrun.ssh.resolve import Target
-from distrun.sync import Copier, CopyRequest, CopyResult, CopyRules, Tree, error, make_rules, rsync
-from distrun.sync.copier import first_failure
+from distrun.sync import rsync
+from distrun.sync.copier import Copier, CopyRequest, CopyResult, error, first_failure
+from distrun.sync.rules import CopyRules, make_rules
+from distrun.sync.tree import Tree
 from distrun_runtime.coordinator.messages import AllPrepared, PrepareFailed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -586,7 +588,8 @@ def test_a_launcher_that_is_killed_leaves_no_process(bench: Bench, tmp_path: Pat
         sys.path[:0] = %r
         from fakehosts import FakeHosts, Sink
         from distrun.ssh.resolve import Target
-        from distrun.sync import Copier, CopyRequest, CopyRules
+        from distrun.sync.copier import Copier, CopyRequest
+        from distrun.sync.rules import CopyRules
         hosts = FakeHosts.__new__(FakeHosts)
         from pathlib import Path
         hosts.program = Path(%r)
