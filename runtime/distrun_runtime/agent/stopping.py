@@ -146,17 +146,12 @@ def deliver(task: Optional[RunningTask], rows: Iterable[Process], number: int) -
     rows = list(rows)
     for each in (number,) if number == signal.SIGKILL else (number, signal.SIGCONT):
         if group:
-            signal_group(group, each)
+            with contextlib.suppress(OSError):  # it has gone
+                os.killpg(group, each)
         for row in rows:
             if not group or row.pgid != group:
                 with contextlib.suppress(OSError):  # another user's by now (set-user-id): it is reported as left
                     process.send_signal(row.identity, each)
-
-
-def signal_group(group: int, number: int) -> None:
-    """Send a signal to a process group; a group that no longer exists is no error."""
-    with contextlib.suppress(OSError):
-        os.killpg(group, number)
 
 
 class StopSequence(NamedTuple):
