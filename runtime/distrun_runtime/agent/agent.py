@@ -532,7 +532,7 @@ class Agent:
             self._save()
 
     def _leave(self, code: int, how: Optional[StopSequence] = None) -> None:
-        """Stop everything, if not told otherwise with the job's grace time, then end. The first reason gives the code."""
+        """Stop everything, then end the agent. The first reason gives the exit code. `how`: by the job's grace time."""
         if not self._is_leaving:
             self._is_leaving, self._code = True, code
         if self._preflight is not None:
