@@ -141,7 +141,7 @@ class Agent:
         self._beat(now)
         if not self._is_leaving and now >= self._lease_end():
             self._say_ending(f"it heard nothing from the coordinator for {now - self._heard_at:.1f} s")
-            self._leave(self._gentle(), facts.EXIT_TERMINATED)
+            self._leave(facts.EXIT_TERMINATED)
         if self._preflight is not None and now >= self._preflight.deadline:
             self._preflight.expire()
         if self._unpacking is not None:
@@ -285,14 +285,14 @@ class Agent:
             self._warn(f"the coordinator's stream cannot be read on: {self._channel.fault}")
         if self._share is None or self._share.plan.on_eof == STOP:
             self._runner.discards_output = self._channel.is_broken
-            self._leave(self._gentle(), facts.EXIT_TERMINATED)
+            self._leave(facts.EXIT_TERMINATED)
         # Otherwise the tasks go on until the lease ends.
 
     def _on_guard_end(self) -> None:
         self._selector.unregister(self._guard.alive)
         self._say_ending("its guard died")
         grace_s = min(self._grace_s(), GUARD_LOST_GRACE_S)
-        self._leave(stopping.gentle(grace_s, time.monotonic()), facts.EXIT_TERMINATED)
+        self._leave(facts.EXIT_TERMINATED, stopping.gentle(grace_s, time.monotonic()))
 
     def _on_signals(self) -> None:
         heard = self._wakeup.read()
@@ -305,7 +305,7 @@ class Agent:
             by_user = self._share is not None and is_killed(self._share.folder)
             why = "distrun kill asked for it" if by_user else "it got SIGTERM, as when that machine is shut down"
             self._say_ending(why, by_user)
-            self._leave(self._gentle(), facts.EXIT_TERMINATED)
+            self._leave(facts.EXIT_TERMINATED)
 
     # Handlers of frames: their arguments are the frame's members.
 
@@ -420,7 +420,7 @@ class Agent:
     def _fail(self, err: Exception) -> None:
         kind, fix = (err.kind, err.fix) if isinstance(err, PreflightFailure) else (OTHER, "")
         self._say("refused", reason=_reason(err), kind=kind, fix=fix)
-        self._leave(self._gentle(), facts.EXIT_START_FAILED)
+        self._leave(facts.EXIT_START_FAILED)
 
     def _ask(self, id: int, what: str, args: Any = None, **_: Any) -> None:
         """Answer a question. That may block: no task runs yet, so nothing waits for this loop."""
@@ -489,11 +489,11 @@ class Agent:
     def _on_leave(self, **_: Any) -> None:
         """The end of the connection will be no cut."""
         self._catch_up()
-        self._leave(self._gentle(), facts.EXIT_TERMINATED)
+        self._leave(facts.EXIT_TERMINATED)
 
     def _end(self, **_: Any) -> None:
         self._catch_up()
-        self._leave(stopping.kill(time.monotonic()), 0)
+        self._leave(0, stopping.kill(time.monotonic()))
 
     _HANDLERS: ClassVar[Dict[str, Callable[..., None]]] = {
         "begin": _begin,
@@ -531,8 +531,8 @@ class Agent:
             self._stopping.hurry()
             self._save()
 
-    def _leave(self, how: StopSequence, code: int) -> None:
-        """Stop everything that way, then end the agent. The first reason gives the exit code."""
+    def _leave(self, code: int, how: Optional[StopSequence] = None) -> None:
+        """Stop everything, then end the agent. The first reason gives the exit code. `how`: by the job's grace time."""
         if not self._is_leaving:
             self._is_leaving, self._code = True, code
         if self._preflight is not None:
@@ -542,10 +542,8 @@ class Agent:
         if self._measuring is not None:
             self._measuring.stop()
         if self._share is not None:
+            how = how or stopping.gentle(self._grace_s(), time.monotonic())
             self._stopping.stop(list(self._runner.tasks), how)
-
-    def _gentle(self) -> StopSequence:
-        return stopping.gentle(self._grace_s(), time.monotonic())
 
     def _grace_s(self) -> float:
         return self._share.plan.limits.grace_s if self._share else 0.0

@@ -37,7 +37,7 @@ def find(digest: str, env: Optional[Mapping[str, str]] = None) -> str:
     name = _checked(digest)
     try:
         path = os.path.join(private.cache_folder(RUNTIME, env), name)
-        if not private.is_private(path) or not _is_whole(path, digest):
+        if not private.is_ours(os.lstat(path)) or not _is_whole(path, digest):
             return ""
         with contextlib.suppress(OSError):
             os.utime(path)

@@ -36,7 +36,12 @@ def start(argv: Sequence[str], data: bytes, env: Mapping[str, str], limit_s: flo
         ContractError: it would not survive a logout, it ended without a line, or the line did not come in time.
         OSError: the system refused something.
     """
-    words = _surviving([sys.executable if word == PYTHON else word for word in argv])
+    words = [sys.executable if word == PYTHON else word for word in argv]
+    if daemon.ends_at_logout():
+        line = daemon.needs_linger()
+        if line is not None:
+            raise ContractError(f"{daemon.WHY}; allow yours to go on, once: {line}")
+        words = ["systemd-run", *daemon.SCOPE, *words]
     every = {**environ.snapshot(), **env}
     given, said = _file(data), _file(b"")
     reading, writing = os.pipe()
@@ -50,15 +55,6 @@ def start(argv: Sequence[str], data: bytes, env: Mapping[str, str], limit_s: flo
         for fd in (given, said, reading, writing):
             if fd >= 0:
                 os.close(fd)
-
-
-def _surviving(argv: List[str]) -> List[str]:
-    if not daemon.ends_at_logout():
-        return argv
-    line = daemon.needs_linger()
-    if line is not None:
-        raise ContractError(f"{daemon.WHY}; allow yours to go on, once: {line}")
-    return ["systemd-run", *daemon.SCOPE, *argv]
 
 
 def _file(data: bytes) -> int:

@@ -103,7 +103,8 @@ class Share(NamedTuple):
             env.update(self._gpus(task, self.sees, *task.gpus))
         if self.interface and task.role == WORKER:
             env.setdefault(b"GLOO_SOCKET_IFNAME", exact(self.interface))
-            if self._asked_for:
+            if _host(self.plan, self.host).interface or self.plan.interface or self.plan.subnet:
+                # The user asked for it; else NCCL chooses: it knows faster interfaces.
                 env.setdefault(b"NCCL_SOCKET_IFNAME", exact(self.interface))
         return env
 
@@ -124,14 +125,9 @@ class Share(NamedTuple):
             found.pop(gpus.ORDER, None)
         return {exact(name): exact(value) for name, value in found.items()}
 
-    @property
-    def _asked_for(self) -> str:
-        """The interface or subnet that the user asked for. If empty, NCCL chooses: it knows faster interfaces."""
-        return _host(self.plan, self.host).interface or self.plan.interface or self.plan.subnet
-
     def ports(self) -> Dict[str, int]:
         """Return the numbers of the held ports by label."""
-        return {label: port_of(held) for label, held in self.held.items()}
+        return {label: int(held.getsockname()[1]) for label, held in self.held.items()}
 
     def close(self, has_guard: bool = False) -> None:
         """Let the ports go and remove the folder; a guard that lives removes it after us, and is in the record."""
@@ -283,11 +279,6 @@ def hold(address: str, port_range: str = "") -> socket.socket:
     held.close()
     span = f" in {port_range}" if port_range else ""
     raise ContractError(f"no free port{span} on host {socket.gethostname()}; give a wider --port-range")
-
-
-def port_of(held: socket.socket) -> int:
-    """Return the port that is held."""
-    return int(held.getsockname()[1])
 
 
 # The private folder, and the record in it

@@ -146,17 +146,12 @@ def deliver(task: Optional[RunningTask], rows: Iterable[Process], number: int) -
     rows = list(rows)
     for each in (number,) if number == signal.SIGKILL else (number, signal.SIGCONT):
         if group:
-            signal_group(group, each)
+            with contextlib.suppress(OSError):  # it has gone
+                os.killpg(group, each)
         for row in rows:
             if not group or row.pgid != group:
                 with contextlib.suppress(OSError):  # another user's by now (set-user-id): it is reported as left
                     process.send_signal(row.identity, each)
-
-
-def signal_group(group: int, number: int) -> None:
-    """Send a signal to a process group; a group that no longer exists is no error."""
-    with contextlib.suppress(OSError):
-        os.killpg(group, number)
 
 
 class StopSequence(NamedTuple):
@@ -373,24 +368,29 @@ def end_all(
 ) -> Tuple[Dict[Identity, str], List[Process]]:
     """Send TERM to what `find` returns, KILL after `grace_s` until nothing is found, for at most GIVE_UP_S more.
 
-    `reap` is called before each look. Returns what was signalled (with its command) and what is left. Waits.
+    `reap` is called before each look. A look may take long where ps is used, so times count from when it has ended.
+    Returns what was signalled (with its command) and what is left. Waits.
     """
     signalled: Dict[Identity, str] = {}
-    kill_at = time.monotonic() + grace_s
+    kill_at = give_up_at = math.inf
     while True:
         reap()
         found = find()
         now = time.monotonic()
-        if not found or now >= kill_at + GIVE_UP_S:
+        if not found or now >= give_up_at:
             return signalled, found
+        kill_at = min(kill_at, now + grace_s)
         for row in found:
-            if now >= kill_at:
-                signalled.setdefault(row.identity, process.command_of(row.pid))
-                _send(row.identity, signal.SIGKILL)
-            elif row.identity not in signalled:
+            is_new = row.identity not in signalled
+            if is_new:
                 signalled[row.identity] = process.command_of(row.pid)
+            if now >= kill_at:
+                _send(row.identity, signal.SIGKILL)
+            elif is_new:
                 _send(row.identity, signal.SIGTERM)
                 _send(row.identity, signal.SIGCONT)
+        if now >= kill_at:
+            give_up_at = min(give_up_at, time.monotonic() + GIVE_UP_S)
         time.sleep(POLL_S)
 
 

@@ -185,6 +185,7 @@ def view(said: str, inherited: Optional[str], found: HostGpus, host: str, where:
 def seen(value: str, found: HostGpus) -> Tuple[str, ...]:
     """Return the GPUs of a CUDA_VISIBLE_DEVICES as CUDA reads it: up to the first that is no GPU, or one of before."""
     names: Dict[str, None] = {}
+    uuids = [uuid for gpu in found.gpus for uuid in (gpu.uuid, *(gpu.instances or ()))]
     for item in value.split(","):
         name = item.strip()
         is_number = re.fullmatch(_NUMBER, name)
@@ -192,7 +193,7 @@ def seen(value: str, found: HostGpus) -> Tuple[str, ...]:
             break
         if found.how and is_number and int(name) >= len(found.gpus):
             break
-        if found.how and not is_number and not any(_begins(uuid, name) for uuid in _uuids(found)):
+        if found.how and not is_number and not any(_begins(uuid, name) for uuid in uuids):
             break
         names[name] = None
     return tuple(names)
@@ -259,7 +260,3 @@ def _is_same(one: str, other: str, found: HostGpus) -> bool:
 
 def _begins(uuid: str, name: str) -> bool:
     return uuid.lower().startswith(name.lower())
-
-
-def _uuids(found: HostGpus) -> Sequence[str]:
-    return [uuid for gpu in found.gpus for uuid in (gpu.uuid, *(gpu.instances or ()))]

@@ -93,11 +93,6 @@ def make_cache(kind: str, env: Optional[Mapping[str, str]] = None) -> str:
     return cache_folder(kind, env)
 
 
-def is_private(path: str) -> bool:
-    """Return whether it is a folder to which only this user may write. Raises OSError."""
-    return is_ours(os.lstat(path))
-
-
 def _mend(path: str) -> None:
     """Let only this user write to a folder. Raises OSError: it is no folder, or not this user's."""
     info = os.lstat(path)

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 import uuid
 from pathlib import Path
 
@@ -78,6 +79,18 @@ def test_neither_we_nor_our_ancestors_are_ever_found() -> None:
     record = Record("j", "h", GONE, GONE, 1.0, (("worker-0", parent), ("worker-1", me)), (me, parent))
     found = {each.pid for each in stopping.belongings([record], {"DISTRUN_JOB_ID": "no-such-job"})}
     assert not {me.pid, parent.pid} & found
+
+
+def test_a_look_that_takes_long_delays_signals_and_leaves_none_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "GIVE_UP_S", 0.1)
+    child, row = start("trap '' TERM; while :; do sleep 0.1; done")
+
+    def find() -> list[Process]:
+        time.sleep(0.5)
+        return [] if child.poll() is not None else [row]
+
+    assert stopping.end_all(find, 0.1)[1] == []
+    assert child.returncode == -signal.SIGKILL
 
 
 def test_what_will_not_die_is_left_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
