@@ -54,9 +54,8 @@ def allocate(job: QueuedJob, folder: JobFolder, service: Service) -> PlannedJob 
     between: list[messages.Interrupt] = []
 
     def keep(name: str) -> None:
-        event = loop.event_of(name)
-        if isinstance(event, messages.Interrupt):
-            between.append(event)
+        if name in _STOPPED:
+            between.append(messages.Interrupt(name, time.time()))
 
     # A signal between two loops must not end this process: the engine would keep the job.
     with Interrupts(keep):

@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distrun.errors import UsageError
-from distrun.hosts.ranges import grouped
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration
@@ -57,8 +56,6 @@ METRICS_S = 0.5
 """How long its host waits for the metrics of a coordinator elsewhere. It may have none."""
 EVENTS_SIZE = 16 * 1024
 """Bytes from the end of events.jsonl that are read."""
-FETCH_S = 2.0
-"""Seen on a loaded machine: the connection ends, and the job's end can be fetched only after about so long."""
 END_S = 0.2
 """How long the end of an ssh program is waited for that has closed its output."""
 STACK = ("task", "text", "how", "error", "fix")
@@ -72,6 +69,10 @@ MOST = 100
 
 
 # ---------------------------------------------------------------------- jobs
+
+
+class JobOver(UsageError):
+    """What is asked of a coordinator comes too late: the job is over."""
 
 
 def _warn(text: str, level: str) -> None:
@@ -218,12 +219,21 @@ class Job:
         """Return a connection to its coordinator, by which it can be followed; it is a context manager.
 
         Raises:
+            JobOver: it is over; perhaps it has ended just now.
             UsageError: the coordinator cannot be asked, or is of another version.
             CoordinatorLost: it is gone, or does not answer.
         """
         from distrun import client
 
-        return client.connect(self.folder, may_ask)
+        try:
+            return client.connect(self.folder, may_ask)
+        except client.CoordinatorLost as err:
+            if self.refresh(may_ask).folder.outcome() is None:
+                raise
+            raise self._over() from err
+
+    def _over(self) -> JobOver:
+        return JobOver(f"job {self.id} is over: {self.state}", f"what it printed: distrun logs {self.id}")
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Wait until it is over; return its exit code.
@@ -238,7 +248,7 @@ class Job:
         if recorded is None:
             try:
                 return self._follow(timeout_s)
-            except CoordinatorLost:
+            except (JobOver, CoordinatorLost):
                 recorded = self.refresh().folder.outcome()  # it may have ended between the two looks
                 if recorded is None:
                     raise
@@ -291,7 +301,7 @@ class Job:
         from distrun import client
 
         if self.is_over:
-            raise UsageError(f"job {self.id} is over: {self.state}", f"what it printed: distrun logs {self.id}")
+            raise self._over()
         answers: list[Mapping[str, Any]] = []
         with self.attach() as connection, client.reading():
             for question in each:
@@ -417,21 +427,24 @@ class ForwardedOutput:
     def __init__(self, job: Job, names: Sequence[str], begin: Mapping[str, Any]) -> None:
         self._job = job
         self._names = names
+        self._begin = begin
         self._cursor: int | None = None
-        self._is_over = False
-        self._connection = job.attach()
-        wanted = list(names) if len(names) < len(job.tasks) else None
-        self._connection.send("subscribe", output={**begin, "tasks": wanted})
+        self._connection: ControlConnection | None = None
+        with contextlib.suppress(JobOver):
+            self._connection = job.attach()
+            wanted = list(names) if len(names) < len(job.tasks) else None
+            self._connection.send("subscribe", output={**begin, "tasks": wanted})
 
     def __enter__(self) -> ForwardedOutput:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._connection.close()
+        if self._connection is not None:
+            self._connection.close()
 
     def goes_on(self) -> bool:
         """Return whether more may come."""
-        return not self._is_over
+        return self._connection is not None
 
     def pieces(self) -> Iterator[LogPiece]:
         """Give what has come since the last call; does not wait for more.
@@ -442,17 +455,16 @@ class ForwardedOutput:
         from distrun import client
         from distrun_runtime.coordinator.logreader import LogPiece
 
-        while not self._is_over:
+        while self._connection is not None:
             try:
                 frame = self._connection.receive(0.001)
             except TimeoutError:
                 return
             if frame is None or frame.type in ("outcome", "failed"):
-                self._is_over = True
+                self._connection.close()
+                self._connection = None
                 if self._job.refresh().folder.outcome() is None and frame is None:
-                    time.sleep(FETCH_S)
-                    if self._job.refresh().folder.outcome() is None:
-                        raise client.gone(self._job.folder)
+                    raise client.gone(self._job.folder)
                 return
             with client.reading():
                 header = frame.header
@@ -465,12 +477,14 @@ class ForwardedOutput:
 
     def last(self) -> Iterator[LogPiece]:
         """Give what the coordinator did not send at the end: it waits for no client that is slow."""
-        from distrun_runtime.coordinator.logreader import LogReader
+        from distrun_runtime.contract.control import OutputWanted
+        from distrun_runtime.coordinator import logreader
 
-        if self._cursor is not None and self._job.folder.is_finished:
-            with LogReader(self._job.folder.logs) as reader:
+        if self._job.folder.is_finished:
+            with logreader.LogReader(self._job.folder.logs) as reader:
                 rest = RecordedOutput(self._job, reader, self._names)
-                rest.cursor = self._cursor
+                wanted = OutputWanted(**{**self._begin, "tasks": tuple(self._names)})
+                rest.cursor = logreader.begin(reader, wanted) if self._cursor is None else self._cursor
                 yield from rest.pieces()
 
 
@@ -529,7 +543,9 @@ def look(
     shown as such.
     """
     jobs = [_JobQuery(folder, with_events) for folder in folders]
-    _ask(jobs, here_s, there_s)
+    waiting = [job for job in jobs if job.is_asked_here or job.is_asked_there]
+    if waiting:
+        _ask(waiting, here_s, there_s)
     return [job.view() for job in jobs]
 
 
@@ -628,6 +644,8 @@ def asked() -> bytes:
 
 def _ask(jobs: Sequence[_JobQuery], here_s: float, there_s: float) -> None:
     """Ask all coordinators at the same time."""
+    from distrun.hosts.ranges import grouped
+
     began = time.monotonic()
     threads = [
         threading.Thread(

@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from distrun import backends, client
 from distrun.backends.base import Swept
@@ -30,11 +30,10 @@ from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import STOP
 from distrun_runtime.coordinator.failures import Outcome, Survivor, TaskResult
 from distrun_runtime.coordinator.jobfolder import JobFolder
-from distrun_runtime.coordinator.output import Sink
 from distrun_runtime.errors import ContractError, JobStoreError
 
 if TYPE_CHECKING:
-    from distrun.sync import FileCopier
+    from distrun.sync.copier import FileCopier
     from distrun_runtime.coordinator.channel import AgentChannel
     from distrun_runtime.coordinator.jobstore import JobStore
     from distrun_runtime.coordinator.service import Service
@@ -176,7 +175,7 @@ def spawn(job: PlannedJob | QueuedJob, folder: JobFolder, say: Callable[[str, st
             type(job.backend): lambda each: (backends.load, (each.name,), {"listening": each.listening})
         }
         pickler.dump((job, folder.path))
-    failures: list[Mapping[str, Any]] = []
+    failures: list[control.CoordinatorFailed] = []
     is_detached, is_left = job.request.detach, threading.Event()
 
     def attend() -> None:
@@ -192,8 +191,8 @@ def spawn(job: PlannedJob | QueuedJob, folder: JobFolder, say: Callable[[str, st
                     case "event", {"event": {"event": "state", "state": facts.QUEUED | facts.RUNNING}}:
                         if is_detached:
                             connection.send("detach")
-                    case "failed", told:
-                        failures.append(told)
+                    case "failed", _:
+                        failures.append(control.read(control.CoordinatorFailed, frame))
         is_left.set()
         child.wait()
 
@@ -267,7 +266,7 @@ def _listen(service: Service, folder: JobFolder, is_needed: bool) -> None:
         folder.write_control(path)
 
 
-def _error(err: BaseException) -> dict[str, Any]:
+def _error(err: BaseException) -> control.CoordinatorFailed:
     """Return what the client is told of an error."""
     if isinstance(err, DistrunError):
         return control.failure(err, err.exit_code, err.hint)
@@ -310,7 +309,7 @@ def coordinate(
 
         copier = _copier(job, sink)
         try:
-            written = jobrun.run(
+            written = jobrun.JobRun(
                 job.plan,
                 job.secrets,
                 channels,
@@ -319,9 +318,8 @@ def coordinate(
                 verbosity=verbosity,
                 runtime=lambda: job.runtime,
                 prepare=copier.start if copier else None,
-                watcher=sink,
                 ends_when_ready=ends_when_ready,
-            )
+            ).run()
             outcome = job.backend.explained(written)
         finally:
             if copier:
@@ -337,7 +335,7 @@ def coordinate(
     return folder.explained(outcome)
 
 
-def _clear_up(job: PlannedJob, channels: Sequence[AgentChannel], sink: Sink) -> Mapping[str, Swept]:
+def _clear_up(job: PlannedJob, channels: Sequence[AgentChannel], sink: Service) -> Mapping[str, Swept]:
     """Wait for the ends of agents and guards; end what is left on hosts where that is not known. Ctrl-C ends it."""
     from distrun_runtime.coordinator.failures import listed
 
@@ -400,7 +398,7 @@ def _copier(job: PlannedJob, service: Service) -> FileCopier | None:
     sync, rules = job.plan.sync, job.request.sync_rules
     if sync is None or rules is None:
         return None
-    from distrun.sync import REPORT_S, CopyRequest
+    from distrun.sync.copier import REPORT_S, CopyRequest
 
     told_at = time.monotonic()
 

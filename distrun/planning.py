@@ -51,7 +51,7 @@ from distrun_runtime.coordinator.jobstore import JobStore
 if TYPE_CHECKING:
     from distrun.backends.engine import Grant
     from distrun.backends.queue import QueueBackend
-    from distrun.sync import Tree
+    from distrun.sync.tree import Tree
 
 DRY_RUN_ID = "dry-run"
 SET_ELSEWHERE: Mapping[str, str] = {
@@ -302,7 +302,7 @@ def _runtime(request: JobRequest, backend: Backend) -> tuple[Runtime, bytes]:
 def _scan(request: JobRequest, backend: Backend) -> Tree | None:
     if request.sync_rules is None or not request.sync_dst_dir:
         return None
-    from distrun.sync import check_channel_size, scan  # not needed for jobs that copy nothing
+    from distrun.sync.tree import check_channel_size, scan  # not needed for jobs that copy nothing
 
     tree = scan(request.cwd, request.sync_rules)
     if backend.copies_over_channels:

@@ -408,7 +408,7 @@ def is_ours(name: str) -> bool:
 
 def is_secret(name: str) -> bool:
     """Return whether a variable's name looks like a secret's. No side effects."""
-    return any(fnmatch.fnmatchcase(name.upper(), pattern) for pattern in environ.SECRET_PATTERNS)
+    return any(word in name.upper() for word in environ.SECRET_WORDS)
 
 
 def check_tuning(settings: Sequence[Setting], outer: Mapping[str, str]) -> None:
