@@ -644,9 +644,12 @@ def asked() -> bytes:
 
 def _ask(jobs: Sequence[_JobQuery], here_s: float, there_s: float) -> None:
     """Ask all coordinators at the same time."""
-    from distrun.hosts.ranges import grouped
 
     began = time.monotonic()
+    by_login: dict[str, list[_JobQuery]] = {}
+    for job in jobs:
+        if job.is_asked_there:
+            by_login.setdefault(job.login, []).append(job)
     threads = [
         threading.Thread(
             target=_ask_there,
@@ -654,7 +657,7 @@ def _ask(jobs: Sequence[_JobQuery], here_s: float, there_s: float) -> None:
             name="host-query",
             daemon=True,
         )
-        for login, of_host in grouped((job.login, job) for job in jobs if job.is_asked_there).items()
+        for login, of_host in by_login.items()
         for first in range(0, len(of_host), MOST)
     ]
     for thread in threads:

@@ -674,12 +674,14 @@ def device_warnings(plan: Plan) -> list[str]:
     if plan.gpus_per_worker:
         given = all(task.gpus is None for task in workers)
         return [f"--gpus-per-worker has no effect: workers are given {gpus.VISIBLE} by --env"] if given else []
-    by_value = grouped((task.env.get(gpus.VISIBLE, "").strip(), task) for task in workers)
+    shown = [(value, task) for task in workers if (value := task.env.get(gpus.VISIBLE, "").strip()) not in ("", "-1")]
+    if not shown:
+        return []
     warnings = []
-    for value, tasks in by_value.items():
+    for value, tasks in grouped(shown).items():
         count = len(value.split(","))
         late = sorted((each for each in tasks if int(each.env["LOCAL_RANK"]) >= count), key=lambda each: each.host)
-        if value in ("", "-1") or not late:
+        if not late:
             continue
         names = [task.name for task in late]
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""

@@ -236,10 +236,10 @@ def read_target(text: str, form: str, brief: bool = False) -> HostPattern:
     start = len(user) + len(sign)
     if sign:
         grammar.user(user)
-    end = rest.find("]") if rest.startswith("[") else -1
+    end = rest.find("]")
     if rest.startswith("[") and end < 0:
         raise Fault(start, "E109", f"unclosed '[' in {grammar.quote(rest)}")
-    if end > 0 and ":" in rest[:end]:
+    if rest.startswith("[") and ":" in rest[:end]:
         name = rest[1:end]
         if not grammar.ipv6(name):
             raise Fault(start, "E102", f"invalid host name {grammar.quote(name)}: it is not an IPv6 address")
@@ -372,15 +372,11 @@ class Merger:
 
     def warnings(self) -> Sequence[Finding]:
         """Return a warning for each host that stood twice, at its last place."""
-        return [
-            entry.here(
-                "W120",
-                "duplicate host {!r} ({}): slots added, now {}".format(
-                    self._specs[key].name, self._where(key, entry).removeprefix("on "), self._specs[key].slots or 1
-                ),
-            )
-            for key, entry in self._repeated.items()
-        ]
+        found = []
+        for key, entry in self._repeated.items():
+            spec, first = self._specs[key], self._where(key, entry)
+            found.append(entry.here("W120", f"duplicate host {spec.name!r} ({first}): slots added, now {spec.slots}"))
+        return found
 
     def _where(self, key: str, entry: HostEntry) -> str:
         first = self._first[key]
