@@ -122,9 +122,7 @@ class _Attached:
             waits = self._folder.state()
             self._console.say(str(waits["message"] or waits["state"]))
         elif "tail" in start:
-            # The logs of a job on hosts are fetched when it is over.
-            how = "attach --since-start" if self._job.is_elsewhere else "logs --merge"
-            self._console.say(f"all that it printed before: distrun {how} {self._folder.id}")
+            self._console.say(f"all that it printed before: distrun logs --merge {self._folder.id}")
         self._console.when_unread(lambda: self._leave(facts.exit_code(None, "PIPE")))
         self._console.start()
         with daemon.Interrupts(self._on_signal):
