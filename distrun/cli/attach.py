@@ -25,7 +25,6 @@ from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
     from distrun.jobs import Job
-    from distrun_runtime.coordinator.jobfolder import JobFolder
 
 
 LINES = 20
@@ -65,7 +64,9 @@ def attach(
     found = jobs.get(job, prefers_living=True).refresh()
     console = Console(environ.snapshot(), prefix=not no_prefix, level="error" if quiet else "info")
     if found.is_over:
-        return _over(found.folder, console)
+        console.say(f"job {found.id} is over: {found.folder.state()['message']}")
+        console.say(f"what it printed: distrun logs {found.id}")
+        return int(found.outcome["exit_code"]) if found.outcome is not None else facts.EXIT_HOST_LOST
     names = [str(row["name"]) for row in found.choose(tasks)] if tasks else None
     places = OutputPlace(jobs.store.root, found.id)
     console.attach(found.folder.log_path, found.id, lambda: placed(found.folder))
@@ -75,14 +76,6 @@ def attach(
             return attached.run(_start(places, since_start, tail), places)
     finally:
         console.close()
-
-
-def _over(folder: JobFolder, console: Console) -> int:
-    outcome = folder.outcome()
-    code = int(outcome["exit_code"]) if outcome is not None else facts.EXIT_HOST_LOST
-    console.say(f"job {folder.id} is over: {folder.state()['message']}")
-    console.say(f"what it printed: distrun logs {folder.id}")
-    return code
 
 
 def _start(places: OutputPlace, since_start: bool, tail: int | None) -> dict[str, int]:
@@ -329,14 +322,8 @@ def wait(job: str, timeout: float | None, as_json: bool) -> int:
     if as_json:
         from distrun_runtime.coordinator.jobfolder import rfc3339
 
-        print_json(
-            SCHEMA,
-            time=rfc3339(time.time()),
-            job=found.id,
-            exit_code=code,
-            timed_out=is_late,
-            outcome=found.outcome,
-        )
+        told = {"exit_code": code, "timed_out": is_late, "outcome": found.outcome}
+        print_json(SCHEMA, time=rfc3339(time.time()), job=found.id, **told)
     return code
 
 

@@ -239,12 +239,15 @@ def logs(
         as_json=as_json,
     )
     names = [str(row["name"]) for row in rows]
-    goes_on = (lambda: found.state in facts.GOING) if follow else lambda: False
     if found.is_elsewhere:
         begin = {"cursor": 0} if start is None and lines is None else {"since": start, "tail": lines}
         with ForwardedOutput(found, names, begin, follow) as forwarded:
             _LogPrinter(forwarded, Replay(style, from_start="cursor" in begin), region).show(forwarded.goes_on)
         return 0
+
+    def goes_on() -> bool:
+        return follow and found.state in facts.GOING
+
     with LogReader(folder.logs) as reader:
         if not (merge or as_json or start is not None):
             source: PieceSource = _LogFiles(folder, names, lines)
