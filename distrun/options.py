@@ -256,6 +256,13 @@ def _shown(value: str | float) -> str:
     return repr(text) if len(text) <= SHOWN else repr(text[:SHOWN]) + "..."
 
 
+COPYING = (
+    text("--sync-dst-dir", "Copy the current directory to DIR on each host.", "DIR"),
+    words("--sync-exclude", "Do not copy what matches. Repeatable.", "PATTERN", member=""),
+    flag("--sync-gitignore", "Copy what git would add, and nothing else.", member=""),
+    words("--sync-extra", "Copy this too, into DIR. Repeatable.", "SRC[:DST]", member=""),
+    flag("--sync-delete", "Delete files that only a host has, in a DIR that distrun made."),
+)
 LAUNCHER = text("--launcher/--backend", "How tasks are started: {launchers}.", "NAME", key="launcher")
 HOSTS = (
     text("-H/--hostfile", "Hosts file; - reads standard input.", "FILE", default=None, member=""),
@@ -328,13 +335,7 @@ TABLE: Mapping[str, tuple[Option, ...]] = {
         _own("--docker-image", "IMAGE", "yarn", "Image of the containers (yarn)."),
         *_MPI,
     ),
-    "Copying code": (
-        text("--sync-dst-dir", "Copy the current directory to DIR on each host.", "DIR"),
-        words("--sync-exclude", "Do not copy what matches. Repeatable.", "PATTERN", member=""),
-        flag("--sync-gitignore", "Copy what git would add, and nothing else.", member=""),
-        words("--sync-extra", "Copy this too, into DIR. Repeatable.", "SRC[:DST]", member=""),
-        flag("--sync-delete", "Delete files that only a host has, in a DIR that distrun made."),
-    ),
+    "Copying code": COPYING,
     "Command": (
         switch("--shell/--no-shell", "Always or never run the command with bash -c.", key="shell"),
         text(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from distrun.errors import UsageError
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from distrun.hosts.grammar import HostSpec, Inventory
     from distrun.ssh.ask import Asker
-    from distrun.sync import CopyRequest, FileCopier, Says
+    from distrun.sync.copier import CopyRequest, FileCopier, Says
     from distrun_runtime.coordinator.channel import AgentChannel
     from distrun_runtime.coordinator.failures import Outcome
 
@@ -41,6 +41,12 @@ class Swept(NamedTuple):
     """What would not end, or is not ours to signal."""
     problem: str = ""
     """Why the host could not be asked; empty: it was."""
+
+    @staticmethod
+    def of(*found: Iterable[tuple[int, str]]) -> Swept:
+        """Return what an agent says: the processes that have ended and those that are left, each as pid and command."""
+        ended, left = (tuple(f"pid {int(pid)} ({command})" for pid, command in rows) for rows in found)
+        return Swept(ended, left)
 
     @property
     def told_left(self) -> list[str]:
@@ -103,12 +109,6 @@ class Backend(ABC):
     asker: Asker | None = None
     """Knows what the user typed to get into hosts; None: nothing was asked."""
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Return how it is made again in another process: it keeps nothing else before a job starts."""
-        from distrun import backends
-
-        return backends.load, (self.name,), {"listening": self.listening}
-
     @abstractmethod
     def inventory(self, found: Inventory | None) -> Inventory:
         """Return the job's hosts, given those that the user named (None: none)."""
@@ -132,9 +132,9 @@ class Backend(ABC):
         """
         raise UsageError(f"--launcher {self.name} copies no files to its hosts", "leave out --sync-dst-dir")
 
-    @abstractmethod
     def addresses(self, hosts: Sequence[str]) -> Mapping[str, str]:
         """Return the data addresses that are known beforehand, by host; agents find the others."""
+        return {}
 
     @abstractmethod
     def render(self, plan: Plan) -> Rendered:

@@ -30,8 +30,8 @@ LIMIT = 4096
 
 # It first opens closed standard streams, as `streams.open_streams` does.
 # The importer and START_DIALED of `blob` use these names of it: modules, s, r, dialed.
-# No f-strings: an old Python must come to the message.
-PROGRAM = """\
+# No f-strings in it: an old Python must come to the message.
+PROGRAM = f"""\
 from signal import *
 for n in SIGUSR1, SIGUSR2:
     signal(n, SIG_IGN)
@@ -46,7 +46,7 @@ sys.stderr = sys.stderr or open(2, "w")
 
 def fail(text):
     sys.stderr.write("distrun: " + text + "\\n")
-    sys.exit(%(code)d)
+    sys.exit({facts.EXIT_START_FAILED})
 
 def named(word, forget):
     if not word.startswith("env:"):
@@ -61,15 +61,15 @@ def secret_of(word):
         fd = os.open(word, os.O_RDONLY | os.O_NOFOLLOW)
         about = os.fstat(fd)
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 63:
-            fail("%%s must be a file of your own with mode 0600" %% word)
+            fail("%s must be a file of your own with mode 0600" % word)
         return os.read(fd, 4096).decode("ascii").strip()
     except (OSError, ValueError) as err:
-        fail("the secret cannot be read: %%s" %% err)
+        fail("the secret cannot be read: %s" % err)
 
 def line():
     b = b""
     while b.find(10) < 0:
-        d = s.recv(%(line)d) if len(b) < %(line)d else b""
+        d = s.recv({enrolment.LINE_BYTES}) if len(b) < {enrolment.LINE_BYTES} else b""
         if not d:
             raise OSError("the connection ended during the enrolment")
         b += d
@@ -77,7 +77,7 @@ def line():
     return json.loads(head.decode()), rest
 
 def proof(side):
-    words = "distrun-enrolment-%(version)d", side, "claim", job, place, pin, theirs, nonce
+    words = "distrun-enrolment-{enrolment.VERSION}", side, "claim", job, place, pin, theirs, nonce
     return hmac.new(secret.encode(), "\\n".join(words).encode(), "sha256").hexdigest()
 
 def enrol():
@@ -85,23 +85,23 @@ def enrol():
     if hashlib.sha256(s.getpeercert(True)).hexdigest() != pin:
         raise OSError("its certificate is not this job's; nothing was sent")
     hello, _ = line()
-    if hello["version"] != %(version)d:
-        raise OSError("it speaks version %%s of the enrolment" %% hello["version"])
+    if hello["version"] != {enrolment.VERSION}:
+        raise OSError("it speaks version %s of the enrolment" % hello["version"])
     theirs = hello["nonce"]
     claim = dict(type="claim", job=job, place=place, nonce=nonce, proof=proof("agent"), program=True)
     s.sendall(json.dumps(claim).encode() + bytes([10]))
     answer, rest = line()
     if answer["type"] == "denied":
-        fail("the coordinator refuses place %%s: %%s" %% (place, answer["reason"]))
+        fail("the coordinator refuses place %s: %s" % (place, answer["reason"]))
     if not hmac.compare_digest(answer["proof"], proof("coordinator")):
         raise OSError("the other side does not know this job's secret")
     return answer["key"], rest
 
 if sys.version_info < (3, 8):
-    fail("this host's %%s is Python %%s; 3.8 or newer is needed" %% (sys.executable, sys.version.split()[0]))
+    fail("this host's %s is Python %s; 3.8 or newer is needed" % (sys.executable, sys.version.split()[0]))
 pin, job, place, word, limit = sys.argv[1:6]
 place, secret = named(place, False), secret_of(word)
-nonce = binascii.hexlify(os.urandom(%(nonce)d)).decode()
+nonce = binascii.hexlify(os.urandom({enrolment.NONCE_BYTES})).decode()
 context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 context.check_hostname = False
 context.verify_mode = ssl.CERT_NONE
@@ -118,12 +118,12 @@ while not key:
             key, r = enrol()
             break
         except Exception as err:
-            why = "%%s: %%s" %% (word, err)
+            why = "%s: %s" % (word, err)
             if s:
                 s.close()
     else:
         if time.monotonic() > until:
-            fail("place %%s: no coordinator within %%s s; %%s" %% (place, limit, why))
+            fail("place %s: no coordinator within %s s; %s" % (place, limit, why))
         time.sleep(pause)
         pause = min(2 * pause, 5)
 try:
@@ -136,16 +136,11 @@ try:
         r += d
     l, _, r = bytes(r).partition(bytes([10]))
 except OSError as err:
-    fail("the connection broke before the agent had arrived: %%s" %% err)
+    fail("the connection broke before the agent had arrived: %s" % err)
 importer, modules = [binascii.a2b_base64(each) for each in l.split()]
 dialed = s.getpeername()[:2], sys.argv[6:], pin, job, place, nonce, key
 exec(zlib.decompress(importer))
-""" % {
-    "code": facts.EXIT_START_FAILED,
-    "line": enrolment.LINE_BYTES,
-    "version": enrolment.VERSION,
-    "nonce": enrolment.NONCE_BYTES,
-}
+"""
 """Python source, at most LIMIT bytes."""
 
 

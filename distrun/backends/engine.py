@@ -13,6 +13,7 @@ import operator
 import os
 import re
 import subprocess
+import textwrap
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -320,7 +321,12 @@ class Answer(NamedTuple):
     @property
     def said(self) -> str:
         """What it has said of a failure, in one line."""
-        return " ".join(self.err.split()) or f"exit code {self.code}"
+        return one_line(self.err) or f"exit code {self.code}"
+
+
+def one_line(text: str, most: int = 400) -> str:
+    """Return what an engine has said in one line, which ends with `...` if it would be longer than `most`."""
+    return textwrap.shorten(text, most, placeholder="...")
 
 
 def execute(

@@ -32,7 +32,7 @@ from distrun.request import Needs
 from distrun_runtime.contract.plan import SERVER, WORKER
 
 if TYPE_CHECKING:
-    from distrun.backends.engine import RoleGroup, Submission
+    from distrun.backends.engine import Submission
 
 
 FILES = ("core-site.xml", "hdfs-site.xml", "yarn-site.xml")
@@ -421,16 +421,11 @@ def agent_script(submission: Submission) -> str:
     return f"#!/bin/bash\nexec {' '.join(resolved if word == SECRET else formats.join([word]) for word in words)}\n"
 
 
-def largest(groups: Sequence[RoleGroup]) -> Needs:
-    """Return what each container must have so that every task fits in it. No side effects."""
-    rows = [group.needs for group in groups]
-    return Needs(*(max(column) for column in zip(*rows, strict=True)))
-
-
 def command(submission: Submission, yarn: str, jar: str, memory_mb: int) -> tuple[str, ...]:
     """Return what submits the job. No word of it is secret. No side effects."""
     options = submission.options
-    needs = largest(submission.groups)
+    # Each container must have so much that every task fits in it.
+    needs = Needs(*map(max, zip(*(group.needs for group in submission.groups), strict=True)))
     megabytes = -(-needs.memory // MIB) or memory_mb
     resources = [f"memory-mb={megabytes}", f"vcores={max(1, needs.cores)}"]
     resources += [f"{GPU}={needs.gpus}"] if needs.gpus else []

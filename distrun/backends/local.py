@@ -73,8 +73,7 @@ class Local(Backend):
         from distrun_runtime.agent import stopping
 
         report = stopping.sweep(plan.job, grace_s, plan.nonce)
-        ended, left = (tuple("pid %d (%s)" % each for each in found) for found in (report.ended, report.left))
-        return {plan.hosts[0].name: Swept(ended, left)}
+        return {plan.hosts[0].name: Swept.of(report.ended, report.left)}
 
 
 class ChildChannel:
@@ -147,7 +146,7 @@ class ChildChannel:
     @property
     def said_bye(self) -> bool:
         """Whether the agent's last frame has come."""
-        return self._inner is not None and self._inner.said_bye
+        return self._inner is not None and self._inner.inlet.said_bye
 
     @property
     def is_over(self) -> bool:
@@ -198,7 +197,7 @@ class ChildChannel:
         if code is None:
             how = f"its process (pid {self._child.pid}) still ran a second later"
         else:
-            how = "it was ended by signal %d" % -code if code < 0 else f"it ended with code {int(code)}"
+            how = f"it was ended by signal {-code}" if code < 0 else f"it ended with code {int(code)}"
         return "\n".join([how, *self._words])
 
 

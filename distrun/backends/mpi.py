@@ -42,6 +42,7 @@ from distrun.backends.engine import (
     Submission,
     execute,
     fill,
+    one_line,
     refuse_queue_options,
     template,
     text_of,
@@ -68,8 +69,6 @@ EXPLAIN_S = 4.0
 """How long mpirun's end is awaited for its reason, when its agents have gone."""
 WORDS = 3
 """Lines of what mpirun said that are shown."""
-SHOWN = 400
-"""Characters of them."""
 NESTED = re.compile(r"OMPI_(?!MCA_|ALLOW_)|PMIX_(?!MCA_)|PMI_|HYDI_")
 """Variables of a process that mpirun started: with them, a mpirun takes itself for a part of that job."""
 
@@ -483,11 +482,11 @@ def gone(said: str, grants: Iterable[Grant]) -> dict[str, str]:
         tagged = _TAG.match(line)
         if tagged is not None and tagged[1] in places:
             if "distrun: " in tagged[2] or "execvp error" in tagged[2]:
-                found.setdefault(tagged[1], _cut(tagged[2]))
+                found.setdefault(tagged[1], one_line(tagged[2]))
         elif _UNREACHED.search(line) and not _NOISE.search(line):
             for grant in grants:
                 if re.search(rf"(?<![\w.-]){re.escape(grant.node)}(?![\w-])", line):
-                    found.setdefault(grant.place, _cut(line))
+                    found.setdefault(grant.place, one_line(line))
     lost = lost_node(said)
     for grant in grants:
         if lost and grant.node == lost:
@@ -499,7 +498,7 @@ def last_words(said: str) -> str:
     """Return the few lines of what mpirun said that tell why it ended; empty: it said nothing. No side effects."""
     lines = [line.strip() for line in said.splitlines() if not _NOISE.search(line)]
     telling = list(dict.fromkeys(line for line in lines if _TELLING.search(line)))
-    return _cut("; ".join(telling[:WORDS] or lines[-WORDS:]))
+    return one_line("; ".join(telling[:WORDS] or lines[-WORDS:]))
 
 
 def lost_node(said: str) -> str | None:
@@ -508,11 +507,6 @@ def lost_node(said: str) -> str | None:
     if not found:
         return None
     return next((name for match in found for name in match.groups() if name), "")
-
-
-def _cut(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
 # ---------------------------------------------------------------------- the guard of a job

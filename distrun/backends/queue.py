@@ -50,7 +50,8 @@ from distrun_runtime.coordinator.messages import EngineTold, Event
 from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
-    from distrun.sync import CopyRequest, FileCopier, Says, Snapshot
+    from distrun.sync.copier import CopyRequest, FileCopier, Says
+    from distrun.sync.tree import Snapshot
     from distrun_runtime.coordinator.channel import AgentChannel
 
 FOLDER = "engine"
@@ -134,10 +135,6 @@ class QueueBackend(Backend):
             )
         return found or Inventory(self.name, (), ())
 
-    def addresses(self, hosts: Sequence[str]) -> Mapping[str, str]:
-        """Return nothing: agents find their addresses."""
-        return {}
-
     def render(self, plan: Plan) -> Rendered:
         """Return no commands: what is executed is rendered before there is a plan (`script`)."""
         return Rendered({}, "")
@@ -191,7 +188,7 @@ class QueueBackend(Backend):
             SyncError: one cannot be read, or there is no room for them.
         """
         if request.sync_rules is not None and request.sync_dst_dir:
-            from distrun.sync import take_snapshot
+            from distrun.sync.tree import take_snapshot
 
             self._snapshot = take_snapshot(request.cwd, request.sync_rules)
 
@@ -295,7 +292,7 @@ class QueueBackend(Backend):
 
     def copier(self, hosts: Sequence[Host], request: CopyRequest, sink: Says) -> FileCopier:
         """Return what sends the files over the agents' channels, as they were when the job was submitted."""
-        from distrun.sync import ChannelCopier
+        from distrun.sync.channels import ChannelCopier
 
         assert self._agents is not None
         assert self._plan is not None

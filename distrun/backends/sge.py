@@ -48,6 +48,7 @@ from distrun.backends.engine import (
     check_known,
     execute,
     fill,
+    one_line,
     template,
     tries,
 )
@@ -182,7 +183,7 @@ class Sge(Engine):
         number = parse_id(said)
         if not number:
             raise EngineError(
-                f"qsub said no job number: {_one_line(said)!r}",
+                f"qsub said no job number: {one_line(said)!r}",
                 "name the real one by submit = ... in the [sge] section",
             )
         is_array, count = submission.found.pe == NO_PE, slots(submission)
@@ -275,7 +276,7 @@ class Sge(Engine):
             if self._delivered:
                 break
             # While the job is on its way to its hosts, they do not accept it.
-            self._undelivered = f"qrsh -inherit {head}: {_one_line(said)}"
+            self._undelivered = f"qrsh -inherit {head}: {one_line(said)}"
 
     def cancel(self, handle: Handle) -> None:
         """Delete the job by `qdel`. `look` does so by force if one of its hosts is not heard of."""
@@ -350,7 +351,7 @@ class Sge(Engine):
         code, said = _run(("qconf", "-sss"))
         if code:
             fix = "start the queue master, or have this host made a submit host (qconf -as HOST)"
-            yield CheckResult(False, f"the queue master does not answer: {_one_line(said)}", fix)
+            yield CheckResult(False, f"the queue master does not answer: {one_line(said)}", fix)
             return
         yield CheckResult(True, f"the queue master answers; the scheduler runs on {said.strip()}")
         try:
@@ -366,7 +367,7 @@ class Sge(Engine):
         code, said = _run(("qacct", "-o", _user(), "-d", "1"))
         if code and "no jobs running since startup" not in said:
             then = "why a job ended is known only as far as agents tell; ask for access to the accounting file"
-            yield CheckResult(True, f"no accounting (qacct): {_one_line(said)}; {then}")
+            yield CheckResult(True, f"no accounting (qacct): {one_line(said)}; {then}")
         else:
             yield CheckResult(True, "accounting: qacct answers")
 
@@ -574,7 +575,7 @@ def _xml(text: str, is_lenient: bool = True) -> ElementTree.Element:
     except ElementTree.ParseError as err:
         if is_lenient:
             return ElementTree.Element("none")
-        raise EngineError(f"qstat -xml: expected XML, found {_one_line(text)!r} ({err})") from err
+        raise EngineError(f"qstat -xml: expected XML, found {one_line(text)!r} ({err})") from err
 
 
 def parse_jobs(text: str, is_lenient: bool = False) -> list[QstatRow]:
@@ -927,10 +928,6 @@ def _user() -> str:
     return name
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:300]
-
-
 def _refused(what: str, code: int, said: str) -> EngineError:
     hint = "have this host made a submit host: qconf -as HOST" if "submit host" in said else ""
-    return EngineError(f"{what}: {_one_line(said) or f'exit code {code}'}", hint)
+    return EngineError(f"{what}: {one_line(said) or f'exit code {code}'}", hint)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -309,7 +310,7 @@ class Slurm(Engine):
         if options.project:
             words.append(f"--account={options.project}")
         if options.time_s is not None:
-            words.append(f"--time={_time(options.time_s)}")
+            words.append(f"--time={math.ceil(options.time_s / 60)}")  # minutes
         return [*words, *shlex.split(options.config.get("args", "")), *options.args]
 
     def _agents(self, submission: Submission, parts: Sequence[Component]) -> str:
@@ -600,14 +601,6 @@ def _gpus_inside(outer: Mapping[str, str]) -> str:
     return str(int(each) * int(tasks[1])) if each.isdigit() and tasks else ""
 
 
-def _time(seconds: float) -> str:
-    """Return `D-HH:MM:SS`; a part of a second counts as one."""
-    minutes, rest = divmod(math.ceil(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    return f"{days}-{hours:02}:{minutes:02}:{rest:02}" if days else f"{hours:02}:{minutes:02}:{rest:02}"
-
-
 def _cluster(handle: Handle) -> tuple[str, ...]:
     cluster = SlurmJob.of(handle).cluster
     return ("-M", cluster) if cluster else ()
@@ -635,16 +628,11 @@ def _tail(log: str) -> str:
 
 def _file_system(folder: Path) -> str:
     """Return the type of the file system that a folder is on; empty where it cannot be told."""
-    best, kind = -1, ""
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    path = str(folder)
-    for line in lines:
+    while not folder.exists():
+        folder = folder.parent
+    device = folder.stat().st_dev
+    for line in text_of("/proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
-        mount = left.split()[4]
-        is_above = path == mount or path.startswith(mount.rstrip("/") + "/")
-        if is_above and len(mount) >= best:
-            best, kind = len(mount), right.split()[0]
-    return kind
+        if left.split()[2] == f"{os.major(device)}:{os.minor(device)}":
+            return right.split()[0]
+    return ""

@@ -193,12 +193,11 @@ def grants(found: Sequence[ScontrolJob], components: Sequence[Component], is_our
     apart = len(components) > 1 and len(components) == len(found)
     counts_cores = is_ours or any(each.needs.cores for each in components)
     for number, job in enumerate(found):
-        shares = _shares(job, components[number]) if apart and job.cpus else {}
         most = components[0].most * max(1, components[0].needs.cores) if is_ours and len(components) == 1 else 0
         for node, cpus in job.cpus.items():
             cores = (min(cpus, most) if most else cpus) if counts_cores else 0
             name = node if len(found) == 1 else str(len(made))
-            made.append(Grant(name, node, takes=shares.get(node, {}), cores=cores))
+            made.append(Grant(name, node, _room(components[number], cpus) if apart else {}, cores))
     return tuple(made)
 
 
@@ -220,23 +219,11 @@ def place_variable(components: int) -> str:
     return "SLURMD_NODENAME" if components == 1 else "SLURM_PROCID"
 
 
-def _shares(job: ScontrolJob, component: Component) -> dict[str, dict[str, int]]:
-    """Return how many tasks of the one role of a component each node takes."""
+def _room(component: Component, cpus: int) -> dict[str, int]:
+    """Return how many tasks of the one role of a component a node with so many processors takes (0: not said)."""
     [(role, count)] = component.roles
-    room = {node: cpus // max(1, component.needs.cores) if cpus else count for node, cpus in job.cpus.items()}
-    if component.most:
-        room = {node: min(each, component.most) for node, each in room.items()}
-    taken = dict.fromkeys(room, 0)
-    left = count
-    while left:
-        open_nodes = [node for node in room if taken[node] < room[node]]
-        if not open_nodes:  # Slurm gave less than it was asked for, which it does not; let the first node have them.
-            taken[next(iter(taken))] += left
-            break
-        for node in open_nodes[:left]:
-            taken[node] += 1
-            left -= 1
-    return {node: {role: number} for node, number in taken.items() if number}
+    room = cpus // max(1, component.needs.cores) if cpus else count
+    return {role: min(room, component.most) if component.most else room}
 
 
 def standing(found: Sequence[ScontrolJob], places: Sequence[Grant], position: str = "") -> QueueStatus:

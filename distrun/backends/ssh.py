@@ -17,10 +17,9 @@ from distrun.ssh.connector import Connector
 from distrun.ssh.resolve import PROGRAM, Target, remote_command, ssh_arguments, ssh_flags
 from distrun_runtime.contract.plan import Host, Plan, Reach
 from distrun_runtime.coordinator.channel import AgentChannel
-from distrun_runtime.coordinator.failures import Problem
 
 if TYPE_CHECKING:
-    from distrun.sync import Copier, CopyRequest, Says
+    from distrun.sync.copier import Copier, CopyRequest, Says
 
 SWEEP_S = 20.0
 """How long a host may take to be swept, beyond the two grace times that this takes at most."""
@@ -61,14 +60,10 @@ class Ssh(Backend):
 
     def copier(self, hosts: Sequence[Host], request: CopyRequest, sink: Says) -> Copier:
         """Return a copier whose ssh reaches the hosts as our connections do, with what the user typed for these."""
-        from distrun.sync import Copier  # most launches copy nothing
+        from distrun.sync.copier import Copier  # most launches copy nothing
 
         targets = {host.name: _target(host.reach, host.name) for host in hosts}
         return Copier(targets, request, sink, asker=self.asker)
-
-    def addresses(self, hosts: Sequence[str]) -> Mapping[str, str]:
-        """Return nothing: how ssh reaches a host says nothing about the address of its data."""
-        return {}
 
     def render(self, plan: Plan) -> Rendered:
         """Return the `ssh` command line that does what a connection does."""
@@ -111,14 +106,12 @@ class Ssh(Backend):
                 found = fleet.ask("sweep", {"job": plan.job, "nonce": plan.nonce, "grace_s": grace_s}, limit_s)
         finally:
             self._connector.close()
-        return {name: _swept(answer) for name, answer in found.items()}
-
-
-def _swept(answer: HostAnswer | Problem) -> Swept:
-    if isinstance(answer, Problem):
-        return Swept(problem=answer.text)
-    ended, left = (tuple(f"pid {int(pid)} ({text})" for pid, text in answer.value[key]) for key in ("ended", "left"))
-    return Swept(ended, left)
+        return {
+            name: Swept.of(answer.value["ended"], answer.value["left"])
+            if isinstance(answer, HostAnswer)
+            else Swept(problem=answer.text)
+            for name, answer in found.items()
+        }
 
 
 def _target(reach: Reach, name: str = "") -> Target:

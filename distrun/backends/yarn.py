@@ -9,6 +9,7 @@ HDFS, which only the user can read; YARN copies it into each container (docs/sec
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import re
@@ -376,12 +377,11 @@ class _NoAddress(UsageError):
 class Cluster:
     """A YARN cluster with its HDFS, as one user."""
 
-    def __init__(self, rm: hadoop.Web, hdfs: Sequence[str], user: str, ca: str = "") -> None:
-        self.rm = rm
+    def __init__(self, rms: Sequence[str], hdfs: Sequence[str], user: str, ca: str = "") -> None:
+        self.rm = hadoop.Web("ResourceManager", rms, user, ca)
         self.user = user
         self._hdfs = tuple(hdfs)
         self._ca = ca
-        self._files: hadoop.HdfsFiles | None = None
 
     @staticmethod
     def of(options: EngineOptions) -> Cluster:
@@ -406,16 +406,13 @@ class Cluster:
         user = environ.snapshot().get("HADOOP_USER_NAME", "") or process.user_name()
         if not user:
             raise UsageError("this user has no name on this machine", "set HADOOP_USER_NAME")
-        ca = config.get("ca", "")
-        return Cluster(hadoop.Web("ResourceManager", rms, user, ca), hdfs, user, ca)
+        return Cluster(rms, hdfs, user, config.get("ca", ""))
 
     @staticmethod
     def from_handle(handle: Handle) -> Cluster:
         """Return the cluster of a job. Raises EngineError: the handle is damaged."""
         try:
-            more = handle.more
-            rm = hadoop.Web("ResourceManager", more["rm"], more["user"], more["ca"])
-            return Cluster(rm, more["hdfs"], more["user"], more["ca"])
+            return Cluster(*(handle.more[key] for key in ("rm", "hdfs", "user", "ca")))
         except KeyError as err:
             raise EngineError(f"the record of YARN's {handle.id} has no {err}") from None
 
@@ -423,14 +420,11 @@ class Cluster:
         """Return what a handle has to say of the cluster."""
         return {"rm": self.rm.addresses, "hdfs": self._hdfs, "user": self.user, "ca": self._ca}
 
-    @property
+    @functools.cached_property
     def files(self) -> hadoop.HdfsFiles:
         """HDFS. The ResourceManager says where it is, unless it was given. Raises EngineError."""
-        if self._files is None:
-            if not self._hdfs:
-                self._hdfs = self._asked_hdfs()
-            self._files = hadoop.HdfsFiles(hadoop.Web("NameNode (WebHDFS)", self._hdfs, self.user, self._ca))
-        return self._files
+        self._hdfs = self._hdfs or self._asked_hdfs()
+        return hadoop.HdfsFiles(hadoop.Web("NameNode (WebHDFS)", self._hdfs, self.user, self._ca))
 
     def _asked_hdfs(self) -> tuple[str, ...]:
         found: tuple[str, ...] = ()

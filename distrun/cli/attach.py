@@ -58,15 +58,15 @@ def attach(
     The exit code is the job's if its end was seen, 0 after a chosen detach, 130 after Ctrl-C without a question, and 7
     if the job's coordinator is lost.
     """
+    from distrun.jobs import JobOver
+
     if since_start and tail is not None:
         raise UsageError("--since-start and --tail contradict each other")
     jobs = my_jobs()
     found = jobs.get(job, prefers_living=True).refresh()
     console = Console(environ.snapshot(), prefix=not no_prefix, level="error" if quiet else "info")
     if found.is_over:
-        console.say(f"job {found.id} is over: {found.folder.state()['message']}")
-        console.say(f"what it printed: distrun logs {found.id}")
-        return int(found.outcome["exit_code"]) if found.outcome is not None else facts.EXIT_HOST_LOST
+        return _over(found, console)
     names = [str(row["name"]) for row in found.choose(tasks)] if tasks else None
     places = OutputPlace(jobs.store.root, found.id)
     console.attach(found.folder.log_path, found.id, lambda: placed(found.folder))
@@ -74,8 +74,16 @@ def attach(
         with found.attach() as connection:
             attached = _Attached(connection, found, console, names)
             return attached.run(_start(places, since_start, tail), places)
+    except JobOver:
+        return _over(found, console)
     finally:
         console.close()
+
+
+def _over(job: Job, console: Console) -> int:
+    console.say(f"job {job.id} is over: {job.folder.state()['message']}")
+    console.say(f"what it printed: distrun logs {job.id}")
+    return int(job.outcome["exit_code"]) if job.outcome is not None else facts.EXIT_HOST_LOST
 
 
 def _start(places: OutputPlace, since_start: bool, tail: int | None) -> dict[str, int]:
@@ -155,8 +163,8 @@ class _Attached:
         """Show, from the job's logs, what the coordinator did not send: it waits for no terminal that is slow."""
         from distrun_runtime.contract import control
         from distrun_runtime.coordinator import logreader
+        from distrun_runtime.coordinator.clients import OutputPiece
         from distrun_runtime.coordinator.logreader import LogReader
-        from distrun_runtime.coordinator.output import OutputPiece
 
         if self._folder.is_unplanned:
             return

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distrun_runtime.coordinator.output import Backlog, OutputPiece, encoded
+from distrun_runtime.coordinator.clients import Backlog, OutputPiece, encoded
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -71,7 +71,7 @@ def has_symbols(env: Mapping[str, str]) -> bool:
 
 
 class Console:
-    """Prints tasks' output and distrun's own messages; a `coordinator.output.Sink`.
+    """Prints tasks' output and distrun's own messages.
 
     Threads are started by `start`, or by the first output of a task. What is said before is printed at once, so that a
     process may fork until then.

@@ -37,7 +37,7 @@ from distrun_runtime.contract.plan import ROLES, SERVER, WORKER, Limits
 if TYPE_CHECKING:
     from distrun.hosts.grammar import Inventory
     from distrun.planning import PlannedJob
-    from distrun.sync import CopyRules
+    from distrun.sync.rules import CopyRules
     from distrun_runtime.coordinator.jobfolder import JobFolder
     from distrun_runtime.coordinator.jobstore import JobStore
 
@@ -262,7 +262,7 @@ def _rules(options: Mapping[str, Any]) -> CopyRules | None:
                     "add --sync-dst-dir DIR, or leave it out",
                 )
         return None
-    from distrun.sync import check_folder, make_rules
+    from distrun.sync.rules import check_folder, make_rules
 
     check_folder(options["sync_dst_dir"])
     return make_rules(

@@ -8,18 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun import sync as copying
 from distrun.cli.common import current_folder, hosts_of, takes
 from distrun.cli.console import print_err, print_json
 from distrun.errors import SyncError, UsageError
-from distrun.options import HOSTS
+from distrun.options import COPYING, HOSTS
+from distrun.sync.copier import REPORT_S, Copier, CopyRequest, error
+from distrun.sync.rules import check_folder, make_rules
+from distrun.sync.tree import scan
 from distrun_runtime.contract import environ
 
 if TYPE_CHECKING:
-    from distrun.sync import CopyResult, Tree
+    from distrun.sync.copier import CopyResult
+    from distrun.sync.tree import Tree
     from distrun_runtime.contract.control import CopyProgress
 
 SCHEMA = "distrun.sync/1"
+DST_DIR, *RULES, DELETE = COPYING
 REFRESH_S = 0.25
 """Between two states of the line of progress on a terminal."""
 WIDE = 80
@@ -27,18 +31,7 @@ WIDE = 80
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@takes(*HOSTS)
-@click.option("--sync-dst-dir", "dst", required=True, metavar="DIR", help="Where to, on each host: DIR, ~/DIR.")
-@click.option("--sync-exclude", "excludes", multiple=True, metavar="PATTERN", help="Do not copy what matches.")
-@click.option("--sync-gitignore", "gitignore", is_flag=True, help="Copy what git would add, and nothing else.")
-@click.option("--sync-extra", "extra", multiple=True, metavar="SRC[:DST]", help="Copy this too, into DIR.")
-@click.option(
-    "--delete",
-    "--sync-delete",
-    "delete",
-    is_flag=True,
-    help="Delete files that only a host has, in a DIR that distrun made.",
-)
+@takes(*HOSTS, DST_DIR._replace(required=True), *RULES, DELETE._replace(name="--delete/--sync-delete"))
 @click.option("--dry-run", is_flag=True, help="Say what would be copied, and copy nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
@@ -55,37 +48,36 @@ def sync(**options: Any) -> int:
     in .distrunignore name. --delete works in a directory that was made by a copy (or was empty), nowhere else. A host
     that fails does not keep the others from their copy; the exit code is then 4.
     """
-    copying.check_folder(options["dst"])
+    dst, delete = options["sync_dst_dir"], options["sync_delete"]
+    check_folder(dst)
     source = current_folder()
-    rules = copying.make_rules(
-        options["excludes"], options["gitignore"], options["extra"], cwd=source, delete=options["delete"]
-    )
+    rules = make_rules(*(options[row.key] for row in RULES), cwd=source, delete=delete)
     _, backend, hosts = hosts_of(options, environ.snapshot(), "ssh")
     screen = _ProgressScreen(is_quiet=options["quiet"] or options["as_json"])
-    tree = copying.scan(source, rules)
+    tree = scan(source, rules)
     for warning in tree.warnings():
         screen.say(warning, "warning")
     screen.say(f"{tree.text()} to copy to each of {len(hosts)} hosts")
     names = [host.name for host in hosts]
     if options["dry_run"]:
         for name in names:
-            screen.say(f"rsync {os.path.join(source, '')} -> {name}:{options['dst']}")
+            screen.say(f"rsync {os.path.join(source, '')} -> {name}:{dst}")
         if options["as_json"]:
             print_json(SCHEMA, **_facts(source, options, tree), dry_run=True, hosts=[{"host": name} for name in names])
         return 0
-    request = copying.CopyRequest(
+    request = CopyRequest(
         source,
-        options["dst"],
+        dst,
         rules,
-        options["delete"],
+        delete,
         tree,
         keep_going=True,
         may_ask=True,
         on_progress=(lambda progress: screen.progress(str(progress))) if screen.is_live else None,
-        report_s=REFRESH_S if screen.is_live else copying.REPORT_S,
+        report_s=REFRESH_S if screen.is_live else REPORT_S,
     )
     copier = backend.copier(hosts, request, screen)
-    if not isinstance(copier, copying.Copier):
+    if not isinstance(copier, Copier):
         raise UsageError(
             f"--launcher {backend.name} copies files for a job only", "distrun launch --sync-dst-dir DIR ... does it"
         )
@@ -93,7 +85,7 @@ def sync(**options: Any) -> int:
         results = copier.copy()
     finally:
         screen.progress("")
-    problem = copying.error(results)
+    problem = error(results)
     if options["as_json"]:
         code = SyncError.exit_code if problem else 0
         print_json(SCHEMA, **_facts(source, options, tree), exit_code=code, hosts=[as_json(each) for each in results])
@@ -127,10 +119,10 @@ def as_json(result: CopyResult) -> dict[str, Any]:
 def _facts(source: str, options: Mapping[str, Any], tree: Tree) -> dict[str, Any]:
     return {
         "source": source,
-        "destination": options["dst"],
+        "destination": options["sync_dst_dir"],
         "files": tree.files,
         "bytes": tree.size,
-        "delete": options["delete"],
+        "delete": options["sync_delete"],
     }
 
 

@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from distrun.ssh import OPENSSH
 from distrun.ssh.ask import Abort, Aborted, Asker
 from distrun.ssh.failure import OTHER, SshFailure, Where, classify, proxy_failed, timeout, too_many_keys
 from distrun.ssh.openssh import OpensshLink, ProxyProgram
-from distrun.ssh.resolve import JUMPS, Resolved, Target, hop, many, resolve
+from distrun.ssh.resolve import JUMPS, OPENSSH, Resolved, Target, hop, many, resolve
 
 if TYPE_CHECKING:
     import fabric
@@ -242,35 +241,28 @@ def _addresses(where: Where, family: int, until: float, abort: Abort) -> list[tu
     """Look the name up in a thread of its own: a resolver cannot be interrupted, and may take minutes."""
     found: list[tuple[int, Any]] = []
     failed: list[OSError] = []
-    done = threading.Event()
 
-    def look() -> None:
+    def look(flags: int = 0) -> None:
+        name = where.address or where.host
         try:
-            rows = socket.getaddrinfo(where.address or where.host, where.port, family, socket.SOCK_STREAM)
+            rows = socket.getaddrinfo(name, where.port, family, socket.SOCK_STREAM, flags=flags)
             found.extend(dict.fromkeys((row[0], row[4]) for row in rows))
         except (OSError, UnicodeError) as err:
             failed.append(err if isinstance(err, OSError) else socket.gaierror(str(err)))
-        done.set()
 
-    if _is_numeric(where.address or where.host):
-        look()
-    else:
-        threading.Thread(target=look, name=f"look up {where.host}", daemon=True).start()
-    while not done.wait(_POLL_S):
-        abort.check()
-        if time.monotonic() >= until:
-            raise timeout(where, "get an address from the name service")
+    look(socket.AI_NUMERICHOST)
+    if not found:  # it is no address
+        failed.clear()
+        looking = threading.Thread(target=look, name=f"look up {where.host}", daemon=True)
+        looking.start()
+        while looking.is_alive():
+            looking.join(_POLL_S)
+            abort.check()
+            if looking.is_alive() and time.monotonic() >= until:
+                raise timeout(where, "get an address from the name service")
     if failed:
         raise classify(failed[0], where)
     return found
-
-
-def _is_numeric(name: str) -> bool:
-    for family in (socket.AF_INET, socket.AF_INET6):
-        with contextlib.suppress(OSError):
-            socket.inet_pton(family, name.partition("%")[0])
-            return True
-    return False
 
 
 def _connect(family: int, address: Any, limit_s: float, abort: Abort) -> socket.socket:

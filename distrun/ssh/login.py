@@ -112,8 +112,8 @@ class Login:
             held = self._held(agent) if agent is not None else {}
             files = [read_key_file(path) for path in self._resolved.identities]
             if self._resolved.is_explicit:
-                self._notes += [f"{path} does not exist" for path in missing_keys(files)]
-                self._notes += [f"{each.path} cannot be read" for each in files if is_unreadable(each.path)]
+                self._notes += [f"{each.path} does not exist" for each in files if not each.is_there]
+                self._notes += [f"{each.path} cannot be read" for each in files if each.is_unreadable]
             choices = order_keys(files, held, self._resolved.is_explicit, self._resolved.identities_only)
             if "publickey" in accepted:
                 for choice in choices:
@@ -284,6 +284,11 @@ class KeyFile:
         """Whether there is anything under that name."""
         return self.has_private or bool(self.public)
 
+    @property
+    def is_unreadable(self) -> bool:
+        """Whether there is a file that this user may not even read."""
+        return os.path.exists(self.path) and not os.access(self.path, os.R_OK)
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -372,13 +377,3 @@ def _text(path: str) -> str:
             return file.read(65536)
     except OSError:
         return ""
-
-
-def missing_keys(files: Iterable[KeyFile]) -> list[str]:
-    """Return the paths under which there is nothing."""
-    return [key.path for key in files if not key.is_there]
-
-
-def is_unreadable(path: str) -> bool:
-    """Return whether there is a file that this user may not even read."""
-    return os.path.exists(path) and not os.access(path, os.R_OK)

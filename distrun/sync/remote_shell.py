@@ -45,10 +45,10 @@ PATH_BYTES = 100
 """About the longest name that a socket may have."""
 
 _HELPER = (
-    "import socket, sys; s = socket.socket(socket.AF_UNIX); s.settimeout(%g); s.connect(sys.argv[1]); "
+    f"import socket, sys; s = socket.socket(socket.AF_UNIX); s.settimeout({LIMIT_S:g}); s.connect(sys.argv[1]); "
     "s.sendall((sys.argv[2] + chr(0) + sys.argv[3]).encode('utf-8', 'surrogateescape')); s.shutdown(1); "
     "got = s.makefile('rb').read(); sys.stdout.buffer.write(got); sys.exit(not got)"
-) % LIMIT_S
+)
 _PASSPHRASE = re.compile(r"Enter passphrase for key '(.*)': ")
 _LOGIN = re.compile(r"(?:\((.+?@.+?)\) .*|(.+@.+)'s password: )", re.DOTALL)
 

@@ -14,7 +14,7 @@ from fakeengine import Cable, Copied, FakeEngine, Shown, opened, planned
 from pythons import need
 
 from distrun import launching
-from distrun.sync import CopyRules
+from distrun.sync.rules import CopyRules
 from distrun_runtime.contract.folder import MARKER
 from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.coordinator.jobstore import JobStore

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from sshd import USER, Deaf, Hole, Meeting, Sshd, key, meet, running
 
-from distrun.ssh import TRANSPORTS
-from distrun.ssh.resolve import Target
+from distrun.ssh.resolve import TRANSPORTS, Target
 from distrun_runtime.coordinator import messages
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,7 +22,10 @@ from distrun.backends.local import Local
 from distrun.backends.queue import listen, write_new
 from distrun.hosts.grammar import Inventory
 from distrun.request import JobRequest
-from distrun.sync import ChannelCopier, CopyRequest, CopyRules, Says, scan
+from distrun.sync.channels import ChannelCopier
+from distrun.sync.copier import CopyRequest, Says
+from distrun.sync.rules import CopyRules
+from distrun.sync.tree import scan
 from distrun_runtime.contract import folder as folders
 from distrun_runtime.contract.plan import HOLD, Host, Limits, Place, Plan, Sync
 from distrun_runtime.coordinator.channel import AgentChannel
@@ -30,7 +33,6 @@ from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.coordinator.listener import DialBack
 from distrun_runtime.coordinator.messages import Event
-from distrun_runtime.coordinator.output import Sink, Watcher
 
 WAIT_S = 60.0
 
@@ -176,8 +178,8 @@ def planned(
     return job, store.create(plan)
 
 
-class Shown(Sink, Watcher):
-    """What a terminal would show; `on_output` is called after each piece."""
+class Shown:
+    """A job's service that keeps what a terminal would show; `on_output` is called after each piece."""
 
     def __init__(self) -> None:
         self.text: dict[str, str] = {}
@@ -193,9 +195,6 @@ class Shown(Sink, Watcher):
     def say(self, text: str, level: str, sync: object = None) -> None:
         self.said.append(f"{level}: {text}")
 
-    def toggle_pause(self) -> None:
-        pass
-
     def opened(self, put: Callable[[Event], None]) -> None:
         pass
 
@@ -206,6 +205,9 @@ class Shown(Sink, Watcher):
         pass
 
     def state(self, value: Mapping[str, Any]) -> None:
+        pass
+
+    def metrics(self, value: Mapping[str, Any]) -> None:
         pass
 
 

@@ -21,11 +21,10 @@ import sizes
 from ports import free_port
 
 from distrun import shipping
-from distrun.ssh import CONNECT_S
 from distrun.ssh.ask import Asker
 from distrun.ssh.channel import SshChannel
 from distrun.ssh.connector import Connector
-from distrun.ssh.resolve import Target, remote_command
+from distrun.ssh.resolve import CONNECT_S, Target, remote_command
 from distrun_runtime.coordinator import messages
 
 PROGRAM = "/usr/sbin/sshd"

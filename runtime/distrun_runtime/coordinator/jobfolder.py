@@ -338,10 +338,6 @@ class JobFolder:
             "folder": str(self.path),
         }
 
-    def record(self, kind: str, /, **facts: Any) -> None:
-        """Append one line to events.jsonl. Raises OSError."""
-        self.append(event(kind, **facts))
-
     def append(self, event: Mapping[str, Any]) -> None:
         """Append an event (`event`) to events.jsonl. Raises OSError."""
         line = json.dumps(event) + "\n"
@@ -409,7 +405,7 @@ class JobFolder:
             return None
         value = stored.load(path, VERSION)
         stored.check(path, value, members)
-        self._is_mine(path, value["id"])
+        self._is_mine(path, value.get("id", self.id))
         return value
 
     def plan(self) -> Plan:
@@ -543,12 +539,7 @@ class JobFolder:
         Raises:
             JobStoreError: it cannot be read, or is damaged.
         """
-        path = self.path / "control.json"
-        if not os.path.lexists(str(path)):
-            return None
-        value = stored.load(path, VERSION)
-        stored.check(path, value, stored.CONTROL)
-        return value
+        return self._read("control.json", stored.CONTROL)
 
     def has_launcher(self) -> bool:
         """Whether the launcher still runs, as far as this machine can know."""

@@ -21,7 +21,8 @@ from distrun.backends.queue import QueueBackend
 from distrun.errors import DistrunError, UsageError
 from distrun.hosts import grammar
 from distrun.request import EngineOptions, Needs
-from distrun.sync import CopyRequest, CopyRules
+from distrun.sync.copier import CopyRequest
+from distrun.sync.rules import CopyRules
 from distrun_runtime.contract import session
 from distrun_runtime.contract.plan import Host, Plan, Task
 from distrun_runtime.coordinator.messages import AgentLost, Event, StartFailed

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from distrun.sync import ChannelCopier, CopyRequest, CopyRules
-from distrun.sync.channels import CopyError, Deliveries
+from distrun.sync.channels import ChannelCopier, CopyError, Deliveries
+from distrun.sync.copier import CopyRequest
+from distrun.sync.rules import CopyRules
 from distrun_runtime.contract import session
 from distrun_runtime.contract.control import CopyProgress
 from distrun_runtime.contract.plan import Host, Place, Plan

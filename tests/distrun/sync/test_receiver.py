@@ -9,7 +9,8 @@ import pytest
 from pythons import TOO_OLD, VERSIONS, need
 
 from distrun.errors import UsageError
-from distrun.sync import check_folder, receiver, rsync
+from distrun.sync import receiver, rsync
+from distrun.sync.rules import check_folder
 from distrun_runtime.contract import folder as folder_contract
 
 

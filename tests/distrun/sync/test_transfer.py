@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from distrun.sync import rsync, scan, tree
+from distrun.sync import rsync, tree
 from distrun.sync.rsync import Rate, RsyncProgress, Transfer
 from distrun.sync.rules import CopyRules
+from distrun.sync.tree import scan
 
 SUMS = [0, 0, 100, 100, 600, 1000]
 """The folder itself, a file of 100 bytes, a folder, files of 500 and 400 bytes."""

@@ -7,9 +7,8 @@ import pytest
 from fakehosts import write
 
 from distrun.errors import UsageError
-from distrun.sync import scan
 from distrun.sync.rules import CopyRules, Extra
-from distrun.sync.tree import Tree, git_files, summary
+from distrun.sync.tree import Tree, git_files, scan, summary
 
 
 def git(folder: Path, *words: str) -> None:
