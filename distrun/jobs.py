@@ -56,6 +56,8 @@ METRICS_S = 0.5
 """How long its host waits for the metrics of a coordinator elsewhere. It may have none."""
 EVENTS_SIZE = 16 * 1024
 """Bytes from the end of events.jsonl that are read."""
+QUIET_S = 2.0
+"""A coordinator that sends no output for this time has none."""
 END_S = 0.2
 """How long the end of an ssh program is waited for that has closed its output."""
 STACK = ("task", "text", "how", "error", "fix")
@@ -333,18 +335,19 @@ class Job:
 
         Raises:
             UsageError: there is no such task.
-            CoordinatorLost: the coordinator, on another host, is lost while the job is followed.
+            CoordinatorLost: the coordinator, on another host, is lost.
         """
         from distrun_runtime.coordinator.logreader import LogReader
 
         names = [str(row["name"]) for row in self.choose(tasks)]
         with contextlib.ExitStack() as stack:
             output: RecordedOutput | ForwardedOutput
-            if follow and self.is_elsewhere:
-                output = stack.enter_context(ForwardedOutput(self, names, {"cursor": 0}))
+            is_elsewhere = self.is_elsewhere
+            if is_elsewhere:
+                output = stack.enter_context(ForwardedOutput(self, names, {"cursor": 0}, follow))
             else:
                 output = RecordedOutput(self, stack.enter_context(LogReader(self.folder.logs)), names)
-            while follow and output.goes_on():
+            while (follow or is_elsewhere) and output.goes_on():
                 yield from output.pieces()
                 time.sleep(POLL_S)
             yield from output.pieces()
@@ -422,25 +425,62 @@ class ForwardedOutput:
         job: the job.
         names: names of tasks.
         begin: where it begins, as `control.OutputWanted` has it.
+        follow: go on until the job is over; else until what there is now.
     """
 
-    def __init__(self, job: Job, names: Sequence[str], begin: Mapping[str, Any]) -> None:
+    def __init__(self, job: Job, names: Sequence[str], begin: Mapping[str, Any], follow: bool = True) -> None:
         self._job = job
         self._names = names
         self._begin = begin
         self._cursor: int | None = None
         self._connection: ControlConnection | None = None
+        self._end: int | None = None
+        """The cursor at which it ends; None: with the job."""
         with contextlib.suppress(JobOver):
             self._connection = job.attach()
             wanted = list(names) if len(names) < len(job.tasks) else None
-            self._connection.send("subscribe", output={**begin, "tasks": wanted})
+            if not follow:
+                self._end = self._find_end(self._connection, wanted)
+            if self._end == 0:
+                self._close()
+            else:
+                self._connection.send("subscribe", output={**begin, "tasks": wanted})
+
+    def _find_end(self, connection: ControlConnection, tasks: Sequence[str] | None) -> int | None:
+        """Return the cursor at which the output ends now, 0 if there is none; None: the job ends meanwhile."""
+        from distrun import client
+
+        end = 0
+        connection.send("subscribe", output={"tail": 1, "tasks": tasks})
+        with contextlib.suppress(TimeoutError), client.reading():
+            while (frame := connection.receive(QUIET_S)) is not None and frame.type not in ("outcome", "failed"):
+                if frame.type == "state":
+                    return end
+                if frame.type == "refused":
+                    raise self._refused(frame)
+                if frame.type == "output" and not end:
+                    connection.send("subscribe")
+                    connection.send("state")  # after its answer nothing more of that comes
+                end = int(frame.header["cursor"]) if frame.type == "output" else end
+            self._close()
+            self._connection = self._job.attach()  # raises why, or sends all to the end
+            return None
+        return end
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _refused(self, frame: session.Frame) -> UsageError:
+        header = frame.header
+        return UsageError(f"job {self._job.id}: {header['message']}", str(header.get("hint", "")))
 
     def __enter__(self) -> ForwardedOutput:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._connection is not None:
-            self._connection.close()
+        self._close()
 
     def goes_on(self) -> bool:
         """Return whether more may come."""
@@ -461,19 +501,20 @@ class ForwardedOutput:
             except TimeoutError:
                 return
             if frame is None or frame.type in ("outcome", "failed"):
-                self._connection.close()
-                self._connection = None
+                self._close()
                 if self._job.refresh().folder.outcome() is None and frame is None:
                     raise client.gone(self._job.folder)
                 return
             with client.reading():
                 header = frame.header
                 if frame.type == "refused":
-                    raise UsageError(f"job {self._job.id}: {header['message']}", str(header.get("hint", "")))
+                    raise self._refused(frame)
                 self._cursor = header.get("cursor", self._cursor)
                 if frame.type == "output":
                     place = self._cursor or 0, float(header["time"]), str(header["task"]), str(header["stream"])
                     yield LogPiece(*place, int(header["attempt"]), int(header["at"]), frame.body)
+                if self._end is not None and (self._cursor or 0) >= self._end:
+                    self._close()
 
     def last(self) -> Iterator[LogPiece]:
         """Give what the coordinator did not send at the end: it waits for no client that is slow."""

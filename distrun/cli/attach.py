@@ -25,7 +25,6 @@ from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
     from distrun.jobs import Job
-    from distrun_runtime.coordinator.jobfolder import JobFolder
 
 
 LINES = 20
@@ -67,7 +66,7 @@ def attach(
     found = jobs.get(job, prefers_living=True).refresh()
     console = Console(environ.snapshot(), prefix=not no_prefix, level="error" if quiet else "info")
     if found.is_over:
-        return _over(found.folder, console)
+        return _over(found, console)
     names = [str(row["name"]) for row in found.choose(tasks)] if tasks else None
     places = OutputPlace(jobs.store.root, found.id)
     console.attach(found.folder.log_path, found.id, lambda: placed(found.folder))
@@ -76,17 +75,15 @@ def attach(
             attached = _Attached(connection, found, console, names)
             return attached.run(_start(places, since_start, tail), places)
     except JobOver:
-        return _over(found.folder, console)
+        return _over(found, console)
     finally:
         console.close()
 
 
-def _over(folder: JobFolder, console: Console) -> int:
-    outcome = folder.outcome()
-    code = int(outcome["exit_code"]) if outcome is not None else facts.EXIT_HOST_LOST
-    console.say(f"job {folder.id} is over: {folder.state()['message']}")
-    console.say(f"what it printed: distrun logs {folder.id}")
-    return code
+def _over(job: Job, console: Console) -> int:
+    console.say(f"job {job.id} is over: {job.folder.state()['message']}")
+    console.say(f"what it printed: distrun logs {job.id}")
+    return int(job.outcome["exit_code"]) if job.outcome is not None else facts.EXIT_HOST_LOST
 
 
 def _start(places: OutputPlace, since_start: bool, tail: int | None) -> dict[str, int]:
@@ -126,9 +123,7 @@ class _Attached:
             waits = self._folder.state()
             self._console.say(str(waits["message"] or waits["state"]))
         elif "tail" in start:
-            # The logs of a job on hosts are fetched when it is over.
-            how = "attach --since-start" if self._job.is_elsewhere else "logs --merge"
-            self._console.say(f"all that it printed before: distrun {how} {self._folder.id}")
+            self._console.say(f"all that it printed before: distrun logs --merge {self._folder.id}")
         self._console.when_unread(lambda: self._leave(facts.exit_code(None, "PIPE")))
         self._console.start()
         with daemon.Interrupts(self._on_signal):
@@ -335,14 +330,8 @@ def wait(job: str, timeout: float | None, as_json: bool) -> int:
     if as_json:
         from distrun_runtime.coordinator.jobfolder import rfc3339
 
-        print_json(
-            SCHEMA,
-            time=rfc3339(time.time()),
-            job=found.id,
-            exit_code=code,
-            timed_out=is_late,
-            outcome=found.outcome,
-        )
+        told = {"exit_code": code, "timed_out": is_late, "outcome": found.outcome}
+        print_json(SCHEMA, time=rfc3339(time.time()), job=found.id, **told)
     return code
 
 

@@ -15,7 +15,7 @@ from distrun.cli.common import agree, current_folder, engine_of, hosts_of, takes
 from distrun.cli.console import print_err, print_json, print_out, render
 from distrun.doctor.checks import BAD, HERE, OK, CheckRow, Ways
 from distrun.errors import UsageError
-from distrun.hosts.ranges import fold
+from distrun.hosts.ranges import fold, grouped
 from distrun.options import BY_KEY, HOSTS, LAUNCHER, SITE
 from distrun_runtime.contract import address, environ, facts
 
@@ -181,10 +181,7 @@ def _agreed(report: DoctorReport, options: Mapping[str, Any]) -> list[Environmen
 
 def _tell_made(made: Sequence[Made], ways: Ways, as_json: bool) -> None:
     say = print_err if as_json else print_out
-    alike: dict[tuple[object, ...], list[Made]] = {}
-    for each in made:
-        alike.setdefault((each.text, each.is_made, each.fix, each.script), []).append(each)
-    for group in alike.values():
+    for group in grouped(((each.text, each.is_made, each.fix, each.script), each) for each in made).values():
         each, names = group[0], [one.host for one in group]
         say(f"{'' if each.is_made else 'NOT '}made on {fold(names)}: {each.text}\n")
         say("".join(f"  fix: {line}\n" for line in _fix_text(each, names, ways).splitlines()))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from distrun import formats
 from distrun.backends.base import Rendered
 from distrun.formats import size as size_text
-from distrun.hosts.ranges import fold, generic
+from distrun.hosts.ranges import fold, generic, grouped
 from distrun.planning import SET_ELSEWHERE, QueuedJob
 from distrun_runtime.contract import gpus
 from distrun_runtime.contract.plan import WORKER, Host, Plan, Task
@@ -92,15 +92,12 @@ def as_text(plan: Plan, rendered: Rendered, whole: bool = False) -> str:
         lines += ["run once on each host, for the environment that it leaves:"]
         lines += ["  " + line for line in plan.activate.splitlines()]
     if len(plan.hosts) > 1:
-        names: dict[str, list[str]] = {}
-        for task in plan.tasks:
-            names.setdefault(task.host, []).append(task.name)
+        names = grouped((task.host, task.name) for task in plan.tasks)
         lines += ["", "placement:"]
         lines += [f"  {host.name}: {' '.join(names.get(host.name, ()))}" for host in plan.hosts]
     lines += _hosts(plan, rendered, whole)
-    groups: dict[object, list[Task]] = {}
-    for task in plan.tasks:
-        groups.setdefault(task.name if whole else _kind(task, plan.gpus_per_worker > 0), []).append(task)
+    has_own_gpus = plan.gpus_per_worker > 0
+    groups = grouped((task.name if whole else _kind(task, has_own_gpus), task) for task in plan.tasks)
     for tasks in groups.values():
         lines += ["", *_tasks(tasks)]
     if any(len(tasks) > 1 for tasks in groups.values()):

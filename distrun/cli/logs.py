@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from distrun.cli.common import my_jobs, say, takes
+from distrun.cli.common import my_jobs, takes
 from distrun.cli.console import can_draw, print_err, print_out, wants_colour
 from distrun.cli.screen import Feed, Region, StreamBars, chosen, in_order, prefix, short_prefix
 from distrun.errors import UsageError
@@ -239,16 +239,15 @@ def logs(
         as_json=as_json,
     )
     names = [str(row["name"]) for row in rows]
-    goes_on = (lambda: found.state in facts.GOING) if follow else lambda: False
-    if found.is_elsewhere and follow:
+    if found.is_elsewhere:
         begin = {"cursor": 0} if start is None and lines is None else {"since": start, "tail": lines}
-        with ForwardedOutput(found, names, begin) as forwarded:
+        with ForwardedOutput(found, names, begin, follow) as forwarded:
             _LogPrinter(forwarded, Replay(style, from_start="cursor" in begin), region).show(forwarded.goes_on)
         return 0
-    if found.is_elsewhere:
-        host = (folder.control() or {}).get("host")
-        text = f"until job {found.id} is over, its logs are on {host} only; what it has printed"
-        say(f"{text}: distrun attach --since-start {found.id}", "warning")
+
+    def goes_on() -> bool:
+        return follow and found.state in facts.GOING
+
     with LogReader(folder.logs) as reader:
         if not (merge or as_json or start is not None):
             source: PieceSource = _LogFiles(folder, names, lines)
@@ -389,7 +388,7 @@ class _LogPrinter:
 
     def __init__(
         self,
-        source: _LogFiles | RecordedOutput | ForwardedOutput,
+        source: PieceSource,
         replay: Replay,
         region: Region | None,
         lines: int | None = None,

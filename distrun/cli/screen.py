@@ -563,13 +563,11 @@ def chosen(groups: Sequence[StreamBars], status: bytes, columns: int, rows: int)
 def _shared(counts: Sequence[int], room: int) -> list[int]:
     """Return how many of its bars each group shows, of `room` in all."""
     taken = [0] * len(counts)
-    depth = 0
-    while room and depth < max(counts):
+    for depth in range(max(counts)):
         for at, count in enumerate(counts):
             if room and count > depth:
                 taken[at] += 1
                 room -= 1
-        depth += 1
     return taken
 
 
@@ -593,9 +591,9 @@ class Region:
         drawn, self._drawn = self._drawn, []
         if not drawn:
             return b""
-        if not 0 < columns < self._columns:
-            return b"\r\x1b[%dA\x1b[J" % len(drawn)
-        return b"\r\x1b[%dA\x1b[J" % sum(max(1, -(-width(line) // columns)) for line in drawn)
+        is_narrower = 0 < columns < self._columns
+        rows = sum(max(1, -(-width(line) // columns)) for line in drawn) if is_narrower else len(drawn)
+        return b"\r\x1b[%dA\x1b[J" % rows
 
     def draw(self, lines: Sequence[bytes], columns: int) -> bytes:
         """Show these lines in place of the ones before; nothing if they are the same. They are cut to the terminal."""

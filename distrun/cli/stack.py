@@ -56,14 +56,14 @@ def stack(job: str, tasks: tuple[str, ...], as_json: bool) -> int:
 
 def shown(answers: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what is printed: each stack below the names of the tasks that have it. No side effects."""
-    groups: dict[str, list[str]] = {}
-    hows: dict[str, str] = {}
+    groups: dict[str, list[Mapping[str, Any]]] = {}
     for answer in answers:
-        same = _comparable(str(answer["text"]))
-        groups.setdefault(same, []).append(str(answer["task"]))
-        hows.setdefault(same, str(answer["how"]))
-    texts = {_comparable(str(answer["text"])): str(answer["text"]) for answer in reversed(answers)}
-    return [f"{named(names)} ({hows[same]})\n{clean_lines(texts[same]).rstrip()}\n" for same, names in groups.items()]
+        groups.setdefault(_comparable(str(answer["text"])), []).append(answer)
+    return [
+        f"{named([str(each['task']) for each in group])} ({group[0]['how']})\n"
+        f"{clean_lines(str(group[0]['text'])).rstrip()}\n"
+        for group in groups.values()
+    ]
 
 
 def named(names: Sequence[str]) -> str:

@@ -120,22 +120,18 @@ def _about(view: JobView, model: Model, now: float) -> list[tuple[str, str]]:
     until = (
         f", {rows.clock(job.created)} to {rows.clock(job.until)}" if is_over else f", since {rows.clock(job.created)}"
     )
-    about = [("time", formats.elapsed(job.elapsed(now)) + until)]
-    if job.exit_code is not None:
-        about.append(("exit code", str(job.exit_code)))
-    if model.progress is not None:
-        about.append(("progress", ", ".join(events.details(model.progress))))
-    if view.seen_s is not None:
-        about.append(("seen", f"{formats.age(view.seen_s)} ago; {view.problem or 'nothing was heard of it since'}"))
-    hosts = state["hosts"]
-    about.append(
-        ("hosts", f"{len(hosts)}: {folded(tuple(hosts))}" if len(hosts) > 1 else hosts[0] if hosts else "none yet")
-    )
-    if view.host and not view.is_here:
-        about.append(("coordinator", f"on {view.host}"))
-    about.append(("launched by", f"{state.get('backend') or '?'}, in {state.get('cwd') or '?'}"))
-    about.append(("folder", str(view.folder.path)))
-    return about
+    hosts, seen = tuple(state["hosts"]), view.problem or "nothing was heard of it since"
+    about = [
+        ("time", formats.elapsed(job.elapsed(now)) + until),
+        ("exit code", "" if job.exit_code is None else str(job.exit_code)),
+        ("progress", "" if model.progress is None else ", ".join(events.details(model.progress))),
+        ("seen", "" if view.seen_s is None else f"{formats.age(view.seen_s)} ago; {seen}"),
+        ("hosts", (f"{len(hosts)}: " if len(hosts) > 1 else "") + (folded(hosts) if hosts else "none yet")),
+        ("coordinator", f"on {view.host}" if view.host and not view.is_here else ""),
+        ("launched by", f"{state.get('backend') or '?'}, in {state.get('cwd') or '?'}"),
+        ("folder", str(view.folder.path)),
+    ]
+    return [pair for pair in about if pair[1]]
 
 
 def _conditions(model: Model) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from distrun.dashboard.loop import Ended, Input, Signals, ending, first_connecti
 from distrun.dashboard.model import Model
 from distrun.dashboard.terminal import Appearance, Terminal
 from distrun.dashboard.text import Glyphs, Line
+from distrun.dashboard.user import MOVES, moved
 from distrun.errors import DistrunError
 from distrun_runtime.contract import facts
 
@@ -144,16 +145,14 @@ class JobsScreen:
         for key in pressed:
             self.say("")
             at = self._ids.index(self._look.chosen) if self._look.chosen in self._ids else 0
-            steps = {"up": -1, "k": -1, "down": 1, "j": 1, "pgup": -self._room, "pgdn": self._room}
-            steps.update(home=-at, end=len(self._ids))
             if key in ("q", "esc"):
                 return Ended(0)
             if key == "enter" and self._ids:
                 return self._ids[at]
             if key == "ctrl-l":
                 self._terminal.redraw()
-            elif key in steps and self._ids:
-                chosen = self._ids[max(0, min(len(self._ids) - 1, at + steps[key]))]
+            elif key in MOVES and self._ids:
+                chosen = self._ids[moved(key, at, len(self._ids) - 1, self._room)]
                 self._look = JobsLook(chosen, self._look.first)
         return None
 

@@ -294,28 +294,11 @@ ESCAPE_S = 0.05
 LONGEST = 64
 """Bytes of an escape sequence; a longer one is dropped."""
 
+_CURSOR = {"A": "up", "B": "down", "C": "right", "D": "left", "H": "home", "F": "end"}
 _SEQUENCES = {
-    "[A": "up",
-    "[B": "down",
-    "[C": "right",
-    "[D": "left",
-    "OA": "up",
-    "OB": "down",
-    "OC": "right",
-    "OD": "left",
-    "[H": "home",
-    "[F": "end",
-    "OH": "home",
-    "OF": "end",
-    "[1~": "home",
-    "[4~": "end",
-    "[7~": "home",
-    "[8~": "end",
-    "[5~": "pgup",
-    "[6~": "pgdn",
-    "[3~": "delete",
-    "[Z": "backtab",
-    "OM": "enter",
+    **{lead + letter: key for lead in "[O" for letter, key in _CURSOR.items()},
+    **{f"[{number}~": key for number, key in zip("14785", ("home", "end", "home", "end", "pgup"), strict=True)},
+    **{"[6~": "pgdn", "[3~": "delete", "[Z": "backtab", "OM": "enter"},
 }
 _CONTROLS = {"\r": "enter", "\n": "enter", "\t": "tab", "\x7f": "backspace", "\x08": "backspace", "\x0c": "ctrl-l"}
 _PASTE_BEGINS = "[200~"

@@ -104,14 +104,9 @@ def fit(text: str, columns: int, ellipsis: str = UNICODE.ellipsis) -> str:
         return ellipsis[:columns]
     if text.isascii():
         return text[: columns - len(ellipsis)] + ellipsis
-    kept, used = [], 0
-    for each in text:
-        more = width(each)
-        if used + more > columns - len(ellipsis):
-            break
-        kept.append(each)
-        used += more
-    return "".join(kept) + ellipsis + " " * (columns - len(ellipsis) - used)
+    from rich.cells import set_cell_size
+
+    return set_cell_size(text, columns - len(ellipsis)) + ellipsis
 
 
 def right(text: str, columns: int, ellipsis: str = UNICODE.ellipsis) -> str:

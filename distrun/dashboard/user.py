@@ -70,6 +70,15 @@ class VisibleRows:
     """Of a text: how many lines it has."""
 
 
+MOVES = ("up", "k", "down", "j", "pgup", "pgdn", "home", "end")
+
+
+def moved(key: str, at: int, last: int, page: int) -> int:
+    """Return where one of MOVES leads from a row. `last`: the last one."""
+    steps = {"up": -1, "k": -1, "down": 1, "j": 1, "pgup": -page, "pgdn": page, "home": -at}
+    return max(0, min(last, at + steps.get(key, last)))
+
+
 class User:
     """The state of the user's view."""
 
@@ -118,7 +127,7 @@ class User:
         look = self.look
         if key == "q":
             return [Action.LEAVE]
-        if key in ("up", "down", "k", "j", "pgup", "pgdn", "home", "end"):
+        if key in MOVES:
             self._move(key, shown)
         elif key in ("enter", "l", "S") and shown.keys:
             return self._open(key, look.chosen if look.chosen in shown.keys else shown.keys[0])
@@ -176,8 +185,7 @@ class User:
             return
         at = shown.keys.index(self.look.chosen) if self.look.chosen in shown.keys else 0
         last, page = len(shown.keys) - 1, max(1, shown.page)
-        steps = {"up": at - 1, "k": at - 1, "down": at + 1, "j": at + 1, "pgup": at - page, "pgdn": at + page}
-        at = max(0, min(last, steps.get(key, 0 if key == "home" else last)))
+        at = moved(key, at, last, page)
         # At the top the first row is chosen whichever task that is: what turns into a problem is then in sight.
         self.look = replace(self.look, chosen="" if at == 0 else shown.keys[at])
 

@@ -13,12 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fakecoordinator import Coordinator
 
-from distrun import cli, client, planning, remote_jobs
+from distrun import cli, client, jobs, planning, remote_jobs
 from distrun.client import CoordinatorLost
 from distrun.remote_jobs import NotAsked
 from distrun.request import JobRequest
-from distrun_runtime.contract import session
+from distrun_runtime.contract import facts, session
 from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
@@ -206,12 +207,45 @@ def test_a_host_without_the_jobs_folder_cannot_be_asked(folder: JobFolder, stand
         remote_jobs.refresh(folder)
 
 
-def test_logs_of_a_job_that_runs_on_hosts_say_where_they_are_and_how_to_read_them(
+def test_logs_of_a_job_that_runs_on_hosts_show_what_is_there_and_end(
     folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    place(folder, stand(0), theirs=theirs(tmp_path, folder))
-    assert cli.run(["logs", "--merge", folder.id]) == 0
-    assert f"on d1 only; what it has printed: distrun attach --since-start {folder.id}\n" in capfd.readouterr().err
+    about = {"task": "worker-0", "host": "d1", "stream": "out", "time": 1.0, "attempt": 0}
+    lines = [
+        session.encode({"type": "output", **about, "at": at, "length": 4, "cursor": at + 4}, b"ab%d\n" % at)
+        for at in (0, 4)
+    ]
+    subscribed = iter(([lines[1]], [], lines))
+
+    def answers(kind: str) -> list[bytes]:
+        if kind == "state":
+            return [session.encode({"type": "state", "state": {}})]
+        return next(subscribed) if kind == "subscribe" else []
+
+    coordinator = Coordinator(tmp_path / "c.s", folder.id, answers)
+    place(folder, stand(0), str(tmp_path / "c.s"), theirs(tmp_path, folder))
+    assert cli.run(["logs", folder.id, "worker-0"]) == 0
+    coordinator.close()
+    assert capfd.readouterr().out == "ab0\nab4\n"
+
+
+def test_logs_of_a_job_on_hosts_that_has_printed_nothing_are_empty(
+    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "QUIET_S", 0.2)
+    coordinator = Coordinator(tmp_path / "c.s", folder.id, lambda kind: [])
+    place(folder, stand(0), str(tmp_path / "c.s"), theirs(tmp_path, folder))
+    assert cli.run(["logs", folder.id, "worker-0"]) == 0
+    coordinator.close()
+    assert capfd.readouterr().out == ""
+
+
+def test_logs_of_a_job_on_hosts_whose_coordinator_cannot_be_asked_say_so(
+    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    place(folder, stand(0), str(tmp_path / "none.s"), theirs(tmp_path, folder))
+    assert cli.run(["logs", "--merge", folder.id]) == facts.EXIT_HOST_LOST
+    assert f"job {folder.id}: its coordinator (pid 7 on d1) is gone" in capfd.readouterr().err
 
 
 def over_there(folder: JobFolder, tmp_path: Path) -> Path:

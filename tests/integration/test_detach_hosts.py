@@ -45,6 +45,7 @@ def test_a_detached_job_runs_on_without_the_launching_machine_and_is_followed_to
     attached = lab.start("attach", "--since-start", job)
     followed = lab.start("logs", job, "worker-1", "-f")
     wait_until(lambda: attached.out.count("line 3 of") == 2, LIMIT_S, "both have printed")
+    assert lab.distrun("logs", job, "worker-1").out.splitlines() == [f"line {each} of 1" for each in (1, 2, 3)]
     for name in ("h1", "h2"):
         lab[name].exec("touch", "/tmp/go-on")
     assert attached.wait() == 0

@@ -17,7 +17,7 @@ from distrun_runtime.contract.plan import WORKER, Plan, Runtime
 def plan(text: str = "d[1-4]", workers: int = 10, servers: int = 9, **more: object) -> Plan:
     request = JobRequest(("python", "t.py"), workers, servers, "/w", launcher="ssh", **more)  # type: ignore[arg-type]
     hosts = parse(text, "hosts")
-    slots = place(workers, servers, hosts, scheduler=request.has_servers)
+    slots = place(request, hosts)
     return make_plan(request, Allocation(hosts, slots), Setup("dry-run", "/jobs/dry-run", Runtime(digest="0")))[0]
 
 
