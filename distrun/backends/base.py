@@ -111,9 +111,7 @@ class Backend(ABC):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Return how it is made again in another process: it keeps nothing else before a job starts."""
-        from distrun import backends
-
-        return backends.load, (self.name,), {"listening": self.listening}
+        return type(self), (), {"listening": self.listening}
 
     @abstractmethod
     def inventory(self, found: Inventory | None) -> Inventory:

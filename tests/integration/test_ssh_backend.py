@@ -17,8 +17,7 @@ from sshd import Sshd, running
 from distrun.backends import ssh
 from distrun.backends.ssh import Ssh
 from distrun.ssh.ask import Abort
-from distrun.ssh.channel import SshChannel
-from distrun.ssh.connector import Connector
+from distrun.ssh.connector import Connector, SshChannel
 from distrun.ssh.resolve import TRANSPORTS, Target
 from distrun_runtime.agent import record, stopping
 from distrun_runtime.contract import process
