@@ -49,7 +49,7 @@ simulated (`tests/support/simulation.py`); ssh, TLS and sockets are not counted.
 
 
 class Viewer:
-    """A watcher that wants every snapshot, and encodes it as it would be sent (`coordinator.output.Watcher`)."""
+    """A watcher that wants every snapshot, and encodes it as it would be sent (as `coordinator.service.Service`)."""
 
     def __init__(self) -> None:
         self.count = self.size = 0

@@ -54,9 +54,8 @@ def allocate(job: QueuedJob, folder: JobFolder, service: Service) -> PlannedJob 
     between: list[messages.Interrupt] = []
 
     def keep(name: str) -> None:
-        event = loop.event_of(name)
-        if isinstance(event, messages.Interrupt):
-            between.append(event)
+        if name in _STOPPED:
+            between.append(messages.Interrupt(name, time.time()))
 
     # A signal between two loops must not end this process: the engine would keep the job.
     with Interrupts(keep):
@@ -254,21 +253,22 @@ class QueueWait:
 
     def handle(self, event: messages.Event, now: float) -> Sequence[AgentAction]:
         """Take an answer, a signal or the time; no agent has anything to do."""
-        if isinstance(event, messages.EngineTold):
-            self._take(event, now)
-        elif isinstance(event, messages.Interrupt):
-            self._stopped = self._stopped or event.signal
-        elif isinstance(event, messages.Tick):
-            with contextlib.suppress(OSError):
-                self._touch()
+        match event:
+            case messages.EngineTold(standing=None, is_final=True):
+                self._refused = event
+            case messages.EngineTold(standing=None):
+                self._take_silence(event.error, now)
+            case messages.EngineTold():
+                self._take(event.standing)
+            case messages.Interrupt():
+                self._stopped = self._stopped or event.signal
+            case messages.Tick():
+                with contextlib.suppress(OSError):
+                    self._touch()
         return ()
 
-    def _take(self, told: messages.EngineTold, now: float) -> None:
-        if told.standing is None:
-            self._take_silence(told, now)
-            return
+    def _take(self, standing: QueueStatus) -> None:
         self._silent_since, self._is_silence_told = None, False
-        standing: QueueStatus = told.standing
         if standing.state == QUEUED:
             text = f"{self._engine}: {QUEUED}" + (f", {standing.text}" if standing.text else "")
             if text != self._shown:
@@ -277,15 +277,12 @@ class QueueWait:
                 self._say(text, "info")
         self.standing = standing
 
-    def _take_silence(self, told: messages.EngineTold, now: float) -> None:
-        if told.is_final:
-            self._refused = told
-            return
+    def _take_silence(self, error: str, now: float) -> None:
         if self._silent_since is None:
             self._silent_since = now
         if now >= self._silent_since + SILENT_S and not self._is_silence_told:
             self._is_silence_told = True
-            text = f"{self._engine} does not answer for {duration(SILENT_S)}: {told.error}; it is asked again"
+            text = f"{self._engine} does not answer for {duration(SILENT_S)}: {error}; it is asked again"
             self._say(text, "warning")
 
     def outcome(self, job: str) -> Outcome:

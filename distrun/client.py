@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distrun.errors import DistrunError, UsageError
-from distrun_runtime.contract import control, facts, lasting, process, session
+from distrun_runtime.contract import control, facts, private, process, session
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.coordinator import failures, jobfolder
+from distrun_runtime.coordinator.clients import OutputPiece
 from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
-from distrun_runtime.coordinator.output import OutputPiece
 from distrun_runtime.errors import JobStoreError, RuntimeFault, WireError
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ def forget(folder: JobFolder) -> None:
     with contextlib.suppress(JobStoreError):
         where = folder.control()
         if where is not None and jobfolder.is_here(where):
-            lasting.remove_dead(where["path"])
+            private.remove_dead(where["path"])
 
 
 def gone(folder: JobFolder, how: str = "is gone") -> CoordinatorLost:
@@ -303,11 +303,10 @@ def _here(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
     stream.settimeout(ANSWER_S)
     try:
         stream.connect(where["path"])
-    except TimeoutError:
-        stream.close()
-        raise gone(folder, f"does not answer within {duration(ANSWER_S)}") from None
     except OSError as err:
         stream.close()
+        if isinstance(err, TimeoutError):
+            raise gone(folder, f"does not answer within {duration(ANSWER_S)}") from None
         if process.is_alive(process.Identity(where["pid"], where["start"])):
             raise gone(folder, f"cannot be reached: {where['path']}: {err.strerror}") from None
         raise gone(folder) from None
@@ -434,7 +433,7 @@ class Follower:
         self.cursor: int | None = None
         """Where the output that was shown ends."""
         self.outcome: Outcome | None = None
-        self.failure: Mapping[str, Any] | None = None
+        self.failure: control.CoordinatorFailed | None = None
         self.detached: Detached | None = None
         self._terminal = terminal
         self._has_output = has_output
@@ -451,52 +450,50 @@ class Follower:
         try:
             for frame in self.connection.frames(limit_s, is_watched):
                 with reading():
-                    self._take(frame.type, frame.header, frame.body)
+                    self._take(frame)
         finally:
             for withdraw in self._questions.values():
                 withdraw()
 
-    def _take(self, kind: str, told: Mapping[str, Any], body: bytes) -> None:
-        match kind:
-            case "output":
-                if told.get("cursor") is not None:
-                    self.cursor = told["cursor"]
+    def _take(self, frame: session.Frame) -> None:
+        kind = control.TO_CLIENT.get(frame.type)
+        match control.read(kind, frame) if kind is not None else None:
+            case control.Chunk() as told:
+                self.cursor = self.cursor if told.cursor is None else told.cursor
                 if self._has_output:
-                    stream = told["stream"] if told["stream"] in ("out", "err") else "out"
-                    self._terminal.show(
-                        OutputPiece(body, told["task"], told["host"], stream, told["at"], told["length"])
-                    )
-            case "said":
-                if "sync" in told:
-                    self._terminal.follow("sync", told)
+                    stream = told.stream if told.stream in ("out", "err") else "out"
+                    self._terminal.show(OutputPiece(told.data, told.task, told.host, stream, told.at, told.length))
+            case control.Said(text, level, sync):
+                if sync is None:
+                    self._terminal.say(text, level)
                 else:
-                    self._terminal.say(told["text"], told["level"])
-            case "event":
-                self._terminal.follow(kind, told[kind])
-                if told[kind]["event"] == "state":
-                    self._on_state(told[kind]["state"])
-            case "metrics":
-                self._terminal.follow(kind, told[kind])
-            case "gap":
-                self.cursor = told["cursor"]
-                self._terminal.say(f"{told['length']} bytes of output are not in the logs any more", "warning")
-            case "state":
-                if missed := told.get("missed", 0):
+                    self._terminal.follow("sync", {"text": text, "level": level, "sync": sync._asdict()})
+            case control.JobEvent(event):
+                self._terminal.follow("event", event)
+                if event["event"] == "state":
+                    self._on_state(event["state"])
+            case control.JobNumbers(metrics):
+                self._terminal.follow("metrics", metrics)
+            case control.OutputGap(length, cursor):
+                self.cursor = cursor
+                self._terminal.say(f"{length} bytes of output are not in the logs any more", "warning")
+            case control.JobState(state, missed):
+                if missed:
                     self._terminal.say(f"{missed} messages were left out: this terminal was too slow", "warning")
-                self._terminal.follow(kind, told[kind])
-                self._on_state(told[kind]["state"])
-            case "prompt":
-                self._questions[told["id"]] = self._ask(told["id"], told["text"], told["limit_s"])
-            case "withdrawn":
-                self._questions[told["id"]]()
-            case "outcome":
-                self.outcome = failures.from_json(told[kind])
-            case "failed":
-                self.failure = told
-            case "detached":
-                self.detached = Detached(told["cursor"])
-            case "refused":
-                self._terminal.say(told["message"], "warning")
+                self._terminal.follow("state", state)
+                self._on_state(state["state"])
+            case control.Prompt(number, text, limit_s):
+                self._questions[number] = self._ask(number, text, limit_s)
+            case control.PromptWithdrawn(number):
+                self._questions[number]()
+            case control.JobEnded(outcome):
+                self.outcome = failures.from_json(outcome)
+            case control.CoordinatorFailed() as failed:
+                self.failure = failed
+            case control.LauncherReleased(cursor):
+                self.detached = Detached(cursor)
+            case control.RequestRefused(message):
+                self._terminal.say(message, "warning")
 
     def _ask(self, number: int, text: str, limit_s: float) -> Callable[[], None]:
         """Ask a question on the terminal in a thread of its own; return what withdraws it."""
@@ -526,14 +523,13 @@ class Follower:
         return withdraw
 
 
-def raised(told: Mapping[str, Any], say: Callable[[str, str], None], verbosity: int = 0) -> BaseException:
-    """Return the error that a coordinator's `failed` frame tells of. With verbosity 2 its traceback is said."""
-    with reading():
-        if verbosity >= 2:
-            say(told["trace"].rstrip("\n"), "error")
-        if told["kind"] == KeyboardInterrupt.__name__:
-            return KeyboardInterrupt()
-        return CoordinatorError(told["message"], told["hint"], int(told["exit_code"]))
+def raised(told: control.CoordinatorFailed, say: Callable[[str, str], None], verbosity: int = 0) -> BaseException:
+    """Return the error that a coordinator tells of. With verbosity 2 its traceback is said."""
+    if verbosity >= 2:
+        say(told.trace.rstrip("\n"), "error")
+    if told.kind == KeyboardInterrupt.__name__:
+        return KeyboardInterrupt()
+    return CoordinatorError(told.message, told.hint, told.exit_code)
 
 
 def recorded(folder: JobFolder) -> Outcome | None:

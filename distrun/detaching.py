@@ -26,7 +26,7 @@ from distrun_runtime.coordinator.hosted import HostedRequest, dial_s
 if TYPE_CHECKING:
     from distrun.planning import PlannedJob
     from distrun_runtime.coordinator.jobfolder import JobFolder
-    from distrun_runtime.coordinator.output import Sink
+    from distrun_runtime.coordinator.service import Service
 
 READY_S = 30.0
 """How long the coordinator may take to listen."""
@@ -36,7 +36,7 @@ SECRET = "DISTRUN_ENROLMENT"
 """Variable by which a bootstrap gets the enrolment secret; it is removed before anything else runs."""
 
 
-def place(job: PlannedJob, folder: JobFolder, sink: Sink) -> Outcome:
+def place(job: PlannedJob, folder: JobFolder, sink: Service) -> Outcome:
     """Start the coordinator and the agents of a job whose hosts are ready; the folder then says where it is.
 
     Returns:
@@ -74,7 +74,6 @@ def _start_coordinator(
         port_range=request.port_range,
         request=request.to_json(),
         allocation=job.allocation.to_json(),
-        verbosity=0,
         login=login,
         folder=str(folder.path),
         program=shipping.dialed(),

@@ -26,7 +26,6 @@ import os
 import selectors
 import shlex
 import socket
-import subprocess
 import threading
 import time
 import warnings
@@ -34,7 +33,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distrun.errors import UsageError
-from distrun.hosts.ranges import grouped
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration
@@ -58,8 +56,6 @@ METRICS_S = 0.5
 """How long its host waits for the metrics of a coordinator elsewhere. It may have none."""
 EVENTS_SIZE = 16 * 1024
 """Bytes from the end of events.jsonl that are read."""
-FETCH_S = 2.0
-"""Seen on a loaded machine: the connection ends, and the job's end can be fetched only after about so long."""
 END_S = 0.2
 """How long the end of an ssh program is waited for that has closed its output."""
 STACK = ("task", "text", "how", "error", "fix")
@@ -73,6 +69,10 @@ MOST = 100
 
 
 # ---------------------------------------------------------------------- jobs
+
+
+class JobOver(UsageError):
+    """What is asked of a coordinator comes too late: the job is over."""
 
 
 def _warn(text: str, level: str) -> None:
@@ -219,12 +219,21 @@ class Job:
         """Return a connection to its coordinator, by which it can be followed; it is a context manager.
 
         Raises:
+            JobOver: it is over; perhaps it has ended just now.
             UsageError: the coordinator cannot be asked, or is of another version.
             CoordinatorLost: it is gone, or does not answer.
         """
         from distrun import client
 
-        return client.connect(self.folder, may_ask)
+        try:
+            return client.connect(self.folder, may_ask)
+        except client.CoordinatorLost as err:
+            if self.refresh(may_ask).folder.outcome() is None:
+                raise
+            raise self._over() from err
+
+    def _over(self) -> JobOver:
+        return JobOver(f"job {self.id} is over: {self.state}", f"what it printed: distrun logs {self.id}")
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Wait until it is over; return its exit code.
@@ -239,7 +248,7 @@ class Job:
         if recorded is None:
             try:
                 return self._follow(timeout_s)
-            except CoordinatorLost:
+            except (JobOver, CoordinatorLost):
                 recorded = self.refresh().folder.outcome()  # it may have ended between the two looks
                 if recorded is None:
                     raise
@@ -292,7 +301,7 @@ class Job:
         from distrun import client
 
         if self.is_over:
-            raise UsageError(f"job {self.id} is over: {self.state}", f"what it printed: distrun logs {self.id}")
+            raise self._over()
         answers: list[Mapping[str, Any]] = []
         with self.attach() as connection, client.reading():
             for question in each:
@@ -418,21 +427,24 @@ class ForwardedOutput:
     def __init__(self, job: Job, names: Sequence[str], begin: Mapping[str, Any]) -> None:
         self._job = job
         self._names = names
+        self._begin = begin
         self._cursor: int | None = None
-        self._is_over = False
-        self._connection = job.attach()
-        wanted = list(names) if len(names) < len(job.tasks) else None
-        self._connection.send("subscribe", output={**begin, "tasks": wanted})
+        self._connection: ControlConnection | None = None
+        with contextlib.suppress(JobOver):
+            self._connection = job.attach()
+            wanted = list(names) if len(names) < len(job.tasks) else None
+            self._connection.send("subscribe", output={**begin, "tasks": wanted})
 
     def __enter__(self) -> ForwardedOutput:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._connection.close()
+        if self._connection is not None:
+            self._connection.close()
 
     def goes_on(self) -> bool:
         """Return whether more may come."""
-        return not self._is_over
+        return self._connection is not None
 
     def pieces(self) -> Iterator[LogPiece]:
         """Give what has come since the last call; does not wait for more.
@@ -443,17 +455,16 @@ class ForwardedOutput:
         from distrun import client
         from distrun_runtime.coordinator.logreader import LogPiece
 
-        while not self._is_over:
+        while self._connection is not None:
             try:
                 frame = self._connection.receive(0.001)
             except TimeoutError:
                 return
             if frame is None or frame.type in ("outcome", "failed"):
-                self._is_over = True
+                self._connection.close()
+                self._connection = None
                 if self._job.refresh().folder.outcome() is None and frame is None:
-                    time.sleep(FETCH_S)
-                    if self._job.refresh().folder.outcome() is None:
-                        raise client.gone(self._job.folder)
+                    raise client.gone(self._job.folder)
                 return
             with client.reading():
                 header = frame.header
@@ -466,12 +477,14 @@ class ForwardedOutput:
 
     def last(self) -> Iterator[LogPiece]:
         """Give what the coordinator did not send at the end: it waits for no client that is slow."""
-        from distrun_runtime.coordinator.logreader import LogReader
+        from distrun_runtime.contract.control import OutputWanted
+        from distrun_runtime.coordinator import logreader
 
-        if self._cursor is not None and self._job.folder.is_finished:
-            with LogReader(self._job.folder.logs) as reader:
+        if self._job.folder.is_finished:
+            with logreader.LogReader(self._job.folder.logs) as reader:
                 rest = RecordedOutput(self._job, reader, self._names)
-                rest.cursor = self._cursor
+                wanted = OutputWanted(**{**self._begin, "tasks": tuple(self._names)})
+                rest.cursor = logreader.begin(reader, wanted) if self._cursor is None else self._cursor
                 yield from rest.pieces()
 
 
@@ -530,7 +543,9 @@ def look(
     shown as such.
     """
     jobs = [_JobQuery(folder, with_events) for folder in folders]
-    _ask(jobs, here_s, there_s)
+    waiting = [job for job in jobs if job.is_asked_here or job.is_asked_there]
+    if waiting:
+        _ask(waiting, here_s, there_s)
     return [job.view() for job in jobs]
 
 
@@ -629,17 +644,26 @@ def asked() -> bytes:
 
 def _ask(jobs: Sequence[_JobQuery], here_s: float, there_s: float) -> None:
     """Ask all coordinators at the same time."""
+    from distrun.hosts.ranges import grouped
+
     began = time.monotonic()
-    hosts = [
-        _HostQuery(login, of_host[first : first + MOST], began + there_s)
+    threads = [
+        threading.Thread(
+            target=_ask_there,
+            args=(login, {job.folder.id: job for job in of_host[first : first + MOST]}, began + there_s),
+            name="host-query",
+            daemon=True,
+        )
         for login, of_host in grouped((job.login, job) for job in jobs if job.is_asked_there).items()
         for first in range(0, len(of_host), MOST)
     ]
+    for thread in threads:
+        thread.start()
     here = [job for job in jobs if job.is_asked_here]
     if here:
         _ask_here(here, began + here_s)
-    for host in hosts:
-        host.finish()
+    for thread in threads:
+        thread.join(max(0.0, began + there_s - time.monotonic()) + END_S)
 
 
 def _ask_here(jobs: Sequence[_JobQuery], until: float) -> None:
@@ -665,88 +689,47 @@ def _ask_here(jobs: Sequence[_JobQuery], until: float) -> None:
                     selector.unregister(peer)
 
 
-class _HostQuery(threading.Thread):
-    """Asks a host with coordinators by one ssh connection; by another one if it drops that."""
+def _ask_there(login: str, jobs: Mapping[str, _JobQuery], until: float) -> None:
+    """Ask a host with coordinators by one ssh connection; by another one if it drops that.
 
-    def __init__(self, login: str, jobs: Sequence[_JobQuery], until: float) -> None:
-        super().__init__(name="host-query", daemon=True)
-        self._login = login
-        self._jobs = {job.folder.id: job for job in jobs}
-        self._until = until
-        self._limit_s = round(until - time.monotonic(), 1)
-        self._is_late = threading.Event()
-        self._child: subprocess.Popen[bytes] | None = None
-        self.start()
+    `jobs`: by id. `until`: monotonic time, when it is given up.
+    """
+    from distrun import remote_jobs
 
-    def finish(self) -> None:
-        """Wait for the end; what has not answered when the time is up is given up."""
-        from distrun import remote_jobs
+    limit_s = round(until - time.monotonic(), 1)
+    about = [[job, str(each.where.get("folder") or ""), str(each.where["path"])] for job, each in jobs.items()]
+    tail = EVENTS_SIZE if any(each.with_events for each in jobs.values()) else 0
+    left = set(jobs)
 
-        self.join(max(0.0, self._until - time.monotonic()))
-        if self.is_alive():
-            self._fail(f"no answer within {duration(self._limit_s)}")
-            self._is_late.set()
-            remote_jobs.kill(self._child)
-            self.join(END_S)
+    def take(job: str, name: str, age_s: float, pieces: Iterable[bytes]) -> bool:
+        if job not in jobs:
+            raise remote_jobs.NotAsked("it sent what is no answer")
+        if not jobs[job].take(name, age_s, b"".join(pieces)):
+            left.discard(job)
+        return bool(left)
 
-    def run(self) -> None:
-        """Ask until the host answers or does not merely drop the connection."""
-        from distrun import remote_jobs
-
-        def wait(pause_s: float) -> bool:
-            is_wanted = time.monotonic() + pause_s < self._until and not self._has_states()
-            return is_wanted and not self._is_late.wait(pause_s)
-
-        try:
-            code, said = remote_jobs.retried(self._ask, wait)
-        except remote_jobs.NotAsked as err:
-            code, said = 0, str(err)
-        if not self._has_states():
-            lines = said.splitlines() or [f"ssh ended with code {code}" if code else "it has no state of this job"]
-            self._fail(lines[-1])
-
-    def _has_states(self) -> bool:
-        return all(job.has_state for job in self._jobs.values())
-
-    def _ask(self) -> tuple[int, str]:
-        """Ask once; return the exit code of the ssh program, 0 if all have answered, and what it said."""
-        from distrun import remote_jobs
-
-        jobs = self._jobs
-        about = [[job, str(each.where.get("folder") or ""), str(each.where["path"])] for job, each in jobs.items()]
-        tail = EVENTS_SIZE if any(each.with_events for each in jobs.values()) else 0
-        left = set(jobs)
-
-        def take(job: str, name: str, age_s: float, pieces: Iterable[bytes]) -> bool:
-            if job not in jobs:
-                raise remote_jobs.NotAsked("it sent what is no answer")
-            if not jobs[job].take(name, age_s, b"".join(pieces)):
-                left.discard(job)
-            return bool(left)
-
-        def begun(child: subprocess.Popen[bytes]) -> None:
-            self._child = child
-            if self._is_late.is_set():
-                remote_jobs.kill(child)
-
+    def attempt() -> tuple[int, str]:
         return remote_jobs.ask(
-            self._login,
-            about,
-            take,
-            may_ask=False,
-            connect_s=max(1.0, self._until - time.monotonic()),
-            asked=asked(),
-            tail=tail,
-            limit_s=METRICS_S,
-            begun=begun,
-            most=stored.SIZE_LIMIT,
+            login, about, take, may_ask=False, until=until, asked=asked(), tail=tail, limit_s=METRICS_S
         )
 
-    def _fail(self, why: str) -> None:
-        for job in self._jobs.values():
-            if not job.has_state and not job.problem:
-                job.problem = f"{job.where['host']} cannot be asked: {why}"
-                job.fix = f"{self._login} true"
+    def wait(pause_s: float) -> bool:
+        if time.monotonic() + pause_s >= until or all(job.has_state for job in jobs.values()):
+            return False
+        time.sleep(pause_s)
+        return True
+
+    try:
+        code, said = remote_jobs.retried(attempt, wait)
+    except remote_jobs.NotAsked as err:
+        code, said = 0, str(err)
+    if time.monotonic() >= until:
+        said = f"no answer within {duration(limit_s)}"
+    lines = said.splitlines() or [f"ssh ended with code {code}" if code else "it has no state of this job"]
+    for job in jobs.values():
+        if not job.has_state and not job.problem:
+            job.problem = f"{job.where['host']} cannot be asked: {lines[-1]}"
+            job.fix = f"{login} true"
 
 
 # ---------------------------------------------------------------------- order

@@ -18,9 +18,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from distrun import client
+from distrun import backends, client
 from distrun.backends.base import Swept
 from distrun.client import ControlConnection, CoordinatorError, CoordinatorLost, Detached, Follower, FollowerOutput
 from distrun.errors import DistrunError, UsageError
@@ -30,7 +30,6 @@ from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import STOP
 from distrun_runtime.coordinator.failures import Outcome, Survivor, TaskResult
 from distrun_runtime.coordinator.jobfolder import JobFolder
-from distrun_runtime.coordinator.output import Sink
 from distrun_runtime.errors import ContractError, JobStoreError
 
 if TYPE_CHECKING:
@@ -170,8 +169,13 @@ def spawn(job: PlannedJob | QueuedJob, folder: JobFolder, say: Callable[[str, st
         child = subprocess.Popen(argv, stdin=subprocess.PIPE, pass_fds=[its.fileno()], start_new_session=True)
     assert child.stdin is not None  # asked for above
     with contextlib.suppress(BrokenPipeError), child.stdin as pipe:
-        pickle.dump((job, folder.path), pipe)
-    failures: list[Mapping[str, Any]] = []
+        pickler = pickle.Pickler(pipe)
+        pickler.dispatch_table = {
+            # It keeps nothing else before its job starts.
+            type(job.backend): lambda each: (backends.load, (each.name,))
+        }
+        pickler.dump((job, folder.path))
+    failures: list[control.CoordinatorFailed] = []
     is_detached, is_left = job.request.detach, threading.Event()
 
     def attend() -> None:
@@ -187,8 +191,8 @@ def spawn(job: PlannedJob | QueuedJob, folder: JobFolder, say: Callable[[str, st
                     case "event", {"event": {"event": "state", "state": facts.QUEUED | facts.RUNNING}}:
                         if is_detached:
                             connection.send("detach")
-                    case "failed", told:
-                        failures.append(told)
+                    case "failed", _:
+                        failures.append(control.read(control.CoordinatorFailed, frame))
         is_left.set()
         child.wait()
 
@@ -262,7 +266,7 @@ def _listen(service: Service, folder: JobFolder, is_needed: bool) -> None:
         folder.write_control(path)
 
 
-def _error(err: BaseException) -> dict[str, Any]:
+def _error(err: BaseException) -> control.CoordinatorFailed:
     """Return what the client is told of an error."""
     if isinstance(err, DistrunError):
         return control.failure(err, err.exit_code, err.hint)
@@ -305,7 +309,7 @@ def coordinate(
 
         copier = _copier(job, sink)
         try:
-            written = jobrun.run(
+            written = jobrun.JobRun(
                 job.plan,
                 job.secrets,
                 channels,
@@ -314,9 +318,8 @@ def coordinate(
                 verbosity=verbosity,
                 runtime=lambda: job.runtime,
                 prepare=copier.start if copier else None,
-                watcher=sink,
                 ends_when_ready=ends_when_ready,
-            )
+            ).run()
             outcome = job.backend.explained(written)
         finally:
             if copier:
@@ -332,7 +335,7 @@ def coordinate(
     return folder.explained(outcome)
 
 
-def _clear_up(job: PlannedJob, channels: Sequence[AgentChannel], sink: Sink) -> Mapping[str, Swept]:
+def _clear_up(job: PlannedJob, channels: Sequence[AgentChannel], sink: Service) -> Mapping[str, Swept]:
     """Wait for the ends of agents and guards; end what is left on hosts where that is not known. Ctrl-C ends it."""
     from distrun_runtime.coordinator.failures import listed
 
@@ -350,13 +353,9 @@ def _clear_up(job: PlannedJob, channels: Sequence[AgentChannel], sink: Sink) -> 
         for line in each.told_problem + each.told_left:
             sink.say(f"{host}: {line}", "warning")
         if not each.problem:
-            ended = f"ended {listed([_cut(text) for text in each.ended])}" if each.ended else "nothing was left"
-            sink.say(f"{host}: {ended}", "info")
+            shown = [text if len(text) <= SHOWN else text[:SHOWN] + "..." for text in each.ended]
+            sink.say(f"{host}: {f'ended {listed(shown)}' if shown else 'nothing was left'}", "info")
     return swept
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
 def _note_fault(job: PlannedJob, folder: JobFolder, err: BaseException) -> None:

@@ -83,7 +83,11 @@ def place(request: JobRequest, hosts: Inventory) -> tuple[Slot, ...]:
         if count and not any(takes(spec, role) for spec in hosts.specs):
             raise UsageError(f"no host takes a {role}: all have another role", f"leave role= out, or write role={role}")
     if request.placement == CYCLE:
-        chosen = _cycle(counts, hosts)
+        turns = itertools.cycle(hosts.order)
+        chosen = {
+            role: list(itertools.islice((name for name in turns if takes(hosts.spec(name), role)), count))
+            for role, count in counts.items()
+        }
     else:
         free = _FreeSlots(hosts.specs, sum(counts.values()), request.oversubscribe, request.gpus_per_worker)
         _check_fits(counts, free)
@@ -119,15 +123,6 @@ def notes(hosts: Inventory, policy: str, gpus_per_worker: int = 0) -> tuple[str,
         f"--placement {policy}: no slots= for {fold(names)}: taken as {count}{' each' if names[1:] else ''}"
         for count, names in guessed.items()
     )
-
-
-def _cycle(counts: Mapping[str, int], hosts: Inventory) -> dict[str, list[str]]:
-    roles = {spec.name: spec.role for spec in hosts.specs}
-    turns = itertools.cycle(hosts.order)
-    return {
-        role: list(itertools.islice((name for name in turns if roles[name] in ("", role)), count))
-        for role, count in counts.items()
-    }
 
 
 def _without_server(chosen: Mapping[str, Sequence[str]], hosts: Inventory) -> list[str]:

@@ -23,13 +23,12 @@ from distrun.backends.base import Backend
 from distrun.errors import UsageError
 from distrun.formats import exact
 from distrun.hosts.grammar import HostSpec, Inventory
-from distrun.hosts.ranges import fold
+from distrun.hosts.ranges import fold, grouped
 from distrun.options import ENGINES, NO_ENGINES, ROWS
 from distrun.placement import Slot, hosts_of, place, worker_places
 from distrun.request import BUNDLED, COMMAND, JobRequest, Setting, check_tuning, given
 from distrun_runtime.contract import environ, gpus
 from distrun_runtime.contract.dataclass import dataclass
-from distrun_runtime.contract.folder import identity
 from distrun_runtime.contract.plan import (
     HOLD,
     ROLES,
@@ -311,6 +310,8 @@ def _scan(request: JobRequest, backend: Backend) -> Tree | None:
 
 
 def _sync(request: JobRequest, specs: Sequence[HostSpec], tree: Tree) -> Sync:
+    from distrun_runtime.contract.folder import identity  # not for jobs that copy nothing
+
     rules = request.sync_rules
     extra = () if rules is None else (each.name.partition("/")[0] for each in rules.extra)
     top = [*os.listdir(request.cwd), *extra]
@@ -668,22 +669,21 @@ def device_warnings(plan: Plan) -> list[str]:
     A program that takes the device `cuda:LOCAL_RANK`, as scripts for torchrun do, fails in such a worker. It is no
     error: workers may share a GPU, or use none. A value that hides all GPUs is taken as meant.
     """
-    found: dict[str, dict[str, list[str]]] = {}
     workers = plan.of_role(WORKER)
     if plan.gpus_per_worker:
         given = all(task.gpus is None for task in workers)
         return [f"--gpus-per-worker has no effect: workers are given {gpus.VISIBLE} by --env"] if given else []
-    for task in workers:
-        value = task.env.get(gpus.VISIBLE, "").strip()
-        if value and value != "-1" and int(task.env["LOCAL_RANK"]) >= len(value.split(",")):
-            found.setdefault(value, {}).setdefault(task.host, []).append(task.name)
+    by_value = grouped((task.env.get(gpus.VISIBLE, "").strip(), task) for task in workers)
     warnings = []
-    for value, hosts in found.items():
+    for value, tasks in by_value.items():
         count = len(value.split(","))
-        names = [name for tasks in hosts.values() for name in tasks]
+        late = sorted((each for each in tasks if int(each.env["LOCAL_RANK"]) >= count), key=lambda each: each.host)
+        if value in ("", "-1") or not late:
+            continue
+        names = [task.name for task in late]
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         warnings.append(
-            f"{fold(list(hosts))}: more workers than GPUs: {gpus.VISIBLE}={value} shows {count}"
+            f"{fold(task.host for task in late)}: more workers than GPUs: {gpus.VISIBLE}={value} shows {count}"
             f" GPU{'' if count == 1 else 's'}, and LOCAL_RANK is too large for cuda:LOCAL_RANK in"
             f" {', '.join(names[:SHOWN])}{more}. Place fewer workers there, or let the program take LOCAL_RANK"
             " modulo the number of GPUs"

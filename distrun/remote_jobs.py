@@ -26,6 +26,7 @@ from distrun.errors import DistrunError
 from distrun.ssh.failure import LastLines, Where, classify
 from distrun.ssh.resolve import GONE, RELAY
 from distrun_runtime.contract import facts
+from distrun_runtime.coordinator import stored
 from distrun_runtime.coordinator.jobfolder import JobFolder
 
 # Reaches the host of a job's coordinator by the `ssh` program: commands there, and a relay to the control socket.
@@ -312,32 +313,29 @@ def ask(
     take: Callable[[str, str, float, Iterator[bytes]], bool],
     *,
     may_ask: bool,
-    connect_s: float = ANSWER_S,
+    until: float = math.inf,
     asked: bytes = b"",
     tail: int = 0,
     limit_s: float = 0.0,
-    begun: Callable[[subprocess.Popen[bytes]], None] = lambda child: None,
-    most: float = math.inf,
 ) -> tuple[int, str]:
     """Ask a host about jobs, and hand on what it sends; return the exit code of the ssh program, and what it said.
 
     Args:
-        login: as for `ssh_argv`, as is `connect_s`.
+        login: as for `ssh_argv`.
         jobs: of each its id, folder (or ""), and path of its control socket, or "" for all files.
         take: takes job, name, age in seconds and content; returns whether more is wanted. Else the exit code is 0.
         may_ask: ssh may ask the user. Else a Ctrl-C is not for it: it has a session of its own, without a terminal.
-        connect_s: how long connecting may take.
+        until: when it is given up, monotonic time; then files are limited to what the job store takes, too.
         asked: what is sent to each control socket.
         tail: so many bytes from the end of events.jsonl are wanted.
         limit_s: how long answers of control sockets are waited for.
-        begun: takes the process.
-        most: bytes of one file.
 
     Raises:
         NotAsked: ssh cannot be run, or what comes is nothing that ASK writes.
     """
     words = ["python3", "-I", "-c", ASK, json.dumps(jobs), asked.hex(), str(tail), f"{limit_s:.1f}"]
-    argv = ssh_argv(login, shlex.join(words), connect_s, may_ask)
+    left_s = until - time.monotonic()
+    argv = ssh_argv(login, shlex.join(words), min(ANSWER_S, max(1.0, left_s)), may_ask)
     with tempfile.TemporaryFile() as said:  # a master connection that is left behind would hold a pipe
         try:
             child = subprocess.Popen(
@@ -345,23 +343,26 @@ def ask(
             )
         except OSError as err:
             raise NotAsked(f"cannot run {argv[0]}: {err.strerror}") from None
-        begun(child)
+        timer = threading.Timer(max(0.0, left_s), _kill, [child])
+        if until < math.inf:
+            timer.start()
         with child:
             assert child.stdout is not None
             try:
-                for each in answers(child.stdout, most):
+                for each in answers(child.stdout, math.inf if until == math.inf else stored.SIZE_LIMIT):
                     if not take(*each):
                         return 0, ""
                 code = child.wait()
             finally:
-                kill(child)
+                timer.cancel()
+                _kill(child)
         said.seek(0)
         return code, said.read().decode("utf-8", "replace").strip()
 
 
-def kill(child: subprocess.Popen[bytes] | None) -> None:
-    """Kill what `ask` has begun, and all that it started in a session of its own."""
-    if child is not None and child.poll() is None:
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """Kill a program, and all that it started, in a session of its own."""
+    if child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
 

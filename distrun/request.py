@@ -305,11 +305,8 @@ def is_forwarded(name: str) -> bool:
         return True
     row = environ.BY_NAME.get(name)
     wanted = name.startswith(FORWARDED_PREFIXES) or (row is not None and row.group == "tuning")
-    return wanted and not (is_ours(name) or is_secret(name) or _is_stale(name))
-
-
-def _is_stale(name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in environ.stale_names())
+    is_stale = any(fnmatch.fnmatchcase(name, pattern) for pattern in environ.stale_names())
+    return wanted and not (is_stale or is_ours(name) or is_secret(name))
 
 
 def parse_env(words: Iterable[str], outer: Mapping[str, str]) -> tuple[list[Setting], list[str]]:
@@ -411,7 +408,7 @@ def is_ours(name: str) -> bool:
 
 def is_secret(name: str) -> bool:
     """Return whether a variable's name looks like a secret's. No side effects."""
-    return any(fnmatch.fnmatchcase(name.upper(), pattern) for pattern in environ.SECRET_PATTERNS)
+    return any(word in name.upper() for word in environ.SECRET_WORDS)
 
 
 def check_tuning(settings: Sequence[Setting], outer: Mapping[str, str]) -> None:

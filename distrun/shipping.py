@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import distrun_runtime
 from distrun.errors import PreflightError
 from distrun_runtime.agent import cache
-from distrun_runtime.contract import cache_file
+from distrun_runtime.contract import private
 
 if TYPE_CHECKING:
     import ast
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Keeps in the user's cache what takes long to make and is the same until a source changes. Nothing needs the cache.
 #
-# Files are named by what they were made from (`contract.cache_file`), and are read only from a folder that no other
+# Files are named by what they were made from (`contract.private`), and are read only from a folder that no other
 # user can write to (the same). What is damaged is removed and made again.
 
 
@@ -52,13 +52,13 @@ def kept(name: str, suffix: str, make: Callable[[], bytes]) -> bytes:
     """
     file = name + suffix
     with contextlib.suppress(OSError):
-        data = cache_file.read(str(Path(cache_file.folder(KIND), file)))
+        data = private.read_cached(str(Path(private.cache_folder(KIND), file)))
         if data:
             return data
     data = make()
     with contextlib.suppress(OSError):  # a full or read-only disk: it is made again next time
-        folder = Path(cache_file.make(KIND))
-        cache_file.write(str(folder / file), data)
+        folder = Path(private.make_cache(KIND))
+        private.write_cached(str(folder / file), data)
         _thin_out(folder, suffix)
     return data
 
@@ -98,10 +98,10 @@ def runtime_root(env: Mapping[str, str], copy: bool = True) -> Path:
             found = cache.install(digest, data, env)
         except OSError as err:
             raise PreflightError(
-                f"cannot keep a copy of the runtime for the tasks in {cache_file.base(env)}: {err.strerror or err}",
+                f"cannot keep a copy of the runtime for the tasks in {private.cache_root(env)}: {err.strerror or err}",
                 "set XDG_CACHE_HOME to a place that can be written",
             ) from err
-    return Path(found or cache_file.base(env), *(() if found else (cache.RUNTIME, digest)))
+    return Path(found or private.cache_root(env), *(() if found else (cache.RUNTIME, digest)))
 
 
 def has_siblings(package: Path) -> bool:
@@ -186,8 +186,8 @@ DIALING = (f"{PACKAGE}.agent.dial", f"{PACKAGE}.agent.unpack")
 """What only agents that dial back need: the others get files by rsync."""
 DIALED = tuple(f"{PACKAGE}.agent.{name}" for name in ("waiting", "probe", "daemon"))
 """Modules that an agent which dials back does not need: it is never dialed, and answers no questions without a job."""
-TABLE_ROW = "_row"
-"""Function whose calls make the rows of `contract.environ.TABLE`. The fourth argument is documentation."""
+TABLE_ROWS = ("_gives", "_both", "_reads")
+"""Functions whose calls make the rows of `contract.environ.TABLE`. The second argument is documentation."""
 
 _IMPORT = r"(?m)^ *from ([\w.]+) import (\([^)]*\)|[^\n]*)"
 
@@ -240,7 +240,7 @@ def is_private(path):
     return info.st_uid == os.geteuid() and not info.st_mode & 18
 
 def mended(path):
-    # As contract/cache_file.py does it: if others can write to a folder of ours, they cannot have put files of ours
+    # As contract/private.py does it: if others can write to a folder of ours, they cannot have put files of ours
     # there.
     info = os.lstat(path)
     if info.st_mode & 61440 != 16384 or info.st_uid != os.geteuid():
@@ -481,8 +481,8 @@ def bare(source: str) -> str:
             # Of the first something stays: it may be all there is in its block, and dataclasses make one if it is gone.
             lines[first] = (lines[first][: node.col_offset] + '"."' * (node not in after)).rstrip()
             lines[first + 1 : last + 1] = [""] * (last - first)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == TABLE_ROW:
-            doc = node.args[3]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in TABLE_ROWS:
+            doc = node.args[1]
             first, last = doc.lineno - 1, (doc.end_lineno or doc.lineno) - 1
             rest = lines[last].encode("utf-8")[doc.end_col_offset :].decode("utf-8")
             lines[first] = lines[first][: doc.col_offset] + '"."' + (rest if first == last else "")

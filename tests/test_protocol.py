@@ -22,11 +22,10 @@ from measured import MeasuredJob
 from sample_plan import sample_plan
 
 from distrun import backends, planning
-from distrun.client import Follower
 from distrun.hosts import parse
 from distrun.request import JobRequest, Setting
+from distrun_runtime import reporting
 from distrun_runtime.agent.agent import Agent
-from distrun_runtime.agent.stacks import StackAnswer
 from distrun_runtime.arrays.dtypes import name_of
 from distrun_runtime.contract import control, enrolment, session
 from distrun_runtime.contract import plan as plans
@@ -43,7 +42,6 @@ from distrun_runtime.ops.compression import CODECS, ROWS
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.handshake import Acceptor, NodeIdentity, Opener
 from distrun_runtime.protocol.message import DTYPES, Entry, Kind, Message, Payload, entries_of, payloads_of, rows_of
-from distrun_runtime.ps import crash
 from distrun_runtime.ps.replies import refusal
 from distrun_runtime.transport import host_paths
 from distrun_runtime.transport.admission import credentials
@@ -343,22 +341,25 @@ EVENT = {"event": "state", "state": "running", "time": "2026-01-31T12:00:00.000Z
     ("golden", "made"),
     [
         (GOLDEN["hello_client"], control.client_hello()),
-        (GOLDEN["hello_coordinator"], control.hello("calm-otter-7f3", 4711, "d1")),
-        (GOLDEN["told_state"], control.state({"id": "calm-otter-7f3", "state": "running"}, missed=3)),
-        (GOLDEN["event"], control.event(EVENT)),
-        (GOLDEN["told_output"], control.output(Chunk("worker-0", "d1", "out", 0, 6, b"hello\n", 6))),
-        (GOLDEN["gap"], control.gap(512, 4096)),
-        (GOLDEN["told_metrics"], control.metrics(SNAPSHOT)),
-        (GOLDEN["detached"], control.detached(4096)),
+        (GOLDEN["hello_coordinator"], control.encode(control.CoordinatorHello("calm-otter-7f3", 4711, "d1"))),
+        (GOLDEN["told_state"], control.encode(control.JobState({"id": "calm-otter-7f3", "state": "running"}, 3))),
+        (GOLDEN["event"], control.encode(control.JobEvent(EVENT))),
+        (GOLDEN["told_output"], control.encode(Chunk("worker-0", "d1", "out", 0, 6, b"hello\n", 6))),
+        (GOLDEN["gap"], control.encode(control.OutputGap(512, 4096))),
+        (GOLDEN["told_metrics"], control.encode(control.JobNumbers(SNAPSHOT))),
+        (GOLDEN["detached"], control.encode(control.LauncherReleased(4096))),
         (
             GOLDEN["refused"],
-            control.refused(
-                control.Refusal("the job has 64 clients already", "end one of them, such as a distrun attach")
+            control.encode(
+                control.RequestRefused("the job has 64 clients already", "end one of them, such as a distrun attach")
             ),
         ),
-        (GOLDEN["said"], control.said("2 hosts are up", "info")),
-        (GOLDEN["said_sync"], control.said("sync 1/2: 3 files", "info", control.CopyProgress(1, 2, "3 files"))),
-        (GOLDEN["place"], control.output(Chunk("worker-0", "h1", "out", 4096, 512))),
+        (GOLDEN["said"], control.encode(control.Said("2 hosts are up", "info"))),
+        (
+            GOLDEN["said_sync"],
+            control.encode(control.Said("sync 1/2: 3 files", "info", control.CopyProgress(1, 2, "3 files"))),
+        ),
+        (GOLDEN["place"], control.encode(Chunk("worker-0", "h1", "out", 4096, 512))),
     ],
 )
 def test_golden_frames_of_the_control_socket(golden: str, made: bytes) -> None:
@@ -392,31 +393,12 @@ def test_every_type_that_a_client_may_send_has_its_row() -> None:
     assert set(control.FIXED) <= named
 
 
-def test_the_page_lists_what_the_coordinator_sends_to_a_client_and_the_client_takes() -> None:
-    told = [
-        control.hello("calm-otter-7f3", 4711, "d1"),
-        control.state({}, missed=3),
-        *(control.done(kind) for kind in ("stop", "kill")),
-        control.stack({**StackAnswer("worker-0")._asdict(), "left": 0}),
-        control.done("detach", released=True),
-        control.event(EVENT),
-        control.output(Chunk("worker-0", "d1", "out", 0, 6, b"hello\n", 6)),
-        control.metrics(SNAPSHOT),
-        control.gap(512, 4096),
-        control.said("sync 1/2: 3 files", "info", control.CopyProgress(1, 2, "3 files")),
-        control.prompt(1, "Password: ", 60.0),
-        control.withdrawn(1),
-        control.detached(4096),
-        control.outcome({}),
-        control.failed(control.failure(WireError("no"))),
-        control.refused(control.Refusal("no")),
-    ]
+def test_the_page_lists_the_members_of_every_message_to_a_client() -> None:
     listed = {kind: row for title, row in members("Coordinator to client").items() for kind in title.split("`, `")}
-    sent = {frame.type: {*frame.header} - {"type", "size"} for each in told for frame in session.Decoder().feed(each)}
-    assert sent == listed
-    for kind, handler in Follower._HANDLERS.items():
-        taken = {*inspect.signature(handler).parameters} - {"self", "_", "body", "of", "told"}
-        assert taken <= listed[kind], kind
+    declared = {kind: {*message._fields} - {"data"} for kind, message in control.TO_CLIENT.items()}
+    declared.update(stop=set(), kill=set(), detach={"released"})
+    declared["output"] -= {"time", "attempt"}
+    assert declared == listed
 
 
 def test_golden_enrolment() -> None:
@@ -484,7 +466,7 @@ def test_golden_files_of_a_job(submitted: JobRequest, tmp_path: Path) -> None:
 def test_golden_publish_line(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     monkeypatch.setenv("DISTRUN_PUBLISH_FD", str(writing))
-    crash.publish({"address": "10.0.0.1", "port": "40000"})
+    reporting.publish({"address": "10.0.0.1", "port": "40000"})
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
         assert pipe.read().decode() == GOLDEN["publish"]
@@ -555,6 +537,6 @@ def test_the_page_lists_what_the_agent_sends() -> None:
     assert set(messages.FROM_AGENT) == set(listed)
     for kind, names in found.items():
         assert names <= listed[kind], kind
-    ours = {"host", "arrived", "time", "refused", "data", "facts", "value"}
+    ours = {"host", "arrived", "time", "refused", "by", "data", "facts", "value"}
     for kind, event in messages.FROM_AGENT.items():
         assert set(event.__annotations__) - ours <= listed[kind], kind

@@ -98,10 +98,6 @@ class Backend(ABC):
     asker: Asker | None = None
     """Knows what the user typed to get into hosts; None: nothing was asked."""
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Return how it is made again in another process: it keeps nothing else before a job starts."""
-        return type(self), ()
-
     @abstractmethod
     def inventory(self, found: Inventory | None) -> Inventory:
         """Return the job's hosts, given those that the user named (None: none)."""

@@ -146,7 +146,7 @@ class ChildChannel:
     @property
     def said_bye(self) -> bool:
         """Whether the agent's last frame has come."""
-        return self._inner is not None and self._inner.said_bye
+        return self._inner is not None and self._inner.inlet.said_bye
 
     @property
     def is_over(self) -> bool:

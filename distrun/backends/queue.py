@@ -125,15 +125,6 @@ class QueueBackend(Backend):
         self._handle: Handle | None = None
         self._watch: _PlacesWatch | None = None
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Return how it is made again in another process."""
-        return QueueBackend.of, (type(self.engine),)
-
-    @staticmethod
-    def of(engine: Callable[[], Engine]) -> QueueBackend:
-        """Return the backend of a new engine."""
-        return QueueBackend(engine())
-
     def inventory(self, found: Inventory | None) -> Inventory:
         """Return the hosts that the user named; none, if the engine chooses them.
 

@@ -7,9 +7,9 @@ import errno
 import importlib
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from gc import set_threshold  # not gc: the module of the command `gc` gets that name here
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import click
 
@@ -42,21 +42,17 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Commands by a table: name -> ("module:attribute", short help)."""
-
-    def __init__(self, *args: Any, commands_table: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._table = commands_table
+    """Commands by a table, COMMANDS: name -> ("module:attribute", short help)."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names, in the order of the table."""
-        return list(self._table)
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Load a command."""
-        if cmd_name not in self._table:
+        if cmd_name not in COMMANDS:
             return None
-        module, _, attribute = self._table[cmd_name][0].partition(":")
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
@@ -69,23 +65,22 @@ class LazyGroup(click.Group):
             click.UsageError: there is none; says which one may have been meant.
         """
         name = args[0]
-        if name not in self._table and not name.startswith("-"):
+        if name not in COMMANDS and not name.startswith("-"):
             import difflib  # for a mistake only
 
-            near = difflib.get_close_matches(name, list(self._table), n=1)
-            guess = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(self._table)}."
+            near = difflib.get_close_matches(name, list(COMMANDS), n=1)
+            guess = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(COMMANDS)}."
             raise click.UsageError(f"No such command {name!r}. {guess}", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without loading them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in self._table.items()])
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
 
 @click.group(
     cls=LazyGroup,
-    commands_table=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     invoke_without_command=True,
 )
@@ -122,7 +117,7 @@ def main() -> NoReturn:
 def run(argv: Sequence[str]) -> int:
     """Run the command line `argv`; return the exit code. Every error ends here, as one line of text."""
     unwritten.clear()
-    with contextlib.redirect_stdout(Stdout(getattr(sys.stdout, "encoding", "utf-8"))):
+    with contextlib.redirect_stdout(Stdout()):
         code = _run(argv)
     if not unwritten:
         return code

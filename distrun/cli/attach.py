@@ -59,6 +59,8 @@ def attach(
     The exit code is the job's if its end was seen, 0 after a chosen detach, 130 after Ctrl-C without a question, and 7
     if the job's coordinator is lost.
     """
+    from distrun.jobs import JobOver
+
     if since_start and tail is not None:
         raise UsageError("--since-start and --tail contradict each other")
     jobs = my_jobs()
@@ -73,6 +75,8 @@ def attach(
         with found.attach() as connection:
             attached = _Attached(connection, found, console, names)
             return attached.run(_start(places, since_start, tail), places)
+    except JobOver:
+        return _over(found.folder, console)
     finally:
         console.close()
 
@@ -164,8 +168,8 @@ class _Attached:
         """Show, from the job's logs, what the coordinator did not send: it waits for no terminal that is slow."""
         from distrun_runtime.contract import control
         from distrun_runtime.coordinator import logreader
+        from distrun_runtime.coordinator.clients import OutputPiece
         from distrun_runtime.coordinator.logreader import LogReader
-        from distrun_runtime.coordinator.output import OutputPiece
 
         if self._folder.is_unplanned:
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -227,6 +226,30 @@ def survey(
     return found, questions.chosen(every, wanted, stale)
 
 
+def hosts_as_json(
+    answers: Mapping[str, HostAnswer | Problem], jobs: Sequence[HostJob], more: Callable[[HostJob], Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return each host in its JSON form: why it did not answer, and its jobs. `more`: what is said of a job besides."""
+    from dataclasses import asdict
+
+    from distrun.fleet.questions import HostAnswer
+
+    rows = []
+    for host, each in answers.items():
+        mine = [
+            {
+                **{name: getattr(job, name) for name in ("job", "nonce", "agent", "guard")},
+                "stale": job.is_stale,
+                **more(job),
+            }
+            for job in jobs
+            if job.host == host
+        ]
+        problem = None if isinstance(each, HostAnswer) else asdict(each)
+        rows.append({"host": host, "problem": problem, "jobs": mine})
+    return rows
+
+
 def tell_problems(problems: Mapping[str, Problem], what: str = "") -> None:
     """Say which hosts did not answer, and what can be done about it. `what`: said before why."""
     for host, problem in problems.items():
@@ -263,6 +286,8 @@ def report(outcome: Outcome, folder: JobFolder, as_json: bool, console: Console)
         console.write_err(clean_lines(text) + "\n" if text else "")
         console.write_err(f"distrun: error: {outcome.message}\n")
     if as_json:
+        import json
+
         console.write_out(json.dumps(folder.outcome_json(outcome)) + "\n")
     return tail
 

@@ -13,13 +13,14 @@ import operator
 import os
 import select
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distrun_runtime.coordinator.output import Backlog, OutputPiece, encoded
+from distrun_runtime.coordinator.clients import Backlog, OutputPiece, encoded
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -70,7 +71,7 @@ def has_symbols(env: Mapping[str, str]) -> bool:
 
 
 class Console:
-    """Prints tasks' output and distrun's own messages; a `coordinator.output.Sink`.
+    """Prints tasks' output and distrun's own messages.
 
     Threads are started by `start`, or by the first output of a task. What is said before is printed at once, so that a
     process may fork until then.
@@ -300,7 +301,7 @@ class Console:
         return self._log_path(task) if self._log_path else None
 
 
-def print_out(text: str) -> bool:
+def print_out(text: str | bytes) -> bool:
     """Print to stdout from a command that runs no job; return False if that fails: the end says so (`unwritten`)."""
     return _print_plain(1, text)
 
@@ -320,13 +321,10 @@ def print_err(text: str) -> None:
 class Stdout(io.TextIOBase):
     """`sys.stdout` for click and rich: what they write is printed as `print_out` does."""
 
-    def __init__(self, encoding: str) -> None:
-        self._encoding = encoding
-
     @property
     def encoding(self) -> str:  # type: ignore[override]
         """The name of the encoding that the terminal takes."""
-        return self._encoding
+        return getattr(sys.__stdout__, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
         """Print a text."""
@@ -355,23 +353,18 @@ def is_gone(fd: int, err: OSError) -> bool:
     return err.errno == errno.EPIPE
 
 
-def is_terminal() -> bool:
-    """Return whether stdout is a terminal."""
-    return os.isatty(1)
-
-
 def width() -> int:
     """Return how many columns there are for a table on stdout."""
     import shutil  # with all its formats of archives: for tables only
 
-    return shutil.get_terminal_size().columns if is_terminal() else WIDE
+    return shutil.get_terminal_size().columns if os.isatty(1) else WIDE
 
 
 def render(table: Table) -> str:
     """Return a rich table as text: in the terminal's width and colours, or plain and as wide as it needs."""
     from rich.console import Console as RichConsole
 
-    terminal = is_terminal()
+    terminal = os.isatty(1)
     console = RichConsole() if terminal else RichConsole(width=WIDE, no_color=True, force_terminal=False)
     with console.capture() as capture:
         console.print(table)
@@ -384,7 +377,7 @@ def styled(lines: Iterable[Line]) -> str:
     from distrun_runtime.contract import environ
 
     env = environ.snapshot()
-    has_styles, has_colour = is_terminal() and env.get("TERM") != "dumb", wants_colour(1, env)
+    has_styles, has_colour = os.isatty(1) and env.get("TERM") != "dumb", wants_colour(1, env)
     made = (text.encode(line, has_colour) if has_styles or has_colour else text.plain(line) for line in lines)
     return "".join(f"{line.rstrip()}\n" for line in made)
 
@@ -397,11 +390,6 @@ def is_read() -> bool:
         return not any(event & (select.POLLERR | select.POLLHUP | select.POLLNVAL) for _, event in poll.poll(0))
     except OSError:
         return False
-
-
-def copy_out(data: bytes) -> bool:
-    """Write bytes to stdout unchanged; return False if it is closed or cannot be written."""
-    return _print_plain(1, data)
 
 
 def _print_plain(fd: int, text: str | bytes) -> bool:
@@ -420,10 +408,9 @@ def _print_plain(fd: int, text: str | bytes) -> bool:
 
 def _same_file(one: int, other: int) -> bool:
     try:
-        a, b = os.fstat(one), os.fstat(other)
+        return os.path.sameopenfile(one, other)
     except OSError:
         return False
-    return (a.st_dev, a.st_ino, a.st_rdev) == (b.st_dev, b.st_ino, b.st_rdev)
 
 
 # The thread that writes output to stdout and stderr. It has a queue, so callers never wait for a slow reader.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distrun import formats
@@ -106,7 +106,7 @@ def as_text(plan: Plan, rendered: Rendered, whole: bool = False) -> str:
     if any(len(tasks) > 1 for tasks in groups.values()):
         lines += ["", "tasks that differ only by rank and host are shown once; -v shows each of them"]
     lines += ["", "and every task gets besides:"]
-    lines += ["  {}: set by {}".format(*pair) for pair in agent_env().items()]
+    lines += [f"  {name}: set by {source}" for name, source in agent_env().items()]
     lines.append(f"  everything else in its agent's environment{', but for the names below' if plan.unset else ''}")
     if plan.unset:
         lines.append("removed from that environment first: " + " ".join(plan.unset))
@@ -194,7 +194,7 @@ def _kind(task: Task, has_own_gpus: bool) -> object:
 def _tasks(tasks: Sequence[Task]) -> list[str]:
     """Return the lines about tasks of one kind: what they share, then what differs, in the order of the tasks."""
     first = tasks[0]
-    every = [_values(task) for task in tasks]
+    every = [added(task, formats.quote) for task in tasks]
     shared: list[str] = []
     differing: dict[str, list[str]] = {}
     for name, value in every[0].items():
@@ -220,12 +220,6 @@ def _tasks(tasks: Sequence[Task]) -> list[str]:
     return lines
 
 
-def _values(task: Task) -> dict[str, str]:
-    """Return the variables added to a task as they are shown: quoted, references as they stand, secrets masked."""
-    plain = {name: formats.quote(value) for name, value in task.env.items()}
-    return {**plain, **task.refs, **_devices(task), **dict.fromkeys(task.secret_env, MASK)}
-
-
 def _devices(task: Task) -> dict[str, str]:
     """Return the GPUs of a task, if only its agent will know which they are: `{d1/gpus:2-3}`."""
     first, count = task.gpus or (0, 0)
@@ -247,7 +241,7 @@ def series(values: Sequence[str]) -> str:
     times = len(list(itertools.takewhile(lambda value: value == values[0], values)))
     alone = values[::times] if times else []
     if 1 < times < len(alone) and list(values) == [value for value in alone for _ in range(times)]:
-        return series(alone) + ", each %d times" % times
+        return f"{series(alone)}, each {times} times"
     runs: list[list[str]] = []
     for value in values:
         last = runs[-1] if runs else []
@@ -278,9 +272,10 @@ def _run(run: Sequence[str]) -> str:
     return f"{run[0]} ({len(run)} times)" if len(run) > 2 else ", ".join(run)
 
 
-def added(task: Task) -> Mapping[str, str]:
-    """Return the variables added to a task: literal ones, references as they stand, hidden ones masked."""
-    env = {**task.env, **task.refs, **_devices(task), **dict.fromkeys(task.secret_env, MASK)}
+def added(task: Task, shown: Callable[[str], str] = str) -> Mapping[str, str]:
+    """Return the variables added to a task: literal ones as `shown`, references as they stand, hidden ones masked."""
+    env = {name: shown(value) for name, value in task.env.items()}
+    env.update({**task.refs, **_devices(task), **dict.fromkeys(task.secret_env, MASK)})
     return {name: env[name] for name in sorted(env)}
 
 

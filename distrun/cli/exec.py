@@ -9,7 +9,7 @@ import click
 
 from distrun import formats
 from distrun.cli.common import hosts_of, takes
-from distrun.cli.console import copy_out, print_err, print_json
+from distrun.cli.console import print_err, print_json, print_out
 from distrun.errors import UsageError
 from distrun.fleet import Ran, run
 from distrun.fleet.commands import KEPT
@@ -121,7 +121,7 @@ def as_json(found: Mapping[str, Ran | Problem]) -> list[dict[str, Any]]:
 
 def _print(stream: str, data: bytes) -> None:
     if stream == "out":
-        copy_out(data)
+        print_out(data)
     else:
         print_err(data.decode("utf-8", "surrogateescape"))
 

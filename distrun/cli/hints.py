@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,35 +26,28 @@ SOURCES = 300
 """Files of a script's folder that are searched for the name of an option, at most."""
 SOURCE_SIZE = 1 << 20
 
-_HOSTS = "Did you mean --hosts A,B (names of hosts), or -H FILE (a hosts file)?"
-_FILE = "Did you mean -H FILE?"
-_LAUNCHER = "Did you mean --launcher NAME?"
-_WORKERS = "Did you mean -n N, the number of all workers?"
-_EXTRA = "Did you mean --sync-extra SRC[:DST], with --sync-dst-dir DIR?"
-_MASTER = "Leave it out: workers are given MASTER_ADDR and MASTER_PORT."
-
 FOREIGN: Mapping[str, tuple[str, str]] = {
     "--p3": ("--num-servers", "Leave it out: every store sends by priority."),
-    "--host": ("--hosts", _HOSTS),
-    "--host-file": ("--hostfile", _FILE),
-    "--machinefile": ("--hostfile", _FILE),
-    "--machine-file": ("--hostfile", _FILE),
-    "--cluster": ("--launcher", _LAUNCHER),
-    "--mode": ("--launcher", _LAUNCHER),
-    "--jobname": ("--name", "Did you mean --name NAME?"),
-    "--job-name": ("--name", "Did you mean --name NAME?"),
+    "--host": ("--hosts", "Did you mean --hosts A,B (names of hosts), or -H FILE (a hosts file)?"),
+    **dict.fromkeys(("--host-file", "--machinefile", "--machine-file"), ("--hostfile", "Did you mean -H FILE?")),
+    **dict.fromkeys(("--cluster", "--mode"), ("--launcher", "Did you mean --launcher NAME?")),
+    **dict.fromkeys(("--jobname", "--job-name"), ("--name", "Did you mean --name NAME?")),
     "--np": ("--num-workers", "Did you mean -n N?"),
-    "--nproc_per_node": ("--num-workers", _WORKERS),
-    "--nproc-per-node": ("--num-workers", _WORKERS),
-    "--nnodes": ("--num-workers", _WORKERS),
-    "--num_nodes": ("--num-workers", _WORKERS),
+    **dict.fromkeys(
+        ("--nproc_per_node", "--nproc-per-node", "--nnodes", "--num_nodes"),
+        ("--num-workers", "Did you mean -n N, the number of all workers?"),
+    ),
     "--host-ip": ("--interface", "Did you mean --interface NAME, or --subnet CIDR?"),
     "--log-level": ("--verbose", "Did you mean -v, or -q?"),
     "--sge-log-dir": ("--run-dir", "Leave it out, or did you mean --run-dir DIR? Jobs keep their logs there."),
-    "--files": ("--sync-extra", _EXTRA),
-    "--archives": ("--sync-extra", _EXTRA),
-    "--master_addr": ("--num-workers", _MASTER),
-    "--master_port": ("--num-workers", _MASTER),
+    **dict.fromkeys(
+        ("--files", "--archives"),
+        ("--sync-extra", "Did you mean --sync-extra SRC[:DST], with --sync-dst-dir DIR?"),
+    ),
+    **dict.fromkeys(
+        ("--master_addr", "--master_port"),
+        ("--num-workers", "Leave it out: workers are given MASTER_ADDR and MASTER_PORT."),
+    ),
     "-x": ("--env", "Did you mean --env NAME?"),
 }
 """Options of launch.py, dmlc-submit, mpirun and torchrun: the option of ours without which the hint would not fit, and
@@ -152,11 +147,9 @@ def misplaced(command: Sequence[str], ctx: click.Context) -> str:
     ours = [each for each in behind(command, ctx.command.params) if not _is_mentioned(each.name, script)]
     if not ours:
         return ""
-    return "`{}` stands behind the command, so {} gets it; if it is meant for distrun, type it before {}".format(
-        " ".join(each.text for each in ours),
-        os.path.basename(script),
-        command[0],
-    )
+    given, who = " ".join(each.text for each in ours), os.path.basename(script)
+    advice = f"if it is meant for distrun, type it before {command[0]}"
+    return f"`{given}` stands behind the command, so {who} gets it; {advice}"
 
 
 def afterwards(command: Sequence[str], outcome: Outcome, tail: Sequence[str], ctx: click.Context) -> str:
@@ -194,21 +187,12 @@ def _not_found(command: Sequence[str], ctx: click.Context) -> str:
     if first in formats.BUILTINS:
         return f"{first} is the shell's own; give the command as one quoted word"
     if re.match(_ASSIGNMENT, first):
-        given = [_shown(word) for word in _leading_assignments(command)]
-        return "{} is not a program: to set variables, type {} before the command".format(
-            _shown(first),
-            " ".join("--env " + word for word in given),
-        )
+        given = takewhile(lambda word: re.match(_ASSIGNMENT, word), command)
+        words = " ".join(f"--env {_shown(word)}" for word in given)
+        return f"{_shown(first)} is not a program: to set variables, type {words} before the command"
     if "/" not in first and os.path.isfile(first):
         return f"{first} is a file of this directory, which is not searched for programs: type {_runs(first)}"
     return ""
-
-
-def _leading_assignments(command: Sequence[str]) -> Iterator[str]:
-    for word in command:
-        if not re.match(_ASSIGNMENT, word):
-            return
-        yield word
 
 
 def _shown(word: str) -> str:
@@ -249,18 +233,12 @@ def _is_mentioned(option: str, script: str) -> bool:
     bare = re.sub(rb"[-_]", b"[-_]", os.fsencode(option[2:])) if option.startswith("--") else b"(?!)"
     exact = rb"(?<![\w-])%s(?![\w-])" % re.escape(os.fsencode(option))
     needle = re.compile(rb"%s|[\"']%s[\"']|^\s*%s\s*:" % (exact, bare, bare), re.MULTILINE)
-    count = 0
-    for path in _sources(Path(script)):
-        count += 1
-        if count > SOURCES:
-            return True  # it cannot be known
-        try:
-            with path.open("rb") as file:
-                if needle.search(file.read(SOURCE_SIZE)):
-                    return True
-        except OSError:
-            continue
-    return False
+    paths = _sources(Path(script))
+    for path in islice(paths, SOURCES):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            if needle.search(file.read(SOURCE_SIZE)):
+                return True
+    return next(paths, None) is not None  # there are more: it cannot be known
 
 
 def _sources(script: Path) -> Iterator[Path]:

@@ -20,6 +20,7 @@ from distrun.cli.common import (
     agree,
     engine_of,
     find_hosts,
+    hosts_as_json,
     hosts_of,
     my_jobs,
     survey,
@@ -337,24 +338,11 @@ def _tell(result: Result, nothing: str) -> None:
 
 
 def _rows_as_json(result: Result) -> list[dict[str, Any]]:
-    rows = []
-    for host in result.found:
-        problem = result.problems.get(host)
-        mine = [
-            {
-                "job": each.job,
-                "nonce": each.nonce,
-                "agent": each.agent,
-                "guard": each.guard,
-                "stale": each.is_stale,
-                "processes": [asdict(row) for row in each.processes],
-                **result.done.get(host, {}).get(each.mark, {"ended": [], "left": []}),
-            }
-            for each in result.chosen
-            if each.host == host
-        ]
-        rows.append({"host": host, "problem": None if problem is None else asdict(problem), "jobs": mine})
-    return rows
+    def more(job: HostJob) -> dict[str, Any]:
+        done = result.done.get(job.host, {}).get(job.mark, {"ended": [], "left": []})
+        return {"processes": [asdict(row) for row in job.processes], **done}
+
+    return hosts_as_json({**result.found, **result.problems}, result.chosen, more)
 
 
 # ---------------------------------------------------------------------- processes by their command lines
@@ -373,34 +361,21 @@ def _by_match(options: Mapping[str, Any]) -> int:
             host: [(str(row.pid), formats.age(row.age_s), row.command) for row in each] for host, each in chosen.items()
         }
         _print_table(("HOST", "PID", "AGE", "COMMAND"), found, rows)
-    if not chosen or options["dry_run"]:
-        return _report_matches(found, chosen, {}, options)
-    count = sum(map(len, chosen.values()))
-    agree(f"End these {count} processes?", options["yes"])
-    # Exactly what was shown: something else may match by now.
-    only = {host: [[each.pid, each.start] for each in rows] for host, rows in chosen.items()}
-    with Fleet(backend, [host for host in hosts if host.name in chosen]) as fleet:
-        swept = fleet.ask(
-            "match",
-            lambda host: {**asked, "kill": True, "grace_s": grace_s, "only": only[host]},
-            grace_s + SLACK_S,
-        )
-    return _report_matches(found, chosen, swept, options)
-
-
-def _spared() -> list[list[Any]]:
-    """Return this process and those above it: one of the hosts may be this machine."""
-    pids = {os.getpid(), *process.ancestors(os.getpid())}
-    return [list(row.identity) for row in process.table(pids)]
-
-
-def _report_matches(
-    found: Found, chosen: Mapping[str, Sequence[questions.JobProcess]], swept: Found, options: Mapping[str, Any]
-) -> int:
+    swept: Found = {}
+    if chosen and not options["dry_run"]:
+        agree(f"End these {sum(map(len, chosen.values()))} processes?", options["yes"])
+        # Exactly what was shown: something else may match by now.
+        only = {host: [[each.pid, each.start] for each in rows] for host, rows in chosen.items()}
+        with Fleet(backend, [host for host in hosts if host.name in chosen]) as fleet:
+            swept = fleet.ask(
+                "match",
+                lambda host: {**asked, "kill": True, "grace_s": grace_s, "only": only[host]},
+                grace_s + SLACK_S,
+            )
     problems, done = _problems(found, swept), _values(swept)
     code = _exit_code(any(report["left"] for report in done.values()), problems)
     if options["as_json"]:
-        rows = [
+        told = [
             {
                 "host": host,
                 "problem": asdict(problems[host]) if host in problems else None,
@@ -410,7 +385,7 @@ def _report_matches(
             }
             for host in found
         ]
-        print_json(SCHEMA, dry_run=options["dry_run"], exit_code=code, hosts=rows)
+        print_json(SCHEMA, dry_run=options["dry_run"], exit_code=code, hosts=told)
         return code
     for host, report in done.items():
         for pid, command in report["ended"]:
@@ -423,6 +398,12 @@ def _report_matches(
     elif options["dry_run"]:
         print_out("nothing was ended (--dry-run)\n")
     return code
+
+
+def _spared() -> list[list[Any]]:
+    """Return this process and those above it: one of the hosts may be this machine."""
+    pids = {os.getpid(), *process.ancestors(os.getpid())}
+    return [list(row.identity) for row in process.table(pids)]
 
 
 # ---------------------------------------------------------------------- answers and output

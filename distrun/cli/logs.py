@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from distrun.cli.common import my_jobs, say, takes
-from distrun.cli.console import can_draw, copy_out, is_terminal, print_err, wants_colour
+from distrun.cli.console import can_draw, print_err, print_out, wants_colour
 from distrun.cli.screen import Feed, Region, StreamBars, chosen, in_order, prefix, short_prefix
 from distrun.errors import UsageError
 from distrun.formats import point_in_time
@@ -233,7 +233,7 @@ def logs(
         hosts={str(row["name"]): str(row["host"]) for row in rows},
         prefixed=prefixed,
         coloured=wants_colour(1, env),
-        terminal=is_terminal() and not as_json,
+        terminal=os.isatty(1) and not as_json,
         live=region is not None,
         pattern=pattern,
         as_json=as_json,
@@ -272,29 +272,26 @@ def tail_offset(path: Path, lines: int) -> int:
     """Return where the last `lines` lines of a log begin, an absolute offset; the first one if it is not there."""
     with LogFile(path) as log:
         begin, end = log.begin(), log.end()
-        position = end
-        found = 0
-        while position > begin:
-            start = max(begin, position - READ_SIZE)
-            data = _between(log, start, position)
-            # The newline that ends the last line begins nothing.
-            index = len(data) - 1 if position == end and data.endswith(b"\n") else len(data)
-            if lines == 0:
-                return end
-            while (index := data.rfind(b"\n", 0, index)) >= 0:
-                found += 1
-                if found == lines:
-                    return start + index + 1
-            position = start
+        if lines == 0:
+            return end
+        stop = end - 1  # the newline that ends the last line begins nothing
+        while stop > begin:
+            start = max(begin, stop - READ_SIZE)
+            data = _between(log, start, stop)
+            count = data.count(b"\n")
+            if count >= lines:
+                at = len(data)
+                for _ in range(lines):
+                    at = data.rfind(b"\n", 0, at)
+                return start + at + 1
+            lines -= count
+            stop = start
         return begin
 
 
 def _between(log: LogFile, start: int, stop: int) -> bytes:
     parts = []
-    while start < stop:
-        data = log.read(start, stop - start)
-        if not data:
-            break
+    while start < stop and (data := log.read(start, stop - start)):
         parts.append(data)
         start += len(data)
     return b"".join(parts)
@@ -417,7 +414,7 @@ class _LogPrinter:
                 return
             if self._region is not None:
                 columns, rows = shutil.get_terminal_size()
-                copy_out(self._region.draw(chosen(self._replay.bars(), b"", columns, rows), columns))
+                print_out(self._region.draw(chosen(self._replay.bars(), b"", columns, rows), columns))
             time.sleep(POLL_S)
             self._take(self._replay.advance(self._replay.clock + POLL_S))
         if self._print_all(self._source.last()):
@@ -454,4 +451,4 @@ class _LogPrinter:
         self._waiting, self._size = [], 0
         if data and self._region is not None:
             data = self._region.erase() + data
-        return copy_out(data) if data else True
+        return print_out(data) if data else True

@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun.cli.common import hosts_of, my_jobs, survey, takes, tell_problems
+from distrun.cli.common import hosts_as_json, hosts_of, my_jobs, survey, takes, tell_problems
 from distrun.cli.console import (
     can_draw,
-    copy_out,
     has_symbols,
     is_read,
     print_err,
@@ -27,7 +26,6 @@ from distrun.cli.console import (
     wants_colour,
     width,
 )
-from distrun.dashboard.text import clean_lines
 from distrun.errors import DistrunError, UsageError
 from distrun.options import HOSTS
 from distrun_runtime.contract import environ, facts
@@ -37,10 +35,9 @@ from distrun_runtime.errors import JobStoreError
 if TYPE_CHECKING:
     from distrun.client import ControlConnection
     from distrun.dashboard.terminal import Appearance
-    from distrun.fleet.questions import HostJob
     from distrun.jobs import Job, Jobs, JobView
     from distrun_runtime.contract import session
-    from distrun_runtime.coordinator.failures import Outcome, Problem
+    from distrun_runtime.coordinator.failures import Outcome
 
 
 SCHEMA = "distrun.status/1"
@@ -89,18 +86,19 @@ def status(
             raise UsageError("-w/--watch shows jobs of this machine only", "leave it out, or leave -H out")
         return _on_hosts(job, as_json, options)
     jobs = my_jobs()
-    watched = _watched(jobs, job, everything, plain, is_ascii) if watch and not as_json else None
+    most = None if everything else SHOWN
+    watched = _watched(jobs, job, most, plain, is_ascii) if watch and not as_json else None
     if watched is not None:
         return watched
     if job is None:
-        return _list(jobs, watch, everything, as_json)
+        return _list(jobs, most, watch, as_json)
     found = jobs.get(job)
     if watch and as_json:
         return follow_job(found)
     return _one(found, as_json)
 
 
-def _watched(jobs: Jobs, job: str | None, everything: bool, plain: bool, is_ascii: bool) -> int | None:
+def _watched(jobs: Jobs, job: str | None, most: int | None, plain: bool, is_ascii: bool) -> int | None:
     """Show a job, or all, live; return the exit code. None: nothing can be drawn, so it is shown once."""
     if not plain and not (sys.stdin.isatty() and can_draw(1, environ.snapshot())):
         return None
@@ -118,7 +116,7 @@ def _watched(jobs: Jobs, job: str | None, everything: bool, plain: bool, is_asci
     if found is not None:
         ended = loop.follow(found.folder, print_out) if plain else loop.watch(found.folder, look(is_ascii))
     else:
-        known = Background(lambda: [each.folder for each in jobs.list(None if everything else SHOWN)])
+        known = Background(lambda: [each.folder for each in jobs.list(most)])
         ended = table.watch(
             lambda: [tables.model_of(each, time.time()) for each in known.views()],
             lambda wanted: jobs.get(wanted).folder,
@@ -127,7 +125,7 @@ def _watched(jobs: Jobs, job: str | None, everything: bool, plain: bool, is_asci
     if ended.signal is not None:
         return facts.exit_code(None, ended.signal.name)
     if found is None:
-        _list(jobs, False, everything, False)
+        _list(jobs, most, watch=False, as_json=False)
     elif not plain:
         view = found.view()
         print_out(tables.heading(view.state) + styled(tables.tasks_table(view, time.time(), width())))
@@ -145,24 +143,18 @@ def look(is_ascii: bool) -> Appearance:
 # ---------------------------------------------------------------------- my jobs
 
 
-def _list(jobs: Jobs, watch: bool, everything: bool, as_json: bool) -> int:
-    """Show the jobs of the store; return the exit code."""
-
-    def read() -> Sequence[JobView]:
-        return jobs.views(None if everything else SHOWN)
-
+def _list(jobs: Jobs, most: int | None, watch: bool, as_json: bool) -> int:
+    """Show the jobs of the store, `most` of those that are over; return the exit code."""
     if watch and as_json:
-        return follow_jobs(read)
+        return follow_jobs(jobs, most)
+    views, now = jobs.views(most), time.time()
     if as_json:
-        now = time.time()
-        rows = [view_as_json(each, now) for each in read()]
-        print_json(SCHEMA, time=rfc3339(now), jobs=rows)
-    else:
-        from distrun.cli.tables import jobs_table
+        print_json(SCHEMA, time=rfc3339(now), jobs=[view_as_json(each, now) for each in views])
+        return 0
+    from distrun.cli.tables import jobs_table
 
-        views = read()
-        print_out(styled(jobs_table(views, time.time(), width())))
-        _tell_unasked(views)
+    print_out(styled(jobs_table(views, now, width())))
+    _tell_unasked(views)
     return 0
 
 
@@ -170,6 +162,8 @@ def _tell_unasked(views: Sequence[JobView]) -> None:
     """Say, once for each host, why coordinators could not be asked."""
 
     told = {each.problem: each.fix for each in views if each.problem}
+    if told:
+        from distrun.dashboard.text import clean_lines
     for problem, fix in told.items():
         print_err(f"distrun: warning: {clean_lines(problem)}\n")  # the host's ssh may have said it
         if fix:
@@ -226,7 +220,11 @@ def _on_hosts(wanted: str | None, as_json: bool, options: Mapping[str, Any]) -> 
     problems = {host: each for host, each in answers.items() if isinstance(each, Problem)}
     code = facts.EXIT_PREFLIGHT if problems else 0
     if as_json:
-        rows = [_host_as_json(host, problems.get(host), found) for host in answers]
+        rows = hosts_as_json(
+            answers,
+            found,
+            lambda job: {name: getattr(job, name) for name in ("age_s", "quiet_s", "lease_s", "tasks")},
+        )
         print_json(SCHEMA, time=rfc3339(time.time()), exit_code=code, hosts=rows)
         return code
     if found:
@@ -237,20 +235,6 @@ def _on_hosts(wanted: str | None, as_json: bool, options: Mapping[str, Any]) -> 
         print_out("no job of mine is there\n" if not problems else "no job of mine is on the other hosts\n")
     tell_problems(problems, "cannot be asked: ")
     return code
-
-
-def _host_as_json(host: str, problem: Problem | None, found: Sequence[HostJob]) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    mine = [
-        {
-            **{"job": job.job, "nonce": job.nonce, "agent": job.agent, "guard": job.guard, "stale": job.is_stale},
-            **{"age_s": job.age_s, "quiet_s": job.quiet_s, "lease_s": job.lease_s, "tasks": list(job.tasks)},
-        }
-        for job in found
-        if job.host == host
-    ]
-    return {"host": host, "problem": None if problem is None else asdict(problem), "jobs": mine}
 
 
 # `distrun top`, the same as `distrun status -w`.
@@ -292,53 +276,52 @@ class Closed(Exception):
     """The reader of stdout has closed its end."""
 
 
-class _LineWriter:
-    """Writes lines, each at once."""
+def _write(kind: str, job: str = "", /, **members: Any) -> None:
+    """Write a line of type `kind`, about a job if one is named, at once.
 
-    def write(self, kind: str, job: str = "", /, **members: Any) -> None:
-        """Write a line of type `kind`, about a job if one is named.
+    Raises:
+        Closed: stdout is closed.
+    """
+    who = {"job": job} if job else {}
+    value = {"schema": WATCH_SCHEMA, "type": kind, "time": rfc3339(time.time()), **who, **members}
+    if not print_out(json.dumps(value) + "\n"):
+        raise Closed
 
-        Raises:
-            Closed: stdout is closed.
-        """
-        who = {"job": job} if job else {}
-        value = {"schema": WATCH_SCHEMA, "type": kind, "time": rfc3339(time.time()), **who, **members}
-        if not copy_out(json.dumps(value).encode() + b"\n"):
-            raise Closed
 
-    def pause(self, seconds: float) -> None:
-        """Wait. Raises Closed as soon as the reader has closed its end."""
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, POLL_S))
-            self.check()
+def _pause(seconds: float) -> None:
+    """Wait. Raises Closed as soon as the reader has closed its end."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, POLL_S))
+        _check()
 
-    def check(self) -> None:
-        """Raise Closed if the reader has closed its end."""
-        if not is_read():
-            raise Closed
+
+def _check() -> None:
+    """Raise Closed if the reader has closed its end."""
+    if not is_read():
+        raise Closed
 
 
 # ---------------------------------------------------------------------- the list of jobs
 
 
-def follow_jobs(read: Callable[[], Sequence[JobView]]) -> int:
+def follow_jobs(jobs: Jobs, most: int | None) -> int:
     """Write how the list of jobs changes, until the reader closes its end; return the exit code."""
-    lines = _LineWriter()
+    shown: dict[str, dict[str, Any]] | None = None
     try:
-        views = read()
-        shown = {view.id: view_as_json(view, time.time()) for view in views}
-        lines.write("snapshot", jobs=list(shown.values()))
         while True:
-            lines.pause(POLL_S if all(view.is_here for view in views) else THERE_S)
-            views = read()
+            views = jobs.views(most)
             now = {view.id: view_as_json(view, time.time()) for view in views}
+            if shown is None:
+                _write("snapshot", jobs=list(now.values()))
+                shown = now
             for job, value in now.items():
                 if _lasting(value) != _lasting(shown.get(job, {})):
-                    lines.write("update", job, state=value)
+                    _write("update", job, state=value)
             for job in shown.keys() - now.keys():
-                lines.write("update", job, state=None)
+                _write("update", job, state=None)
             shown = now
+            _pause(POLL_S if all(view.is_here for view in views) else THERE_S)
     except Closed:
         return 0
 
@@ -371,7 +354,6 @@ class _JobFollower:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._view = job.view()
-        self._lines = _LineWriter()
         self._was_connected = False
         self._is_asked = False
         """A state is on its way."""
@@ -389,7 +371,7 @@ class _JobFollower:
         """
         view = self._view
         shown = view_as_json(view, time.time())
-        self._lines.write("snapshot", view.id, state=shown, metrics=view.metrics, events=list(view.events))
+        _write("snapshot", view.id, state=shown, metrics=view.metrics, events=list(view.events))
         while self.state["state"] in facts.GOING:
             told = self._follow()
             if told is not None:
@@ -404,11 +386,11 @@ class _JobFollower:
         try:
             connection = self._job.attach(may_ask=False)
         except (DistrunError, JobStoreError):
-            self._lines.pause(POLL_S if self._view.is_here else THERE_S)
+            _pause(POLL_S if self._view.is_here else THERE_S)
             return None
         with connection:
             if self._was_connected:
-                self._lines.write("gap", self._view.id, missed=None)
+                _write("gap", self._view.id, missed=None)
                 self._has_gap = True
             self._was_connected = True
             connection.send("subscribe", events=True, metrics=True)
@@ -417,7 +399,7 @@ class _JobFollower:
                 try:
                     frame = connection.receive(POLL_S)
                 except TimeoutError:
-                    self._lines.check()
+                    _check()
                     continue
                 if frame is None:
                     break
@@ -425,7 +407,7 @@ class _JobFollower:
                     return frame
                 with client.reading():
                     self._take(frame, connection)
-        self._lines.pause(POLL_S)
+        _pause(POLL_S)
         return None
 
     def _ask(self, connection: ControlConnection) -> None:
@@ -438,15 +420,15 @@ class _JobFollower:
         if frame.type == "state":
             self._is_asked = self._is_asked and bool(header.get("missed"))
             if header.get("missed"):
-                self._lines.write("gap", self._view.id, missed=header["missed"])
+                _write("gap", self._view.id, missed=header["missed"])
             self._tell(header["state"], self._has_gap or bool(header.get("missed")))
             self._has_gap = False
         elif frame.type == "event":
-            self._lines.write("update", self._view.id, event=header["event"])
+            _write("update", self._view.id, event=header["event"])
             if header["event"].get("event") in STATEFUL:
                 self._ask(connection)
         elif frame.type == "metrics":
-            self._lines.write("update", self._view.id, metrics=header["metrics"])
+            _write("update", self._view.id, metrics=header["metrics"])
 
     def _look(self) -> None:
         """Read how the job stands without a connection."""
@@ -462,7 +444,7 @@ class _JobFollower:
             return
         self.state = state
         shown = view_as_json(self._view.with_state(state), time.time())
-        self._lines.write("update", self._view.id, state=shown)
+        _write("update", self._view.id, state=shown)
 
     def _end(self, told: session.Frame | None) -> Outcome | None:
         """Write the last line; return the outcome, None if there is none."""
@@ -483,5 +465,5 @@ class _JobFollower:
                 value = self._job.folder.outcome()
             except JobStoreError as err:
                 error = {"message": str(err), "hint": ""}
-        self._lines.write("end", self._view.id, outcome=value, error=error)
+        _write("end", self._view.id, outcome=value, error=error)
         return outcome

@@ -15,7 +15,7 @@ from distrun.cli import common
 from distrun.cli.console import WIDE, styled
 from distrun.dashboard import events, rows
 from distrun.dashboard.model import Model
-from distrun.dashboard.text import UNICODE, Line, clean, clean_lines, folded
+from distrun.dashboard.text import UNICODE, Line, clean, clean_lines, fit, folded
 from distrun.dashboard.view import servers
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator.failures import Culprit, Outcome, Problem, Survivor, TaskResult
@@ -161,12 +161,7 @@ def _events(view: JobView, model: Model, columns: int) -> str:
         if found is not None and not is_told and not (found.stalled and stalled.intersection(found.tasks)):
             lines.append(found)
     told = [f"{rows.clock(each.time, '%H:%M:%S')}  {each.words}" for each in events.folded(lines)]
-    return "".join(_cut(line, max(NARROW, columns)) + "\n" for line in told[-EVENTS:])
-
-
-def _cut(line: str, columns: int) -> str:
-    line = line.splitlines()[0] if line else ""
-    return line if len(line) <= columns else line[: columns - 4] + " ..."
+    return "".join(fit(line, max(NARROW, columns), " ...").rstrip() + "\n" for line in told[-EVENTS:])
 
 
 # ---------------------------------------------------------------------- the first error

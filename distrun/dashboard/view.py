@@ -255,20 +255,20 @@ def _header(model: Model, look: ViewSelection, options: Options, now: float) -> 
         (state, rows.style_of(state)),
         (f" {formats.elapsed(job.elapsed(now))}", text.PLAIN),
     ]
-    if job.exit_code is not None:
-        first.append((f"  exit code {job.exit_code}", text.PLAIN))
-    if look.is_paused:
-        first.append(("  PAUSED", text.YELLOW))
-    first.append((f"  {job.backend}  ", text.DIM))
-    first.append((text.clean(formats.join(job.command)), text.PLAIN))
+    first += [
+        ("" if job.exit_code is None else f"  exit code {job.exit_code}", text.PLAIN),
+        ("  PAUSED" if look.is_paused else "", text.YELLOW),
+        (f"  {job.backend}  ", text.DIM),
+        (text.clean(formats.join(job.command)), text.PLAIN),
+    ]
     second: list[Span] = [(f"tasks {len(model.tasks)}: ", text.DIM)]
     for number, (word, count) in enumerate(model.counts):
         second += [(", " if number else "", text.DIM), (f"{count} {word}", rows.style_of(word))]
-    second.append((f"  hosts {len(model.hosts)}", text.DIM))
-    if look.order != rows.SORTS[0]:
-        second.append((f"  sorted by {look.order}", text.YELLOW))
-    if look.wanted:
-        second.append((f"  only {look.wanted!r}", text.YELLOW))
+    second += [
+        (f"  hosts {len(model.hosts)}", text.DIM),
+        (f"  sorted by {look.order}" if look.order != rows.SORTS[0] else "", text.YELLOW),
+        (f"  only {look.wanted!r}" if look.wanted else "", text.YELLOW),
+    ]
     lines = [tuple(first), tuple(second)]
     progress = _progress(model, options)
     if progress:
@@ -303,20 +303,18 @@ def _progress(model: Model, options: Options) -> Line:
         spans.append((text.bar(found.fraction, room, options.glyphs), text.CYAN))
         spans.append((f" {formats.percent(found.fraction)}", text.BOLD))
     step, eta, slowest = progress.step(found), progress.eta(found), progress.slowest(found)
-    if step:
-        spans.append((f"  {step}", text.PLAIN))
-    if found.rate is not None:
-        spans.append((f" ({formats.per_second(found.rate)})", text.PLAIN))
-    if eta and not model.job.is_over:
-        spans.append((f"  {eta}", text.YELLOW if found.is_stalled else text.BOLD))
-    if found.loss is not None:
-        spans.append((f"  {progress.loss(found)}", text.PLAIN))
-    if slowest and not model.job.is_over:
-        spans.append((f"  {slowest}", text.DIM))
+    is_over = model.job.is_over
+    spans += [
+        (f"  {step}" if step else "", text.PLAIN),
+        ("" if found.rate is None else f" ({formats.per_second(found.rate)})", text.PLAIN),
+        (f"  {eta}" if eta and not is_over else "", text.YELLOW if found.is_stalled else text.BOLD),
+        ("" if found.loss is None else f"  {progress.loss(found)}", text.PLAIN),
+        (f"  {slowest}" if slowest and not is_over else "", text.DIM),
+    ]
     room = options.columns - text.line_width(tuple(spans)) - 2
     if found.loss is not None and room >= LOSS_CHART:
         spans.append(("  " + text.spark(model.trace("loss", room), room, options.glyphs), text.CYAN))
-    return tuple(spans)
+    return tuple(span for span in spans if span[0])
 
 
 # ---------------------------------------------------------------------- panels

@@ -141,8 +141,6 @@ class ExaminedHost:
     noise: str = ""
     offset_s: float | None = None
     """How much its clock is ahead of ours."""
-    workdir: str = ""
-    """Where its tasks start, if the hosts file says so."""
 
 
 def check(host: ExaminedHost, request: DoctorRequest) -> list[CheckRow]:
@@ -262,13 +260,14 @@ def folders(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
             yield _space(host.name, "sync folder", place, f"{place['path']} {how}")
         else:
             yield _unusable(host, "sync folder", place, "cannot be written", "give another --sync-dst-dir; or ")
-    if "cwd" in found and (host.workdir or not request.dst):
+    own = request.workdirs.get(host.name, "")
+    if "cwd" in found and (own or not request.dst):
         place = found["cwd"]
         if place["exists"] and place["is_folder"]:
             read_only = "" if place["writable"] else ", not writable"
             yield _space(host.name, "folder", place, place["path"] + read_only)
         else:
-            other = "" if host.workdir else "--sync-dst-dir DIR copies the current directory there; or "
+            other = "" if own else "--sync-dst-dir DIR copies the current directory there; or "
             yield _unusable(host, "folder", place, "does not exist", other)
     tmp = host.facts["tmp"]
     if not tmp["writable"]:

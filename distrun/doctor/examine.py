@@ -111,7 +111,6 @@ def _examined(fleet: Fleet, name: str, answer: HostAnswer | Problem, request: Do
         is_met=hello is not None,
         noise=" ".join(each.text for each in fleet.agents.warnings if each.host == name),
         offset_s=offset,
-        workdir=request.workdirs.get(name, ""),
     )
 
 

@@ -170,15 +170,7 @@ class RunCommand:
     Events in, actions out; output is acknowledged as its reader takes it. No side effects.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        *,
-        limit_s: float | None = None,
-        keep: int = KEPT,
-        is_shown: bool = False,
-        hello_s: float | None = None,
-    ) -> None:
+    def __init__(self, plan: Plan, *, limit_s: float | None = None, keep: int = KEPT, is_shown: bool = False) -> None:
         """Prepare to run the command.
 
         Args:
@@ -186,9 +178,8 @@ class RunCommand:
             limit_s: seconds after which the command is ended; None: no limit.
             keep: bytes of each stream that are kept.
             is_shown: output is passed on as it comes (`Show`).
-            hello_s: how long the first frame of an agent is waited for.
         """
-        self.agents = Agents([host.name for host in plan.hosts], hello_s)
+        self.agents = Agents([host.name for host in plan.hosts])
         self.found: dict[str, Ran | Problem] = {}
         """How it went, by host, once it is over everywhere."""
         self._limit_s = math.inf if limit_s is None else limit_s

@@ -12,12 +12,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import ipaddress
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 
@@ -407,35 +405,3 @@ def is_loopback(name: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
-
-
-def write(inventory: Inventory) -> str:
-    """Return a hosts file that says the same: `parse(write(x), x.source) == x`. No side effects."""
-    turns = Counter(inventory.order)
-    lines: list[str] = []
-    seen: set[str] = set()
-    for name in inventory.order:
-        spec = inventory.spec(name)
-        if turns[name] > 1:
-            # The slots of lines with the same name are added up, one where nothing is said.
-            rest = (spec.slots or turns[name]) - (turns[name] - 1)
-            spec = dataclasses.replace(spec, slots=1 if name in seen else rest)
-        seen.add(name)
-        lines.append(line_of(spec) + "\n")
-    return "".join(lines)
-
-
-def line_of(spec: HostSpec) -> str:
-    """Return the line of a hosts file that describes this host. No side effects."""
-    words = [f"[{spec.name}]" if ":" in spec.name else spec.name]
-    for each in dataclasses.fields(spec)[1:]:
-        value = getattr(spec, each.name)
-        if value not in ("", None, ()):
-            words.append(f"{each.name}={_quoted(','.join(value) if each.name == 'labels' else str(value))}")
-    return " ".join(words)
-
-
-def _quoted(value: str) -> str:
-    if not any(char in value for char in ' \t"'):
-        return value
-    return '"{}"'.format(value.replace("\\", "\\\\").replace('"', '\\"'))

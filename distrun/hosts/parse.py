@@ -356,7 +356,19 @@ class Merger:
 
     def errors(self) -> list[Finding]:
         """Return what only all hosts together show."""
-        return [*self._errors, *self._too_many_slots(), *self._unreachable()]
+        found = [
+            self._first[key].here("E116", f"slots must be at most max_slots={spec.max_slots}, got '{spec.slots}'")
+            for key, spec in self._specs.items()
+            if spec.max_slots is not None and spec.slots is not None and spec.slots > spec.max_slots
+        ]
+        remote = next((spec.name for spec in self._specs.values() if not is_loopback(spec.name)), None)
+        advice = "other hosts cannot reach it. Use this machine's name or addr="
+        found += [
+            self._first[key].here("E112", f"{spec.name!r} mixed with remote host {remote!r}: {advice}")
+            for key, spec in self._specs.items()
+            if remote is not None and is_loopback(spec.name) and not spec.addr
+        ]
+        return self._errors + found
 
     def warnings(self) -> Sequence[Finding]:
         """Return a warning for each host that stood twice, at its last place."""
@@ -373,25 +385,6 @@ class Merger:
     def _where(self, key: str, entry: HostEntry) -> str:
         first = self._first[key]
         return f"line {first.line}{'' if first.source == entry.source else ' of ' + first.source}"
-
-    def _too_many_slots(self) -> list[Finding]:
-        return [
-            self._first[key].here("E116", f"slots must be at most max_slots={spec.max_slots}, got '{spec.slots}'")
-            for key, spec in self._specs.items()
-            if spec.max_slots is not None and spec.slots is not None and spec.slots > spec.max_slots
-        ]
-
-    def _unreachable(self) -> list[Finding]:
-        """Return the hosts that mean this machine to everybody, where there are others."""
-        remote = next((spec.name for spec in self._specs.values() if not is_loopback(spec.name)), None)
-        if remote is None:
-            return []
-        advice = "other hosts cannot reach it. Use this machine's name or addr="
-        return [
-            self._first[key].here("E112", f"{spec.name!r} mixed with remote host {remote!r}: {advice}")
-            for key, spec in self._specs.items()
-            if is_loopback(spec.name) and not spec.addr
-        ]
 
 
 @dataclass

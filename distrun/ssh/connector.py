@@ -349,7 +349,7 @@ class SshChannel(SessionChannel):
 
         What tells is the end of the connection: the guard holds it open until it has ended.
         """
-        return not (self.greeted and self.was_used) or self._ended
+        return not (self.inlet.greeted and self.was_used) or self._ended
 
     @property
     def holds(self) -> bool:
@@ -365,7 +365,7 @@ class SshChannel(SessionChannel):
     def start(self, put: Put) -> None:
         """Connect, in a thread of its own."""
         super().start(put)
-        self._reader = threading.Thread(target=self._run, name=f"ssh {self._host}", daemon=True)
+        self._reader = threading.Thread(target=self._run, name=f"ssh {self.host}", daemon=True)
         self._reader.start()
 
     def close(self) -> None:
@@ -392,12 +392,12 @@ class SshChannel(SessionChannel):
                 self._serve()
                 break
             except Aborted:
-                self._say(StartFailed(self._host, "it was given up before its agent had answered", time.time()))
+                self._say(StartFailed(self.host, "it was given up before its agent had answered", time.time()))
                 return
             except Exception as err:  # whatever it is, the job must hear of it
                 err = err if isinstance(err, SshFailure) else unforeseen(err)
                 if not err.is_passing or attempt == RETRIES or self._abort.is_set:
-                    event = StartFailed(self._host, err.text, time.time(), kind=err.kind, fix=err.fix)
+                    event = StartFailed(self.host, err.text, time.time(), kind=err.kind, fix=err.fix)
                     self._say(event)
                     return
             try:
@@ -419,7 +419,7 @@ class SshChannel(SessionChannel):
         with contextlib.ExitStack() as turn:
             turn.enter_context(self._connector.turn(self._abort))
             link = self._connector.open(
-                self._target, self._command, self._abort, lambda text: self._say(Warned(self._host, text))
+                self._target, self._command, self._abort, lambda text: self._say(Warned(self.host, text))
             )
             if self.is_killed:
                 link.finish()
@@ -427,7 +427,7 @@ class SshChannel(SessionChannel):
             turn_until = time.monotonic() + TURN_S
 
             def check() -> None:
-                if self.greeted or time.monotonic() >= turn_until:
+                if self.inlet.greeted or time.monotonic() >= turn_until:
                     turn.close()
                 self._check_silence()
 
@@ -496,12 +496,12 @@ class SshChannel(SessionChannel):
         now = time.time()
         was_ours = self.is_killed
         words = link.finish()
-        if not self.greeted:
+        if not self.inlet.greeted:
             if was_ours:
                 raise Aborted
-            raise link.explain(words, self.noise)
+            raise link.explain(words, self.inlet.noise)
         # After `bye` only the end of the connection tells of the guard's, and we cut it. Who refused started nothing.
-        self._ended = self.is_leaving and (not was_ours or not self.said_bye or self.has_refused)
+        self._ended = self.inlet.is_leaving and (not was_ours or not self.inlet.said_bye or self.inlet.has_refused)
         if not self.holds:
             self.close()
         self.ended(reason, words, now)

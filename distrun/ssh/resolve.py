@@ -214,16 +214,16 @@ GONE = "distrun: nothing listens there"
 """What RELAY says, with the exit code NO_LISTENER, if the agent or coordinator has ended."""
 NO_LISTENER = 3
 # In no quotes but these, and without a `!`: see `remote_command`. It goes to the folder of the socket because the path
-# may be too long for a socket's address.
+# may be too long for a socket's address. Where the socket takes no more, what came from it last is still on its way.
 RELAY = (
     'exec("import os,socket,sys,threading\\n'
-    "def copy(read,write):\\n"
+    "def copy(read,write,fail=os._exit):\\n"
     " try:\\n"
     "  while True:\\n"
     "   data=read(65536)\\n"
-    "   if not data: break\\n"
+    "   if not data: os._exit(0)\\n"
     "   write(data)\\n"
-    " finally: os._exit(0)\\n"
+    " except OSError: fail(0)\\n"
     "def say(data):\\n"
     " while data: data=data[os.write(1,data):]\\n"
     "s=socket.socket(socket.AF_UNIX)\\n"
@@ -234,7 +234,7 @@ RELAY = (
     "except (FileNotFoundError,ConnectionRefusedError) as err:\\n"
     f' sys.stderr.write(\\"{GONE}: %s\\" % err)\\n'
     f" sys.exit({NO_LISTENER})\\n"
-    "threading.Thread(target=copy,args=(lambda size:os.read(0,size),s.sendall),daemon=True).start()\\n"
+    "threading.Thread(target=copy,args=(lambda size:os.read(0,size),s.sendall,int),daemon=True).start()\\n"
     'copy(s.recv,say)")'
 )
 """Connects the standard input and output of a program on a host with a Unix socket there: of an agent that waits for

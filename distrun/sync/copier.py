@@ -62,7 +62,7 @@ INTERRUPTED = "the copy was interrupted; the hosts that were not done have what 
 
 
 class Says(Protocol):
-    """Where messages go: a `coordinator.output.Sink`, of which only `say` is used, from a thread of the copier's."""
+    """Where messages go: `say` of a `coordinator.service.Service`, called from a thread of the copier's."""
 
     def say(self, text: str, level: str, progress: CopyProgress | None = None, /) -> None:
         """Take one message. `progress`: it tells how far the copy is."""
@@ -115,7 +115,7 @@ class FileCopier(ABC):
                 host, reason, text = self._work()
             except Exception as err:  # whatever it is, the loop must hear of it
                 host, reason, text = "", failure_text(err), getattr(err, "hint", "")
-            put(PrepareFailed(host, reason, time.time(), text) if reason else AllPrepared())
+            put(PrepareFailed(host, reason, time.time(), text) if reason else AllPrepared(time.time()))
 
         self._thread = threading.Thread(target=work, name="sync", daemon=True)
         self._thread.start()

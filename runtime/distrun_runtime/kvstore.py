@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Type, Union, cast, overload
+from typing import TYPE_CHECKING, Any, Type, Union, cast, overload
 
 import numpy as np
 
@@ -50,13 +50,13 @@ from distrun_runtime.store.base import (
     registered,
 )
 from distrun_runtime.store.compress import Compression
-from distrun_runtime.store.keys import TYPES, Key, KeyRecord, is_async, is_dist, named, twice
+from distrun_runtime.store.keys import TYPES, BuiltIn, Key, KeyRecord, is_async, is_dist, named, twice
 from distrun_runtime.store.pending import BackgroundCall, BorrowedArrays, CompletedCall, Pending
 from distrun_runtime.store.reducer import is_gpu_array
 from distrun_runtime.store.values import Lookup, RowSparse, Value
 
 if TYPE_CHECKING:  # most processes use no GPU
-    from distrun_runtime.arrays.gpu import GpuArray
+    pass
 
 __all__ = ["TYPES", "KVStore", "KVStoreBase", "Pending", "RowSparse", "create", "schedule"]
 
@@ -75,22 +75,9 @@ _BASE, _IS_WRITEABLE = operator.attrgetter("base"), operator.attrgetter("flags.w
 SELECTED_KEYS = 1 << 20
 """Selections of keys are forgotten when they have more keys than this together."""
 
-_BuiltIn = Literal[
-    "local",
-    "device",
-    "dist",
-    "dist_sync",
-    "dist_async",
-    "dist_device_sync",
-    "dist_sync_device",
-    "dist_device_async",
-    "dist_async_device",
-]
-"""`TYPES`, for type checkers."""
-
 
 @overload
-def create(name: _BuiltIn = ..., *, staleness: int | None = ..., deterministic: bool = ...) -> KVStore: ...
+def create(name: BuiltIn = ..., *, staleness: int | None = ..., deterministic: bool = ...) -> KVStore: ...
 @overload
 def create(name: str, *, staleness: int | None = ..., deterministic: bool = ...) -> Any: ...
 def create(name: str = "local", *, staleness: int | None = None, deterministic: bool = False) -> Any:
@@ -130,13 +117,13 @@ def create(name: str = "local", *, staleness: int | None = None, deterministic: 
             fix = foreign.MXNET_KINDS[kind]
             raise KVError(f"store type {name!r} is MXNet's; fix: {fix}; known are {', '.join(known)}")
         raise KVError(f"unknown store type {name!r}{did_you_mean(kind, known)}; known are {', '.join(known)}")
-    bound = {**_staleness(kind, staleness), **_order(kind, deterministic)}
+    _check_options(kind, staleness, deterministic)
     # Imported here, each of them: only the kind that is asked for is loaded.
     if is_dist(kind) and found is None:
         streams.open_streams()
         from distrun_runtime.store.dist import create_dist
 
-        return KVStore(create_dist(kind, **bound))
+        return KVStore(create_dist(kind, staleness, deterministic))
     _only_on_workers(kind)
     if found is not None:
         return _foreign(kind, found)
@@ -148,28 +135,19 @@ def create(name: str = "local", *, staleness: int | None = None, deterministic: 
 def _report_crashes(name: object) -> None:
     """Have the agent, and the job's other nodes, told why the script ends; also if the store cannot be created."""
     if environ.text("DISTRUN_PUBLISH_FD") or (isinstance(name, str) and is_dist(name.lower())):
-        from distrun_runtime.ps import crash
-
-        crash.watch()
+        reporting.watch()
 
 
-def _staleness(kind: str, staleness: object) -> dict[str, Any]:
-    if staleness is None:
-        return {}
-    if kind not in TYPES or not is_async(kind):
+def _check_options(kind: str, staleness: object, deterministic: object) -> None:
+    """Return if a kind of store takes these. In one process sums are in the order of devices in any case."""
+    if staleness is not None and (kind not in TYPES or not is_async(kind)):
         raise KVError(f"staleness bounds a dist_async store; a {kind!r} store has none")
-    if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
-        raise KVError("staleness is a number of pushes, a whole number from 0, not %.60r" % (staleness,))
-    return {"staleness": staleness}
-
-
-def _order(kind: str, deterministic: object) -> dict[str, Any]:
+    if staleness is not None and (isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0):
+        raise KVError(f"staleness is a number of pushes, a whole number from 0, not {staleness!r:.60}")
     if not isinstance(deterministic, bool):
-        raise KVError("deterministic is True or False, not %.60r" % (deterministic,))
+        raise KVError(f"deterministic is True or False, not {deterministic!r:.60}")
     if deterministic and (kind not in TYPES or is_async(kind)):
         raise KVError(f"a {kind!r} store has no sums of rounds that deterministic=True could order")
-    # In one process sums are in the order of devices in any case.
-    return {"deterministic": True} if deterministic and is_dist(kind) else {}
 
 
 def _only_on_workers(kind: str) -> None:
@@ -401,7 +379,7 @@ class KVStore(KVStoreBase):
             sides = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
             return self._backend.empty(tuple(operator.index(side) for side in sides), kind)
         except (TypeError, ValueError) as err:
-            raise KVError("empty: shape %.80r: %s" % (shape, err)) from None
+            raise KVError(f"empty: shape {shape!r:.80}: {err}") from None
 
     @contextmanager
     def view(self, key: Keys) -> Iterator[Any]:
@@ -539,7 +517,7 @@ class KVStore(KVStoreBase):
             KVError: unknown name or parameter; a different rule, or an updater, is in place and `replace` is False.
         """
         self._ready()
-        spec = rules.spec_of(name, params)
+        spec = rules.RuleSpec.of(name, params)
         decays = rules.decays_by_name(name, param_idx2name or {})
         self._backend.set_rule(spec, None if replace is None else bool(replace))
         if decays:
@@ -656,7 +634,7 @@ class KVStore(KVStoreBase):
         self._ready()
         mask = operator.index(node_id) if hasattr(node_id, "__index__") else 0
         if not 0 < mask < 8:
-            raise KVError("node_id is a sum of 1 (scheduler), 2 (servers), 4 (workers), not %.60r" % (node_id,))
+            raise KVError(f"node_id is a sum of 1 (scheduler), 2 (servers), 4 (workers), not {node_id!r:.60}")
         return self._backend.num_dead(mask)
 
     # Progress
@@ -846,13 +824,6 @@ class KVStore(KVStoreBase):
                 raise KVError(f"{err}{hint}") from None
         return [(record, [_stored_as(record, value) for value in each]) for record, each in items]
 
-    def _targets(self, outs: list[tuple[Key, list[DeviceArray]]]) -> list[tuple[KeyRecord, list[DeviceArray]]]:
-        items = [(self._record(name), arrays) for name, arrays in outs]
-        for record, arrays in items:
-            for array in arrays:
-                record.fit(array, "output")
-        return items
-
     def _given(
         self, key: Keys, value: object, scale: float, borrowed: BorrowedArrays
     ) -> tuple[Selection, Sequence[Value], bool]:
@@ -879,13 +850,16 @@ class KVStore(KVStoreBase):
             if not own_memory or len(set(map(id, given))) < len(given):
                 values.apart([(record.key, None, array) for record, array in zip(known.records, given, strict=True)])
             return known, list(zip(given, strict=False))
-        items = self._targets(values.outputs(key, out))
+        items = [(self._record(name), arrays) for name, arrays in values.outputs(key, out)]
+        for record, arrays in items:
+            for array in arrays:
+                record.fit(array, "output")
         self._borrow(borrowed, (arrays for _, arrays in items))
         return self._selected(key, [record for record, _ in items]), [arrays for _, arrays in items]
 
     def _borrow(self, borrowed: BorrowedArrays, given: Iterable[Sequence[Value]]) -> None:
         """Borrow the arrays that are in GPU memory."""
-        arrays = _on_gpus(given)
+        arrays = [each for some in given for each in some if is_gpu_array(each)]
         if arrays:
             self._lifetime.uses_gpus = True
             borrowed.take(arrays)
@@ -924,11 +898,6 @@ def _listed(key: Keys, given: object) -> Sequence[Any]:
     return given if type(given) is list or type(given) is tuple else ()
 
 
-def _on_gpus(given: Iterable[Sequence[Value]]) -> list[GpuArray]:
-    """Return the arrays that are in GPU memory."""
-    return [each for arrays in given for each in arrays if is_gpu_array(each)]
-
-
 def _awaited(pending: Pending, wait: bool) -> Pending:
     if wait:
         try:
@@ -951,7 +920,7 @@ def _numbers(priority: int, scale: float = 1.0) -> tuple[int, float]:
     except (TypeError, ValueError):
         factor = math.nan
     if not math.isfinite(factor):
-        raise KVError("scale is a finite number, not %.60r" % (scale,))
+        raise KVError(f"scale is a finite number, not {scale!r:.60}")
     return number, factor
 
 
@@ -966,7 +935,7 @@ def _scalable(records: Iterable[KeyRecord], scale: float) -> None:
 
 def _path(folder: Folder) -> str:
     if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
-        raise KVError("a folder is a path, such as 'states' or a pathlib.Path, not %.60r" % (folder,))
+        raise KVError(f"a folder is a path, such as 'states' or a pathlib.Path, not {folder!r:.60}")
     return os.fspath(folder)
 
 

@@ -21,6 +21,7 @@ from distrun_runtime.contract import session
 from distrun_runtime.coordinator.failures import Outcome, TaskResult
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
+from distrun_runtime.coordinator.logs import Spool
 
 DROPS = "kex_exchange_identification: Connection closed by remote host"
 RUNS = 'shift $(($# - 1)); exec sh -c "$1"\n'
@@ -246,6 +247,24 @@ def test_following_the_log_of_a_job_whose_coordinator_dies_on_its_host_ends_with
     coordinator("c.s", folder.id, answers=dies)
     place(folder, ssh(tmp_path), tmp_path / "c.s", tmp_path / "theirs")
     assert cli.run(["logs", folder.id, "-f"]) == 7
+
+
+@pytest.mark.parametrize("words", [["logs", "worker-0", "-f"], ["attach"]])
+def test_a_job_that_ends_while_a_connection_to_its_coordinator_is_made_is_no_lost_one(
+    words: list[str], store: JobStore, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, theirs, ended = new(store, "there-1"), tmp_path / "theirs", tmp_path / "ended"
+    (ended / "logs").mkdir(parents=True)
+    outcome = folder.outcome_json(Outcome(0, "succeeded", "all workers succeeded", job=folder.id))
+    (ended / "outcome.json").write_text(json.dumps(outcome))
+    spool = Spool(ended / "logs")
+    spool.add("worker-0", "out", 0, b"hello\n")
+    spool.close()
+    end = f"[ $(wc -l <{tmp_path / 'calls'}) -ne 2 ] || cp -r {ended}/. {theirs}\n"  # the second call is the relay
+    place(folder, ssh(tmp_path, end + RUNS), tmp_path / "nobody.s", theirs)
+    assert cli.run([words[0], folder.id, *words[1:]]) == 0
+    shown = capfd.readouterr()
+    assert shown.out == "hello\n" if words[0] == "logs" else "is over" in shown.err
 
 
 def test_jobs_are_listed_found_and_read_from_any_thread(store: JobStore) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -254,3 +257,26 @@ def test_gc_removes_nothing_on_a_host_that_is_no_folder_of_the_job(
     assert cli.run(["gc", folder.id]) == 1
     assert f"{there} is no folder of job {folder.id}" in capfd.readouterr().err
     assert (there / "logs").exists()
+
+
+def test_the_last_words_of_a_coordinator_arrive_although_more_is_sent_to_it(tmp_path: Path) -> None:
+    last = b"x" * 1_000_000
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "c.s"))
+        listener.listen()
+        argv = [sys.executable, "-I", "-c", remote_jobs.RELAY, str(tmp_path / "c.s")]
+        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as relay:
+            assert relay.stdin is not None
+            assert relay.stdout is not None
+            connection, _ = listener.accept()
+            sending = threading.Thread(target=connection.sendall, args=(last,))
+            sending.start()
+            first = relay.stdout.read(500_000)
+            connection.shutdown(socket.SHUT_RD)
+            relay.stdin.write(b"too late")
+            relay.stdin.flush()
+            time.sleep(0.3)  # a relay that would end ends now
+            rest = relay.stdout.read(500_000)
+            sending.join()
+            connection.close()
+            assert first + rest == last

@@ -15,7 +15,7 @@ import agentkit
 import pytest
 from agentkit import WAIT_S, AgentDriver, agent, poll, python, shell, task
 
-from distrun_runtime.agent import record, stopping
+from distrun_runtime.agent import share, stopping
 from distrun_runtime.contract import facts, process
 from distrun_runtime.contract.plan import HOLD, Limits
 from distrun_runtime.contract.process import Identity
@@ -233,7 +233,7 @@ def test_token_reaches_tasks_in_a_private_file_and_nowhere_else() -> None:
     script = 'cat "$DISTRUN_TOKEN_FILE"; stat -c %a "$DISTRUN_TOKEN_FILE" "$(dirname "$DISTRUN_TOKEN_FILE")"; env'
     with agent(shell(script)) as driver:
         driver.begin(token="feedface")
-        folder = record.folders(driver.job)[0]
+        folder = share.folders_of(driver.job)[0]
         driver.spawn()
         driver.exited()
         lines = driver.text().split(b"\n")
@@ -324,7 +324,7 @@ def test_full_disk_makes_one_warning_and_loses_nothing() -> None:
         driver.acks = False
         driver.begin()
         # A folder without spool is a disk that takes nothing, for root as well.
-        os.rmdir(os.path.join(record.folders(driver.job)[0], "spool"))
+        os.rmdir(os.path.join(share.folders_of(driver.job)[0], "spool"))
         driver.spawn()
         warning = driver.wait("warning").header
         assert "disk" in str(warning["text"])
@@ -462,7 +462,7 @@ def test_second_agent_of_the_same_job_and_host_is_refused() -> None:
             answer = second.begin()
             assert answer.type == "refused"
             assert "already has an agent" in str(answer.header["reason"])
-        assert record.folders(first.job), "the first one's folder stays"
+        assert share.folders_of(first.job), "the first one's folder stays"
 
 
 # The end of everything
@@ -539,9 +539,9 @@ def test_obedient_tasks_are_gone_within_a_second(way: Mapping[str, str], finish:
 def test_private_folder_goes_with_the_job(finish: Callable[[AgentDriver], None]) -> None:
     with agent(shell("echo ready; sleep 600"), limits=SHORT) as driver:
         run(driver)
-        assert record.folders(driver.job)
+        assert share.folders_of(driver.job)
         finish(driver)
-        poll(lambda: not record.folders(driver.job), "the private folder is removed")
+        poll(lambda: not share.folders_of(driver.job), "the private folder is removed")
 
 
 @on_linux
@@ -775,10 +775,10 @@ def test_sweep_ends_what_a_dead_agent_and_guard_left(way: Mapping[str, str], mon
             for name, value in way.items():
                 patch.setenv(name, value)
             report = stopping.sweep(driver.job, 0.5)
-            assert report.left == ()
+            assert report.left == []
             assert len(report.ended) >= 2
-            assert record.folders(driver.job) == []
-            assert stopping.sweep(driver.job, 0.5).ended == ()
+            assert share.folders_of(driver.job) == []
+            assert stopping.sweep(driver.job, 0.5).ended == []
         assert driver.leftovers() == []
 
 
@@ -786,7 +786,7 @@ def test_sweep_asks_a_living_agent_to_end_its_job() -> None:
     with agent(shell("trap 'echo gently; exit 0' TERM; echo ready; while :; do sleep 0.05; done")) as driver:
         run(driver)
         report = stopping.sweep(driver.job, 30.0)
-        assert report.left == ()
+        assert report.left == []
         assert b"gently" in driver.text() or driver.exited()
         assert driver.child.wait(agentkit.WAIT_S) == 143
 
@@ -797,6 +797,6 @@ def test_sweep_ends_a_frozen_agent_too() -> None:
         run(driver)
         os.kill(driver.agent_pid(), signal.SIGSTOP)
         report = stopping.sweep(driver.job, 0.3)
-        assert report.left == ()
+        assert report.left == []
         assert driver.leftovers() == []
         assert driver.child.wait(agentkit.WAIT_S) != 0

@@ -127,7 +127,7 @@ def quick_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     importer, modules = shipping.agent().split()
     text = zlib.decompress(binascii.a2b_base64(importer)).decode()
     at = text.index(shipping.START_AGENT)
-    sooner = "from distrun_runtime.agent import metrics\nmetrics.HELPER_AFTER_S = 0.0\nmetrics.SMI_S = 0.1\n"
+    sooner = "from distrun_runtime.agent import measuring\nmeasuring.HELPER_AFTER_S = 0.0\nmeasuring.SMI_S = 0.1\n"
     changed = binascii.b2a_base64(zlib.compress((text[:at] + sooner + text[at:]).encode()), newline=False)
     monkeypatch.setattr(agentkit.shipping, "agent", lambda with_origin=False: changed + b" " + modules + b"\n")
 

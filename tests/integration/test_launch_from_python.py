@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from distrun_cli import wait_until
 
-from distrun.backends.local import Local
 from distrun.errors import UsageError
 from distrun.jobs import Job, Jobs
 from distrun.request import JobRequest
@@ -81,8 +80,8 @@ def test_a_request_that_cannot_be_fulfilled_leaves_no_job(jobs: Jobs, tmp_path: 
 def test_a_coordinator_that_cannot_start_is_an_error(
     jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Local, "__reduce__", lambda self: (sys.exit, (7,)))
-    with pytest.raises(Exception, match=r"its coordinator \(pid \d+\) ended with code 7"):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(Exception, match=r"its coordinator \(pid \d+\) ended with code 1"):
         jobs.launch(request(tmp_path, "true"))
 
 

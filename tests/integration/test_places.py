@@ -12,7 +12,7 @@ import agentkit
 import pytest
 from agentkit import AgentDriver, agent, python, shell
 
-from distrun_runtime.agent import record, stopping
+from distrun_runtime.agent import share, stopping
 from distrun_runtime.agent.preflight import NodeLock
 from distrun_runtime.contract.plan import Place
 
@@ -38,11 +38,11 @@ def test_each_place_has_a_folder_and_marks_of_its_own() -> None:
             driver.spawn(name)
             driver.exited(name)
             assert driver.text(name) == f"{place} {agentkit.HOST}\n".encode()
-        assert sorted(map(os.path.basename, record.folders(one.job))) == ["7", "8"]
+        assert sorted(map(os.path.basename, share.folders_of(one.job))) == ["7", "8"]
         one.finish()
-        assert list(map(os.path.basename, record.folders(one.job))) == ["8"]
+        assert list(map(os.path.basename, share.folders_of(one.job))) == ["8"]
         other.finish()
-        assert not record.folders(one.job)
+        assert not share.folders_of(one.job)
 
 
 def test_the_end_of_one_place_leaves_the_tasks_of_the_other_alone() -> None:
@@ -66,7 +66,7 @@ def test_the_end_of_one_place_leaves_the_tasks_of_the_other_alone() -> None:
 def test_a_place_waits_for_its_turn_while_another_one_makes_what_they_share(tmp_path: Path) -> None:
     with two("true") as (one, other):
         one.begin(place="7")
-        [folder] = record.folders(one.job)
+        [folder] = share.folders_of(one.job)
         lock = NodeLock(folder)
         assert lock.take()
         other.say("begin", **begin(other, "8"))

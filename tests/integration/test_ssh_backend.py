@@ -19,7 +19,7 @@ from distrun.backends.ssh import Ssh
 from distrun.ssh.ask import Abort
 from distrun.ssh.connector import Connector, SshChannel
 from distrun.ssh.resolve import TRANSPORTS, Target
-from distrun_runtime.agent import record, stopping
+from distrun_runtime.agent import share, stopping
 from distrun_runtime.contract import process
 from distrun_runtime.contract.plan import Host, Limits, Plan, Reach, Secrets
 from distrun_runtime.contract.process import Identity
@@ -94,7 +94,7 @@ def test_a_sweep_ends_a_job_whose_launcher_and_agents_are_gone(sshd: Sshd) -> No
     swept = Ssh().sweep(plan, 1.0)["here"]
     assert not swept.problem
     assert any("sleep" in text for text in swept.ended)
-    assert swept.left == ()
+    assert swept.left == []
     assert not process.is_alive(Identity(started.pid, started.start))
     assert Ssh().sweep(plan, 1.0)["here"].lines() == ["all its processes have ended"]
 
@@ -153,7 +153,7 @@ def test_a_guard_that_is_frozen_when_the_job_is_over_is_noticed_and_ended(
     swept = backend.sweep(plan, 1.0, left)["here"]
     assert swept.ended == ("pid %d (distrun's guard)" % guard.pid,)
     assert not process.is_alive(guard)
-    assert record.folders(plan.job) == []
+    assert share.folders_of(plan.job) == []
 
 
 def test_a_frozen_guard_whose_record_is_lost_is_found_by_its_marks(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +165,8 @@ def test_a_frozen_guard_whose_record_is_lost_is_found_by_its_marks(sshd: Sshd, m
     os.kill(guard.pid, signal.SIGSTOP)
     finish(channel, found)
     left = backend.release((channel,), WAIT_S)
-    for folder in record.folders(plan.job):
-        record.remove(folder)  # as when somebody tidies up
+    for folder in share.folders_of(plan.job):
+        share.remove_folder(folder)  # as when somebody tidies up
     assert [each["job"] for each in stopping.survey()["jobs"]].count(plan.job) == 1
     swept = backend.sweep(plan, 1.0, left)["here"]
     assert swept.ended == ("pid %d (distrun's agent or distrun's guard)" % guard.pid,)
@@ -181,7 +181,7 @@ def test_a_job_that_ends_well_leaves_nothing_to_a_sweep(transport: str, sshd: Ss
     finish(channel, found)
     assert backend.release((channel,), WAIT_S) == ()
     poll(lambda: not process.is_alive(Identity(**hello.facts["guard"])), "the guard has ended", 5)
-    assert record.folders(plan.job) == []
+    assert share.folders_of(plan.job) == []
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

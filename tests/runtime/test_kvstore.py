@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import get_args
 
 import pytest
 
@@ -24,10 +23,6 @@ def test_names_are_taken_in_any_case(name: str) -> None:
 
 def test_local_is_the_default() -> None:
     assert kvstore.create().type == "local"
-
-
-def test_type_checkers_know_the_same_kinds() -> None:
-    assert get_args(kvstore._BuiltIn) == kvstore.TYPES
 
 
 @pytest.mark.parametrize("name", ["local", "device", "dist_sync", "dist_device_sync"])

@@ -15,11 +15,11 @@ from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ps import engine as engines
-from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.counters import Counters
 from distrun_runtime.ps.engine import WorkEngine
 from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.node import bind, placement_of, wrapped
+from distrun_runtime.ps.role import Config
 from distrun_runtime.ps.scheduler import Scheduler
 from distrun_runtime.ps.server import Server
 from distrun_runtime.ps.session import ExportedMemory, NodeSession
@@ -234,9 +234,7 @@ class Cluster:
     def _share(self, session: NodeSession) -> None:
         """Wait until the servers read the memory of a worker, where they are to do so."""
         deadline = time.monotonic() + DEADLINE_S
-        while self._over == "segments" and not all(
-            session.staging("server-%d" % rank) for rank in range(session.num_servers)
-        ):
+        while self._over == "segments" and not all(session.staging(name) for name in session.value_servers):
             assert time.monotonic() < deadline, "no shared memory came about"
             time.sleep(0.002)
 

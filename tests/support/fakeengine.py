@@ -33,7 +33,6 @@ from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.coordinator.listener import DialBack
 from distrun_runtime.coordinator.messages import Event
-from distrun_runtime.coordinator.output import Sink, Watcher
 
 WAIT_S = 60.0
 
@@ -178,8 +177,8 @@ def planned(
     return job, store.create(plan)
 
 
-class Shown(Sink, Watcher):
-    """What a terminal would show; `on_output` is called after each piece."""
+class Shown:
+    """A job's service that keeps what a terminal would show; `on_output` is called after each piece."""
 
     def __init__(self) -> None:
         self.text: dict[str, str] = {}
@@ -195,9 +194,6 @@ class Shown(Sink, Watcher):
     def say(self, text: str, level: str, sync: object = None) -> None:
         self.said.append(f"{level}: {text}")
 
-    def toggle_pause(self) -> None:
-        pass
-
     def opened(self, put: Callable[[Event], None]) -> None:
         pass
 
@@ -208,6 +204,9 @@ class Shown(Sink, Watcher):
         pass
 
     def state(self, value: Mapping[str, Any]) -> None:
+        pass
+
+    def metrics(self, value: Mapping[str, Any]) -> None:
         pass
 
 

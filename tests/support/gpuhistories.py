@@ -283,7 +283,7 @@ def values_are_compressed(machine: Machine) -> None:
         else:
             rest = left.copy()
             payload = codec.encode(given, rest, params)
-            codec.check_finite(*written(device, given, left, turn), 0)
+            codec.check_finite(*written(device, given, left, turn))
             there, remains = written(device, given, left, turn)
         codec.write(there, remains, params, out)
         device.write(there, np.zeros(90, dtype))  # it was read

@@ -9,7 +9,6 @@ from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.conditions import JobMeasurement
 from distrun_runtime.coordinator.messages import (
     Announce,
-    GiveMetrics,
     KeepMetrics,
     MetricsAction,
     RecordEvent,
@@ -66,7 +65,7 @@ class MeasuredJob:
         """Return a snapshot of now."""
         found: list[dict[str, Any]] = []
         self.done += self.measuring.handle(messages.MetricsAsked(found.append), self.now)
-        [given] = [each for each in self.done if isinstance(each, GiveMetrics)]
+        [given] = [each for each in self.done if isinstance(each, ShowMetrics) and each.give]
         self.done.remove(given)
         return dict(given.snapshot)
 

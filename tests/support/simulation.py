@@ -319,7 +319,7 @@ class SimulatedJob:
     Args:
         fails: only worker 0 exits, with 1.
         measures: agents measure their hosts and tasks, if they are told to.
-        watcher: of the job (`output.Watcher`).
+        watcher: takes what the job's service is told besides.
         folder: an empty folder, for the job's.
         connect_s: when the agent of a host connects, by its index; default: at once.
     """
@@ -374,14 +374,18 @@ class SimulatedJob:
         place = self._folder / self.plan.job
         place.mkdir()
         folder = JobFolder.make(place, self.plan)
-        sink = SimpleNamespace(say=lambda text, level: self.said.append(text), output=lambda *_: None)
+
+        def ignore(*_: object) -> None: ...
+
+        told = {name: getattr(self._watcher, name, ignore) for name in ("opened", "event", "state", "stack", "metrics")}
+        service = SimpleNamespace(say=lambda text, level: self.said.append(text), output=ignore, **told)
         shown = SimpleNamespace(monotonic=self.clock.monotonic, time=self.clock.time)
         queues = SimpleNamespace(SimpleQueue=lambda: self._inbox, Empty=queue.Empty)
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(loop, "time", shown))
             stack.enter_context(mock.patch.object(loop, "queue", queues))
             self.clock.go_on()
-            outcome = jobrun.run(self.plan, Secrets(), list(self.agents.values()), folder, sink, watcher=self._watcher)
+            outcome = jobrun.JobRun(self.plan, Secrets(), list(self.agents.values()), folder, service).run()
             self.clock.pause()
         self.phases.end("end")
         return outcome

@@ -14,13 +14,11 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, List, Optional, Sequence
 
-from distrun_runtime.agent import preflight, record, stopping
+from distrun_runtime.agent import preflight, stopping
 from distrun_runtime.agent.channel import Connection, Reconnector
 from distrun_runtime.agent.guard import Start, beat_s
-from distrun_runtime.agent.measuring import Hooks, HostMeasurement
 from distrun_runtime.agent.preflight import Preflight
-from distrun_runtime.agent.record import Record
-from distrun_runtime.agent.share import Share, take
+from distrun_runtime.agent.share import Record, Share, is_killed, save_record, take, touch_record
 from distrun_runtime.agent.stopping import Stopping, StopSequence
 from distrun_runtime.agent.tasks import TaskRunner
 from distrun_runtime.contract import facts, process, session
@@ -29,6 +27,7 @@ from distrun_runtime.contract.process import Process
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
 
 if TYPE_CHECKING:
+    from distrun_runtime.agent.measuring import HostMeasurement
     from distrun_runtime.agent.stacks import StackAnswer
     from distrun_runtime.agent.unpack import Unpacking  # most agents get no files
 
@@ -77,11 +76,8 @@ class Agent:
         self._is_settled = False
         self._unpacking: Optional[Unpacking] = None
         """The copy of the files, if they come over the channel."""
-        self._measuring = HostMeasurement(
-            self._runner.tasks,
-            self._selector,
-            Hooks(self._say, channel.takes_metrics, self._task_of, self._may_help),
-        )
+        self._measuring: Optional[HostMeasurement] = None
+        """None before the job has begun."""
         self._warnings: Dict[str, Any] = {}
         self._is_leaving = False
         self._code = 0
@@ -127,10 +123,9 @@ class Agent:
         lease_end = math.inf if self._is_leaving else self._lease_end()
         preflight_at = self._preflight.deadline if self._preflight is not None else math.inf
         return_at = min(self._reconnector.next_at, self._silent_at()) if self._reconnector is not None else math.inf
-        own_at = min(
-            self._stopping.next_at, self._remember_at, self._beat_at, self._measuring.next_at, self._runner.look_at
-        )
-        due = min(own_at, lease_end, preflight_at, return_at)
+        measure_at = self._measuring.next_at if self._measuring is not None else math.inf
+        own_at = min(self._stopping.next_at, self._remember_at, self._beat_at, self._runner.look_at)
+        due = min(own_at, measure_at, lease_end, preflight_at, return_at)
         return max(0.0, min(due - time.monotonic(), 3600.0))
 
     def _lease_end(self) -> float:
@@ -166,7 +161,8 @@ class Agent:
             self._save()
         if now >= self._runner.look_at:
             self._runner.look(now)
-        self._measuring.tick(now)
+        if self._measuring is not None:
+            self._measuring.tick(now)
 
     def _flush(self) -> None:
         """Move output towards the coordinator as far as windows and the pipe allow."""
@@ -207,7 +203,8 @@ class Agent:
     def _close(self) -> int:
         """Hand over the rest of the output, remove the job's folder, say bye."""
         self._runner.drain()
-        self._measuring.close()
+        if self._measuring is not None:
+            self._measuring.close()
         self._hand_over(output=True)
         self._runner.close()
         if self._reconnector is None and self._share is not None:
@@ -305,7 +302,7 @@ class Agent:
                 if stopping.signal_number(name) in heard:
                     self._signal(workers, name, "")
         if int(signal.SIGTERM) in heard:
-            by_user = self._share is not None and record.is_killed(self._share.folder)
+            by_user = self._share is not None and is_killed(self._share.folder)
             why = "distrun kill asked for it" if by_user else "it got SIGTERM, as when that machine is shut down"
             self._say_ending(why, by_user)
             self._leave(self._gentle(), facts.EXIT_TERMINATED)
@@ -368,13 +365,16 @@ class Agent:
             self._ready["gpus"] = helper.report(share)
         self._say("ready", **self._ready)
         self._channel.flush()  # the coordinator need not wait for what follows
-        self._measuring.listen(share)
+        from distrun_runtime.agent.measuring import Hooks, HostMeasurement  # `ready` need not wait for this
+
+        hooks = Hooks(self._say, self._channel.takes_metrics, self._stopping.task_of, self._may_help)
+        self._measuring = HostMeasurement(share, self._runner.tasks, self._selector, hooks)
 
     def _on_stack(self, id: int, task: str, **_: Any) -> None:
         def give(answer: StackAnswer) -> None:
             self._say("stack", id=id, **answer._asdict())
 
-        if self._share is None or self._is_leaving:
+        if self._measuring is None or self._is_leaving:
             self._say("stack", id=id, task=task, error="the job ends on this host")
             return
         self._measuring.ask_stack(task, give)
@@ -418,10 +418,8 @@ class Agent:
             self._warn("`files` that were not asked for were ignored")
 
     def _fail(self, err: Exception) -> None:
-        is_plain = isinstance(err, (RuntimeFault, OSError))
-        reason = str(err) if is_plain else f"{type(err).__name__}: {err}"
         kind, fix = (err.kind, err.fix) if isinstance(err, PreflightFailure) else (OTHER, "")
-        self._say("refused", reason=reason, kind=kind, fix=fix)
+        self._say("refused", reason=_reason(err), kind=kind, fix=fix)
         self._leave(self._gentle(), facts.EXIT_START_FAILED)
 
     def _ask(self, id: int, what: str, args: Any = None, **_: Any) -> None:
@@ -434,22 +432,21 @@ class Agent:
         try:
             value = query.answer(what, dict(args or {}))
         except Exception as err:  # whatever goes wrong is the answer, not the agent's end
-            text = str(err) if isinstance(err, (RuntimeFault, OSError)) else f"{type(err).__name__}: {err}"
-            self._say("answer", id=id, error=text or type(err).__name__)
+            self._say("answer", id=id, error=_reason(err))
         else:
             self._say("answer", id=id, value=value)
         self._heard_at = time.monotonic()  # meanwhile the agent did not listen
 
     def _spawn(self, task: str, attempt: int = 0, env: Any = None, **_: Any) -> None:
-        share = self._share
-        if share is None or not self._is_prepared or self._is_leaving:
+        share, measuring = self._share, self._measuring
+        if share is None or measuring is None or not self._is_prepared or self._is_leaving:
             self._warn(f"`spawn` was ignored: the job {'ends' if self._is_leaving else 'has not begun'} here")
             return
         planned = share.plan.task(task)
         if self._runner.repeat(task, attempt):
             return
         variables = share.environment(planned, env or {})
-        reports_to = self._measuring.open_socket(task)
+        reports_to = measuring.open_socket(task)
         if reports_to:
             variables[b"DISTRUN_METRICS_SOCKET"] = os.fsencode(reports_to)
         if self._runner.spawn(planned, variables, share.spool_folder, attempt):
@@ -470,11 +467,8 @@ class Agent:
         self._stopping.stop(list(tasks), stopping.parse(steps, time.monotonic()))
 
     def _on_sample(self, interval_s: float, **_: Any) -> None:
-        if self._share is not None and not self._is_leaving:
+        if self._measuring is not None and not self._is_leaving:
             self._measuring.set_interval(float(interval_s), time.monotonic())
-
-    def _task_of(self, pid: int) -> str:
-        return self._stopping.task_of(pid)
 
     def _may_help(self) -> bool:
         """Return whether a helper may be started: it would be left when everything is stopped."""
@@ -489,7 +483,7 @@ class Agent:
         if self._share is not None:
             from distrun_runtime.agent import cache  # loaded already, where the runtime is in it
 
-            record.touch(self._share.folder)
+            touch_record(self._share.folder)
             cache.note_use(self._share.runtime)
 
     def _on_leave(self, **_: Any) -> None:
@@ -527,7 +521,8 @@ class Agent:
         self._runner.read_published()
 
     def _on_other_end(self, pid: int, status: int) -> None:
-        self._measuring.reaped(pid, status)
+        if self._measuring is not None:
+            self._measuring.reaped(pid, status)
         if self._preflight is not None:
             self._preflight.reaped(pid, status)
 
@@ -544,7 +539,8 @@ class Agent:
             self._preflight.cancel()
         if self._unpacking is not None:
             self._unpacking.close()
-        self._measuring.stop()
+        if self._measuring is not None:
+            self._measuring.stop()
         if self._share is not None:
             self._stopping.stop(list(self._runner.tasks), how)
 
@@ -592,7 +588,7 @@ class Agent:
             share.plan.nonce,
         )
         with contextlib.suppress(OSError):
-            record.save(share.folder, current)
+            save_record(share.folder, current)
 
     def _say_ending(self, reason: str, by_user: bool = False) -> None:
         """Say that all tasks are stopped here, unless the coordinator asked for it or was told before."""
@@ -604,6 +600,11 @@ class Agent:
 
     def _say(self, kind: str, /, **members: Any) -> None:
         self._channel.say(kind, **members)
+
+
+def _reason(err: Exception) -> str:
+    """Return an error in words; of one that was not foreseen also its type."""
+    return str(err) if str(err) and isinstance(err, (RuntimeFault, OSError)) else f"{type(err).__name__}: {err}"
 
 
 def _described(row: Process) -> Dict[str, object]:

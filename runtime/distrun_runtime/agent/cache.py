@@ -3,7 +3,7 @@
     runtime/DIGEST/distrun_runtime/...   one folder a version, unpacked from the archive that the launcher sends
     runtime/DIGEST/.files                what is in it; a folder of which something is missing does not count
 
-Only folders that belong to this user and that only this user can write to are used (`contract.cache_file`). A version
+Only folders that belong to this user and that only this user can write to are used (`contract.private`). A version
 appears whole or not at all, so any number of agents may share one home. If the cache cannot be
 written, the job's private folder is used.
 """
@@ -15,7 +15,7 @@ import os
 import stat
 from typing import List, Mapping, Optional
 
-from distrun_runtime.contract.cache_file import folder, is_private, make
+from distrun_runtime.contract import private
 from distrun_runtime.errors import PreflightFailure
 
 # What unpacks is imported where it is used: usually the folder exists. Those modules are a tenth of an agent's start.
@@ -36,8 +36,8 @@ def find(digest: str, env: Optional[Mapping[str, str]] = None) -> str:
     """Return the folder of that version; empty if there is none, or not a whole one of this user's alone."""
     name = _checked(digest)
     try:
-        path = os.path.join(folder(RUNTIME, env), name)
-        if not is_private(path) or not _is_whole(path, digest):
+        path = os.path.join(private.cache_folder(RUNTIME, env), name)
+        if not private.is_private(path) or not _is_whole(path, digest):
             return ""
         with contextlib.suppress(OSError):
             os.utime(path)
@@ -93,7 +93,7 @@ def install(digest: str, archive: bytes, env: Optional[Mapping[str, str]] = None
 
     if hashlib.sha256(archive).hexdigest() != _checked(digest):
         raise PreflightFailure("protocol", "the runtime that was sent is not the one of the plan (its digest differs)")
-    parent = make(RUNTIME, env)
+    parent = private.make_cache(RUNTIME, env)
     path = os.path.join(parent, digest)
     fresh = tempfile.mkdtemp(prefix=_FRESH, dir=parent)
     try:

@@ -39,6 +39,8 @@ class Command(NamedTuple):
     limit_s: float
     script: bytes = b""
     """Text that no process list may show, with FD as in `argv`. It is read from a file without a name."""
+    prints_result: bool = False
+    """Its result is what it writes to stdout."""
 
 
 class CommandResult(NamedTuple):
@@ -55,8 +57,16 @@ class CommandResult(NamedTuple):
     @property
     def last_lines(self) -> str:
         """The last few lines of its text."""
-        lines = [line.rstrip() for line in self.text.splitlines() if line.strip()]
-        return "\n".join(lines[-10:])
+        return "\n".join(self._lines[-10:])
+
+    @property
+    def first_line(self) -> str:
+        """The first line of its text; empty: it has none."""
+        return "".join(self._lines[:1]).strip()
+
+    @property
+    def _lines(self) -> List[str]:
+        return [line.rstrip() for line in self.text.splitlines() if line.strip()]
 
 
 def run(command: Command) -> CommandResult:
@@ -102,7 +112,7 @@ class RunningCommand:
             self._child = subprocess.Popen(
                 [word.replace(FD, b"%d" % result).replace(SCRIPT, own) for word in command.argv],
                 stdin=subprocess.DEVNULL,
-                stdout=text,
+                stdout=result if command.prints_result else text,
                 stderr=text,
                 pass_fds=[each for each in theirs if each != text],
                 cwd=command.cwd or None,
@@ -113,7 +123,7 @@ class RunningCommand:
             os.close(self._result)
             os.close(self._text)
             fault = NOT_FOUND if is_missing(err, command.argv[0], command.env) else NOT_STARTED
-            self._on_done(CommandResult(None, text=str(err), fault=fault))
+            self._on_done(CommandResult(None, text=getattr(err, "strerror", None) or str(err), fault=fault))
             return
         finally:
             for descriptor in theirs:

@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Dict, List, Mapping, Sequence
 
-from distrun_runtime.agent import record
+from distrun_runtime.agent.share import private_root
 from distrun_runtime.contract import daemon, environ
 from distrun_runtime.errors import ContractError
 
@@ -63,7 +63,7 @@ def _surviving(argv: List[str]) -> List[str]:
 
 def _file(data: bytes) -> int:
     """Return a descriptor of a file that has no name, at its beginning: what is in it may be secret."""
-    path = os.path.join(record.private_root(), "input-" + os.urandom(8).hex())
+    path = os.path.join(private_root(), "input-" + os.urandom(8).hex())
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     os.unlink(path)
     rest = memoryview(data)

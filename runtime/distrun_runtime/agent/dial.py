@@ -288,7 +288,7 @@ def enrolled(tls: ssl.SSLSocket, who: Credentials) -> Talk[Dialed]:
     head, first = yield from enrolment.line(tls)
     answer = enrolment.decode(head)
     if answer["type"] == "denied":
-        raise Refused("the coordinator refuses this agent: %.500s" % answer.get("reason"))
+        raise Refused(f"the coordinator refuses this agent: {answer.get('reason')!s:.500}")
     if answer["type"] != "welcome" or not enrolment.is_same(str(answer.get("proof")), proof(COORDINATOR)):
         raise WireError("the other side does not know this job's secret")
     return Dialed(tls, first, who.key if who.is_redial else str(answer.get("key")))

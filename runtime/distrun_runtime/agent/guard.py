@@ -281,13 +281,10 @@ def _kill(agent: int) -> int:
 
 def _clean_up(note: Dict[str, Any]) -> None:
     """End what the agent started and left, and remove the job's folder."""
-    from distrun_runtime.agent import (
-        record,  # not before the first frame; their code is in memory
-        stopping,
-    )
+    from distrun_runtime.agent import share, stopping  # not before the first frame; their code is in memory
 
     folder = str(note["folder"])
-    found = record.find(folder)
+    found = share.find_record(folder)
     records = [] if found is None else [found]
     marks: Dict[str, str] = note["marks"]
 
@@ -300,7 +297,7 @@ def _clean_up(note: Dict[str, Any]) -> None:
                 pass
 
     stopping.end_all(find, float(note["grace_s"]), reap)
-    record.remove(folder)
+    share.remove_folder(folder)
 
 
 def _own_session() -> None:

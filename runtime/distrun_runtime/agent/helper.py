@@ -75,7 +75,7 @@ class Helper:
 
     def want(self, what: str, every_s: float, now: float) -> None:
         """Ask for something from now on, each `every_s` seconds (infinite: once)."""
-        self._wanted.setdefault(what, _HelperRequest({"what": what, "path": self._folder}, now)).every_s = every_s
+        self._wanted.setdefault(what, _HelperRequest(what, now)).every_s = every_s
 
     def tick(self, now: float) -> None:
         """Ask for what is due; kill a helper that does not answer."""
@@ -94,9 +94,9 @@ class Helper:
             self._start(now)
             if self._child is None:
                 return
-        self._asked, self._deadline = str(wanted.request["what"]), now + self._answer_s
+        self._asked, self._deadline = wanted.what, now + self._answer_s
         wanted.asked_at = now
-        self._send(json.dumps(wanted.request).encode())
+        self._send(json.dumps({"what": wanted.what, "path": self._folder}).encode())
 
     def reaped(self, pid: int) -> None:
         """Note a child's end."""
@@ -187,8 +187,8 @@ class Helper:
 
 
 class _HelperRequest:
-    def __init__(self, request: Dict[str, Any], now: float) -> None:
-        self.request = request
+    def __init__(self, what: str, now: float) -> None:
+        self.what = what
         self.every_s = math.inf
         self.asked_at = -math.inf
         self.not_before = now
@@ -262,21 +262,15 @@ def chosen(share: Share) -> Share:
         seen = gpus.view(host.gpus, inherited, found, host.name, host.named)
         workers = sum(task.role == WORKER and task.gpus is not None for task in plan.tasks)
         if plan.gpus_per_worker and workers:
-            _check_known(seen, found, host.name)
+            if not seen.source:
+                raise gpus.GpusUnfit(
+                    f"it is unknown how many GPUs {host.name} has: {found.error or gpus.NO_DRIVER}",
+                    "leave --gpus-per-worker out, or name them: gpus= in the hosts file, or CUDA_VISIBLE_DEVICES there",
+                )
             gpus.check_room(host.name, workers, plan.gpus_per_worker, seen)
     except gpus.GpusUnfit as err:
         raise PreflightFailure(gpus.KIND, str(err), err.fix) from None
     return share._replace(sees=seen)
-
-
-def _check_known(seen: gpus.View, found: gpus.HostGpus, host: str) -> None:
-    """Raises Unfit: it is unknown how many GPUs there are."""
-    if not seen.source:
-        why = found.error or gpus.NO_DRIVER
-        raise gpus.GpusUnfit(
-            f"it is unknown how many GPUs {host} has: {why}",
-            "leave --gpus-per-worker out, or name them: gpus= in the hosts file, or CUDA_VISIBLE_DEVICES there",
-        )
 
 
 def report(share: Share) -> Dict[str, Any]:

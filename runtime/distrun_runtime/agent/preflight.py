@@ -16,22 +16,21 @@ import math
 import os
 import re
 import selectors
-import stat
 import sys
 import time
 from typing import Any, Callable, Dict, Generator, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 from distrun_runtime.agent.commands import FD, NOT_FOUND, SCRIPT, TIMED_OUT, Command, CommandResult, RunningCommand
 from distrun_runtime.agent.share import Share, exact, words
-from distrun_runtime.contract import environ
-from distrun_runtime.contract.plan import ACTIVATE_S, Host, Plan
+from distrun_runtime.contract import environ, private
+from distrun_runtime.contract.plan import ACTIVATE_S, Host, Plan, Task
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
 
 _END = b"distrun-end"
 _DUMP = (
-    'import os\nwith os.fdopen(%(fd)s, "wb") as f:\n'
+    f'import os\nwith os.fdopen({FD.decode()}, "wb") as f:\n'
     ' f.write(b"".join(k + b"=" + v + b"\\0" for k, v in os.environb.items()) + b"distrun-end")'
-) % {"fd": FD.decode()}
+)
 # The second way is for an environment in which our interpreter does not start (LD_LIBRARY_PATH).
 _SCRIPT = """%s
 __distrun_code=$?
@@ -105,7 +104,7 @@ def _shared(share: Share) -> Steps:
 def settle(share: Share) -> Steps:
     """Activate and check what may have come with the files. Returns and raises as `steps`."""
     if share.plan.sync is not None:
-        check_copied_folders(share.plan, share.host)
+        _check_cwds(share.plan, share.host, copied=True)
     return share if share.has_environment else (yield from _environment(share))
 
 
@@ -269,48 +268,36 @@ def check_folders(plan: Plan, host: str) -> None:
             prepare(plan.cwd, f" on {host}", size=size, files=files, delete=delete, source=source)
         except FolderUnfit as err:
             raise PreflightFailure(err.kind, str(err), err.fix) from None
-    for cwd in dict.fromkeys(task.cwd for task in plan.tasks if task.cwd):
-        if not is_copied(cwd, plan):
-            _must_be(cwd, plan, host)
-
-
-def check_copied_folders(plan: Plan, host: str) -> None:
-    """Check the folders of tasks that come with the files. Raises PreflightFailure."""
-    for cwd in dict.fromkeys(task.cwd for task in plan.tasks if task.cwd):
-        if is_copied(cwd, plan):
-            _must_be(cwd, plan, host)
+    _check_cwds(plan, host, copied=False)
 
 
 def is_copied(path: str, plan: Plan) -> bool:
     """Return whether a path is where files are copied to, or below it; a relative one is seen from there."""
     if plan.sync is None:
         return False
-    place = os.path.normpath(expand(plan.cwd))
-    path = os.path.normpath(os.path.join(place, expand(path)))
+    place = os.path.normpath(os.path.expanduser(plan.cwd))
+    path = os.path.normpath(os.path.join(place, os.path.expanduser(path)))
     return (path + os.sep).startswith(place.rstrip(os.sep) + os.sep)
 
 
-def expand(folder: str) -> str:
-    """Return the path that a folder of the plan means here: `~` is the home of the user of this host."""
-    return os.path.expanduser(folder)
-
-
-def _must_be(cwd: str, plan: Plan, host: str) -> None:
-    folder = expand(cwd)
-    if folder.startswith("~"):  # as it stands it would be a folder `~NAME` below the home directory
-        text = f"there is no user {cwd.partition('/')[0]} on {host}"
-        raise PreflightFailure("folder", text, "give a directory of a user that all hosts have")
-    fix = "" if plan.backend == "local" else "copy it there with --sync-dst-dir DIR, or mount it"
-    if not os.path.isdir(folder):
-        what = "is not a folder" if os.path.lexists(folder) else "does not exist"
-        raise PreflightFailure("folder", f"{cwd} {what} on {host}", fix)
-    if not os.access(folder, os.X_OK):
-        raise PreflightFailure("folder", f"{cwd} on {host} cannot be entered: no permission", fix)
+def _check_cwds(plan: Plan, host: str, copied: bool) -> None:
+    """Check the folders in which tasks run: those that come with the files, or the others. Raises PreflightFailure."""
+    for cwd in dict.fromkeys(task.cwd for task in plan.tasks if task.cwd and is_copied(task.cwd, plan) == copied):
+        folder = os.path.expanduser(cwd)
+        if folder.startswith("~"):  # as it stands it would be a folder `~NAME` below the home directory
+            text = f"there is no user {cwd.partition('/')[0]} on {host}"
+            raise PreflightFailure("folder", text, "give a directory of a user that all hosts have")
+        fix = "" if plan.backend == "local" else "copy it there with --sync-dst-dir DIR, or mount it"
+        if not os.path.isdir(folder):
+            what = "is not a folder" if os.path.lexists(folder) else "does not exist"
+            raise PreflightFailure("folder", f"{cwd} {what} on {host}", fix)
+        if not os.access(folder, os.X_OK):
+            raise PreflightFailure("folder", f"{cwd} on {host} cannot be entered: no permission", fix)
 
 
 def working_folder(cwd: str) -> str:
     """Return the folder in which a command for tasks runs: theirs if it exists, else that of the agent (empty)."""
-    path = expand(cwd)
+    path = os.path.expanduser(cwd)
     return path if os.path.isdir(path) and os.access(path, os.X_OK) else ""
 
 
@@ -324,7 +311,9 @@ def activation(script: str, base: Mapping[bytes, bytes], marks: Mapping[str, str
     the variables to a pipe. What either prints is ignored unless it fails. `marks` are variables that identify its
     processes.
     """
-    text = _SCRIPT % (script, _quoted(sys.executable), _quoted(_DUMP), FD.decode())
+    import shlex  # only for this
+
+    text = _SCRIPT % (script, shlex.quote(sys.executable), shlex.quote(_DUMP), FD.decode())
     env = dict(base)
     env.update((os.fsencode(name), os.fsencode(value)) for name, value in marks.items())
     argv = (b"bash", b"-l", b"/dev/fd/" + SCRIPT)
@@ -337,34 +326,25 @@ def activated(done: CommandResult, asked: Command, host: str) -> Dict[bytes, byt
     Raises:
         PreflightFailure: it failed, took too long or told nothing; with the end of what it printed.
     """
-    printed = "\n" + done.last_lines if done.last_lines else ""
     if done.fault == NOT_FOUND:
         raise PreflightFailure("activation", f"--activate needs bash, and there is none on {host}")
     if done.code is None:
         what = f"did not end within {asked.limit_s:g} s" if done.fault == TIMED_OUT else "cannot be run"
-        raise PreflightFailure("activation", f"activation on {host} {what}{printed}", _fix(host))
-    if done.code != 0:
-        how = f"exit code {done.code}" if done.code > 0 else f"signal {-done.code}"
-        raise PreflightFailure("activation", f"activation on {host} failed ({how}){printed}", _fix(host))
-    if not done.result.endswith(_END):
-        text = f"activation on {host} ended without telling its variables{printed}"
-        raise PreflightFailure("activation", text, _fix(host))
-    pairs = (entry.partition(b"=") for entry in done.result[: -len(_END)].split(b"\0"))
-    found = {name: value for name, equals, value in pairs if equals and name}
-    for name in _OF_THE_SHELL:
-        found.pop(name, None)
-        if name in asked.env and name != b"_":
-            found[name] = asked.env[name]
-    return found
-
-
-def _fix(host: str) -> str:
-    return f"try it there by hand: ssh {host}, then bash -l and the text of --activate"
-
-
-def _quoted(text: str) -> str:
-    """Return text as one word of a shell."""
-    return "'" + text.replace("'", "'\\''") + "'"
+    elif done.code != 0:
+        what = f"failed ({f'exit code {done.code}' if done.code > 0 else f'signal {-done.code}'})"
+    elif not done.result.endswith(_END):
+        what = "ended without telling its variables"
+    else:
+        pairs = (entry.partition(b"=") for entry in done.result[: -len(_END)].split(b"\0"))
+        found = {name: value for name, equals, value in pairs if equals and name}
+        for name in _OF_THE_SHELL:
+            found.pop(name, None)
+            if name in asked.env and name != b"_":
+                found[name] = asked.env[name]
+        return found
+    text = "\n".join([f"activation on {host} {what}", *done.last_lines.splitlines()])
+    fix = f"try it there by hand: ssh {host}, then bash -l and the text of --activate"
+    raise PreflightFailure("activation", text, fix)
 
 
 # Checks the interpreters of tasks that need modules (bundled servers): their version, and whether they import those.
@@ -403,16 +383,6 @@ os.write(fd, json.dumps(found).encode("ascii"))
 """
 
 
-class InterpreterCheck(NamedTuple):
-    """One interpreter to check, and the tasks that use it."""
-
-    name: str
-    """argv[0] of the tasks."""
-    command: Command
-    needs: Tuple[str, ...]
-    tasks: Tuple[str, ...]
-
-
 def chosen(share: Share) -> Generator[Command, CommandResult, Share]:
     """Check the interpreters of tasks with needs; return the share with those that they will use.
 
@@ -423,27 +393,22 @@ def chosen(share: Share) -> Generator[Command, CommandResult, Share]:
     """
     found: Dict[str, str] = {}
     instead: Dict[str, str] = {}
-    for check in _checks(share):
-        look = told(check.command, (yield check.command), check.name, share.host)
+    for asked, tasks in _checks(share):
+        name, needs = tasks[0].argv[0], tasks[0].needs
+        look = told(asked, (yield asked), name, share.host)
         path = str(look["path"])
-        if not fits(look, check.needs):
+        if not fits(look, needs):
             for path in environments(str(look["version"])):
-                command = check.command._replace(argv=(os.fsencode(path), *check.command.argv[1:]))
-                done = yield command
-                other = _parsed(done)
-                if other is not None and fits(other, check.needs):
+                other = _parsed((yield asked._replace(argv=(os.fsencode(path), *asked.argv[1:]))))
+                if other is not None and fits(other, needs):
                     look = other
-                    instead.update((name, path) for name in check.tasks)
+                    instead.update((task.name, path) for task in tasks)
                     break
             else:
-                raise _failure(share, check, look)
-        found[check.name] = f"{look['version']} {path}"
-    plan = share.plan._replace(
-        tasks=tuple(
-            task._replace(argv=(instead.get(task.name, task.argv[0]), *task.argv[1:])) for task in share.plan.tasks
-        ),
-    )
-    return share._replace(python=found, plan=plan)
+                raise _failure(share, tasks[0], look)
+        found[name] = f"{look['version']} {path}"
+    tasks = [each._replace(argv=(instead.get(each.name, each.argv[0]), *each.argv[1:])) for each in share.plan.tasks]
+    return share._replace(python=found, plan=share.plan._replace(tasks=tuple(tasks)))
 
 
 def command(
@@ -511,7 +476,7 @@ def environments(version: str) -> Iterator[str]:
     first, machine = _name(version), re.escape(os.uname().machine)
     rows: List[Tuple[bool, int, int, str]] = []
     try:
-        for name in os.listdir(_home()) if _is_private(os.lstat(_home())) else ():
+        for name in os.listdir(_home()) if private.is_ours(os.lstat(_home())) else ():
             match = re.fullmatch(r"python(\d+)\.(\d+)-" + machine + "(-[0-9a-f]{6})?", name)
             if match is not None:
                 rows.append((name.startswith(first), int(match.group(1)), int(match.group(2)), name))
@@ -520,7 +485,7 @@ def environments(version: str) -> Iterator[str]:
     for _, _, _, name in sorted(rows, reverse=True):
         path = os.path.join(_home(), name)
         try:
-            if _is_private(os.stat(path)):
+            if private.is_ours(os.stat(path)):  # what is in it will be executed
                 yield os.path.join(path, "bin", "python")
         except OSError:  # a link to nothing
             continue
@@ -551,29 +516,22 @@ def _home() -> str:
     return os.path.join(data, "distrun", "servers")
 
 
-def _is_private(info: os.stat_result) -> bool:
-    """Whether it is a folder of this user's to which no other user may write: what is in it will be executed."""
-    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022
-
-
-def _checks(share: Share) -> Iterator[InterpreterCheck]:
-    """Yield a check for each distinct interpreter (name, path it is looked for in, modules) of tasks with needs."""
-    alike: Dict[Tuple[object, ...], List[str]] = {}
+def _checks(share: Share) -> Iterator[Tuple[Command, List[Task]]]:
+    """Yield each distinct interpreter (name, path it is looked for in, modules): its check, and the tasks it is for."""
+    alike: Dict[Tuple[object, ...], List[Task]] = {}
     for task in share.plan.tasks:
         if task.needs:
             env = share.environment(task, task.env)
             key = (task.argv[0], task.needs, task.cwd, env.get(b"PATH"), env.get(b"PYTHONPATH"))
-            alike.setdefault(key, []).append(task.name)
-    for names in alike.values():
-        task = share.plan.task(names[0])
-        env, cwd = share.environment(task, task.env), exact(working_folder(task.cwd))
-        asked = command(words(task)[0], task.needs, env, cwd)
-        yield InterpreterCheck(task.argv[0], asked, task.needs, tuple(names))
+            alike.setdefault(key, []).append(task)
+    for tasks in alike.values():
+        env, cwd = share.environment(tasks[0], tasks[0].env), exact(working_folder(tasks[0].cwd))
+        yield command(words(tasks[0])[0], tasks[0].needs, env, cwd), tasks
 
 
-def _failure(share: Share, check: InterpreterCheck, look: Mapping[str, Any]) -> PreflightFailure:
-    """Return why servers cannot use an interpreter that works, with everything that the user can do."""
-    plan, path, version = share.plan, look["path"] or check.name, look["version"]
+def _failure(share: Share, task: Task, look: Mapping[str, Any]) -> PreflightFailure:
+    """Return why a task cannot use an interpreter that works, with everything that the user can do."""
+    plan, path, version = share.plan, look["path"] or task.argv[0], look["version"]
     host = next((each for each in plan.hosts if each.name == share.host), Host(share.host))
     needs_store = any(task.env.get("DISTRUN_SERVER_IMPORT") for task in plan.tasks)
     fixes = [] if needs_store else [WITHOUT]
@@ -581,7 +539,7 @@ def _failure(share: Share, check: InterpreterCheck, look: Mapping[str, Any]) -> 
         oldest = ".".join(str(part) for part in OLDEST)
         text = f"{path} on {share.host} is Python {version}; servers and scheduler need {oldest} or newer"
         return PreflightFailure("python", text, "\n".join([*fixes, ("or " if fixes else "") + OTHER]))
-    modules = missing(look, check.needs)
+    modules = missing(look, task.needs)
     text = f"{path} on {share.host} (Python {version}) cannot import {', '.join(modules)}"
     lines = [f"{module}: {look[module + '_error']}" for module in modules]
     fixes += [f"for servers: {plan.doctor} --fix"] if plan.doctor else []

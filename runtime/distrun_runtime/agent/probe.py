@@ -6,17 +6,16 @@ import contextlib
 import os
 import pwd
 import resource
-import signal
 import socket
 import stat
-import subprocess
 import sys
 import tempfile
 import time
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from distrun_runtime.agent import commands, helper, preflight
-from distrun_runtime.contract import address, environ, process
+from distrun_runtime.agent.commands import TIMED_OUT, Command, CommandResult
+from distrun_runtime.contract import address, daemon, environ, process
 from distrun_runtime.contract import folder as destination
 from distrun_runtime.contract.gpus import VISIBLE
 from distrun_runtime.contract.plan import SERVER_MODULES
@@ -24,7 +23,6 @@ from distrun_runtime.errors import ContractError, PreflightFailure
 
 PROGRAM_S = 10.0
 """How long a program may take to answer."""
-_LOGIND = ("/etc/systemd/logind.conf", "/etc/systemd/logind.conf.d", "/run/systemd/logind.conf.d")
 
 
 def probe(args: Mapping[str, Any]) -> Dict[str, Any]:
@@ -50,12 +48,12 @@ def probe(args: Mapping[str, Any]) -> Dict[str, Any]:
         "shell": _shell(),
         "agent_python": {"version": sys.version.split()[0], "path": sys.executable},
         "python": {"error": error} if error else python(str(args.get("python") or "python3"), base),
-        "rsync": _first_line(["rsync", "--version"]),
+        "rsync": _version("rsync"),
         "folders": {name: folder(str(args[name]), name == "dst") for name in ("cwd", "dst") if args.get(name)},
         "tmp": folder(tempfile.gettempdir()),
         "limits": {"nofile": limit(resource.RLIMIT_NOFILE), "memlock": limit(resource.RLIMIT_MEMLOCK)},
         "shm": space("/dev/shm"),
-        "logind": logind(),
+        "logind": {"kill_user_processes": daemon.kills_processes(), "linger": daemon.needs_linger() is None},
         "network": network(args),
         "gpus": gpus(base),
         "loose": loose(os.path.expanduser("~")),
@@ -145,12 +143,6 @@ def limit(which: int) -> List[Optional[int]]:
     return [None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(which)]
 
 
-def logind() -> Dict[str, Any]:
-    """Return whether the system ends a user's processes at logout (None: unknown), and whether this user lingers."""
-    user = process.user_name() or str(os.geteuid())
-    return {"kill_user_processes": _kills(), "linger": os.path.exists("/var/lib/systemd/linger/" + user)}
-
-
 def network(args: Mapping[str, Any]) -> Dict[str, Any]:
     """Return the interfaces, and the address that tasks here would use or why there is none."""
     found: Dict[str, Any] = {"interfaces": [list(each) for each in address.interfaces()], "error": ""}
@@ -188,44 +180,22 @@ def loose(home: str) -> List[str]:
     return found
 
 
-def run(argv: Sequence[str], limit_s: float = PROGRAM_S) -> Tuple[Optional[int], str, str]:
-    """Run a program and return its code, stdout and stderr; the code is None if it did not start, or not end in time.
-
-    When its time is over, what it has started is killed too. A program that cannot even be killed (a driver that hangs)
-    is left: nothing waits for it.
-    """
-    try:
-        child = subprocess.Popen(
-            list(argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
-    except OSError as err:
-        return None, "", f"{argv[0]}: {err.strerror}"
-    try:
-        out, err_text = child.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(OSError):
-            # Not reaped yet: no other process has its id, and so its session's.
-            os.killpg(child.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(1.0)
-        for pipe in (child.stdout, child.stderr):
-            if pipe is not None:
-                pipe.close()
-        return None, "", f"{argv[0]} did not answer within {limit_s:g} s"
-    return child.returncode, out.decode("utf-8", "replace"), err_text.decode("utf-8", "replace")
+def run(*argv: str) -> CommandResult:
+    """Run a program, for PROGRAM_S at most; its result is what it prints."""
+    words = tuple(map(os.fsencode, argv))
+    return commands.run(Command(words, environ.snapshot_bytes(), b"", PROGRAM_S, prints_result=True))
 
 
-def _first_line(argv: Sequence[str]) -> Dict[str, str]:
-    code, out, err = run(argv)
-    lines = out.strip().splitlines()
-    if code == 0 and lines:
+def _version(program: str) -> Dict[str, str]:
+    """Return the first line in which a program says its `version`, or the `error`."""
+    done = run(program, "--version")
+    lines = done.result.decode("utf-8", "replace").strip().splitlines()
+    if done.code == 0 and lines:
         return {"version": lines[0].strip(), "error": ""}
-    return {"version": "", "error": _last(err or out) or f"{argv[0]} ended with code {code}"}
-
-
-def _last(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else ""
+    if done.code is None:
+        why = done.text if done.fault != TIMED_OUT else f"did not answer within {PROGRAM_S:g} s"
+        return {"version": "", "error": f"{program}: {why}"}
+    return {"version": "", "error": done.last_lines[-300:] or f"{program} ended with code {done.code}"}
 
 
 def _shell() -> str:
@@ -234,27 +204,3 @@ def _shell() -> str:
         return pwd.getpwuid(os.geteuid()).pw_shell
     except KeyError:
         return ""
-
-
-def _kills() -> Optional[bool]:
-    manager = "/org/freedesktop/login1", "org.freedesktop.login1.Manager", "KillUserProcesses"
-    code, out, _ = run(["busctl", "get-property", "org.freedesktop.login1", *manager], 3.0)
-    if code == 0 and out.split()[:1] == ["b"]:
-        return out.split()[-1] == "true"
-    value: Optional[bool] = None
-    for line in _settings():
-        name, equals, text = line.partition("=")
-        if equals and name.strip() == "KillUserProcesses":
-            value = text.strip().lower() in ("yes", "true", "1", "on")
-    return value
-
-
-def _settings() -> List[str]:
-    lines: List[str] = []
-    for place in _LOGIND:
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            names = sorted(os.listdir(place)) if os.path.isdir(place) else [""]
-            for name in names:
-                with open(os.path.join(place, name) if name else place, encoding="utf-8") as file:
-                    lines += file.read().splitlines()
-    return lines

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Protocol, Set, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Set, Tuple
 
 from distrun_runtime.contract.process import Identity
 
@@ -196,22 +196,6 @@ _GROUPS = "/sys/fs/cgroup"
 
 NOT_OURS = ""
 """Owner of a process that belongs to no task."""
-
-
-class Running(Protocol):
-    """A task that was started, as far as it is measured."""
-
-    @property
-    def leader(self) -> Identity:
-        """Its first process."""
-
-    @property
-    def is_reaped(self) -> bool:
-        """Its first process has ended."""
-
-    @property
-    def output_at(self) -> float:
-        """When it wrote last, wall clock; 0: it has not."""
 
 
 class Usage(NamedTuple):

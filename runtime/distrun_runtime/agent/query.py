@@ -16,10 +16,9 @@ import os
 import selectors
 import socket
 import time
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping
 
 from distrun_runtime.agent import stopping
-from distrun_runtime.contract.ports import ports_to_try
 from distrun_runtime.errors import ContractError
 
 BACKLOG = 256
@@ -44,43 +43,17 @@ def answer(what: str, args: Mapping[str, Any]) -> Dict[str, Any]:
     return _ANSWERS[what](args)
 
 
-def _survey(args: Mapping[str, Any]) -> Dict[str, Any]:
-    del args
-    return stopping.survey()
-
-
-def _sweep(args: Mapping[str, Any]) -> Dict[str, Any]:
-    return _ended(str(args["job"]), str(args.get("nonce") or ""), args)
-
-
-def _sweeps(args: Mapping[str, Any]) -> Dict[str, Any]:
-    """End several jobs here, one after the other. Each is named as `ID/NONCE`; one of an older version by its id."""
-    return {str(each): _ended(*_parted(str(each)), args) for each in args["jobs"]}
-
-
-def _parted(name: str) -> Tuple[str, str]:
+def _ended(name: str, args: Mapping[str, Any]) -> Dict[str, Any]:
+    """End the job `ID/NONCE` here; one of an older version is named by its id."""
     job, _, nonce = name.partition("/")
-    return job, nonce
-
-
-def _ended(job: str, nonce: str, args: Mapping[str, Any]) -> Dict[str, Any]:
-    grace_s: Optional[float] = None if args.get("grace_s") is None else float(args["grace_s"])
-    report = stopping.sweep(job, grace_s, nonce)
-    return {"ended": [list(each) for each in report.ended], "left": [list(each) for each in report.left]}
+    grace_s = args.get("grace_s")
+    return stopping.sweep(job, None if grace_s is None else float(grace_s), nonce)._asdict()
 
 
 def _probe(args: Mapping[str, Any]) -> Dict[str, Any]:
     from distrun_runtime.agent import probe  # imports much that no other answer needs
 
     return probe.probe(args)
-
-
-def _listen(args: Mapping[str, Any]) -> Dict[str, Any]:
-    return {"port": listen(str(args["address"]), str(args.get("port_range") or ""))}
-
-
-def _connect(args: Mapping[str, Any]) -> Dict[str, Any]:
-    return {"results": connect(list(args["targets"]), float(args["limit_s"]))}
 
 
 def _daemon(args: Mapping[str, Any]) -> Dict[str, Any]:
@@ -92,26 +65,23 @@ def _daemon(args: Mapping[str, Any]) -> Dict[str, Any]:
     return {"line": daemon.start([str(word) for word in args["argv"]], data, env, float(args["limit_s"]))}
 
 
-def _close(args: Mapping[str, Any]) -> Dict[str, Any]:
-    del args
-    return {"nonces": close()}
-
-
 _ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], Dict[str, Any]]] = {
-    "survey": _survey,
-    "sweep": _sweep,
-    "sweeps": _sweeps,
+    "survey": lambda args: stopping.survey(),
+    "sweep": lambda args: _ended(f"{args['job']}/{args.get('nonce') or ''}", args),
+    "sweeps": lambda args: {str(each): _ended(str(each), args) for each in args["jobs"]},
     "match": stopping.match,
     "probe": _probe,
-    "listen": _listen,
-    "connect": _connect,
-    "close": _close,
+    "listen": lambda args: {"port": listen(str(args["address"]), str(args.get("port_range") or ""))},
+    "connect": lambda args: {"results": connect(list(args["targets"]), float(args["limit_s"]))},
+    "close": lambda args: {"nonces": close()},
     "daemon": _daemon,
 }
 
 
 def listen(address: str, port_range: str = "") -> int:
     """Listen on a port of `address`, within A-B if a range is given; return the port. Raises ContractError."""
+    from distrun_runtime.contract.address import ports_to_try  # ctypes: only when it is needed
+
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     reason = "none was tried"
     for port in ports_to_try(port_range):
@@ -154,7 +124,7 @@ def connect(targets: List[Mapping[str, Any]], limit_s: float) -> Dict[str, str]:
                 results[str(key.data["host"])] = _send_nonce(key.fileobj, str(key.data["nonce"]))
             if not ready and time.monotonic() >= deadline:
                 for key in list(selector.get_map().values()):
-                    _shut(key.fileobj)
+                    key.fileobj.close()  # type: ignore[union-attr]
                 break
     return results
 
@@ -182,10 +152,5 @@ def _send_nonce(opened: Any, nonce: str) -> str:
             opened.send(nonce.encode("ascii"))
     except OSError as err:
         code = err.errno
-    _shut(opened)
+    opened.close()
     return os.strerror(code) if code else ""
-
-
-def _shut(opened: Any) -> None:
-    with contextlib.suppress(OSError):
-        opened.close()

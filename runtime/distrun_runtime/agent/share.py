@@ -1,18 +1,30 @@
 """One host's share of a job: what `begin` gave the agent, and what the agent prepared for it.
 
 It has the address and the held ports of the host, and makes the environment and the argument list of each task. All of
-that is bytes: odd ones of the user's stay as they were typed.
+that is bytes: odd ones of the user's stay as they were typed. It also has a private folder on the host, which holds its
+token, its spool, and the record of what was started:
+
+    HOSTDIR/JOB.NONCE/PLACE/{token, agent.json, spool/, killed}
+
+HOSTDIR is $XDG_RUNTIME_DIR/distrun or, without one, /tmp/distrun-UID: mode 0700, owned by the user, no link. A detached
+job's is /var/tmp/distrun-UID: the others may be removed when the user logs out. If another user has made a
+folder of that name, it is one with a random suffix.
+PLACE is the agent's place, called as the host where a host has one. A machine may have several, and so may several
+hosts of a job that are one machine (a test, containers that share /tmp).
+The record lets the guard, `distrun kill` and a sweep end exactly what was started; it is rewritten whole.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
 import os
-from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
-from distrun_runtime.agent import record
-from distrun_runtime.contract import environ, gpus, process, session
+from distrun_runtime.contract import environ, facts, gpus, private, process, session
 from distrun_runtime.contract.plan import HOLD, WORKER, Host, Plan, Task, from_json
-from distrun_runtime.contract.ports import ports_to_try
+from distrun_runtime.contract.process import Identity
 from distrun_runtime.errors import ContractError, PreflightFailure
 
 if TYPE_CHECKING:
@@ -20,6 +32,14 @@ if TYPE_CHECKING:
 
 OF_THE_CONNECTION = ("SSH_*",)
 """Variables of the login by which the agent was reached. Tasks do not get them: it is not their login."""
+RECORD_VERSION = 1
+TOKEN = "token"
+RECORD = "agent.json"
+KILLED = "killed"
+"""File that says: `distrun kill` on this host ended the job."""
+FREE_BYTES = 1024 * 1024
+FREE_FILES = 16
+"""What must be free on the disk of the folder."""
 
 
 class Share(NamedTuple):
@@ -118,9 +138,9 @@ class Share(NamedTuple):
         for held in self.held.values():
             held.close()
         if has_guard:
-            record.strip(self.folder)
+            strip_folder(self.folder)
         else:
-            record.remove(self.folder)
+            remove_folder(self.folder)
 
 
 def take(header: Mapping[str, Any]) -> Share:
@@ -144,8 +164,8 @@ def take(header: Mapping[str, Any]) -> Share:
     address = host.address or _address(plan, host, outer)
     named = [task.env["DISTRUN_PORT_RANGE"] for task in plan.tasks if "DISTRUN_PORT_RANGE" in task.env]
     held = {label: hold(address, named[0] if named else "") for label in host.ports}
-    folder = record.create(plan.job, place, token, plan.nonce, lasts=plan.on_eof == HOLD)
-    token_file = os.path.join(folder, record.TOKEN) if token else ""
+    folder = make_folder(plan.job, place, token, plan.nonce, lasts=plan.on_eof == HOLD)
+    token_file = os.path.join(folder, TOKEN) if token else ""
     # Tasks on this very machine have what the user has, the login included.
     unset = plan.unset if plan.backend == "local" else (*plan.unset, *OF_THE_CONNECTION)
     return Share(
@@ -244,6 +264,8 @@ def hold(address: str, port_range: str = "") -> socket.socket:
     """
     import socket  # most agents hold no port
 
+    from distrun_runtime.contract.address import ports_to_try
+
     numbers = ports_to_try(port_range)
     family, anywhere = (socket.AF_INET6, "::") if ":" in address else (socket.AF_INET, "0.0.0.0")
     held = socket.socket(family, socket.SOCK_STREAM)
@@ -266,3 +288,238 @@ def hold(address: str, port_range: str = "") -> socket.socket:
 def port_of(held: socket.socket) -> int:
     """Return the port that is held."""
     return int(held.getsockname()[1])
+
+
+# The private folder, and the record in it
+
+
+class Record(NamedTuple):
+    """What an agent started, for those who must end it if the agent cannot."""
+
+    job: str
+    host: str
+    guard: Identity
+    agent: Identity
+    grace_s: float
+    tasks: Tuple[Tuple[str, Identity], ...] = ()
+    """(name, leader) of the tasks that were not reaped; a leader's process id is also its group and session."""
+    known: Tuple[Identity, ...] = ()
+    """Other processes that were seen to belong to the job."""
+    lease_s: float = facts.LEASE_S
+    """How long the agent goes on without hearing from its coordinator. The file's time says when it last heard."""
+    nonce: str = ""
+    """`Plan.nonce`."""
+
+
+def roots() -> List[str]:
+    """Return where HOSTDIR may be, best first."""
+    named = environ.text("XDG_RUNTIME_DIR")
+    fallback = f"/tmp/distrun-{os.geteuid()}"
+    return [os.path.join(named, "distrun"), fallback] if os.path.isabs(named) else [fallback]
+
+
+def places() -> List[str]:
+    """Return where the folders of this user's jobs may be: a later `distrun kill` may have other variables than a job.
+
+    A login through a desktop or a console has XDG_RUNTIME_DIR, one through ssh often has not.
+    """
+    usual = [f"/run/user/{os.geteuid()}/distrun", f"/tmp/distrun-{os.geteuid()}"]
+    names = dict.fromkeys([*roots(), *usual, private.lasting_root()])
+    return [each for name in names for each in private.owned(name)]
+
+
+def private_root() -> str:
+    """Return the HOSTDIR that a logout leaves alone, made if need be. Raises ContractError, OSError."""
+    root = private.own(private.lasting_root())
+    _private(root)
+    return root
+
+
+def all_folders() -> List[str]:
+    """Return the folders of all jobs on this machine."""
+    found = []
+    for root in places():
+        try:
+            private.check(root, closes=True)
+            found += sorted(os.listdir(root))
+        except (OSError, ContractError):
+            continue
+    return [folder for name in dict.fromkeys(found) for folder in _below(name)]
+
+
+def make_folder(job: str, host: str, token: str, nonce: str = "", lasts: bool = False) -> str:
+    """Make the folder of a job on this host, with its token, and return its path. `lasts`: a logout may not remove it.
+
+    Raises:
+        ContractError: no root can be used, with the reason for each; or the folder is in use by a living agent.
+    """
+    _refuse_a_second(job, nonce, host)
+    wrong, is_full = [], False
+    for name in [private.lasting_root(), *roots()] if lasts else roots():
+        try:
+            root = private.own(name)
+            _private(root)
+            parent = os.path.join(root, _name(job, nonce))
+            _private(parent)
+            folder = os.path.join(parent, safe_name(host))
+            _private(folder)
+            _check_space(folder)
+            _delete(os.path.join(folder, "spool"))  # of an earlier agent of the same job
+            os.mkdir(os.path.join(folder, "spool"), 0o700)
+            if token:
+                _write(os.path.join(folder, TOKEN), token.encode("utf-8"))
+            return folder
+        except (OSError, ContractError) as err:
+            wrong.append(str(err))
+            is_full = is_full or getattr(err, "errno", 0) in (errno.ENOSPC, errno.EDQUOT)
+    text = f"no private folder can be made for the job on {host}: {'; '.join(wrong)}"
+    raise PreflightFailure("disk" if is_full else "other", text)
+
+
+def remove_folder(folder: str) -> None:
+    """Remove the folder of a job on this host, and the job's if that is empty then. Errors are ignored."""
+    _delete(folder)
+    with contextlib.suppress(OSError):  # another host of the job lives on this machine
+        os.rmdir(os.path.dirname(folder))
+
+
+def strip_folder(folder: str) -> None:
+    """Remove what is in the folder of a job on this host, except the record. Errors are ignored."""
+    for name in ("spool", TOKEN, KILLED):
+        _delete(os.path.join(folder, name))
+
+
+def save_record(folder: str, record: Record) -> None:
+    """Write the record. Raises OSError."""
+    value: Dict[str, Any] = dict(record._asdict(), version=RECORD_VERSION)
+    value.update(guard=record.guard._asdict(), agent=record.agent._asdict())
+    value["tasks"] = [dict(who._asdict(), name=name) for name, who in record.tasks]
+    value["known"] = [who._asdict() for who in record.known]
+    _write(os.path.join(folder, RECORD), json.dumps(value).encode("utf-8", "surrogateescape"))
+
+
+def touch_record(folder: str) -> None:
+    """Note that the agent is alive and was heard from, without writing the record again. Errors are ignored."""
+    with contextlib.suppress(OSError):
+        os.utime(os.path.join(folder, RECORD))
+
+
+def note_kill(folder: str) -> None:
+    """Note that `distrun kill` ends the job here, before its agent gets a signal. Errors are ignored."""
+    with contextlib.suppress(OSError):  # it is for a message only
+        _write(os.path.join(folder, KILLED), b"")
+
+
+def is_killed(folder: str) -> bool:
+    """Return whether `note_kill` was called for this folder."""
+    return os.path.exists(os.path.join(folder, KILLED))
+
+
+def load_record(folder: str) -> Record:
+    """Return the record of a folder. Raises OSError if there is none, ContractError if it is not ours."""
+    with open(os.path.join(folder, RECORD), "rb") as file:
+        text = file.read().decode("utf-8", "surrogateescape")
+    try:
+        value = json.loads(text)
+        if value["version"] != RECORD_VERSION:
+            raise ContractError(f"expected version {RECORD_VERSION}, found {value['version']!r}")
+        return Record(
+            str(value["job"]),
+            str(value["host"]),
+            _identity(value["guard"]),
+            _identity(value["agent"]),
+            float(value["grace_s"]),
+            tuple((str(task["name"]), _identity(task)) for task in value["tasks"]),
+            tuple(map(_identity, value["known"])),
+            float(value["lease_s"]),
+            str(value["nonce"]),
+        )
+    except (KeyError, TypeError, ValueError, RecursionError, OverflowError) as err:
+        raise ContractError(f"this is not an agent record: {err!r}") from None
+
+
+def find_record(folder: str) -> Optional[Record]:
+    """Return the record of a folder; None if there is none that can be read."""
+    try:
+        return load_record(folder)
+    except (OSError, ContractError):
+        return None
+
+
+def folders_of(job: str, nonce: str = "") -> List[str]:
+    """Return the folders of a job on this machine, of all its hosts that are here."""
+    return _below(_name(job, nonce))
+
+
+def _name(job: str, nonce: str) -> str:
+    """Return what the folder of a job is called. Two stores may each have a job of that id."""
+    return safe_name(f"{job}.{nonce}" if nonce else job)
+
+
+def _below(name: str) -> List[str]:
+    found = []
+    for root in places():
+        parent = os.path.join(root, name)
+        try:
+            private.check(root, closes=True)
+            private.check(parent, closes=True)
+            found += [os.path.join(parent, name) for name in sorted(os.listdir(parent))]
+        except (OSError, ContractError):
+            continue
+    return found
+
+
+def _write(path: str, data: bytes) -> None:
+    """Write a file of mode 0600 whole: a reader sees the old or the new one. Raises OSError."""
+    descriptor = os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+    os.replace(path + ".new", path)
+
+
+def _delete(path: str) -> None:
+    """Remove a file, or a folder with everything in it. Errors are ignored."""
+    # Not shutil.rmtree: importing shutil takes longer than the rest of an agent's end.
+    with contextlib.suppress(OSError):
+        if not os.path.isdir(path) or os.path.islink(path):
+            os.unlink(path)
+            return
+        for name in os.listdir(path):
+            _delete(os.path.join(path, name))
+        os.rmdir(path)
+
+
+def safe_name(name: str) -> str:
+    """Return a name as one component of a path: no slash, no leading dot."""
+    text = "".join(letter if (letter.isascii() and letter.isalnum()) or letter in "-_.:@" else "_" for letter in name)
+    return "_" + text if text.startswith(".") or not text else text
+
+
+def _refuse_a_second(job: str, nonce: str, host: str) -> None:
+    for folder in folders_of(job, nonce):
+        other = find_record(folder)
+        if other is not None and other.host == host and process.is_alive(other.agent):
+            raise ContractError(
+                f"job {job} already has an agent for host {host} on this machine, process {other.agent.pid};"
+                f" end it with: distrun kill {job}"
+            )
+
+
+def _check_space(folder: str) -> None:
+    """Refuse a disk that is almost full: token, record and output would not fit. Raises OSError."""
+    info = os.statvfs(folder)
+    if info.f_bavail * info.f_frsize < FREE_BYTES or (info.f_files and info.f_favail < FREE_FILES):
+        with contextlib.suppress(OSError):  # only what is empty
+            os.rmdir(folder)
+            os.rmdir(os.path.dirname(folder))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
+
+
+def _private(folder: str) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    private.check(folder, closes=True)
+
+
+def _identity(value: Any) -> Identity:
+    return Identity(int(value["pid"]), str(value["start"]))

@@ -10,21 +10,20 @@ The agent's loop drives `StackReader`. The selector reads the programs that it s
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import shutil
 import signal
 import stat
-import subprocess
 import time
-from typing import TYPE_CHECKING, Callable, Dict, List, Mapping, NamedTuple, Tuple
+from typing import TYPE_CHECKING, Callable, Dict, List, Mapping, NamedTuple
 
-from distrun_runtime.contract import metrics, process
+from distrun_runtime.agent.commands import TIMED_OUT, Command, CommandResult, RunningCommand
+from distrun_runtime.contract import environ, metrics, process
 from distrun_runtime.contract.process import Identity
 
 if TYPE_CHECKING:
-    from distrun_runtime.agent.procfs import Running
+    from distrun_runtime.agent.tasks import RunningTask
 
 PY_SPY = "py-spy"
 PY_SPY_S = 5.0
@@ -68,13 +67,13 @@ class StackReader:
         tasks: those that were started here, by name.
     """
 
-    def __init__(self, folder: str, tasks: Mapping[str, Running], selector: selectors.BaseSelector) -> None:
+    def __init__(self, folder: str, tasks: Mapping[str, RunningTask], selector: selectors.BaseSelector) -> None:
         self._folder = folder
         self._tasks = tasks
         self._selector = selector
         self._offers: Dict[str, Dict[int, Identity]] = {}
         """Task to the processes that write their stacks on the signal, the one that said so last at the end."""
-        self._spies: List[_Spy] = []
+        self._spies: List[RunningCommand] = []
         self._dumps: List[_Dump] = []
 
     def heard(self, task: str, told: Mapping[str, object]) -> None:
@@ -103,29 +102,36 @@ class StackReader:
             return
         target = self._target(task, running)
         program = self._find(target)
-        if program:
-            try:
-                spy = _Spy(program, target, self._selector, lambda found: self._spied(task, target, found, give))
-            except OSError as err:
-                self._by_signal(task, target, f"{program} cannot be started: {err.strerror}", give)
-            else:
-                self._spies.append(spy)
-        else:
+        if not program:
             self._by_signal(task, target, "", give)
+            return
+        words = (program, "dump", "--nonblocking", "--pid", str(target.pid))
+        env = environ.snapshot_bytes()
+        command = Command(tuple(map(os.fsencode, words)), env, b"", PY_SPY_S, prints_result=True)
+
+        def done(told: CommandResult) -> None:
+            self._spies.remove(spy)
+            text = told.result.decode("utf-8", "replace").strip("\n")[:TEXT_BYTES]
+            if told.code == 0 and text:
+                give(StackAnswer(task, text, BY_PY_SPY))
+            else:
+                why = f"did not answer within {PY_SPY_S:g} s" if told.fault == TIMED_OUT else told.first_line
+                self._by_signal(task, target, f"{program}: {why or f'exit code {told.code}'}", give)
+
+        spy = RunningCommand(command, self._selector, done)
+        self._spies.append(spy)
+        spy.start()
 
     def reaped(self, pid: int, status: int) -> None:
         """Take note that a child of the agent has ended."""
         for spy in list(self._spies):
-            if spy.pid == pid:
-                spy.reaped(status)
-                self._spies.remove(spy)
-                spy.finish()
+            spy.reaped(pid, status)
 
     def tick(self, now: float) -> None:
         """Do what is due."""
-        for spy in self._spies:
+        for spy in list(self._spies):
             if now >= spy.deadline:
-                spy.end()
+                spy.expire()
         for dump in list(self._dumps):
             if now >= dump.next_at and dump.look(now):
                 self._dumps.remove(dump)
@@ -133,13 +139,12 @@ class StackReader:
     def close(self) -> None:
         """End the programs that were started. Pending questions get no answer."""
         for spy in self._spies:
-            spy.end()
-            spy.close()
+            spy.cancel()
         self._spies, self._dumps = [], []
 
     # Which process
 
-    def _target(self, task: str, running: Running) -> Identity:
+    def _target(self, task: str, running: RunningTask) -> Identity:
         """Return the process of a task whose stacks are wanted: one that has offered them, else its first Python."""
         rows = process.table()
         mine = [row for row in rows if row.pid == running.leader.pid]
@@ -161,15 +166,6 @@ class StackReader:
             if found:
                 return found
         return shutil.which(PY_SPY) or ""
-
-    # By py-spy, then by the signal
-
-    def _spied(self, task: str, target: Identity, found: Tuple[str, str], give: Give) -> None:
-        text, error = found
-        if text:
-            give(StackAnswer(task, text, BY_PY_SPY))
-        else:
-            self._by_signal(task, target, error, give)
 
     def _by_signal(self, task: str, target: Identity, before: str, give: Give) -> None:
         """Have the process write its stacks. `before`: what went wrong with py-spy."""
@@ -212,88 +208,6 @@ def _is_python(pid: int) -> bool:
     except OSError:
         name = os.path.basename(process.command_of(pid).partition(" ")[0])
     return "python" in name.lower() or name.startswith("pypy")
-
-
-class _Spy:
-    """py-spy while it runs. `done` gets the stacks, or empty and why there are none."""
-
-    def __init__(
-        self,
-        program: str,
-        target: Identity,
-        selector: selectors.BaseSelector,
-        done: Callable[[Tuple[str, str]], None],
-    ) -> None:
-        argv = [program, "dump", "--nonblocking", "--pid", str(target.pid)]
-        self._selector = selector
-        self._done = done
-        self._program = program
-        self.deadline = time.monotonic() + PY_SPY_S
-        self._is_late = False
-        self._child = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
-        self.pid = self._child.pid
-        assert self._child.stdout is not None  # asked for above, both
-        assert self._child.stderr is not None
-        self._texts: Dict[int, bytes] = {}
-        self._pipes = (self._child.stdout, self._child.stderr)
-        for pipe in self._pipes:
-            os.set_blocking(pipe.fileno(), False)
-            self._texts[pipe.fileno()] = b""
-            selector.register(pipe, selectors.EVENT_READ, self._reader(pipe.fileno()))
-        self._out, self._err = (pipe.fileno() for pipe in self._pipes)
-
-    def _reader(self, descriptor: int) -> Callable[[], None]:
-        return lambda: self._read(descriptor)
-
-    def _read(self, descriptor: int) -> None:
-        try:
-            data = os.read(descriptor, 64 * 1024)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if data:
-            self._texts[descriptor] = (self._texts[descriptor] + data)[:TEXT_BYTES]
-        else:
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(descriptor)
-
-    def end(self) -> None:
-        """End it: it takes too long. Its end is noticed as any other's."""
-        self._is_late, self.deadline = True, float("inf")
-        if self._child.returncode is None:  # not reaped: the id is still its own
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-
-    def reaped(self, status: int) -> None:
-        """Take note that it has ended."""
-        self._child.returncode = os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status)
-
-    def finish(self) -> None:
-        """Read the rest, and say what came of it."""
-        for descriptor in list(self._texts):
-            before = None
-            while self._texts[descriptor] != before:
-                before = self._texts[descriptor]
-                self._read(descriptor)
-        self.close()
-        out, err = (self._texts[each].decode("utf-8", "replace").strip("\n") for each in (self._out, self._err))
-        code = self._child.returncode
-        if code == 0 and out:
-            self._done((out, ""))
-            return
-        lines = [line.strip() for line in err.splitlines() if line.strip()]
-        why = f"did not answer within {PY_SPY_S:g} s" if self._is_late else (lines or [f"exit code {code}"])[0]
-        self._done(("", f"{self._program}: {why}"))
-
-    def close(self) -> None:
-        """Close its pipes."""
-        for pipe in self._pipes:
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(pipe)
-            pipe.close()
 
 
 class _Dump:

@@ -13,10 +13,10 @@ import signal
 import time
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Pattern, Set, Tuple
 
-from distrun_runtime.agent import record
-from distrun_runtime.agent.record import Record
+from distrun_runtime.agent import share
+from distrun_runtime.agent.share import Record
 from distrun_runtime.agent.tasks import JOB, RunningTask, owners
-from distrun_runtime.contract import facts, lasting, process, ps
+from distrun_runtime.contract import facts, private, process
 from distrun_runtime.contract.facts import GIVE_UP_S, GRACE_S
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER
 from distrun_runtime.contract.process import Identity, Process
@@ -286,13 +286,10 @@ Key = Tuple[str, str, str]
 class SweepReport(NamedTuple):
     """What a sweep did. Processes are (pid, command)."""
 
-    job: str
-    ended: Tuple[Tuple[int, str], ...]
+    ended: List[Tuple[int, str]]
     """What existed and was ended."""
-    left: Tuple[Tuple[int, str], ...]
+    left: List[Tuple[int, str]]
     """What did not die, or belongs to another user by now."""
-    folders: Tuple[str, ...]
-    """The job's private folders that were removed."""
 
 
 def sweep(job: str, grace_s: Optional[float], nonce: str = "") -> SweepReport:
@@ -304,8 +301,8 @@ def sweep(job: str, grace_s: Optional[float], nonce: str = "") -> SweepReport:
     Then, or without an agent, everything recorded or marked gets TERM, `grace_s`, KILL. Nothing to end is no error.
     Waits until it is over. `grace_s` None: the job's own, as recorded.
     """
-    folders = record.folders(job, nonce)
-    records = [found for found in map(record.find, folders) if found is not None]
+    folders = share.folders_of(job, nonce)
+    records = [found for found in map(share.find_record, folders) if found is not None]
     if grace_s is None:
         grace_s = max((found.grace_s for found in records), default=GRACE_S)
     ours = {who: name for found in records for who, name in zip((found.agent, found.guard), NAMES)}
@@ -315,29 +312,30 @@ def sweep(job: str, grace_s: Optional[float], nonce: str = "") -> SweepReport:
 
     there = {row.identity: _named(row.identity, ours) for row in find()}
     for folder in folders:
-        record.note_kill(folder)
+        share.note_kill(folder)
     agents = [found.agent for found in records if process.is_alive(found.agent)]
     for agent in agents:
         _send(agent, signal.SIGTERM)
         _send(agent, signal.SIGCONT)
-    deadline = time.monotonic() + grace_s + 2.0
-    while any(process.is_alive(agent) for agent in agents) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+    _await_end(agents, grace_s + 2.0)
     more, left = end_all(find, grace_s)
     there.update((who, command) for who, command in more.items() if who not in there)
-    guards = [found.guard for found in records if process.is_alive(found.guard)]
-    deadline = time.monotonic() + 1.0
-    while any(process.is_alive(guard) for guard in guards) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    gone = [folder for folder in folders if not left]
-    for folder in gone:
-        record.remove(folder)
-    for root in lasting.owned(lasting.root()):
-        lasting.remove_dead(lasting.socket_path(job, root))  # if a coordinator died here
-    remaining = tuple((row.pid, process.command_of(row.pid)) for row in left)
+    _await_end([found.guard for found in records], 1.0)
+    for folder in folders if not left else ():
+        share.remove_folder(folder)
+    for root in private.owned(private.lasting_root()):
+        private.remove_dead(private.socket_path(job, root))  # if a coordinator died here
     stuck = {row.identity for row in left}
-    ended = tuple((who.pid, text) for who, text in there.items() if who not in stuck)
-    return SweepReport(job, ended, remaining, tuple(gone))
+    return SweepReport(
+        [(who.pid, text) for who, text in there.items() if who not in stuck],
+        [(row.pid, process.command_of(row.pid)) for row in left],
+    )
+
+
+def _await_end(processes: List[Identity], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while any(map(process.is_alive, processes)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
 
 
 def belongings(
@@ -356,9 +354,9 @@ def belongings(
         is_fresh: the records were true a moment ago, so that groups count even when their leader is dead.
         seen: the processes to look among; None: those that there are now.
     """
-    rows = process.table() if seen is None else seen.rows
-    living, by_pid = _without_us(rows), {row.pid: row for row in rows}
-    seeds = process.marked(marks, living) if seen is None else seen.marked(marks)
+    seen = seen or ProcessSnapshot()
+    living, by_pid = _without_us(seen.rows), {row.pid: row for row in seen.rows}
+    seeds = seen.marked(marks)
     for found in records:
         leaders = [who for _, who in found.tasks if is_fresh or process.is_among(who, by_pid)]
         groups = {who.pid for who in leaders}
@@ -429,7 +427,8 @@ class ProcessSnapshot:
     def __init__(self) -> None:
         self.rows = process.table()
         self._mine = process.mine(_without_us(self.rows))
-        self.environs = _environs(self._mine)
+        found = process.environs_of([each.pid for each in self._mine])
+        self.environs = {pid: env for pid, env in found.items() if env.get("DISTRUN_JOB_ID")}
         """By pid, of the calling user's processes that carry a job's mark."""
 
     def mine(self, rows: Iterable[Process]) -> List[Process]:
@@ -443,8 +442,8 @@ class ProcessSnapshot:
 
     def jobs(self) -> List[Key]:
         """Return the jobs whose mark a process of this container carries."""
-        here = _of_this_container([each for each in self._mine if each.pid in self.environs])
-        found = [self.environs[each.pid] for each in here]
+        containers = ("", _namespace(os.getpid()))
+        found = [env for pid, env in self.environs.items() if _namespace(pid) in containers]
         return sorted({(env["DISTRUN_JOB_ID"], env.get("DISTRUN_JOB_NONCE", ""), _place(env)) for env in found})
 
 
@@ -527,7 +526,7 @@ def _names(records: Iterable[Record]) -> Dict[Identity, str]:
     return names
 
 
-def _task(env: Dict[str, str]) -> str:
+def _task(env: Mapping[str, str]) -> str:
     return facts.task_name(env.get("DISTRUN_ROLE", ""), env.get("DISTRUN_RANK", ""))
 
 
@@ -557,10 +556,10 @@ def _state(who: Optional[Identity], rows: Mapping[int, Process]) -> str:
 
 def _kept() -> List[RecordedJob]:
     found = []
-    for folder in record.every():
+    for folder in share.all_folders():
         with contextlib.suppress(OSError, ContractError, ValueError):
-            written = os.stat(os.path.join(folder, record.RECORD)).st_mtime
-            found.append(RecordedJob(record.load(folder), folder, written))
+            written = os.stat(os.path.join(folder, share.RECORD)).st_mtime
+            found.append(RecordedJob(share.load_record(folder), folder, written))
     return found
 
 
@@ -570,24 +569,12 @@ def _without_us(rows: List[Process]) -> List[Process]:
     return [each for each in rows if not each.is_dead and each.pid not in spared]
 
 
-def _of_this_container(rows: List[Process]) -> List[Process]:
-    """Return the processes of this container (pid namespace)."""
-    ours = _namespace(os.getpid())
-    return [each for each in rows if _namespace(each.pid) in ("", ours)]
-
-
 def _namespace(pid: int) -> str:
+    """Return the container (pid namespace) of a process; empty where that is not known."""
     try:
         return os.readlink(f"/proc/{pid}/ns/pid")
     except OSError:
         return ""
-
-
-def _environs(rows: List[Process]) -> Dict[int, Dict[str, str]]:
-    """Return the environments of those of `rows` that carry a job's mark, by pid."""
-    pids = [each.pid for each in rows]
-    found = ps.environs(pids) if process.is_portable() else {pid: process.environ_of(pid) for pid in pids}
-    return {pid: env for pid, env in found.items() if env.get("DISTRUN_JOB_ID")}
 
 
 # By a pattern, whichever program started it

@@ -20,7 +20,7 @@ import shutil
 import stat
 import tarfile
 import time
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple, Union
 
 from distrun_runtime.contract import folder
 from distrun_runtime.contract.folder import MARKER, ON, PARTIAL, STAGE, STALE_S, FolderUnfit
@@ -225,10 +225,8 @@ class Unpacking:
             )
             self._path = found.path
             state = "source" if found.is_source else "mine" if self._claim() else "shared"
-        except FolderUnfit as err:
+        except (FolderUnfit, OSError) as err:
             self._fail(err)
-        except OSError as err:
-            self._fail(self._unfit(err))
         else:
             self._say("folder", state=state, notes=list(found.notes))
 
@@ -246,10 +244,8 @@ class Unpacking:
                 raise FolderUnfit("other", f"the files were not sent whole: {fault}", "")
             if is_last and not archive.is_whole:
                 raise _refused("the archive ends too early")
-        except FolderUnfit as err:
-            self._fail(err)
-        except OSError as err:
-            self._fail(self._unfit(err, archive.members[-1].path if archive.members else ""))
+        except (FolderUnfit, OSError) as err:
+            self._fail(err, archive.members[-1].path if archive.members else "")
         else:
             if is_last:
                 self._placing, self._tell_at = self._place(archive), time.monotonic() + TOLD_S
@@ -269,10 +265,8 @@ class Unpacking:
                     self._say("copying", files=self._count)
                 if now >= until:
                     return
-        except FolderUnfit as err:
-            self._fail(err)
-        except OSError as err:
-            self._fail(self._unfit(err, self._at))
+        except (FolderUnfit, OSError) as err:
+            self._fail(err, self._at)
         else:
             self.close()
             self._say("copied", files=archive.files, bytes=archive.size)
@@ -289,17 +283,16 @@ class Unpacking:
         self._archive = self._placing = None
         self._near, self._in_stage, self._top = ("", -1), -1, -1
 
-    def _fail(self, err: FolderUnfit) -> None:
+    def _fail(self, err: Union[FolderUnfit, OSError], name: str = "") -> None:
+        """Give up, and say why. `name`: of the file or folder of which the system reports an error."""
         self.close()
+        if isinstance(err, OSError):
+            where = os.path.join(self._path or self._plan.cwd, *filter(None, (name,))) + self._on
+            is_full = err.errno in (errno.ENOSPC, errno.EDQUOT)
+            what = "there is no room for the files" if is_full else "the files cannot be written"
+            text = f"{what}: {where}: {err.strerror or err}"
+            err = FolderUnfit("disk" if is_full else "folder", text, ROOM if is_full else "")
         self._say("copy_failed", reason=str(err), kind=err.kind, fix=err.fix)
-
-    def _unfit(self, err: OSError, name: str = "") -> FolderUnfit:
-        """Return what to say of an error of the system."""
-        where = (os.path.join(self._path or self._plan.cwd, name) if name else self._path or self._plan.cwd) + self._on
-        why = err.strerror or str(err)
-        if err.errno in (errno.ENOSPC, errno.EDQUOT):
-            return FolderUnfit("disk", f"there is no room for the files: {where}: {why}", ROOM)
-        return FolderUnfit("folder", f"the files cannot be written: {where}: {why}", "")
 
     def _claim(self) -> bool:
         """Make the stage; return False if another agent has made it. Old ones of killed agents are removed."""

@@ -1,7 +1,7 @@
 """CUDA's calls by cupy, and this process's CUDA. cupy is imported when a GPU is asked for, never before.
 
 Compiled programs are kept on disk: compiling one takes a second or two, and every process of a job needs it. Each is a
-file `KEY-ARCHITECTURE-COMPILER.cubin` (`contract.cache_file`) in the user's cache. Where that cannot be written, as in
+file `KEY-ARCHITECTURE-COMPILER.cubin` (`contract.private`) in the user's cache. Where that cannot be written, as in
 many containers, they are in `distrun-cubins-UID` in the system's temporary folder, and where that cannot be, nowhere.
 That needs no GPU, and nothing fails because a file cannot be read or written: then the program is compiled.
 """
@@ -13,7 +13,6 @@ import importlib
 import importlib.util
 import os
 import re
-import stat
 import sys
 import tempfile
 import threading
@@ -49,7 +48,7 @@ from distrun_runtime.arrays.cuda import (
     never_freed,
 )
 from distrun_runtime.arrays.gpu_programs import OPTIONS, THREADS, Program
-from distrun_runtime.contract import cache_file, lasting
+from distrun_runtime.contract import private
 
 KIND = "cubins"
 SUFFIX = ".cubin"
@@ -65,17 +64,15 @@ def find_folder(env: Mapping[str, str] | None = None, temporary: str | None = No
         temporary: instead of the system's temporary folder.
     """
     with contextlib.suppress(OSError):
-        found = cache_file.make(KIND, env)
+        found = private.make_cache(KIND, env)
         if os.access(found, os.W_OK | os.X_OK):
             return found
     path = os.path.join(temporary or tempfile.gettempdir(), f"distrun-{KIND}-{os.geteuid()}")
     with contextlib.suppress(OSError):
-        path = lasting.own(path)
+        path = private.own(path)
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
-        info = os.lstat(path)
-        is_ours = stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o077
-        if is_ours and os.access(path, os.W_OK | os.X_OK):
+        if private.is_ours(os.lstat(path), rights=0o077) and os.access(path, os.W_OK | os.X_OK):
             return path
     return ""
 
@@ -94,14 +91,14 @@ def kept(folder: str, key: str, architecture: str, compiler: str, compile: Calla
     name = "-".join(re.sub(r"[^\w.]", "_", part) for part in (key, architecture, compiler)) + SUFFIX
     path = os.path.join(folder, name)
     with contextlib.suppress(OSError):
-        code = cache_file.read(path)
+        code = private.read_cached(path)
         if code:
             with contextlib.suppress(OSError):
                 os.utime(path)
             return code
     code = compile()
     with contextlib.suppress(OSError):
-        cache_file.write(path, code)
+        private.write_cached(path, code)
         _thin_out(folder)
     return code
 
@@ -112,7 +109,7 @@ def _thin_out(folder: str) -> None:
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
         with contextlib.suppress(OSError):  # another process removed it
-            if (name.endswith(SUFFIX) or name.startswith(cache_file.FRESH)) and os.lstat(path).st_mtime < before:
+            if (name.endswith(SUFFIX) or name.startswith(private.FRESH)) and os.lstat(path).st_mtime < before:
                 os.unlink(path)
 
 

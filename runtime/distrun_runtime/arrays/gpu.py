@@ -94,7 +94,7 @@ class GpuArray:
         known = math.prod(each for each in wanted if each != -1)
         made = tuple(self.size // max(1, known) if each == -1 else each for each in wanted)
         if math.prod(made) != self.size:
-            raise ValueError("cannot reshape %d elements to %r" % (self.size, wanted))
+            raise ValueError(f"cannot reshape {self.size} elements to {wanted!r}")
         return GpuArray(self.device, self.memory, self.begin, made, self.dtype)
 
     @property

@@ -66,7 +66,7 @@ class Gpus:
             if name not in self._devices:
                 count = self.order.cuda.count()
                 if not 0 <= physical < count:
-                    seen = ("none", "only gpu:0")[count] if count < 2 else "gpu:0 to gpu:%d" % (count - 1)
+                    seen = ("none", "only gpu:0")[count] if count < 2 else f"gpu:0 to gpu:{count - 1}"
                     raise KVError(
                         f"no device gpu:{physical}: this process sees {seen} (CUDA_VISIBLE_DEVICES may hide others)"
                     )

@@ -127,8 +127,8 @@ SUMS: tuple[tuple[str, str], ...] = (
 def kind_of(dtype: DType) -> str:
     """Return the kind by which the elements of a dtype that a store takes are summed; integers are unsigned."""
     if dtypes.is_float(dtype):
-        return "bf16" if dtype == dtypes.BFLOAT16 else "f%d" % (8 * dtype.itemsize)
-    return "u%d" % (8 * dtype.itemsize)
+        return "bf16" if dtype == dtypes.BFLOAT16 else f"f{8 * dtype.itemsize}"
+    return f"u{8 * dtype.itemsize}"
 
 
 def sum_of(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Finds the address of this machine that its peers use for data.
+"""Finds the address of this machine that its peers use for data, and the ports of a range in a random order.
 
 Standard library only, Python 3.8. Linux and macOS.
 """
@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import ipaddress
+import os
 import socket
 import sys
-from typing import List, Mapping, NamedTuple, Union
+from typing import List, Mapping, NamedTuple
 
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import ContractError
 
 _UP = 0x1  # IFF_UP, the same on Linux and the BSDs
-_Address = Union[ipaddress.IPv4Address, ipaddress.IPv6Address]
 
 
 class Interface(NamedTuple):
@@ -71,13 +71,9 @@ def interfaces() -> List[Interface]:
 
 def own() -> List[str]:
     """Return the addresses of this machine, those last that only this machine can reach."""
-    import ipaddress
-
-    found = [ipaddress.ip_address(row.ip) for row in interfaces()]
-    # A link-local address means nothing without an interface, which each node calls as it likes.
-    usable = [each for each in dict.fromkeys(found) if not each.is_link_local and not each.is_loopback]
-    loopback = [each for each in dict.fromkeys(found) if each.is_loopback]
-    return [str(each) for each in [*usable, *loopback]] or ["127.0.0.1"]
+    rows = interfaces()
+    loopback = [row for row in rows if ipaddress.ip_address(row.ip).is_loopback]
+    return list(dict.fromkeys(row.ip for row in [*_reachable(rows), *loopback])) or ["127.0.0.1"]
 
 
 def choose(interface: str = "", subnet: str = "", toward: str = "") -> str:
@@ -122,6 +118,7 @@ def reachable(is_six: bool) -> List[str]:
 
 
 def _reachable(rows: List[Interface]) -> List[Interface]:
+    # A link-local address means nothing without an interface, which each node calls as it likes.
     found = [(row, ipaddress.ip_address(row.ip)) for row in rows]
     return [row for row, ip in found if not ip.is_loopback and not ip.is_link_local]
 
@@ -136,8 +133,7 @@ def reached_at(env: Mapping[str, str]) -> str:
         ip = ipaddress.ip_address(words[2].split("%")[0])
     except (IndexError, ValueError):
         return ""
-    mapped = getattr(ip, "ipv4_mapped", None)
-    ip = mapped or ip
+    ip = getattr(ip, "ipv4_mapped", None) or ip
     return "" if ip.is_loopback or ip.is_link_local or ip.is_unspecified else str(ip)
 
 
@@ -189,7 +185,7 @@ def _ipv4_first(rows: List[Interface]) -> List[Interface]:
 def _first(rows: List[Interface], wrong: str, option: str) -> str:
     if rows:
         return rows[0].ip
-    known = ", ".join("%s %s/%d" % row for row in interfaces()) or "none that the system would tell"
+    known = ", ".join(f"{row.name} {row.ip}/{row.prefix}" for row in interfaces()) or "none that the system would tell"
     raise ContractError(f"{wrong} on host {socket.gethostname()}; it has: {known}. Give one of them with {option}")
 
 
@@ -222,3 +218,23 @@ def _raw_address(pointer: int, size: int = 0) -> bytes:
         # Netmasks come cut short: what is missing is zero.
         return ctypes.string_at(pointer, max(head[0], start))[start : start + size].ljust(size, b"\0")
     return ctypes.string_at(pointer + start, size)
+
+
+def ports_to_try(port_range: str) -> List[int]:
+    """Return the ports to try, from a random one on; [0] (any) for an empty range.
+
+    Raises:
+        ContractError: not A-B with 1 <= A <= B <= 65535.
+    """
+    if not port_range.strip():
+        return [0]
+    first, dash, last = port_range.partition("-")
+    try:
+        low, high = int(first), int(last if dash else first)
+    except ValueError:
+        low = high = 0
+    if not 1 <= low <= high <= 65535:
+        raise ContractError(f"port range {port_range!r}: expected A-B with 1 <= A <= B <= 65535")
+    # Jobs that start together should not all try the same ports first.
+    at = low + int.from_bytes(os.urandom(2), "big") % (high - low + 1)
+    return [*range(at, high + 1), *range(low, at)]

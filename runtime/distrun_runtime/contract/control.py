@@ -295,11 +295,56 @@ class Conversation:
         return request
 
 
-# ---------------------------------------------------------------------- frames to a client
+# ---------------------------------------------------------------------- messages to a client
+
+TO_CLIENT: Dict[str, Type[Any]] = {}
+"""By type of frame. `docs/protocol.md` says what the members mean."""
 
 
+def _to_client(kind: str) -> Callable[[Type[_T]], Type[_T]]:
+    def declare(message: Type[_T]) -> Type[_T]:
+        TO_CLIENT[kind] = message
+        return message
+
+    return declare
+
+
+@_to_client("hello")
+class CoordinatorHello(NamedTuple):
+    """The coordinator introduces itself."""
+
+    job: str
+    pid: int
+    host: str
+    version: Tuple[int, ...] = VERSION
+
+
+@_to_client("state")
+class JobState(NamedTuple):
+    """What state.json holds."""
+
+    state: Mapping[str, Any]
+    missed: Optional[int] = None
+    """So many events and messages were left out before it."""
+
+
+@_to_client("event")
+class JobEvent(NamedTuple):
+    """What is a line of events.jsonl."""
+
+    event: Mapping[str, Any]
+
+
+@_to_client("metrics")
+class JobNumbers(NamedTuple):
+    """A snapshot of the job's numbers, of schema METRICS_SCHEMA."""
+
+    metrics: Mapping[str, Any]
+
+
+@_to_client("output")
 class Chunk(NamedTuple):
-    """A piece of a task's output on its way to a client."""
+    """A piece of a task's output."""
 
     task: str
     host: str
@@ -313,49 +358,15 @@ class Chunk(NamedTuple):
     """Where a later subscription goes on after this piece."""
     time: Optional[float] = None
     """When it came; None: just now."""
-    attempt: int = 0
+    attempt: Optional[int] = None
 
 
-def hello(job: str, pid: int, host: str) -> bytes:
-    """Return the coordinator's `hello`."""
-    return session.encode({"type": "hello", "version": list(VERSION), "job": job, "pid": pid, "host": host})
+@_to_client("gap")
+class OutputGap(NamedTuple):
+    """So many bytes of output are not in the logs any more."""
 
-
-def client_hello() -> bytes:
-    """Return a client's `hello`."""
-    return session.encode({"type": "hello", "version": list(VERSION)})
-
-
-def state(value: Mapping[str, Any], missed: int = 0) -> bytes:
-    """Return the job's state. `missed`: so many events and messages were left out before it."""
-    header = {"type": "state", "state": dict(value)}
-    return session.encode(dict(header, missed=missed) if missed else header)
-
-
-def event(value: Mapping[str, Any]) -> bytes:
-    """Return what is a line of events.jsonl."""
-    return session.encode({"type": "event", "event": dict(value)})
-
-
-def metrics(snapshot: Mapping[str, Any]) -> bytes:
-    """Return a snapshot of the job's numbers, of schema METRICS_SCHEMA."""
-    return session.encode({"type": "metrics", "metrics": dict(snapshot)})
-
-
-def output(chunk: Chunk) -> bytes:
-    """Return a piece of a task's output."""
-    header: Dict[str, Any] = {"type": "output", "task": chunk.task, "host": chunk.host, "stream": chunk.stream}
-    header.update(at=chunk.at, length=chunk.length)
-    if chunk.cursor is not None:
-        header["cursor"] = chunk.cursor
-    if chunk.time is not None:
-        header.update(time=chunk.time, attempt=chunk.attempt)
-    return session.encode(header, chunk.data)
-
-
-def gap(length: int, cursor: int) -> bytes:
-    """Return that `length` bytes of output are not in the logs any more."""
-    return session.encode({"type": "gap", "length": length, "cursor": cursor})
+    length: int
+    cursor: int
 
 
 class CopyProgress(NamedTuple):
@@ -370,43 +381,108 @@ class CopyProgress(NamedTuple):
         return f"sync {self.ready}/{self.hosts}: {self.detail}"
 
 
-def said(text: str, level: str, sync: Optional[CopyProgress] = None) -> bytes:
-    """Return a message of distrun's own. `sync`: it tells how far the copy is."""
-    header = {"type": "said", "text": text, "level": level}
-    return session.encode(dict(header, sync=sync._asdict()) if sync else header)
+@_to_client("said")
+class Said(NamedTuple):
+    """A message of distrun's own."""
+
+    text: str
+    level: str
+    sync: Optional[CopyProgress] = None
+    """It tells how far the copy is."""
 
 
-def prompt(number: int, text: str, limit_s: float) -> bytes:
-    """Return a question to the user."""
-    return session.encode({"type": "prompt", "id": number, "text": text, "limit_s": limit_s})
+@_to_client("prompt")
+class Prompt(NamedTuple):
+    """A question to the user at the launching client."""
+
+    id: int
+    text: str
+    limit_s: float
 
 
-def withdrawn(number: int) -> bytes:
-    """Return that a question needs no answer any more."""
-    return session.encode({"type": "withdrawn", "id": number})
+@_to_client("withdrawn")
+class PromptWithdrawn(NamedTuple):
+    """That question needs no answer any more."""
+
+    id: int
 
 
-def done(kind: str, **members: Any) -> bytes:
-    """Return the answer to `stop`, `kill` or `detach`: a frame of the same type."""
-    return session.encode({"type": kind, **members})
+@_to_client("stop")
+@_to_client("kill")
+@_to_client("detach")
+class Done(NamedTuple):
+    """What the client asked for by a frame of this type was heard."""
+
+    type: str
+    released: Optional[bool] = None
+    """`detach`: whether there was a launching client to let go."""
 
 
-def stack(members: Mapping[str, Any]) -> bytes:
-    """Return where a task stands: task, text, how, error, fix; and how many answers are still to come: left."""
-    return session.encode({"type": "stack", **members})
+@_to_client("stack")
+class TaskStack(NamedTuple):
+    """Where a task stands, or why that cannot be said."""
+
+    task: str
+    left: int
+    """So many answers to this question are still to come."""
+    text: str = ""
+    how: str = ""
+    error: str = ""
+    fix: str = ""
 
 
-def detached(cursor: Optional[int]) -> bytes:
-    """Return, to the client that launched the job, that it goes on without it. `cursor`: where its output ended."""
-    return session.encode({"type": "detached", "cursor": cursor})
+@_to_client("detached")
+class LauncherReleased(NamedTuple):
+    """The job goes on without the client that launched it."""
+
+    cursor: int
+    """Where its output ended."""
 
 
-def outcome(value: Mapping[str, Any]) -> bytes:
-    """Return the job's outcome (`coordinator.outcome.Outcome` as JSON-able values)."""
-    return session.encode({"type": "outcome", "outcome": dict(value)})
+@_to_client("outcome")
+class JobEnded(NamedTuple):
+    """The job's outcome (`coordinator.failures.Outcome` as JSON-able values)."""
+
+    outcome: Mapping[str, Any]
 
 
-def failure(err: BaseException, exit_code: Optional[int] = None, hint: str = "") -> Dict[str, Any]:
+@_to_client("failed")
+class CoordinatorFailed(NamedTuple):
+    """The error that leaves the job without an outcome."""
+
+    kind: str
+    message: str
+    hint: str
+    exit_code: int
+    trace: str
+
+
+@_to_client("refused")
+class RequestRefused(NamedTuple):
+    """Why a client does not get what it asked for."""
+
+    message: str
+    hint: str = ""
+
+
+_TYPES = {message: kind for kind, message in TO_CLIENT.items()}
+
+
+def encode(message: Any) -> bytes:
+    """Return the frame of a message to a client. Members that are None are left out, bytes are its body."""
+    header: Dict[str, Any] = {"type": _TYPES[type(message)]}
+    for name, value in message._asdict().items():
+        if value is not None and name != "data":
+            header[name] = value._asdict() if isinstance(value, CopyProgress) else value
+    return session.encode(header, getattr(message, "data", b""))
+
+
+def client_hello() -> bytes:
+    """Return a client's `hello`."""
+    return session.encode({"type": "hello", "version": VERSION})
+
+
+def failure(err: BaseException, exit_code: Optional[int] = None, hint: str = "") -> CoordinatorFailed:
     """Return what a client is told of an error that leaves a job without an outcome.
 
     Args:
@@ -421,14 +497,4 @@ def failure(err: BaseException, exit_code: Optional[int] = None, hint: str = "")
         exit_code, hint = facts.EXIT_INTERNAL, "please report it, with what -vv prints"
         message = f"internal error: {type(err).__name__}: {err}"
     trace = "".join(traceback.format_exception(type(err), err, err.__traceback__))
-    return {"kind": type(err).__name__, "message": message, "hint": hint, "exit_code": exit_code, "trace": trace}
-
-
-def failed(error: Mapping[str, Any]) -> bytes:
-    """Return why there is no outcome, as `failure` says it."""
-    return session.encode({"type": "failed", **error})
-
-
-def refused(refusal: Refusal) -> bytes:
-    """Return why a client does not get what it asked for."""
-    return session.encode({"type": "refused", "message": str(refusal), "hint": refusal.hint})
+    return CoordinatorFailed(type(err).__name__, message, hint, exit_code, trace)

@@ -88,7 +88,7 @@ def needs_linger(root: str = "") -> Optional[str]:
 
 def ends_at_logout(root: str = "") -> bool:
     """Return whether a logout ends this process and what it starts. `root`: where the system's files are; for tests."""
-    return _is_of_a_login(root) and _kills_users(root)
+    return _is_of_a_login(root) and kills_processes(root)
 
 
 def _is_of_a_login(root: str) -> bool:
@@ -100,7 +100,8 @@ def _is_of_a_login(root: str) -> bool:
     return any(part.startswith("session-") and part.endswith(".scope") for part in text.replace("\n", "/").split("/"))
 
 
-def _kills_users(root: str) -> bool:
+def kills_processes(root: str = "") -> bool:
+    """Return whether systemd-logind ends what this user's logins leave behind. `root`: as above."""
     settings = {"KillUserProcesses": "no", "KillOnlyUsers": "", "KillExcludeUsers": "root"}
     drop_ins = {path.name: path for folder in _DROP_INS for path in sorted(Path(root + folder).glob("*.conf"))}
     for path in [*(Path(root + name) for name in _CONFIG), *(drop_ins[name] for name in sorted(drop_ins))]:

@@ -138,7 +138,7 @@ def nonce_of(line: bytes) -> str:
     """
     members = decode(line)
     if members["type"] != "enrol" or members.get("version") != VERSION:
-        raise WireError("expected enrolment version %d, got %.200r" % (VERSION, dict(members)))
+        raise WireError(f"expected enrolment version {VERSION}, got {dict(members)!r:.200}")
     return _text(members, "nonce")
 
 
@@ -150,7 +150,7 @@ def claim_of(line: bytes) -> Claim:
     """
     members = decode(line)
     if members["type"] not in (CLAIM, REDIAL):
-        raise WireError("expected a claim, got %.80r" % members["type"])
+        raise WireError(f"expected a claim, got {members['type']!r:.80}")
     job, place, nonce, proof = (_text(members, name) for name in ("job", "place", "nonce", "proof"))
     return Claim(members["type"] == REDIAL, job, place, nonce, proof, members.get("program") is True)
 
@@ -158,7 +158,7 @@ def claim_of(line: bytes) -> Claim:
 def _text(members: Mapping[str, Any], name: str) -> str:
     value = members.get(name)
     if not is_name(value):
-        raise WireError("%.80r is no %s" % (value, name))
+        raise WireError(f"{value!r:.80} is no {name}")
     return str(value)
 
 

@@ -210,5 +210,5 @@ def time_of_day(when: float) -> str:
 
 def listed(names: Sequence[str], most: int) -> str:
     """Return names with commas between them, and of more than `most` how many are left out: `a, b and 3 more`."""
-    more = " and %d more" % (len(names) - most) if len(names) > most else ""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -13,7 +13,7 @@ long.
 from __future__ import annotations
 
 import re
-from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, NewType, Optional, Tuple
+from typing import Any, Callable, Dict, FrozenSet, List, Mapping, NamedTuple, NewType, Optional, Tuple
 
 from distrun_runtime.contract import facts
 from distrun_runtime.errors import ContractError
@@ -233,9 +233,9 @@ class Plan(NamedTuple):
 
     def host_of(self, place: str) -> Host:
         """Return the node of a place; KeyError if there is none."""
-        name = next((each.host for each in self.places if each.name == place), "" if self.places else place)
+        names = {each.name: each.host for each in self.all_places}
         for host in self.hosts:
-            if host.name == name:
+            if host.name == names[place]:
                 return host
         raise KeyError(place)
 
@@ -257,42 +257,34 @@ class Plan(NamedTuple):
         more = self.activate or any(task.needs or task.cwd != self.cwd for task in self.tasks)
         return self.sync is not None and bool(more)
 
-    def share(self, place: str) -> Plan:
-        """Return the plan cut down to what the agent of `place` needs, however large the job is.
 
-        That is its own tasks, the places of its node, and of the other hosts the first: towards it the agent looks for
-        its address. How they are reached is none of its business.
-        """
-        return Shares(self).of(place)
+def shares(plan: Plan) -> Callable[[str], Plan]:
+    """Return what cuts the plan down to what the agent of a place needs, however large the job is.
 
+    That is its own tasks, the places of its node, and of the other hosts the first: towards it the agent looks for
+    its address. How they are reached is none of its business. The plan is looked through once: it may have thousands of
+    places. What is returned raises KeyError if there is no such place.
+    """
+    numbers = {host.name: number for number, host in enumerate(plan.hosts)}
+    host_of = {place.name: place.host for place in plan.all_places}
+    places: Dict[str, List[Place]] = {}
+    for place in plan.places:
+        places.setdefault(place.host, []).append(place)
+    tasks: Dict[str, List[Task]] = {}
+    for task in plan.tasks:
+        tasks.setdefault(task.place_name, []).append(task)
 
-class Shares:
-    """The shares of all places of a plan, which is looked through once: it may have thousands."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._hosts = {host.name: number for number, host in enumerate(plan.hosts)}
-        self._places: Dict[str, List[Place]] = {}
-        """By host."""
-        for place in plan.all_places:
-            self._places.setdefault(place.host, []).append(place)
-        self._host_of = {place.name: place.host for place in plan.all_places}
-        self._tasks: Dict[str, List[Task]] = {}
-        """By place."""
-        for task in plan.tasks:
-            self._tasks.setdefault(task.place_name, []).append(task)
-
-    def of(self, place: str) -> Plan:
-        """Return `Plan.share` of a place; KeyError if there is none."""
-        plan = self._plan
-        name = self._host_of[place]
-        number = self._hosts[name]
-        numbers = sorted({number, 0 if number else min(1, len(plan.hosts) - 1)})
+    def of(place: str) -> Plan:
+        host = host_of[place]
+        number = numbers[host]
+        others = sorted({number, 0 if number else min(1, len(plan.hosts) - 1)})
         return plan._replace(
-            hosts=tuple(plan.hosts[each]._replace(reach=Reach(_NONE)) for each in numbers),
-            tasks=tuple(self._tasks.get(place, ())),
-            places=tuple(self._places[name]) if plan.places else (),
+            hosts=tuple(plan.hosts[each]._replace(reach=Reach(_NONE)) for each in others),
+            tasks=tuple(tasks.get(place, ())),
+            places=tuple(places.get(host, ())),
         )
+
+    return of
 
 
 class Secrets:
@@ -363,28 +355,20 @@ def from_json(value: Mapping[str, Any]) -> Plan:
     if value.get("version") != VERSION:
         raise ContractError(f"this is plan version {value.get('version')!r}; this program knows version {VERSION}")
     try:
-        members = dict(value)
-        members["hosts"] = tuple(Host(**_tuples(host, "ports")) for host in value["hosts"])
-        members["tasks"] = tuple(_task(task) for task in value["tasks"])
-        members["places"] = tuple(_place(place) for place in value["places"])
+        members = _tuples(value)
+        members["hosts"] = tuple(Host(**_tuples(host)) for host in value["hosts"])
+        members["tasks"] = tuple(Task(**_tuples(task)) for task in value["tasks"])
+        members["places"] = tuple(
+            Place(**dict(place, resources=Resources(**_tuples(place["resources"])))) for place in value["places"]
+        )
         members["limits"] = Limits(**value["limits"])
         members["runtime"] = Runtime(**value["runtime"])
-        members["sync"] = Sync(**_tuples(value["sync"], "activated")) if value["sync"] is not None else None
-        return Plan(**_tuples(members, "command", "unset", "joined", "forward_signals"))
+        members["sync"] = Sync(**_tuples(value["sync"])) if value["sync"] is not None else None
+        return Plan(**members)
     except (KeyError, TypeError) as err:
         raise ContractError(f"this is not a plan of distrun: {err}") from err
 
 
-def _task(value: Mapping[str, Any]) -> Task:
-    gpus = ("gpus",) if value.get("gpus") is not None else ()
-    return Task(**_tuples(value, "argv", "secret_env", "needs", *gpus))
-
-
-def _place(value: Mapping[str, Any]) -> Place:
-    return Place(**dict(value, resources=Resources(**_tuples(value["resources"], "gpus"))))
-
-
-def _tuples(value: Mapping[str, Any], *names: str) -> Dict[str, Any]:
-    members = dict(value)
-    members.update((name, tuple(members[name])) for name in names if name in members)
-    return members
+def _tuples(value: Mapping[str, Any]) -> Dict[str, Any]:
+    """Return members of JSON with tuples in place of lists."""
+    return {name: tuple(member) if isinstance(member, list) else member for name, member in value.items()}

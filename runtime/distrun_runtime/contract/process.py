@@ -15,9 +15,10 @@ import functools
 import os
 import signal
 import sys
+import time
 from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Set, Tuple
 
-from distrun_runtime.contract import environ, ps
+from distrun_runtime.contract import environ
 
 TASKS_SIGNALS = ("USR1", "USR2")
 """Signals that mean nothing to distrun: they are for tasks, if the user says so (`Plan.forward_signals`)."""
@@ -26,6 +27,10 @@ SAME_WARNING_S = 30.0
 """A signal that comes from several sources within this time is one warning; one that a source repeats is another."""
 
 _DEAD = ("Z", "X")
+_OF_PS = "ps:"
+"""Begins a start that ps has told."""
+_LSTART = "%a %b %d %H:%M:%S %Y"
+_PS_S = 10.0
 _SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 
@@ -126,8 +131,9 @@ def pipe_identity(descriptor: int) -> str:
 
 def is_alive(who: Identity) -> bool:
     """Return whether that very process still runs. One that waits to be reaped is dead."""
-    found = _look(who)
-    return found is not None and not found.is_dead
+    # Its row is read in the way in which its start was learnt.
+    rows = _table_of_ps([who.pid]) if who.start.startswith(_OF_PS) else [_row_of_proc(str(who.pid))]
+    return any(row is not None and _is_same_start(row.start, who.start) and not row.is_dead for row in rows)
 
 
 def is_among(who: Identity, rows: Mapping[int, Process]) -> bool:
@@ -135,10 +141,9 @@ def is_among(who: Identity, rows: Mapping[int, Process]) -> bool:
     row = rows.get(who.pid)
     if row is None:
         return False
-    if _is_of_ps(row.start) != _is_of_ps(who.start):  # learnt in another way: they cannot be compared
+    if row.start.startswith(_OF_PS) != who.start.startswith(_OF_PS):  # learnt in another way: they cannot be compared
         return is_alive(who)
-    is_same = ps.is_same_start(row.start, who.start) if _is_of_ps(who.start) else row.start == who.start
-    return is_same and not row.is_dead
+    return _is_same_start(row.start, who.start) and not row.is_dead
 
 
 def table(pids: Optional[Iterable[int]] = None) -> List[Process]:
@@ -183,13 +188,18 @@ def environ_of(pid: int) -> Dict[str, str]:
     In portable mode it comes from ps: values end at the first blank, and some systems show none.
     """
     if is_portable():
-        return ps.environs([pid]).get(pid, {})
+        return _environs_of_ps([pid]).get(pid, {})
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             entries = file.read().split(b"\0")
     except OSError:
         return {}
     return _pairs(entry.decode("utf-8", "surrogateescape") for entry in entries)
+
+
+def environs_of(pids: List[int]) -> Dict[int, Dict[str, str]]:
+    """Return what `environ_of` does for several processes, by their ids. In portable mode ps is run only twice."""
+    return _environs_of_ps(pids) if is_portable() else {pid: environ_of(pid) for pid in pids}
 
 
 def marks(job: str, nonce: str, host: Optional[str] = None, place: Optional[str] = None) -> Dict[str, str]:
@@ -216,16 +226,14 @@ def marked(marks: Mapping[str, str], rows: Optional[List[Process]] = None) -> Li
     Only the calling user's: root can read everybody's environment, and anybody can write anything into his own.
     """
     living = [row for row in (table() if rows is None else rows) if not row.is_dead]
-    if is_portable():
-        environs = ps.environs([row.pid for row in living] if rows is not None else None)
-        return mine([row for row in living if has_marks(environs.get(row.pid, {}), marks)])
-    return mine([row for row in living if has_marks(environ_of(row.pid), marks)])
+    environs = environs_of([row.pid for row in living])
+    return mine([row for row in living if has_marks(environs.get(row.pid, {}), marks)])
 
 
 def mine(rows: Iterable[Process]) -> List[Process]:
     """Return the processes of `rows` that the calling user started (the real user id), root's own ones for root."""
     if is_portable():
-        pids = ps.pids_of(os.geteuid())
+        pids = {int(line) for line in _ps("-U", str(os.geteuid()), "-o", "pid=").split()}
         return [row for row in rows if row.pid in pids]
     return [row for row in rows if _owner(row.pid) == os.geteuid()]
 
@@ -233,7 +241,7 @@ def mine(rows: Iterable[Process]) -> List[Process]:
 def command_of(pid: int, limit: int = 200) -> str:
     """Return a process's command line for people, at most `limit` characters; empty if it is gone."""
     if is_portable():
-        return ps.command(pid)[:limit]
+        return " ".join(_ps("-o", "command=", "-p", str(pid)).split())[:limit]
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             words = file.read().replace(b"\0", b" ")
@@ -292,21 +300,6 @@ def send_signal(who: Identity, number: int) -> bool:
     return True
 
 
-def _is_of_ps(start: str) -> bool:
-    return start.startswith("ps:")
-
-
-def _look(who: Identity) -> Optional[Process]:
-    """Return the row of that very process, read the way its start was."""
-    if _is_of_ps(who.start):
-        for row in _table_of_ps([who.pid]):
-            if ps.is_same_start(row.start, who.start):
-                return row
-        return None
-    found = _row_of_proc(str(who.pid)) if _has_procfs() else None
-    return found if found is not None and found.start == who.start else None
-
-
 @functools.lru_cache(maxsize=None)
 def boot_id() -> str:
     """Return what this boot of this machine is called; empty where the system does not say (it is not Linux)."""
@@ -337,10 +330,6 @@ def _owner(pid: int) -> Optional[int]:
     except OSError:
         return None
     return int(words[1]) if len(words) > 1 else None
-
-
-def _table_of_ps(pids: Optional[List[int]]) -> List[Process]:
-    return [Process(*row) for row in ps.rows(pids)]
 
 
 def _pairs(entries: Iterable[str]) -> Dict[str, str]:
@@ -386,3 +375,80 @@ def user_name(uid: Optional[int] = None) -> str:
         return pwd.getpwuid(os.geteuid() if uid is None else uid).pw_name
     except KeyError:
         return ""
+
+
+# What the `ps` program tells about processes: the portable way.
+
+
+def _table_of_ps(pids: Optional[List[int]]) -> List[Process]:
+    """Return the process table, or its rows for `pids`, without the `ps` that was run for it."""
+    if pids is not None and not pids:
+        return []
+    found: List[Process] = []
+    which = ("-A",) if pids is None else ("-p", ",".join(map(str, pids)))
+    for line in _ps(*which, "-o", "pid=,ppid=,pgid=,stat=,lstart=,comm=").splitlines():
+        words = line.split()
+        if len(words) < 9 or (int(words[1]) == os.getpid() and os.path.basename(words[-1]) == "ps"):
+            continue
+        pid = int(words[0])
+        try:
+            sid = os.getsid(pid)  # ps has no form of the session id that all systems share
+        except OSError:
+            sid = 0
+        found.append(Process(pid, int(words[1]), int(words[2]), sid, _start_of_ps(words[4:9]), words[3][:1]))
+    return found
+
+
+def _environs_of_ps(pids: List[int]) -> Dict[int, Dict[str, str]]:
+    """Return environments as ps shows them: what `e` adds to the command line (Linux, macOS, BSD)."""
+    which = ("-p", ",".join(map(str, pids)))
+    plain = _by_pid(_ps(*which, "-ww", "-o", "pid=,command=")) if pids else {}
+    full = _by_pid(_ps("eww", *which, "-o", "pid=,command=")) if pids else {}
+    # Cut the command line off, so that a mark among its arguments is none.
+    return {
+        pid: _pairs(full[pid][len(text) :].split()) for pid, text in plain.items() if full.get(pid, "").startswith(text)
+    }
+
+
+def _is_same_start(one: str, other: str) -> bool:
+    """Return whether two starts mean one: Linux's ps works them out from the uptime, a second early or late."""
+    if not (one.startswith(_OF_PS) and other.startswith(_OF_PS)):
+        return one == other
+    try:
+        return abs(int(one[len(_OF_PS) :]) - int(other[len(_OF_PS) :])) <= 2
+    except ValueError:
+        return False
+
+
+def _start_of_ps(words: List[str]) -> str:
+    import calendar  # with its locales: only where ps is asked
+
+    try:
+        return f"{_OF_PS}{calendar.timegm(time.strptime(' '.join(words), _LSTART))}"
+    except ValueError:
+        return ""
+
+
+def _by_pid(text: str) -> Dict[int, str]:
+    lines = (line.strip().partition(" ") for line in text.splitlines())
+    return {int(pid): command.strip() for pid, _, command in lines if pid.isdigit()}
+
+
+def _ps(*arguments: str) -> str:
+    """Return what ps prints; empty when it cannot be run. TZ and LC_ALL fix the form of its times."""
+    import subprocess
+
+    env = dict(environ.snapshot(), LC_ALL="C", TZ="UTC0")
+    try:
+        done = subprocess.run(
+            ["ps", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=env,
+            timeout=_PS_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode("utf-8", "surrogateescape")

@@ -57,18 +57,10 @@ class Frame(NamedTuple):
 
 def encode(header: Dict[str, Any], body: bytes = b"") -> bytes:
     """Return the bytes of one frame; "size" is filled in from `body`."""
-    return head(dict(header, size=checked(len(body))) if body else header) + body
-
-
-def checked(size: int) -> int:
-    """Return a body's size. Raises WireError: it is over the limit."""
-    if size > BODY_LIMIT:
-        raise WireError(f"a body of {size} bytes is over the limit of {BODY_LIMIT}")
-    return size
-
-
-def head(header: Dict[str, Any]) -> bytes:
-    """Return the bytes of a frame before its body."""
+    if len(body) > BODY_LIMIT:
+        raise WireError(f"a body of {len(body)} bytes is over the limit of {BODY_LIMIT}")
+    if body:
+        header = dict(header, size=len(body))
     # Arguments and values may hold bytes that are not UTF-8; os.fsdecode made surrogates of them.
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
     try:
@@ -78,7 +70,7 @@ def head(header: Dict[str, Any]) -> bytes:
         data = text.encode("utf-8", "surrogateescape")
     if len(data) > HEADER_LIMIT:
         raise WireError(f"a frame header of {len(data)} bytes is over the limit of {HEADER_LIMIT}")
-    return _LENGTH.pack(len(data)) + data
+    return _LENGTH.pack(len(data)) + data + body
 
 
 def first(data: bytes) -> Tuple[Optional[Frame], bytes]:
@@ -108,30 +100,29 @@ class Decoder:
             WireError: the stream is not ours (length, JSON or "size" out of bounds); it cannot be resumed.
         """
         self._buffer += data
-        return list(self._frames())
-
-    @property
-    def pending(self) -> int:
-        """Bytes that arrived but do not make a whole frame yet."""
-        return len(self._buffer)
-
-    def _frames(self) -> Iterator[Frame]:
+        frames: List[Frame] = []
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
             if length > HEADER_LIMIT:
                 raise WireError(f"a frame header of {length} bytes was announced; the limit is {HEADER_LIMIT}")
             start = _LENGTH.size + length
             if len(self._buffer) < start:
-                return
+                break
             header = _header(bytes(self._buffer[_LENGTH.size : start]))
             size = header.get("size", 0)
             if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= BODY_LIMIT:
                 raise WireError(f"frame {header.get('type')!r} announces a body of {size!r} bytes")
             if len(self._buffer) < start + size:
-                return
+                break
             body = bytes(self._buffer[start : start + size])
             del self._buffer[: start + size]
-            yield Frame(header, body)
+            frames.append(Frame(header, body))
+        return frames
+
+    @property
+    def pending(self) -> int:
+        """Bytes that arrived but do not make a whole frame yet."""
+        return len(self._buffer)
 
 
 def _header(text: bytes) -> Dict[str, Any]:
@@ -140,7 +131,7 @@ def _header(text: bytes) -> Dict[str, Any]:
     except (ValueError, RecursionError) as err:  # the latter: brackets without end
         raise WireError(f"frame header is not JSON: {err}") from err
     if not isinstance(header, dict) or not isinstance(header.get("type"), str):
-        raise WireError('frame header is not an object with a "type": %.80r' % text)
+        raise WireError(f'frame header is not an object with a "type": {text!r:.80}')
     return header
 
 
@@ -166,16 +157,8 @@ Source = Union[bytes, BinaryIO, Iterable[bytes]]
 """Where a large body is: in memory, in a file (read from where it stands), or in pieces."""
 
 
-class _Kept(NamedTuple):
-    """A numbered frame that the other side has not said to have."""
-
-    seq: int
-    head: bytes
-    body: bytes
-
-    @property
-    def size(self) -> int:
-        return len(self.head) + len(self.body)
+_Kept = Tuple[int, bytes]
+"""A numbered frame that the other side has not said to have: its number and its bytes."""
 
 
 class Session:
@@ -204,10 +187,10 @@ class Session:
         self._unsent: Deque[_Kept] = deque()
         self._sent: Deque[_Kept] = deque()
         self._acked = 0
-        self._held = 0
-        """Bytes of both."""
-        self._queued = 0
-        """Bytes of what was not sent."""
+        self.held = 0
+        """Bytes of frames that the other side has not said to have, sent or not; large bodies only as far as read."""
+        self.unsent = 0
+        """Bytes of frames that wait to be sent; not those of large bodies, and not pings."""
         self._large: Deque[_LargeBody] = deque()
         self._large_sent = 0
         """Bytes of large bodies in the whole session."""
@@ -223,16 +206,6 @@ class Session:
         self._granted = WINDOW
         """What `credit` said last."""
         self._is_credit_due = False
-
-    @property
-    def held(self) -> int:
-        """Bytes of frames that the other side has not said to have, sent or not; large bodies only as far as read."""
-        return self._held
-
-    @property
-    def unsent(self) -> int:
-        """Bytes of frames that wait to be sent; not those of large bodies, and not pings."""
-        return self._queued
 
     @property
     def is_idle(self) -> bool:
@@ -272,9 +245,8 @@ class Session:
                 if len(self._first) > WAITING:
                     self._first.popleft()
             return
-        kept = self._keep(header, body)
-        self._unsent.append(kept)
-        self._queued += kept.size
+        self._unsent.append(self._keep(header, body))
+        self.unsent += len(self._unsent[-1][1])
 
     def send_large(self, header: Dict[str, Any], source: Source) -> None:
         """Have a large body sent in chunks, after the large bodies before it.
@@ -301,17 +273,17 @@ class Session:
             return b""
         if self._unsent:
             kept = self._unsent.popleft()
-            self._queued -= kept.size
+            self.unsent -= len(kept[1])
         elif self._may_send_chunk():
             kept = self._chunk()
         else:
             return b""
         self._sent.append(kept)
-        return kept.head + kept.body
+        return kept[1]
 
     def forget_sent(self) -> None:
         """Keep nothing that was sent: it will not be acknowledged, and there will be no other connection."""
-        self._held -= sum(kept.size for kept in self._sent)
+        self.held -= sum(len(data) for _, data in self._sent)
         self._sent.clear()
 
     def _told_received(self) -> int:
@@ -325,19 +297,16 @@ class Session:
         return self._granted
 
     def _keep(self, header: Dict[str, Any], body: bytes) -> _Kept:
-        numbered = dict(header, seq=self._number + 1)
-        if body:
-            numbered["size"] = checked(len(body))
-        kept = _Kept(self._number + 1, head(numbered), body)
-        if self._held + kept.size > self._limit:
+        data = encode(dict(header, seq=self._number + 1), body)
+        if self.held + len(data) > self._limit:
             count = len(self._sent) + len(self._unsent)
             raise WireError(
-                f"the other side does not say that it has what was sent: {self._held} bytes in {count} frames are kept,"
-                f" and {header['type']!r} with {kept.size} more is over the limit of {self._limit}"
+                f"the other side does not say that it has what was sent: {self.held} bytes in {count} frames are kept,"
+                f" and {header['type']!r} with {len(data)} more is over the limit of {self._limit}"
             )
         self._number += 1
-        self._held += kept.size
-        return kept
+        self.held += len(data)
+        return self._number, data
 
     def _may_send_chunk(self) -> bool:
         return bool(self._large) and self._allowed - self._large_sent >= self._large[0].size
@@ -393,8 +362,8 @@ class Session:
         seq = header["seq"]
         if not seq <= self._number - len(self._unsent):
             raise WireError(f"frame {seq} is said to have come; the last that was sent is {self._number}")
-        while self._sent and self._sent[0].seq <= seq:
-            self._held -= self._sent.popleft().size
+        while self._sent and self._sent[0][0] <= seq:
+            self.held -= len(self._sent.popleft()[1])
         self._acked = max(self._acked, seq)
 
     def _on_credit(self, header: Dict[str, int]) -> None:
@@ -425,7 +394,7 @@ class Session:
         # If this connection is our first, it was only the other side's that was cut.
         self._is_resume_due = not self._said_resume
         self._awaits_resume, self.is_resumed = False, True
-        self._queued += sum(kept.size for kept in self._sent)
+        self.unsent += sum(len(data) for _, data in self._sent)
         self._unsent.extendleft(reversed(self._sent))
         self._sent.clear()
 

@@ -334,58 +334,25 @@ class SessionChannel:
         """When the last bytes came."""
         self.waiting_at = ""
         """Where on its host the agent waits for another connection; empty: nowhere."""
-        self._host = host
+        self.host = host
         self._holds = holds
         self._greets = greets
         self._is_eager = is_eager
         self._session = Session()
-        self._inlet = Inlet(host, self._session, greets)
+        self.inlet = Inlet(host, self._session, greets)
+        """What the agent has said."""
         self._put: Optional[Put] = None
         self._diverted: Tuple[Tuple[type, ...], Optional[Put]] = ((), None)
         self._connection: Optional[ByteStream] = None
         self._is_closing = False
-        self._was_used = False
-
-    @property
-    def host(self) -> str:
-        """`Host.name` of the plan."""
-        return self._host
+        self.was_used = False
+        """Anything was sent."""
 
     @property
     def holds(self) -> bool:
         """Whether a cut is not the end: so if it was asked for, and the agent was there and does not leave."""
-        ends = self.is_over or self._inlet.is_leaving or self._is_closing or self.is_killed
-        return self._holds and self._inlet.greeted and not ends
-
-    @property
-    def greeted(self) -> bool:
-        """Whether the agent's first line has come."""
-        return self._inlet.greeted
-
-    @property
-    def said_bye(self) -> bool:
-        """Whether the agent's last frame has come."""
-        return self._inlet.said_bye
-
-    @property
-    def has_refused(self) -> bool:
-        """Whether the agent has said that it cannot take its part."""
-        return self._inlet.has_refused
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether the agent has said that it ends by itself."""
-        return self._inlet.is_leaving
-
-    @property
-    def noise(self) -> str:
-        """What came that is no agent's, in one short line."""
-        return self._inlet.noise
-
-    @property
-    def was_used(self) -> bool:
-        """Whether anything was sent."""
-        return self._was_used
+        ends = self.is_over or self.inlet.is_leaving or self._is_closing or self.is_killed
+        return self._holds and self.inlet.greeted and not ends
 
     @property
     def is_connected(self) -> bool:
@@ -414,7 +381,7 @@ class SessionChannel:
         with self.changed:
             if self._is_closing:
                 return
-            self._was_used = True
+            self.was_used = True
             try:
                 self._session.say(frame.header, frame.body)
             except WireError as err:
@@ -423,7 +390,7 @@ class SessionChannel:
 
     def _give_up(self, err: WireError) -> None:
         """End the channel, because more than can be kept was not taken."""
-        self._say(AgentLost(self._host, f"it does not read what we send: {err}", time.time()))
+        self._say(AgentLost(self.host, f"it does not read what we send: {err}", time.time()))
         self.kill()
 
     def send_large(self, header: Dict[str, Any], source: Source) -> None:
@@ -433,7 +400,7 @@ class SessionChannel:
         """
         with self.changed:
             if not self._is_closing:
-                self._was_used = True
+                self.was_used = True
                 self._session.send_large(header, source)
                 self.changed.notify_all()
 
@@ -442,7 +409,7 @@ class SessionChannel:
         with self.changed:
             if self._is_closing:
                 return
-            if self._holds and self._inlet.greeted and not self._inlet.is_leaving:
+            if self._holds and self.inlet.greeted and not self.inlet.is_leaving:
                 with contextlib.suppress(WireError):
                     self._session.say({"type": "leave"})  # it would take the end of its input for a cut
             self._is_closing = True
@@ -465,18 +432,16 @@ class SessionChannel:
         """Forget a connection on which no agent answered: the next one is the first of the session."""
         with self.changed:
             session = self._session
-            if self._connection is None and not self.greeted and session.is_idle:
+            if self._connection is None and not self.inlet.greeted and session.is_idle:
                 self._session = Session()
-                self._inlet = Inlet(self._host, self._session, self._greets)
+                self.inlet = Inlet(self.host, self._session, self._greets)
 
     def attach(self, connection: ByteStream, ahead: bytes = b"") -> None:
         """Serve a connection in a thread of its own. `ahead`: what was read from it already.
 
         It takes the place of one that is still there. Any thread; does not wait.
         """
-        threading.Thread(
-            target=self._attached, args=(connection, ahead), name=f"read {self._host}", daemon=True
-        ).start()
+        threading.Thread(target=self._attached, args=(connection, ahead), name=f"read {self.host}", daemon=True).start()
 
     def _attached(self, connection: ByteStream, ahead: bytes) -> None:
         reason = self.serve(connection, ahead=ahead)
@@ -490,7 +455,7 @@ class SessionChannel:
         """
         if reason:
             kind = Cut if self.holds else AgentLost
-            self._say(kind(self._host, f"{reason}: {words}" if words else reason, when))
+            self._say(kind(self.host, f"{reason}: {words}" if words else reason, when))
 
     def serve(
         self,
@@ -522,7 +487,7 @@ class SessionChannel:
         if is_killed:
             connection.kill()
         writer = threading.Thread(
-            target=self._write, args=(connection, program), name=f"write {self._host}", daemon=True
+            target=self._write, args=(connection, program), name=f"write {self.host}", daemon=True
         )
         writer.start()
         reason = ENDED
@@ -556,10 +521,10 @@ class SessionChannel:
             if not data or self._connection is not connection:
                 return
             self.heard_at = time.monotonic()
-            had_greeted, was_resumed = self._inlet.greeted, self._session.is_resumed
-            found = self._inlet.feed(data, time.time())
+            had_greeted, was_resumed = self.inlet.greeted, self._session.is_resumed
+            found = self.inlet.feed(data, time.time())
             if self._session.is_resumed and not was_resumed:
-                self._say(Resumed(self._host))
+                self._say(Resumed(self.host))
             kinds, diverted = self._diverted
             for event in found:
                 if isinstance(event, Holding):
@@ -568,7 +533,7 @@ class SessionChannel:
                     diverted(event)
                 else:
                     self._say(event)
-            if self._session.is_ready or had_greeted != self._inlet.greeted:
+            if self._session.is_ready or had_greeted != self.inlet.greeted:
                 self.changed.notify_all()
 
     def _say(self, event: Event) -> None:
@@ -602,7 +567,7 @@ class SessionChannel:
 
     @property
     def _may_write(self) -> bool:
-        return self._is_eager or self._inlet.greeted
+        return self._is_eager or self.inlet.greeted
 
     def _next(self, connection: ByteStream) -> bytes:
         is_ours = self._connection is connection and not self.is_killed
@@ -637,7 +602,7 @@ class StreamChannel(SessionChannel):
     def start(self, put: Put) -> None:
         """Start the two threads."""
         super().start(put)
-        threading.Thread(target=self._run, name=f"read {self._host}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"read {self.host}", daemon=True).start()
 
     def _run(self) -> None:
         reason = self.serve(self._pipes, self._program)

@@ -36,7 +36,6 @@ from distrun_runtime.coordinator.jobfolder import rfc3339
 from distrun_runtime.coordinator.messages import (
     WARNING,
     Announce,
-    GiveMetrics,
     KeepMetrics,
     MetricsAction,
     RecordEvent,
@@ -542,7 +541,7 @@ class JobMeasurement:
         return self._ended([task.name for task in self._plan.tasks if task.place_name == event.host], now)
 
     def _on_asked(self, event: messages.MetricsAsked, now: float) -> List[MetricsAction]:
-        return [GiveMetrics(self.snapshot(now), event.give)]
+        return [ShowMetrics(self.snapshot(now), event.give)]
 
     def _on_tick(self, event: messages.Tick, now: float) -> List[MetricsAction]:
         self._wall = event.time - now

@@ -8,7 +8,6 @@ and did not answer. No side effects.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import field
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from distrun_runtime.contract import facts, gpus
@@ -47,6 +46,11 @@ class TaskResult:
     def is_over(self) -> bool:
         """It ran, and runs no more as far as anybody can know."""
         return self.state in (facts.EXITED, facts.FAILED, facts.STOPPED)
+
+    @property
+    def how(self) -> str:
+        """How it ended: `exit code 3`, `signal KILL`."""
+        return f"exit code {self.code}" if self.signal is None else f"signal {self.signal}"
 
 
 KINDS = (
@@ -198,7 +202,7 @@ def task_failed(task: TaskResult) -> Cause:
     """Return the cause that a task is which ended by itself with a code or a signal."""
     code = facts.exit_code(task.code, task.signal)
     where = f"{task.name} on {task.host}"
-    short = "{}: {}".format(where, f"exit code {code}" if task.signal is None else f"signal {task.signal}")
+    short = f"{where}: {task.how}"
     if task.lost_peer:
         how = f"ended with code {code}" if task.signal is None else f"was ended by signal {task.signal}"
         text = f"{where} {how} after it lost {task.lost_peer}"
@@ -410,60 +414,6 @@ def _not_missed(name: str, tasks: Mapping[str, TaskResult]) -> Tuple[int, int]:
     return -len({task.host for task in lost}), -sum(task.lost_peer == name for task in tasks.values())
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """What is known beside the failures themselves."""
-
-    background: Sequence[Cause] = ()
-    """What is no failure by itself, but a better explanation than a consequence: a server that ended early with 0."""
-    lost_at: Mapping[str, float] = field(default_factory=dict)
-    """When tasks said that they lost a peer, by name; wall clock, seconds."""
-    silent: Mapping[str, float] = field(default_factory=dict)
-    """Hosts that were silent when consequences came, and for how many seconds at most."""
-
-
-def choose(causes: Sequence[Cause], tasks: Mapping[str, TaskResult], known: Evidence) -> Optional[Cause]:
-    """Return what ended the job, or None: it succeeded.
-
-    The earliest by stamp. A task that died of a lost peer counts only if nothing else failed; then what it lost is
-    followed to its cause. What came after all workers had ended with 0 changes nothing any more.
-    """
-    done = workers_done(tasks.values())
-    if done is not None:
-        causes = [cause for cause in causes if cause.time <= done]
-    roots = _causes_of(causes, tasks)
-    if not any(cause.is_failure for cause in roots):
-        consequences = sorted((cause for cause in causes if is_consequence(cause, tasks)), key=_when)
-        if consequences:
-            roots.append(_explain(consequences, tasks, known))
-    return min(roots, key=_when, default=None)
-
-
-def _explain(consequences: Sequence[Cause], tasks: Mapping[str, TaskResult], known: Evidence) -> Cause:
-    """Return what consequences, in the order of time, come from; the first of them if that is not known."""
-    first = consequences[0]
-    names = [root_of(cause.task, tasks, known.lost_at) for cause in consequences]
-    roots = [tasks[name] for name in names if name in tasks]
-    early = _causes_of(known.background, tasks)
-    lost = [tasks[task.lost_peer] for task in tasks.values() if task.lost_peer in tasks]
-    hosts = [task.host for task in [*roots, *lost] if task.host in known.silent]
-    if not hosts and early:
-        return min(early, key=_when)
-    if hosts:
-        # Silence is a fact, whichever of its tasks was lost first.
-        return host_silent(hosts[0], known.silent[hosts[0]], first.time)
-    if not roots:
-        return first
-    root = roots[0]
-    if root.state == facts.FAILED and not root.lost_peer:
-        return task_failed(root)  # it was told too late to count by itself
-    lost_it = [task for task in tasks.values() if task.lost_peer == root.name and task.reason]
-    witness = min(lost_it, key=lambda task: known.lost_at.get(task.name, 0.0), default=None)
-    if witness is None:
-        return missing(root, first, f"{first.task} on {first.host} lost it")
-    return missing(root, first, f"{witness.name} on {witness.host} says: {witness.reason}")
-
-
 def _causes_of(causes: Sequence[Cause], tasks: Mapping[str, TaskResult]) -> List[Cause]:
     """Return the causes that are no consequences."""
     return [cause for cause in causes if not is_consequence(cause, tasks)]
@@ -481,8 +431,9 @@ class FailureAnalysis:
         self._causes: List[Cause] = []
         self._said: Dict[str, float] = {}
         self._lost_at: Dict[str, float] = {}
+        """When tasks said that they lost a peer, by name; wall clock, seconds."""
         self.background: List[Cause] = []
-        """As in `Evidence`."""
+        """What is no failure by itself, but explains more than a consequence: a server that ended early with 0."""
 
     def add(self, cause: Cause, now: float) -> None:
         """Add a cause, unless `start_deadline` was called and the time for reports of earlier stamp is over."""
@@ -518,20 +469,80 @@ class FailureAnalysis:
             self._until = now + self._wait_s
 
     def choose(self, tasks: Mapping[str, TaskResult], silent: Mapping[str, float]) -> Optional[Cause]:
-        """Return what ended the job as far as is known now. `silent`: as in `Evidence`."""
+        """Return what ended the job as far as is known now, or None: it succeeded.
+
+        The earliest by stamp. A task that died of a lost peer counts only if nothing else failed; then what it lost is
+        followed to its cause. What came after all workers had ended with 0 changes nothing any more.
+
+        Args:
+            tasks: as they stand.
+            silent: hosts that were silent when consequences came, and for how many seconds at most.
+        """
         told = {cause.task for cause in self._causes}
-        failing = [
-            task_failing(tasks[name], time)
-            for name, time in self._said.items()
-            if name not in told and tasks[name].state != facts.EXITED and workers_done(tasks.values()) is None
-        ]
-        return choose(self._causes + failing, tasks, Evidence(self.background, self._lost_at, silent))
+        done = workers_done(tasks.values())
+        if done is None:
+            failing = [name for name in self._said if name not in told and tasks[name].state != facts.EXITED]
+            causes = self._causes + [task_failing(tasks[name], self._said[name]) for name in failing]
+        else:
+            causes = [cause for cause in self._causes if cause.time <= done]
+        roots = _causes_of(causes, tasks)
+        if not any(cause.is_failure for cause in roots):
+            consequences = sorted((cause for cause in causes if is_consequence(cause, tasks)), key=_when)
+            if consequences:
+                roots.append(self._explain(consequences, tasks, silent))
+        return min(roots, key=_when, default=None)
+
+    def _explain(
+        self, consequences: Sequence[Cause], tasks: Mapping[str, TaskResult], silent: Mapping[str, float]
+    ) -> Cause:
+        """Return what consequences, in the order of time, come from; the first of them if that is not known."""
+        first = consequences[0]
+        names = [root_of(cause.task, tasks, self._lost_at) for cause in consequences]
+        roots = [tasks[name] for name in names if name in tasks]
+        early = _causes_of(self.background, tasks)
+        lost = [tasks[task.lost_peer] for task in tasks.values() if task.lost_peer in tasks]
+        hosts = [task.host for task in [*roots, *lost] if task.host in silent]
+        if not hosts and early:
+            return min(early, key=_when)
+        if hosts:
+            # Silence is a fact, whichever of its tasks was lost first.
+            return host_silent(hosts[0], silent[hosts[0]], first.time)
+        if not roots:
+            return first
+        root = roots[0]
+        if root.state == facts.FAILED and not root.lost_peer:
+            return task_failed(root)  # it was told too late to count by itself
+        lost_it = [task for task in tasks.values() if task.lost_peer == root.name and task.reason]
+        witness = min(lost_it, key=lambda task: self._lost_at.get(task.name, 0.0), default=None)
+        if witness is None:
+            return missing(root, first, f"{first.task} on {first.host} lost it")
+        return missing(root, first, f"{witness.name} on {witness.host} says: {witness.reason}")
 
     def outcome(
         self, job: str, tasks: Mapping[str, TaskResult], survivors: Sequence[Survivor], silent: Mapping[str, float]
     ) -> Outcome:
-        """Return how the job ended. `silent`: as in `Evidence`."""
-        return dataclasses.replace(outcome_of(self.choose(tasks, silent), tasks, survivors), job=job)
+        """Return how the job ended. `silent`: as for `choose`."""
+        cause = self.choose(tasks, silent)
+        results, left = tuple(tasks.values()), tuple(survivors)
+        if cause is None:
+            return Outcome(0, facts.SUCCEEDED, "all workers succeeded", None, results, left, job)
+        text, culprit = cause.text, None
+        if cause.task or cause.host or cause.detail:
+            consequence = is_consequence(cause, tasks)
+            if consequence:
+                text += "; no other failure is known"
+            culprit = Culprit(
+                task=cause.task,
+                host=cause.host,
+                code=cause.code,
+                signal=cause.signal,
+                time=cause.time,
+                reason=cause.detail,
+                consequence=consequence,
+                lost_peer=tasks[cause.task].lost_peer if consequence else "",
+                missing=cause.is_missing,
+            )
+        return Outcome(cause.exit_code, cause.reason, text, culprit, results, left, job, cause.problems)
 
 
 class UnusableHosts:
@@ -575,32 +586,6 @@ class UnusableHosts:
 def is_consequence(cause: Cause, tasks: Mapping[str, TaskResult]) -> bool:
     """Whether the cause is a task that said, before it died, that it lost a peer."""
     return bool(cause.task) and not cause.is_missing and bool(tasks[cause.task].lost_peer)
-
-
-def outcome_of(cause: Optional[Cause], tasks: Mapping[str, TaskResult], survivors: Sequence[Survivor]) -> Outcome:
-    """Return the job's outcome for the cause that was chosen."""
-    results = tuple(tasks.values())
-    if cause is None:
-        return Outcome(0, facts.SUCCEEDED, "all workers succeeded", None, results, tuple(survivors))
-    text = cause.text
-    culprit = None
-    if cause.task or cause.host or cause.detail:
-        consequence = is_consequence(cause, tasks)
-        peer = tasks[cause.task].lost_peer if consequence else ""
-        if consequence:
-            text += "; no other failure is known"
-        culprit = Culprit(
-            task=cause.task,
-            host=cause.host,
-            code=cause.code,
-            signal=cause.signal,
-            time=cause.time,
-            reason=cause.detail,
-            consequence=consequence,
-            lost_peer=peer,
-            missing=cause.is_missing,
-        )
-    return Outcome(cause.exit_code, cause.reason, text, culprit, results, tuple(survivors), problems=cause.problems)
 
 
 def listed(names: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, NamedTuple, Tuple
+from typing import Any, Iterator, List, Mapping, NamedTuple, Tuple
 
 from distrun_runtime.contract import address, control, facts, process, session
 from distrun_runtime.contract import plan as plans
@@ -47,9 +47,8 @@ class HostedRequest(NamedTuple):
     addresses: Tuple[str, ...]
     """What agents are told to dial; empty: every address of this host."""
     port_range: str
-    request: Dict[str, Any]
-    allocation: Dict[str, Any]
-    verbosity: int
+    request: Mapping[str, Any]
+    allocation: Mapping[str, Any]
     login: str
     """What a user types before a command to run it on this host."""
     folder: str
@@ -61,21 +60,14 @@ class HostedRequest(NamedTuple):
     def encode(self) -> bytes:
         """Return the frames that `read` understands."""
         head = {
+            **self._asdict(),
             "type": "coordinate",
             "version": session.VERSION,
             "plan": plans.to_json(self.plan),
-            "token": self.secrets.token,
-            "secret_env": dict(self.secrets.env),
-            "enrolment": self.enrolment,
+            "secrets": {"token": self.secrets.token, "env": dict(self.secrets.env)},
             "pem": self.pem.decode("ascii"),
-            "addresses": list(self.addresses),
-            "port_range": self.port_range,
-            "request": self.request,
-            "allocation": self.allocation,
-            "verbosity": self.verbosity,
-            "login": self.login,
-            "folder": self.folder,
         }
+        del head["program"], head["runtime"]
         return session.encode(head, self.program) + session.encode({"type": "runtime"}, self.runtime)
 
 
@@ -88,21 +80,9 @@ def read(frames: Iterator[session.Frame]) -> HostedRequest:
     head = first.header
     if head.get("version") != session.VERSION:
         raise ContractError(f"the launcher speaks version {head.get('version')!r}, this coordinator {session.VERSION}")
-    return HostedRequest(
-        plan=plans.from_json(head["plan"]),
-        secrets=Secrets(head["token"], head["secret_env"]),
-        enrolment=head["enrolment"],
-        pem=head["pem"].encode("ascii"),
-        addresses=tuple(head["addresses"]),
-        port_range=head["port_range"],
-        request=head["request"],
-        allocation=head["allocation"],
-        verbosity=head["verbosity"],
-        login=head["login"],
-        folder=head["folder"],
-        program=first.body,
-        runtime=second.body,
-    )
+    plan, secrets, pem = plans.from_json(head["plan"]), Secrets(**head["secrets"]), head["pem"].encode("ascii")
+    bodies = {"program": first.body, "runtime": second.body}
+    return control.read(HostedRequest, first, plan=plan, secrets=secrets, pem=pem, **bodies)
 
 
 def dial_s(plan: Plan) -> float:
@@ -162,19 +142,17 @@ def _folder(order: HostedRequest) -> Tuple[JobFolder, bool]:
 
 def _run(order: HostedRequest, folder: JobFolder, agents: DialBack, service: Service) -> int:
     try:
-        outcome = jobrun.run(
+        outcome = jobrun.JobRun(
             order.plan,
             order.secrets,
             agents.channels,
             folder,
             service,
-            verbosity=order.verbosity,
             runtime=lambda: order.runtime,
-            watcher=service,
-        )
+        ).run()
     except Exception as err:
         told = control.failure(err)
-        sys.stderr.write(told["trace"])
+        sys.stderr.write(told.trace)
         service.fail(told)
         return facts.EXIT_INTERNAL
     service.finish(dataclasses.asdict(folder.explained(outcome)))

@@ -28,14 +28,16 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, Optional, Tuple
 
 from distrun_runtime.contract import facts, process
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.plan import Plan
-from distrun_runtime.coordinator import logs, stored
-from distrun_runtime.coordinator.failures import Outcome, Survivor, TaskResult
+from distrun_runtime.coordinator import stored
 from distrun_runtime.errors import ContractError, JobStoreError
+
+if TYPE_CHECKING:
+    from distrun_runtime.coordinator.failures import Outcome, Survivor, TaskResult
 
 # The clock of the machine that keeps a folder's files.
 #
@@ -161,6 +163,8 @@ class JobFolder:
 
     def start(self, plan: Plan) -> None:
         """Write the plan, which is made when the allocation is known: state starting. Raises OSError."""
+        from distrun_runtime.coordinator.failures import TaskResult
+
         self._plan = plan
         _replace(self.path / "plan.json", plans.to_json(plan))
         with open(str(self.path / RESERVE), "wb") as file:
@@ -302,6 +306,8 @@ class JobFolder:
         A job that is not lost is left as it is, unless it is known that its coordinator `is_gone`.
         Raises OSError, JobStoreError.
         """
+        from distrun_runtime.coordinator.failures import Outcome
+
         state = self.state()
         if state["state"] != facts.LOST and not is_gone:
             return
@@ -331,10 +337,6 @@ class JobFolder:
             "tasks": [self._task(task) for task in outcome.tasks],
             "folder": str(self.path),
         }
-
-    def record(self, kind: str, /, **facts: Any) -> None:
-        """Append one line to events.jsonl. Raises OSError."""
-        self.append(event(kind, **facts))
 
     def append(self, event: Mapping[str, Any]) -> None:
         """Append an event (`event`) to events.jsonl. Raises OSError."""
@@ -373,10 +375,14 @@ class JobFolder:
 
     def log_path(self, task: str) -> Path:
         """Return where the log of `task` is, or will be."""
+        from distrun_runtime.coordinator import logs
+
         return logs.log_path(self.logs, task)
 
     def tail(self, task: str, lines: int) -> List[str]:
         """Return the last lines of a task's log, decoded, without newlines; [] if there is none."""
+        from distrun_runtime.coordinator import logs
+
         return logs.tail(self.log_path(task), lines)
 
     def request(self) -> Optional[Dict[str, Any]]:
@@ -399,7 +405,7 @@ class JobFolder:
             return None
         value = stored.load(path, VERSION)
         stored.check(path, value, members)
-        self._is_mine(path, value["id"])
+        self._is_mine(path, value.get("id", self.id))
         return value
 
     def plan(self) -> Plan:
@@ -470,16 +476,17 @@ class JobFolder:
 
     def _take_outcome(self, state: Dict[str, Any]) -> bool:
         """Bring a state up to date with outcome.json; return whether there is one that can be read."""
+        from distrun_runtime.coordinator.failures import last_state
+
         try:
             found = self.outcome()
         except JobStoreError:
             return False
         if found is None:
             return False
-        outcome = Outcome(found["exit_code"], found["reason"], found["message"])
         finished = rfc3339(os.stat(str(self.path / "outcome.json")).st_mtime)
-        state.update(state=outcome.job_state, finished=finished, message=outcome.message)
-        state.update(exit_code=outcome.exit_code, reason=outcome.reason)
+        state.update({name: found[name] for name in ("message", "exit_code", "reason")})
+        state.update(state=last_state(found["reason"]), finished=finished)
         if found["tasks"]:
             state["tasks"] = found["tasks"]
         return True
@@ -532,12 +539,7 @@ class JobFolder:
         Raises:
             JobStoreError: it cannot be read, or is damaged.
         """
-        path = self.path / "control.json"
-        if not os.path.lexists(str(path)):
-            return None
-        value = stored.load(path, VERSION)
-        stored.check(path, value, stored.CONTROL)
-        return value
+        return self._read("control.json", stored.CONTROL)
 
     def has_launcher(self) -> bool:
         """Whether the launcher still runs, as far as this machine can know."""
@@ -613,6 +615,8 @@ def rfc3339(when: float) -> str:
 
 def _result(task: Mapping[str, Any]) -> TaskResult:
     """Return a task of state.json as the value that it was written from."""
+    from distrun_runtime.coordinator.failures import TaskResult
+
     members = {each.name: task[each.name] for each in dataclasses.fields(TaskResult) if each.name in task}
     times = {name: None if task[name] is None else stored.seconds(task[name]) for name in ("started", "ended")}
     return TaskResult(**dict(members, **times))

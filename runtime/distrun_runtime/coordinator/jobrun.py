@@ -14,7 +14,6 @@ from typing import (
     Dict,
     List,
     Mapping,
-    NamedTuple,
     Optional,
     Sequence,
     Set,
@@ -24,6 +23,7 @@ from typing import (
 
 from distrun_runtime.contract import facts
 from distrun_runtime.contract import plan as plans
+from distrun_runtime.contract.control import TaskStack
 from distrun_runtime.contract.plan import WORKER, Plan, Secrets
 from distrun_runtime.coordinator import jobfolder, loop, messages
 from distrun_runtime.coordinator.channel import AgentChannel, Put
@@ -32,12 +32,12 @@ from distrun_runtime.coordinator.failures import Outcome, Survivor, TaskResult
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.logs import Spool
 from distrun_runtime.coordinator.messages import AskStack, StackFound, StackWanted
-from distrun_runtime.coordinator.output import Sink, Watcher
 from distrun_runtime.coordinator.supervisor import Supervisor
 from distrun_runtime.errors import ContractError
 
 if TYPE_CHECKING:
     from distrun_runtime.coordinator.prometheus import MetricsPort  # only imported where it is used
+    from distrun_runtime.coordinator.service import Service
 
 
 # Gets the stacks of tasks for clients: asks the agents and always answers. No side effects.
@@ -52,19 +52,8 @@ MOST = 1024
 """Tasks that are asked for at a time."""
 
 
-class StackTold(NamedTuple):
-    """An answer for the client's question `number`, as `control.stack` takes it."""
-
-    number: int
-    members: Mapping[str, Any]
-
-
-class _StackQuery(NamedTuple):
-    """A task that was asked for."""
-
-    number: int
-    task: str
-    until: float
+StackAnswers = List[Tuple[int, TaskStack]]
+"""Answers for clients, each after the number of the question."""
 
 
 class StackQueries:
@@ -77,8 +66,8 @@ class StackQueries:
     def __init__(self, places: Mapping[str, str]) -> None:
         self._places = places
         self._asked = 0
-        self._open: Dict[int, _StackQuery] = {}
-        """By the number that the agent answers with."""
+        self._open: Dict[int, Tuple[int, str, float]] = {}
+        """By the number that the agent answers with: the question, the task, and until when it may answer."""
         self._left: Dict[int, int] = {}
         """Question to the answers that are still to come."""
 
@@ -89,7 +78,7 @@ class StackQueries:
 
     def wanted(
         self, event: StackWanted, tasks: Mapping[str, TaskResult], reached: Set[str], now: float
-    ) -> Tuple[List[AskStack], List[StackTold]]:
+    ) -> Tuple[List[AskStack], StackAnswers]:
         """Take a client's question; return what agents are asked, and what can be answered now.
 
         Arguments:
@@ -100,10 +89,10 @@ class StackQueries:
         if not names:
             known = ", ".join(list(tasks)[:8]) + (", ..." if len(tasks) > 8 else "")
             error = f"no task {event.task!r} in this job; there is: {known}" if event.task else "the job has no workers"
-            return [], [StackTold(event.number, _stack_members(event.task, error=error, left=0))]
+            return [], [(event.number, TaskStack(event.task, 0, error=error))]
         self._left[event.number] = len(names)
         asked: List[AskStack] = []
-        told: List[StackTold] = []
+        told: StackAnswers = []
         for name in names:
             place = self._places[name]
             error, fix = _why_not(tasks[name])
@@ -115,43 +104,38 @@ class StackQueries:
                 told.append(self._told(event.number, name, error=error, fix=fix))
             else:
                 self._asked += 1
-                self._open[self._asked] = _StackQuery(event.number, name, now + ANSWER_S)
+                self._open[self._asked] = (event.number, name, now + ANSWER_S)
                 asked.append(AskStack(place, self._asked, name))
         return asked, told
 
-    def heard(self, event: StackFound) -> List[StackTold]:
+    def heard(self, event: StackFound) -> StackAnswers:
         """Take an agent's answer."""
-        found = self._open.get(event.id)
-        if found is None or event.host != self._places.get(found.task):
+        number, task, _ = self._open.get(event.id, (0, "", 0.0))
+        if event.host != self._places.get(task):
             return []
         del self._open[event.id]
-        members = {"text": event.text, "how": event.how, "error": event.error, "fix": event.fix}
-        return [self._told(found.number, found.task, **members)]
+        return [self._told(number, task, text=event.text, how=event.how, error=event.error, fix=event.fix)]
 
-    def expired(self, now: float) -> List[StackTold]:
+    def expired(self, now: float) -> StackAnswers:
         """Answer for agents that have not answered in time."""
-        late = [number for number, each in self._open.items() if now >= each.until]
         told = []
-        for found in (self._open.pop(number) for number in late):
-            error = f"the agent of {self._places[found.task]} did not answer within {ANSWER_S:g} s"
-            told.append(self._told(found.number, found.task, error=error))
+        for asked in [asked for asked, (_, _, until) in self._open.items() if now >= until]:
+            number, task, _ = self._open.pop(asked)
+            error = f"the agent of {self._places[task]} did not answer within {ANSWER_S:g} s"
+            told.append(self._told(number, task, error=error))
         return told
 
-    def _told(self, number: int, task: str, **members: str) -> StackTold:
+    def _told(self, number: int, task: str, **members: str) -> Tuple[int, TaskStack]:
         self._left[number] -= 1
         left = self._left[number]
         if not left:
             del self._left[number]
-        return StackTold(number, _stack_members(task, left=left, **members))
+        return number, TaskStack(task, left, **members)
 
 
 def matching(wanted: str, tasks: Mapping[str, TaskResult]) -> List[str]:
     """Return the names of the tasks that a client means: one, those of a role, or all workers. No side effects."""
     return [name for name, task in tasks.items() if (wanted or WORKER) in (name, task.role)]
-
-
-def _stack_members(task: str, **members: Union[str, int]) -> Dict[str, Any]:
-    return {"task": task, "text": "", "how": "", "error": "", "fix": "", **members}
 
 
 def _why_not(task: TaskResult) -> Tuple[str, str]:
@@ -160,8 +144,10 @@ def _why_not(task: TaskResult) -> Tuple[str, str]:
         return "", ""
     if not task.is_over:
         return f"{task.name} has not started yet", ""
-    how = f"signal {task.signal}" if task.signal else f"exit code {task.code}"
-    return f"{task.name} has ended ({task.reason or how})", "distrun logs JOB " + task.name + " shows what it printed"
+    return (
+        f"{task.name} has ended ({task.reason or task.how})",
+        "distrun logs JOB " + task.name + " shows what it printed",
+    )
 
 
 STATE_S = 0.25
@@ -178,58 +164,24 @@ def _no_runtime() -> bytes:
     raise ContractError("an agent asks for the runtime, and there is none to send")
 
 
-def run(
-    plan: Plan,
-    secrets: Secrets,
-    channels: Sequence[AgentChannel],
-    folder: JobFolder,
-    sink: Sink,
-    *,
-    verbosity: int = 0,
-    runtime: Callable[[], bytes] = _no_runtime,
-    prepare: Optional[Callable[[Put], None]] = None,
-    watcher: Optional[Watcher] = None,
-    ends_when_ready: bool = False,
-) -> Outcome:
-    """Run a job to its end: one channel for each place of the plan. Blocks; returns when no agent is left.
+class JobRun:
+    """One job from its start to its end: `loop.Decisions` around the supervisor.
 
-    Called in the main thread it takes over INT, TERM, HUP and TSTP and gives them back; a signal that was ignored
-    stays ignored. `verbosity` >= 2 says every frame at level debug. The outcome is also in the folder
-    (state.json, outcome.json).
-
-    `runtime()` returns the archive (a zip) whose digest the plan names; it is called when the first agent asks for it.
-    `prepare(put)` is called once, when every host is ready, and before any task is spawned: it begins, in a thread of
-    its own, what is to be done by then, returns at once, and puts `AllPrepared` or `PrepareFailed` at its end.
-    `watcher` is told every event that is recorded, and every state.
-    `ends_when_ready`: no task is started. If every host gets ready, the folder does not say that the job has ended.
-
-    Should the loop itself fail, the agents are let go (they end their tasks), the folder says so, and the error
-    is raised.
+    Arguments:
+        plan: of the job.
+        secrets: what the plan names and does not hold.
+        channels: one for each place of the plan.
+        folder: of the job.
+        service: takes output, messages, recorded events, states and metrics for the clients.
+        verbosity: from 2 on every frame is said at level debug.
+        runtime: returns the archive (a zip) whose digest the plan names; called when the first agent asks for it.
+        prepare: called once, when every host is ready, and before any task is spawned. It begins, in a thread of its
+            own, what is to be done by then, returns at once, and has `AllPrepared` or `PrepareFailed` put at its end.
+        ends_when_ready: no task is started. If every host gets ready, the folder does not say that the job has ended.
 
     Raises:
         ContractError: channels and places of the plan do not match.
     """
-    named = sorted(channel.host for channel in channels)
-    if named != sorted(place.name for place in plan.all_places):
-        wanted = ", ".join(place.name for place in plan.all_places)
-        raise ContractError(f"channels to {', '.join(named)} were given for a plan of places {wanted}")
-    job = _JobRun(
-        plan,
-        secrets,
-        channels,
-        folder,
-        sink,
-        verbosity=verbosity,
-        runtime=runtime,
-        prepare=prepare,
-        watcher=watcher,
-        ends_when_ready=ends_when_ready,
-    )
-    return job.run()
-
-
-class _JobRun:
-    """One job: `loop.Decisions` around the supervisor."""
 
     def __init__(
         self,
@@ -237,22 +189,24 @@ class _JobRun:
         secrets: Secrets,
         channels: Sequence[AgentChannel],
         folder: JobFolder,
-        sink: Sink,
+        service: Service,
         *,
-        verbosity: int,
-        runtime: Callable[[], bytes],
-        prepare: Optional[Callable[[Put], None]],
-        watcher: Optional[Watcher],
-        ends_when_ready: bool,
+        verbosity: int = 0,
+        runtime: Callable[[], bytes] = _no_runtime,
+        prepare: Optional[Callable[[Put], None]] = None,
+        ends_when_ready: bool = False,
     ) -> None:
+        named = sorted(channel.host for channel in channels)
+        if named != sorted(place.name for place in plan.all_places):
+            wanted = ", ".join(place.name for place in plan.all_places)
+            raise ContractError(f"channels to {', '.join(named)} were given for a plan of places {wanted}")
         self._plan = plan
         self._folder = folder
-        self._sink = sink
-        self._verbosity = verbosity
+        self._service = service
+        self._is_traced = verbosity >= TRACE
         self._runtime = runtime
         self._archive = b""
         self._prepare = prepare
-        self._watcher = watcher
         self._supervisor = Supervisor(plan, prepare is not None, ends_when_ready)
         self._ends_when_ready = ends_when_ready
         self._stacks = StackQueries(self._supervisor.roster.places)
@@ -267,12 +221,12 @@ class _JobRun:
         self._saved = float("-inf")
         self._is_dirty = False
         self._folder_warned = False
-        shares = plans.Shares(plan)
+        share_of = plans.shares(plan)
         self._loop = loop.HostLoop(
             self,
             channels,
             encoders={
-                messages.Begin: lambda action: messages.begin(shares.of(action.host), secrets, action.host),
+                messages.Begin: lambda action: messages.begin(share_of(action.host), secrets, action.host),
                 messages.SendRuntime: lambda action: messages.runtime(plan.runtime.digest, self._archive),
             },
             ping_s=self._ping_s,
@@ -280,8 +234,15 @@ class _JobRun:
         )
 
     def run(self) -> Outcome:
-        if self._watcher is not None:
-            self._watcher.opened(self._loop.put)
+        """Run the job to its end; return its outcome, which is also in the folder (state.json, outcome.json).
+
+        Blocks, until no agent is left. Called in the main thread it takes over INT, TERM, HUP and TSTP and gives them
+        back; a signal that was ignored stays ignored.
+
+        Should the loop itself fail, the agents are let go (they end their tasks), the folder says so, and the error is
+        raised.
+        """
+        self._service.opened(self._loop.put)
         try:
             self._export()
             self._loop.run()
@@ -304,9 +265,11 @@ class _JobRun:
 
     @property
     def is_over(self) -> bool:
+        """Whether no agent is left."""
         return self._outcome is not None
 
     def wake_s(self) -> float:
+        """Return after how many seconds at most the next Tick is wanted."""
         wake_s = self._supervisor.wake_s()
         return wake_s if self._measuring is None else min(wake_s, self._measuring.wake_s())
 
@@ -314,11 +277,8 @@ class _JobRun:
         """Note an event, have the supervisor decide, and do what concerns no agent; return the rest."""
         if isinstance(event, (messages.MetricsWanted, messages.MetricsAsked)):
             return self._measure(lambda measuring: measuring.handle(event, now))
-        if self._verbosity >= TRACE and not isinstance(event, _FREQUENT):
-            self._sink.say(f"< {_shown(event)}", messages.DEBUG)
-        if isinstance(event, messages.PauseToggled):
-            self._sink.toggle_pause()
-            return []
+        if self._is_traced and not isinstance(event, _FREQUENT):
+            self._service.say(f"< {_shown(event)}", messages.DEBUG)
         if isinstance(event, messages.StackWanted):
             return self._find_stacks(event, now)
         if self._stacks.is_waiting:
@@ -335,8 +295,8 @@ class _JobRun:
         for action in self._supervisor.handle(event, now):
             if not isinstance(action, messages.Announce):
                 self._is_dirty = True
-                if self._verbosity >= TRACE:
-                    self._sink.say(f"> {_shown(action)}", messages.DEBUG)
+                if self._is_traced:
+                    self._service.say(f"> {_shown(action)}", messages.DEBUG)
             found += self._perform(action)
         if self._supervisor.job_state != before and not self.is_over:
             self._is_dirty = True
@@ -355,10 +315,9 @@ class _JobRun:
         self._tell_stacks(told)
         return [*asked]
 
-    def _tell_stacks(self, told: List[StackTold]) -> None:
-        if self._watcher is not None:
-            for each in told:
-                self._watcher.stack(each.number, each.members)
+    def _tell_stacks(self, told: StackAnswers) -> None:
+        for number, answer in told:
+            self._service.stack(number, answer)
 
     def _measure(self, decide: Callable[[JobMeasurement], List[messages.MetricsAction]]) -> List[messages.AgentAction]:
         """Have decided what comes of the job's numbers, and do it; return what is for agents.
@@ -377,7 +336,7 @@ class _JobRun:
             traceback.print_exc()  # to coordinator.log
             self._measuring = None
             text = f"distrun itself failed to count: {type(err).__name__}: {err}; this job's numbers end here"
-            self._sink.say(text, messages.WARNING)
+            self._service.say(text, messages.WARNING)
         return found
 
     def _export(self) -> None:
@@ -398,7 +357,7 @@ class _JobRun:
             return
         self._exporter = exporter
         self._record("metrics_port", url=exporter.url)
-        self._sink.say(f"metrics: {exporter.url}", messages.INFO)
+        self._service.say(f"metrics: {exporter.url}", messages.INFO)
 
     def _write(self, event: messages.Output) -> List[messages.AgentAction]:
         """Log and show output; return the acknowledgement."""
@@ -407,11 +366,11 @@ class _JobRun:
         written = self._spool.add(event.task, event.stream, event.offset, event.data, event.attempt)
         if written.fresh:
             host = self._supervisor.roster.tasks[event.task].host
-            self._sink.output(event.task, host, event.stream, written.fresh, written.at)
+            self._service.output(event.task, host, event.stream, written.fresh, written.at)
         if written.fresh and written.at is None:
             warning = self._spool.warning()
             if warning:
-                self._sink.say(warning, messages.WARNING)
+                self._service.say(warning, messages.WARNING)
             flood = self._spool.flood(event.task)
             if flood:
                 self._loop.put(messages.DiskFilled(event.host, event.task, flood, time.time()))
@@ -420,7 +379,7 @@ class _JobRun:
     def _flush_logs(self) -> None:
         warning = self._spool.flush()
         if warning:
-            self._sink.say(warning, messages.WARNING)
+            self._service.say(warning, messages.WARNING)
 
     def _perform(self, action: Union[messages.Action, messages.MetricsAction]) -> List[messages.AgentAction]:
         """Do what an action says; return it if the loop does more."""
@@ -430,7 +389,7 @@ class _JobRun:
         return [action] if isinstance(action, messages.AgentAction) else []
 
     def _announce(self, action: messages.Announce) -> None:
-        self._sink.say(action.text, action.level)
+        self._service.say(action.text, action.level)
         if action.level != messages.DEBUG:
             self._record("said", **_members(action))
 
@@ -450,21 +409,16 @@ class _JobRun:
     def _keep_sample(self, action: messages.KeepMetrics) -> None:
         self._try(lambda: self._folder.append_sample(action.line))
 
-    def _give_metrics(self, action: messages.GiveMetrics) -> None:
-        action.give(action.snapshot)
-
     def _show_metrics(self, action: messages.ShowMetrics) -> None:
-        if self._watcher is not None:
-            self._watcher.metrics(action.snapshot)
+        (action.give or self._service.metrics)(action.snapshot)
 
-    _ACTS: ClassVar[Mapping[type, Callable[[_JobRun, Any], None]]] = {
+    _ACTS: ClassVar[Mapping[type, Callable[[JobRun, Any], None]]] = {
         messages.Announce: _announce,
         messages.FinishJob: _end,
         messages.Prepare: _begin_preparation,
         messages.SendRuntime: _open_archive,
         messages.RecordEvent: _record_event,
         messages.KeepMetrics: _keep_sample,
-        messages.GiveMetrics: _give_metrics,
         messages.ShowMetrics: _show_metrics,
     }
 
@@ -475,7 +429,7 @@ class _JobRun:
             self._try(self._folder.touch)
             warning = self._spool.filling()
             if warning:
-                self._sink.say(warning, messages.WARNING)
+                self._service.say(warning, messages.WARNING)
         if self._is_dirty and now >= self._saved + self._state_s and not self.is_over:
             self._saved = now
             self._is_dirty = False
@@ -486,12 +440,10 @@ class _JobRun:
     def _record(self, kind: str, /, **members: Any) -> None:
         event = jobfolder.event(kind, **members)
         self._try(lambda: self._folder.append(event))
-        if self._watcher is not None:
-            self._watcher.event(event)
+        self._service.event(event)
 
     def _tell_state(self) -> None:
-        if self._watcher is not None:
-            self._watcher.state(self._folder.written)
+        self._service.state(self._folder.written)
 
     def _try(self, write: Callable[[], None]) -> None:
         """Write to the job's folder; a disk that is full, or gone, is said once and stops nothing."""
@@ -501,7 +453,7 @@ class _JobRun:
             if not self._folder_warned:
                 self._folder_warned = True
                 text = f"cannot write to {self._folder.path}: {err}; `distrun status` will not know all"
-                self._sink.say(text, messages.WARNING)
+                self._service.say(text, messages.WARNING)
 
     def _give_up(self, err: BaseException) -> None:
         """The loop failed: let the agents end their tasks, wait for that as long as it may take, and note it."""
@@ -515,20 +467,12 @@ class _JobRun:
 
 _FREQUENT = (messages.Tick, messages.Pong, messages.Measured)
 """What is not said, however much is to be said."""
+_FRAMES = ("hello", "ready", "settled", "started", "published", "exited", "cleared", "warning", "ending", "bye")
 _RECORDED = {
-    messages.AgentHello: "hello",
-    messages.AgentReady: "ready",
-    messages.Settled: "settled",
+    **{messages.FROM_AGENT[kind]: kind for kind in _FRAMES},
     messages.AllPrepared: "prepared",
     messages.PrepareFailed: "prepare_failed",
     messages.StartFailed: "start_failed",
-    messages.Started: "started",
-    messages.Published: "published",
-    messages.Exited: "exited",
-    messages.Cleared: "cleared",
-    messages.Warned: "warning",
-    messages.AgentEnding: "ending",
-    messages.Bye: "bye",
     messages.Cut: "cut",
     messages.Resumed: "resumed",
     messages.AgentLost: "lost",

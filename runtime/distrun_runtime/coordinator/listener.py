@@ -22,9 +22,9 @@ from types import MappingProxyType
 from typing import Callable, Dict, FrozenSet, Iterable, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 from distrun_runtime.contract import enrolment
+from distrun_runtime.contract.address import ports_to_try
 from distrun_runtime.contract.enrolment import AGENT, CLAIM, COORDINATOR, REDIAL, Claim, Talk
 from distrun_runtime.contract.facts import duration
-from distrun_runtime.contract.ports import ports_to_try
 from distrun_runtime.coordinator.channel import Put, SessionChannel, SocketConnection
 from distrun_runtime.coordinator.messages import AgentLost, PlaceClaimedTwice, StartFailed, Warned
 from distrun_runtime.errors import ContractError, WireError
@@ -55,8 +55,7 @@ class Connected(NamedTuple):
 # ---------------------------------------------------------------------- who is let in
 
 
-@dataclass(frozen=True)
-class Admitted:
+class Admitted(NamedTuple):
     """The agent of `place` is let in."""
 
     place: str
@@ -64,8 +63,7 @@ class Admitted:
     wants_program: bool = False
 
 
-@dataclass(frozen=True)
-class ConnectionRejected:
+class ConnectionRejected(NamedTuple):
     """The connection is closed after `reply`; nothing else follows."""
 
     reason: str
@@ -74,8 +72,7 @@ class ConnectionRejected:
     """It said something that only agents say."""
 
 
-@dataclass(frozen=True)
-class ClaimedTwice:
+class ClaimedTwice(NamedTuple):
     """Another agent, which knows the secret too, claims a place that has its agent. The job must end."""
 
     place: str
@@ -515,9 +512,9 @@ class DialBack:
     def lose(self, place: str, reason: str) -> None:
         """Give up the agent of a place, if it has not said its last word: who started it knows that it is gone."""
         channel = self._channels[place]
-        if self._put is None or channel.said_bye or channel.is_killed:
+        if self._put is None or channel.inlet.said_bye or channel.is_killed:
             return
-        kind = AgentLost if channel.greeted else StartFailed
+        kind = AgentLost if channel.inlet.greeted else StartFailed
         channel.kill()
         self._put(kind(place, reason, time.time()))
 

@@ -311,6 +311,8 @@ class LoggedOutput:
         """By task; read when there is output: a job that waits in a queue has no plan yet."""
         self._reader = LogReader(folder.logs)
         self._tasks = None if wanted.tasks is None else frozenset(wanted.tasks)
+        self.has_more = False
+        """There may be more behind what was read last."""
         try:
             self.cursor = begin(self._reader, wanted)
         except BaseException:
@@ -318,12 +320,13 @@ class LoggedOutput:
             raise
 
     def read(self, limit: int) -> bytes:
-        """Return frames with about `limit` bytes of output; empty: there is nothing new now."""
+        """Return frames with about `limit` bytes of output; empty: there is nothing new so far (`has_more`).
+
+        One call looks at a bounded part of the log, since other clients wait meanwhile.
+        """
         found = self._reader.read(self.cursor, limit, self._tasks)
-        while not found.pieces and not found.gap and found.cursor != self.cursor:
-            self.cursor = found.cursor
-            found = self._reader.read(self.cursor, limit, self._tasks)
-        frames = [control.gap(found.gap, found.cursor)] if found.gap else []
+        self.has_more = found.cursor != self.cursor
+        frames = [control.encode(control.OutputGap(found.gap, found.cursor))] if found.gap else []
         if found.pieces and not self._hosts:
             self._hosts = {task.name: task.host for task in self._folder.plan().tasks}
         ends = [piece.cursor for piece in found.pieces[1:]] + [found.cursor]
@@ -331,7 +334,7 @@ class LoggedOutput:
             host = self._hosts.get(piece.task, "")
             place = piece.stream, piece.at, len(piece.data), piece.data, end, piece.time, piece.attempt
             chunk = control.Chunk(piece.task, host, *place)
-            frames.append(control.output(chunk))
+            frames.append(control.encode(chunk))
         self.cursor = found.cursor
         return b"".join(frames)
 

@@ -17,7 +17,7 @@ from distrun_runtime.contract.daemon import ALL, Interrupts
 from distrun_runtime.contract.session import Frame
 from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.channel import AgentChannel
-from distrun_runtime.coordinator.messages import Event, Interrupt, PauseToggled, TasksSignal
+from distrun_runtime.coordinator.messages import Interrupt, TasksSignal
 
 PING_S = 2.0
 FILES, FILES_A_CHANNEL = 256, 4
@@ -41,13 +41,6 @@ class Decisions(Protocol):
 
     def wake_s(self) -> float:
         """Return after how many seconds at most the next Tick is wanted."""
-
-
-def event_of(name: str) -> Event:
-    """Return the event that a signal to this process is."""
-    if name in process.TASKS_SIGNALS:
-        return TasksSignal(name)
-    return PauseToggled() if name == "TSTP" else Interrupt(name, time.time())
 
 
 class HostLoop:
@@ -94,7 +87,7 @@ class HostLoop:
 
     def run(self) -> None:
         """Drive the decisions until they are over. The first call starts the channels; none closes them."""
-        with Interrupts(lambda name: self.put(event_of(name)), self._signals):
+        with Interrupts(self._take_signal, self._signals):
             self._handle(messages.Tick(time.time()))
             if not self._has_started:
                 self._has_started = True
@@ -104,6 +97,12 @@ class HostLoop:
                     channel.start(self.put)
             while not self._decisions.is_over:
                 self._turn()
+
+    def _take_signal(self, name: str) -> None:
+        if name in process.TASKS_SIGNALS:
+            self.put(TasksSignal(name))
+        elif name != "TSTP":  # Ctrl-Z stops the client's printing, and nothing here
+            self.put(Interrupt(name, time.time()))
 
     def let_go(self, limit_s: float) -> Set[str]:
         """Close all channels, and wait at most so long until their agents have gone; return the hosts of the others."""

@@ -5,18 +5,31 @@ An event is what reaches a decision class (a job's `Supervisor`, questions to ho
 Times called `time` are wall-clock seconds since the epoch: of the agent's clock where an agent stamped them, of
 ours elsewhere. The `now` of decision classes is another clock (monotonic) and is passed beside the event.
 
-They are named tuples, as in `contract/plan.py`: frozen dataclasses would take a tenth of a small job's start. Those
-without members are dataclasses: an empty tuple is false, and equal to any other.
+Events are named tuples, as in `contract/plan.py`: frozen dataclasses would take a tenth of a small job's start.
 
 An event that is a frame of an agent is marked with the frame's type. It has the frame's members, and some of our own:
-`host`; `arrived`, our wall clock when it came; and `time`, where the agent did not stamp it. An action that is a frame
-to an agent has its TYPE. `docs/protocol.md` says what the members mean.
+such as `host`; `arrived`, our wall clock when it came; and `time`, where the agent did not stamp it. An action that is
+a frame to an agent has its TYPE. `docs/protocol.md` says what the members mean.
 """
 
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any, Callable, ClassVar, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar, Union
+from typing import (
+    Any,
+    Callable,
+    ClassVar,
+    Dict,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Protocol,
+    Sequence,
+    Tuple,
+    Type,
+    TypeVar,
+    Union,
+)
 
 from distrun_runtime.contract import control, session
 from distrun_runtime.contract import plan as plans
@@ -26,6 +39,16 @@ from distrun_runtime.contract.plan import Plan, Secrets
 from distrun_runtime.contract.session import Source
 from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.errors import ContractError
+
+
+class HasMembers(Protocol):
+    """A named tuple."""
+
+    def _asdict(self) -> Dict[str, Any]: ...
+
+
+Event = HasMembers
+"""What reaches a decision class: one of the named tuples below."""
 
 FROM_AGENT: Dict[str, Type[Any]] = {}
 """Events by the types of the frames that they are."""
@@ -148,9 +171,10 @@ class CopyFailed(NamedTuple):
     fix: str = ""
 
 
-@dataclass(frozen=True)
-class AllPrepared:
+class AllPrepared(NamedTuple):
     """What `Prepare` began is done on all hosts."""
+
+    time: float = 0.0
 
 
 class PrepareFailed(NamedTuple):
@@ -399,6 +423,8 @@ class TasksSignal(NamedTuple):
     signal: str
     host: str = ""
     """Whose agent got it and gave it to its tasks; empty: it was no agent."""
+    by: str = ""
+    """"client": the launching client got it; empty: an agent, or this process."""
 
 
 class DiskFilled(NamedTuple):
@@ -414,54 +440,6 @@ class Shown(NamedTuple):
     """The reader of output has taken `size` bytes that were handed to it (`actions.Show`)."""
 
     size: int
-
-
-@dataclass(frozen=True)
-class PauseToggled:
-    """Ctrl-Z: printing pauses or goes on. The supervisor has no part in it."""
-
-
-Event = Union[
-    AgentHello,
-    AgentReady,
-    Settled,
-    Needed,
-    Answered,
-    StackWanted,
-    StackFound,
-    FolderFound,
-    Copying,
-    Copied,
-    CopyFailed,
-    AllPrepared,
-    PrepareFailed,
-    StartFailed,
-    Started,
-    Published,
-    Output,
-    Exited,
-    Cleared,
-    Warned,
-    AgentEnding,
-    Pong,
-    Measured,
-    MetricsWanted,
-    MetricsAsked,
-    Bye,
-    Holding,
-    Cut,
-    Resumed,
-    AgentLost,
-    PlaceClaimedTwice,
-    EngineTold,
-    EngineLetGo,
-    Tick,
-    Interrupt,
-    TasksSignal,
-    DiskFilled,
-    Shown,
-    PauseToggled,
-]
 
 
 # Actions that decision classes (a job's `Supervisor`, questions to hosts) return. One frozen value each.
@@ -480,11 +458,13 @@ Steps = Tuple[Tuple[str, float], ...]
 
 @dataclass(frozen=True)
 class AgentAction:
-    """What the loop does for the agent of `host`. If it has a TYPE it is a frame, with the other members."""
+    """What the loop does for the agent of `host`. If it has a TYPE it is a `frame`, with the other members."""
 
     host: str
-
     TYPE: ClassVar[str] = ""
+
+    def __init_subclass__(cls, frame: str = "") -> None:
+        cls.TYPE = frame
 
 
 @dataclass(frozen=True)
@@ -503,17 +483,14 @@ class Prepare:
 
 
 @dataclass(frozen=True)
-class Settle(AgentAction):
+class Settle(AgentAction, frame="settle"):
     """Have the agent of `host` activate and look at what `Prepare` brought."""
-
-    TYPE: ClassVar[str] = "settle"
 
 
 @dataclass(frozen=True)
-class Spawn(AgentAction):
+class Spawn(AgentAction, frame="spawn"):
     """Have `task` started, with the environment that is added to it (references filled in)."""
 
-    TYPE: ClassVar[str] = "spawn"
     task: str
     env: Mapping[str, str] = field(default_factory=dict)
     attempt: int = 0
@@ -521,35 +498,30 @@ class Spawn(AgentAction):
 
 
 @dataclass(frozen=True)
-class StopTasks(AgentAction):
+class StopTasks(AgentAction, frame="stop"):
     """Have tasks, and whatever they started, ended by the signals of `steps`."""
 
-    TYPE: ClassVar[str] = "stop"
     tasks: Tuple[str, ...]
     steps: Steps
 
 
 @dataclass(frozen=True)
-class SignalTasks(AgentAction):
+class SignalTasks(AgentAction, frame="signal"):
     """Give a signal to the first processes of tasks. Whatever comes of it is their own doing."""
 
-    TYPE: ClassVar[str] = "signal"
     tasks: Tuple[str, ...]
     signal: str
 
 
 @dataclass(frozen=True)
-class EndAgent(AgentAction):
+class EndAgent(AgentAction, frame="end"):
     """Have the agent end whatever is left at once, and go."""
-
-    TYPE: ClassVar[str] = "end"
 
 
 @dataclass(frozen=True)
-class AskAgent(AgentAction):
+class AskAgent(AgentAction, frame="ask"):
     """Have a tool of the agent answer. Only before `Begin`."""
 
-    TYPE: ClassVar[str] = "ask"
     id: int
     """Comes back in `Answered`."""
     what: str
@@ -558,38 +530,34 @@ class AskAgent(AgentAction):
 
 
 @dataclass(frozen=True)
-class AskStack(AgentAction):
+class AskStack(AgentAction, frame="stack"):
     """Have the agent say where a task stands."""
 
-    TYPE: ClassVar[str] = "stack"
     id: int
     """Comes back in `StackFound`."""
     task: str
 
 
 @dataclass(frozen=True)
-class Ping(AgentAction):
+class Ping(AgentAction, frame="ping"):
     """Renew the agent's lease, and have it answer."""
 
-    TYPE: ClassVar[str] = "ping"
     n: int
 
 
 @dataclass(frozen=True)
-class Ack(AgentAction):
+class Ack(AgentAction, frame="ack"):
     """Tell the agent that everything before `offset` of a task's stream has been taken: it may send more."""
 
-    TYPE: ClassVar[str] = "ack"
     task: str
     stream: str
     offset: int
 
 
 @dataclass(frozen=True)
-class Sample(AgentAction):
+class Sample(AgentAction, frame="sample"):
     """Have an agent measure its host and tasks every `interval_s` seconds from now on; 0: no more."""
 
-    TYPE: ClassVar[str] = "sample"
     interval_s: float
 
 
@@ -603,8 +571,7 @@ class Drop(AgentAction):
     """Cut the channel: the agent is not worth waiting for (it will end its tasks when it sees the end of input)."""
 
 
-@dataclass(frozen=True)
-class Show:
+class Show(NamedTuple):
     """Hand output of a task to its reader, who says so by `Shown`."""
 
     host: str
@@ -612,8 +579,7 @@ class Show:
     data: bytes
 
 
-@dataclass(frozen=True)
-class Announce:
+class Announce(NamedTuple):
     """Tell the user. `level` is debug, info, warning or error."""
 
     text: str
@@ -626,39 +592,28 @@ class Announce:
     """The task or host whose failure it tells; the event of that failure, if there was one, tells the same."""
 
 
-@dataclass(frozen=True)
-class RecordEvent:
+class RecordEvent(NamedTuple):
     """Note in events.jsonl what has happened."""
 
     kind: str
     members: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class ShowMetrics:
-    """Give clients that want them a snapshot of the job's numbers."""
+class ShowMetrics(NamedTuple):
+    """Give a snapshot of the job's numbers to all clients that want them, or to who asked for it (`MetricsAsked`)."""
 
     snapshot: Mapping[str, Any]
+    give: Optional[Callable[[Mapping[str, Any]], None]] = None
 
 
-@dataclass(frozen=True)
-class GiveMetrics:
-    """Give a snapshot to who asked for it (`events.MetricsAsked`)."""
-
-    snapshot: Mapping[str, Any]
-    give: Callable[[Mapping[str, Any]], None]
-
-
-@dataclass(frozen=True)
-class KeepMetrics:
+class KeepMetrics(NamedTuple):
     """Append a sample to metrics.jsonl."""
 
     line: str
     """One JSON object, without its newline."""
 
 
-@dataclass(frozen=True)
-class FinishJob:
+class FinishJob(NamedTuple):
     """The job is over."""
 
     outcome: Outcome
@@ -667,7 +622,7 @@ class FinishJob:
 Action = Union[AgentAction, Prepare, Announce, FinishJob]
 """What the supervisor returns."""
 
-MetricsAction = Union[Sample, Announce, RecordEvent, ShowMetrics, GiveMetrics, KeepMetrics]
+MetricsAction = Union[Sample, Announce, RecordEvent, ShowMetrics, KeepMetrics]
 """What `conditions.JobMeasurement` returns."""
 
 
@@ -703,7 +658,7 @@ def to_event(host: str, frame: session.Frame, arrived: float) -> Event:
         return Warned(host, f"it sent {frame.type!r}, which this version does not know")
     stamped = {} if frame.header.get("time") else {"time": arrived}
     try:
-        event: Event = control.read(kind, frame, host=host, arrived=arrived, refused=True, **stamped)
+        event: Event = control.read(kind, frame, host=host, arrived=arrived, refused=True, by="", **stamped)
         if isinstance(event, Output) and (event.stream not in ("out", "err") or event.offset < 0):
             raise ValueError(f"expected out or err, and an offset from 0; found {event.stream!r}, {event.offset}")
     except ValueError as err:
@@ -711,15 +666,14 @@ def to_event(host: str, frame: session.Frame, arrived: float) -> Event:
     return event
 
 
-def begin(plan: Plan, secrets: Secrets, place: str) -> session.Frame:
-    """Return the frame that gives the agent of `place` its share: its own tasks, and only their secrets."""
-    share = plan.share(place)
+def begin(share: Plan, secrets: Secrets, place: str) -> session.Frame:
+    """Return the frame that gives the agent of `place` its share (`plan.shares`), and only the secrets of its tasks."""
     names = {name for task in share.tasks for name in task.secret_env}
     return session.Frame(
         {
             "type": "begin",
             "version": session.VERSION,
-            "host": plan.host_of(place).name,
+            "host": share.host_of(place).name,
             "place": place,
             "plan": plans.to_json(share),
             "token": secrets.token,

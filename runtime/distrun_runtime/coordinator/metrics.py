@@ -40,6 +40,7 @@ WHY_LENGTH = 300
 """Characters of the reason why a server's arrays are where they are."""
 
 _HOST = ("cores", "load", "mem_used", "mem_total", "disk_free", "disk_total", "processes")
+_HOST_COUNTED = ("cpu_s", "net_rx", "net_tx")
 _COUNTED = ("bytes_in", "bytes_out", "rounds", "pushes", "pulls", "updates", "barriers")
 """Members of `counters` that only grow."""
 _GAUGES = ("keys", "bytes", "queue", "waiting", "staleness_max", "staleness_mean", "members", "barrier_waiting")
@@ -130,10 +131,10 @@ class StoreNumbers:
         # The stamps are closer to the truth than the frames, unless a clock was set meanwhile.
         if by_stamps is not None and passed_s is not None and abs(by_stamps - passed_s) < max(5.0, passed_s):
             passed_s = by_stamps
-        totals = {name: number(values.get(name)) for name in _COUNTED if name in values}
-        self.rates = {name: rate(self.totals.get(name), each, passed_s) for name, each in totals.items()}
+        before, self.totals = self.totals, {name: number(values[name]) for name in _COUNTED if name in values}
+        self.rates = _rates(before, self.totals, passed_s)
         self.gauges = {name: number(values[name]) for name in _GAUGES if name in values}
-        self.totals, self.time = totals, time
+        self.time = time
         self.device, self.device_why = text(value.get("device")), text(value.get("device_why"), WHY_LENGTH)
         lags = _mapping(value.get("lags") if "lags" in value else values.get("lags"))
         self.lags = {}
@@ -152,20 +153,7 @@ class StoreNumbers:
 class HostNumbers:
     """The last numbers of a host."""
 
-    __slots__ = (
-        "_cpu_s",
-        "_rx",
-        "_tx",
-        "clock",
-        "cpu",
-        "gpus",
-        "heard",
-        "net_rx",
-        "net_tx",
-        "offsets",
-        "row",
-        "values",
-    )
+    __slots__ = ("clock", "gpus", "heard", "offsets", "rates", "row", "totals", "values")
 
     def __init__(self, row: int) -> None:
         self.row = row
@@ -174,32 +162,28 @@ class HostNumbers:
         self.heard = 0.0
         """`now` of its last frame."""
         self.values: Numbers = {}
-        self.cpu: Optional[float] = None
-        """Cores that are busy."""
-        self.net_rx: Optional[float] = None
-        self.net_tx: Optional[float] = None
+        self.totals: Numbers = {}
+        self.rates: Numbers = {}
+        """Of `cpu_s`: cores that are busy."""
         self.gpus: List[Dict[str, Any]] = []
         self.offsets: List[float] = []
         """By how much its clock was ahead of ours, as its last frames say: each is too small by what the frame took."""
-        self._cpu_s: Optional[float] = None
-        self._rx: Optional[float] = None
-        self._tx: Optional[float] = None
 
     def take(self, value: Mapping[str, Any], passed_s: Optional[float]) -> None:
         """Note what an agent says of its host."""
         self.values = {name: number(value.get(name)) for name in _HOST if name in value}
-        cpu_s, rx, tx = (number(value.get(name)) for name in ("cpu_s", "net_rx", "net_tx"))
-        self.cpu, self._cpu_s = rate(self._cpu_s, cpu_s, passed_s), cpu_s
-        self.net_rx, self._rx = rate(self._rx, rx, passed_s), rx
-        self.net_tx, self._tx = rate(self._tx, tx, passed_s), tx
+        before, self.totals = self.totals, {name: number(value.get(name)) for name in _HOST_COUNTED}
+        self.rates = _rates(before, self.totals, passed_s)
 
     def shown(self, now: float) -> Dict[str, Any]:
         """Return the host's member of a snapshot."""
         cores = self.values.get("cores")
-        share = min(1.0, self.cpu / cores) if self.cpu is not None and cores else None
+        cpu = self.rates.get("cpu_s")
+        share = min(1.0, cpu / cores) if cpu is not None and cores else None
         found = {"heard_s": plain(max(0.0, now - self.heard), 1), "cpu": plain(share)}
         found.update((name, plain(each)) for name, each in self.values.items())
-        found.update(net_rx=plain(self.net_rx), net_tx=plain(self.net_tx), gpus=self.gpus)
+        found.update((name, plain(self.rates.get(name))) for name in ("net_rx", "net_tx"))
+        found["gpus"] = self.gpus
         found["clock_offset_s"] = plain(max(self.offsets), 3) if self.offsets else None
         return found
 
@@ -409,7 +393,8 @@ class JobMetrics:
             if task.clock is not None:
                 self._of_tasks.add(2 * task.row, (task.cpu, task.rss))
         for host in self.hosts.values():
-            self._of_hosts.add(2 * host.row, (host.cpu, _sum(host.net_rx, host.net_tx)))
+            rates = host.rates.get
+            self._of_hosts.add(2 * host.row, (rates("cpu_s"), _sum(rates("net_rx"), rates("net_tx"))))
 
     def end_mean(self) -> None:
         """Begin the next means; to be called each MEAN_S."""
@@ -421,10 +406,9 @@ class JobMetrics:
         found: Numbers = dict.fromkeys(("cpu", "rss", "net_rx", "net_tx", "push_s", "pull_s", "round_s"))
         fresh = now - max(STALE_S, 3 * interval_s)
         heard = {name for name, host in self.hosts.items() if host.heard >= fresh}
-        for name in heard:
-            host = self.hosts[name]
-            found["net_rx"] = _sum(found["net_rx"], host.net_rx)
-            found["net_tx"] = _sum(found["net_tx"], host.net_tx)
+        for host in heard:
+            for name in ("net_rx", "net_tx"):
+                found[name] = _sum(found[name], self.hosts[host].rates.get(name))
         for task in self.running:
             if task.host not in heard:
                 continue
@@ -548,6 +532,10 @@ def rate(before: Optional[float], after: Optional[float], passed_s: Optional[flo
     if after < before or not SHORTEST_S <= passed_s <= LONGEST_S:
         return None
     return (after - before) / passed_s
+
+
+def _rates(before: Numbers, after: Numbers, passed_s: Optional[float]) -> Numbers:
+    return {name: rate(before.get(name), each, passed_s) for name, each in after.items()}
 
 
 def _sum(one: Optional[float], other: Optional[float]) -> Optional[float]:

@@ -7,13 +7,15 @@ series; values that the task reported come last.
 from __future__ import annotations
 
 import contextlib
-import os
+import queue
 import re
-import selectors
 import socket
+import socketserver
+import sys
 import threading
 import time
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from http.server import BaseHTTPRequestHandler
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.plan import SCHEDULER, Plan
@@ -174,42 +176,74 @@ def _number(value: object) -> str:
 
 # Serves `GET /metrics` for Prometheus on a port of the coordinator (`launch --metrics-port`).
 #
-# Access is read-only and needs no password. One thread serves at most CLIENTS connections at a time; for one more, the
-# oldest of those that have sent no request is dropped, or else the oldest. A client has REQUEST_S to send its request
-# and ANSWER_S to take the reply. The metrics are requested from the job's loop when a client reads them, and are reused
-# for FRESH_S.
+# Access is read-only and needs no password. At most CLIENTS connections are served at a time, each by a thread; for one
+# more, the oldest of those that have sent no request is dropped, or else the oldest. A client has REQUEST_S to send its
+# request and ANSWER_S to take the reply. The metrics are requested from the job's loop when a client reads them, and
+# are reused for FRESH_S.
 
 
 CLIENTS = 16
 """Connections at a time."""
-REQUEST_LIMIT = 8192
-"""Bytes of a request."""
 REQUEST_S = 5.0
 ANSWER_S = 20.0
 LOOP_S = 5.0
 """Time limit for the job's loop to return its metrics."""
-CLOSE_S = 5.0
 FRESH_S = 1.0
-BACKLOG = 128
+CHECK_S = 0.2
+"""Between two looks whether a client has used up its time."""
 READ_SIZE = 4096
 
 
-class _Scraper:
+class _Scrape(BaseHTTPRequestHandler):
     """One connection."""
 
-    def __init__(self, connection: socket.socket, until: float) -> None:
-        self.socket = connection
-        self.until = until
-        self.request = b""
-        self.is_waiting = False
-        """It has asked, and the numbers are to come."""
-        self.has_asked = False
-        self.has_body = True
-        self.rest = memoryview(b"")
-        self.is_answered = False
+    server: MetricsPort
+    default_request_version = "HTTP/1.0"  # an error has a status line, whatever was asked
+    error_content_type = "text/plain; charset=utf-8"
+    error_message_format = "%(explain)s\n"
+
+    def do_GET(self) -> None:
+        """Send the page."""
+        self.server.await_client(self.connection, ANSWER_S)
+        if len(self.requestline.split()) != 3:
+            self.send_error(400)
+        elif self.path.partition("?")[0] != "/metrics":
+            self.send_error(404, explain="this is /metrics of a distrun job")
+        else:
+            body = self.server.page()
+            if body:
+                self._send(200, ("Content-Type", CONTENT_TYPE), body)
+            else:
+                self.send_error(503, explain="the job is busy, or over")
+
+    def do_HEAD(self) -> None:
+        """Send what comes before the page."""
+        self.do_GET()
+
+    def do_POST(self) -> None:
+        """Refuse to change anything."""
+        self._send(405, ("Allow", "GET, HEAD"))
+
+    def _send(self, status: int, header: Tuple[str, str], body: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header(*header)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def finish(self) -> None:
+        """Wait until the client has read the answer: what is sent to a closed socket would cut it off by a reset."""
+        super().finish()
+        self.connection.shutdown(socket.SHUT_WR)
+        while self.connection.recv(READ_SIZE):
+            pass
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing."""
 
 
-class MetricsPort:
+class MetricsPort(socketserver.ThreadingTCPServer):
     """Listens at a port of the plan's `metrics_address` from the call on; answers from `start` to `close`.
 
     Arguments:
@@ -221,201 +255,85 @@ class MetricsPort:
         OSError: it cannot listen there.
     """
 
+    daemon_threads = allow_reuse_address = True
+    request_queue_size = 128
+
     def __init__(self, plan: Plan, port: int, put: Callable[[Event], None]) -> None:
         self._plan = plan
         self._put = put
-        self._listener = _listen(plan.metrics_address or facts.LOOPBACK, port)
-        host, self.port = self._listener.getsockname()[:2]
+        address = plan.metrics_address or facts.LOOPBACK
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        super().__init__((address, port), _Scrape)
+        host, self.port = self.socket.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
-        self._readers: Dict[int, _Scraper] = {}
+        self._readers: Dict[socket.socket, Tuple[bool, float]] = {}
+        """Connections, the oldest first: whether it has sent its request, and until when it is waited for."""
         self._page = b""
         self._made_at = float("-inf")
-        self._asked_at: Optional[float] = None
-        """When the loop was asked, while it has not answered."""
-        self._given: Optional[Mapping[str, Any]] = None
-        self._lock = threading.Lock()
-        """Guards what the loop's thread gives."""
-        self._is_closing = False
-        self._wakeup, self._waking = os.pipe()
-        os.set_blocking(self._wakeup, False)
-        os.set_blocking(self._waking, False)
-        self._selector = selectors.DefaultSelector()
-        self._thread = threading.Thread(target=self._serve, name="metrics", daemon=True)
+        self._making = threading.Lock()
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the thread that lets clients in."""
+        threading.Thread(target=self.serve_forever, args=(CHECK_S,), name="metrics", daemon=True).start()
 
     def close(self) -> None:
-        """Listen no more, and drop all connections. Waits CLOSE_S at most."""
-        with self._lock:
-            self._is_closing = True
-            self._wake()
-        self._thread.join(CLOSE_S)
-        with self._lock:
-            os.close(self._waking)
-            self._waking = -1
+        """Listen no more, and drop all connections."""
+        self.shutdown()
+        self.server_close()
+        for reader in list(self._readers):
+            self._drop(reader)
 
-    def give(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the numbers that were asked for; the loop's thread calls it."""
-        with self._lock:
-            self._given = snapshot
-            self._wake()
+    def page(self) -> bytes:
+        """Return the metrics, at most FRESH_S old; empty: the job's loop does not give them."""
+        with self._making:
+            if time.monotonic() >= self._made_at + FRESH_S:
+                given: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+                self._put(MetricsAsked(given.put))
+                try:
+                    self._page = page(self._plan, given.get(timeout=LOOP_S)).encode("utf-8", "replace")
+                except queue.Empty:
+                    return b""
+                self._made_at = time.monotonic()
+            return self._page
 
-    def _wake(self) -> None:
-        """Have the thread look; the lock is held."""
-        if self._waking >= 0:
-            with contextlib.suppress(BlockingIOError, BrokenPipeError):
-                os.write(self._waking, b"w")
+    def await_client(self, reader: socket.socket, limit_s: float, has_asked: bool = True) -> None:
+        """Drop a client if it has not done its part `limit_s` from now."""
+        self._readers[reader] = has_asked, time.monotonic() + limit_s
 
-    # ------------------------------------------------------------------ the thread
-
-    def _serve(self) -> None:
-        self._selector.register(self._wakeup, selectors.EVENT_READ)
-        self._selector.register(self._listener, selectors.EVENT_READ)
+    def get_request(self) -> Tuple[socket.socket, Any]:
+        """Accept a connection."""
         try:
-            while not self._is_closing:
-                for key, _ in self._selector.select(self._wait_s()):
-                    if isinstance(key.data, _Scraper):
-                        self._attend(key.data)
-                    elif key.fileobj is self._listener:
-                        self._let_in()
-                    else:
-                        with contextlib.suppress(BlockingIOError):
-                            os.read(self._wakeup, READ_SIZE)
-                self._take_given()
-                self._drop_late(time.monotonic())
-        except Exception:
-            import traceback
-
-            traceback.print_exc()  # to coordinator.log; the job goes on
-        finally:
-            for reader in list(self._readers.values()):
-                self._drop(reader)
-            self._selector.close()
-            self._listener.close()
-            os.close(self._wakeup)
-
-    def _wait_s(self) -> Optional[float]:
-        due = [reader.until for reader in self._readers.values()]
-        if self._asked_at is not None:
-            due.append(self._asked_at + LOOP_S)
-        return max(0.0, min(due) - time.monotonic()) if due else None
-
-    def _let_in(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # it has gone, or there is no descriptor
-            time.sleep(0.05)
-            return
-        connection.setblocking(False)
-        if len(self._readers) >= CLIENTS:
-            self._drop(min(self._readers.values(), key=lambda each: each.has_asked))  # the first one: the oldest
-        reader = _Scraper(connection, time.monotonic() + REQUEST_S)
-        self._readers[connection.fileno()] = reader
-        self._selector.register(connection, selectors.EVENT_READ, reader)
-        self._attend(reader)  # a request may be there already
-
-    def _attend(self, reader: _Scraper) -> None:
-        try:
-            if reader.rest:
-                self._send(reader)
-                return
-            data = reader.socket.recv(READ_SIZE)
-        except BlockingIOError:
-            return
+            return super().get_request()
         except OSError:
-            data = b""
-        if not data or reader.is_answered:
-            self._drop(reader)
-            return
-        if reader.is_waiting:
-            return  # whatever it says more is not read as a request
-        reader.request += data
-        if b"\r\n\r\n" in reader.request or b"\n\n" in reader.request:
-            self._take(reader)
-        elif len(reader.request) > REQUEST_LIMIT:
-            self._answer(reader, "431 Request Header Fields Too Large")
+            time.sleep(CHECK_S)  # there may be no descriptor for some time
+            raise
 
-    def _take(self, reader: _Scraper) -> None:
-        reader.has_asked = True
-        words = reader.request.split(b"\n", 1)[0].split()
-        if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
-            self._answer(reader, "400 Bad Request")
-        elif words[0] not in (b"GET", b"HEAD"):
-            self._answer(reader, "405 Method Not Allowed", more="Allow: GET, HEAD\r\n")
-        elif words[1].split(b"?", 1)[0] != b"/metrics":
-            self._answer(reader, "404 Not Found", b"this is /metrics of a distrun job\n")
-        else:
-            reader.has_body = words[0] == b"GET"
-            reader.is_waiting = True
-            reader.until = time.monotonic() + ANSWER_S
-            self._ask()
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread of its own."""
+        readers = list(self._readers.items())  # threads of others may end meanwhile
+        if len(readers) >= CLIENTS:
+            self._drop(min(readers, key=lambda each: each[1][0])[0])  # the first one: the oldest
+        self.await_client(request, REQUEST_S, has_asked=False)
+        super().process_request(request, client_address)
 
-    def _ask(self) -> None:
-        """Answer those who wait, with fresh numbers: have the loop give them, unless some are there."""
-        now = time.monotonic()
-        if now < self._made_at + FRESH_S:
-            self._answer_all()
-        elif self._asked_at is None:
-            self._asked_at = now
-            self._put(MetricsAsked(self.give))
+    def service_actions(self) -> None:
+        """Drop those that have used up their time."""
+        for reader, (_, until) in list(self._readers.items()):
+            if time.monotonic() >= until:
+                self._drop(reader)
 
-    def _take_given(self) -> None:
-        with self._lock:
-            given, self._given = self._given, None
-        if given is not None:
-            self._page = page(self._plan, given).encode("utf-8", "replace")
-            self._made_at, self._asked_at = time.monotonic(), None
-            self._answer_all()
-        elif self._asked_at is not None and time.monotonic() >= self._asked_at + LOOP_S:
-            self._asked_at = None
-            for reader in [each for each in self._readers.values() if each.is_waiting]:
-                self._answer(reader, "503 Service Unavailable", b"the job is busy, or over\n")
+    def shutdown_request(self, request: Any) -> None:
+        """End a connection."""
+        self._readers.pop(request, None)
+        super().shutdown_request(request)
 
-    def _answer_all(self) -> None:
-        for reader in [each for each in self._readers.values() if each.is_waiting]:
-            self._answer(reader, "200 OK", self._page, CONTENT_TYPE)
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Write what failed to coordinator.log, unless the client has gone; the job goes on."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
-    def _answer(
-        self, reader: _Scraper, status: str, body: bytes = b"", kind: str = "text/plain; charset=utf-8", more: str = ""
-    ) -> None:
-        head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n{more}"
-        head += "Connection: close\r\n\r\n"
-        reader.is_waiting = False
-        reader.until = time.monotonic() + ANSWER_S
-        reader.rest = memoryview(head.encode("ascii") + (body if reader.has_body else b""))
-        self._selector.modify(reader.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, reader)
-
-    def _send(self, reader: _Scraper) -> None:
-        reader.rest = reader.rest[reader.socket.send(reader.rest) :]
-        if not reader.rest:
-            reader.is_answered = True
-            self._selector.modify(reader.socket, selectors.EVENT_READ, reader)
-            reader.socket.shutdown(socket.SHUT_WR)  # what it has not read yet must not be cut off by a reset
-
-    def _drop_late(self, now: float) -> None:
-        for reader in [each for each in self._readers.values() if now >= each.until]:
-            self._drop(reader)
-
-    def _drop(self, reader: _Scraper) -> None:
-        self._readers.pop(reader.socket.fileno(), None)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(reader.socket)
-        reader.socket.close()
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    family, kind, number, _, where = socket.getaddrinfo(
-        address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, number)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    def _drop(self, reader: socket.socket) -> None:
+        """Have the thread of a connection end it."""
+        self._readers.pop(reader, None)
+        with contextlib.suppress(OSError):
+            reader.shutdown(socket.SHUT_RDWR)

@@ -289,10 +289,6 @@ class JobRoster:
         key = (event.task, event.stream)
         self._received[key] = max(self._received.get(key, 0), event.offset + len(event.data))
 
-    def is_drained(self, host: str) -> bool:
-        """Whether all output of the reaped tasks of `host` has come."""
-        return not self.undrained(host)
-
     def undrained(self, host: str) -> List[str]:
         """Return the reaped tasks of `host` of whose output something has not come."""
         keys = [(name, stream) for name in self._names.get(host, ()) for stream in ("out", "err")]

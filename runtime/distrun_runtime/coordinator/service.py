@@ -1,12 +1,12 @@
 """The coordinator's service: it has clients, tells them what happens to the job, and does what they ask for.
 
 The first client is the terminal that launched the job, connected by a socket pair. Others come by the control socket
-(`control.ControlSocket`). All are served by one thread, which never waits for a client. The frames are in
+(`clients.ControlSocket`). All are served by one thread, which never waits for a client. The frames are in
 `contract.control`.
 
 What may wait for a client is bounded:
 
-* output for the launching client, as bytes or as places in the log files (`output.Backlog`);
+* output for the launching client, as bytes or as places in the log files (`clients.Backlog`);
 * events and messages for another client, up to MAIL_LIMIT bytes: what comes then is counted, and the client gets the
   job's state instead once it has taken the rest;
 * output for another client does not wait at all. It is read from the job's logs when the client takes it;
@@ -27,25 +27,23 @@ import signal
 import socket
 import threading
 import time
-from collections import deque
-from typing import TYPE_CHECKING, Any, Callable, ClassVar, Deque, Dict, List, Mapping, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, List, Mapping, Optional
 
 from distrun_runtime.contract import control, process, session
+from distrun_runtime.coordinator.clients import Client, ControlSocket, OutputPiece
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.messages import Event, Interrupt, MetricsWanted, StackWanted, TasksSignal
-from distrun_runtime.coordinator.output import Backlog, OutputPiece
 from distrun_runtime.errors import WireError
 
 if TYPE_CHECKING:
     from distrun_runtime.contract.control import OutputWanted
+    from distrun_runtime.coordinator.logreader import LoggedOutput
 
 
 READ_SIZE = 256 * 1024
 INPUT_SIZE = 64 * 1024
 CLIENTS = 64
 """Clients by the control socket at a time."""
-MAIL_LIMIT = 1024 * 1024
-"""Bytes of events and messages that wait for one client."""
 TURN_S = 0.02
 """How long one client is served before the others."""
 CHUNK = 128 * 1024
@@ -66,80 +64,8 @@ OTHERS_LIMIT_S = 10.0
 """At the end, others are given up after so long whatever they take: the end of `launch` waits for it."""
 
 
-class OutputReader(Protocol):
-    """Output of a job, read from its logs for one client. Used by the service's thread only."""
-
-    @property
-    def cursor(self) -> int:
-        """Where a later reader goes on."""
-
-    def read(self, limit: int) -> bytes:
-        """Return frames (`control.output`, `control.gap`) with about `limit` bytes; empty: there is nothing new now."""
-
-    def close(self) -> None:
-        """Close the files."""
-
-
-class Listener(Protocol):
-    """Lets clients in (`control.ControlSocket`)."""
-
-    socket: socket.socket
-
-    def accept(self) -> Any:
-        """Return the next connection, or None and why."""
-
-    def close(self) -> None:
-        """Let no more in."""
-
-
-class _Client:
-    """One client: what it said, and what waits for it."""
-
-    def __init__(self, connection: socket.socket, is_launcher: bool) -> None:
-        self.socket = connection
-        self.is_launcher = is_launcher
-        self.conversation = control.Conversation(is_launcher)
-        self.decoder = session.Decoder()
-        self.since = time.monotonic()
-        self.progress = self.since
-        self.backlog = Backlog()
-        """For the launching client: all that waits, in order."""
-        self.replies: Deque[bytes] = deque()
-        self.mail: Deque[bytes] = deque()
-        self.mail_size = 0
-        self.missed = 0
-        """Events and messages that were left out."""
-        self.wants = control.Subscribe()
-        self.has_subscribed = False
-        self.reader: Optional[OutputReader] = None
-        self.rest = memoryview(b"")
-        """What is being sent."""
-        self.is_waiting = False
-        """It takes nothing more at the moment."""
-        self.snapshot = 0
-        """Number of the snapshot of the job's numbers that it got last."""
-        self.may_read = False
-        """There may be something new in the logs for it."""
-        self.is_last = False
-        """Nothing is added any more; when all is sent, the connection ends."""
-        self.is_gone = False
-
-    def post(self, data: bytes) -> None:
-        """Queue an event or a message, or count it."""
-        if self.missed or self.mail_size + len(data) > MAIL_LIMIT:
-            self.missed += 1
-            return
-        self.mail.append(data)
-        self.mail_size += len(data)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether it has so much to take that it may not ask for more."""
-        return sum(map(len, self.replies)) > MAIL_LIMIT
-
-
 class Service:
-    """The clients of a job. It is an `output.Sink` and a `Watcher` for the loop's thread; `ask` is for any thread.
+    """The clients of a job. Its methods are for the loop's thread and never wait; `say` and `ask` are for any thread.
 
     Arguments:
         launcher: connection to the client that launched the job.
@@ -154,7 +80,7 @@ class Service:
         self,
         launcher: Optional[socket.socket],
         job: str = "",
-        open_output: Optional[Callable[[control.OutputWanted], OutputReader]] = None,
+        open_output: Optional[Callable[[control.OutputWanted], LoggedOutput]] = None,
         on_stop: Callable[[str], None] = lambda by: None,
     ) -> None:
         self._job = job
@@ -162,10 +88,10 @@ class Service:
         self._on_stop = on_stop
         self._changed = threading.Condition()
         """Guards all that follows; notified when an answer has come or a client has gone."""
-        self._clients: List[_Client] = []
-        self._launcher: Optional[_Client] = None
-        self._listener: Optional[Listener] = None
-        self._state: bytes = b""
+        self._clients: List[Client] = []
+        self._launcher: Optional[Client] = None
+        self._listener: Optional[ControlSocket] = None
+        self._state: Mapping[str, Any] = {}
         self._last: Optional[bytes] = None
         """The outcome, or why there is none."""
         self._put: Optional[Callable[[Event], None]] = None
@@ -174,17 +100,14 @@ class Service:
         self._answers: Dict[int, Optional[str]] = {}
         self._asked = 0
         self._stacks_asked = 0
-        self._asking: Dict[int, _Client] = {}
+        self._asking: Dict[int, Client] = {}
         """Questions for stacks, to who asked."""
         self._is_closing = False
         self._closing_since = 0.0
         self._has_output = False
         self._read_at = 0.0
-        self._state_value: Mapping[str, Any] = {}
-        self._snapshot_value: Optional[Mapping[str, Any]] = None
-        """The newest snapshot of the job's numbers; None: no client wants one."""
-        self._snapshot_bytes = b""
-        self._snapshots = 0
+        self._snapshot: Optional[Callable[[], bytes]] = None
+        """Encodes the newest snapshot of the job's numbers, once; None: no client wants one."""
         self._metrics_wanted = MetricsWanted(False)
         """What the job's loop was told."""
         self._wakeup, self._waking = os.pipe()
@@ -195,14 +118,14 @@ class Service:
         self._thread = threading.Thread(target=self._serve, name="clients", daemon=True)
         if launcher is not None:
             launcher.setblocking(False)
-            self._launcher = _Client(launcher, is_launcher=True)
+            self._launcher = Client(launcher, is_launcher=True)
             self._clients.append(self._launcher)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    def listen(self, listener: Listener) -> None:
+    def listen(self, listener: ControlSocket) -> None:
         """Let clients in from now on. The service closes the listener at its end."""
         with self._changed:
             self._listener = listener
@@ -230,15 +153,12 @@ class Service:
         return launcher is not None and launcher.wants.metrics
 
     def say(self, text: str, level: str, sync: Optional[control.CopyProgress] = None) -> None:
-        """Send one message of distrun's own. `sync` is as in `control.said`."""
-        data = control.said(text, level, sync)
+        """Send one message of distrun's own. `sync` is as in `control.Said`."""
+        told = control.Said(text, level, sync)
         with self._changed:
-            self._to_launcher(data)
+            self._to_launcher(told)
             if level != "debug":
-                self._post(data, lambda wants: wants.output is not None)
-
-    def toggle_pause(self) -> None:
-        """Do nothing: the client itself stops printing, or goes on."""
+                self._post(control.encode(told), lambda wants: wants.output is not None)
 
     def opened(self, put: Callable[[Event], None]) -> None:
         """Have the job's loop end the job, from now on, when a client asks for that."""
@@ -251,44 +171,43 @@ class Service:
         """Send what is a line of events.jsonl to those who want events."""
         with self._changed:
             if any(client.wants.events for client in self._clients):
-                self._post(control.event(value), lambda wants: wants.events)
+                self._post(control.encode(control.JobEvent(value)), lambda wants: wants.events)
 
     def state(self, value: Mapping[str, Any]) -> None:
         """Keep the job's state for those who ask."""
         with self._changed:
-            self._state_value, self._state = value, b""
+            self._state = value
 
-    def stack(self, number: int, members: Mapping[str, Any]) -> None:
-        """Give a client what was found of a task's stacks."""
+    def stack(self, number: int, found: control.TaskStack) -> None:
+        """Give the client that asked the question `number` (`StackWanted`) what was found of a task's stacks."""
         with self._changed:
             client = self._asking.get(number)
-            if not members["left"]:
+            if not found.left:
                 self._asking.pop(number, None)
             if client is not None and not client.is_gone:
-                self._reply(client, control.stack(members))
+                self._reply(client, found)
                 self._wake()
 
     def metrics(self, value: Mapping[str, Any]) -> None:
         """Take a snapshot of the job's numbers for those who want them; it takes the place of the one before."""
         with self._changed:
             if self._metrics_wanted.is_wanted:
-                self._snapshot_value, self._snapshot_bytes = value, b""
-                self._snapshots += 1
+                self._snapshot = functools.lru_cache(maxsize=None)(lambda: control.encode(control.JobNumbers(value)))
                 self._wake()
 
     def finish(self, outcome: Mapping[str, Any]) -> None:
         """Send the job's outcome, as JSON-able values; nothing is sent after it."""
-        self._end(control.outcome(outcome))
+        self._end(control.JobEnded(outcome))
 
-    def fail(self, error: Mapping[str, Any]) -> None:
-        """Send why there is no outcome: kind, message, hint, exit_code, trace."""
-        self._end(control.failed(error))
+    def fail(self, error: control.CoordinatorFailed) -> None:
+        """Send why there is no outcome."""
+        self._end(error)
 
-    def _end(self, data: bytes) -> None:
+    def _end(self, message: Any) -> None:
         with self._changed:
-            self._last = data
+            self._last = control.encode(message)
             self._has_output = True  # no client gets it before all output
-            self._to_launcher(data)
+            self._to_launcher(message)
             self._wake()
 
     def ask(self, prompt: str, limit_s: float, check: Callable[[], None]) -> Optional[str]:
@@ -305,7 +224,7 @@ class Service:
         with self._changed:
             self._asked += 1
             number = self._asked
-            self._to_launcher(control.prompt(number, prompt, limit_s))
+            self._to_launcher(control.Prompt(number, prompt, limit_s))
         until = time.monotonic() + limit_s + 1.0
         try:
             while True:
@@ -318,16 +237,16 @@ class Service:
                 check()
         except BaseException:
             with self._changed:
-                self._to_launcher(control.withdrawn(number))
+                self._to_launcher(control.PromptWithdrawn(number))
             raise
 
     def close(self) -> None:
         """Send what waits, then end all connections. A client that takes nothing for END_S is given up."""
         with self._changed:
-            self._is_closing = True
             self._closing_since = time.monotonic()
             for client in self._clients:
                 client.progress = self._closing_since
+            self._is_closing = True  # last: the thread looks at it without the lock
             self._wake()
         self._thread.join()
         with self._changed:
@@ -335,18 +254,15 @@ class Service:
                 os.close(self._waking)
                 self._waking = -1
 
-    def _to_launcher(self, data: bytes) -> None:
+    def _to_launcher(self, message: Any) -> None:
         if self._launcher is not None:
-            self._launcher.backlog.put(OutputPiece(data))
+            self._launcher.post(control.encode(message))
             self._wake()
 
     def _post(self, data: bytes, is_wanted: Callable[[control.Subscribe], bool]) -> None:
         for client in self._clients:
             if is_wanted(client.wants) and not client.is_last:
-                if client.is_launcher:
-                    client.backlog.put(OutputPiece(data))
-                else:
-                    client.post(data)
+                client.post(data)
                 self._wake()
 
     def _wake(self) -> None:
@@ -371,7 +287,7 @@ class Service:
                     os.read(self._wakeup, 1)
                 is_closing = self._is_closing
             for key, mask in ready:
-                if isinstance(key.data, _Client):
+                if isinstance(key.data, Client):
                     self._shielded(key.data, functools.partial(self._attend, key.data, mask))
                 elif key.data is not None:
                     self._let_in()
@@ -387,7 +303,7 @@ class Service:
         self._selector.close()
         os.close(self._wakeup)
 
-    def _shielded(self, client: _Client, act: Callable[[], None]) -> None:
+    def _shielded(self, client: Client, act: Callable[[], None]) -> None:
         """Do something for a client; a fault of ours costs this client only, and is written to coordinator.log."""
         try:
             act()
@@ -418,9 +334,9 @@ class Service:
                 if not why:
                     return
                 with self._changed:
-                    self._to_launcher(control.said(f"control socket: {why}", "warning"))
+                    self._to_launcher(control.Said(f"control socket: {why}", "warning"))
                 continue
-            client = _Client(connection, is_launcher=False)
+            client = Client(connection, is_launcher=False)
             with self._changed:
                 self._clients.append(client)
             self._selector.register(connection, selectors.EVENT_READ, client)
@@ -435,7 +351,7 @@ class Service:
         self._listener.close()
         self._listener = None
 
-    def _attend(self, client: _Client, mask: int) -> None:
+    def _attend(self, client: Client, mask: int) -> None:
         """Take what a client sent, and note that it takes more."""
         if mask & selectors.EVENT_WRITE:
             client.is_waiting = False
@@ -462,40 +378,48 @@ class Service:
         if client.decoder.pending > control.FRAME_LIMIT:
             self._refuse(client, control.Refusal("the frame is too long", is_last=True))
 
-    def _take(self, client: _Client, frame: session.Frame) -> None:
+    def _take(self, client: Client, frame: session.Frame) -> None:
         try:
             request = client.conversation.take(frame)
             self._HANDLERS[type(request)](self, client, request)
         except control.Refusal as refusal:
             self._refuse(client, refusal)
 
-    def _on_hello(self, client: _Client, request: control.Hello) -> None:
-        self._reply(client, control.hello(self._job, os.getpid(), socket.gethostname()))
+    def _on_hello(self, client: Client, request: control.Hello) -> None:
+        self._reply(client, control.CoordinatorHello(self._job, os.getpid(), socket.gethostname()))
 
-    def _on_state(self, client: _Client, request: control.State) -> None:
-        self._reply(client, self._snapshot(0))
+    def _on_state(self, client: Client, request: control.State) -> None:
+        self._reply(client, control.JobState(self._state))
 
-    def _on_stop_request(self, client: _Client, request: control.Stop) -> None:
-        self._reply(client, control.done("stop"))
+    def _on_stop_request(self, client: Client, request: control.Stop) -> None:
+        self._reply(client, control.Done("stop"))
         self._interrupt(request.signal, by=request.by)
 
-    def _on_kill(self, client: _Client, request: control.Kill) -> None:
-        self._reply(client, control.done("kill"))
+    def _on_kill(self, client: Client, request: control.Kill) -> None:
+        self._reply(client, control.Done("kill"))
         self._interrupt("TERM", "INT")  # a Ctrl-C when the job is being stopped: nothing is waited for any more
 
-    def _on_detach(self, client: _Client, request: control.Detach) -> None:
-        self._reply(client, control.done("detach", released=self._release()))
+    def _on_detach(self, client: Client, request: control.Detach) -> None:
+        """Let the launching client go, if it is still there."""
+        with self._changed:
+            launcher = self._launcher
+            if launcher is not None:
+                launcher.post(control.encode(control.LauncherReleased(self._cursor)))
+                launcher.is_last = True
+                self._launcher = None
+                self._changed.notify_all()  # who asks a question gets no answer
+        self._reply(client, control.Done("detach", launcher is not None))
 
-    def _on_signal(self, client: _Client, request: control.Signal) -> None:
+    def _on_signal(self, client: Client, request: control.Signal) -> None:
         if request.name in process.TASKS_SIGNALS:
             if self._put is not None:
-                self._put(TasksSignal(request.name))
+                self._put(TasksSignal(request.name, by="client"))
         elif request.name == "PIPE":
             self._interrupt("PIPE")
         else:
             raise_signal(request.name)
 
-    def _on_answer(self, client: _Client, request: control.PromptAnswer) -> None:
+    def _on_answer(self, client: Client, request: control.PromptAnswer) -> None:
         with self._changed:
             self._answers[request.id] = request.text
             self._changed.notify_all()
@@ -510,7 +434,7 @@ class Service:
         for name in names:
             self._put(Interrupt(name, time.time()))
 
-    def _on_subscribe(self, client: _Client, request: control.Subscribe) -> None:
+    def _on_subscribe(self, client: Client, request: control.Subscribe) -> None:
         if client.is_launcher:
             request = dataclasses.replace(request, output=None)  # its output comes anyway
         if client.reader is not None:
@@ -526,7 +450,7 @@ class Service:
         client.may_read = True
         with self._changed:
             client.wants, client.has_subscribed = request, True
-            client.snapshot = 0
+            client.snapshot = None
             self._want_metrics()
 
     def _want_metrics(self) -> None:
@@ -537,11 +461,11 @@ class Service:
             return
         self._metrics_wanted = wanted
         if not wanted.is_wanted:
-            self._snapshot_value, self._snapshot_bytes = None, b""
+            self._snapshot = None
         if self._put is not None:
             self._put(wanted)
 
-    def _on_stack(self, client: _Client, request: control.Stack) -> None:
+    def _on_stack(self, client: Client, request: control.Stack) -> None:
         if self._put is None:
             raise control.Refusal("the job has not started a task yet")
         with self._changed:
@@ -552,7 +476,7 @@ class Service:
             self._asking[number] = client
         self._put(StackWanted(number, request.task))
 
-    _HANDLERS: ClassVar[Mapping[type, Callable[[Service, _Client, Any], None]]] = {
+    _HANDLERS: ClassVar[Mapping[type, Callable[[Service, Client, Any], None]]] = {
         control.Hello: _on_hello,
         control.State: _on_state,
         control.Stop: _on_stop_request,
@@ -564,33 +488,18 @@ class Service:
         control.PromptAnswer: _on_answer,
     }
 
-    def _release(self) -> bool:
-        """Let the launching client go; return whether there was one."""
+    def _reply(self, client: Client, message: Any) -> None:
         with self._changed:
-            launcher = self._launcher
-            if launcher is None:
-                return False
-            launcher.backlog.put(OutputPiece(control.detached(self._cursor)))
-            launcher.is_last = True
-            self._launcher = None
-            self._changed.notify_all()  # who asks a question gets no answer
-        return True
+            client.reply(control.encode(message))
 
-    def _reply(self, client: _Client, data: bytes) -> None:
-        with self._changed:
-            if client.is_launcher:
-                client.backlog.put(OutputPiece(data))
-            else:
-                client.replies.append(data)
-
-    def _refuse(self, client: _Client, refusal: control.Refusal) -> None:
+    def _refuse(self, client: Client, refusal: control.Refusal) -> None:
         if client.is_launcher and refusal.is_last:
             self._lose(client)  # no client of ours
             return
-        self._reply(client, control.refused(refusal))
+        self._reply(client, control.RequestRefused(str(refusal), refusal.hint))
         client.is_last = client.is_last or refusal.is_last
 
-    def _lose(self, client: _Client) -> None:
+    def _lose(self, client: Client) -> None:
         """A client has gone. If it is the launching one, the job ends with it."""
         self._forget(client)
         with self._changed:
@@ -602,7 +511,7 @@ class Service:
         if not is_closing:
             raise_signal("HUP")
 
-    def _forget(self, client: _Client) -> None:
+    def _forget(self, client: Client) -> None:
         if client.is_gone:
             return
         client.is_gone = True
@@ -617,18 +526,6 @@ class Service:
         with contextlib.suppress(OSError):  # its end came first
             client.socket.shutdown(socket.SHUT_RDWR)
         client.socket.close()
-
-    def _snapshot(self, missed: int) -> bytes:
-        with self._changed:
-            value, known = self._state_value, self._state
-        if missed:
-            return control.state(value, missed)
-        if not known:
-            known = control.state(value)
-            with self._changed:
-                if self._state_value is value:
-                    self._state = known
-        return known
 
     # ------------------------------------------------------------------ sending
 
@@ -647,31 +544,32 @@ class Service:
             if not client.is_gone:
                 self._watch(client)
 
-    def _send(self, client: _Client, until: float) -> None:
+    def _send(self, client: Client, until: float) -> None:
         """Send until a client takes no more, has all, or has had its turn. Never waits."""
         while not client.is_gone:
             if not client.rest:
                 client.rest = memoryview(self._next(client))
-            if not client.rest:
-                if client.is_last:
-                    self._forget(client)
+            if client.rest:
+                try:
+                    count = client.socket.send(client.rest[:READ_SIZE])
+                except BlockingIOError:
+                    client.is_waiting = True
+                    return
+                except OSError:
+                    self._lose(client)
+                    return
+                client.rest = client.rest[count:]
+                client.progress = time.monotonic()
+            elif client.is_last:
+                self._forget(client)
+            elif client.reader is None or not client.may_read:
                 return
-            try:
-                count = client.socket.send(client.rest[:READ_SIZE])
-            except BlockingIOError:
-                client.is_waiting = True
-                return
-            except OSError:
-                self._lose(client)
-                return
-            client.rest = client.rest[count:]
-            client.progress = time.monotonic()
-            if client.progress > until:  # now others
+            if time.monotonic() > until:  # now others
                 with self._changed:
                     self._wake()
                 return
 
-    def _next(self, client: _Client) -> bytes:
+    def _next(self, client: Client) -> bytes:
         """Return the next bytes for a client: replies, numbers, events and messages, output; at the end the outcome.
 
         Reads the job's logs without the lock.
@@ -697,49 +595,44 @@ class Service:
                 return data
             missed, client.missed = client.missed, 0
         if missed:
-            return self._snapshot(missed)
+            return control.encode(control.JobState(self._state, missed))
         if client.reader is not None:
             if not client.may_read:
                 return b""
             found = self._read(client)
-            if found:
+            if found or client.may_read:
                 return found
         if is_closing or (last is not None and client.has_subscribed):
             client.is_last = True
             return (last or b"") if client.conversation.is_same_major else b""
         return b""
 
-    def _numbers(self, client: _Client) -> bytes:
-        """Return the newest snapshot of the job's numbers, if a client wants it and has not got it; encoded once."""
+    def _numbers(self, client: Client) -> bytes:
+        """Return the newest snapshot of the job's numbers, if a client wants it and has not got it."""
         with self._changed:
-            value, known, number = self._snapshot_value, self._snapshot_bytes, self._snapshots
+            encode = self._snapshot
             is_late = self._is_closing or client.is_last or bool(client.replies)
-            if value is None or is_late or not client.wants.metrics or client.snapshot == number:
+            if encode is None or is_late or not client.wants.metrics or client.snapshot is encode:
                 return b""
-            client.snapshot = number
-        if not known:
-            try:
-                known = control.metrics(value)  # without the lock: it may be large
-            except WireError:
-                return b""  # it is larger than a frame may be: there are none of this job
-            with self._changed:
-                if self._snapshots == number and self._snapshot_value is not None:
-                    self._snapshot_bytes = known
-        return known
+            client.snapshot = encode
+        try:
+            return encode()  # without the lock: it may be large
+        except WireError:
+            return b""  # it is larger than a frame may be: there are none of this job
 
-    def _read(self, client: _Client) -> bytes:
-        """Return new output for a client; empty, until it is time again, where there is none."""
+    def _read(self, client: Client) -> bytes:
+        """Return new output for a client; empty where there is none in the part of the logs that was looked at."""
         assert client.reader is not None
         try:
             found = client.reader.read(CHUNK)
         except OSError as err:
             client.reader.close()
             client.reader = None
-            return control.said(f"the job's logs cannot be read: {err}", "warning")
-        client.may_read = bool(found)
+            return control.encode(control.Said(f"the job's logs cannot be read: {err}", "warning"))
+        client.may_read = client.reader.has_more
         return found
 
-    def _watch(self, client: _Client) -> None:
+    def _watch(self, client: Client) -> None:
         """Tell the selector what is wanted of a client."""
         with self._changed:
             wanted = selectors.EVENT_WRITE if client.is_waiting else 0
@@ -759,13 +652,13 @@ class Service:
                     self._forget(client)
 
 
-def _take_limit_s(client: _Client) -> float:
+def _take_limit_s(client: Client) -> float:
     """Return how long a client may take nothing of what it gets last."""
     return END_S if client.is_launcher else OTHERS_END_S
 
 
 def _output(piece: OutputPiece) -> bytes:
-    return control.output(control.Chunk(piece.task, piece.host, piece.stream, piece.at, piece.length, piece.data))
+    return control.encode(control.Chunk(piece.task, piece.host, piece.stream, piece.at, piece.length, piece.data))
 
 
 def raise_signal(name: str) -> None:
@@ -799,8 +692,6 @@ def listen(service: Service, folder: JobFolder) -> str:
     Raises:
         ContractError, OSError: there can be no socket.
     """
-    from distrun_runtime.coordinator.control import ControlSocket
-
     listener = ControlSocket(folder.id)
     service.listen(listener)
     return listener.path
@@ -818,7 +709,7 @@ def leave_streams(folder: JobFolder) -> None:
         os.close(fd)
 
 
-def _logged(folder: JobFolder, wanted: OutputWanted) -> OutputReader:
+def _logged(folder: JobFolder, wanted: OutputWanted) -> LoggedOutput:
     from distrun_runtime.coordinator.logreader import LoggedOutput  # most jobs have one client, which needs it not
 
     return LoggedOutput(folder, wanted)

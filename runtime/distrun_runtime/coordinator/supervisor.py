@@ -168,11 +168,6 @@ class JobStopSequence:
             return [Announce(text, WARNING), EndAgent(host.name)]
         return [EndAgent(host.name)]
 
-    @property
-    def is_over(self) -> bool:
-        """Whether no agent is left."""
-        return self._roster.all_gone
-
     def _may_end(self, host: HostState, now: float) -> bool:
         if self.level < ASK_ALL:
             return False
@@ -190,7 +185,7 @@ class JobStopSequence:
             host.over_at = now
         if self.is_interrupted and now >= host.over_at + INTERRUPTED_OUTPUT_S:
             return True
-        return self._roster.is_drained(host.name) or now >= host.last_output + OUTPUT_S
+        return not self._roster.undrained(host.name) or now >= host.last_output + OUTPUT_S
 
     def _survive(self, host: HostState) -> None:
         for task in self._roster.on_host(host.name):
@@ -536,7 +531,8 @@ class Supervisor:
         host = self.roster.hosts[event.host]
         host.said_bye = True
         if not host.was_ended:
-            self._on_lost(messages.AgentLost(event.host, "its agent left", self._wall_of(host)))
+            times = (task.ended or task.started or 0.0 for task in self.roster.on_host(event.host))
+            self._on_lost(messages.AgentLost(event.host, "its agent left", max(times, default=0.0)))
             return
         host.is_gone = True
 
@@ -562,9 +558,6 @@ class Supervisor:
                     continue  # the job is being stopped for it: that was said
                 text = f"{host.name} has been silent for {shown} (suspect); it counts as lost after {duration(lost_s)}"
                 self._say(text, WARNING)
-
-    def _wall_of(self, host: HostState) -> float:
-        return max((task.ended or task.started or 0.0 for task in self.roster.on_host(host.name)), default=0.0)
 
     # ------------------------------------------------------------------ tasks
 
@@ -617,7 +610,7 @@ class Supervisor:
             max_rss_kb=event.max_rss_kb,
             cpu_s=event.cpu_s,
         )
-        self._say(f"{task.name} on {task.host} ended: {_how(task)}", DEBUG)
+        self._say(f"{task.name} on {task.host} ended: {task.how}", DEBUG)
         if state == facts.FAILED:
             self._on_failure(task)
         elif state == facts.STOPPED and self.phase in (STARTING, RUNNING):
@@ -632,7 +625,7 @@ class Supervisor:
 
     def _on_failure(self, task: failures.TaskResult) -> None:
         if self.phase == DRAINING:
-            self._say(f"{task.name} on {task.host} ended after the workers were done: {_how(task)}", WARNING, task.name)
+            self._say(f"{task.name} on {task.host} ended after the workers were done: {task.how}", WARNING, task.name)
             return
         cause = failures.task_failed(task)
         if task.lost_peer and self.phase in (STARTING, RUNNING):
@@ -700,7 +693,7 @@ class Supervisor:
             text = f"SIG{event.signal} came, and nothing was done; --forward-signal {event.signal} gives it to workers"
             self._say(text)
             return
-        if not process.is_new_warning(self._warnings, event.signal, event.host, self._now):
+        if not process.is_new_warning(self._warnings, event.signal, event.host or event.by, self._now):
             return
         given: List[str] = []
         for host in self.roster.hosts.values():
@@ -764,10 +757,6 @@ class Supervisor:
             self._start_from = self._now
             self._comment_at = self._now + COMMENT_S
 
-    def _outcome(self) -> failures.Outcome:
-        roster = self.roster
-        return self._analysis.outcome(self.plan.job, roster.tasks, roster.survivors, roster.silent)
-
     def _advance(self, event: messages.Event) -> None:
         roster = self.roster
         if self.phase in ASKING:
@@ -787,11 +776,11 @@ class Supervisor:
             else:
                 self._await_cause()
         if self.phase in (DRAINING, STOPPING):
-            self._actions += self._stop.advance(self._now, _host_of(event) if roster.knows(event) else "")
-            if self._stop.is_over:
+            self._actions += self._stop.advance(self._now, getattr(event, "host", "") if roster.knows(event) else "")
+            if roster.all_gone:
                 self.phase = OVER
                 roster.settle()
-                outcome = self._outcome()
+                outcome = self._analysis.outcome(self.plan.job, roster.tasks, roster.survivors, roster.silent)
                 self._tell_change(outcome)
                 self._actions.append(FinishJob(outcome))
 
@@ -805,15 +794,6 @@ class Supervisor:
             self._say(
                 f"{first} failed before {second}, but the report of it came later", WARNING, culprit.task, said.task
             )
-
-
-def _host_of(event: messages.Event) -> str:
-    """Return the place that an event is of; empty: of none in particular."""
-    return str(getattr(event, "host", ""))
-
-
-def _how(task: failures.TaskResult) -> str:
-    return f"signal {task.signal}" if task.signal is not None else f"exit code {task.code}"
 
 
 _NO_SIGNS_OF_LIFE = (

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distrun_runtime.data.reader import Batch
-from distrun_runtime.data.recordio import IRHeader, RecordFile, local_path, pack, unpack
-from distrun_runtime.data.sampling import Positions, whole
+from distrun_runtime.data.recordio import IRHeader, RecordFile, damaged, local_path, pack, unpack
+from distrun_runtime.data.sampling import Positions, seed_of, whole
 from distrun_runtime.errors import DataError
 
 if TYPE_CHECKING:
@@ -54,23 +54,17 @@ def read_idx(path: str | os.PathLike[str]) -> NDArray[Any]:
     """
     content = _decompressed(path)
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in IDX_DTYPES:
-        raise DataError(
-            f"{os.fspath(path)}, offset 0: expected the head of an idx file (0, 0, a type code of"
-            f" {', '.join('%#04x' % code for code in IDX_DTYPES)}), found {content[:4].hex(' ') or 'nothing'}"
-        )
+        codes = ", ".join(f"{code:#04x}" for code in IDX_DTYPES)
+        head = f"the head of an idx file (0, 0, a type code of {codes})"
+        raise damaged(path, 0, head, content[:4].hex(" ") or "nothing")
     dtype, axes = np.dtype(IDX_DTYPES[content[2]]), content[3]
     begin = 4 + 4 * axes
     if len(content) < begin:
-        raise DataError(
-            f"{os.fspath(path)}, offset 4: expected {axes} sizes of 4 bytes, found {len(content) - 4} bytes"
-        )
+        raise damaged(path, 4, f"{axes} sizes of 4 bytes", f"{len(content) - 4} bytes")
     shape = struct.unpack_from(f">{axes}I", content, 4)
     expected = math.prod(shape) * dtype.itemsize
     if len(content) != begin + expected:
-        raise DataError(
-            f"{os.fspath(path)}, offset {begin}: expected {expected} bytes of elements for shape {shape},"
-            f" found {len(content) - begin}"
-        )
+        raise damaged(path, begin, f"{expected} bytes of elements for shape {shape}", len(content) - begin)
     array = np.frombuffer(content, dtype, offset=begin).reshape(shape)
     return array.astype(dtype.newbyteorder("="), copy=False)
 
@@ -88,7 +82,35 @@ def mnist_files(folder: str | os.PathLike[str], train: bool = True) -> tuple[Pat
     return images, labels
 
 
-class MNIST:
+class _Images:
+    """Images with whole numbers as labels, held in memory as bytes.
+
+    Arguments:
+        images: bytes (n, ...).
+        labels: (n,).
+        shape: of an example; -1 stands for what is left over.
+        divisor: of the pixels.
+    """
+
+    def __init__(self, images: NDArray[Any], labels: NDArray[Any], shape: tuple[int, ...], divisor: int) -> None:
+        self._images, self._labels = images, labels.astype(np.int64)
+        self._shape, self._divisor = shape, np.float32(divisor)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, position: int) -> tuple[NDArray[np.float32], int]:
+        """Return one image and its label, for a torch DataLoader."""
+        data, label = self.read(np.array([position]))
+        return data[0], int(label[0])
+
+    def read(self, positions: Positions) -> Batch:
+        """Return images, float32 (n, ...), and labels, int64 (n,)."""
+        images = self._images[positions].astype(np.float32) / self._divisor
+        return images.reshape((len(positions), *self._shape)), self._labels[positions]
+
+
+class MNIST(_Images):
     """The data set in two idx files, held in memory as bytes.
 
     Examples are float32 (1, rows, columns) of pixels / 256, or (rows * columns,) with flat; labels are int64.
@@ -104,26 +126,11 @@ class MNIST:
     """
 
     def __init__(self, images: str | os.PathLike[str], labels: str | os.PathLike[str], *, flat: bool = False) -> None:
-        self._images, self._labels = _idx_bytes(images, 3), _idx_bytes(labels, 1)
-        if len(self._images) != len(self._labels):
-            raise DataError(
-                f"{os.fspath(labels)}, offset 4: expected as many labels as there are images in"
-                f" {os.fspath(images)}, {len(self._images)}, found {len(self._labels)}"
-            )
-        self._shape = (-1,) if flat else (1, *self._images.shape[1:])
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def __getitem__(self, position: int) -> tuple[NDArray[np.float32], int]:
-        """Return one image and its label, for a torch DataLoader."""
-        data, label = self.read(np.array([position]))
-        return data[0], int(label[0])
-
-    def read(self, positions: Positions) -> Batch:
-        """Return images, float32 (n, 1, rows, columns) or (n, rows * columns), and labels, int64 (n,)."""
-        images = self._images[positions].astype(np.float32) / np.float32(256)
-        return images.reshape((len(positions), *self._shape)), self._labels[positions].astype(np.int64)
+        pixels, classes = _idx_bytes(images, 3), _idx_bytes(labels, 1)
+        if len(pixels) != len(classes):
+            expected = f"as many labels as there are images in {os.fspath(images)}, {len(pixels)}"
+            raise damaged(labels, 4, expected, len(classes))
+        super().__init__(pixels, classes, (-1,) if flat else (1, *pixels.shape[1:]), 256)
 
 
 def _decompressed(path: str | os.PathLike[str]) -> bytes:
@@ -134,18 +141,13 @@ def _decompressed(path: str | os.PathLike[str]) -> bytes:
     try:
         return gzip.decompress(content)
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(
-            f"{os.fspath(path)}, offset 0: expected a whole gzip file, found a damaged one of {len(content)}"
-            f" bytes ({error})"
-        ) from error
+        raise damaged(path, 0, "a whole gzip file", f"a damaged one of {len(content)} bytes ({error})") from error
 
 
 def _idx_bytes(path: str | os.PathLike[str], axes: int) -> NDArray[np.uint8]:
     array = read_idx(path)
     if array.dtype != np.uint8 or array.ndim != axes:
-        raise DataError(
-            f"{os.fspath(path)}, offset 2: expected bytes along {axes} axes, found {array.dtype} along {array.ndim}"
-        )
+        raise damaged(path, 2, f"bytes along {axes} axes", f"{array.dtype} along {array.ndim}")
     return array
 
 
@@ -171,7 +173,7 @@ def cifar10_files(folder: str | os.PathLike[str], train: bool = True) -> list[Pa
     return [place / name for name in CIFAR10_NAMES[train]]
 
 
-class CIFAR10:
+class CIFAR10(_Images):
     """The data set in some binary files, one after the other, held in memory as bytes.
 
     Examples are float32 (3, 32, 32) of pixels / 255; labels are int64 from 0 to 9, named by CIFAR10_CLASSES.
@@ -188,37 +190,20 @@ class CIFAR10:
         if isinstance(files, (str, os.PathLike)) or not len(files):
             raise TypeError(f"files is a list of paths, as cifar10_files gives it, not {files!r}")
         records = np.concatenate([_cifar10_records(path) for path in files])
-        self._labels = records[:, 0].astype(np.int64)
-        self._images = records[:, 1:].reshape((-1, *CIFAR10_SHAPE))
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def __getitem__(self, position: int) -> tuple[NDArray[np.float32], int]:
-        """Return one image and its label, for a torch DataLoader."""
-        data, label = self.read(np.array([position]))
-        return data[0], int(label[0])
-
-    def read(self, positions: Positions) -> Batch:
-        """Return images, float32 (n, 3, 32, 32), and labels, int64 (n,)."""
-        return self._images[positions].astype(np.float32) / np.float32(255), self._labels[positions]
+        super().__init__(records[:, 1:], records[:, 0], CIFAR10_SHAPE, 255)
 
 
 def _cifar10_records(path: str | os.PathLike[str]) -> NDArray[np.uint8]:
     """Return a file's records, bytes (n, 3073)."""
     content = np.fromfile(local_path(path), np.uint8)
     if not len(content) or len(content) % CIFAR10_BYTES:
-        raise DataError(
-            f"{os.fspath(path)}, offset {len(content) // CIFAR10_BYTES * CIFAR10_BYTES}: expected records of"
-            f" {CIFAR10_BYTES} bytes, found {len(content) % CIFAR10_BYTES} bytes after the last"
-        )
+        whole_bytes = len(content) // CIFAR10_BYTES * CIFAR10_BYTES
+        rest = f"{len(content) - whole_bytes} bytes after the last"
+        raise damaged(path, whole_bytes, f"records of {CIFAR10_BYTES} bytes", rest)
     records = content.reshape(-1, CIFAR10_BYTES)
     wrong = np.flatnonzero(records[:, 0] >= len(CIFAR10_CLASSES))
     if len(wrong):
-        raise DataError(
-            f"{os.fspath(path)}, offset {wrong[0] * CIFAR10_BYTES}: expected a label from 0 to 9, found"
-            f" {records[wrong[0], 0]}"
-        )
+        raise damaged(path, wrong[0] * CIFAR10_BYTES, "a label from 0 to 9", records[wrong[0], 0])
     return records
 
 
@@ -293,15 +278,14 @@ class ImageRecords:
         label_width: int = 1,
     ) -> None:
         if not isinstance(records, RecordFile):
-            raise TypeError("records is a RecordFile, not %.60r; RecordFile(path) opens one" % (records,))
+            raise TypeError(f"records is a RecordFile, not {records!r:.60}; RecordFile(path) opens one")
         if not isinstance(shape, (tuple, list)) or len(shape) != 3 or shape[0] != 3:
             raise ValueError(f"expected a shape (3, rows, columns), found {shape}")
         self.records = records
         self._shape = (3, whole(shape[1], "rows", least=1), whole(shape[2], "columns", least=1))
         self._resize, self._label_width = whole(resize, "resize", least=0), whole(label_width, "label_width", least=1)
         self._crop, self._mirror = random_crop, random_mirror
-        drawn = seed is None
-        self._seed = int(np.random.default_rng().integers(1 << 62)) if drawn else whole(seed, "seed", least=0)
+        self._seed = seed_of(seed)
         self._epoch = 0
         self._reads: NDArray[np.uint32] | None = None
         """How often each image was read in this epoch, by this process."""

@@ -50,6 +50,11 @@ def local_path(path: str | os.PathLike[str]) -> str:
     raise FileNotFoundError(f"{found} is an address, expected the path of a file. fix: copy the file here first{how}")
 
 
+def damaged(path: str | os.PathLike[str], offset: int, expected: str, found: object) -> DataError:
+    """Return the error of a damaged file."""
+    return DataError(f"{os.fspath(path)}, offset {offset}: expected {expected}, found {found}")
+
+
 @dataclass(frozen=True)
 class IRHeader:
     """What stands before an image in its record.
@@ -217,11 +222,11 @@ class RecordFile:
             flag, length = self._head(offset)
             expected = (MIDDLE, LAST) if parts else (WHOLE, FIRST)
             if flag not in expected:
-                raise self._damage(offset + 4, "a part with flag %d or %d" % expected, f"flag {flag}")
+                raise damaged(self.path, offset + 4, f"a part with flag {expected[0]} or {expected[1]}", f"flag {flag}")
             begin = offset + _HEAD.size
             offset = begin + length + -length % 4
             if offset > self._size:
-                raise self._damage(begin, "%d bytes of a record" % (offset - begin), "%d" % (self._size - begin))
+                raise damaged(self.path, begin, f"{offset - begin} bytes of a record", self._size - begin)
             parts.append((begin, begin + length))
             if flag in (WHOLE, LAST):
                 return parts, offset
@@ -229,14 +234,11 @@ class RecordFile:
     def _head(self, offset: int) -> tuple[int, int]:
         """Return flag and length of the part at an offset."""
         if not 0 <= offset <= self._size - _HEAD.size:
-            raise self._damage(offset, f"a record's head of {_HEAD.size} bytes", f"{max(0, self._size - offset)}")
+            raise damaged(self.path, offset, f"a record's head of {_HEAD.size} bytes", max(0, self._size - offset))
         magic, word = _HEAD.unpack_from(self._map, offset)
         if magic != MAGIC:
-            raise self._damage(offset, "the magic number %#010x" % MAGIC, "%#010x" % magic)
+            raise damaged(self.path, offset, f"the magic number {MAGIC:#010x}", f"{magic:#010x}")
         return word >> 29, word & (LIMIT_BYTES - 1)
-
-    def _damage(self, offset: int, expected: str, found: str) -> DataError:
-        return DataError(f"{self.path}, offset {offset}: expected {expected}, found {found}")
 
 
 class RecordWriter:
@@ -309,8 +311,7 @@ def _read_index(path: str | os.PathLike[str], size: int) -> NDArray[np.int64]:
             words = line.split()
             if len(words) < 2 or not words[-1].isdigit() or int(words[-1]) >= size:
                 raise DataError(
-                    "%s, line %d: expected a key and an offset below %d, found %r"
-                    % (os.fspath(path), number, size, line)
+                    f"{os.fspath(path)}, line {number}: expected a key and an offset below {size}, found {line!r}"
                 )
             offsets.append(int(words[-1]))
     return np.array(offsets, np.int64)

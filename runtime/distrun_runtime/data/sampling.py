@@ -80,8 +80,7 @@ class EpochOrder:
 
     def __init__(self, shuffle: bool, seed: int | None, length: int | None = None) -> None:
         self._shuffle, self._length = shuffle, length
-        drawn = seed is None
-        self._seed = int(np.random.default_rng().integers(1 << 62)) if drawn else whole(seed, "seed", least=0)
+        self._seed = seed_of(seed)
         self.epoch = 0
         """Number of the epoch that `next` arranges; set it to go on where another run has stopped."""
 
@@ -94,6 +93,11 @@ class EpochOrder:
         if not self._shuffle:
             return positions
         return np.random.default_rng((self._seed, epoch)).permutation(positions)
+
+
+def seed_of(seed: int | None) -> int:
+    """Return a seed as it was given, a whole number from 0; for None a new one."""
+    return int(np.random.default_rng().integers(1 << 62)) if seed is None else whole(seed, "seed", least=0)
 
 
 class _Sampler:
@@ -258,7 +262,7 @@ class Epochs(Generic[Item]):
         if self.size is not None and self.size < 1:
             raise ValueError(f"expected an epoch of at least 1 batch, found {self.size}")
         if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
-            raise TypeError("data is what can be iterated, batch by batch, not %.60r" % (data,))
+            raise TypeError(f"data is what can be iterated, batch by batch, not {data!r:.60}")
         self._data = data
         self._rest: Iterator[Item] = iter(())
 
@@ -355,7 +359,7 @@ def split_and_load(
         TypeError: devices that are no list; data that is no array, such as a list.
     """
     if isinstance(devices, str) or not hasattr(devices, "__len__"):
-        raise TypeError("devices is a list of devices, such as [%r], not %.60r" % (str(devices), devices))
+        raise TypeError(f"devices is a list of devices, such as [{str(devices)!r}], not {devices!r:.60}")
     if not len(devices):
         raise ValueError("expected at least one device to load on, found none")
     if work_load_list is not None and len(work_load_list) != len(devices):
@@ -400,7 +404,7 @@ def split_input_slice(batch_size: int, work_load_list: Sequence[float]) -> list[
 def _shares(given: object) -> list[float]:
     """Return shares of the work: numbers above 0."""
     if isinstance(given, str) or not isinstance(given, Iterable):
-        raise TypeError("shares of the work are a list of numbers, not %.60r" % (given,))
+        raise TypeError(f"shares of the work are a list of numbers, not {given!r:.60}")
     shares = list(given)
     if not shares or not all(isinstance(share, numbers.Real) and 0 < float(share) < math.inf for share in shares):
         raise ValueError(f"expected shares above 0, found {shares}")
@@ -451,7 +455,7 @@ def whole(value: object, name: str, hint: str = "", *, least: int | None = None)
     try:
         number = operator.index(value)  # type: ignore[arg-type]  # what is tried
     except TypeError:
-        raise TypeError("%s is a whole number, not %.60r%s" % (name, value, hint and "; " + hint)) from None
+        raise TypeError(f"{name} is a whole number, not {value!r:.60}{hint and '; ' + hint}") from None
     if least is not None and number < least:
         raise ValueError(f"{name} is a number from {least}, not {number}")
     return number

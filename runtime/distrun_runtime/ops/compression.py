@@ -94,15 +94,7 @@ class Codec(ABC):
         """Return how many bytes `n` elements become: whole words, where the codec does not say otherwise."""
         return quantize.words_size(n, self.factor)
 
-    def encode(
-        self,
-        values: DeviceArray,
-        residual: DeviceArray | None,
-        params: Params,
-        out: Array | None = None,
-        *,
-        is_checked: bool = False,
-    ) -> Buffer:
+    def encode(self, values: DeviceArray, residual: DeviceArray | None, params: Params) -> Buffer:
         """Return the payload of `values`, in the host's memory.
 
         Arguments:
@@ -110,16 +102,12 @@ class Codec(ABC):
             residual: float32 of shape (n,) on the same device, what former payloads left out; it is added to the
                 values, and replaced in place by what this payload leaves out. None: nothing before, nothing kept.
             params: as `check` returned them.
-            out: where the payload is written, uint8 of shape (size(n),), of any alignment; None: into new memory.
-            is_checked: `check_finite` has taken values and residual.
 
         Raises:
             KVError: a value, or its sum with the residual, is not finite; the residual is as it was.
         """
-        flat = floats(values)
-        if self.has_residual and not is_checked:
-            self.check_finite(flat, residual)
-        payload = np.empty(self.size(len(values), params), np.uint8) if out is None else out
+        flat, payload = floats(values), np.empty(self.size(len(values), params), np.uint8)
+        self.check_finite(flat, residual)
         self.write(flat, residual, params, payload)
         return payload.data
 
@@ -127,8 +115,8 @@ class Codec(ABC):
         """Write the payload of `values` to `out`; arguments as for `encode`, and `check_finite` has taken them.
 
         Arguments:
-            out: uint8 of shape (size(n),), in the host's memory; or on the GPU of the values, at a multiple of 4
-                bytes (of `fp16`: 2).
+            out: uint8 of shape (size(n),), in the host's memory, of any alignment; or on the GPU of the values, at a
+                multiple of 4 bytes (of `fp16`: 2).
         """
         if not self.has_residual:
             residual = None
@@ -137,12 +125,11 @@ class Codec(ABC):
             raise ValueError(f"compression {self.name!r}: residual or payload of another length")
         self._write(floats(values), residual, out, params)
 
-    def check_finite(self, values: DeviceArray, residual: DeviceArray | None, first: int = 0) -> None:
+    def check_finite(self, values: DeviceArray, residual: DeviceArray | None) -> None:
         """Return if `encode` takes these values; nothing is changed.
 
         Arguments:
             values, residual: as for `encode`.
-            first: the number of the first element, for the message.
 
         Raises:
             KVError: an element is not finite. A residual would keep it for ever, and the training not learn of it.
@@ -152,11 +139,11 @@ class Codec(ABC):
         if not self.has_residual:
             return
         if values.dtype == _FLOAT32:
-            self._check(values, residual, first)
+            self._check(values, residual, 0)
             return
         for begin in range(0, len(values), _CHECKED):
             run = slice(begin, begin + _CHECKED)
-            self._check(floats(values[run]), None if residual is None else residual[run], first + begin)
+            self._check(floats(values[run]), None if residual is None else residual[run], begin)
 
     def _check(self, values: DeviceArray, residual: DeviceArray | None, first: int) -> None:
         at = _by(values).first_not_finite(values, residual)
@@ -334,7 +321,7 @@ def numbered(number: int) -> Codec:
     """
     codec = BY_NUMBER.get(number)
     if codec is None:
-        known = ", ".join("%d (%s)" % pair for pair in sorted((n, c.name) for n, c in BY_NUMBER.items()))
+        known = ", ".join(f"{known} ({BY_NUMBER[known].name})" for known in sorted(BY_NUMBER))
         raise KVError(f"unknown codec number {number}; known are {known}")
     return codec
 

@@ -215,8 +215,9 @@ class Sum:
         elif self.dense is None:
             self.dense = given
         else:
-            present = self.dense.values
-            out = present if self.dense.is_own else _room_like(present)
+            present = out = self.dense.values
+            if not self.dense.is_own:
+                out = np.empty_like(out) if is_on_host(out) else out.device.empty(out.shape, out.dtype)
             self.dense = Dense(_add(present, given.values, out), is_own=True)
 
     def total(self) -> Contribution:
@@ -272,10 +273,6 @@ def scaled(given: DeviceArray, scale: float) -> DeviceArray:
     with np.errstate(over="ignore", invalid="ignore"):
         result: Array = np.multiply(given, given.dtype.type(scale))
     return result
-
-
-def _room_like(array: DeviceArray) -> DeviceArray:
-    return np.empty_like(array) if is_on_host(array) else array.device.empty(array.shape, array.dtype)
 
 
 def _add(one: DeviceArray, other: DeviceArray, out: DeviceArray) -> DeviceArray:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hmac
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import cached_property
 from typing import Any
 
@@ -63,6 +63,12 @@ class NodeIdentity:
 
     def __str__(self) -> str:
         return f"{self.name}@{self.host} (pid {self.pid})"
+
+
+def nodes_of(value: Sequence[Mapping[str, Any]]) -> list[NodeIdentity]:
+    """Return the nodes of a ROSTER message; members that we do not know are ignored."""
+    names = [each.name for each in fields(NodeIdentity)]
+    return [NodeIdentity(**{name: node[name] for name in names}) for node in value]
 
 
 class Opener:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any, Optional
 
 from distrun_runtime.arrays import dtypes
@@ -30,11 +30,115 @@ from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers
 from distrun_runtime.ops.optimizers import RuleSpec
+from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.replies import answer, refusal
-from distrun_runtime.ps.roster import NAMED, Answers, Member, Queries, Roster, Then, listed, tasks_of
+from distrun_runtime.ps.role import NAMED, listed, tasks_of
 from distrun_runtime.ps.routing import cut, place
+
+# Queries to all servers
+
+ALIVE = "alive"
+LEFT = "left"
+"""Said BYE: its part is over."""
+LOST = "lost"
+
+
+@dataclass
+class Member:
+    """A node that was welcomed."""
+
+    link: str
+    who: NodeIdentity
+    state: str = ALIVE
+
+
+@dataclass
+class Answers:
+    """What the servers said to one query."""
+
+    bodies: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Server's name to its reply, of those that did what was asked."""
+    errors: list[str] = field(default_factory=list)
+    """Why the others refused it, each with its name."""
+    error: str = "KVError"
+    """Class of the first of these, of distrun_runtime.errors."""
+    traceback: str = ""
+
+    def refusal(self, request: Message) -> Message:
+        """Return the refusal of the request that led to it: the reasons of all servers."""
+        return refusal(request, folded(self.errors), self.error, self.traceback)
+
+
+def folded(errors: Iterable[str]) -> str:
+    """Return errors `name: reason` as one text, in which each reason stands once, after all who gave it."""
+    names: dict[str, list[str]] = {}
+    for error in sorted(errors):
+        name, _, reason = error.partition(": ")
+        names.setdefault(reason, []).append(name)
+    return "; ".join(": ".join(filter(None, (", ".join(those), reason))) for reason, those in names.items())
+
+
+Then = Callable[[Answers], "list[role.Action]"]
+"""Returns what follows."""
+
+
+@dataclass
+class _Query:
+    """One message to several servers."""
+
+    waiting: set[str]
+    then: Then
+    answers: Answers = field(default_factory=Answers)
+
+
+class Queries:
+    """The queries that are under way.
+
+    Arguments:
+        servers: returns those that are asked.
+    """
+
+    def __init__(self, servers: Callable[[], Sequence[Member]]) -> None:
+        self._servers = servers
+        self._queries: dict[int, _Query] = {}
+        self._count = 0
+
+    def send(self, message: Message | Callable[[Member], Message], then: Then) -> list[role.Action]:
+        """Send `message`, or what it returns for each, to all servers; `then` gives what follows when all have
+        answered."""
+        self._count += 1
+        servers = self._servers()
+        self._queries[self._count] = _Query({server.link for server in servers}, then)
+        return [
+            role.Send(server.link, replace(message(server) if callable(message) else message, request=self._count))
+            for server in servers
+        ]
+
+    def forget(self) -> None:
+        """Drop all queries. Numbers go on, so that a late answer does not count for a later query."""
+        self._queries.clear()
+
+    def answered(self, server: Member, reply: Message) -> list[role.Action]:
+        """Take in a server's reply and return what follows from it."""
+        query = self._queries.get(reply.request)
+        if query is None or server.link not in query.waiting:
+            return []
+        query.waiting.discard(server.link)
+        answers = query.answers
+        if not reply.is_error:
+            answers.bodies[server.who.name] = reply.body
+        else:
+            if not answers.errors:
+                answers.error = str(reply.body.get("error", "KVError"))
+                answers.traceback = str(reply.body.get("traceback", ""))
+            answers.errors.append(f"{server.who.name}: {reply.body.get('reason')}")
+        if query.waiting:
+            return []
+        del self._queries[reply.request]
+        return query.then(answers)
+
 
 # One worker's call
 
@@ -75,18 +179,15 @@ class Gathering:
 
 def difference(one: Call, other: Call) -> str:
     """Return how two parts of one collective call differ, in words; empty when they agree."""
+    here, there = f"worker-{one.rank}", f"worker-{other.rank}"
     if verb(one.message) != verb(other.message):
-        return "worker-%d calls %s where worker-%d calls %s (call %d of the store)" % (
-            *(one.rank, verb(one.message), other.rank, verb(other.message)),
-            one.number,
-        )
+        calls = f"{here} calls {verb(one.message)} where {there} calls {verb(other.message)}"
+        return f"{calls} (call {one.number} of the store)"
     mine, theirs = one.message.body, other.message.body
     if one.message.kind is Kind.OPEN and opened(mine) != opened(theirs):
-        return f"worker-{one.rank} creates {opened(mine)} where worker-{other.rank} creates {opened(theirs)}"
+        return f"{here} creates {opened(mine)} where {there} creates {opened(theirs)}"
     if one.message.kind in (Kind.SAVE, Kind.LOAD) and mine.get("folder") != theirs.get("folder"):
-        return "worker-%d calls %s(%r) where worker-%d gives %r" % (
-            *(one.rank, verb(one.message), mine.get("folder"), other.rank, theirs.get("folder")),
-        )
+        return f"{here} calls {verb(one.message)}({mine.get('folder')!r}) where {there} gives {theirs.get('folder')!r}"
     if one.message.kind is Kind.KEYS:
         return _records_differ(one, other)
     if one.message.kind is Kind.BARRIER:
@@ -123,22 +224,20 @@ def _facts_differ(one: Call, other: Call) -> str:
 
 
 def _records_differ(one: Call, other: Call) -> str:
-    mine = {_text(record["key"]): record for record in one.message.body["records"]}
-    theirs = {_text(record["key"]): record for record in other.message.body["records"]}
+    mine = {record["key"]: record for record in one.message.body["records"]}
+    theirs = {record["key"]: record for record in other.message.body["records"]}
     for key in [*mine, *theirs]:
         left, right = mine.get(key), theirs.get(key)
         if left is None or right is None:
             has, lacks = (one, other) if right is None else (other, one)
             record = left or right
             assert record is not None
-            return "worker-%d declares key %s (%s), worker-%d does not" % (
-                *(has.rank, repr(record["key"]), describe(record), lacks.rank),
-            )
+            declares = f"worker-{has.rank} declares key {record['key']!r} ({describe(record)})"
+            return f"{declares}, worker-{lacks.rank} does not"
         if left != right:
             fix = "" if left.get("label") == right.get("label") else "; " + SAME_ORDER
-            return "for key %s worker-%d has %s, worker-%d has %s%s" % (
-                *(repr(left["key"]), one.rank, describe(left), other.rank, describe(right), fix),
-            )
+            has_one = f"worker-{one.rank} has {describe(left)}"
+            return f"for key {left['key']!r} {has_one}, worker-{other.rank} has {describe(right)}{fix}"
     return ""
 
 
@@ -196,7 +295,7 @@ class Keys:
     def __init__(self, servers: int = 0) -> None:
         self._loads = [0] * servers
         """Bytes on each server."""
-        self._known: dict[str, _Known] = {}
+        self._known: dict[Any, _Known] = {}
         self._numbers = 0
         self._texts = 0
 
@@ -208,16 +307,15 @@ class Keys:
         """
         _check(records)
         for record in records:
-            known = self._known.get(_text(record["key"]))
+            known = self._known.get(record["key"])
             if known is None:
                 if is_assign:
                     return f"key {record['key']!r} doesn't exist. Did you init?"
             elif not is_assign:
                 return f"key {record['key']!r} was initialised before"
             elif any(known.record.get(name) != record.get(name) for name in ("shape", "dtype")):
-                return "key %r: the store has %s, assign was given %s" % (
-                    *(record["key"], describe(known.record), describe(record)),
-                )
+                has = f"the store has {describe(known.record)}"
+                return f"key {record['key']!r}: {has}, assign was given {describe(record)}"
         return ""
 
     def declare(self, records: Sequence[Record]) -> dict[str, Any]:
@@ -231,13 +329,13 @@ class Keys:
             is_text = isinstance(record["key"], str)
             place = self._texts if is_text else int(record["key"])
             self._texts += is_text
-            self._known[_text(record["key"])] = _Known(record, self._numbers, place, next(servers, []))
+            self._known[record["key"]] = _Known(record, self._numbers, place, next(servers, []))
             self._numbers += 1
         return self.told(records)
 
     def told(self, records: Sequence[Record]) -> dict[str, Any]:
         """Return what workers are told of these keys."""
-        known = [self._known[_text(record["key"])] for record in records]
+        known = [self._known[record["key"]] for record in records]
         return {
             "keys": [record["key"] for record in records],
             "numbers": [[each.number, each.place] for each in known],
@@ -258,7 +356,7 @@ class Keys:
         Their numbers are not given again: a server may hold shards under them. Their room is.
         """
         for key in keys:
-            known = self._known.pop(_text(key), None)
+            known = self._known.pop(key, None)
             if known is not None and known.servers:
                 size, item, row = _extent(known.record)
                 for server, (_, length) in zip(known.servers, cut(size, item, row), strict=True):
@@ -273,18 +371,16 @@ class Keys:
         """Return all records with number and place, for a manifest."""
         shown = ("key", "shape", "dtype", "stype")
         return [
-            {
-                **{"stype": "default"},
-                **{name: known.record[name] for name in shown if name in known.record},
-                **{"number": known.number, "index": known.place},
-            }
+            {"stype": "default"}
+            | {name: known.record[name] for name in shown if name in known.record}
+            | {"number": known.number, "index": known.place}
             for known in self._known.values()
         ]
 
     def differ_from(self, saved: Sequence[Mapping[str, Any]]) -> str:
         """Return how the keys of saved states differ from these; empty: they do not."""
-        by_key = {_text(each["key"]): each for each in saved}
-        mine = {_text(each["key"]): each for each in self.to_json()}
+        by_key = {each["key"]: each for each in saved}
+        mine = {each["key"]: each for each in self.to_json()}
         for text in [*mine, *by_key]:
             ours, theirs = mine.get(text), by_key.get(text)
             if theirs is None:
@@ -292,14 +388,13 @@ class Keys:
             if ours is None:
                 return f"key {theirs['key']!r} is in the saved states and not in the store: init it before"
             if any(ours[name] != theirs[name] for name in ("shape", "dtype", "stype")):
-                return "key %r: the store has %s, the saved states have %s" % (
-                    *(ours["key"], describe(ours), describe(theirs)),
-                )
+                has = f"the store has {describe(ours)}"
+                return f"key {ours['key']!r}: {has}, the saved states have {describe(theirs)}"
         return ""
 
     def saved_as(self, saved: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, Any]]:
         """Return (number, number in the saved states, key) of every key; they do not differ."""
-        numbers = {_text(each["key"]): int(each["number"]) for each in saved}
+        numbers = {each["key"]: int(each["number"]) for each in saved}
         return [(each.number, numbers[text], each.record["key"]) for text, each in self._known.items()]
 
 
@@ -310,17 +405,13 @@ def _extent(record: Record) -> tuple[int, int, int]:
     return math.prod(shape), dtypes.parse(record["dtype"]).itemsize, row
 
 
-def _text(key: Any) -> str:
-    return f"{type(key).__name__}:{key}"
-
-
 def _check(records: Sequence[Record]) -> None:
     """Refuse what a worker sent in the place of records, before anything of it is kept."""
     if not isinstance(records, list):
-        raise ValueError("expected a list of records, found %.80r" % (records,))
+        raise ValueError(f"expected a list of records, found {records!r:.80}")
     for record in records:
         if not isinstance(record, dict) or not all(_FITS[name](record.get(name)) for name in _FITS):
-            raise ValueError("expected a record with key, shape and dtype, found %.200r" % (record,))
+            raise ValueError(f"expected a record with key, shape and dtype, found {record!r:.200}")
 
 
 def _is_whole(value: object) -> bool:
@@ -356,18 +447,20 @@ class _PendingChange:
 class Rules:
     """The rules of all stores."""
 
-    def __init__(self, roster: Roster, queries: Queries) -> None:
-        self._roster = roster
+    def __init__(self, queries: Queries) -> None:
         self._queries = queries
-        self._specs: dict[int, RuleSpec] = {}
-        self._setters: dict[int, int] = {}
-        """Which worker has set a store's rule."""
+        self._specs: dict[int, tuple[RuleSpec | None, int | None]] = {}
+        """By store: its rule, and the worker that has set it."""
         self._waiting: deque[_PendingChange] = deque()
         self._is_changing = False
 
     def spec(self, store: int) -> RuleSpec | None:
         """Return the store's rule; None: it has none."""
-        return self._specs.get(store)
+        return self._specs.get(store, (None, None))[0]
+
+    def to_json(self, store: int) -> dict[str, Any] | None:
+        """Return the store's rule for a message or a manifest."""
+        return spec_json(self.spec(store))
 
     def forget(self, store: int) -> None:
         """No worker has the store any more."""
@@ -378,7 +471,7 @@ class Rules:
         body, store = call.message.body, call.message.store
 
         def wanted(old: RuleSpec | None) -> RuleSpec | None:
-            return _wanted(old, body, self._setters.get(store), call.rank)
+            return _wanted(old, body, self._specs.get(store, (None, None))[1], call.rank)
 
         def then(answers: Answers | None) -> list[role.Action]:
             return [role.Send(call.link, answers.refusal(call.message) if answers else answer(call.message))]
@@ -420,22 +513,16 @@ class Rules:
         def tried(answers: Answers) -> list[role.Action]:
             if answers.errors:
                 return self._over(change, answers)
-            return self._tell(change.store, {"spec": _json(wanted)}, lambda answers: self._put(change, wanted, answers))
+            return self._tell(change.store, {"spec": spec}, lambda answers: self._put(change, wanted, answers))
 
-        return self._tell(change.store, {"spec": _json(wanted), "check": True}, tried)
+        spec = spec_json(wanted)
+        return self._tell(change.store, {"spec": spec, "check": True}, tried)
 
     def _put(self, change: _PendingChange, wanted: RuleSpec | None, answers: Answers) -> list[role.Action]:
         if answers.errors:
-            back = {"spec": _json(self.spec(change.store))}
+            back = {"spec": self.to_json(change.store)}
             return self._tell(change.store, back, lambda _: self._over(change, answers))
-        if wanted is None:
-            self._specs.pop(change.store, None)
-        else:
-            self._specs[change.store] = wanted
-            if change.rank is None:
-                self._setters.pop(change.store, None)
-            else:
-                self._setters[change.store] = change.rank
+        self._specs[change.store] = wanted, change.rank
         return self._over(change, None)
 
     def _over(self, change: _PendingChange, answers: Answers | None) -> list[role.Action]:
@@ -443,7 +530,7 @@ class Rules:
         return [*change.then(answers), *self._next()]
 
     def _tell(self, store: int, body: Mapping[str, Any], then: Then) -> list[role.Action]:
-        return self._queries.send(Message(Kind.RULE, store=store, body=body), self._roster.alive("server"), then)
+        return self._queries.send(Message(Kind.RULE, store=store, body=body), then)
 
 
 def _wanted(present: RuleSpec | None, body: Mapping[str, Any], setter: int | None, rank: int) -> RuleSpec | None:
@@ -473,40 +560,19 @@ def _wanted(present: RuleSpec | None, body: Mapping[str, Any], setter: int | Non
     return wanted
 
 
-def _json(spec: RuleSpec | None) -> dict[str, Any] | None:
+def spec_json(spec: RuleSpec | None) -> dict[str, Any] | None:
+    """Return a rule for a message; None: there is none."""
     return None if spec is None else dict(spec.to_json())
 
 
 # Calls of all workers
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A store whose states are saved or loaded."""
-
-    number: int
-    type: str
-    keys: Keys
-
-    @property
-    def is_sync(self) -> bool:
-        """Whether its pushes make rounds."""
-        return "async" not in self.type
-
-
 @dataclass
-class _FailedCall:
-    """A collective call that failed."""
-
-    reason: str
-    missing: set[int]
-    """Workers that have not made it yet: each hears the reason when it does."""
-
-
-@dataclass
-class _AgreedStore:
+class AgreedStore:
     """What the workers agreed on for one store."""
 
+    number: int
     awaited: set[int]
     """Workers that make calls: they have neither left the store nor ended."""
     holders: set[int]
@@ -518,11 +584,17 @@ class _AgreedStore:
     gatherings: dict[int, Gathering] = field(default_factory=dict)
     filling: dict[int, Gathering] = field(default_factory=dict)
     """Declared keys whose first values rank 0 is sending to the servers."""
-    refused: dict[int, _FailedCall] = field(default_factory=dict)
-    """Collective calls that failed and that not all workers have made."""
+    refused: dict[int, tuple[str, set[int]]] = field(default_factory=dict)
+    """Collective calls that failed and that not all workers have made: why, and who has not made it yet. Each of these
+    hears the reason when it does."""
     joined: dict[int, Call] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
     """Workers that left this store for good."""
+
+    @property
+    def is_sync(self) -> bool:
+        """Whether its pushes make rounds."""
+        return "async" not in self.type
 
     def refuse(self, number: int, reason: str, calls: Iterable[int]) -> None:
         """Note that a call failed, which workers `calls` have made."""
@@ -530,15 +602,13 @@ class _AgreedStore:
         elsewhere = {rank for rank, part in self.joined.items() if part.number == number}
         missing = self.awaited.difference(calls, elsewhere)
         if missing:
-            self.refused[number] = _FailedCall(reason, missing)
+            self.refused[number] = reason, missing
 
     def told(self, number: int, rank: int) -> str:
         """Return why a call failed, for a worker that makes it now; empty: it did not."""
-        refusal = self.refused.get(number)
-        if refusal is None:
-            return ""
+        reason = self.refused[number][0] if number in self.refused else ""
         self._hear(number, rank)
-        return refusal.reason
+        return reason
 
     def gone(self, rank: int) -> None:
         """A worker makes no more calls."""
@@ -547,12 +617,13 @@ class _AgreedStore:
             self._hear(number, rank)
 
     def _hear(self, number: int, rank: int) -> None:
-        self.refused[number].missing.discard(rank)
-        if not self.refused[number].missing:
-            del self.refused[number]
+        if number in self.refused:
+            self.refused[number][1].discard(rank)
+            if not self.refused[number][1]:
+                del self.refused[number]
 
 
-States = Callable[[Subject, Mapping[int, Call]], "list[role.Action]"]
+States = Callable[[AgreedStore, Mapping[int, Call]], "list[role.Action]"]
 """What follows when all workers have asked to save or load the states of a store; the calls are by rank."""
 
 
@@ -568,7 +639,6 @@ class CollectiveCalls:
     def __init__(
         self,
         workers: int,
-        roster: Roster,
         queries: Queries,
         states: Mapping[Kind, States],
         placed_on: int,
@@ -579,9 +649,10 @@ class CollectiveCalls:
         self._forget = forget
         self._placed_on = placed_on
         self._states = states
-        self._roster = roster
         self._queries = queries
-        self._stores: dict[int, _AgreedStore] = {}
+        self._ended: list[Member] = []
+        """Workers that said BYE."""
+        self._stores: dict[int, AgreedStore] = {}
         self.barriers = 0
         """How many barriers all workers have come to."""
 
@@ -606,32 +677,27 @@ class CollectiveCalls:
         refused = store.told(call.number, call.rank)
         if refused:
             return [_refuse(call, refused)]
+        gathering = store.gatherings.get(call.number) or Gathering()
         if call.message.body.get("error"):
-            return self._failed(store, call)
+            gathering.calls[call.rank] = call
+            store.gatherings[call.number] = gathering
+            reason = f"worker-{call.rank} failed at {verb(call.message)}: {call.message.body['error']}"
+            return _fail(store, call.number, reason)
         # First: what raises here, since the message lacks something, must not count as a call.
         against = _against(store, call)
         self._awaiting(call.rank, call.message)
-        gathering = store.gatherings.setdefault(call.number, Gathering())
+        store.gatherings[call.number] = gathering
         # A worker that has joined waits for all others to join: it will never make this call.
         elsewhere = [part for part in store.joined.values() if part.number == call.number]
-        wrong = gathering.add(call) or (difference(elsewhere[0], call) if elsewhere else "")
-        wrong = wrong or against
+        wrong = gathering.add(call) or (difference(elsewhere[0], call) if elsewhere else "") or against
         if wrong:
             return _fail(store, call.number, wrong)
-        gone = self._roster.left("worker")
-        missing = [member for member in gone if member.who.rank not in {*gathering.calls, *store.left}]
+        missing = [gone for gone in self._ended if gone.who.rank not in {*gathering.calls, *store.left}]
         if missing:
             return _fail(store, call.number, _gone(missing[0], call.message))
         return self._complete(store, call.number) or self._started_over()
 
-    def _failed(self, store: _AgreedStore, call: Call) -> list[role.Action]:
-        """A worker fails at a call: it fails for all."""
-        gathering = store.gatherings.setdefault(call.number, Gathering())
-        gathering.calls[call.rank] = call
-        reason = f"worker-{call.rank} failed at {verb(call.message)}: {call.message.body['error']}"
-        return _fail(store, call.number, reason)
-
-    def _taken_back(self, store: _AgreedStore, call: Call) -> list[role.Action]:
+    def _taken_back(self, store: AgreedStore, call: Call) -> list[role.Action]:
         """A worker takes back its call of this number, unless all have made theirs."""
         gathering = store.gatherings.get(call.number)
         before = gathering.calls.pop(call.rank, None) if gathering is not None else None
@@ -687,7 +753,7 @@ class CollectiveCalls:
         others = [part for part in gathering.calls.values() if part.rank != call.rank]
         return [answered, *(role.Send(part.link, answer(part.message, body)) for part in others)]
 
-    def _unfilled(self, store: _AgreedStore, number: int, reason: str) -> list[role.Action]:
+    def _unfilled(self, store: AgreedStore, number: int, reason: str) -> list[role.Action]:
         """The values of declared keys will not come from rank 0: tell the others."""
         gathering = store.filling.pop(number)
         first = gathering.calls.pop(0).message
@@ -705,39 +771,40 @@ class CollectiveCalls:
         if gathering is not None:
             return _fail(store, call.number, gathering.add(call))
         store.joined[call.rank] = call
-        told = Message(Kind.JOIN, store=call.message.store, body={"rank": call.rank})
-        return [*self._tell_servers(told), *self._all_joined(call.message.store, store)]
+        told = Message(Kind.JOIN, store=store.number, body={"rank": call.rank})
+        return [*self._queries.send(told, lambda _: []), *self._all_joined(store)]
 
     def leave(self, call: Call) -> list[role.Action]:
         """A worker leaves one store for good."""
         store = self._store(call)
         store.left.add(call.rank)
         store.gone(call.rank)
-        told = Message(Kind.LEFT, store=call.message.store, body={"rank": call.rank})
-        servers = self._roster.alive("server")
-        actions = self._queries.send(told, servers, lambda _: [role.Send(call.link, answer(call.message))])
+        told = Message(Kind.LEFT, store=store.number, body={"rank": call.rank})
+        actions = self._queries.send(told, lambda _: [role.Send(call.link, answer(call.message))])
         for number in list(store.gatherings):
             actions += self._complete(store, number)
-        return [*actions, *self._all_joined(call.message.store, store)]
+        return [*actions, *self._all_joined(store)]
 
     def close(self, call: Call) -> list[role.Action]:
         """A worker has closed a store, and all that it has asked for there is answered."""
-        self._store(call).holders.discard(call.rank)
-        return [role.Send(call.link, answer(call.message)), *self._forget_unheld(call.message.store)]
+        store = self._store(call)
+        store.holders.discard(call.rank)
+        return [role.Send(call.link, answer(call.message)), *self._forget_unheld(store)]
 
-    def _forget_unheld(self, number: int) -> list[role.Action]:
+    def _forget_unheld(self, store: AgreedStore) -> list[role.Action]:
         """Forget a store that all workers have closed, and have the servers forget it."""
-        if self._stores[number].holders:
+        if store.holders:
             return []
-        del self._stores[number]
-        self._forget(number)
-        return self._tell_servers(Message(Kind.CLOSE, store=number))
+        del self._stores[store.number]
+        self._forget(store.number)
+        return self._queries.send(Message(Kind.CLOSE, store=store.number), lambda _: [])
 
     def ended(self, gone: Member) -> list[role.Action]:
         """A worker said BYE: what waited for it fails, and who joined does not wait for it."""
         actions: list[role.Action] = []
-        is_last = not self._roster.count_alive("worker")  # The servers forget all stores, or end.
-        for number, store in list(self._stores.items()):
+        self._ended.append(gone)
+        is_last = len(self._ended) == self._workers  # The servers forget all stores, or end.
+        for store in list(self._stores.values()):
             store.gone(gone.who.rank)
             store.holders.discard(gone.who.rank)
             for at, gathering in list(store.gatherings.items()):
@@ -748,42 +815,35 @@ class CollectiveCalls:
                 what = verb(store.filling[at].calls[0].message)
                 text = f"{gone.who} has ended (BYE) and will never send the values of {what}"
                 actions += self._unfilled(store, at, text)
-            actions += self._all_joined(number, store)
-            actions += [] if is_last else self._forget_unheld(number)
+            actions += self._all_joined(store)
+            actions += [] if is_last else self._forget_unheld(store)
         return actions
 
     def remind(self, now: float) -> list[role.Action]:
         """Tell the workers of a gathering that takes long whom it waits for."""
         actions: list[role.Action] = []
-        for number, store in self._stores.items():
+        for store in self._stores.values():
             for gathering in store.gatherings.values():
                 gathering.notice = gathering.notice or role.WaitNotice(now)
-                if gathering.notice.is_due(now):
-                    actions += self._reminders(number, store, gathering, now)
+                if not gathering.notice.is_due(now):
+                    continue
+                tasks = tasks_of(sorted(set(range(self._workers)) - set(gathering.calls) - store.left))
+                parts = list(gathering.calls.values())
+                text = f"waiting for {listed(tasks)} to call {verb(parts[0].message)}"
+                body = {"text": text, "seconds": now - gathering.notice.since, "for": tasks[:NAMED]}
+                for part in parts:
+                    told = Message(Kind.WAITING, store=store.number, request=part.message.request, body=body)
+                    actions.append(role.Send(part.link, told))
         return actions
 
-    def _reminders(self, number: int, store: _AgreedStore, gathering: Gathering, now: float) -> list[role.Action]:
-        assert gathering.notice is not None
-        missing = sorted(set(range(self._workers)) - set(gathering.calls) - store.left)
-        parts = list(gathering.calls.values())
-        tasks = tasks_of(missing)
-        names = listed(tasks)
-        text = f"waiting for {names} to call {verb(parts[0].message)}"
-        body = {"text": text, "seconds": now - gathering.notice.since, "for": tasks[:NAMED]}
-        return [
-            role.Send(part.link, Message(Kind.WAITING, store=number, request=part.message.request, body=body))
-            for part in parts
-        ]
-
-    def _store(self, call: Call) -> _AgreedStore:
+    def _store(self, call: Call) -> AgreedStore:
         number = call.message.store
         if number not in self._stores:
-            ended = {member.who.rank for member in self._roster.left("worker")}
-            present = set(range(self._workers)) - ended
-            self._stores[number] = _AgreedStore(present, present.copy(), Keys(self._placed_on))
+            present = set(range(self._workers)) - {member.who.rank for member in self._ended}
+            self._stores[number] = AgreedStore(number, present, present.copy(), Keys(self._placed_on))
         return self._stores[number]
 
-    def _complete(self, store: _AgreedStore, number: int) -> list[role.Action]:
+    def _complete(self, store: AgreedStore, number: int) -> list[role.Action]:
         gathering = store.gatherings[number]
         if len(gathering.calls) < self._workers - sum(rank not in gathering.calls for rank in store.left):
             return []
@@ -802,25 +862,17 @@ class CollectiveCalls:
         if call.kind is Kind.KEYS:
             store.filling[number] = gathering
             return _declare(store, gathering)
-        return self._states[call.kind](Subject(call.store, store.type, store.keys), gathering.calls)
+        return self._states[call.kind](store, gathering.calls)
 
-    def _all_joined(self, number: int, store: _AgreedStore) -> list[role.Action]:
-        if not store.joined or len(store.joined) < self._roster.count_alive("worker") - len(store.left):
-            return []
-        present = {member.who.rank for member in self._roster.alive("worker")} - store.left
-        if not present <= set(store.joined):
+    def _all_joined(self, store: AgreedStore) -> list[role.Action]:
+        # The lengths first: of many workers, each one that joins comes here.
+        if not store.joined or len(store.joined) < len(store.awaited) or not store.awaited <= store.joined.keys():
             return []
         # The servers forget who joined before any worker hears that all have: its next push is a new round of all.
         parts = list(store.joined.values())
         store.joined.clear()
-        told = Message(Kind.JOIN, store=number, body={"rank": parts[0].rank, "all": True})
-        servers = self._roster.alive("server")
-        return self._queries.send(
-            told, servers, lambda _: [role.Send(part.link, answer(part.message)) for part in parts]
-        )
-
-    def _tell_servers(self, message: Message) -> list[role.Action]:
-        return self._queries.send(message, self._roster.alive("server"), lambda _: [])
+        told = Message(Kind.JOIN, store=store.number, body={"rank": parts[0].rank, "all": True})
+        return self._queries.send(told, lambda _: [role.Send(part.link, answer(part.message)) for part in parts])
 
 
 _DUTY = {
@@ -830,7 +882,7 @@ _DUTY = {
 }
 
 
-def _declare(store: _AgreedStore, gathering: Gathering) -> list[role.Action]:
+def _declare(store: AgreedStore, gathering: Gathering) -> list[role.Action]:
     first = gathering.calls[0].message
     records = first.body["records"]
     body = store.keys.told(records) if first.body.get("assign") else store.keys.declare(records)
@@ -838,20 +890,20 @@ def _declare(store: _AgreedStore, gathering: Gathering) -> list[role.Action]:
     return [role.Send(gathering.calls[0].link, answer(first, body))]
 
 
-def _against(store: _AgreedStore, call: Call) -> str:
+def _against(store: AgreedStore, call: Call) -> str:
     body = call.message.body
     if not isinstance(body.get("facts", {}), dict):
-        raise ValueError("expected facts as an object, found %.80r" % (body["facts"],))
+        raise ValueError(f"expected facts as an object, found {body['facts']!r:.80}")
     if call.message.kind is not Kind.KEYS:
         return ""
     return store.keys.against(body["records"], bool(body.get("assign")))
 
 
-def _fail(store: _AgreedStore, number: int, reason: str) -> list[role.Action]:
+def _fail(store: AgreedStore, number: int, reason: str) -> list[role.Action]:
     return _refuse_all(store, number, store.gatherings.pop(number), reason)
 
 
-def _refuse_all(store: _AgreedStore, number: int, gathering: Gathering, reason: str) -> list[role.Action]:
+def _refuse_all(store: AgreedStore, number: int, gathering: Gathering, reason: str) -> list[role.Action]:
     store.refuse(number, reason, gathering.calls)
     return [_refuse(part, reason) for part in gathering.calls.values()]
 

@@ -23,11 +23,14 @@ READ_FIRST = frozenset((codecs.CODECS["topk"].number, codecs.ROWS))
 """Codecs whose payload may be wrong though its size is right."""
 
 
+_NO_OBJECT = "the parameters of a codec are an object, not {!r:.80}"
+
+
 def against_init(store: Store, message: Message, shards: Array) -> str:
     """Return why an INIT cannot be taken in; empty: it can."""
     staleness = message.body.get("staleness")
     if staleness is not None and (isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0):
-        return "staleness is a number of pushes, not %.80r" % (staleness,)
+        return f"staleness is a number of pushes, not {staleness!r:.80}"
     is_new = not message.body.get("assign")
     seen: set[tuple[int, int]] = set()
     for entry, shard in zip(rows_of(message.entries), shards.tolist(), strict=True):
@@ -53,7 +56,7 @@ def against_ranks(message: Message, ranks: Sequence[int], workers: int) -> str:
     body = message.body
     said = [*ranks, *(body[name] for name in ("own", "first") if name in body)]
     if not ranks or not all(isinstance(rank, int) and 0 <= rank < workers for rank in said):
-        return "a relay names the workers that it speaks for, each from 0 to %d, not %.80r" % (workers - 1, said)
+        return f"a relay names the workers that it speaks for, each from 0 to {workers - 1}, not {said!r:.80}"
     if message.kind is Kind.PUSH and "first" not in body:
         return "a relay's push names the first of its workers"
     return ""
@@ -80,17 +83,17 @@ def against(
     """
     scale = message.body.get("scale", 1.0)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        return "a contribution is scaled by a finite number, not by %.80r" % (scale,)
+        return f"a contribution is scaled by a finite number, not by {scale!r:.80}"
     is_push = message.kind is not Kind.PULL
     skips = is_push and "skip" in message.body
     if skips and not isinstance(message.body["skip"], Mapping):
-        return "a skipped round has a note that is an object, not %.80r" % (message.body["skip"],)
+        return f"a skipped round has a note that is an object, not {message.body['skip']!r:.80}"
     if skips and not store.is_sync:
         return "a round cannot be skipped in a dist_async store: it has no rounds"
     # No entry may use it, and yet the answer repeats it.
     no_object = ""
     if not isinstance(message.body.get("codec", {}), Mapping):
-        no_object = "the parameters of a codec are an object, not %.80r" % (message.body["codec"],)
+        no_object = _NO_OBJECT.format(message.body["codec"])
     if scale == 1 and ((is_plain and not skips) or _is_usual(store, entries, shards, is_push and not skips, is_push)):
         return no_object
     if is_push and not skips and _is_usual_encoded(store, message, entries, shards):
@@ -160,10 +163,8 @@ def _size(store: Store, shard: int, entry: Entry, server: str) -> str:
     length, dtype = int(store.length[shard]), int(store.dtype[shard])
     if (entry.length, entry.dtype) == (length, dtype):
         return ""
-    return "key %r: %s has %d elements of %s, the message %d of %s" % (
-        *(store.name(entry.key), server, length, name_of(DTYPES[dtype])),
-        *(entry.length, name_of(DTYPES[entry.dtype])),
-    )
+    has = f"{server} has {length} elements of {name_of(DTYPES[dtype])}"
+    return f"key {store.name(entry.key)!r}: {has}, the message {entry.length} of {name_of(DTYPES[entry.dtype])}"
 
 
 def _codec(store: Store, shard: int, message: Message, entry: Entry, payload: Buffer | None) -> str:
@@ -186,9 +187,8 @@ def _codec(store: Store, shard: int, message: Message, entry: Entry, payload: Bu
     if payload is not None:
         expected, found = codec.size(length, dict(params)), memoryview(payload).nbytes
         if expected != found:
-            return "key %r: compression %r makes %d bytes of %d elements, the payload has %d" % (
-                *(name, codec.name, expected, length, found),
-            )
+            makes = f"compression {codec.name!r} makes {expected} bytes of {length} elements"
+            return f"key {name!r}: {makes}, the payload has {found}"
     elif entry.codec != HALF and not (store.is_sync and not store.has_rule):
         what = "weights of a rule" if store.has_rule else "values of an asynchronous store"
         return f"key {name!r}: {what} travel back in full or as fp16, not as {codec.name}"
@@ -205,7 +205,7 @@ def params_of(message: Message, number: int) -> Mapping[str, float]:
         return {}
     given = message.body.get("codec", {})
     if not isinstance(given, Mapping):
-        raise KVError("the parameters of a codec are an object, not %.80r" % (given,))
+        raise KVError(_NO_OBJECT.format(given))
     return codecs.numbered(number).check(given)
 
 

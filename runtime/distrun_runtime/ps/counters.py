@@ -46,14 +46,6 @@ class Counters:
     staleness: dict[int, Staleness] = field(default_factory=dict)
     """By the rank of the worker."""
 
-    def received(self, size_bytes: int) -> None:
-        """Count the payloads of a request."""
-        self.bytes_in += size_bytes
-
-    def sent(self, size_bytes: int) -> None:
-        """Count the payloads of an answer."""
-        self.bytes_out += size_bytes
-
     def updated(self, count: int, rank: int = -1, stale: Sequence[int] = ()) -> None:
         """Count updates of shards; in async by whose push, and how stale each was."""
         self.updates += count
@@ -63,21 +55,13 @@ class Counters:
             known.total += sum(stale)
             known.max = max(known.max, *stale)
 
-    def asked(self, pushes: bool, pulls: bool) -> None:
-        """Count a message that pushes, pulls, or does both."""
-        self.pushes += pushes
-        self.pulls += pulls
-
     def to_metrics(self) -> dict[str, float]:
         """Return the numbers that the agent is told (`metrics`)."""
-        known = self.staleness.values()
+        numbers = dict(vars(self))
+        known = numbers.pop("staleness").values()
         pushes = sum(each.pushes for each in known)
         return {
-            "bytes_in": self.bytes_in,
-            "bytes_out": self.bytes_out,
-            "pushes": self.pushes,
-            "pulls": self.pulls,
-            "updates": self.updates,
+            **numbers,
             "staleness_max": max((each.max for each in known), default=0),
             "staleness_mean": round(sum(each.total for each in known) / pushes, 3) if pushes else 0.0,
         }
@@ -210,15 +194,6 @@ RANKS = 40
 """Lags are reported for at most this many workers: those that came last most often."""
 
 
-@dataclass
-class _OpenSample:
-    """A round of the sampled shard, from its first contribution to its last."""
-
-    round: int
-    at: dict[int, float] = field(default_factory=dict)
-    """When the contribution of each worker came, in that order."""
-
-
 @dataclass(frozen=True)
 class _SampledRound:
     """A sampled round that is over."""
@@ -246,30 +221,29 @@ class Lags:
         self._over_round = 0
         self._newest = 0
         """The last round that anybody has contributed to."""
-        self._open: _OpenSample | None = None
+        self._round = -1
+        """The round that is sampled; -1: none is."""
+        self._at: dict[int, float] = {}
+        """When the contribution of each worker came, in that order."""
         self._rounds: deque[_SampledRound] = deque(maxlen=metrics.LAG_ROUNDS)
 
     def contributed(self, ranks: Sequence[int], number: int, members: int, now: float) -> None:
         """Take note of a contribution to round `number`, which is over with those of so many `members`."""
         is_first = number > self._newest
         self._newest = max(self._newest, number)
-        if is_first and now >= self.over_at + APART_S:
-            sample = self._open
-            # An open one may lack a contribution for good: of a worker that was excused meanwhile, or was refused.
-            if sample is None or number > sample.round + 1:
-                self._open = _OpenSample(number)
-        sample = self._open
-        if sample is None or sample.round != number:
+        # An open one may lack a contribution for good: of a worker that was excused meanwhile, or was refused.
+        if is_first and now >= self.over_at + APART_S and (self._round < 0 or number > self._round + 1):
+            self._round, self._at = number, {}
+        if number != self._round:
             return
         for rank in ranks:
-            sample.at.setdefault(rank, now)
-        if len(sample.at) >= members:
-            self._end(sample, ranks, now)
+            self._at.setdefault(rank, now)
+        if len(self._at) >= members:
+            self._end(ranks, now)
 
-    def _end(self, sample: _OpenSample, last: Sequence[int], now: float) -> None:
-        since, rounds = self.over_at, sample.round - self._over_round
-        self._open, self.over_at, self._over_round = None, now, sample.round
-        at = sample.at
+    def _end(self, last: Sequence[int], now: float) -> None:
+        at, since, rounds = self._at, self.over_at, self._round - self._over_round
+        self.over_at, self._over_round, self._round = now, self._round, -1
         if len(at) < 2 or math.isinf(since):  # of the first one it is not known how long it took
             return
         from statistics import median_low  # with decimals and fractions
@@ -298,6 +272,7 @@ class Lags:
         return {str(rank): found[rank] for rank in sorted(worst)}
 
 
+@dataclass
 class NodeMetrics:
     """Tells the agent. Called by the node's thread; `waits` is set by the script's.
 
@@ -309,30 +284,19 @@ class NodeMetrics:
         waits: what the script waits for.
     """
 
-    def __init__(
-        self,
-        role: str,
-        sender: metrics.Sender,
-        counters: Callable[[], Mapping[str, float]],
-        *,
-        lags: Callable[[], Mapping[str, Any]] = dict,
-        devices: Callable[[], Mapping[str, str]] = dict,
-        waits: Waits | None = None,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        self._role = role
-        self._sender = sender
-        self._counters = counters
-        self._lags = lags
-        self._devices = devices
-        self._waits = waits
-        self._wall = wall
-        self._next_at = 0.0
-        self._look_at = 0.0
-        self._told: Request | None = None
-        """The wait that the agent knows of."""
-        self._told_of: tuple[object, ...] = ()
-        self._told_at = 0.0
+    role: str
+    sender: metrics.Sender
+    counters: Callable[[], Mapping[str, float]]
+    lags: Callable[[], Mapping[str, Any]] = dict
+    devices: Callable[[], Mapping[str, str]] = dict
+    waits: Waits | None = None
+    wall: Callable[[], float] = time.time
+    _next_at: float = field(default=0.0, init=False)
+    _look_at: float = field(default=0.0, init=False)
+    _told: Request | None = field(default=None, init=False)
+    """The wait that the agent knows of."""
+    _told_of: tuple[object, ...] = field(default=(), init=False)
+    _told_at: float = field(default=0.0, init=False)
 
     def tick(self, now: float) -> None:
         """Send what is due at `now` (monotonic clock, seconds). Never raises: after a fault, nothing is sent."""
@@ -345,23 +309,23 @@ class NodeMetrics:
             traceback.print_exc()
 
     def _send(self, now: float) -> None:
-        self._look_at = now + (0.2 if self._waits is not None else INTERVAL_S)
-        if self._waits is not None:
-            self._tell_wait(self._waits, now)
+        self._look_at = now + (0.2 if self.waits is not None else INTERVAL_S)
+        if self.waits is not None:
+            self._tell_wait(self.waits, now)
         if now >= self._next_at:
             self._next_at = now + INTERVAL_S
-            lags = self._lags()
-            more = {**({"lags": lags} if lags else {}), **{name: text[:TEXT] for name, text in self._devices().items()}}
-            self._sender.send(metrics.COUNTERS, role=self._role, values=self._counters(), **more)
+            lags = self.lags()
+            more = {**({"lags": lags} if lags else {}), **{name: text[:TEXT] for name, text in self.devices().items()}}
+            self.sender.send(metrics.COUNTERS, role=self.role, values=self.counters(), **more)
             reporting.tell_stacks(now)
 
     def _tell_wait(self, waits: Waits, now: float) -> None:
         request, since = waits.request, waits.since
-        waited_s = self._wall() - since
+        waited_s = self.wall() - since
         if request is None or request.is_done or waited_s < WAIT_S:
             over = {"for": [], "key": "", "call": "", "since": 0.0}
             # If it does not go now, it is told at the next look: else the worker would wait for ever.
-            if self._told is not None and self._sender.send(metrics.WAITING, **over):
+            if self._told is not None and self.sender.send(metrics.WAITING, **over):
                 self._told, self._told_of = None, ()
             return
         names = request.awaited
@@ -378,4 +342,4 @@ class NodeMetrics:
             "call": request.what.partition(" ")[0],
             "since": round(since, 3),
         }
-        self._sender.send(metrics.WAITING, **members)
+        self.sender.send(metrics.WAITING, **members)

@@ -403,13 +403,13 @@ class WorkEngine:
             for each in lent:  # the reply carries copies of what is on a GPU
                 each.give_back()
             lent = []
-        self._counters.sent(message.size)
+        self._counters.bytes_out += message.size
         return Reply(what.link, message, lent)
 
     def _forward(self, what: role.Forward) -> Reply:
         lent = self._lent.pop(what.ticket)
         payloads = replies.frames_of(lent[0])
-        self._counters.sent(size_of(payloads))
+        self._counters.bytes_out += size_of(payloads)
         return Reply(what.link, replace(what.message, payloads=payloads), lent)
 
     def _discard(self, what: role.Discard) -> None:

@@ -188,7 +188,7 @@ class Loop:
         gate = self._gates.get(link)
         if gate is None or (gate.opener is not None and not gate.is_open):
             return  # Not proven yet: the transport tries again, and `Up` says HELLO again.
-        self._forget(link)
+        self._gates.pop(link, None)
         if gate.opener is not None:
             self._transport.disconnect(link)
         if gate.is_open:
@@ -198,34 +198,34 @@ class Loop:
         gate = self._gates.setdefault(link, _Gate(since=self._clock()))
         if gate.is_refused:
             return
+        is_stranger = gate.opener is None and not gate.is_open
         try:
-            if gate.opener is None and not gate.is_open:
+            if is_stranger:
                 handshake.check_size(frames)
             arrived = message.decode(frames)
+            if is_stranger:
+                handshake.check_first(arrived)
+            if self._trace.has_messages:
+                self._trace.received(link, arrived)
+            if gate.opener is not None and not gate.is_open:
+                self._shake_out(link, gate, gate.opener, arrived)
+                return
             if not gate.is_open:
-                if gate.opener is None:
-                    handshake.check_first(arrived)
-                self._shake(link, gate, arrived)
+                self._shake_in(link, gate, arrived)
                 return
         except WireError as err:
             # Bad bytes end the connection they came on, never the node.
             self._trace.stranger(f"event=bad-bytes reason={err}")
-            if gate.opener is None and not gate.is_open:
+            if is_stranger:
                 self._refuse(link, gate, handshake.refused(str(err)))
             return
-        if self._trace.has_messages:
-            self._trace.received(link, arrived)
-        self._hear(link, arrived)
-
-    def _hear(self, link: str, arrived: Message) -> None:
-        """Act on a message of a proven node. Whatever is wrong with it, this node lives."""
         try:
             actions = self._role.handle(role.MessageReceived(link, arrived), self._clock())
         except Exception as err:
-            # A body that lacks or garbles a member is its sender's mistake.
+            # A body that lacks or garbles a member is its sender's mistake. Whatever is wrong with it, this node lives.
             self._malformed(link, arrived, err)
-            return
-        self._perform(actions, link, arrived)
+        else:
+            self._perform(actions, link, arrived)
 
     def _malformed(self, link: str, arrived: Message, err: Exception) -> None:
         reason = f"{arrived.kind.name} is malformed: {type(err).__name__}: {err}"
@@ -234,17 +234,9 @@ class Loop:
             self._transmit(link, refusal(arrived, reason))
             return
         # Who asked would wait for ever: a node that answers so is as good as lost.
-        self._forget(link)
+        self._gates.pop(link, None)
         self._transport.disconnect(link)
         self._decide(role.Broken(link, f"its answer to {reason}"))
-
-    def _shake(self, link: str, gate: _Gate, arrived: Message) -> None:
-        if self._trace.has_messages:
-            self._trace.received(link, arrived)
-        if gate.opener is not None:
-            self._shake_out(link, gate, gate.opener, arrived)
-        else:
-            self._shake_in(link, gate, arrived)
 
     def _shake_out(self, link: str, gate: _Gate, opener: handshake.Opener, arrived: Message) -> None:
         if arrived.kind is Kind.CHALLENGE:
@@ -300,15 +292,12 @@ class Loop:
         self._gates.pop(link, None)
         self._decide(role.TurnedAway(link, reason))
 
-    def _forget(self, link: str) -> None:
-        self._gates.pop(link, None)
-
     def _drop_strangers(self, now: float) -> None:
         self._looked = now
         limit = now - STRANGER_S
         for link, gate in list(self._gates.items()):
             if gate.opener is None and not gate.is_open and gate.since < limit:
-                self._forget(link)
+                del self._gates[link]
 
     # Acting
 

@@ -23,7 +23,7 @@ from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Kind, Message, payloads_of
 from distrun_runtime.ps import checks, role
 from distrun_runtime.ps.replies import answer, refusal
-from distrun_runtime.ps.roster import NAMED, listed, tasks_of
+from distrun_runtime.ps.role import NAMED, listed, tasks_of
 from distrun_runtime.ps.shards import Store
 
 _FEW = 4

@@ -17,7 +17,8 @@ Which values go by relays is decided in `store.transfers`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -32,7 +33,6 @@ from distrun_runtime.ps import checks, role
 from distrun_runtime.ps.arithmetic import Peers
 from distrun_runtime.ps.pulls import Pull, Pulls, names_of
 from distrun_runtime.ps.replies import answer, refusal
-from distrun_runtime.ps.roster import relays_of, workers_of
 from distrun_runtime.ps.rounds import by_round, words_of
 from distrun_runtime.ps.routing import SHARED_MESSAGE_BYTES, message_ends
 from distrun_runtime.ps.shards import Failure, Store, relayed
@@ -40,6 +40,37 @@ from distrun_runtime.ps.shards import Failure, Store, relayed
 PART_S = 1.0
 """How long a pull waits until the parts of its round's sum that are here leave: sooner than its owner says for whom it
 waits (`role.FIRST_NOTE_S`)."""
+
+
+def relays_of(nodes: Iterable[NodeIdentity], host: str) -> dict[int, int]:
+    """Return for each server of another host the server on `host` that stands in for it, by rank.
+
+    None does unless `host` has several workers: their contributions are added before they leave it. Its servers share
+    the others among them. Servers beyond those that the nodes are told of (`NodeIdentity.servers`) keep no values.
+    """
+    return relays_of_hosts([node for node in nodes if node.role == "server" or node.host == host]).get(host, {})
+
+
+def relays_of_hosts(nodes: Sequence[NodeIdentity]) -> dict[str, dict[int, int]]:
+    """Return `relays_of` by host, of all hosts that have any. The nodes, of which there may be many, are read once."""
+    workers = Counter(node.host for node in nodes if node.role == "worker")
+    servers: dict[str, list[int]] = {}
+    for node in nodes:
+        if node.role == "server" and workers[node.host] > 1:
+            servers.setdefault(node.host, []).append(node.rank)
+    keepers = sorted((node.rank, node.host) for node in nodes if node.role == "server" and node.rank < node.servers)
+    found: dict[str, dict[int, int]] = {}
+    for host, ranks in servers.items():
+        here = sorted(ranks)
+        relays = {owner: here[owner % len(here)] for owner, other in keepers if other != host}
+        if relays:
+            found[host] = relays
+    return found
+
+
+def workers_of(nodes: Iterable[NodeIdentity], host: str) -> tuple[int, ...]:
+    """Return the ranks of the workers of a host."""
+    return tuple(sorted(node.rank for node in nodes if node.role == "worker" and node.host == host))
 
 
 @dataclass(eq=False)
@@ -210,10 +241,8 @@ class Relay:
         store.last[rank, shards] = number
         if note is not None:
             return [*actions, *self._forward(of, number, shards, body={"skip": note})]
-        if not is_usual:
-            return [*actions, *self._forward(of, number, shards, last=batch)]
         ready = self._reach(of, shards) >= number
-        if ready.all():
+        if not is_usual or ready.all():
             return [*actions, *self._forward(of, number, shards, last=batch)]
         actions.append(role.Work(role.Add(rank, number, batch), reports=True))
         return [*actions, *self._forward(of, number, shards[ready])]
@@ -347,8 +376,11 @@ class Relay:
 
     def _fetch_again(self, of: _Relayed, shards: Array) -> list[role.Action]:
         """Ask for what pulls wait for of some shards, as it is not coming any more."""
-        waiting = [pull for pull in self._pulls.open_of(of.store) if np.isin(pull.shards[pull.owed], shards).any()]
-        return [action for pull in waiting for action in self._fetch(of, pull)]
+        return [action for pull in self._waiting_for(of, shards) for action in self._fetch(of, pull)]
+
+    def _waiting_for(self, of: _Relayed, shards: Array) -> list[Pull]:
+        """Return the pulls that wait for any of some shards."""
+        return [pull for pull in self._pulls.open_of(of.store) if np.isin(pull.shards[pull.owed], shards).any()]
 
     # What owners answer
 
@@ -397,9 +429,8 @@ class Relay:
         """Tell those who wait; others hear of a failed update by their next pull."""
         of, actions = fetch.of, list[role.Action]()
         told: set[int] = set()
-        for pull in self._pulls.open_of(of.store):
-            is_meant = fetch.asker in (None, pull.rank)
-            if is_meant and np.isin(pull.shards[pull.owed], fetch.shards).any():
+        for pull in self._waiting_for(of, fetch.shards):
+            if fetch.asker in (None, pull.rank):
                 told.add(pull.rank)
                 actions += self._pulls.refuse(pull, message.body)
         if message.body.get("error") == "RuleError" and fetch.asker is None:
@@ -414,11 +445,10 @@ class Relay:
 
     def _waits(self, fetch: _Fetch, message: Message) -> list[role.Action]:
         """Tell those who wait what their shards' owner says: for whom."""
+        store, body = message.store, message.body
         return [
-            role.Send(pull.link, Message(Kind.WAITING, store=message.store, request=request, body=message.body))
-            for pull in self._pulls.open_of(fetch.of.store)
-            for request in [pull.message.request]
-            if np.isin(pull.shards[pull.owed], fetch.shards).any()
+            role.Send(pull.link, Message(Kind.WAITING, store=store, request=pull.message.request, body=body))
+            for pull in self._waiting_for(fetch.of, fetch.shards)
         ]
 
     # Being settled

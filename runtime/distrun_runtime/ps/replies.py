@@ -14,7 +14,6 @@ from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops import reduce
-from distrun_runtime.ops.reduce import How
 from distrun_runtime.protocol.message import DTYPE_SIZES, DTYPES, Message, Payload, size_of
 from distrun_runtime.ps import role
 from distrun_runtime.ps.values import Values
@@ -99,35 +98,49 @@ def lend(values: Values, what: role.Lend) -> ReplyValues:
         return lent
     lent.payloads = []
     try:
-        encoder = None if what.rows else _Encoder(values, How(what.codec, what.params))
+        codec = None if what.rows else codecs.numbered(what.codec)
+        if codec is not None:
+            codec.prepare(values.device, waits=False)
     except KVError as err:  # its kernels are not compiled, or find no place
         lent.error = str(err)
         return lent
     for number, shard in enumerate(what.shards.tolist()):
         try:
-            if encoder is None:
+            if codec is None:
                 wanted = reduce.decode_rows(what.rows[number], values.row_count(shard))
                 table = values.weight(shard).reshape(-1, int(values.store.row_size[shard]))
                 lent.payloads.append(values.device.frame(table[wanted].reshape(-1)))
             else:
-                lent.payloads.append(encoder.payload(shard))
+                lent.payloads.append(_encoded(values, shard, codec, what))
         except KVError as err:
             lent.error = lent.error or f"{values.named(shard)}: {err}"
     return lent
 
 
+def _encoded(values: Values, shard: int, codec: codecs.Codec, what: role.Lend) -> Buffer:
+    """Return a value; the first pull of a round encodes it, and the residual takes the rest."""
+    known = values.encoded.setdefault(shard, {})
+    name = (what.codec, *sorted(what.params.items()))
+    if name not in known:
+        residual = values.residual_of(shard) if codec.has_residual else None
+        known[name] = codec.encode(values.weight(shard), residual, dict(what.params))
+    return known[name]
+
+
 def reply_of(what: role.Deliver, lent: Sequence[ReplyValues]) -> Message:
     """Return the answer to a pull from all that was lent to it."""
+    is_packed = True
     for each in lent:
         if each.error:
             return refusal(what.message, each.error)
+        is_packed &= each.payloads is None
     body: dict[str, Any] = {"codec": dict(what.message.body["codec"])} if "codec" in what.message.body else {}
     if what.skipped:
         body["skipped"] = {
             str(key): {str(rank): note for rank, note in notes.items()} for key, notes in what.skipped.items()
         }
     entries = what.entries.copy()
-    is_packed = all(each.payloads is None for each in lent) and bool((entries["dtype"] == entries["dtype"][:1]).all())
+    is_packed &= bool((entries["dtype"] == entries["dtype"][:1]).all())
     entries["payload"] = Payload.PACKED if is_packed else Payload.FRAME
     for each in lent:
         entries["codec"][each.at] = each.codec
@@ -152,7 +165,7 @@ def frames_of(lent: ReplyValues) -> list[Buffer]:
     values = lent.values
     if not values.is_on_host:
         return [memory.data for _, memory in _copied(lent)]
-    found = [values.device.frame(array) for array in _arrays(values, lent.shards, lent.sides)]
+    found = list(map(values.device.frame, _arrays(values, lent.shards, lent.sides)))
     size = size_of(found)
     if len(found) > _JOINED_FRAMES and size < _JOINED_BYTES * len(found):
         return [b"".join(found)]
@@ -172,10 +185,8 @@ def _arrays(values: Values, shards: Array, sides: Array) -> list[DeviceArray]:
 def _frames_in_order(lent: Sequence[ReplyValues], count: int) -> list[Buffer]:
     payloads: list[Buffer] = [b""] * count
     for each in lent:
-        lent_now = each.payloads
-        if lent_now is None:
-            lent_now = _frames(each)
-        for at, payload in zip(each.at.tolist(), lent_now, strict=True):
+        found = _frames(each) if each.payloads is None else each.payloads
+        for at, payload in zip(each.at.tolist(), found, strict=True):
             payloads[at] = payload
     return payloads
 
@@ -231,23 +242,3 @@ def _breaks(numbers: Array, places: Array, sizes: Array) -> Array:
     """Return which shards do not lie behind the one before: those without a number do so among themselves."""
     follow = (numbers[1:] == 0) | (places[1:] == places[:-1] + sizes[:-1])
     return np.flatnonzero((numbers[1:] != numbers[:-1]) | ~follow) + 1
-
-
-class _Encoder:
-    """Encodes the values of shards, for one pull."""
-
-    def __init__(self, values: Values, how: How) -> None:
-        self._values = values
-        self._codec = codecs.numbered(how.codec)
-        self._params = dict(how.params)
-        self._name = (how.codec, *sorted(how.params.items()))
-        self._codec.prepare(values.device, waits=False)
-
-    def payload(self, shard: int) -> Buffer:
-        """Return a value; the first pull of a round encodes it, and the residual takes the rest."""
-        values = self._values
-        known = values.encoded.setdefault(shard, {})
-        if self._name not in known:
-            residual = values.residual_of(shard) if self._codec.has_residual else None
-            known[self._name] = self._codec.encode(values.weight(shard), residual, self._params)
-        return known[self._name]

@@ -1,4 +1,4 @@
-"""What the three roles share: the events they are told and the actions they answer with.
+"""What the three roles share: their configuration, the events they are told and the actions they answer with.
 
 A role decides and never acts: `handle(event, now)` and `tick(now)` return actions, the loop performs
 them. None of this touches a socket, a clock or an array.
@@ -7,21 +7,24 @@ them. None of this touches a socket, a clock or an array.
 from __future__ import annotations
 
 import copy
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, Protocol, Union
 
 from distrun_runtime.arrays.dtypes import Array, Buffer
+from distrun_runtime.contract import facts, gpus
 from distrun_runtime.contract.dataclass import dataclass
-from distrun_runtime.contract.facts import duration
 from distrun_runtime.errors import RuntimeFault, TimedOut
 from distrun_runtime.ops.reduce import PLAIN, How
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps.shards import Notes, Store, Turn
+from distrun_runtime.transport.base import Heartbeat, endpoint
+from distrun_runtime.transport.faults import NO_FAULTS, Faults
 
 Link = str
 
@@ -34,6 +37,87 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+# What a node knows before it says anything: `node.read` reads it from the environment.
+
+
+@dataclass(frozen=True)
+class Config:
+    """One node's start conditions."""
+
+    role: str
+    rank: int
+    """-1: the scheduler gives one."""
+    job: str
+    workers: int
+    servers: int
+    root: str
+    """The scheduler's address; empty for a scheduler that publishes its own."""
+    root_port: int
+    """0 for a scheduler that binds any port."""
+    address: str
+    """The address this node binds and tells its peers."""
+    host: str
+    token: bytes
+    incarnation: int
+    heartbeat: Heartbeat
+    start_timeout_s: float
+    op_timeout_s: float
+    bigarray_bound: int
+    """Elements from which a value is cut over all servers, if they are placed as MXNet does."""
+    verbose: int
+    partition: str = "size"
+    """How the scheduler places values: `size`, or `mxnet`."""
+    ports: tuple[int, ...] = ()
+    """Ports that may be bound; empty: any."""
+    stays: bool = False
+    """The agent that started this scheduler or server also stops it: when all workers have ended it forgets them
+    and waits for others, so that one job can run several scripts after each other."""
+    server_imports: tuple[str, ...] = ()
+    """Modules that users' rules may come from (servers)."""
+    server_device: str = gpus.AUTO
+    """Where a server keeps values: `auto`, `cpu`, `gpu` or `gpu:N`."""
+    server_gpu_bytes: int = 0
+    """Memory of a GPU that a server takes at most; 0: it decides."""
+    local_rank: int = 0
+    """Index of this server among those of its host or place, as far as a launcher says it."""
+    server_threads: int = 1
+    """Threads that share work on long values (servers)."""
+    worker_addresses: tuple[str, ...] = ()
+    """Addresses of the hosts with workers (schedulers that a launcher started)."""
+    paths: str = "segments"
+    """How large values may travel beside messages: `segments` (shared memory), or `none`."""
+    relays: int = 0
+    """Servers of the job beyond `servers`, ranked behind them, that keep no values (`relay`)."""
+    host_sums: bool = True
+    """Whether workers of one host add what they push before it leaves the host (schedulers; they tell the workers)."""
+    stages: bool = False
+    """Whether a worker measures where the time of its calls goes."""
+    resend_s: float = 0.0
+    """How long an acknowledgement may take until a message is sent again; 0: none is expected."""
+    faults: Faults = NO_FAULTS
+    """What is to go wrong on purpose with what this node receives."""
+
+    @property
+    def root_endpoint(self) -> str:
+        """Where the scheduler listens, `tcp://address:port`."""
+        return endpoint(self.root, self.root_port)
+
+    def identity(self, endpoint: str, rank: int | None = None) -> NodeIdentity:
+        """Return how this node introduces itself."""
+        return NodeIdentity(
+            job=self.job,
+            role=self.role,
+            rank=self.rank if rank is None else rank,
+            incarnation=self.incarnation,
+            host=self.host,
+            pid=os.getpid(),
+            endpoint=endpoint,
+            workers=self.workers,
+            servers=self.servers,
+            resends=self.resend_s > 0,
+        )
 
 
 # What a server asks of its engine: work on arrays, done in the order in which it is asked for.
@@ -54,8 +138,12 @@ class Batch:
     """Which entries are those of `shards`; None: all, in their order."""
 
 
+class EngineWork:
+    """What `WorkEngine.do` takes. Its `match` says how each is done, that of `Server._done` what follows."""
+
+
 @dataclass(frozen=True, eq=False)
-class Fill:
+class Fill(EngineWork):
     """The first values of shards."""
 
     batch: Batch
@@ -63,7 +151,7 @@ class Fill:
 
 
 @dataclass(frozen=True, eq=False)
-class TryFill:
+class TryFill(EngineWork):
     """Find out whether the store's rule, if it has one, takes the values of an INIT, and change nothing."""
 
     link: str
@@ -71,7 +159,7 @@ class TryFill:
 
 
 @dataclass(frozen=True, eq=False)
-class Assign:
+class Assign(EngineWork):
     """Other values for shards; the rule's state and rounds go on."""
 
     batch: Batch
@@ -80,7 +168,7 @@ class Assign:
 
 
 @dataclass(frozen=True, eq=False)
-class Check:
+class Check(EngineWork):
     """Look whether the payloads of a push or pull can be read, before anything of it is done."""
 
     link: str
@@ -89,7 +177,7 @@ class Check:
 
 
 @dataclass(frozen=True, eq=False)
-class Add:
+class Add(EngineWork):
     """Add contributions to the sums of a round."""
 
     rank: int
@@ -98,7 +186,7 @@ class Add:
 
 
 @dataclass(frozen=True, eq=False)
-class Apply:
+class Apply(EngineWork):
     """A round of some shards is complete: apply the rule to its sums, or assign them where there is no rule.
 
     The result is an `arithmetic.UpdateResult`: which shards failed, and which wait for norms (FinishUpdate or
@@ -116,7 +204,7 @@ class Apply:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class Step(EngineWork):
     """Apply the rule to each payload of an async push, one shard after the other.
 
     The result is a dict: for each shard that waits for norms its sums of squares.
@@ -128,7 +216,7 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
-class FinishUpdate:
+class FinishUpdate(EngineWork):
     """The norms of a turn are known: finish the shard's update."""
 
     store: Store
@@ -138,7 +226,7 @@ class FinishUpdate:
 
 
 @dataclass(frozen=True, eq=False)
-class DropUpdate:
+class DropUpdate(EngineWork):
     """The shard's update that waits for norms is not to be."""
 
     store: Store
@@ -147,7 +235,7 @@ class DropUpdate:
 
 
 @dataclass(frozen=True, eq=False)
-class Lend:
+class Lend(EngineWork):
     """Keep the present values of some shards for entries of the pull `ticket`; later rounds go to other buffers."""
 
     ticket: int
@@ -163,7 +251,7 @@ class Lend:
 
 
 @dataclass(frozen=True, eq=False)
-class Deliver:
+class Deliver(EngineWork):
     """Make the answer of the pull `ticket` from all that was lent to it; the result is an `engine.Reply`."""
 
     ticket: int
@@ -177,14 +265,14 @@ class Deliver:
 
 
 @dataclass(frozen=True, eq=False)
-class Discard:
+class Discard(EngineWork):
     """The pull `ticket` failed: give back what was lent to it."""
 
     ticket: int
 
 
 @dataclass(frozen=True, eq=False)
-class Reserve:
+class Reserve(EngineWork):
     """Make places for shards whose values come later."""
 
     store: Store
@@ -192,7 +280,7 @@ class Reserve:
 
 
 @dataclass(frozen=True, eq=False)
-class Forward:
+class Forward(EngineWork):
     """Give `message` the values that were lent to `ticket` as its payloads; the result is an `engine.Reply`."""
 
     ticket: int
@@ -202,7 +290,7 @@ class Forward:
 
 
 @dataclass(frozen=True, eq=False)
-class Clear:
+class Clear(EngineWork):
     """Forget all shards and rules, as the job's next script begins anew (STOP), or those of one store (CLOSE)."""
 
     message: Message
@@ -214,7 +302,7 @@ class Clear:
 
 
 @dataclass(frozen=True, eq=False)
-class TryRule:
+class TryRule(EngineWork):
     """Find out whether the store could have the rule of `spec`, and change nothing."""
 
     store: int
@@ -223,7 +311,7 @@ class TryRule:
 
 
 @dataclass(frozen=True, eq=False)
-class SetRule:
+class SetRule(EngineWork):
     """Make the rule of `spec` (JSON of an `ops.optimizers.RuleSpec`) the store's; None: it has none from now on."""
 
     store: int
@@ -232,7 +320,7 @@ class SetRule:
 
 
 @dataclass(frozen=True, eq=False)
-class Save:
+class Save(EngineWork):
     """Write the store's shards as `ps.statefile` does; the result is what the manifest says of them."""
 
     store: int
@@ -240,7 +328,7 @@ class Save:
 
 
 @dataclass(frozen=True, eq=False)
-class Load:
+class Load(EngineWork):
     """Read the store's shards as `ps.statefile` does."""
 
     store: int
@@ -248,36 +336,12 @@ class Load:
 
 
 @dataclass(frozen=True, eq=False)
-class Release:
+class Release(EngineWork):
     """Read no memory of workers any more for the rounds of a store that are open: copy what is still needed."""
 
     link: str
     message: Message
 
-
-EngineWork = Union[
-    Fill,
-    TryFill,
-    Assign,
-    Check,
-    Add,
-    Apply,
-    Step,
-    FinishUpdate,
-    DropUpdate,
-    Lend,
-    Deliver,
-    Discard,
-    Reserve,
-    Forward,
-    Clear,
-    TryRule,
-    SetRule,
-    Save,
-    Load,
-    Release,
-]
-"""What `WorkEngine.do` takes. Its `match` says how each is done, that of `Server._done` what follows."""
 
 ALONE = (TryFill, Fill, TryRule, SetRule, Save, Load, Clear)
 """Work that begins when all before it is done and reported, and before anything else is decided."""
@@ -303,13 +367,7 @@ class Request:
     Threads: any may wait; the node's thread resolves, once.
     """
 
-    def __init__(
-        self,
-        what: str,
-        on_error: Callable[[RuntimeFault], None] | None = None,
-        limit: str = "",
-        waits: Waits | None = None,
-    ) -> None:
+    def __init__(self, what: str, limit: str = "", waits: Waits | None = None) -> None:
         self._waits = waits
         self._limit = limit
         """Where its deadline comes from, for people."""
@@ -323,36 +381,40 @@ class Request:
         self.missing: dict[int, str] = {}
         """Its messages that are not answered, by their numbers, and to whom each went. The node's thread's."""
         self._lock = threading.Lock()
-        self._followers: list[Callable[[RuntimeFault | None], None]] | None = []
-        """What to call when it is done; None once that was done."""
-        if on_error is not None:
-            self.then(lambda error: None if error is None else on_error(error))
-        self._is_done = threading.Event()
-        self._replies: tuple[Message, ...] = ()
-        self._error: RuntimeFault | None = None
-
-    @property
-    def is_done(self) -> bool:
+        self._followers: list[tuple[Callable[[RuntimeFault | None], object], bool]] | None = []
+        """What to call when it is done, and whether only after an error; None once that was done."""
+        self.is_done = False
         """Whether `wait` would return at once."""
-        return self._is_done.is_set()
+        self._done = threading.Event()
+        self.replies: tuple[Message, ...] = ()
+        """The replies, once it is done without an error; none after `forget`."""
+        self.error: RuntimeFault | None = None
+        """What went wrong, once it is done."""
 
     def resolve(self, replies: tuple[Message, ...], error: RuntimeFault | None) -> None:
         """Complete it with its replies, or with what went wrong."""
         with self._lock:
-            self._replies, self._error = replies, error
+            self.replies, self.error = replies, error
             followers, self._followers = self._followers or [], None
-        for follow in followers:
-            follow(error)
+        for follow, only_errors in followers:
+            if error is not None or not only_errors:
+                follow(error)
         # Last: who has waited for it finds what followed done.
-        self._is_done.set()
+        self.is_done = True
+        self._done.set()
 
-    def then(self, follow: Callable[[RuntimeFault | None], None]) -> None:
-        """Call `follow` with the error, or None, when it is done: now, or in the thread that resolves it."""
+    def then(self, follow: Callable[[RuntimeFault | None], object], *, only_errors: bool = False) -> None:
+        """Call `follow` with the error, or None, when it is done: now, or in the thread that resolves it.
+
+        Arguments:
+            only_errors: call it only if there is an error.
+        """
         with self._lock:
             if self._followers is not None:
-                self._followers.append(follow)
+                self._followers.append((follow, only_errors))
                 return
-        follow(self._error)
+        if self.error is not None or not only_errors:
+            follow(self.error)
 
     def wait(self, timeout_s: float, limit: str | None = None) -> tuple[Message, ...]:
         """Return the replies.
@@ -365,7 +427,7 @@ class Request:
             RuntimeFault: what went wrong, of its own class (KVError, PeerLost ...).
         """
         started = time.monotonic()
-        if not self._waited(min(timeout_s, threading.TIMEOUT_MAX)):
+        if not (self.is_done or self._waited(min(timeout_s, threading.TIMEOUT_MAX))):
             waited_s = time.monotonic() - started
             waited_s = round(waited_s, 1 if waited_s < 10 else 0)
             note = ", " + self.note if self.note else ""
@@ -373,34 +435,27 @@ class Request:
             limit = f" ({where})" if where else ""
             names = ", ".join(sorted(set(self.missing.copy().values())))
             whose = " from " + names if names else ""
-            raise TimedOut(f"{self.what}: no answer{whose} for {duration(waited_s)}{note}{limit}")
-        if self._error is not None:
+            raise TimedOut(f"{self.what}: no answer{whose} for {facts.duration(waited_s)}{note}{limit}")
+        if self.error is not None:
             # A fresh exception each time: several threads may raise it, and a traceback belongs to one.
-            raise copy.copy(self._error)
-        return self._replies
+            raise copy.copy(self.error)
+        return self.replies
 
     def _waited(self, timeout_s: float) -> bool:
         """Wait until it is done, and let the node know that the script does; return whether it is done."""
-        if self._is_done.is_set():
-            return True
         waits = self._waits
         if waits is None or threading.current_thread() is not threading.main_thread():
-            return self._is_done.wait(timeout_s)
+            return self._done.wait(timeout_s)
         waits.since = time.time()
         waits.request = self
         try:
-            return self._is_done.wait(timeout_s)
+            return self._done.wait(timeout_s)
         finally:
             waits.request = None
 
-    @property
-    def replies(self) -> tuple[Message, ...]:
-        """The replies, once it is done without an error; none after `forget`."""
-        return self._replies
-
     def forget(self) -> None:
         """Let go of the replies: their memory may be the servers'. Call when they will not be asked for."""
-        self._replies = ()
+        self.replies = ()
 
 
 def when_done(requests: Sequence[Request], act: Callable[[], None]) -> None:
@@ -597,23 +652,18 @@ class Role(Protocol):
     @property
     def me(self) -> NodeIdentity:
         """Who this node is; its rank may become known later."""
-        ...
 
     def start(self, now: float) -> list[Action]:
         """Return what to do first."""
-        ...
 
     def admit(self, peer: NodeIdentity) -> str:
         """Return why a proven peer may not come in; empty: it may."""
-        ...
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take in one event at time `now` (seconds, any epoch) and return what follows from it."""
-        ...
 
     def tick(self, now: float) -> list[Action]:
         """Return what the passing of time demands; called at least every second."""
-        ...
 
 
 @dataclass
@@ -661,19 +711,15 @@ class WaitNotice:
         return True
 
 
-@dataclass
-class Interval:
-    """Something to do every `every_s` seconds, first that long after the first asking."""
+NAMED = 16
+"""So many of a list of nodes are named in a message."""
 
-    every_s: float
-    next: float | None = field(default=None)
 
-    def is_due(self, now: float) -> bool:
-        """Whether it is time; true once in every period."""
-        if self.next is None:
-            self.next = now + self.every_s
-            return False
-        if now < self.next:
-            return False
-        self.next = now + self.every_s
-        return True
+def tasks_of(ranks: Iterable[int]) -> list[str]:
+    """Return the names of workers."""
+    return [f"worker-{rank}" for rank in ranks]
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names with commas between them, and no more of them than a line should have."""
+    return facts.listed(names, NAMED)

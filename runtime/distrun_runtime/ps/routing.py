@@ -13,6 +13,7 @@ rows, so its portions are made for each call. This module is the one owner of ho
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -237,23 +238,30 @@ class Portion:
     def _staged(self, values: Sequence[Array], staging: Pool, in_place: Set[int]) -> list[Buffer] | None:
         """Return frames in shared memory; None: there is none left."""
         size = 0
-        groups: list[tuple[bool, list[_Small | _Slice]]] = []
+        groups: list[_Slice | list[_Small | _Slice]] = []
+        """What is read where it is, as one where it goes on there; and what is copied end to end."""
         for part in self.parts:
-            is_there = isinstance(part, _Slice) and part.item in in_place
-            size += 0 if is_there else part.size
-            if not groups or groups[-1][0] != is_there:
-                groups.append((is_there, []))
-            groups[-1][1].append(part)
+            last = groups[-1] if groups else None
+            if not isinstance(part, _Slice) or part.item not in in_place:
+                size += part.size
+                if isinstance(last, list):
+                    last.append(part)
+                else:
+                    groups.append([part])
+            elif isinstance(last, _Slice) and (last.item, last.end) == (part.item, part.begin):
+                groups[-1] = _Slice(part.item, last.begin, part.end, last.size + part.size)
+            else:
+                groups.append(part)
         copy = staging.empty((size,), self.dtype) if size else np.empty(0, self.dtype)
         if copy is None:
             return None
         frames: list[Buffer] = []
         at = 0
-        for is_there, its in groups:
-            if is_there:
-                frames += [values[item].reshape(-1)[begin:end].view(np.uint8).data for item, begin, end in _joined(its)]
+        for group in groups:
+            if isinstance(group, _Slice):
+                frames.append(values[group.item].reshape(-1)[group.begin : group.end].view(np.uint8).data)
             else:
-                end = _copy_parts(its, values, copy, at)
+                end = _copy_parts(group, values, copy, at)
                 frames.append(copy[at:end].view(np.uint8).data)
                 at = end
         return frames
@@ -308,18 +316,6 @@ def _copy_parts(parts: Sequence[_Small | _Slice], values: Sequence[Array], targe
             copy(values[part.item].reshape(-1)[part.begin : part.end], there)
         at += part.size
     return at
-
-
-def _joined(parts: Sequence[_Small | _Slice]) -> list[tuple[int, int, int]]:
-    """Return runs of values, (place, begin, end), with those that go on where the one before ends made one."""
-    found: list[tuple[int, int, int]] = []
-    for part in parts:
-        assert isinstance(part, _Slice)
-        if found and found[-1][0] == part.item and found[-1][2] == part.begin:
-            found[-1] = (part.item, found[-1][1], part.end)
-        else:
-            found.append((part.item, part.begin, part.end))
-    return found
 
 
 def _join(small: _Small, values: Sequence[Array], out: Array) -> None:
@@ -499,32 +495,25 @@ def _parts(shards: Mapping[str, Array], itemsize: int, shapes: Sequence[tuple[in
     """Return where the elements of plain shards are in the values of their call."""
     parts: list[_Small | _Slice] = []
     items: list[int] = []
-
-    def close() -> None:
-        if items:
-            parts.append(_small(list(items), shapes))
-            items.clear()
-
     for item, offset, length in np.stack([shards["item"], shards["offset"], shards["length"]], axis=1).tolist():
-        is_whole = offset == 0 and length == math.prod(shapes[item])
-        if is_whole and length * itemsize < DIRECT_BYTES:
+        if length == math.prod(shapes[item]) and length * itemsize < DIRECT_BYTES:
             items.append(item)
-        else:
-            close()
-            parts.append(_Slice(item, offset, offset + length, length))
-    close()
-    return parts
+            continue
+        if items:
+            parts.append(_small(items, shapes))
+            items = []
+        parts.append(_Slice(item, offset, offset + length, length))
+    return [*parts, _small(items, shapes)] if items else parts
 
 
 def _small(items: list[int], shapes: Sequence[tuple[int, ...]]) -> _Small:
     alike: list[tuple[int, int, int, tuple[int, ...]]] = []
-    first = begin = size = 0
-    for at, item in enumerate(items):
-        if at > first and shapes[item] != shapes[items[first]]:
-            alike.append((first, at, begin, shapes[items[first]]))
-            first, begin = at, size
-        size += math.prod(shapes[item])
-    alike.append((first, len(items), begin, shapes[items[first]]))
+    first = size = 0
+    for shape, its in itertools.groupby(shapes[item] for item in items):
+        last = first + len(list(its))
+        alike.append((first, last, size, shape))
+        size += (last - first) * math.prod(shape)
+        first = last
     return _Small(items, size, alike)
 
 

@@ -1,6 +1,6 @@
 """The scheduler's decisions: who is in the job and who died. No side effects.
 
-The scheduler never sees a value. It collects the nodes (`roster`), passes on what the workers have to agree on
+The scheduler never sees a value. It collects the nodes (`Roster`), passes on what the workers have to agree on
 (`agreement`; `Checkpoints` for saved states), and tells all nodes when one is lost or has left. When all workers have
 ended, it tells the servers to stop, and ends. A scheduler that an agent started (`Config.stays`) has the servers forget
 everything instead and waits for the workers of the job's next script, until the agent stops it.
@@ -8,7 +8,9 @@ everything instead and waits for the workers of the job's next script, until the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from distrun_runtime.contract.facts import duration
@@ -17,10 +19,22 @@ from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Common, Kind, Message, SharedBody
 from distrun_runtime.ps import role
-from distrun_runtime.ps.agreement import Call, CollectiveCalls, Rules, Subject
-from distrun_runtime.ps.config import Config
+from distrun_runtime.ps.agreement import (
+    ALIVE,
+    LEFT,
+    LOST,
+    AgreedStore,
+    Answers,
+    Call,
+    CollectiveCalls,
+    Member,
+    Queries,
+    Rules,
+    Then,
+    spec_json,
+)
 from distrun_runtime.ps.replies import answer, refusal
-from distrun_runtime.ps.roster import ALIVE, LEFT, LOST, Answers, Member, Queries, Roster, Then
+from distrun_runtime.ps.role import Config, listed
 from distrun_runtime.ps.statefile import FORMAT, worker_file, worker_files
 
 REPORT_S = 5.0
@@ -49,12 +63,12 @@ FOREIGN = (
 class Checkpoints:
     """What is saved and loaded at the moment."""
 
-    def __init__(self, roster: Roster, queries: Queries, rules: Rules) -> None:
-        self._roster = roster
+    def __init__(self, config: Config, queries: Queries, rules: Rules) -> None:
+        self._config = config
         self._queries = queries
         self._rules = rules
 
-    def save(self, store: Subject, calls: Mapping[int, Call]) -> list[role.Action]:
+    def save(self, store: AgreedStore, calls: Mapping[int, Call]) -> list[role.Action]:
         """Have all servers write their files, then tell the workers what they wrote."""
         part = str(calls[0].message.body["part"])
         body = {"folder": calls[0].message.body["folder"], "part": part, "names": store.keys.names}
@@ -67,7 +81,7 @@ class Checkpoints:
 
         return self._tell(Kind.SAVE, store, body, written)
 
-    def load(self, store: Subject, calls: Mapping[int, Call]) -> list[role.Action]:
+    def load(self, store: AgreedStore, calls: Mapping[int, Call]) -> list[role.Action]:
         """Have all servers read what they need, then take it over; tell the workers what they have to know."""
         manifest = calls[0].message.body["manifest"]
         try:
@@ -79,17 +93,16 @@ class Checkpoints:
         if calls[0].message.body.get("look"):
             return self._tell_workers(store, calls, manifest)
         saved = store.keys.saved_as(manifest["keys"])
-        wanted = self._rules.spec(store.number) or _spec(manifest)
         body = {
             "action": "stage",
             "folder": calls[0].message.body["folder"],
             "manifest": manifest,
             "numbers": saved,
-            "spec": None if wanted is None else dict(wanted.to_json()),
+            "spec": spec_json(self._rules.spec(store.number) or _spec(manifest)),
         }
         return self._tell(Kind.LOAD, store, body, lambda answers: self._staged(store, calls, manifest, answers))
 
-    def _against(self, store: Subject, manifest: Mapping[str, Any]) -> str:
+    def _against(self, store: AgreedStore, manifest: Mapping[str, Any]) -> str:
         if manifest.get("format") != FORMAT:
             return f"saved states of format {manifest.get('format')!r}; this version reads {FORMAT}"
         present, saved = self._rules.spec(store.number), _spec(manifest)
@@ -102,7 +115,7 @@ class Checkpoints:
         return wrong
 
     def _staged(
-        self, store: Subject, calls: Mapping[int, Call], manifest: Mapping[str, Any], answers: Answers
+        self, store: AgreedStore, calls: Mapping[int, Call], manifest: Mapping[str, Any], answers: Answers
     ) -> list[role.Action]:
         def ruled(refused: Answers | None) -> list[role.Action]:
             if refused is not None:
@@ -119,10 +132,10 @@ class Checkpoints:
             return self._drop(store, calls, answers)
         return self._rules.restore(store.number, _spec(manifest), ruled)
 
-    def _drop(self, store: Subject, calls: Mapping[int, Call], answers: Answers) -> list[role.Action]:
+    def _drop(self, store: AgreedStore, calls: Mapping[int, Call], answers: Answers) -> list[role.Action]:
         return self._tell(Kind.LOAD, store, {"action": "drop"}, lambda _: _refuse(calls, answers))
 
-    def _manifest(self, store: Subject, part: str, calls: Mapping[int, Call], answers: Answers) -> dict[str, Any]:
+    def _manifest(self, store: AgreedStore, part: str, calls: Mapping[int, Call], answers: Answers) -> dict[str, Any]:
         rounds: dict[int, int] = {}
         for body in answers.bodies.values():
             for number, done in body["rounds"]:
@@ -132,9 +145,9 @@ class Checkpoints:
             "type": store.type,
             "data": part,
             "keys": store.keys.to_json(),
-            "rule": self._rule(store),
-            "workers": self._roster.expected["worker"],
-            "servers": self._roster.expected["server"],
+            "rule": self._rules.to_json(store.number),
+            "workers": self._config.workers,
+            "servers": self._config.servers + self._config.relays,
             "rounds": sorted(rounds.items()),
             "files": {
                 **{body["file"]: body["holds"] for body in answers.bodies.values()},
@@ -142,33 +155,29 @@ class Checkpoints:
             },
         }
 
-    def _facts(self, store: Subject, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    def _facts(self, store: AgreedStore, manifest: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "part": manifest["data"],
             "workers": manifest["workers"],
             "residuals": worker_files(manifest),
             "numbers": [[number, old] for number, old, _ in store.keys.saved_as(manifest["keys"])],
             "rounds": self._rounds(store, manifest),
-            "rule": self._rule(store),
+            "rule": self._rules.to_json(store.number),
         }
 
-    def _rounds(self, store: Subject, manifest: Mapping[str, Any]) -> list[list[int]]:
+    def _rounds(self, store: AgreedStore, manifest: Mapping[str, Any]) -> list[list[int]]:
         """Return (number, round) of the keys whose rounds go on where the saved ones ended."""
         rounds = {int(old): int(done) for old, done in manifest["rounds"]} if store.is_sync else {}
         return [[number, rounds[old]] for number, old, _ in store.keys.saved_as(manifest["keys"]) if old in rounds]
 
-    def _rule(self, store: Subject) -> dict[str, Any] | None:
-        spec = self._rules.spec(store.number)
-        return None if spec is None else dict(spec.to_json())
-
     def _tell_workers(
-        self, store: Subject, calls: Mapping[int, Call], manifest: Mapping[str, Any]
+        self, store: AgreedStore, calls: Mapping[int, Call], manifest: Mapping[str, Any]
     ) -> list[role.Action]:
         facts = self._facts(store, manifest)
         return [role.Send(call.link, answer(call.message, facts)) for call in calls.values()]
 
-    def _tell(self, kind: Kind, store: Subject, body: Mapping[str, Any], then: Then) -> list[role.Action]:
-        return self._queries.send(Message(kind, store=store.number, body=body), self._roster.alive("server"), then)
+    def _tell(self, kind: Kind, store: AgreedStore, body: Mapping[str, Any], then: Then) -> list[role.Action]:
+        return self._queries.send(Message(kind, store=store.number, body=body), then)
 
 
 def _spec(manifest: Mapping[str, Any]) -> RuleSpec | None:
@@ -182,16 +191,146 @@ def _refuse(calls: Mapping[int, Call], answers: Answers) -> list[role.Action]:
 # Who is in the job
 
 
+class Roster:
+    """The workers and servers of a job.
+
+    What is asked at every message takes the same time however many there are.
+    """
+
+    def __init__(self, workers: int, servers: int, relays: int = 0) -> None:
+        self._told = {"worker": workers, "server": servers}
+        """What every node is told of the job's size."""
+        self.expected = {"worker": workers, "server": servers + relays}
+        self.members: dict[str, Member] = {}
+        self._by_rank: dict[tuple[str, int], Member] = {}
+        self._in_order: dict[str, list[Member]] = {}
+        """`of_role`, until a member comes, goes or gets a rank."""
+        self._counts: Counter[str] = Counter()
+        """Members of each role."""
+        self._counts_over: Counter[str] = Counter()
+        """How many of those are lost or have left."""
+
+    def against(self, peer: NodeIdentity) -> str:
+        """Return why `peer` may not join; empty: it may."""
+        if peer.role not in self.expected:
+            return f"{peer}: this job has its scheduler already"
+        theirs = {"worker": peer.workers, "server": peer.servers}
+        if theirs != self._told:
+            expects = f"{peer} expects {_count(peer.workers, 'worker')} and {_count(peer.servers, 'server')}"
+            return f"{expects}; the scheduler was started for {self._told['worker']} and {self._told['server']}"
+        count = self.expected[peer.role]
+        if peer.rank >= count:
+            return f"{peer}: ranks of {peer.role}s go from 0 to {count - 1}"
+        taken = self.of_rank(peer.role, peer.rank)
+        if taken is not None:
+            return f"rank {peer.rank} is taken: {taken.who} registered as {taken.who.name}"
+        if self._counts[peer.role] >= count:
+            return f"all {count} {peer.role}s have registered: {_names(self.of_role(peer.role))}"
+        return ""
+
+    def add(self, link: str, peer: NodeIdentity) -> None:
+        """Add a node that `against` said nothing about."""
+        self.members[link] = member = Member(link, peer)
+        self._counts[peer.role] += 1
+        self._in_order.pop(peer.role, None)
+        if peer.rank >= 0:
+            self._by_rank[peer.role, peer.rank] = member
+
+    def remove(self, link: str) -> None:
+        """Remove a node, before the roster is complete."""
+        member = self.members.pop(link, None)
+        if member is None:
+            return
+        self._counts[member.who.role] -= 1
+        self._in_order.pop(member.who.role, None)
+        self._by_rank.pop((member.who.role, member.who.rank), None)
+        self._counts_over[member.who.role] -= member.state != ALIVE
+
+    def end(self, member: Member, state: str) -> None:
+        """Note that a member that was alive is LOST or LEFT."""
+        member.state = state
+        self._counts_over[member.who.role] += 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everybody is here."""
+        return all(self._counts[role] == count for role, count in self.expected.items())
+
+    def count(self, role: str) -> int:
+        """Return how many members of a role there are."""
+        return self._counts[role]
+
+    def count_alive(self, role: str) -> int:
+        """Return how many members of a role are neither lost nor have left."""
+        return self._counts[role] - self._counts_over[role]
+
+    def of_rank(self, role: str, rank: int) -> Member | None:
+        """Return the member that has a rank; None if it is free, or none is given (-1)."""
+        return self._by_rank.get((role, rank))
+
+    def of_role(self, role: str) -> list[Member]:
+        """Return the members of a role in the order of rank, those without one last."""
+        if role not in self._in_order:
+            found = [member for member in self.members.values() if member.who.role == role]
+            self._in_order[role] = sorted(found, key=lambda member: (member.who.rank < 0, member.who.rank))
+        return list(self._in_order[role])
+
+    def alive(self, role: str) -> list[Member]:
+        """Return the members of a role that are neither lost nor have left."""
+        return [member for member in self.of_role(role) if member.state == ALIVE]
+
+    def assign(self) -> None:
+        """Give each node without a rank the lowest that is free, in the order of registration."""
+        for kind, count in self.expected.items():
+            members = [member for member in self.members.values() if member.who.role == kind]
+            free = iter(sorted(set(range(count)) - {member.who.rank for member in members}))
+            for member in members:
+                if member.who.rank < 0:
+                    member.who = replace(member.who, rank=next(free))
+                    self._by_rank[kind, member.who.rank] = member
+        self._in_order.clear()
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return all members for a ROSTER message."""
+        return [asdict(member.who) for member in self.members.values()]
+
+    def missing(self) -> list[str]:
+        """Return the names of the nodes that have not registered; [] while a node has no rank: they are unknown."""
+        if any(member.who.rank < 0 for member in self.members.values()):
+            return []
+        present = {member.who.name for member in self.members.values()}
+        every = [f"{role}-{rank}" for role, count in self.expected.items() for rank in range(count)]
+        return [name for name in every if name not in present]
+
+    def waiting_text(self) -> str:
+        """Return who is missing, for people: `waiting for 1 of 2 workers: have worker-0@d1`."""
+        parts = []
+        for kind, count in self.expected.items():
+            present = self.of_role(kind)
+            if len(present) < count:
+                have = _names(present) or "none"
+                parts.append(f"{count - len(present)} of {count} {kind}s: have {have}")
+        return "waiting for " + "; ".join(parts)
+
+
+def _names(members: Sequence[Member]) -> str:
+    return listed([f"{member.who.name}@{member.who.host}" for member in members])
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 class Scheduler:
     """The scheduler's decisions."""
 
     def __init__(self, config: Config, endpoint: str) -> None:
         self.me = config.identity(endpoint)
         self._config = config
-        self._counts = (config.workers, config.servers)
+        self._counts = f"workers={config.workers} servers={config.servers}"
         self._roster = Roster(config.workers, config.servers, config.relays)
         self._deadline = role.Deadline()
-        self._report = role.Interval(REPORT_S)
+        self._report = role.Deadline()
         self._early: list[tuple[str, NodeIdentity]] = []
         """Workers of the job's next script, which came while others still run the present one."""
         self._is_clearing = False
@@ -210,7 +349,7 @@ class Scheduler:
         self._has_opened = False
         """All nodes were here once, so a foreign program is none of this job's."""
         self._now = 0.0
-        self._queries = Queries()
+        self._queries = Queries(lambda: self._roster.alive("server"))
         self._barriers = 0
         """Of the scripts that are over."""
         self._forget()
@@ -219,21 +358,20 @@ class Scheduler:
         self._is_open = False
         self._deadline.at = None
         self._queries.forget()
-        self._rules = Rules(self._roster, self._queries)
-        checkpoints = Checkpoints(self._roster, self._queries, self._rules)
+        self._rules = Rules(self._queries)
+        checkpoints = Checkpoints(self._config, self._queries, self._rules)
         placed_on = self._config.servers if self._config.partition == "size" else 0
         states = {Kind.SAVE: checkpoints.save, Kind.LOAD: checkpoints.load}
-        self._calls = CollectiveCalls(
-            self._config.workers, self._roster, self._queries, states, placed_on, forget=self._rules.forget
-        )
+        self._calls = CollectiveCalls(self._config.workers, self._queries, states, placed_on, forget=self._rules.forget)
 
     def start(self, now: float) -> list[role.Action]:
         """Publish the address for the launcher, and say what is expected."""
         host, _, port = self.me.endpoint.removeprefix("tcp://").rpartition(":")
         self._wait_anew(now)
+        self._report.set(now + REPORT_S)
         return [
             role.Publish({"address": host.strip("[]"), "port": port}),
-            role.Log("INFO", "event=listening endpoint=%s workers=%d servers=%d" % (self.me.endpoint, *self._counts)),
+            role.Log("INFO", f"event=listening endpoint={self.me.endpoint} {self._counts}"),
         ]
 
     def admit(self, peer: NodeIdentity) -> str:
@@ -254,20 +392,20 @@ class Scheduler:
         self._now = now
         if self._finished:
             return []
-        if isinstance(event, role.Welcomed) and event.peer is not None:
-            return self._register(event.link, event.peer, now)
-        if isinstance(event, role.Broken):
-            return self._ended(event.link, event.reason)
-        if isinstance(event, role.Denied):
-            return self._note_denied(event, now)
-        if isinstance(event, role.SignalReceived):
-            # Servers first: they would take our end for a death.
-            name = role.signal_name(event.signal)
-            stops = self._stop_servers(0, f"the scheduler was told to end by {name}", self.me.name)
-            return [role.Publish({"told": name}), *stops, *self._finish(0, f"signal {event.signal}")]
-        if isinstance(event, role.MessageReceived):
-            member = self._roster.members.get(event.link)
-            return self._heard(member, event.message) if member is not None else []
+        match event:
+            case role.Welcomed(link, NodeIdentity() as peer):
+                return self._register(link, peer, now)
+            case role.Broken(link, reason):
+                return self._ended(link, reason)
+            case role.Denied():
+                return self._note_denied(event, now)
+            case role.SignalReceived(number):
+                # Servers first: they would take our end for a death.
+                name = role.signal_name(number)
+                stops = self._stop_servers(0, f"the scheduler was told to end by {name}", self.me.name)
+                return [role.Publish({"told": name}), *stops, *self._finish(0, f"signal {number}")]
+            case role.MessageReceived(link, message) if link in self._roster.members:
+                return self._heard(self._roster.members[link], message)
         return []
 
     def tick(self, now: float) -> list[role.Action]:
@@ -284,9 +422,10 @@ class Scheduler:
         if self._foreign_deadline.is_due(now) and not self._roster.of_role("worker"):
             waited = f"no worker has opened a store for {duration(self._config.start_timeout_s)}, and "
             return self._give_up(waited + self._foreign, "job")
-        if self._report.is_due(now) and self._roster.of_role("worker"):
-            return [role.Log("WARNING", self._roster.waiting_text())]
-        return []
+        if not self._report.is_due(now):
+            return []
+        self._report.set(now + REPORT_S)
+        return [role.Log("WARNING", self._roster.waiting_text())] if self._roster.of_role("worker") else []
 
     def counters(self) -> dict[str, float]:
         """Return what the agent is told (`metrics`)."""
@@ -357,9 +496,8 @@ class Scheduler:
         self._roster.assign()
         self._is_open = self._has_opened = True
         self._foreign_deadline.at = None
-        actions: list[role.Action] = []
-        actions.append(role.Log("INFO", "event=complete workers=%d servers=%d" % self._counts))
         servers, workers = self._roster.of_role("server"), self._roster.of_role("worker")
+        actions: list[role.Action] = [role.Log("INFO", f"event=complete {self._counts}")]
         actions += [_line("assigned", member.who) for member in [*servers, *workers]]
         common = Common({"nodes": self._roster.to_json(), "host_sums": self._config.host_sums})
 
@@ -370,7 +508,7 @@ class Scheduler:
             return [role.Send(member.link, roster(member)) for member in workers]
 
         # Each on a connection of its own: a worker that had it before a server would find one that knows none.
-        return [*actions, *self._queries.send(roster, servers, tell_workers)]
+        return [*actions, *self._queries.send(roster, tell_workers)]
 
     # Leaving and dying
 
@@ -441,7 +579,7 @@ class Scheduler:
         self._is_clearing = True
         told = Message(Kind.STOP, body={"stay": True})
         log = role.Log("INFO", "event=anew reason=all workers have ended their script")
-        return [log, *self._queries.send(told, self._roster.alive("server"), lambda _: self._cleared())]
+        return [log, *self._queries.send(told, lambda _: self._cleared())]
 
     def _cleared(self) -> list[role.Action]:
         self._is_clearing = False
@@ -467,35 +605,36 @@ class Scheduler:
     # Messages
 
     def _heard(self, member: Member, message: Message) -> list[role.Action]:
-        call = Call(member.who.rank, member.link, message)
-        if message.is_reply:
-            return self._queries.answered(member, message)
-        if message.kind is Kind.BYE:
-            return [role.Send(member.link, answer(message)), *self._leave(member)]
-        if message.kind is Kind.ABORT:
-            reason = f"{member.who} failed: {message.body.get('reason', 'no reason given')}"
-            return [role.Send(member.link, answer(message)), *self._lose(member, reason)]
-        if message.kind is Kind.LOST and member.who.role == "server":
-            return self._lost_by_server(message)
-        if member.who.role != "worker":
-            return [role.Log("WARNING", f"{member.who} sent {message.kind.name}, which only workers send")]
-        if self._broken:
-            return [role.Send(call.link, refusal(message, self._broken, "PeerLost", who=self._broken_by))]
-        if message.kind in (Kind.OPEN, Kind.KEYS, Kind.BARRIER, Kind.SAVE, Kind.LOAD):
-            return self._calls.gather(call)
-        if message.kind is Kind.INIT:
-            return self._calls.inited(call)
-        if message.kind is Kind.RULE:
-            return self._rules.ask(call)
-        if message.kind is Kind.JOIN:
-            return self._calls.join(call)
-        if message.kind is Kind.LEFT:
-            return self._calls.leave(call)
-        if message.kind is Kind.CLOSE:
-            return self._calls.close(call)
-        return [role.Send(call.link, refusal(message, f"the scheduler knows no {message.kind.name}"))]
+        link, call = member.link, Call(member.who.rank, member.link, message)
+        match message.kind:
+            case _ if message.is_reply:
+                return self._queries.answered(member, message)
+            case Kind.BYE:
+                return [role.Send(link, answer(message)), *self._leave(member)]
+            case Kind.ABORT:
+                reason = f"{member.who} failed: {message.body.get('reason', 'no reason given')}"
+                return [role.Send(link, answer(message)), *self._lose(member, reason)]
+            case Kind.LOST if member.who.role == "server":
+                return self._lost_by_server(message)
+            case kind if member.who.role != "worker":
+                return [role.Log("WARNING", f"{member.who} sent {kind.name}, which only workers send")]
+            case _ if self._broken:
+                return [role.Send(link, refusal(message, self._broken, "PeerLost", who=self._broken_by))]
+            case Kind.OPEN | Kind.KEYS | Kind.BARRIER | Kind.SAVE | Kind.LOAD:
+                return self._calls.gather(call)
+            case Kind.INIT:
+                return self._calls.inited(call)
+            case Kind.RULE:
+                return self._rules.ask(call)
+            case Kind.JOIN:
+                return self._calls.join(call)
+            case Kind.LEFT:
+                return self._calls.leave(call)
+            case Kind.CLOSE:
+                return self._calls.close(call)
+            case kind:
+                return [role.Send(link, refusal(message, f"the scheduler knows no {kind.name}"))]
 
 
 def _line(event: str, who: NodeIdentity) -> role.Action:
-    fields = (event, who.name, who.host, who.pid, who.endpoint)
-    return role.Log("INFO", "event=%s node=%s host=%s pid=%d endpoint=%s" % fields)
+    return role.Log("INFO", f"event={event} node={who.name} host={who.host} pid={who.pid} endpoint={who.endpoint}")

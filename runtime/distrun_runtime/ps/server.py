@@ -26,7 +26,7 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration, listed
 from distrun_runtime.ops.partition import Shard
-from distrun_runtime.protocol.handshake import NodeIdentity
+from distrun_runtime.protocol.handshake import NodeIdentity, nodes_of
 from distrun_runtime.protocol.message import (
     NO_ENTRIES,
     Kind,
@@ -36,12 +36,11 @@ from distrun_runtime.protocol.message import (
     sizes_of,
 )
 from distrun_runtime.ps import checks, role, statefile
-from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.counters import Counters, Lags
 from distrun_runtime.ps.pulls import Pulls
 from distrun_runtime.ps.relay import Relay
 from distrun_runtime.ps.replies import answer, failed, refusal
-from distrun_runtime.ps.roster import from_json
+from distrun_runtime.ps.role import Config, tasks_of
 from distrun_runtime.ps.rounds import Rounds, words_of
 from distrun_runtime.ps.shards import Store, relayed
 from distrun_runtime.ps.trace import Recorder
@@ -65,9 +64,10 @@ def _names_in(message: Message) -> dict[int, Any]:
 
 
 def _is_open(number: int, name: Any, pushed: Iterable[int], missing: Iterable[int]) -> str:
+    have, have_not = (", ".join(tasks_of(sorted(ranks))) for ranks in (pushed, missing))
     return (
-        f"round {number} of key {name!r} is open: {_names(pushed) or 'no worker'} pushed it, {_names(missing)} did"
-        " not; states are saved and loaded when all workers have pushed equally often"
+        f"round {number} of key {name!r} is open: {have or 'no worker'} pushed it, {have_not} did not; states are saved"
+        " and loaded when all workers have pushed equally often"
     )
 
 
@@ -80,10 +80,6 @@ def _set_rounds(store: Store | None, rounds: Mapping[int, int]) -> None:
         number = rounds.get(int(store.key[shard]))
         if number is not None:
             store.set_round(shard, number)
-
-
-def _names(ranks: Iterable[int]) -> str:
-    return ", ".join(f"worker-{rank}" for rank in sorted(ranks))
 
 
 BYE_S = 2.0
@@ -190,8 +186,8 @@ class Server:
         if self._farewell.is_due(now):
             return [role.Finish(0, f"the scheduler did not answer BYE for {BYE_S:g} s")]
         if self._deadline.is_due(now):
-            text = "the scheduler at %s did not answer for %s"
-            return [role.Finish(1, text % (self._config.root_endpoint, duration(self._config.start_timeout_s)))]
+            waited = duration(self._config.start_timeout_s)
+            return [role.Finish(1, f"the scheduler at {self._config.root_endpoint} did not answer for {waited}")]
         actions: list[role.Action] = []
         if self._held:
             held, self._held = self._held, []
@@ -263,48 +259,50 @@ class Server:
         return [role.Log("INFO", f"event=lost-peer {reason}"), role.Send(role.SCHEDULER_LINK, lost)]
 
     def _from_scheduler(self, message: Message) -> list[role.Action]:
-        if message.kind is Kind.BYE and message.is_reply:
-            return [role.Finish(0, "told to stop")]
-        if message.kind is Kind.ROSTER:
-            nodes = from_json(message.body["nodes"])
-            self._nodes = {(node.role, node.rank) for node in nodes}
-            self.me = self._config.identity(self.me.endpoint, message.body["rank"])
-            self._rounds.peers.learn(nodes, self.me.rank)
-            stands_in = self._relay.learn(nodes) if message.body.get("host_sums") else []
-            lines = [f"event=roster node={who.name} host={who.host} endpoint={who.endpoint}" for who in nodes]
-            # The workers are told next, and expect that this server knows them.
-            answered = role.Send(role.SCHEDULER_LINK, answer(message))
-            return [*(role.Log("INFO", line) for line in lines), *stands_in, answered]
-        if message.kind is Kind.RULE:
-            kind = role.TryRule if message.body.get("check") else role.SetRule
-            return [role.Work(kind(message.store, message.body["spec"], message), reports=True)]
-        if message.kind is Kind.LOAD and message.body["action"] != "stage":
-            return [role.Work(role.Load(message.store, message), reports=True)]
-        if message.kind in (Kind.SAVE, Kind.LOAD):
-            return self._states(message)
-        if message.kind is Kind.JOIN:
-            return [*self._joined(message), role.Send(role.SCHEDULER_LINK, answer(message))]
-        if message.kind is Kind.LEFT and message.request:
-            rank = int(message.body["rank"])
-            for store in self._tables(message.store):
-                store.left.add(rank)
-            return [*self._excused(message.store), role.Send(role.SCHEDULER_LINK, answer(message))]
-        if message.kind is Kind.LEFT:
-            hopeless = self._pulls.ended(message.body["rank"], message.body["who"])
-            return [
-                *hopeless,
-                *(action for store in self._stores.values() for action in self._pulls.all_advanced(store)),
-            ]
-        if message.kind is Kind.LOST:
-            return self._lost(message)
-        if message.kind is Kind.CLOSE or (message.kind is Kind.STOP and message.body.get("stay")):
-            return [role.Work(role.Clear(message), reports=True)]
-        if message.kind is Kind.STOP:
-            self._is_stopping = True
-            who, reason = str(message.body.get("who", "")), str(message.body.get("reason", ""))
-            early = [role.Publish({"lost_peer": who, "message": reason})] if who else []
-            return [*early, role.Finish(int(message.body.get("code", 0)), reason)]
+        match message.kind:
+            case Kind.BYE if message.is_reply:
+                return [role.Finish(0, "told to stop")]
+            case Kind.ROSTER:
+                return self._roster(message)
+            case Kind.RULE:
+                kind = role.TryRule if message.body.get("check") else role.SetRule
+                return [role.Work(kind(message.store, message.body["spec"], message), reports=True)]
+            case Kind.LOAD if message.body["action"] != "stage":
+                return [role.Work(role.Load(message.store, message), reports=True)]
+            case Kind.SAVE | Kind.LOAD:
+                return self._states(message)
+            case Kind.JOIN:
+                return [*self._joined(message), role.Send(role.SCHEDULER_LINK, answer(message))]
+            case Kind.LEFT if message.request:
+                rank = int(message.body["rank"])
+                for store in self._tables(message.store):
+                    store.left.add(rank)
+                return [*self._excused(message.store), role.Send(role.SCHEDULER_LINK, answer(message))]
+            case Kind.LEFT:
+                hopeless = self._pulls.ended(message.body["rank"], message.body["who"])
+                advanced = (action for store in self._stores.values() for action in self._pulls.all_advanced(store))
+                return [*hopeless, *advanced]
+            case Kind.LOST:
+                return self._lost(message)
+            case Kind.STOP if not message.body.get("stay"):
+                self._is_stopping = True
+                who, reason = str(message.body.get("who", "")), str(message.body.get("reason", ""))
+                early = [role.Publish({"lost_peer": who, "message": reason})] if who else []
+                return [*early, role.Finish(int(message.body.get("code", 0)), reason)]
+            case Kind.CLOSE | Kind.STOP:
+                return [role.Work(role.Clear(message), reports=True)]
         return []
+
+    def _roster(self, message: Message) -> list[role.Action]:
+        nodes = nodes_of(message.body["nodes"])
+        self._nodes = {(node.role, node.rank) for node in nodes}
+        self.me = self._config.identity(self.me.endpoint, message.body["rank"])
+        self._rounds.peers.learn(nodes, self.me.rank)
+        stands_in = self._relay.learn(nodes) if message.body.get("host_sums") else []
+        lines = [f"event=roster node={who.name} host={who.host} endpoint={who.endpoint}" for who in nodes]
+        # The workers are told next, and expect that this server knows them.
+        answered = role.Send(role.SCHEDULER_LINK, answer(message))
+        return [*(role.Log("INFO", line) for line in lines), *stands_in, answered]
 
     def _lost(self, message: Message) -> list[role.Action]:
         who, reason = str(message.body["who"]), str(message.body["reason"])
@@ -371,50 +369,53 @@ class Server:
 
     def _while_failing(self, event: role.Event) -> list[role.Action]:
         """The scheduler has heard of it, or is gone itself: end. Nothing else is done any more."""
-        is_heard = (
-            isinstance(event, role.MessageReceived) and event.message.kind is Kind.ABORT and event.message.is_reply
-        )
-        is_gone = isinstance(event, (role.Broken, role.TurnedAway)) and event.link == role.SCHEDULER_LINK
-        return [role.Finish(1, self._failing)] if is_heard or is_gone else []
+        match event:
+            case role.MessageReceived(_, Message(kind=Kind.ABORT, is_reply=True)):
+                return [role.Finish(1, self._failing)]
+            case role.Broken(role.SCHEDULER_LINK) | role.TurnedAway(role.SCHEDULER_LINK):
+                return [role.Finish(1, self._failing)]
+        return []
 
     # Requests of workers and other servers
 
     def _from_peer(self, link: str, message: Message) -> list[role.Action]:
-        self._counters.received(message.size)
+        self._counters.bytes_in += message.size
         if self._rounds.peers.is_ours(link):
             is_end = message.kind is Kind.LOST and message.body.get("who") == link
             return self._lost(message) if is_end else self._relay.heard(message)
         if message.is_reply:
             return []
-        if link in self._servers and message.kind is Kind.NORMS:
-            return self._rounds.heard_norms(self._stores.get(message.store), message)
         if link in self._servers:
+            if message.kind is Kind.NORMS:
+                return self._rounds.heard_norms(self._stores.get(message.store), message)
             return self._from_relay(link, message)
         rank = self._ranks.get(link)
-        if rank is None:
-            return []
-        if message.kind is Kind.SETTLE:
-            return self._relay.settle(link, rank, message)
-        if message.kind is Kind.INIT:
-            return self._relay.declare(link, message) if message.is_relayed else self._init(link, message)
-        if message.kind is Kind.STATS:
-            return [role.Send(link, answer(message, self._stats(message.store)))]
-        if message.kind is Kind.PROFILE:
-            return [role.Send(link, self._profile(message))]
-        if message.kind is Kind.RELEASE:
-            return [role.Work(role.Release(link, message), reports=True)]
+        match message.kind:
+            case _ if rank is None:
+                return []
+            case Kind.SETTLE:
+                return self._relay.settle(link, rank, message)
+            case Kind.INIT:
+                return self._relay.declare(link, message) if message.is_relayed else self._init(link, message)
+            case Kind.STATS:
+                return [role.Send(link, answer(message, self._stats(message.store)))]
+            case Kind.PROFILE:
+                return [role.Send(link, self._profile(message))]
+            case Kind.RELEASE:
+                return [role.Work(role.Release(link, message), reports=True)]
         wrong = self._relay.against(rank) if message.is_relayed else ""
         if wrong:
             return [self._refuse(link, message, wrong)]
         store = self._relay.store(message.store) if message.is_relayed else self._stores.get(message.store)
         if store is None:
             return [self._refuse(link, message, f"store {message.store} has no keys on {self.me.name}")]
-        if message.kind is Kind.ROUNDS:
-            rounds = store.rounds(store.done)
-            return [role.Send(link, answer(message, {"rounds": rounds}))]
-        if message.kind not in (Kind.PUSH, Kind.PULL, Kind.PUSHPULL):
-            return [self._refuse(link, message, f"{self.me.name} knows no {message.kind.name}")]
-        return self._data(link, rank, store, message)
+        match message.kind:
+            case Kind.PUSH | Kind.PULL | Kind.PUSHPULL:
+                return self._data(link, rank, store, message)
+            case Kind.ROUNDS:
+                return [role.Send(link, answer(message, {"rounds": store.rounds(store.done)}))]
+            case kind:
+                return [self._refuse(link, message, f"{self.me.name} knows no {kind.name}")]
 
     def _from_relay(self, link: str, message: Message) -> list[role.Action]:
         """Take in what another server sends for the workers of its host: a sum of their contributions, or a pull."""
@@ -433,11 +434,12 @@ class Server:
         if wrong:
             return [self._refuse(link, message, wrong)]
         batch = role.Batch(store, shards, message, entries)
-        self._counters.asked(is_push, not is_push)
         if is_push:
+            self._counters.pushes += 1
             self._sample(ranks, batch)
             pushed = self._rounds.push(link, ranks, batch, int(message.body["first"]))
             return [*pushed, role.Send(link, answer(message))]
+        self._counters.pulls += 1
         return self._pulls.take(link, tuple(ranks), batch, self._now, message.body.get("own"))
 
     def _data(self, link: str, rank: int, store: Store, message: Message) -> list[role.Action]:
@@ -502,8 +504,8 @@ class Server:
         entries["round"] += np.uint64(message.step)
         is_push = message.kind is not Kind.PULL
         if is_push and message.size != known.size:
-            text = "bucket %d has %d bytes, the message brings others"
-            return entries, known.shards, text % (message.bucket, known.size), False
+            others = f"bucket {message.bucket} has {known.size} bytes, the message brings others"
+            return entries, known.shards, others, False
         entries["payload"] = Payload.PACKED if is_push else Payload.NONE
         return entries, known.shards, "", known.fits and (is_push or not message.payloads)
 
@@ -515,20 +517,22 @@ class Server:
 
     def _accept(self, link: str, rank: int, batch: role.Batch) -> list[role.Action]:
         """Do what nothing is wrong with."""
-        kind = batch.message.kind
-        self._counters.asked(kind is not Kind.PULL, kind is not Kind.PUSH)
-        if kind is Kind.PULL:
-            return self._pull(link, rank, batch)
-        if not batch.store.is_sync:
-            return [role.Work(role.Step(link, rank, batch), reports=True, holds=link)]
-        self._sample((rank,), batch)
-        is_relayed = batch.store.is_relayed
-        pushed = self._relay.push(rank, batch) if is_relayed else self._rounds.push(link, (rank,), batch)
-        if kind is Kind.PUSH:
-            return [*pushed, role.Send(link, answer(batch.message))]
-        # The answer to both is that to the pull. It must not keep what was pushed.
-        pulled = role.Batch(batch.store, batch.shards, replace(batch.message, payloads=()), batch.entries)
-        return [*pushed, *self._pull(link, rank, pulled)]
+        kind, store = batch.message.kind, batch.store
+        actions: list[role.Action] = []
+        if kind is not Kind.PULL:
+            self._counters.pushes += 1
+            if not store.is_sync:
+                return [role.Work(role.Step(link, rank, batch), reports=True, holds=link)]
+            self._sample((rank,), batch)
+            actions += self._relay.push(rank, batch) if store.is_relayed else self._rounds.push(link, (rank,), batch)
+            if kind is Kind.PUSH:
+                return [*actions, role.Send(link, answer(batch.message))]
+            # The answer to both is that to the pull. It must not keep what was pushed.
+            batch = role.Batch(store, batch.shards, replace(batch.message, payloads=()), batch.entries)
+        self._counters.pulls += 1
+        if store.is_relayed:
+            return [*actions, *self._relay.pull(link, rank, batch, self._now)]
+        return [*actions, *self._pulls.take(link, (rank,), batch, self._now, rank)]
 
     def _sample(self, ranks: Sequence[int], batch: role.Batch) -> None:
         """Note when contributions come to one shard of a store: the first that was ever pushed."""
@@ -544,11 +548,6 @@ class Server:
                 everyone = self._relay.members if store.is_relayed else range(members)
                 members -= len(store.excused().intersection(everyone))
             lags.contributed(ranks, int(batch.entries["round"][0]), members, self._now)
-
-    def _pull(self, link: str, rank: int, batch: role.Batch) -> list[role.Action]:
-        if batch.store.is_relayed:
-            return self._relay.pull(link, rank, batch, self._now)
-        return self._pulls.take(link, (rank,), batch, self._now, rank)
 
     def _init(self, link: str, message: Message) -> list[role.Action]:
         store = self._store(message.store)
@@ -645,14 +644,13 @@ class Server:
                 return self._relay.worked(event)
             case role.Apply(store=store) if store.is_relayed:
                 return self._relay.worked(event)
-            case role.Check(batch=role.Batch(store=store)) | role.Step(batch=role.Batch(store=store)) if (
-                self._stores.get(store.number) is not store
-            ):
+            case (
+                role.Check(batch=role.Batch(store=store))
+                | role.Step(batch=role.Batch(store=store))
+                | role.Apply(store=store)
+                | role.FinishUpdate(store=store)
+            ) if self._stores.get(store.number) is not store:
                 return []  # The script that it belonged to is over.
-            case role.Apply(store=store) | role.FinishUpdate(store=store) if (
-                self._stores.get(store.number) is not store
-            ):
-                return []
             case role.Apply() as what:
                 return self._rounds.applied(what, event)
             case role.Step() as what:
@@ -736,5 +734,5 @@ class Server:
     def _store(self, number: int) -> Store:
         return self._stores.setdefault(number, Store(number, self._config.workers, self.me.rank))
 
-    def _refuse(self, link: str, message: Message, reason: str, error: str = "KVError", trace: str = "") -> role.Action:
-        return role.Send(link, refusal(message, reason, error, trace))
+    def _refuse(self, link: str, message: Message, reason: str) -> role.Action:
+        return role.Send(link, refusal(message, reason))

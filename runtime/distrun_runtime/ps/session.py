@@ -11,7 +11,7 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -22,15 +22,14 @@ from distrun_runtime.contract import environ
 from distrun_runtime.contract.metrics import Sender
 from distrun_runtime.errors import RuntimeFault, StoreClosed
 from distrun_runtime.protocol.message import DTYPES, Message
-from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.counters import NodeMetrics, Stages
-from distrun_runtime.ps.crash import catch_up, meaning, publish, watch
 from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.node import bind, connected
-from distrun_runtime.ps.role import Request, Waits, when_done
+from distrun_runtime.ps.role import Config, Request, Waits, when_done
 from distrun_runtime.ps.routing import DIRECT_BYTES, MESSAGE_BYTES, ROUNDS_AT_ONCE
 from distrun_runtime.ps.trace import Recorder, Trace
 from distrun_runtime.ps.worker import BYE_S, Ask, EntriesOf, Goodbye, Worker
+from distrun_runtime.reporting import catch_up, meaning, publish, watch
 from distrun_runtime.transport.base import Transport
 
 GOODBYE_S = BYE_S + 1.0
@@ -75,6 +74,8 @@ class NodeSession:
             told = NodeMetrics("worker", Sender(), lambda: {"store_calls": self._calls}, waits=self._waits)
             self._loop.metrics = told.tick
         self._thread = threading.Thread(target=self._run, name="distrun-node", daemon=True)
+        self.value_servers = [f"server-{rank}" for rank in range(config.servers)]
+        """Names of the servers that keep values; their ranks come first."""
         self._last_store = 0
         self.stores: object = None
         """What the store layer keeps of this process's stores (`store.link`)."""
@@ -105,13 +106,7 @@ class NodeSession:
     @property
     def has_failed(self) -> bool:
         """Whether registration has ended with an error."""
-        if self.is_open or not self._ready.is_done:
-            return False
-        try:
-            self._ready.wait(0)
-        except RuntimeFault:
-            return True
-        return False
+        return not self.is_open and self._ready.error is not None
 
     def staging(self, link: str) -> Pool | None:
         """Return memory that the other side of a link reads where it is; None: it does not."""
@@ -138,7 +133,7 @@ class NodeSession:
         staged = sum(size for size in sizes if size < DIRECT_BYTES) + encoded  # Small values are joined there.
         # Those of a dtype lie end to end.
         self._memory.arrays.reserve(sum(sizes), min(len(sizes), len(DTYPES)), ROUNDS_AT_ONCE, store=store)
-        self._memory.staging.reserve(staged, self.num_servers + staged // MESSAGE_BYTES, ROUNDS_AT_ONCE, store=store)
+        self._memory.staging.reserve(staged, self.config.servers + staged // MESSAGE_BYTES, ROUNDS_AT_ONCE, store=store)
         self._transport.wake()  # It tells the servers.
 
     def unreserve(self, store: int) -> None:
@@ -155,26 +150,6 @@ class NodeSession:
     def rank(self) -> int:
         """This worker's rank."""
         return self.worker.me.rank
-
-    @property
-    def num_servers(self) -> int:
-        """Number of servers that keep values; their ranks come first."""
-        return self.config.servers
-
-    @property
-    def all_servers(self) -> range:
-        """Ranks of all servers, also of those that keep no values."""
-        return range(len(self.worker.servers))
-
-    @property
-    def relays(self) -> Mapping[int, int]:
-        """Servers of other hosts to the one of this host that stands in for each, by rank."""
-        return self.worker.relays
-
-    @property
-    def relays_of_hosts(self) -> Sequence[Mapping[int, int]]:
-        """The same, of every host that has relays."""
-        return self.worker.relays_of_hosts
 
     def num_dead(self, roles: Sequence[str]) -> int:
         """Return how many nodes of these roles are known to be lost."""
@@ -194,7 +169,6 @@ class NodeSession:
         self,
         what: str,
         messages: Sequence[tuple[str, Message]],
-        on_error: Callable[[RuntimeFault], None] | None = None,
         after: Sequence[Request] = (),
         entries_of: EntriesOf | None = None,
     ) -> Request:
@@ -205,7 +179,7 @@ class NodeSession:
         """
         self.check()
         self._calls += 1
-        request = Request(what, on_error, "the limit is --op-timeout or DISTRUN_OP_TIMEOUT", self._waits)
+        request = Request(what, "the limit is --op-timeout or DISTRUN_OP_TIMEOUT", self._waits)
 
         def send() -> None:
             self._loop.ask(Ask(request, messages, entries_of))
@@ -295,9 +269,8 @@ class NodeSession:
                 cast("Ask | Goodbye", asked).request.resolve((), self._dead())
 
     def _dead(self) -> RuntimeFault:
-        if self._is_over:
-            return StoreClosed("this worker has left the job%s" % (": %r" % self._crash if self._crash else ""))
-        return StoreClosed("the node's thread has ended%s" % (": %r" % self._crash if self._crash else ""))
+        what = "this worker has left the job" if self._is_over else "the node's thread has ended"
+        return StoreClosed(f"{what}: {self._crash!r}" if self._crash else what)
 
 
 class _CurrentSession:
@@ -329,20 +302,14 @@ def current(make_config: Callable[[], Config]) -> NodeSession:
             if session is not None:
                 session.end()
             session = _current.session = NodeSession(config)
-            _watch()
+            if not _current.is_watched:
+                _current.is_watched = True
+                atexit.register(_end_process)
+                watch(_note_crash)
         session.check()
         if not session.is_open:
             session.open()
         return session
-
-
-def _watch() -> None:
-    """Have the process's end, and an exception that ends it, reach its session."""
-    if _current.is_watched:
-        return
-    _current.is_watched = True
-    atexit.register(_end_process)
-    watch(_note_crash)
 
 
 def _note_crash(error: BaseException) -> None:

@@ -10,33 +10,21 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.errors import KVError, PeerLost, Refused, RuleError, RuntimeFault, TimedOut, because_of
-from distrun_runtime.protocol.handshake import NodeIdentity
+from distrun_runtime.protocol.handshake import NodeIdentity, nodes_of
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role
-from distrun_runtime.ps.config import Config
-from distrun_runtime.ps.role import Request
-from distrun_runtime.ps.roster import from_json, relays_of_hosts
+from distrun_runtime.ps.relay import relays_of_hosts
+from distrun_runtime.ps.role import Config, Request
 from distrun_runtime.ps.routing import WINDOW_BYTES
 
 # What a worker has to say to one server: by priority, within a window, each key's requests in their order.
-
-
-@dataclass(order=True)
-class _Queued:
-    order: tuple[int, int]
-    message: Message = field(compare=False)
-
-    def shares_keys(self, message: Message) -> bool:
-        """Whether a message is about a key of this one; one that names its entries by a bucket may be about any."""
-        mine, its = self.message.entries["key"], message.entries["key"]
-        is_named = (len(mine) or not self.message.bucket) and (len(its) or not message.bucket)
-        return not is_named or bool(np.isin(its, mine).any())
 
 
 class Outbox:
@@ -44,25 +32,26 @@ class Outbox:
 
     def __init__(self, window_bytes: int = WINDOW_BYTES) -> None:
         self._window = window_bytes
-        self._heap: list[_Queued] = []
+        self._heap: list[tuple[int, int, Message]] = []
+        """Urgency, the least first; the order of `put`; the message."""
         self._count = 0
         self._in_flight: dict[int, int] = {}
 
     def put(self, message: Message) -> None:
         """Queue a message that has its request number."""
-        priority = message.priority
+        urgency = -message.priority
         # Requests of one worker on one key keep their order: a later one is never more urgent than an earlier.
-        for queued in self._heap:
-            if -queued.order[0] < priority and queued.shares_keys(message):
-                priority = -queued.order[0]
+        for other, _, queued in self._heap:
+            if other > urgency and _shares_keys(queued, message):
+                urgency = other
         self._count += 1
-        heapq.heappush(self._heap, _Queued((-priority, self._count), message))
+        heapq.heappush(self._heap, (urgency, self._count, message))
 
     def take(self) -> list[Message]:
         """Return what may be sent now, in order, and count it as on its way."""
         ready: list[Message] = []
         while self._heap:
-            message = self._heap[0].message
+            message = self._heap[0][-1]
             size = message.size if message.kind is Kind.PUSH else 0
             if size and self._in_flight and sum(self._in_flight.values()) + size > self._window:
                 break
@@ -75,6 +64,13 @@ class Outbox:
     def answered(self, request: int) -> None:
         """A request was answered: its bytes are no longer on their way."""
         self._in_flight.pop(request, None)
+
+
+def _shares_keys(one: Message, other: Message) -> bool:
+    """Whether messages are about a key of both; one that names its entries by a bucket may be about any."""
+    if any(message.bucket and not len(message.entries) for message in (one, other)):
+        return True
+    return bool(np.isin(other.entries["key"], one.entries["key"]).any())
 
 
 REPORT_S = 5.0
@@ -147,7 +143,7 @@ class Worker:
         self._ready = ready
         self._root = config.root_endpoint
         self._deadline = role.Deadline()
-        self._report = role.Interval(REPORT_S)
+        self._report = role.Deadline()
         self._welcomes: set[str] = set()
         self._outboxes: dict[str, Outbox] = {}
         self._numbers = 0
@@ -161,6 +157,7 @@ class Worker:
     def start(self, now: float) -> list[role.Action]:
         """Register with the scheduler."""
         self._deadline.set(now + self._config.start_timeout_s)
+        self._report.set(now + REPORT_S)
         return [role.Connect(role.SCHEDULER_LINK, self._root)]
 
     def admit(self, peer: NodeIdentity) -> str:
@@ -177,7 +174,7 @@ class Worker:
             case role.Welcomed(link, None):
                 return self._welcomed(link, now)
             case role.TurnedAway(link, reason):
-                return self._fail(Refused(f"{self._name(link)} refused this process: {reason}"))
+                return [*self.fail(Refused(f"{self._name(link)} refused this process: {reason}"))]
             case role.Broken(link, reason) if link == role.SCHEDULER_LINK or link in self._outboxes:
                 if self._goodbye is not None:  # only the scheduler's answer counts now
                     return self._gone() if link == role.SCHEDULER_LINK else []
@@ -191,11 +188,14 @@ class Worker:
         if self._ready.is_done:
             return []
         if not self._deadline.is_due(now):
-            is_late = role.SCHEDULER_LINK not in self._welcomes and self._report.is_due(now)
-            return [role.Log("WARNING", f"waiting for the scheduler at {self._root}")] if is_late else []
+            if role.SCHEDULER_LINK in self._welcomes or not self._report.is_due(now):
+                return []
+            self._report.set(now + REPORT_S)
+            return [role.Log("WARNING", f"waiting for the scheduler at {self._root}")]
         if role.SCHEDULER_LINK not in self._welcomes:
-            text = "no scheduler answered at %s for %s: is it running, and reachable from host %s?"
-            return self._miss("scheduler", text % (self._root, duration(self._config.start_timeout_s), self.me.host))
+            waited = f"no scheduler answered at {self._root} for {duration(self._config.start_timeout_s)}"
+            text = f"{waited}: is it running, and reachable from host {self.me.host}?"
+            return self._miss("scheduler", text)
         absent = [server.name for server in self.servers if server.name not in self._welcomes]
         names = ", ".join(self._name(name) for name in absent)
         text = f"{self.me.name} waited for {names or 'the other nodes to register'}"
@@ -214,7 +214,7 @@ class Worker:
         return []
 
     def _roster(self, message: Message, now: float) -> list[role.Action]:
-        nodes = from_json(message.body["nodes"])
+        nodes = nodes_of(message.body["nodes"])
         self.me = self._config.identity(self.me.endpoint, message.body["rank"])
         servers = [node for node in nodes if node.role == "server"]
         self.servers = sorted(servers, key=lambda node: node.rank)
@@ -236,7 +236,6 @@ class Worker:
         if self._lost is not None:
             return [role.Resolve(asked.request, error=self._lost)]
         entry = _Open(asked.request, {}, asked.entries_of, self._numbers + 1)
-        entry.awaits_all = any(message.kind is Kind.PUSH for _, message in asked.messages)
         asked.request.missing = entry.missing
         actions: list[role.Action] = []
         for link, message in asked.messages:
@@ -244,6 +243,7 @@ class Worker:
             entry.missing[self._numbers] = link
             self._open[self._numbers] = entry
             numbered = replace(message, request=self._numbers)
+            entry.awaits_all |= message.kind is Kind.PUSH
             if message.kind in (Kind.PUSH, Kind.PULL, Kind.PUSHPULL):
                 entry.sent[self._numbers] = numbered
             if link in self._outboxes:
@@ -252,39 +252,43 @@ class Worker:
                 actions.append(role.Send(link, numbered))
         if not entry.missing:
             return [role.Resolve(asked.request)]
-        return [*actions, *self._flush()]
-
-    def _flush(self) -> list[role.Action]:
-        return [role.Send(link, message) for link, outbox in self._outboxes.items() for message in outbox.take()]
+        for link, outbox in self._outboxes.items():
+            for message in outbox.take():
+                actions.append(role.Send(link, message))
+        return actions
 
     def _heard(self, link: str, message: Message, now: float) -> list[role.Action]:
         is_order = link == role.SCHEDULER_LINK and not message.is_reply
-        if message.kind is Kind.ROSTER and is_order:
-            return self._roster(message, now)
-        is_end = link in self._outboxes and message.body.get("who") == link
-        if message.kind is Kind.LOST and (is_order or is_end):
-            return self._lose(str(message.body["who"]), str(message.body["reason"]))
-        if message.kind in (Kind.BYE, Kind.ABORT) and message.is_reply and self._goodbye is not None:
-            return self._gone()
         entry = self._open.get(message.request)
-        if entry is None:
-            return []
-        if message.kind is Kind.WAITING:
-            note = str(message.body.get("text", ""))
-            line = f"{note} ({duration(round(float(message.body.get('seconds', 0))))})"
-            # Said aloud only when it takes long; the note is there for an error that comes sooner.
-            is_long = float(message.body.get("seconds", 0)) >= role.WAITING_S
-            awaited = tuple(str(name) for name in message.body.get("for", ()))
-            said = role.Note(entry.request, note, awaited, str(message.body.get("key", "")))
-            return [said, *([role.Log("WARNING", line)] if is_long else [])]
-        if not message.is_reply:
-            return []
-        if message.is_error and message.body.get("again") and message.request in entry.sent:
-            return self._send_again(link, entry, message)
-        actions = self._answered(link, entry, message)
-        if link in self._outboxes:  # only its window has changed
-            actions += [role.Send(link, each) for each in self._outboxes[link].take()]
+        match message.kind:
+            case Kind.ROSTER if is_order:
+                return self._roster(message, now)
+            case Kind.LOST if is_order or (link in self._outboxes and message.body.get("who") == link):
+                return self._lose(str(message.body["who"]), str(message.body["reason"]))
+            case Kind.BYE | Kind.ABORT if message.is_reply and self._goodbye is not None:
+                return self._gone()
+            case _ if entry is None:
+                return []
+            case Kind.WAITING:
+                return self._noted(entry.request, message.body)
+            case _ if not message.is_reply:
+                return []
+            case _ if message.is_error and message.body.get("again") and message.request in entry.sent:
+                return self._send_again(link, entry, message)
+        actions = self._answered(entry, message)
+        outbox = self._outboxes.get(link)
+        if outbox is not None:  # only its window has changed
+            outbox.answered(message.request)
+            for each in outbox.take():
+                actions.append(role.Send(link, each))
         return actions
+
+    def _noted(self, request: Request, body: Mapping[str, Any]) -> list[role.Action]:
+        """A node says what a request waits for. It is said aloud only when that takes long."""
+        text, seconds = str(body.get("text", "")), float(body.get("seconds", 0))
+        line = role.Log("WARNING", f"{text} ({duration(round(seconds))})")
+        note = role.Note(request, text, tuple(map(str, body.get("for", ()))), str(body.get("key", "")))
+        return [note, line] if seconds >= role.WAITING_S else [note]
 
     def _send_again(self, link: str, entry: _Open, refusal: Message) -> list[role.Action]:
         """Send a message again that a server did nothing about: it does not know a bucket, of this or an earlier one.
@@ -300,12 +304,10 @@ class Worker:
         log = f"event=sent-again link={link} request={message.request} reason={reason}"
         return [role.Log("INFO", log), role.Send(link, message)]
 
-    def _answered(self, link: str, entry: _Open, message: Message) -> list[role.Action]:
+    def _answered(self, entry: _Open, message: Message) -> list[role.Action]:
         del self._open[message.request]
         entry.missing.pop(message.request, None)
         entry.sent.pop(message.request, None)
-        if link in self._outboxes:
-            self._outboxes[link].answered(message.request)
         actions: list[role.Action] = []
         if message.is_error:
             error = _error(entry.request, message)
@@ -319,7 +321,7 @@ class Worker:
             return actions
         if entry.error is not None:
             return [*actions, role.Resolve(entry.request, error=entry.error)]
-        return [role.Resolve(entry.request, tuple(entry.replies[number] for number in sorted(entry.replies)))]
+        return [role.Resolve(entry.request, tuple(map(entry.replies.__getitem__, sorted(entry.replies))))]
 
     # The end
 
@@ -342,28 +344,23 @@ class Worker:
         told = role.Publish({"lost_peer": who, "message": reason})
         # Under an agent the error that ends the script says it, in one line.
         level = "INFO" if self._config.stays else "ERROR"
-        return [told, role.Log(level, reason), *self._fail(because_of(PeerLost(reason), who))]
+        return [told, role.Log(level, reason), *self.fail(because_of(PeerLost(reason), who))]
 
     def _miss(self, who: str, reason: str) -> list[role.Action]:
         """Give up on a node that did not come."""
         told = [role.Publish({"lost_peer": who, "message": reason})] if who else []
-        return [*told, *self._fail(because_of(TimedOut(reason), who))]
-
-    def _fail(self, error: RuntimeFault) -> list[role.Action]:
-        return [*self.fail(error)]
+        return [*told, *self.fail(because_of(TimedOut(reason), who))]
 
     def fail(self, error: RuntimeFault) -> list[role.Resolve]:
         """Return the end of everything that waits: `error`."""
         self._lost = self._lost or error
-        actions: list[role.Resolve] = []
-        if not self._ready.is_done:
-            actions.append(role.Resolve(self._ready, error=error))
-        seen: list[Request] = []
-        for entry in self._open.values():
-            if not any(entry.request is other for other in seen) and not entry.request.is_done:
-                seen.append(entry.request)
+        failed = [] if self._ready.is_done else [role.Resolve(self._ready, error=error)]
+        requests = dict.fromkeys(entry.request for entry in self._open.values() if not entry.request.is_done)
         self._open.clear()
-        return actions + [role.Resolve(request, error=_about(error, request)) for request in seen]
+        return failed + [
+            role.Resolve(each, error=because_of(type(error)(f"{each.what}: {error}"), error.lost_peer))
+            for each in requests
+        ]
 
     def _name(self, link: str) -> str:
         for server in self.servers:
@@ -380,7 +377,3 @@ def _error(request: Request, message: Message) -> RuntimeFault:
     if name == "PeerLost":
         return because_of(PeerLost(reason), str(message.body.get("who", "")))
     return KVError(reason)
-
-
-def _about(error: RuntimeFault, request: Request) -> RuntimeFault:
-    return because_of(type(error)(f"{request.what}: {error}"), error.lost_peer)

@@ -66,11 +66,9 @@ def missing(key: Key, known: Iterable[Key]) -> str:
     import difflib  # for a mistake only
 
     by_text = {str(name): name for name in known}
-    near = [repr(by_text[word]) for word in difflib.get_close_matches(str(key), list(by_text), n=3)]
-    return (
-        f"key {key!r} was never initialised in this store of {len(by_text)}"
-        f" keys{' (near: %s)' % ', '.join(near) if near else ''}; call init first"
-    )
+    near = ", ".join(repr(by_text[word]) for word in difflib.get_close_matches(str(key), list(by_text), n=3))
+    like = f" (near: {near})" if near else ""
+    return f"key {key!r} was never initialised in this store of {len(by_text)} keys{like}; call init first"
 
 
 class Lifetime:
@@ -373,9 +371,20 @@ class KVStoreBase(Membership):
         """Make a class known to `kvstore.create` by its name in lower case. A class decorator.
 
         Raises:
-            KVError: a built-in kind has that name, or another class was registered by it.
+            KVError: a built-in kind has that name, or another class was registered by it. The same class, defined
+                again, takes its own place.
         """
-        _add(kind)
+        name = kind.__name__.lower()
+        if name in TYPES:
+            raise KVError(f"store type {name!r} is built in; give class {kind.__qualname__} another name")
+        with _lock:
+            there = _classes.setdefault(name, kind)
+            if (there.__module__, there.__qualname__) != (kind.__module__, kind.__qualname__):
+                raise KVError(
+                    f"store type {name!r} is {there.__module__}.{there.__qualname__} already; give"
+                    f" {kind.__module__}.{kind.__qualname__} another name"
+                )
+            _classes[name] = kind
         return kind
 
     @abstractmethod
@@ -460,25 +469,6 @@ GROUP = "distrun.kvstores"
 
 _classes: dict[str, type[Any]] = {}
 _lock = threading.Lock()
-
-
-def _add(kind: type[Any]) -> None:
-    """Make a class known by its name in lower case. The same class, defined again, takes its own place.
-
-    Raises:
-        KVError: the name is a built-in kind's or another class's.
-    """
-    name = kind.__name__.lower()
-    if name in TYPES:
-        raise KVError(f"store type {name!r} is built in; give class {kind.__qualname__} another name")
-    with _lock:
-        there = _classes.setdefault(name, kind)
-        if (there.__module__, there.__qualname__) != (kind.__module__, kind.__qualname__):
-            raise KVError(
-                f"store type {name!r} is {there.__module__}.{there.__qualname__} already; give"
-                f" {kind.__module__}.{kind.__qualname__} another name"
-            )
-        _classes[name] = kind
 
 
 def find_type(name: str) -> type[Any] | None:

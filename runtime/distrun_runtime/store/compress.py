@@ -11,6 +11,7 @@ payloads are brought to that buffer together.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
@@ -22,7 +23,7 @@ import numpy as np
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.device import Device, DeviceArray, is_on_host, on_host
 from distrun_runtime.arrays.dtypes import Array, Buffer, DType
-from distrun_runtime.arrays.shared_memory import Pool
+from distrun_runtime.arrays.shared_memory import Pool, address_of
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codec
@@ -217,7 +218,7 @@ class Compressor:
         return setting
 
     def check(self, record: KeyRecord, flat: DeviceArray, device: int = 0) -> None:
-        """Return if `encode` would take all shards of this value. Call it before the first shard of a call.
+        """Return if `encode_all` would take this value. Call it for all values of a call, before any is encoded.
 
         Raises:
             KVError: an element, or its sum with the residual, is not finite; names the key. Nothing was changed.
@@ -241,26 +242,6 @@ class Compressor:
         if there and not codec.are_finite((item[1], self._known_residual(item[0], item[2], item[1])) for item in there):
             for record, flat, device in there:
                 self.check(record, flat, device)
-
-    def encode(self, record: KeyRecord, shard: Shard, flat: DeviceArray, device: int = 0) -> tuple[int, Buffer] | None:
-        """Return the codec number and payload of one shard of a value; None if it travels as it is.
-
-        What the payload leaves out goes into the key's residual: encode each shard of each contribution once.
-
-        Arguments:
-            record: the key's.
-            flat: the whole value, of shape (record.size,), in the key's dtype or float32; only read.
-            device: whose contribution it is, where each device's is compressed by itself.
-
-        Raises:
-            KVError: an element of the shard is not finite; the residual is as it was.
-        """
-        setting = self.of(record)
-        if setting is None or setting.codec is None:
-            return None
-        run = slice(shard.offset, shard.end)
-        residual = self._residual(record, device, flat)[run] if setting.codec.has_residual else None
-        return setting.number, setting.codec.encode(flat[run], residual, dict(setting.params))
 
     def encode_all(
         self, portion: Portion, records: Sequence[KeyRecord], values: Sequence[DeviceArray], staging: Pool | None = None
@@ -326,43 +307,35 @@ class Compressor:
             return is_whole and not shard.length % found.joins
 
         runs: list[_EncodedRun] = []
-        together: list[int] = []
-
-        def close() -> None:
-            numbers = list(together)
-            together.clear()
-            if not numbers:
-                return
+        for are_small, group in itertools.groupby(range(len(shards)), lambda number: is_small(*shards[number])):
+            numbers = list(group)
             items = [shards[number][0] for number in numbers]
-            residuals = self._end_to_end(items, records, values) if found.has_residual else []
-            for first, last in _joined(residuals) if found.has_residual else [(0, len(numbers))]:
-                some = numbers[first:last]
-                elements = slice(0, sum(shards[number][1].length for number in some))
-                residual = _as_one(residuals[first], elements.stop) if found.has_residual else None
-                payload = slice(cuts[some[0]][0], cuts[some[-1]][1])
-                runs.append(_EncodedRun(items[first:last], elements, residual, payload))
-
-        for number, (item, shard) in enumerate(shards):
-            if is_small(item, shard):
-                together.append(number)
+            if are_small:
+                residuals = self._end_to_end(items, records, values) if found.has_residual else []
+                for first, last in _joined(residuals) if found.has_residual else [(0, len(numbers))]:
+                    some = numbers[first:last]
+                    elements = slice(0, sum(shards[number][1].length for number in some))
+                    residual = _as_one(residuals[first], elements.stop) if found.has_residual else None
+                    payload = slice(cuts[some[0]][0], cuts[some[-1]][1])
+                    runs.append(_EncodedRun(items[first:last], elements, residual, payload))
                 continue
-            close()
-            elements = slice(shard.offset, shard.end)
-            residual = self._residual(records[item], 0, values[item])[elements] if found.has_residual else None
-            runs.append(_EncodedRun([item], elements, residual, slice(*cuts[number])))
-        close()
+            for number, item in zip(numbers, items, strict=True):
+                elements = slice(shards[number][1].offset, shards[number][1].end)
+                residual = self._residual(records[item], 0, values[item])[elements] if found.has_residual else None
+                runs.append(_EncodedRun([item], elements, residual, slice(*cuts[number])))
         gathered = max((run.elements.stop for run in runs if len(run.items) > 1), default=0)
         room, gathered_room = np.empty(at, np.uint8), np.empty(gathered, np.float32)
         return _EncodingPlan(setting, self._residuals_version, gpus, runs, cuts, room, gathered_room)
 
-    def through(
-        self, record: KeyRecord, flat: DeviceArray, device: int = 0, *, is_checked: bool = False
-    ) -> DeviceArray:
+    def through(self, record: KeyRecord, flat: DeviceArray, device: int = 0) -> DeviceArray:
         """Return what a receiver would get of a value: encoded and decoded as one shard, where the value is.
 
+        `check` has taken the value. What is left out goes into the key's residual: call it once for each contribution.
+
         Arguments:
-            flat, device: as for `encode`.
-            is_checked: `check` has taken the value.
+            record: the key's.
+            flat: the whole value, of shape (record.size,), in the key's dtype or float32; only read.
+            device: whose contribution it is: each device's is compressed by itself.
 
         Returns:
             A new array of the key's dtype, or `flat` itself if the value is not compressed.
@@ -372,8 +345,6 @@ class Compressor:
             return flat
         found, params, given = setting.codec, dict(setting.params), codec.floats(flat)
         residual = self._residual(record, device, flat) if found.has_residual else None
-        if not is_checked:
-            found.check_finite(given, residual)
         payload = _empty(flat, found.size(record.size, params), np.uint8)
         found.write(given, residual, params, payload)
         values = _empty(flat, record.size, np.float32)
@@ -415,7 +386,7 @@ class Compressor:
         if residual is None or residual.size != flat.size:
             return None
         # The first question is answered at once, for each key of a message.
-        if not type(flat) is type(residual) is np.ndarray and not _are_together(flat, residual):
+        if not type(flat) is type(residual) is np.ndarray and _place(flat) is not _place(residual):
             residual = on_host(residual) if is_on_host(flat) else flat.device.put(residual)
             self._residuals[record.key, device] = residual
             self._residuals_version += 1
@@ -477,14 +448,12 @@ def _gpus_of(values: Sequence[DeviceArray]) -> list[Device | None]:
     """Return the GPU of each value, None for those in the host's memory; nothing: all are there."""
     if set(map(type, values)) <= {np.ndarray}:
         return []
-    return [None if is_on_host(value) or isinstance(value, RowSparse) else value.device for value in values]
+    return [None if isinstance(value, RowSparse) else _place(value) for value in values]
 
 
-def _are_together(one: DeviceArray, other: DeviceArray) -> bool:
-    """Tell whether two arrays are in the host's memory, or on one GPU."""
-    if is_on_host(one) or is_on_host(other):
-        return is_on_host(one) and is_on_host(other)
-    return bool(one.device is other.device)
+def _place(array: DeviceArray) -> Device | None:
+    """Return the GPU that an array is on; None: it is in the host's memory."""
+    return None if is_on_host(array) else array.device
 
 
 def _flat(value: DeviceArray) -> DeviceArray:
@@ -499,10 +468,10 @@ def _empty(like: DeviceArray, size: int, dtype: Any) -> DeviceArray:
 def _joined(arrays: Sequence[Array]) -> list[tuple[int, int]]:
     """Return where arrays lie end to end in one: first and last index of each such run."""
     starts = [0]
-    ends = [_address(array) + array.nbytes for array in arrays]
+    ends = [address_of(array) + array.nbytes for array in arrays]
     for number in range(1, len(arrays)):
         before, array = arrays[number - 1], arrays[number]
-        if array.base is None or array.base is not before.base or _address(array) != ends[number - 1]:
+        if array.base is None or array.base is not before.base or address_of(array) != ends[number - 1]:
             starts.append(number)
     return list(zip(starts, [*starts[1:], len(arrays)], strict=True))
 
@@ -512,12 +481,8 @@ def _as_one(first: Array, size: int) -> Array:
     if first.size == size:
         return first
     assert isinstance(first.base, np.ndarray)
-    begin = (_address(first) - _address(first.base)) // first.itemsize
+    begin = (address_of(first) - address_of(first.base)) // first.itemsize
     return first.base[begin : begin + size]
-
-
-def _address(array: Array) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 def _bytes(value: object) -> int:

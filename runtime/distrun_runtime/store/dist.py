@@ -16,6 +16,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -26,11 +27,10 @@ from distrun_runtime.errors import KVError, RuntimeFault, TimedOut
 from distrun_runtime.ops.optimizers import RuleSpec, importable
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import DTYPE_CODES, Kind, Message, Payload
-from distrun_runtime.ps import config as configs
+from distrun_runtime.ps import node as nodes
 from distrun_runtime.ps import session
-from distrun_runtime.ps.node import serve
 from distrun_runtime.ps.role import Request
-from distrun_runtime.ps.routing import Route, mxnet_shards, shards_on
+from distrun_runtime.ps.routing import GATHERED_BYTES, SMALL_CALL_BYTES, Route, mxnet_shards, shards_on
 from distrun_runtime.ps.trace import prepare, write
 from distrun_runtime.store import saving
 from distrun_runtime.store.base import CallOptions, Contribution, Lifetime, RowsItem, Selection, StoreBackend, Updater
@@ -39,7 +39,7 @@ from distrun_runtime.store.keys import Key, KeyRecord, canonical, is_async, name
 from distrun_runtime.store.link import StoreLink, close_link, is_added_on_hosts, open_link
 from distrun_runtime.store.pending import CompletedCall, Pending
 from distrun_runtime.store.reducer import reducer_for
-from distrun_runtime.store.transfers import Both, CallBatch, SentCall, Taking, Transfers, is_small
+from distrun_runtime.store.transfers import Both, CallBatch, SentCall, Taking, Transfers
 from distrun_runtime.store.values import RowSparse, Value
 
 # Declaring keys: all workers say what they have, the scheduler compares, rank 0's values go to the servers.
@@ -80,23 +80,13 @@ def declare(
         )
     servers = reply.get("servers") or [None] * len(reply["keys"])
     told = zip(reply["keys"], reply["numbers"], servers, strict=True)
-    places = {_text(key): (int(pair[0]), int(pair[1]), where) for key, pair, where in told}
+    places = {key: (int(pair[0]), int(pair[1]), where) for key, pair, where in told}
     placed = []
     for key, value in items:
-        number, index, where = places[_text(key)]
+        number, index, where = places[key]
         record = KeyRecord.of(key, index, value)
         placed.append((record, _shards(link, record, number, where, compressor)))
     return made, placed
-
-
-def declare_again(link: StoreLink, what: str, number: int, records: Sequence[KeyRecord], compressor: Compressor) -> int:
-    """Declare that keys which exist are given another value; return the call's number.
-
-    Raises:
-        KVError: the workers differ.
-    """
-    described = [_described(record, compressor) for record in records]
-    return link.agree(what, Kind.KEYS, number, {"records": described, "assign": True})[0]
 
 
 def fill(
@@ -147,7 +137,7 @@ def _tell_relays(
 ) -> None:
     """Tell servers which shards of others they stand in for, and that the values are new."""
     messages = []
-    for relays in link.node.relays_of_hosts:
+    for relays in link.node.worker.relays_of_hosts:
         for portion in route.portions:
             if portion.server not in relays:
                 continue
@@ -177,8 +167,8 @@ def _shards(
         return shards_on(value, servers)
     setting = compressor.of(record)
     factor = setting.codec.factor if setting is not None and setting.codec is not None else 1
-    count, bound = link.node.num_servers, link.node.config.bigarray_bound
-    return mxnet_shards(value, record.index, servers=count, bound=bound, factor=factor)
+    config = link.node.config
+    return mxnet_shards(value, record.index, servers=config.servers, bound=config.bigarray_bound, factor=factor)
 
 
 def _described(record: KeyRecord, compressor: Compressor) -> dict[str, Any]:
@@ -195,7 +185,7 @@ def _described(record: KeyRecord, compressor: Compressor) -> dict[str, Any]:
 def _compression(setting: Compression | None) -> str:
     if setting is None:
         return ""
-    params = ["%s=%g" % pair for pair in sorted(setting.params.items())]
+    params = [f"{name}={value:g}" for name, value in sorted(setting.params.items())]
     return " ".join([setting.type, *params, *(["two_way"] if setting.two_way else [])])
 
 
@@ -209,14 +199,7 @@ def _facts_of(records: Mapping[int, KeyRecord]) -> dict[str, Any]:
     }
 
 
-def _text(key: Key) -> str:
-    return f"{type(key).__name__}:{key}"
-
-
 # Traces: what this worker and the servers did, as files for Chrome's trace viewer.
-
-
-__all__ = ["profile"]
 
 
 @contextmanager
@@ -261,11 +244,11 @@ def create_dist(type_name: str, staleness: int | None = None, deterministic: boo
         SystemExit: this process is a server or scheduler (DMLC_ROLE) and the job has ended: with its exit code.
         ContractError, Refused, TimedOut, PeerLost: the job cannot be joined, and why.
     """
-    role = configs.role_of()
+    role = nodes.role_of()
     if role in ("server", "scheduler"):
-        raise SystemExit(serve(role))
+        raise SystemExit(nodes.serve(role))
     reducer_for(type_name)  # Reads the environment: what is wrong there is said before this process joins the job.
-    return DistBackend(type_name, session.current(lambda: configs.read("worker")), staleness, deterministic)
+    return DistBackend(type_name, session.current(lambda: nodes.read("worker")), staleness, deterministic)
 
 
 class DistBackend(StoreBackend):
@@ -302,7 +285,7 @@ class DistBackend(StoreBackend):
         self._pushed: Selection | None = None
         """Keys of the last call, if that was a push with wait=True that was sent at once."""
         self._expected: tuple[SentCall, Taking] | None = None
-        """That push, if it asked for the result too, and what makes the `Take` of that."""
+        """That push, if it asked for the result too, and what takes that in for outputs."""
         node.before_end(self._flush_at_end)
 
     @property
@@ -366,8 +349,8 @@ class DistBackend(StoreBackend):
         except BaseException:
             self._link.free(Kind.KEYS, call_number)
             raise
-        records = [record for record, _ in items]
-        number = declare_again(self._link, what, call_number, records, self._compressor)
+        records = [_described(record, self._compressor) for record, _ in items]
+        number, _ = self._link.agree(what, Kind.KEYS, call_number, {"records": records, "assign": True})
         if self.rank == 0:
             values = [(record, self._transfers.shards[record.key], value) for record, value in items]
             fill(self._link, what, number, values, {**self._facts, "assign": True})
@@ -379,14 +362,18 @@ class DistBackend(StoreBackend):
             self._begin()
             if self._gathers(keys, True):
                 gathered = self._gathering.push(keys, cast("Sequence[Array]", values), call)
-                if self._gathering.is_full:
+                if self._gathering.size_bytes >= GATHERED_BYTES:
                     self._flush()
                 return gathered
             self._flush()
             if call.waits and not self._is_async:
                 self._pushed = keys
                 if keys.pulled_next >= PULLED_NEXT and self._transfers.goes_at_once(keys):
-                    return self._push_and_ask(keys, cast("Sequence[Array]", values), call)
+                    # Every push of these keys was followed by their pull. To ask for its result now saves a message and
+                    # an answer of each server. The answer is of the round that the pull would ask for, whenever that
+                    # comes: no other call lies between.
+                    self._expected = self._pushpull_now(keys, cast("Sequence[Array]", values), call)
+                    return CompletedCall(f"push of {keys.named}")
             return self._push_now(keys, values, call)
 
     def pull(self, keys: Selection, outs: Sequence[Sequence[DeviceArray]], call: CallOptions) -> Pending:
@@ -396,7 +383,7 @@ class DistBackend(StoreBackend):
                 expected, self._pushed, self._expected = self._expected, None, None
                 if expected is not None:
                     sent, taking = expected
-                    sent.fill(taking(outs, False))
+                    sent.take = partial(taking, outs, False)
                     return sent
             self._begin()
             if not call.waits and self._gathers(keys, False):
@@ -414,7 +401,7 @@ class DistBackend(StoreBackend):
             self._flush()
             if call.waits and not self._is_async and self._transfers.goes_at_once(keys):
                 sent, taking = self._pushpull_now(keys, cast("Sequence[Array]", values), call)
-                sent.fill(taking(outs, True))
+                sent.take = partial(taking, outs, True)
                 return sent
             push = self._push_now(keys, values, call)
             return Both(f"pushpull of {keys.named}", push, self._pull_now(keys, outs, call, own=True))
@@ -436,29 +423,29 @@ class DistBackend(StoreBackend):
         A push waits for pushes only, which servers acknowledge at once. A pull may wait for another worker, and that
         one for this push.
         """
-        if keys.has_rows or self.compresses or not is_small(keys):
+        if keys.has_rows or self.compresses or keys.size_bytes >= SMALL_CALL_BYTES:
             return False
         if any(not request.is_done for request in self._open):
             return True
-        return not is_push and (bool(self._gathering) or any(not request.is_done for request in self._asked))
+        return not is_push and (self._gathering.count > 0 or any(not request.is_done for request in self._asked))
 
     def _flush(self) -> None:
         """Send the small calls that were kept."""
         with self._lock:
-            for is_push, keys, arrays, call, waiting in self._gathering.take() if self._gathering else ():
+            for is_push, keys, arrays, call, waiting in self._gathering.take() if self._gathering.count else ():
                 sent = self._push_now(keys, arrays, call) if is_push else self._pull_now(keys, arrays, call)
                 for gathered in waiting:
                     gathered.sent = sent
 
     def _answered(self, error: RuntimeFault | None) -> None:
         """A call was answered: send what was kept meanwhile. In the thread of the node."""
-        if not self._gathering:
+        if not self._gathering.count:
             return
         try:
             self._flush()
         except Exception as err:
             # The store was closed, or the process has lost the job: the next call is told.
-            self.lifetime.late.add(self, err)
+            self.lifetime.late.add(err, err)
 
     def skip(self, records: list[KeyRecord], note: Mapping[str, Any]) -> Pending:
         if self._is_async:
@@ -486,39 +473,22 @@ class DistBackend(StoreBackend):
         """Send a push. Call with the lock held."""
         if self.compresses:
             self._check(keys.records, values)
-        scale = {} if call.scale == 1.0 else {"scale": call.scale}
-        what = f"push of {keys.named}"
-        return self._sent(*self._transfers.push(what, keys, values, call, body=scale))
-
-    def _push_and_ask(self, keys: Selection, values: Sequence[Array], call: CallOptions) -> Pending:
-        """Send a push that asks for the result of its round, as every push of these keys was followed by their pull.
-
-        Call with the lock held. That saves a message and an answer of each server. The answer is of the round that
-        the pull would ask for, whenever that comes: no other call lies between.
-        """
-        self._expected = self._pushpull_now(keys, values, call)
-        return CompletedCall(f"push of {keys.named}")
+        return self._sent(*self._transfers.push(f"push of {keys.named}", keys, values, call))
 
     def _pushpull_now(self, keys: Selection, values: Sequence[Array], call: CallOptions) -> tuple[SentCall, Taking]:
-        """Send a push and its pull as one; return it, and what makes the `Take` for outputs. Call with the lock held.
+        """Send a push and its pull as one; return it, and what takes the result in. Call with the lock held.
 
         It is not among the pushes that later calls wait for: these must not wait for other workers.
         """
-        scale = {} if call.scale == 1.0 else {"scale": call.scale}
-        what = f"pushpull of {keys.named}"
-        request, taking = self._transfers.pushpull(what, keys, values, body=scale, call=call)
+        request, taking = self._transfers.pushpull(f"pushpull of {keys.named}", keys, values, call)
         request.then(self._answered)
-        sent = SentCall(request, self._link, self.lifetime.late)
-        sent.watch()
-        return sent, taking
+        return SentCall(request, self._link, self.lifetime.late, is_watched=True), taking
 
-    def _sent(self, request: Request, settle: Callable[[], None] = lambda: None) -> SentCall:
+    def _sent(self, request: Request, settle: Callable[[], None] | None = None) -> SentCall:
         """Return the outcome of a push that was sent. Call with the lock held."""
         self._open = [*(old for old in self._open if not old.is_done), request]
         request.then(self._answered)
-        sent = SentCall(request, self._link, self.lifetime.late, settle=settle)
-        sent.watch()
-        return sent
+        return SentCall(request, self._link, self.lifetime.late, settle=settle, is_watched=True)
 
     def _pull_now(
         self, keys: Selection, outs: Sequence[Sequence[DeviceArray]], call: CallOptions, own: bool = False
@@ -529,7 +499,7 @@ class DistBackend(StoreBackend):
             own: it belongs to the push before it: outputs of keys whose round was skipped stay as they are.
         """
         request, take = self._transfers.pull(f"pull of {keys.named}", keys, outs, priority=call.priority, own=own)
-        if is_small(keys):
+        if keys.size_bytes < SMALL_CALL_BYTES:
             self._asked = [*(old for old in self._asked if not old.is_done), request]
             request.then(self._answered)
         return SentCall(request, self._link, self.lifetime.late, take)
@@ -625,11 +595,8 @@ class DistBackend(StoreBackend):
             pushes = [*pushes, *self._settle_relays(pushes)]
         # The scheduler hears of it when the servers have all that was pushed.
         call = self._link.begin("barrier", Kind.BARRIER, number, {}, after=pushes)
-        sent = SentCall(
-            call.request, self._link, self.lifetime.late, lambda replies: {}, lambda: self._link.leave(call)
-        )
-        sent.watch()
-        return sent
+        late, leave = self.lifetime.late, partial(self._link.leave, call)
+        return SentCall(call.request, self._link, late, lambda replies: {}, left=leave, is_watched=True)
 
     def join(self) -> None:
         self._drain()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Protocol, Union
+from typing import Any, Literal, Protocol, Union, get_args
 
 import numpy as np
 
@@ -70,11 +70,8 @@ class KeyRecord:
         """
         if array.shape != self.shape or array.dtype != self.dtype:
             raise KVError(
-                "key %r: the %s has shape %s and dtype %s, but the key has shape %s and dtype %s since its init"
-                % (
-                    *(self.key, noun, array.shape, dtypes.name_of(array.dtype)),
-                    *(self.shape, dtypes.name_of(self.dtype)),
-                )
+                f"key {self.key!r}: the {noun} has shape {array.shape} and dtype {dtypes.name_of(array.dtype)}, but the"
+                f" key has shape {self.shape} and dtype {dtypes.name_of(self.dtype)} since its init"
             )
 
 
@@ -94,10 +91,20 @@ def twice(key: Key, record: KeyRecord | None) -> str:
 # The built-in kinds of store. Source: the names are MXNet's. There, any name that contains `dist`, `device` or `_async`
 # is taken; here only these.
 
-TYPES = (
-    *("local", "device", "dist", "dist_sync", "dist_async"),
-    *("dist_device_sync", "dist_sync_device", "dist_device_async", "dist_async_device"),
-)
+BuiltIn = Literal[
+    "local",
+    "device",
+    "dist",
+    "dist_sync",
+    "dist_async",
+    "dist_device_sync",
+    "dist_sync_device",
+    "dist_device_async",
+    "dist_async_device",
+]
+"""`TYPES`, for type checkers."""
+
+TYPES: tuple[str, ...] = get_args(BuiltIn)
 """The built-in kinds, as `kvstore.create` takes them."""
 
 

@@ -24,7 +24,6 @@ from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps.role import SCHEDULER_LINK, Request
 from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.ps.worker import EntriesOf
-from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.keys import KeyRecord
 
 TAKE_BACK_S = 10.0
@@ -32,7 +31,6 @@ TAKE_BACK_S = 10.0
 
 
 _NOTHING = nullcontext()
-_NO_RELAYS: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,10 @@ class StoreLink:
 
     def __init__(self, node: NodeSession, facts: Mapping[str, Any], unused: Sequence[int] = ()) -> None:
         self.node = node
+        self.rank = node.rank
+        """This worker's rank."""
+        self.workers = node.config.workers
+        """Number of workers of the job."""
         self.facts = facts
         self.unused = list(unused)
         self.is_on_devices = False
@@ -75,18 +77,8 @@ class StoreLink:
         self._failed: set[int] = set()
         """Numbers of calls that failed for all workers."""
         self._is_used = False
-        self._held: CollectiveCall | None = None
+        self.held: CollectiveCall | None = None
         """A call whose caller has stopped waiting for it, and which could not be taken back."""
-
-    @property
-    def rank(self) -> int:
-        """This worker's rank."""
-        return self.node.rank
-
-    @property
-    def workers(self) -> int:
-        """Number of workers of the job."""
-        return self.node.config.workers
 
     @property
     def limit_s(self) -> float:
@@ -113,11 +105,6 @@ class StoreLink:
     def is_new(self) -> bool:
         """Whether not even `create` was called here, or it was taken back."""
         return self._calls == 0
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the last call was left waiting and could not be taken back."""
-        return self._held is not None
 
     def next_call(self) -> int:
         """Return the number of this worker's next call that all workers of the store make together."""
@@ -181,15 +168,12 @@ class StoreLink:
     ) -> CollectiveCall:
         """As `agree`, but without waiting for the answer; the call is made once `after` are done."""
         with self._lock:
-            held, self._held = self._held, None
-            is_same = held is not None and (held.kind, held.body) == (kind, body)
-            is_join = held is not None and held.kind is Kind.JOIN
-            if held is not None and (is_same or is_join):
+            held, self.held = self.held, None
+            if held is not None and (held.kind is Kind.JOIN or (held.kind, held.body) == (kind, body)):
                 self._calls -= number == self._calls
-            if held is not None and is_same:
-                return held
-            if is_join:
-                self._held = held
+                if (held.kind, held.body) == (kind, body):
+                    return held
+                self.held = held
                 raise KVError("join was left waiting and cannot be taken back, as others count on it; call join again")
         request = self.call(what, kind, {**body, "number": number}, after)
         request.then(lambda error: self._answered(kind, number, error))
@@ -199,7 +183,7 @@ class StoreLink:
         """Take back a call whose caller stops waiting, if that can be."""
         if call.number in self._failed:
             return
-        self._held = call
+        self.held = call
         if call.kind is Kind.JOIN:
             return
         # The process may have lost the job: then no call waits for it any more.
@@ -207,10 +191,10 @@ class StoreLink:
             request = self.call("taking back a call", call.kind, {"number": call.number, "take_back": True})
             (reply,) = request.wait(TAKE_BACK_S)
             if reply.body.get("failed"):
-                self._held = None
+                self.held = None
                 self.settled(call.number, False)
             elif reply.body.get("is_taken"):
-                self._held = None
+                self.held = None
                 self.free(call.kind, call.number)
 
     def free(self, kind: Kind, number: int) -> None:
@@ -243,15 +227,6 @@ class StoreLink:
         if error is not None or not (kind is Kind.OPEN or (kind is Kind.KEYS and self.rank == 0)):
             self.settled(number, error is None)
 
-    def relays_for(self, record: KeyRecord, setting: Compression | None) -> Mapping[int, int]:
-        """Return the servers that stand in for others with a key's values, by the rank of these (`ps.relay`).
-
-        Arguments:
-            setting: how the key's values are compressed; None: they are not.
-        """
-        is_added = setting is None and is_added_on_hosts(self.facts, record)
-        return self.node.relays if is_added else _NO_RELAYS
-
     def servers(
         self, what: str, kind: Kind, body: dict[str, Any] | None = None, ranks: Iterable[int] | None = None
     ) -> list[dict[str, Any]]:
@@ -269,7 +244,7 @@ class StoreLink:
     ) -> Request:
         """As `servers`, but once `after` are done, and without waiting for the answers."""
         message = Message(kind, store=self.store, body=body or {})
-        links = [f"server-{rank}" for rank in (self.node.all_servers if ranks is None else ranks)]
+        links = [f"server-{rank}" for rank in (range(len(self.node.worker.servers)) if ranks is None else ranks)]
         return self.ask(what, [(link, message) for link in links], after=after)
 
 
@@ -316,7 +291,7 @@ def open_link(node: NodeSession, what: str, facts: Mapping[str, Any], on_devices
     except BaseException:
         if link.is_new:
             node.take_back_store(link.store)
-        made.opening = link if link.is_held else None
+        made.opening = link if link.held is not None else None
         raise
     if "instead" in reply:
         node.take_back_store(link.store)

@@ -98,7 +98,7 @@ class LocalBackend(StoreBackend):
         def work() -> None:
             for record, rows, take in items:
                 found = self._weights.on_host(record.key)[rows]
-                self._counters.sent(found.nbytes)
+                self._counters.bytes_out += found.nbytes
                 take(found)
 
         return self._made("row_sparse_pull", [record for record, _, _ in items], work)
@@ -136,11 +136,11 @@ class LocalBackend(StoreBackend):
             value = self._weights.values[record.key]
             for out in arrays:
                 devices.copy(value, out)
-                self._counters.sent(value.nbytes)
+                self._counters.bytes_out += value.nbytes
 
     def _update(self, keys: Selection, values: Sequence[Value], scale: float) -> None:
         for record, value in self._weights.update(zip(keys.records, values, strict=True), scale):
-            self._counters.received(value.values.nbytes if isinstance(value, RowSparse) else value.nbytes)
+            self._counters.bytes_in += value.values.nbytes if isinstance(value, RowSparse) else value.nbytes
             self._counters.updates += 1
             self._pushes[record.key] = self._pushes.get(record.key, 0) + 1
 

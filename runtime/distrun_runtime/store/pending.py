@@ -88,7 +88,8 @@ class Late:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._errors: list[tuple[object, BaseException]] = []
+        self._errors: dict[object, BaseException] = {}
+        """By owner, in their order."""
         self._told: list[object] = []
         """Owners that a thread is waiting for."""
 
@@ -101,26 +102,27 @@ class Late:
             yield
         finally:
             with self._lock:
-                # Once: another thread may be waiting for the same.
-                del self._told[next(i for i, other in enumerate(self._told) if other is owner)]
-                self._errors = [(other, error) for other, error in self._errors if other is not owner]
+                self._told.remove(owner)  # once: another thread may be waiting for the same
+                self._errors.pop(owner, None)
 
     def add(self, owner: object, error: BaseException) -> None:
         """Note the error of `owner`, for the store's next call to raise."""
         with self._lock:
-            self._errors.append((owner, error))
+            self._errors[owner] = error
 
     def forget(self, owner: object) -> None:
         """Note that `owner` was waited for, and so told its caller itself."""
         with self._lock:
-            self._errors = [(other, error) for other, error in self._errors if other is not owner]
+            self._errors.pop(owner, None)
 
     def raise_first(self) -> None:
         """Raise the first error, if there is any; what the others say, which mostly follow from it, are its notes."""
+        if not self._errors:
+            return
         with self._lock:
-            waited = {id(owner) for owner in self._told}
-            errors = [pair for pair in self._errors if id(pair[0]) not in waited]
-            self._errors = [pair for pair in self._errors if id(pair[0]) in waited]
+            errors = [pair for pair in self._errors.items() if pair[0] not in self._told]
+            for owner, _ in errors:
+                del self._errors[owner]
         if errors:
             first = errors[0][1]
             # Many calls of a store fail of one cause: it is told once.

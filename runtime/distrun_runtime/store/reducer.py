@@ -219,18 +219,12 @@ class DeviceReducer(Reducer):
 
     def _for_servers(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> list[Value]:
         """Return sums in host memory, but for those on GPUs that are compressed there."""
-        sums = self._sums(items)
-        if self._sender is None or not self._sender.is_on:
+        sums, sender = self._sums(items), self._sender
+        if sender is None or not sender.is_on:
             return self._on_host(sums)
-        result = list(sums)
-        numbers = [
-            number
-            for number, ((record, _), total) in enumerate(zip(items, sums, strict=True))
-            if not is_gpu_array(total) or self._sender.of(record) is None
-        ]
-        for number, total in zip(numbers, self._on_host([sums[number] for number in numbers]), strict=True):
-            result[number] = total
-        return result
+        stay = [is_gpu_array(total) and sender.of(record) for (record, _), total in zip(items, sums, strict=True)]
+        there = iter(self._on_host([total for total, stays in zip(sums, stay, strict=True) if not stays]))
+        return [total if stays else next(there) for total, stays in zip(sums, stay, strict=True)]
 
     def _compressed(self, record: KeyRecord, values: Sequence[Value]) -> Sequence[Value]:
         assert self.compressor is not None
@@ -238,7 +232,7 @@ class DeviceReducer(Reducer):
             return values
         with self._lock:
             return [
-                self.compressor.through(record, value.reshape(-1), device, is_checked=True).reshape(record.shape)
+                self.compressor.through(record, value.reshape(-1), device).reshape(record.shape)
                 if not isinstance(value, RowSparse)
                 else value
                 for device, value in enumerate(values)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +22,7 @@ from distrun_runtime.arrays.device import DeviceArray, copy, is_on_host
 from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.arrays.shared_memory import Stitched, stitched
 from distrun_runtime.contract.dataclass import dataclass
-from distrun_runtime.errors import KVError
+from distrun_runtime.errors import KVError, RuntimeFault
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops import reduce
 from distrun_runtime.ops.compression import NONE, ROWS
@@ -32,10 +33,8 @@ from distrun_runtime.ps import counters
 from distrun_runtime.ps.counters import COPY_IN
 from distrun_runtime.ps.role import Request
 from distrun_runtime.ps.routing import (
-    GATHERED_BYTES,
     MESSAGE_BYTES,
     SHARED_MESSAGE_BYTES,
-    SMALL_CALL_BYTES,
     Buckets,
     Portion,
     Route,
@@ -45,7 +44,7 @@ from distrun_runtime.ps.shards import Notes
 from distrun_runtime.store.base import CallOptions, Selection
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import Key, KeyRecord
-from distrun_runtime.store.link import StoreLink
+from distrun_runtime.store.link import StoreLink, is_added_on_hosts
 from distrun_runtime.store.pending import Late, Pending, check_process, check_seconds
 from distrun_runtime.store.values import RowSparse, Value
 
@@ -66,6 +65,7 @@ class SentCall(Pending):
     Arguments:
         left: called by `left_waiting`.
         settle: called by `wait` when all replies are there; may wait for servers, never for workers.
+        is_watched: the store's next call raises its error, unless `wait` does before.
     """
 
     def __init__(
@@ -74,15 +74,17 @@ class SentCall(Pending):
         link: StoreLink,
         late: Late,
         take: Take | None = None,
-        left: Callable[[], None] = lambda: None,
         *,
+        left: Callable[[], None] = lambda: None,
         settle: Callable[[], None] | None = None,
+        is_watched: bool = False,
     ) -> None:
         self.what = request.what
+        self.take = take
+        """How `wait` takes the replies in. It may be set until somebody waits."""
         self._request = request
         self._link = link
         self._late = late
-        self._take = take
         self._left = left
         self._settle = settle
         self._is_left = False
@@ -90,6 +92,8 @@ class SentCall(Pending):
         """Whether a `wait` has returned: there is nothing more to be told."""
         self._lock = threading.Lock()
         self._pid = os.getpid()
+        if is_watched:
+            request.then(self._note, only_errors=True)
 
     @property
     def is_done(self) -> bool:
@@ -101,17 +105,13 @@ class SentCall(Pending):
         self._is_left = True
         self._left()
 
-    def fill(self, take: Take) -> None:
-        """Let `wait` take the replies in so. Before anybody waits."""
-        self._take = take
-
     def disregard(self) -> None:
         """Note that its replies are not wanted; errors are reported all the same."""
         self._request.then(lambda error: self._request.forget())
 
-    def watch(self) -> None:
-        """Let the store's next call raise its error, unless `wait` does before."""
-        self._request.then(lambda error: None if error is None or self._is_left else self._late.add(self, error))
+    def _note(self, error: RuntimeFault | None) -> None:
+        if error is not None and not self._is_left:
+            self._late.add(self, error)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when it is done; raise what went wrong, with this call or with an earlier push of the store."""
@@ -125,23 +125,19 @@ class SentCall(Pending):
                     replies = self._request.wait(self._link.limit_s)
                 else:
                     replies = self._request.wait(timeout_s, "as long as wait was to wait")
-            self._finish(replies)
+            if self.take is not None:
+                # An earlier push may have been refused: then the servers answered that first, and this is not its
+                # result.
+                self._late.raise_first()
+                with self._lock, self._link.stage(COPY_IN):
+                    if self.take is not None:
+                        self.skipped = self.take(replies)
+                    # Last: one that was interrupted is to be waited for again.
+                    self.take = None
+                    self._request.forget()
             if self._settle is not None:
                 self._settle()
         self._is_over = True
-
-    def _finish(self, replies: tuple[Message, ...]) -> None:
-        if self._take is None:
-            return
-        # An earlier push may have been refused: then the servers answered that first, and this is not its result.
-        self._late.raise_first()
-        with self._lock:
-            if self._take is not None:
-                with self._link.stage(COPY_IN):
-                    self.skipped = self._take(replies)
-            # Last: one that was interrupted is to be waited for again.
-            self._take = None
-            self._request.forget()
 
 
 class Both(Pending):
@@ -166,19 +162,13 @@ class Both(Pending):
         self.skipped = self._then.skipped
 
 
-__all__ = [
-    "BatchedCall",
-    "CallBatch",
-    "Taking",
-    "Transfers",
-]
-
 BY_ROWS = How(ROWS)
 """How values of row-sparse keys travel."""
 
 _NOTHING = np.empty(0)
 
-Taking = Callable[["Sequence[Sequence[DeviceArray]]", bool], Take]
+Taking = Callable[["Sequence[Sequence[DeviceArray]]", bool, "tuple[Message, ...]"], Notes]
+"""A `Take` for given outputs; the second argument is `own`, as for `Transfers.pull`."""
 
 Loaded = tuple[Portion, Sequence[Buffer], Payload]
 """What a message carries, its frames, and where the entries' values are."""
@@ -240,13 +230,7 @@ class Transfers:
     # Contributions
 
     def push(
-        self,
-        what: str,
-        keys: Selection,
-        values: Sequence[Value],
-        call: CallOptions,
-        *,
-        body: Mapping[str, Any],
+        self, what: str, keys: Selection, values: Sequence[Value], call: CallOptions
     ) -> tuple[Request, Callable[[], None]]:
         """Send one value of each key as this worker's contribution to its next round.
 
@@ -255,7 +239,6 @@ class Transfers:
             the memory of the values (they acknowledge a push before its round is over).
         """
         route = self._routes(keys).push
-        lent, priority = call.lent, call.priority
         in_place: frozenset[int] = frozenset()
         loaded: list[Loaded] = []
         if keys.has_rows:
@@ -264,21 +247,28 @@ class Transfers:
             values = [value if _has_rows(record) else _dense(value) for record, value in pairs]
         arrays = cast("Sequence[Array]", values)
         # What the script may write when the call has returned is not read in place: it would have to wait for that.
-        if call.own or (lent and not call.waits):
+        if call.own or (call.lent and not call.waits):
             in_place = self._in_place(route, arrays)
+        loaded += self._load(route, keys, arrays, call.lent, in_place)
+        request = self._contribute(what, Kind.PUSH, route, loaded, call)
+        to_release = frozenset() if call.own else in_place
+        return request, lambda: self._release(what, route, to_release)
+
+    def _load(
+        self, route: Route, keys: Selection, values: Sequence[Array], lent: bool, in_place: frozenset[int]
+    ) -> list[Loaded]:
+        """Return the messages of a route with their values."""
+        loaded: list[Loaded] = []
         with self._link.stage(counters.COPY_OUT):
             for portion in route.portions:
                 # Memory that this server reads where it is, if it is on this host; else None.
                 staging = self._link.node.staging(portion.link)
                 if portion.is_plain:
-                    loaded.append((portion, portion.gather(arrays, lent, staging, in_place), Payload.PACKED))
+                    loaded.append((portion, portion.gather(values, lent, staging, in_place), Payload.PACKED))
                 else:
-                    loaded.append(
-                        (portion, self._compressor.encode_all(portion, keys.records, arrays, staging), Payload.FRAME)
-                    )
-        request = self._contribute(what, route, loaded, body, priority)
-        to_release = frozenset() if call.own else in_place
-        return request, lambda: self._release(what, route, to_release)
+                    frames = self._compressor.encode_all(portion, keys.records, values, staging)
+                    loaded.append((portion, frames, Payload.FRAME))
+        return loaded
 
     def _in_place(self, route: Route, values: Sequence[Array]) -> frozenset[int]:
         """Return the places of values that servers can read where they are."""
@@ -303,70 +293,70 @@ class Transfers:
         routes = self._routes(keys)
         if keys.has_rows or routes.push is not routes.plain or routes.pull is not routes.plain:
             return False
-        portions = routes.plain.portions
-        size = sum(portion.size * portion.dtype.itemsize for portion in portions)
-        return size <= MESSAGE_BYTES or all(self._link.node.staging(portion.link) for portion in portions)
+        if keys.size_bytes > MESSAGE_BYTES:
+            for portion in routes.plain.portions:
+                if not self._link.node.staging(portion.link):
+                    return False
+        return True
 
     def pushpull(
-        self, what: str, keys: Selection, values: Sequence[Array], *, body: Mapping[str, Any], call: CallOptions
+        self, what: str, keys: Selection, values: Sequence[Array], call: CallOptions
     ) -> tuple[Request, Taking]:
         """Send one value of each key and ask for what comes of the round, by the same messages.
 
         Returns:
-            The request, and what makes the `Take` of its replies for outputs; `own` as for `pull`.
+            The request, and what takes its replies in for outputs.
         """
         route = self._routes(keys).plain
         # The answer comes when the round is over: then nothing is read any more. So a lent value needs no release, also
         # if the call waits; of a push that waits only the store's own sums are lent.
         in_place = self._in_place(route, values) if call.lent else frozenset()
-        loaded: list[Loaded] = []
-        with self._link.stage(counters.COPY_OUT):
-            for portion in route.portions:
-                staging = self._link.node.staging(portion.link)
-                loaded.append((portion, portion.gather(values, False, staging, in_place), Payload.PACKED))
-        request = self._contribute(what, route, loaded, body, call.priority, kind=Kind.PUSHPULL)
-        rounds = self._rounds[route.numbers]
+        loaded = self._load(route, keys, values, False, in_place)
+        request = self._contribute(what, Kind.PUSHPULL, route, loaded, call)
+        return request, partial(self._taken, route=route, rounds=self._rounds[route.numbers], records=keys.records)
 
-        def taking(outs: Sequence[Sequence[DeviceArray]], own: bool) -> Take:
-            return self._taking(route, rounds, lambda replies: _fill(route, keys.records, outs, replies, own))
-
-        return request, taking
-
-    def _taking(self, route: Route, rounds: Array, take: Take) -> Take:
-        """Return what takes the replies that are of these rounds, and notes that the rounds were answered."""
-
-        def taking(replies: tuple[Message, ...]) -> Notes:
-            notes = take(replies)
-            self._answered[route.numbers] = np.maximum(self._answered[route.numbers], rounds)
-            return notes
-
-        return taking
+    def _taken(
+        self,
+        outs: Sequence[Sequence[DeviceArray]],
+        own: bool,
+        replies: tuple[Message, ...],
+        *,
+        route: Route,
+        rounds: Array,
+        records: Sequence[KeyRecord],
+    ) -> Notes:
+        """Write the answers of a pull into its outputs, and note that these rounds were answered."""
+        notes = _fill(route, records, outs, replies, own)
+        self._answered[route.numbers] = np.maximum(self._answered[route.numbers], rounds)
+        return notes
 
     def skip(self, what: str, keys: Selection, note: Mapping[str, Any]) -> Request:
         """Send that this worker has the next round of keys skipped."""
         route = self._routes(keys).plain
         loaded: list[Loaded] = [(portion, (), Payload.NONE) for portion in route.portions]
-        return self._contribute(what, route, loaded, {"skip": dict(note)}, 0)
+        return self._contribute(what, Kind.PUSH, route, loaded, CallOptions(), skip=note)
 
     def _contribute(
         self,
         what: str,
+        kind: Kind,
         route: Route,
         loaded: Sequence[Loaded],
-        body: Mapping[str, Any],
-        priority: int,
+        call: CallOptions,
         *,
-        kind: Kind = Kind.PUSH,
+        skip: Mapping[str, Any] | None = None,
     ) -> Request:
+        body: dict[str, Any] = {} if call.scale == 1.0 else {"scale": call.scale}
+        if skip is not None:
+            body["skip"] = dict(skip)
         rounds = self._rounds[route.numbers] + 1
         self._rounds[route.numbers] = rounds
-        request = self._send(what, kind, loaded, rounds, body=body, priority=priority)
-        portions = [portion for portion, _, _ in loaded]
-        for portion in portions:
+        request = self._send(what, kind, loaded, rounds, body=body, priority=call.priority)
+        for portion, _, _ in loaded:
             portion.carried_by = request
             if portion.is_relayed:
                 self.relays.add(portion.server)
-        request.then(lambda error: None if error is None else self._buckets.forget(portions))
+        request.then(lambda error: self._buckets.forget([portion for portion, _, _ in loaded]), only_errors=True)
         return request
 
     def _with_rows(self, keys: Selection, values: Sequence[Value]) -> list[Loaded]:
@@ -402,7 +392,7 @@ class Transfers:
         loaded: list[Loaded] = [(portion, (), Payload.NONE) for portion in route.portions]
         request = self._ask(what, route, loaded, priority)
         rounds = self._rounds[route.numbers]
-        return request, self._taking(route, rounds, lambda replies: _fill(route, keys.records, outs, replies, own))
+        return request, partial(self._taken, outs, own, route=route, rounds=rounds, records=keys.records)
 
     def views(self, what: str, keys: Selection) -> tuple[Request, list[Array], Take] | None:
         """Ask for the present values of keys; return the request, a list, and what puts the values into it, read-only
@@ -412,13 +402,14 @@ class Transfers:
             return None
         route, found = routes.plain, list[Array]()
         loaded: list[Loaded] = [(portion, (), Payload.NONE) for portion in route.portions]
-        request = self._ask(what, route, loaded, 0)
+        request, rounds = self._ask(what, route, loaded, 0), self._rounds[route.numbers]
 
         def take(replies: tuple[Message, ...]) -> Notes:
             found[:] = _seen(route, keys.records, replies, self._stitched)
+            self._answered[route.numbers] = np.maximum(self._answered[route.numbers], rounds)
             return _said(_skipped_in(replies))
 
-        return request, found, self._taking(route, self._rounds[route.numbers], take)
+        return request, found, take
 
     def pull_rows(
         self, what: str, items: Sequence[tuple[KeyRecord, Array, Callable[[Array], None]]], *, priority: int
@@ -449,9 +440,9 @@ class Transfers:
         def take(replies: tuple[Message, ...]) -> Notes:
             tables = [np.empty((len(numbers), record.row_size), record.dtype) for record, numbers, _ in items]
             for portion, reply in zip(portions, replies, strict=True):
-                found = zip(portion.items.tolist(), portion.places, _rows_of(portion, reply), strict=True)
-                for item, place, values in found:
-                    tables[item][runs[place]] = values.reshape(-1, items[item][0].row_size)
+                found = zip(portion.items.tolist(), portion.places, _answers(portion, reply), strict=True)
+                for item, place, (_, _, frame) in found:
+                    tables[item][runs[place]] = np.frombuffer(frame, portion.dtype).reshape(-1, items[item][0].row_size)
             for (record, numbers, give), table in zip(items, tables, strict=True):
                 give(table.reshape(len(numbers), *record.shape[1:]))
             return _said(_skipped_in(replies))
@@ -476,7 +467,25 @@ class Transfers:
         is_measured = measured.is_on and kind is not Kind.PUSH
         if is_measured:
             body = {**body, counters.ASKED: True}
-        messages = [self._message(kind, each, rounds, body, priority) for each in loaded]
+        messages = []
+        for portion, frames, payload in loaded:
+            # With a bucket in place of its entries if the server knows one.
+            bucket, step = 0, -1
+            if payload is (Payload.NONE if kind is Kind.PULL else Payload.PACKED):
+                bucket, step = self._buckets.name(portion, rounds, registers=kind is not Kind.PULL)
+            is_encoded = NONE < portion.how.codec < ROWS
+            message = Message(
+                kind,
+                is_relayed=portion.is_relayed,
+                store=self._link.store,
+                priority=priority,
+                bucket=bucket,
+                step=max(step, 0),
+                entries=NO_ENTRIES if step >= 0 else portion.entries_at(rounds, payload),
+                body={**body, "codec": dict(portion.how.params)} if is_encoded else body,
+                payloads=frames,
+            )
+            messages.append((portion.link, message))
         began = time.monotonic()
         # From here on it is the node's thread: `ps.worker` is told (`role.CallSubmitted`), and the loop sends.
         request = self._link.ask(what, messages, entries_of=entries_of)
@@ -484,57 +493,32 @@ class Transfers:
             request.then(lambda error: measured.answered(time.monotonic() - began, request.replies))
         return request
 
-    def _message(
-        self, kind: Kind, loaded: Loaded, rounds: Array, body: Mapping[str, Any], priority: int
-    ) -> tuple[str, Message]:
-        """Return one message of a call, and its link; with a bucket in place of its entries if the server knows one."""
-        portion, frames, payload = loaded
-        bucket, step = 0, -1
-        if payload is (Payload.NONE if kind is Kind.PULL else Payload.PACKED):
-            bucket, step = self._buckets.name(portion, rounds, registers=kind is not Kind.PULL)
-        if NONE < portion.how.codec < ROWS:
-            body = {**body, "codec": dict(portion.how.params)}
-        return portion.link, Message(
-            kind,
-            is_relayed=portion.is_relayed,
-            store=self._link.store,
-            priority=priority,
-            bucket=bucket,
-            step=max(step, 0),
-            entries=NO_ENTRIES if step >= 0 else portion.entries_at(rounds, payload),
-            body=body,
-            payloads=frames,
-        )
-
     def _routes(self, keys: Selection) -> _Routes:
         found: _Routes | None = keys.kept
         node = self._link.node
-        is_shared = all(node.staging(f"server-{rank}") for rank in range(node.num_servers))
+        is_shared = all(map(node.staging, node.value_servers))
         size = SHARED_MESSAGE_BYTES if is_shared else MESSAGE_BYTES
         version = self._compressor.version, size
         if found is None or found.version != version:
             settings = [self._compressor.of(record) for record in keys.records]
-            plain = self._route(keys, (), size)
             push = [
                 BY_ROWS if _has_rows(record) else _how(setting)
                 for record, setting in zip(keys.records, settings, strict=True)
             ]
             pull = [_how(setting if setting is not None and setting.two_way else None) for setting in settings]
-            found = keys.kept = _Routes(
-                version,
-                plain,
-                *(
-                    self._route(keys, hows, version[1]) if any(how.codec for how in hows) else plain
-                    for hows in (push, pull)
-                ),
-            )
+            plain = self._route(keys, (), size)
+            both = (self._route(keys, how, size) if any(each.codec for each in how) else plain for how in (push, pull))
+            found = keys.kept = _Routes(version, plain, *both)
         return found
 
     def _route(self, keys: Selection, hows: Sequence[How], message_bytes: int) -> Route:
         shards = [self.shards[record.key] for record in keys.records]
         relays: list[Mapping[int, int]] = []
-        if self._link.node.relays:
-            relays = [self._link.relays_for(record, self._compressor.of(record)) for record in keys.records]
+        if here := self._link.node.worker.relays:
+            relays = [
+                here if self._compressor.of(record) is None and is_added_on_hosts(self._link.facts, record) else {}
+                for record in keys.records
+            ]
         return Route.of(shards, [record.shape for record in keys.records], hows, message_bytes, relays)
 
 
@@ -572,8 +556,8 @@ def _fill(
     for item in apart:
         record, arrays = records[item], outs[item]
         # An array of its own where the values are not wanted, or the output takes no run of elements.
-        is_own = not arrays or item in kept
-        flat[item] = np.empty(record.shape, record.dtype) if is_own else _contiguous(arrays[0])
+        is_own = not arrays or item in kept or not arrays[0].flags.c_contiguous
+        flat[item] = np.empty(record.shape, record.dtype) if is_own else arrays[0]
     for portion, reply in zip(route.portions, replies, strict=True):
         if not portion.is_plain:
             _decode(portion, reply, [array.reshape(-1) for array in flat])
@@ -581,8 +565,9 @@ def _fill(
         _check_answer(portion, reply)
         portion.scatter(reply.payloads, flat)
     for item in apart:
-        if item not in kept:
-            _copy_out(flat[item], outs[item])
+        for out in () if item in kept else outs[item]:
+            if out is not flat[item]:
+                out[...] = flat[item]
     return _said(skipped)
 
 
@@ -690,12 +675,6 @@ def _decode(portion: Portion, reply: Message, outs: Sequence[Array]) -> None:
             out[...] = np.frombuffer(frame, out.dtype)
 
 
-def _rows_of(portion: Portion, reply: Message) -> Iterator[Array]:
-    """Yield the rows that a server answered for each shard of a portion: flat; errors as `_decode`."""
-    for _, _, frame in _answers(portion, reply):
-        yield np.frombuffer(frame, portion.dtype) if memoryview(frame).nbytes else np.empty(0, portion.dtype)
-
-
 def _answers(portion: Portion, reply: Message) -> Iterator[tuple[tuple[int, Shard], int, Buffer]]:
     """Yield each shard of a portion, with the codec and the payload of a server's answer."""
     codes, given = reply.entries["dtype"].tolist(), reply.entries["codec"].tolist()
@@ -709,24 +688,13 @@ def _answers(portion: Portion, reply: Message) -> Iterator[tuple[tuple[int, Shar
         yield placed, codec, b"" if frame is None else frame
 
 
-def _contiguous(out: Array) -> Array:
-    """Return an output if runs of elements can be written to it, else an array of its shape that takes them."""
-    return out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
-
-
-def _copy_out(value: Array, arrays: Sequence[Array]) -> None:
-    for array in arrays:
-        if array is not value:
-            array[...] = value
-
-
 def _skipped_in(replies: Sequence[Message]) -> dict[int, Notes]:
     """Return the notes of the rounds that were skipped, by number of the key."""
-    return {
-        int(number): {int(rank): note for rank, note in notes.items()}
-        for reply in replies
-        for number, notes in reply.body.get("skipped", {}).items()
-    }
+    skipped: dict[int, Notes] = {}
+    for reply in replies:
+        for number, notes in reply.body.get("skipped", {}).items():
+            skipped[int(number)] = {int(rank): note for rank, note in notes.items()}
+    return skipped
 
 
 def _said(skipped: Mapping[int, Notes]) -> Notes:
@@ -802,17 +770,12 @@ class CallBatch:
         """Of all of them."""
         self._priority = 0
         """The highest: small calls cost too little to be sent apart by their priorities."""
-        self._size = 0
+        self.count = 0
+        """How many calls wait."""
+        self.size_bytes = 0
+        """Of their values; with GATHERED_BYTES there is enough for a message."""
         self._known: dict[tuple[Key, ...], Selection] = {}
         self._known_keys = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._pushes.waiting or self._pulls.waiting)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether there is enough for a message."""
-        return self._size >= GATHERED_BYTES
 
     def push(self, keys: Selection, values: Sequence[Array], call: CallOptions) -> BatchedCall:
         """Take in a push; the values are copied unless they are lent."""
@@ -828,9 +791,9 @@ class CallBatch:
     def _settle(self, keys: Selection, call: CallOptions, *before: _CallQueue) -> None:
         """Send what is here if the call has to come after it, or cannot share a message with it."""
         names = [record.key for record in keys.records]
-        if self and (call.scale != self._scale or not all(kind.names.isdisjoint(names) for kind in before)):
+        if self.count and (call.scale != self._scale or not all(kind.names.isdisjoint(names) for kind in before)):
             self._flush()
-        self._priority = max(self._priority, call.priority) if self else call.priority
+        self._priority = max(self._priority, call.priority) if self.count else call.priority
         self._scale = call.scale
 
     def _put(self, kind: _CallQueue, keys: Selection, arrays: Sequence[Any], call: str) -> BatchedCall:
@@ -839,13 +802,14 @@ class CallBatch:
         kind.arrays += arrays
         kind.names.update([record.key for record in keys.records])
         kind.waiting.append(gathered)
-        self._size += keys.size_bytes
+        self.count += 1
+        self.size_bytes += keys.size_bytes
         return gathered
 
     def take(self) -> list[tuple[bool, Selection, list[Any], CallOptions, list[BatchedCall]]]:
         """Return what is to be sent, pushes first: whether it is a push, keys, arrays, how, and who waits for it."""
         kinds = [(True, self._pushes), (False, self._pulls)]
-        self._pushes, self._pulls, self._size = _CallQueue(), _CallQueue(), 0
+        self._pushes, self._pulls, self.count, self.size_bytes = _CallQueue(), _CallQueue(), 0, 0
         call = CallOptions(self._priority, lent=True, scale=self._scale)
         return [(is_push, self._joined(k.keys), k.arrays, call, k.waiting) for is_push, k in kinds if k.waiting]
 
@@ -861,8 +825,3 @@ class CallBatch:
             found = self._known[names] = Selection(record for each in keys for record in each.records)
             self._known_keys += len(names)
         return found
-
-
-def is_small(keys: Selection) -> bool:
-    """Whether a call on these keys may go with others."""
-    return keys.size_bytes < SMALL_CALL_BYTES

@@ -23,6 +23,7 @@ from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays import dtypes, foreign
 from distrun_runtime.arrays.device import DeviceArray, is_on_host
 from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.shared_memory import address_of
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops.reduce import ascending
 from distrun_runtime.store.keys import ROW_SPARSE, Key, KeyRecord
@@ -61,10 +62,7 @@ class RowSparse:
             )
 
     def __repr__(self) -> str:
-        return "RowSparse(%d of %d rows, shape %s, %s)" % (
-            *(len(self.rows), self.shape[0], self.shape),
-            dtypes.name_of(self.dtype),
-        )
+        return f"RowSparse({len(self.rows)} of {self.shape[0]} rows, shape {self.shape}, {dtypes.name_of(self.dtype)})"
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -236,11 +234,8 @@ def _numbers_for(record: KeyRecord, out: Array | RowSparse, ids: Array) -> Array
     tail = record.shape[1:]
     if out.dtype != record.dtype or out.shape not in {(numbers.size, *tail), (*ids.shape, *tail)}:
         raise KVError(
-            "key %r: the output has shape %s and dtype %s, but %d rows of it have shape %s and dtype %s"
-            % (
-                *(record.key, out.shape, dtypes.name_of(out.dtype), numbers.size),
-                *((numbers.size, *tail), dtypes.name_of(record.dtype)),
-            )
+            f"key {record.key!r}: the output has shape {out.shape} and dtype {dtypes.name_of(out.dtype)}, but"
+            f" {numbers.size} rows of it have shape {(numbers.size, *tail)} and dtype {dtypes.name_of(record.dtype)}"
         )
     return numbers
 
@@ -331,13 +326,13 @@ def key_of(key: object) -> Key:
         except UnicodeEncodeError:
             raise KVError(f"key {key!r} holds a surrogate and cannot be sent; use valid Unicode") from None
         if size > KEY_BYTES:
-            raise KVError("key %.60r... has %d bytes, expected at most %d" % (key, size, KEY_BYTES))
+            raise KVError(f"key {key!r:.60}... has {size} bytes, expected at most {KEY_BYTES}")
         return str(key)
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
         if not -(2**63) <= int(key) < 2**63:
             raise KVError(f"key {int(key)} does not fit into 64 bits; use a str key")
         return int(key)
-    raise KVError("a key is an int or a str, not %s: %.60r" % (_kind(key), key))
+    raise KVError(f"a key is an int or a str, not {_kind(key)}: {key!r:.60}")
 
 
 def one_kind(keys: Sequence[Key], first: Key | None = None) -> None:
@@ -572,8 +567,7 @@ def _span(key: Key, array: DeviceArray) -> tuple[int, int]:
 
 
 def _address(array: DeviceArray) -> int:
-    address: int = array.__array_interface__["data"][0] if is_on_host(array) else array.pointer.address
-    return address
+    return address_of(array) if is_on_host(array) else int(array.address)
 
 
 def list_hint(found: Sequence[Value], dtype: str = "") -> str:

@@ -16,6 +16,7 @@ from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.optimizers import RuleSpec
+from distrun_runtime.ops.reduce import scaled
 from distrun_runtime.ops.update import (
     WeightStep,
     can_fuse,
@@ -321,11 +322,5 @@ def _call(updater: Updater, key: Key, value: Value, stored: Array) -> None:
 def _scaled(value: Value, scale: float) -> Value:
     """Return a multiple of a value as a new one of its dtype."""
     if isinstance(value, RowSparse):
-        return RowSparse(_scaled_array(value.values, scale), value.rows, value.shape)
-    return _scaled_array(value, scale)
-
-
-def _scaled_array(array: Array, scale: float) -> Array:
-    wide = dtypes.widen(array)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return dtypes.narrow(np.multiply(wide, wide.dtype.type(scale)), array.dtype)
+        return RowSparse(_scaled(value.values, scale), value.rows, value.shape)
+    return dtypes.narrow(scaled(dtypes.widen(value), scale), value.dtype)

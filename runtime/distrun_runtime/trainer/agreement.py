@@ -127,12 +127,9 @@ class Changes:
                 found = replica.weight()
                 if found.shape != one.shape or found.dtype != one.dtype:
                     return (
-                        "parameter %r has shape %s and dtype %s now, and had %s and %s when the trainer was made;"
-                        " fix: close the trainer and make another one"
-                        % (
-                            *(one.name, found.shape, dtypes.name_of(found.dtype)),
-                            *(one.shape, dtypes.name_of(one.dtype)),
-                        )
+                        f"parameter {one.name!r} has shape {found.shape} and dtype {dtypes.name_of(found.dtype)} now,"
+                        f" and had {one.shape} and {dtypes.name_of(one.dtype)} when the trainer was made; fix: close"
+                        " the trainer and make another one"
                     )
         return ""
 
@@ -179,8 +176,8 @@ def chosen(notes: Notes, workers: Iterable[int], names: Sequence[str], harm: str
     for index in odd[:SHOWN]:
         who = [rank for rank, found in sorted(by_rank.items()) if index in found]
         rest = [rank for rank in sorted(by_rank) if rank not in who]
-        parts.append(f"parameter {names[index]!r} on {_ranked(who)}{' and not on %s' % _ranked(rest) if rest else ''}")
-    more = " and %d more" % (len(odd) - SHOWN) if len(odd) > SHOWN else ""
+        parts.append(f"parameter {names[index]!r} on {_ranked(who)}{f' and not on {_ranked(rest)}' if rest else ''}")
+    more = f" and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
     gone = f"; {_ranked(absent)} takes no part in steps now (it has joined or left)" if absent else ""
     raise KVError(
         f"weights were changed outside of steps by only some workers: {'; '.join(parts)}{more}{gone}. {harm}."
@@ -203,7 +200,7 @@ def change_refused(changed: Changed, names: Sequence[str], harm: str) -> KVError
     """Return the error of weights that were changed, where other workers cannot be asked."""
     if changed.wrong:
         return KVError(changed.wrong)
-    more = " and %d more" % (len(changed.indices) - SHOWN) if len(changed.indices) > SHOWN else ""
+    more = f" and {len(changed.indices) - SHOWN} more" if len(changed.indices) > SHOWN else ""
     shown = ", ".join(f"parameter {names[index]!r}" for index in changed.indices[:SHOWN])
     return KVError(f"weights were changed outside of steps: {shown}{more}. {harm}. {ASSIGN}")
 
@@ -255,28 +252,21 @@ class Agreement:
 
     def __init__(self, params: Sequence[Parameter], rule: LocalRule, exchange: StoreExchange) -> None:
         self._params, self._rule, self._exchange = params, rule, exchange
-        self._has_loaded = False
+        self.has_loaded = False
+        """Whether this worker has loaded states, since all workers were found to have the same."""
         self._usual: tuple[UpdateRule, Mark] | None = None
         """The fingerprint of a rule where no weight was changed: nearly every step asks for it."""
 
-    def states_were_loaded(self) -> None:
-        """Note that this worker has loaded states; whether the others have, the next step shows."""
-        self._has_loaded = True
-
-    def workers_agree(self) -> None:
-        """Note that all workers have what this one has."""
-        self._has_loaded = False
-
     def mark(self, rule: UpdateRule, changed: Changed) -> Mark:
         """Return the fingerprint of what has to be alike on all workers."""
-        is_usual = not changed and not self._has_loaded
+        is_usual = not changed and not self.has_loaded
         if is_usual and self._usual is not None and self._usual[0] == rule:
             return self._usual[1]
         facts = {
             **rule.to_json(),
             "weights": [[index, self._digest(index)] for index in changed.indices],
             "wrong": changed.wrong,
-            "states": self._rule.digest() if self._has_loaded else "",
+            "states": self._rule.digest() if self.has_loaded else "",
         }
         mark = fingerprint(facts)
         if is_usual:
@@ -293,7 +283,7 @@ class Agreement:
             KVError: what must not differ does. All workers raise the same.
         """
         names = [one.name for one in self._params]
-        notes = self._exchange.exchange_notes({**rule.to_json(), **changed.to_json(), "loaded": self._has_loaded})
+        notes = self._exchange.exchange_notes({**rule.to_json(), **changed.to_json(), "loaded": self.has_loaded})
         differ = _rules_differ(notes, names)
         if differ:
             raise KVError(
@@ -383,7 +373,7 @@ def _rules_differ(notes: Answers, names: Sequence[str]) -> str:
             found.append(f"{name} is {values}")
     if not found:
         return ""
-    more = "; and %d more" % (len(found) - SHOWN) if len(found) > SHOWN else ""
+    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     return "; ".join(found[:SHOWN]) + more
 
 

@@ -103,7 +103,7 @@ class StoreExchange:
                 f"this {store.type!r} store has the parameters of another trainer already, under the keys 0,"
                 " 1, ...: make another store for this trainer, or one trainer for all parameters"
             )
-        self._store, self._params, self._buffers = store, params, buffers
+        self.store, self._params, self._buffers = store, params, buffers
         self._buffer_keys = [len(params) + 1 + index for index in range(len(buffers.names))]
         self._companion: KVStore | None = None
         """A second store, for sums of buffers: in the first one a rule may update whatever is pushed."""
@@ -115,31 +115,26 @@ class StoreExchange:
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """Compare what must be alike in the trainers of all workers. Collective."""
-        self._store.agree(facts)
+        self.store.agree(facts)
 
     def start(self) -> None:
         """Give all parameters rank 0's values, on all workers. Collective."""
         keys, values = list(range(len(self._params))), [self._initial(one) for one in self._params]
         if self._counter is not None:
             keys, values = [*keys, self._counter], [*values, np.zeros(COUNTED, np.int64)]
-        if self._buffers and is_dist(self._store.type):
+        if self._buffers and is_dist(self.store.type):
             # They must come back as they are, whatever the store was told for all its keys.
-            self._store.set_gradient_compression({"type": "none"}, self._buffer_keys)
-        self._store.label(self._labels())
+            self.store.set_gradient_compression({"type": "none"}, self._buffer_keys)
+        self.store.label(self._labels())
         with self._naming():
-            self._store.init([*keys, *self._buffer_keys], [*values, *self._buffers.floats()])
-        _TAKEN.add(self._store)
+            self.store.init([*keys, *self._buffer_keys], [*values, *self._buffers.floats()])
+        _TAKEN.add(self.store)
         self.pull()
         self.pull_buffers()
 
-    @property
-    def num_workers(self) -> int:
-        """How many workers have the store."""
-        return self._store.num_workers
-
     def compress(self, compression: Mapping[str, object]) -> None:
         """Compress the gradients, as `KVStore.set_gradient_compression` does it."""
-        self._store.set_gradient_compression(compression, list(range(len(self._params))))
+        self.store.set_gradient_compression(compression, list(range(len(self._params))))
 
     def close(self) -> None:
         """Close the second store, if there is one."""
@@ -159,7 +154,7 @@ class StoreExchange:
         parameter = self._params[index]
         some = RowSparse.empty(parameter.shape, parameter.dtype)
         with self._naming():
-            pending = self._store.row_sparse_pull(index, out=some, priority=-index, row_ids=ids)
+            pending = self.store.row_sparse_pull(index, out=some, priority=-index, row_ids=ids)
         for replica in parameter.replicas:
             weight = replica.weight()
             weight[some.rows] = some.values
@@ -169,7 +164,7 @@ class StoreExchange:
     def assign(self, indices: Sequence[int]) -> None:
         """Give the store rank 0's present weights, and all workers what is stored then. Collective."""
         with self._naming():
-            self._store.assign(list(indices), [self._params[index].replicas[0].weight() for index in indices])
+            self.store.assign(list(indices), [self._params[index].replicas[0].weight() for index in indices])
         dense = [index for index in indices if self._params[index].stype == "default"]
         self._pull(dense)
         for index in indices:
@@ -181,7 +176,7 @@ class StoreExchange:
         result = [np.empty(self._params[index].shape, self._params[index].dtype) for index in indices]
         if result:
             with self._naming():
-                self._store.pull(list(indices), out=result)
+                self.store.pull(list(indices), out=result)
         return result
 
     # --- buffers
@@ -190,22 +185,22 @@ class StoreExchange:
         """Give the store rank 0's buffers. Collective."""
         if self._buffers:
             with self._naming():
-                self._store.assign(self._buffer_keys, self._buffers.floats())
+                self.store.assign(self._buffer_keys, self._buffers.floats())
 
     def pull_buffers(self) -> None:
         """Take the buffers that the store has."""
         if self._buffers:
             found = [np.empty_like(array) for array in self._buffers.floats()]
             with self._naming():
-                self._store.pull(self._buffer_keys, out=found)
+                self.store.pull(self._buffer_keys, out=found)
             self._buffers.take_floats(found)
 
     def average_buffers(self) -> None:
         """Replace the buffers of float types by their mean over all workers. Collective."""
-        if self._store.num_workers == 1:
+        if self.store.num_workers == 1:
             return
         try:
-            self._store.barrier()
+            self.store.barrier()
         except KVError as err:  # A worker that has joined will not come; the others must not wait for it.
             raise KVError(f"average_buffers: all workers call it together: {err}") from err
         arrays = dict(zip(self._buffers.names, self._buffers.arrays(), strict=True))
@@ -214,10 +209,10 @@ class StoreExchange:
             return
         names, values = list(floats), list(floats.values())
         if self._companion is None:
-            self._companion = self._store.companion()
+            self._companion = self.store.companion()
             self._companion.init(names, values)
         means = [np.empty_like(array) for array in values]
-        self._companion.pushpull(names, values, out=means, scale=1.0 / self._store.num_workers)
+        self._companion.pushpull(names, values, out=means, scale=1.0 / self.store.num_workers)
         self._buffers.write(dict(zip(names, means, strict=True)))
 
     # --- saved states
@@ -226,22 +221,22 @@ class StoreExchange:
         """Have the servers write weights, rule states and rank 0's buffers into a folder. Collective."""
         self.store_buffers()
         with self._naming():
-            self._store.save_states(path)
+            self.store.save_states(path)
 
     def load_states(self, path: str | os.PathLike[str]) -> None:
         """Have the servers read what `save_states` wrote; `pull` and `pull_buffers` bring it here."""
         with self._naming():
-            self._store.load_states(path)
+            self.store.load_states(path)
 
     # --- steps
 
     def rounds(self) -> int:
         """Return how many rounds the store's servers have seen, of the key that has most."""
-        return max(int(each["rounds"]) for each in self._store.stats())
+        return max(int(each["rounds"]) for each in self.store.stats())
 
     def replaced(self, index: int) -> None:
         """Give the store a weight that was replaced. Only where no other worker has the store."""
-        self._store.assign(index, self._params[index].replicas[0].weight())
+        self.store.assign(index, self._params[index].replicas[0].weight())
 
     def skip(self, indices: Iterable[int], note: Mapping[str, Any]) -> Notes:
         """Have all workers skip this step of the parameters that it would update; return what each of them said."""
@@ -256,7 +251,7 @@ class StoreExchange:
 
     def _skip(self, keys: Sequence[int], note: Mapping[str, Any]) -> Notes:
         with self._naming():
-            return self._store.skip_round(keys, note).skipped
+            return self.store.skip_round(keys, note).skipped
 
     def send(self, sent: Sent, gradients: Sequence[Gradients], scale: float) -> None:
         """Begin `update` or `reduce` with some of the parameters, and add to `sent` what was sent.
@@ -276,7 +271,7 @@ class StoreExchange:
             pushed = [item for item in items if item.grads is not None]
             if pushed:
                 # None is sent if compression does not take one of them.
-                self._store.check_push([item.index for item in pushed], [item.grads for item in pushed])
+                self.store.check_push([item.index for item in pushed], [item.grads for item in pushed])
         sent.indices |= {index for index, _ in given}
         return items
 
@@ -329,7 +324,7 @@ class StoreExchange:
         with self._naming():
             _note_reads(sent.calls)
             if self._counter is not None:
-                sent.calls.append(self._store.pushpull(self._counter, own, out=counted, wait=False))
+                sent.calls.append(self.store.pushpull(self._counter, own, out=counted, wait=False))
             self._send(sent, items, scale, waits=True)
             skipped = _wait_for_all(sent.calls)
         if skipped:
@@ -424,13 +419,13 @@ class StoreExchange:
             keys, first = [item.index for item in group], group[0]
             grads, outs = _flat([item.grads for item in group]), _flat([item.outs for item in group])
             if first.grads is None:
-                sent.calls.append(self._store.pull(keys, out=outs, priority=-first.index, wait=False))
+                sent.calls.append(self.store.pull(keys, out=outs, priority=-first.index, wait=False))
             elif not first.outs:
-                sent.calls.append(self._store.push(keys, grads, -first.index, wait=False, scale=scale))
+                sent.calls.append(self.store.push(keys, grads, -first.index, wait=False, scale=scale))
             else:
                 try:
                     is_last = waits and group is groups[-1]
-                    sent.calls.append(self._store.pushpull(keys, grads, outs, -first.index, wait=is_last, scale=scale))
+                    sent.calls.append(self.store.pushpull(keys, grads, outs, -first.index, wait=is_last, scale=scale))
                 except TimedOut:
                     raise
                 except RuntimeFault:
@@ -454,7 +449,7 @@ class StoreExchange:
         outs = [[replica.weight_buffer() for replica in self._params[index].replicas] for index in indices]
         if outs:
             with self._naming():
-                self._store.pull(list(indices), out=outs)
+                self.store.pull(list(indices), out=outs)
         for index, buffers in zip(indices, outs, strict=True):
             for replica, buffer in zip(self._params[index].replicas, buffers, strict=True):
                 replica.weight_written(buffer)
@@ -482,7 +477,7 @@ class ThirdPartyExchange:
     """Parameters and buffers in a store from another package; see `StoreExchange`."""
 
     def __init__(self, store: KVStoreBase, params: list[Parameter], buffers: Buffers) -> None:
-        self._store, self._params, self._buffers = store, params, buffers
+        self.store, self._params, self._buffers = store, params, buffers
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """Do nothing: the store cannot compare."""
@@ -492,43 +487,32 @@ class ThirdPartyExchange:
         for index, parameter in enumerate(self._params):
             value = parameter.replicas[0].weight()
             buffers = [replica.weight_buffer(on_host=True) for replica in parameter.replicas]
-            self._store.broadcast(index, value, out=buffers, priority=-index)
+            self.store.broadcast(index, value, out=buffers, priority=-index)
             for replica, buffer in zip(parameter.replicas, buffers, strict=True):
                 replica.weight_written(buffer)
         values = self._buffers.floats()
         for index, value in enumerate(values):
             buffer = np.empty_like(value)
-            self._store.broadcast(len(self._params) + 1 + index, value, out=[buffer])
+            self.store.broadcast(len(self._params) + 1 + index, value, out=[buffer])
             values[index] = buffer
         self._buffers.take_floats(values)
 
-    @property
-    def num_workers(self) -> int:
-        """How many workers have the store."""
-        return self._store.num_workers
-
     def compress(self, compression: Mapping[str, object]) -> None:
         """Compress what is sent, if the store can."""
-        self._store.set_gradient_compression(compression)
+        self.store.set_gradient_compression(compression)
 
     def close(self) -> None:
         """Do nothing: there is no second store."""
-
-    def store_buffers(self) -> None:
-        """Do nothing: the buffers are the trainer's own."""
-
-    def pull_buffers(self) -> None:
-        """Do nothing: the buffers are the trainer's own."""
 
     def average_buffers(self) -> None:
         """Replace the buffers of float types by their mean over all workers."""
         means = {}
         for index, (name, value) in enumerate(zip(self._buffers.names, self._buffers.arrays(), strict=True)):
             if dtypes.is_float(value.dtype):
-                wide = dtypes.widen(value) / self._store.num_workers
+                wide = dtypes.widen(value) / self.store.num_workers
                 buffer = means[name] = np.empty_like(value)
                 narrow = dtypes.narrow(wide.astype(dtypes.work_dtype(value.dtype), copy=False), value.dtype)
-                self._store.pushpull(len(self._params) + 1 + index, [narrow], out=[buffer])
+                self.store.pushpull(len(self._params) + 1 + index, [narrow], out=[buffer])
         self._buffers.write(means)
 
     def skip(self, indices: Iterable[int], note: Mapping[str, Any]) -> Notes:
@@ -553,25 +537,25 @@ class ThirdPartyExchange:
         for index, grads in gradients:
             parameter = self._params[index]
             if grads is None:
-                if self._store.num_workers == 1:
+                if self.store.num_workers == 1:
                     continue
                 grads = [np.zeros(parameter.shape, parameter.dtype)]
             if any(isinstance(grad, RowSparse) for grad in grads):
                 raise self._refusal(f"take the row-sparse gradient of parameter {parameter.name!r}")
             grads = [on_host(grad) if is_near(grad) else grad for grad in grads]
             targets = [replica.grad_buffer(on_host=True) for replica in parameter.replicas]
-            self._store.pushpull(index, grads, out=targets, priority=-index)
+            self.store.pushpull(index, grads, out=targets, priority=-index)
             for replica, target in zip(parameter.replicas, targets, strict=True):
                 replica.grad_written(target)
             result.append((index, targets[0], scale))
-        return Reduced(result, Workers(*(self._store.num_workers * mine for mine in me)))
+        return Reduced(result, Workers(*(self.store.num_workers * mine for mine in me)))
 
     def assign(self, indices: Sequence[int]) -> NoReturn:
         """Refuse: `broadcast` works once a key."""
         raise self._refusal("assign weights")
 
     def _refusal(self, what: str) -> KVError:
-        return KVError(f"store {self._store.type!r} cannot {what}: only its broadcast and pushpull are used")
+        return KVError(f"store {self.store.type!r} cannot {what}: only its broadcast and pushpull are used")
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def fit(  # noqa: PLR0917  # as the trainer
         ValueError: data without a batch, with `epoch_size`.
     """
     if not callable(step):
-        raise KVError("step is a function of a batch, not %.60r" % (step,))
+        raise KVError(f"step is a function of a batch, not {step!r:.60}")
     if whole(epochs, "epochs") < 0:
         raise KVError(f"epochs is a number from 0, not {epochs}")
     if epochs > 1 and epoch_size is None and isinstance(data, Iterator):
@@ -71,7 +71,7 @@ def fit(  # noqa: PLR0917  # as the trainer
     if batch_size is not None:
         scale_of(batch_size)
     if after_epoch is not None and not callable(after_epoch):
-        raise KVError("after_epoch is a function of an epoch and the trainer, not %.60r" % (after_epoch,))
+        raise KVError(f"after_epoch is a function of an epoch and the trainer, not {after_epoch!r:.60}")
     batches = Epochs(data, epoch_size)
     trainer = Trainer(params, optimizer, optimizer_params, kvstore, compression_params, update_on_kvstore)
     try:

@@ -66,10 +66,10 @@ def _check_memory(params: list[Parameter]) -> None:
     for parameter in params:
         for place in map(memory_of, parameter.list_data()):
             if place in names:
-                both = (names[place], parameter.name)
-                if both[0] == both[1]:
+                if names[place] == parameter.name:
                     raise KVError(f"two devices of parameter {parameter.name!r} are in the same memory")
-                raise KVError("parameters %r and %r are in the same memory; give one of them" % both)
+                both = f"{names[place]!r} and {parameter.name!r}"
+                raise KVError(f"parameters {both} are in the same memory; give one of them")
             if place[1]:
                 names[place] = parameter.name
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, Protocol, TypeGuard, Union
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from distrun_runtime.arrays import device as devices
 from distrun_runtime.arrays import dtypes, foreign
-from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.values import RowSparse, refuse_mask
 
@@ -93,33 +93,25 @@ class Parameter:
         self.stype = _stype(stype)
         self.grad_stype = self.stype if grad_stype is None else _stype(grad_stype)
         self.owner: Owner | None = None
-        self._check_replicas()
+        weights = self._weights()
+        self.shape: tuple[int, ...] = weights[0].shape
+        """The weight's shape."""
+        self.dtype: DType = weights[0].dtype
+        """The weight's dtype, as numpy array of the host."""
+        self._check(weights)
 
     def __repr__(self) -> str:
-        return "<Parameter %r: %s %s, %d device(s)>" % (
-            *(self.name, self.shape, dtypes.name_of(self.dtype)),
-            len(self.replicas),
-        )
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The weight's shape."""
-        return self._shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The weight's dtype, as numpy array of the host."""
-        return self._dtype
+        return f"<Parameter {self.name!r}: {self.shape} {dtypes.name_of(self.dtype)}, {len(self.replicas)} device(s)>"
 
     @property
     def size(self) -> int:
         """The weight's elements."""
-        return int(np.prod(self._shape, dtype=np.int64))
+        return int(np.prod(self.shape, dtype=np.int64))
 
     @property
     def size_bytes(self) -> int:
         """The weight's bytes on one device."""
-        return self.size * self._dtype.itemsize
+        return self.size * self.dtype.itemsize
 
     @property
     def trains(self) -> bool:
@@ -253,16 +245,17 @@ class Parameter:
             replica.used()
 
     def _fitting(self, grad: Gradient) -> Gradient:
-        shape, dtype = tuple(grad.shape), _dtype_name(grad)
+        shape = tuple(grad.shape)
+        dtype = str(grad.dtype).rpartition(".")[2] if is_near(grad) else dtypes.name_of(grad.dtype)
         if shape != self.shape or dtype != dtypes.name_of(self.dtype):
             raise KVError(
                 f"parameter {self.name!r} has shape {self.shape} and dtype {dtypes.name_of(self.dtype)}, its"
                 f" gradient {shape} and {dtype}"
             )
-        return grad.to_dense() if isinstance(grad, RowSparse) and not self._shape else grad
+        return grad.to_dense() if isinstance(grad, RowSparse) and not self.shape else grad
 
-    def _check_replicas(self) -> None:
-        """Note shape and dtype; all devices must agree, and gradients that are there."""
+    def _weights(self) -> list[Array]:
+        """Return the weight of each device."""
         if any(str(getattr(replica.source, "device", "")) == "meta" for replica in self.replicas):
             raise KVError(f"parameter {self.name!r} is on the device 'meta': it has no memory; materialise it first")
         if not all(getattr(replica.source, "is_leaf", True) for replica in self.replicas):
@@ -271,18 +264,20 @@ class Parameter:
                 " and gets no gradient: give the tensors that it is computed from"
             )
         try:
-            weights = [replica.weight() for replica in self.replicas]
+            return [replica.weight() for replica in self.replicas]
         except (TypeError, ValueError, RuntimeError) as err:
             # What torch has and numpy has not: 8-bit floats, sparse layouts, lazy layers that were never called.
             raise KVError(f"parameter {self.name!r} cannot be read as an array: {err}") from err
-        self._shape, self._dtype = weights[0].shape, weights[0].dtype
+
+    def _check(self, weights: Sequence[Array]) -> None:
+        """Return if all devices agree, and gradients that are there."""
         for weight in weights:
-            if weight.shape != self._shape or weight.dtype != self._dtype:
+            if weight.shape != self.shape or weight.dtype != self.dtype:
                 raise KVError(
                     f"parameter {self.name!r}: device values of shapes {[one.shape for one in weights]} and"
                     f" dtypes {[dtypes.name_of(one.dtype) for one in weights]}; all must be alike"
                 )
-        if "row_sparse" in (self.stype, self.grad_stype) and not self._shape:
+        if "row_sparse" in (self.stype, self.grad_stype) and not self.shape:
             raise KVError(f"parameter {self.name!r} is a single number and has no rows: it cannot be row_sparse")
         for replica in self.replicas:
             if isinstance(replica, ArrayReplica) and replica.grad is not None:
@@ -680,12 +675,6 @@ def _has_gpus() -> bool:
     except CudaMissing:
         return False
     return True
-
-
-def _dtype_name(grad: Gradient) -> str:
-    if not is_near(grad):
-        return dtypes.name_of(grad.dtype)
-    return str(grad.dtype).rpartition(".")[2]
 
 
 def _tell_torch(tensor: Any) -> None:

@@ -31,6 +31,7 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import RowSparse
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.optimizers import Rule, RuleSpec, State
+from distrun_runtime.ops.reduce import scaled
 from distrun_runtime.ops.update import (
     WeightStep,
     can_fuse,
@@ -151,7 +152,7 @@ class LocalRule:
             for name, part in sorted(self.saved_state(place).items()):
                 if isinstance(part, np.ndarray):
                     arrays.append(part)
-                counters["%d.%d.%s" % (*place, name)] = None if isinstance(part, np.ndarray) else str(part)
+                counters[f"{place[0]}.{place[1]}.{name}"] = None if isinstance(part, np.ndarray) else str(part)
         return digest(arrays) + json.dumps(counters, sort_keys=True)
 
     def _make(self, steps: Iterable[_WeightUpdate]) -> None:
@@ -172,11 +173,12 @@ class LocalRule:
         state = self.states[step.place] = self.saved_state(step.place)
         knobs = self.spec.knobs(step.place[0])
         grad = on_host(step.grad) if is_near(step.grad) else step.grad
+        rows: Array | None = None
         if isinstance(grad, RowSparse):
             some = grad.canonical()
-            update(self._rule, weight, _scaled(some.values, step.scale), state, knobs, rows=some.rows)
-        else:
-            update(self._rule, weight, _scaled(grad, step.scale), state, knobs)
+            grad, rows = some.values, some.rows
+        given = grad if step.scale == 1.0 else scaled(dtypes.widen(grad), step.scale)
+        update(self._rule, weight, given, state, knobs, rows=rows)
         replica.weight_written(weight)
         for other in step.others:
             write_weight(other, weight)
@@ -323,15 +325,6 @@ def check_rule(spec: RuleSpec, params: list[Parameter]) -> None:
             rule.check(parameter.dtype)
         except KVError as err:
             raise KVError(f"parameter {parameter.name!r}: {err}") from None
-
-
-def _scaled(grad: Array, scale: float) -> Array:
-    """Return scale * grad, in the dtype that is calculated in; the gradient itself if the scale is 1."""
-    if scale == 1.0:
-        return grad
-    wide = dtypes.widen(grad)
-    result = np.empty_like(wide)
-    return np.multiply(wide, scale, out=result, casting="same_kind")
 
 
 def digest(arrays: Iterable[Array]) -> str:

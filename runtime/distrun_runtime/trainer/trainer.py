@@ -180,7 +180,7 @@ class Trainer:
         overlap: bool = False,
     ) -> None:
         if not isinstance(overlap, bool):
-            raise KVError("overlap is True or False, not %.60r" % (overlap,))
+            raise KVError(f"overlap is True or False, not {overlap!r:.60}")
         collected = collect(params)
         for parameter in collected:
             if parameter.owner is not None:
@@ -188,12 +188,12 @@ class Trainer:
         named = optimizer_params or {}
         if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):
             raise KVError(
-                "optimizer_params is a dictionary such as {'learning_rate': 0.1}, not %.60r" % (optimizer_params,)
+                f"optimizer_params is a dictionary such as {{'learning_rate': 0.1}}, not {optimizer_params!r:.60}"
             )
         # All that can be wrong here is found before a store is made: in a job that is a call of all workers.
         named = dict(named)
         decays = _decays(optimizer, named.pop("param_idx2name", None) or {}, collected)
-        spec = rules.spec_of(optimizer, named)
+        spec = rules.RuleSpec.of(optimizer, named)
         check_rule(spec, collected)
         if compression_params:
             Compression.of(compression_params)
@@ -294,8 +294,8 @@ class Trainer:
         """
         if self._overlap is not None and batch_size is not None:
             raise KVError(
-                "step(%.60r): with overlap=True gradients are sent before step is called, and divided by their number;"
-                " use the mean of the losses and step(), or make the trainer with overlap=False" % (batch_size,)
+                f"step({batch_size!r:.60}): with overlap=True gradients are sent before step is called, and divided by"
+                " their number; use the mean of the losses and step(), or make the trainer with overlap=False"
             )
         scale, gradients = self._scale(batch_size), self._new_gradients(ignore_stale_grad)
         return self._updates.step(gradients, scale, None if self._overlap is None else self._overlap.take())
@@ -422,13 +422,13 @@ class Trainer:
         self._check_settled("assign")
         if parameters is not None and (not isinstance(parameters, Iterable) or isinstance(parameters, str)):
             raise KVError(
-                "assign takes a list of parameters, such as [%r], not %.60r" % (self._params[0].name, parameters)
+                f"assign takes a list of parameters, such as [{self._params[0].name!r}], not {parameters!r:.60}"
             )
         some = [one for one in self._params if one.stype == "default"] if parameters is None else parameters
         indices = [self._index(one) for one in some]
         if self._exchange is not None:
             self._exchange.assign(indices)
-            if parameters is None:
+            if parameters is None and isinstance(self._exchange, StoreExchange):
                 self._exchange.store_buffers()
                 self._exchange.pull_buffers()
         self._updates.assigned(indices)
@@ -553,7 +553,8 @@ class Trainer:
             return scale_of(batch_size)
         if self._exchange is None:
             return 1.0  # Each device trains by itself.
-        return 1.0 / (len(self._params[0].replicas) * (self._exchange.num_workers if self._opened.has_rounds else 1))
+        workers = self._exchange.store.num_workers if self._opened.has_rounds else 1
+        return 1.0 / (len(self._params[0].replicas) * workers)
 
     def _overlapping(self) -> Overlap | None:
         """Return what sends gradients before `step`; None: nothing is sent to other workers."""
@@ -635,7 +636,7 @@ def scale_of(batch_size: object) -> float:
         KVError: it is not a finite number above 0.
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, numbers.Real):
-        raise KVError("batch_size is a number of examples, not %.60r" % (batch_size,))
+        raise KVError(f"batch_size is a number of examples, not {batch_size!r:.60}")
     try:
         size = float(batch_size)
     except OverflowError:

@@ -106,7 +106,7 @@ class StoreUpdates:
         tells_rule = (sent is None or not sent.indices) and self._has_new_rule
         while True:
             changed = self._changed() if sent is None or not sent.indices else Changed()
-            if changed and not (self._has_rounds and self._exchange.num_workers > 1):
+            if changed and not (self._has_rounds and self._exchange.store.num_workers > 1):
                 self._take_alone(changed, STORE_HARM)
                 changed = Changed()
             if changed or tells_rule:
@@ -127,7 +127,7 @@ class StoreUpdates:
             if said:
                 check_rules(notes, self._names())
                 self._agreed = self.spec
-            taken = chosen(notes, range(self._exchange.num_workers), self._names(), STORE_HARM)
+            taken = chosen(notes, range(self._exchange.store.num_workers), self._names(), STORE_HARM)
             self._exchange.assign(taken)
             self._changes.accept(taken)
 
@@ -151,7 +151,7 @@ class StoreUpdates:
             self._take_alone(Changed((index,)), "pull_rows would undo a part of it")
         notes = self._exchange.pull_rows(index, rows)
         if notes and not is_skip(notes):
-            chosen(notes, range(self._exchange.num_workers), self._names(), STORE_HARM)
+            chosen(notes, range(self._exchange.store.num_workers), self._names(), STORE_HARM)
 
     # --- the rule
 
@@ -170,7 +170,7 @@ class StoreUpdates:
         if self.spec is self._agreed or self.spec == self._agreed:
             return False
         hears = any(one.stype == "default" and one.trains for one in self._params)
-        return hears and self._has_rounds and self._exchange.num_workers > 1
+        return hears and self._has_rounds and self._exchange.store.num_workers > 1
 
     def send_multipliers(self, anew: bool = False) -> None:
         """Give the rule the multipliers of all parameters, if they were changed or `anew`."""
@@ -217,7 +217,7 @@ class StoreUpdates:
             self._take_alone(changed, harm)
 
     def _take_alone(self, changed: Changed, harm: str) -> None:
-        if changed.wrong or self._exchange.num_workers > 1:
+        if changed.wrong or self._exchange.store.num_workers > 1:
             raise change_refused(changed, self._names(), harm)
         self._exchange.assign(changed.indices)
         self._changes.accept(changed.indices)
@@ -421,7 +421,7 @@ class OwnUpdates:
             self._was_skipped = False
             raise
         self._accept(changed.indices)
-        self._agreement.workers_agree()
+        self._agreement.has_loaded = False
         return reduced
 
     def _update(self, sums: Iterable[Sum], scale: float) -> None:
@@ -497,7 +497,7 @@ class OwnUpdates:
         self.multipliers_are_sent = False
         self.send_multipliers()
         if self._agreement is not None:
-            self._agreement.states_were_loaded()
+            self._agreement.has_loaded = True
         self._changes.accept()
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from pythons import TOO_OLD, VERSIONS, need
 
 from distrun import shipping
-from distrun_runtime.contract import cache_file, environ
+from distrun_runtime.contract import environ, private
 
 ROOT = Path(__file__).parents[3]
 PROGRAMS = ("agent", "dialed", "coordinator")
@@ -172,8 +172,8 @@ def plain(tree: ast.AST) -> str:
     without the types of functions."""
     tree = _Untyped().visit(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == shipping.TABLE_ROW:
-            del node.args[3]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in shipping.TABLE_ROWS:
+            del node.args[1]
         body = getattr(node, "body", None)
         if isinstance(body, list):
             node.body = [each for each in body if not _is_text(each)] or [ast.Pass()]  # type: ignore[attr-defined]
@@ -372,7 +372,7 @@ def test_the_importer_and_the_agent_agree_on_which_folders_can_be_used(tmp_path:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", str(tmp_path))
             folder.chmod(0o775)
-            assert cache_file.folder("agent") == str(file.parent)
+            assert private.cache_folder("agent") == str(file.parent)
             assert folder.stat().st_mode & 0o777 == 0o755
     elsewhere = tmp_path / "elsewhere"
     file.parent.rename(elsewhere)

@@ -127,7 +127,7 @@ def test_help_loads_nothing_heavy_and_few_modules_of_our_own() -> None:
         "distrun_runtime.contract.dataclass",
         "distrun_runtime.contract.facts",
         "distrun_runtime.contract.streams",
-        "distrun_runtime.coordinator.output",
+        "distrun_runtime.coordinator.clients",
     }
 
 

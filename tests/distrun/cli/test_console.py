@@ -18,7 +18,7 @@ from distrun import formats
 from distrun.cli import console as printing
 from distrun.cli import status
 from distrun.cli.console import Console, has_symbols, wants_colour
-from distrun_runtime.coordinator import output
+from distrun_runtime.coordinator import clients
 
 LIMIT_S = 60.0
 
@@ -88,7 +88,7 @@ def test_a_reader_that_sleeps_stalls_nobody_and_loses_nothing(
     reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Past the limit the printer remembers places in the log file; both streams of a task are in one file."""
-    monkeypatch.setattr(output, "QUEUE_LIMIT", 64 * 1024)
+    monkeypatch.setattr(clients, "QUEUE_LIMIT", 64 * 1024)
     log = tmp_path / "worker-0.log"
     printer = console(reader, prefix=False)
     printer.attach(lambda task: tmp_path / (task + ".log"))
@@ -108,7 +108,7 @@ def test_a_reader_that_sleeps_stalls_nobody_and_loses_nothing(
 
 
 def test_own_words_are_never_dropped_for_want_of_room(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "QUEUE_LIMIT", 10)
+    monkeypatch.setattr(clients, "QUEUE_LIMIT", 10)
     printer = console(reader)
     for number in range(100):
         printer.say("word %d" % number)
@@ -119,8 +119,8 @@ def test_own_words_are_never_dropped_for_want_of_room(reader: Reader, monkeypatc
 def test_what_is_in_no_log_is_kept_up_to_a_limit_and_then_counted(
     reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "QUEUE_LIMIT", 10)
-    monkeypatch.setattr(output, "UNLOGGED_LIMIT", 300_000)
+    monkeypatch.setattr(clients, "QUEUE_LIMIT", 10)
+    monkeypatch.setattr(clients, "UNLOGGED_LIMIT", 300_000)
     printer = console(reader, prefix=False)
     for _ in range(10):
         printer.output("worker-0", "h", "out", b"y" * 65535 + b"\n", None)
@@ -149,7 +149,7 @@ def test_a_reader_that_goes_away_ends_the_printing_there_only(reader: Reader) ->
 def test_after_an_interrupt_the_backlog_is_left_out_and_one_line_says_how_much(
     reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "QUEUE_LIMIT", 64 * 1024)
+    monkeypatch.setattr(clients, "QUEUE_LIMIT", 64 * 1024)
     log = tmp_path / "worker-0.log"
     printer = console(reader, prefix=False)
     printer.attach(lambda task: tmp_path / (task + ".log"), "calm-otter")
@@ -217,7 +217,7 @@ def test_closing_ends_a_pause(reader: Reader) -> None:
 
 
 def test_a_log_that_vanished_is_said(reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "QUEUE_LIMIT", 10)
+    monkeypatch.setattr(clients, "QUEUE_LIMIT", 10)
     printer = console(reader, prefix=False)
     printer.attach(lambda task: tmp_path / "gone")
     printer.toggle_pause()

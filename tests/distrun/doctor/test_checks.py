@@ -104,7 +104,8 @@ def test_a_host_in_order_has_no_fault_and_no_remark() -> None:
 @pytest.mark.parametrize("request_", [REQUEST, DST])
 def test_a_folder_that_the_hosts_file_names_is_looked_at_whatever_is_copied(request_: DoctorRequest) -> None:
     missing = facts(folders__cwd={**PLACE, "path": "/w", "exists": False})
-    row = only(BAD, checks.check(ExaminedHost("gpu01", missing, is_met=True, offset_s=0.1, workdir="/w"), request_))
+    request_ = dataclasses.replace(request_, workdirs={"gpu01": "/w"})
+    row = only(BAD, checks.check(ExaminedHost("gpu01", missing, is_met=True, offset_s=0.1), request_))
     assert (row.check, row.text) == ("folder", "/w does not exist")
     assert "mkdir -p /w" in row.fix_text(WAYS)
     assert "sync" not in row.fix_text(WAYS)

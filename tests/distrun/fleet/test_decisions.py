@@ -62,11 +62,17 @@ class History:
         return [type(action) for action in self.done if action.host == host]
 
 
+@pytest.fixture(autouse=True)
+def hello(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents have 60 s to say hello, however many they are."""
+    monkeypatch.setattr("distrun.fleet.questions.HELLO_EACH_S", 0.0)
+
+
 # ---------------------------------------------------------------------- questions
 
 
 def asked(hosts: Sequence[str] = ("a", "b"), limit_s: float = 30.0) -> tuple[Questions, History]:
-    questions = Questions(hosts, hello_s=60.0)
+    questions = Questions(hosts)
     questions.ask("survey", {"x": 1}, limit_s)
     return questions, History(questions)
 
@@ -169,7 +175,7 @@ def test_ctrl_c_ends_a_question_at_once_and_also_the_wait_for_the_agents() -> No
 
 def commanded(*hosts: str, limit_s: float | None = None, **more: Any) -> tuple[RunCommand, History]:
     plan = commands.plan_of("test", [Host(host) for host in hosts], ("true",), "")
-    command = RunCommand(plan, limit_s=limit_s, hello_s=60.0, **more)
+    command = RunCommand(plan, limit_s=limit_s, **more)
     return command, History(command)
 
 

@@ -327,7 +327,7 @@ def test_a_fault_of_our_own_is_told_too(bench: Bench) -> None:
 def test_a_copy_that_succeeds_is_an_event(bench: Bench) -> None:
     got: queue.SimpleQueue[object] = queue.SimpleQueue()
     bench.copier("d1").start(got.put)
-    assert got.get(timeout=LIMIT_S) == AllPrepared()
+    assert isinstance(got.get(timeout=LIMIT_S), AllPrepared)
 
 
 def test_a_host_without_rsync_is_said_with_what_to_do(bench: Bench) -> None:
@@ -642,7 +642,7 @@ def test_progress_is_said_while_it_goes(bench: Bench) -> None:
     copier.start(got.put)
     wait(lambda: "sync 0/1: nothing was sent so far" in bench.sink.texts(), "a line")
     gate.touch()
-    assert got.get(timeout=LIMIT_S) == AllPrepared()
+    assert isinstance(got.get(timeout=LIMIT_S), AllPrepared)
 
 
 _SLOW = """#!/bin/sh
@@ -678,7 +678,7 @@ def test_progress_has_percent_rate_and_the_time_that_is_left(bench: Bench, monke
     gate.touch()
     wait(lambda: said(r"sync 0/2: 99%, 2 files, 97\.7 KiB sent, waiting for the hosts to finish"), "all is sent")
     end.touch()
-    assert got.get(timeout=LIMIT_S) == AllPrepared()
+    assert isinstance(got.get(timeout=LIMIT_S), AllPrepared)
 
 
 def test_where_rsync_does_not_say_how_far_it_is_no_rate_is_made_up(
@@ -692,7 +692,7 @@ def test_where_rsync_does_not_say_how_far_it_is_no_rate_is_made_up(
     bench.copier("d1", report_s=0.05).start(got.put)
     wait(lambda: "sync 0/1: this rsync does not say how far it is" in bench.sink.texts(), "a line")
     gate.touch()
-    assert got.get(timeout=LIMIT_S) == AllPrepared()
+    assert isinstance(got.get(timeout=LIMIT_S), AllPrepared)
 
 
 def _lines(path: Path) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distrun_runtime.agent import metrics
+from distrun_runtime.agent import measuring
 from distrun_runtime.agent.measuring import AGAIN_S, TRIES, Hooks, HostMeasurement
 
 
@@ -21,17 +21,17 @@ class Host:
         self.now = 1000.0
         self.broken = False
         hooks = Hooks(self.say, lambda: True, lambda pid: "", lambda: False)
-        self.measuring = HostMeasurement({}, selectors.SelectSelector(), hooks, lambda: self.now)
-        self.measuring.listen(SimpleNamespace(folder=str(folder)))  # type: ignore[arg-type]
+        share: Any = SimpleNamespace(folder=str(folder))
+        self.measuring = HostMeasurement(share, {}, selectors.SelectSelector(), hooks, lambda: self.now)
         self.measuring.set_interval(1.0, self.now)
-        look = metrics.Metrics._look
+        look = measuring.Metrics._look
 
         def looked(*args: Any) -> Any:
             if self.broken:
                 raise KeyError("cpu")
             return look(*args)
 
-        monkeypatch.setattr(metrics.Metrics, "_look", looked)
+        monkeypatch.setattr(measuring.Metrics, "_look", looked)
 
     def say(self, kind: str, **members: Any) -> None:
         self.said.append((kind, members))

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrun_runtime.agent import metrics as frames
-from distrun_runtime.agent.metrics import NAMES, TURN, Reports, checked
+from distrun_runtime.agent import measuring as frames
+from distrun_runtime.agent.measuring import NAMES, TURN, Reports, checked
 from distrun_runtime.contract import metrics, session
 from distrun_runtime.contract.metrics import Sender
 
@@ -155,7 +155,7 @@ def test_datagrams_are_taken_in_few_turns_before_a_socket_is_full(
     """So many a second, for three seconds of a clock that is made up. The other task's find room anyway."""
     now = [0.0]
     clock = types.SimpleNamespace(monotonic=lambda: now[0], time=time.time)
-    monkeypatch.setattr("distrun_runtime.agent.metrics.time", clock)
+    monkeypatch.setattr("distrun_runtime.agent.measuring.time", clock)
     took, missing, steps = 0, 0, 1000
     for at in range(3 * steps):
         now[0] = at / steps

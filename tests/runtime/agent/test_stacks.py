@@ -71,13 +71,18 @@ class Rig:
         self.selector = selectors.PollSelector()
         self.stacks = StackReader(str(folder), self.tasks, self.selector)
         self.answers: list[StackAnswer] = []
+        self.interpreter = folder / "here" / "python"
+        """A link: there may be a py-spy beside the interpreter of these tests, and it would be asked first."""
+        self.interpreter.parent.mkdir()
+        self.interpreter.symlink_to(sys.executable)
 
     def start(self, *argv: str, path: str = os.defpath) -> Task:
         made = self.tasks["worker-0"] = Task(*argv, path=path)
         return made
 
     def python(self, code: str, **more: str) -> Task:
-        made = self.start(sys.executable, "-c", textwrap.dedent(code), str(self.folder / "stacks-%d.txt"), **more)
+        stacks_file = str(self.folder / "stacks-%d.txt")
+        made = self.start(str(self.interpreter), "-c", textwrap.dedent(code), stacks_file, **more)
         assert made.line() == "ready\n"
         return made
 
@@ -95,9 +100,7 @@ class Rig:
             for key, _ in self.selector.select(max(0.0, left_s)):
                 key.data()
             for spy in list(self.stacks._spies):
-                pid, status = os.waitpid(spy.pid, os.WNOHANG)
-                if pid:
-                    self.stacks.reaped(pid, status)
+                spy.look()
             if time.monotonic() >= self.stacks.next_at:
                 self.stacks.tick(time.monotonic())
         return self.answers.pop()
@@ -132,7 +135,8 @@ def test_a_process_that_offered_its_stacks_writes_them(rig: Rig) -> None:
 
 def test_a_child_of_the_task_may_be_the_one_that_offered(rig: Rig) -> None:
     code = textwrap.dedent(OFFERS)
-    shell = rig.start("sh", "-c", '"$@"; true', "sh", sys.executable, "-c", code, str(rig.folder / "stacks-%d.txt"))
+    argv = (str(rig.interpreter), "-c", code, str(rig.folder / "stacks-%d.txt"))
+    shell = rig.start("sh", "-c", '"$@"; true', "sh", *argv)
     assert shell.line() == "ready\n"
     [child] = process.descendants([shell.leader.pid])
     rig.stacks.heard("worker-0", {"pid": child.pid, "start": child.start, "how": "sigurg"})

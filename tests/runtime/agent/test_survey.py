@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from agentkit import HOST, WAIT_S, AgentDriver, agent, new_job, poll, python, shell
 
-from distrun_runtime.agent import query, record, stopping
+from distrun_runtime.agent import query, share, stopping
 from distrun_runtime.contract import process
 from distrun_runtime.contract.plan import Limits
 from distrun_runtime.errors import ContractError
@@ -80,7 +80,7 @@ def test_a_running_job_is_found_with_its_tasks(way: str, monkeypatch: pytest.Mon
         poll(lambda: ("worker-0", "sleep") in commands(), "its child has become another program")
         job = found(driver.job)
         assert (job["host"], job["agent"], job["guard"]) == (HOST, "alive", "alive")
-        assert job["folder"] == record.folders(driver.job)[0]
+        assert job["folder"] == share.folders_of(driver.job)[0]
         tasks = commands()
         assert ("worker-0", "sh") in tasks
         assert {"agent", "guard"} <= {task for task, _ in tasks}
@@ -113,7 +113,7 @@ def test_a_stopped_agent_is_told_from_a_dead_one() -> None:
 def test_pings_are_signs_of_life() -> None:
     with agent(shell("echo ready; sleep 600"), limits=Limits(lease_s=77.0)) as driver:
         running(driver)
-        path = os.path.join(record.folders(driver.job)[0], record.RECORD)
+        path = os.path.join(share.folders_of(driver.job)[0], share.RECORD)
         os.utime(path, (1, 1))
         assert found(driver.job)["quiet_s"] > 1000
         driver.say("ping", n=1)
@@ -155,7 +155,7 @@ def test_the_scheduler_is_called_by_its_marks_as_the_plan_calls_it() -> None:
 def test_a_job_whose_record_was_tidied_away_still_has_its_agent() -> None:
     with agent(shell("echo ready; sleep 600")) as driver:
         running(driver)
-        record.remove(record.folders(driver.job)[0])
+        share.remove_folder(share.folders_of(driver.job)[0])
         job = found(driver.job)
         assert (job["agent"], job["guard"]) == ("alive", "alive")
 
@@ -167,7 +167,7 @@ def test_a_folder_that_nothing_belongs_to_is_told_of_and_removed() -> None:
         os.kill(found(driver.job)["processes"][0]["pid"], signal.SIGKILL)
         poll(lambda: found(driver.job)["processes"] == [], "nothing lives")
         assert query.answer("sweep", {"job": driver.job, "grace_s": 0.1}) == {"ended": [], "left": []}
-        assert record.folders(driver.job) == []
+        assert share.folders_of(driver.job) == []
 
 
 def test_records_are_found_by_who_has_other_variables() -> None:
@@ -316,5 +316,5 @@ def test_jobs_of_two_stores_by_one_id_are_told_apart_and_ended_apart(way: str, m
         (other,) = [each for each in query.answer("survey", {})["jobs"] if each["job"] == id_]
         assert other["nonce"] == "b" * 16
         assert {row["task"] for row in other["processes"]} == {"worker-0"}
-        assert stopping.sweep(id_, 0.1).ended == (), "without its nonce it is another job"
+        assert stopping.sweep(id_, 0.1).ended == [], "without its nonce it is another job"
         assert len(stopping.sweep(id_, 1.0, "b" * 16).ended) >= 2

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from agentkit import poll
 
-from distrun_runtime.agent import record, stopping
-from distrun_runtime.agent.record import Record
+from distrun_runtime.agent import share, stopping
+from distrun_runtime.agent.share import Record
 from distrun_runtime.contract import process
 from distrun_runtime.contract.process import Identity, Process
 
@@ -38,18 +38,18 @@ def test_marked_processes_and_their_children_are_ended_and_reported(job: str) ->
     poll(lambda: len(process.descendants([child.pid])) == 1, "it has its child")
     report = stopping.sweep(job, 60.0)
     assert child.wait(60) == -signal.SIGTERM
-    assert report.left == ()
+    assert report.left == []
     assert row.pid in {pid for pid, _ in report.ended}
     assert len(report.ended) == 2
 
 
 def test_nothing_to_end_is_no_error(job: str) -> None:
     report = stopping.sweep(job, 0.1)
-    assert (report.ended, report.left, report.folders) == ((), (), ())
+    assert report == ([], [])
 
 
 def test_the_control_socket_of_a_dead_coordinator_goes_and_that_of_a_living_one_stays(job: str) -> None:
-    path = Path(record.private_root()) / f"{job}.s"
+    path = Path(share.private_root()) / f"{job}.s"
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
         listening.listen()

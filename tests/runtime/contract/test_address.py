@@ -1,4 +1,4 @@
-"""Which address peers use."""
+"""Which address peers use, and which ports."""
 
 from __future__ import annotations
 
@@ -97,3 +97,15 @@ def test_what_other_machines_can_reach_leaves_out_loopback_and_link_local(monkey
     assert (address.reachable(False), address.reachable(True)) == (["10.0.0.1"], ["fd00::1"])
     monkeypatch.setattr(address, "interfaces", lambda: rows[:1])
     assert (address.reachable(False), address.reachable(True)) == (["127.0.0.1"], [])
+
+
+@pytest.mark.parametrize("text", ["x", "0-5", "9-8", "1-65536", "1-2-3"])
+def test_malformed_range_is_refused(text: str) -> None:
+    with pytest.raises(ContractError, match="expected A-B"):
+        address.ports_to_try(text)
+
+
+def test_every_port_of_a_range_is_tried_once() -> None:
+    assert sorted(address.ports_to_try("100-110")) == list(range(100, 111))
+    assert address.ports_to_try("7") == [7]
+    assert address.ports_to_try("") == [0]

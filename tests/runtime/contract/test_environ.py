@@ -73,14 +73,6 @@ def test_stale_names_cover_what_describes_one_task_of_an_outer_job() -> None:
     assert not {"PATH", "PYTHONPATH", "PS_VERBOSE", "DMLC_INTERFACE", "XDG_RUNTIME_DIR"} & set(stale)
 
 
-def test_put_knows_only_names_of_the_table() -> None:
-    env: dict[str, str] = {}
-    environ.put("PS_VERBOSE", "1", env)
-    assert env == {"PS_VERBOSE": "1"}
-    with pytest.raises(KeyError):
-        environ.put("PS_VERBOSITY", "1", env)
-
-
 def test_snapshot_in_bytes_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ODD", os.fsdecode(b"\xff\xe9"))
     assert environ.snapshot_bytes()[b"ODD"] == b"\xff\xe9"

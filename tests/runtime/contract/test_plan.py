@@ -106,12 +106,12 @@ def test_share_holds_the_hosts_own_tasks_and_one_other_host_and_not_how_they_are
     hosts = tuple(Host("d%d" % number, reach=Reach({"identity": "~/.ssh/key"})) for number in (1, 2, 3))
     whole = example()._replace(hosts=hosts)
     for name, kept, tasks in (("d1", ["d1", "d2"], ["worker-0"]), ("d3", ["d1", "d3"], [])):
-        share = whole.share(name)
+        share = plan.shares(whole)(name)
         assert [task.name for task in share.tasks] == tasks
         assert [host.name for host in share.hosts] == kept
         assert [host.reach for host in share.hosts] == [{}, {}]
     alone = example()._replace(hosts=hosts[:1])
-    assert [host.name for host in alone.share("d1").hosts] == ["d1"]
+    assert [host.name for host in plan.shares(alone)("d1").hosts] == ["d1"]
 
 
 def test_tasks_of_a_role_come_in_plan_order_and_unknown_names_are_key_errors() -> None:

@@ -21,9 +21,9 @@ import pytest
 from distrun_cli import wait_until
 
 from distrun_runtime.contract import control as frames
-from distrun_runtime.contract import lasting, session
-from distrun_runtime.coordinator import messages, service
-from distrun_runtime.coordinator.control import ControlSocket
+from distrun_runtime.contract import private, session
+from distrun_runtime.coordinator import clients, messages, service
+from distrun_runtime.coordinator.clients import ControlSocket
 from distrun_runtime.coordinator.service import Service
 from distrun_runtime.errors import ContractError
 
@@ -92,6 +92,7 @@ class Client:
 class Numbers:
     """Output that never ends: the reader of a job that prints without a pause."""
 
+    has_more = True
     made: list[Numbers]
 
     def __init__(self, wanted: frames.Output) -> None:
@@ -104,7 +105,7 @@ class Numbers:
         chunk = frames.Chunk("worker-0", "d1", "out", self.cursor, limit, data, self.cursor + limit)
         self.cursor += limit
         self.read_bytes += limit
-        return frames.output(chunk)
+        return frames.encode(chunk)
 
     def close(self) -> None:
         self.closed = True
@@ -123,16 +124,19 @@ class Log:
 
 
 class _LogReader:
+    has_more = True
+
     def __init__(self, log: Log, cursor: int) -> None:
         self._log = log
         self.cursor = cursor
 
     def read(self, limit: int) -> bytes:
-        if self.cursor == len(self._log.lines):
+        self.has_more = self.cursor < len(self._log.lines)
+        if not self.has_more:
             return b""
         data = self._log.lines[self.cursor]
         self.cursor += 1
-        return frames.output(frames.Chunk("worker-0", "d1", "out", 0, len(data), data, self.cursor))
+        return frames.encode(frames.Chunk("worker-0", "d1", "out", 0, len(data), data, self.cursor))
 
     def close(self) -> None:
         pass
@@ -204,8 +208,8 @@ def link(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (link, "is not a directory; remove it"),
-        (lambda path: path.write_text(""), "is not a directory; remove it"),
+        (link, "is not a folder"),
+        (lambda path: path.write_text(""), "is not a folder"),
         (lambda path: path.mkdir(mode=0o755), "has mode 0755; fix: chmod 700"),
         pytest.param(
             lambda path: (path.mkdir(mode=0o700), os.chown(path, 4711, 4711)),
@@ -238,16 +242,16 @@ def test_the_socket_of_a_dead_coordinator_is_replaced_and_those_of_others_are_re
     Path(folder, "kept").touch()
     listener = ControlSocket("mine", folder)
     assert sorted(os.listdir(folder)) == ["kept", "mine.s"]
-    assert lasting.is_live(listener.path)
+    assert private.is_live(listener.path)
     listener.close()
 
 
 def test_the_socket_of_a_living_coordinator_is_never_replaced(folder: str) -> None:
     first, second = ControlSocket("same", folder), ControlSocket("same", folder)
     assert first.path != second.path
-    assert lasting.is_live(first.path)
+    assert private.is_live(first.path)
     second.close()
-    assert lasting.is_live(first.path)
+    assert private.is_live(first.path)
     first.close()
 
 
@@ -265,14 +269,14 @@ def test_a_folder_that_another_user_made_first_keeps_nobody_from_a_socket(monkey
         taken = Path(shared, "distrun-0")
         taken.mkdir(mode=0o700)
         os.chown(taken, 4711, 4711)
-        monkeypatch.setattr(lasting, "root", lambda: str(taken))
+        monkeypatch.setattr(private, "lasting_root", lambda: str(taken))
         first, second = ControlSocket("j"), ControlSocket("k")
         folder = os.path.dirname(first.path)
         assert folder == os.path.dirname(second.path)
         assert folder.startswith(f"{taken}-")
         first.socket.close()
-        lasting.remove_dead(first.path)
-        lasting.remove_dead(second.path)
+        private.remove_dead(first.path)
+        private.remove_dead(second.path)
         assert os.listdir(folder) == ["k.s"]
         second.close()
 
@@ -355,12 +359,12 @@ def test_who_asks_for_stacks_gets_the_answers_to_that_question(job: Job) -> None
     other.send("stack")
     wait_until(lambda: len(job.handled) == 2, LIMIT_S)
     assert job.handled == [messages.StackWanted(1, "worker-0"), messages.StackWanted(2, "")]
-    job.service.stack(2, {"task": "worker-1", "text": "b", "left": 1})
-    job.service.stack(1, {"task": "worker-0", "text": "a", "left": 0})
-    job.service.stack(2, {"task": "worker-0", "text": "a", "left": 0})
+    job.service.stack(2, frames.TaskStack("worker-1", 1, "b"))
+    job.service.stack(1, frames.TaskStack("worker-0", 0, "a"))
+    job.service.stack(2, frames.TaskStack("worker-0", 0, "a"))
     assert one.next().header["text"] == "a"
     assert [other.next().header["text"] for _ in range(2)] == ["b", "a"]
-    job.service.stack(2, {"task": "worker-0", "text": "late", "left": 0})
+    job.service.stack(2, frames.TaskStack("worker-0", 0, "late"))
     assert one.ask("state").type == "state"
 
 
@@ -371,7 +375,7 @@ def test_answers_for_a_client_that_has_gone_are_nobodys(job: Job) -> None:
     wait_until(lambda: len(job.handled) == 1, LIMIT_S)
     client.socket.close()
     wait_until(lambda: not job.service._asking, LIMIT_S)
-    job.service.stack(1, {"task": "worker-0", "text": "a", "left": 0})
+    job.service.stack(1, frames.TaskStack("worker-0", 0, "a"))
     assert Client(job.path).ask("state").type == "state"
 
 
@@ -447,7 +451,7 @@ def test_the_outcome_comes_after_all_output_and_ends_the_connection(job: Job) ->
 def test_a_stopped_client_costs_nothing_and_gets_a_snapshot_for_what_it_missed(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "MAIL_LIMIT", 200_000)
+    monkeypatch.setattr(clients, "MAIL_LIMIT", 200_000)
     client = Client(job.path)
     client.send("subscribe", events=True)
     client.ask("state")
@@ -586,7 +590,7 @@ def test_snapshot_that_is_too_large_for_a_frame_costs_no_client_its_connection(j
 
 def test_a_snapshot_that_nobody_wants_is_not_kept(job: Job) -> None:
     job.service.metrics({"time": 1})
-    assert job.service._snapshot_value is None
+    assert job.service._snapshot is None
 
 
 def test_only_the_newest_snapshot_waits_for_a_stopped_client(job: Job) -> None:

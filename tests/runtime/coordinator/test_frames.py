@@ -116,7 +116,7 @@ def test_an_unknown_frame_is_only_a_warning() -> None:
 
 def test_begin_carries_the_hosts_own_tasks_and_only_their_secrets() -> None:
     plan = sample_plan(hosts=("d1", "d2"))
-    value = decoded(messages.begin(plan, Secrets("abc", {"MY_TOKEN": "s", "OTHER": "t"}), "d2"))
+    value = decoded(messages.begin(plans.shares(plan)("d2"), Secrets("abc", {"MY_TOKEN": "s", "OTHER": "t"}), "d2"))
     assert (value["token"], value["host"], value["secret_env"]) == ("abc", "d2", {})
     assert [task.name for task in plans.from_json(value["plan"]).tasks] == ["worker-1"]
 

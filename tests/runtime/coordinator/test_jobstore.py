@@ -247,7 +247,7 @@ def test_tasks_of_a_lost_job_that_had_not_ended_are_lost(tmp_path: Path) -> None
 
 def test_a_lost_job_was_heard_of_when_anything_of_it_was_last_written(tmp_path: Path) -> None:
     folder = store(tmp_path, "a-1").find("a-1")
-    folder.record("started", task="worker-0")
+    folder.append(jobfolder.event("started", task="worker-0"))
     folder.log_path("worker-0").write_text("hello\n")
     orphan(folder)
     later = time.time() + 60
@@ -408,8 +408,8 @@ def test_a_write_that_fails_leaves_the_old_state(tmp_path: Path, monkeypatch: py
 
 def test_events_are_one_object_a_line(tmp_path: Path) -> None:
     folder = store(tmp_path, "a-1").find("a-1")
-    folder.record("started", task="worker-0")
-    folder.record("said", text="two\nlines \udcff")
+    folder.append(jobfolder.event("started", task="worker-0"))
+    folder.append(jobfolder.event("said", text="two\nlines \udcff"))
     lines = [json.loads(line) for line in (folder.path / "events.jsonl").read_text().splitlines()]
     assert [(line["event"], line["version"]) for line in lines] == [("started", 1), ("said", 1)]
 
@@ -547,7 +547,7 @@ def test_events_have_a_bound_and_the_newest_stay(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(jobfolder, "EVENTS_BYTES", 4096)
     folder = JobStore(tmp_path).create(sample_plan())
     for number in range(1000):
-        folder.record("said", level="info", text="x" * 50, number=number)
+        folder.append(jobfolder.event("said", level="info", text="x" * 50, number=number))
         assert sum(path.stat().st_size for path in folder.path.glob("events*.jsonl")) <= 2 * 4096
     numbers = [event["number"] for event in folder.last_events(6000)]
     assert numbers == list(range(numbers[0], 1000))

@@ -14,7 +14,7 @@ from sample_plan import sample_plan
 
 from distrun_runtime.contract import session
 from distrun_runtime.contract.control import OutputWanted
-from distrun_runtime.coordinator import logs
+from distrun_runtime.coordinator import logreader, logs
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.logreader import LoggedOutput, LogPiece, LogReader
 from distrun_runtime.coordinator.logs import SIZE, IndexEntry, IndexWriter, LogFile, Spool, decode, encode, tail
@@ -411,3 +411,22 @@ def test_a_client_gets_the_output_of_the_tasks_that_it_names_from_where_it_says(
     output.close()
     assert [frame.body for frame in frames] == texts
     assert all(frame.header["time"] > 0 and frame.header["attempt"] >= 0 for frame in frames)
+
+
+def test_one_read_for_a_client_looks_at_a_bounded_part_of_a_long_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logreader, "_SCAN", 10)
+    folder = JobFolder.submit(tmp_path, {"name": "", "launcher": "slurm", "command": ["true"], "cwd": "/"})
+    folder.start(sample_plan())
+    writing = Writing(folder.logs)
+    for _ in range(50):
+        writing.turn(("worker-1", "out", b"of another\n"))
+    writing.turn(("worker-0", "out", b"mine\n"))
+    output = LoggedOutput(folder, OutputWanted(0, tasks=("worker-0",)))
+    found = [output.read(1000)]
+    while output.has_more:
+        found.append(output.read(1000))
+    output.close()
+    assert [bool(each) for each in found[:6]] == [False] * 5 + [True]
+    assert [frame.body for frame in session.Decoder().feed(b"".join(found))] == [b"mine\n"]

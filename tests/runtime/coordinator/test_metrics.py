@@ -32,7 +32,7 @@ def test_rates_are_made_by_the_agents_clock_not_by_when_frames_arrive() -> None:
     job.take("d1", frame(12, **{"worker-0": {"cpu_s": 8.0, "read": 0, "write": 5000}}), 77.0, WALL + 77)
     task, host = job.tasks["worker-0"], job.hosts["d1"]
     assert (task.cpu, task.read, task.write) == (1.5, 0.0, 2000.0)
-    assert (host.cpu, host.net_rx) == (2.0, 100.0)
+    assert (host.rates["cpu_s"], host.rates["net_rx"]) == (2.0, 100.0)
     assert host.shown(80.0)["cpu"] == 0.5
     assert host.shown(80.0)["heard_s"] == 3.0
 
@@ -100,7 +100,7 @@ def test_agents_of_one_node_make_one_host() -> None:
         job.take("0", frame(clock, **{"worker-0": {"cpu_s": clock}}), clock, WALL)
         job.take("1", frame(clock + 0.01, **{"worker-1": {"cpu_s": clock}}), clock, WALL)
     assert set(job.hosts) == {"d1"}
-    assert job.hosts["d1"].cpu == 2.0
+    assert job.hosts["d1"].rates["cpu_s"] == 2.0
     assert job.tasks["worker-1"].cpu == 1.0
     assert job.totals(11.0, 1.0)["cpu"] == 2.0
 

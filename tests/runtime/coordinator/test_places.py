@@ -51,7 +51,7 @@ def test_places_come_back_from_json() -> None:
 
 
 def test_a_place_gets_its_own_tasks_and_knows_the_places_of_its_node() -> None:
-    [frame] = session.Decoder().feed(encoded(messages.begin(two_places(), Secrets(), "2")))
+    [frame] = session.Decoder().feed(encoded(messages.begin(plans.shares(two_places())("2"), Secrets(), "2")))
     assert (frame.header["host"], frame.header["place"]) == ("d1", "2")
     share = plans.from_json(frame.header["plan"])
     assert [task.name for task in share.tasks] == ["worker-1"]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from distrun_runtime.contract import session
-from distrun_runtime.coordinator import output, service
+from distrun_runtime.coordinator import clients, service
 from distrun_runtime.coordinator.service import Service
 
 LIMIT_S = 20.0
@@ -95,7 +95,7 @@ def test_output_messages_and_outcome_arrive_in_order(pair: tuple[Service, Client
 def test_a_slow_client_gets_places_in_the_log_and_every_message(
     pair: tuple[Service, Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "QUEUE_LIMIT", 100_000)
+    monkeypatch.setattr(clients, "QUEUE_LIMIT", 100_000)
     connection, client = pair
     for number in range(300):
         connection.output("worker-0", "h1", "out", b"x" * 10_000, number * 10_000)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from distrun_runtime.contract import facts
+from distrun_runtime.contract.control import TaskStack
 from distrun_runtime.coordinator.failures import TaskResult
-from distrun_runtime.coordinator.jobrun import ANSWER_S, StackQueries, StackTold
+from distrun_runtime.coordinator.jobrun import ANSWER_S, StackQueries
 from distrun_runtime.coordinator.messages import AskStack, StackFound, StackWanted
 
 PLACES = {"scheduler": "h1", "server-0": "h1", "worker-0": "h1", "worker-1": "h2"}
@@ -27,10 +28,8 @@ def ask(stacks: StackQueries, task: str = "", number: int = 1, reached: str = "h
     return stacks.wanted(StackWanted(number, task), tasks(**changes), set(reached.split()), 100.0)
 
 
-def said(told: list[StackTold]) -> list[tuple[str, str, int]]:
-    return [
-        (each.members["task"], each.members["text"] or each.members["error"], each.members["left"]) for each in told
-    ]
+def said(told: list[tuple[int, TaskStack]]) -> list[tuple[str, str, int]]:
+    return [(each.task, each.text or each.error, each.left) for _, each in told]
 
 
 def test_each_task_has_one_answer_and_the_last_says_so() -> None:

@@ -312,6 +312,14 @@ def test_a_signal_that_agents_got_is_given_to_the_workers_of_other_hosts_once_an
     assert [each.tasks for each in history.did(SignalTasks)[4:]] == [("worker-0",), ("worker-1",), ("worker-2",)]
 
 
+def test_a_signal_that_client_and_coordinator_got_is_given_once_and_again_if_the_client_repeats_it() -> None:
+    plan = sample_plan(workers=1, servers=0)._replace(forward_signals=("USR1",))
+    history = History(plan).start()
+    history.tell(messages.TasksSignal("USR1", by="client")).tell(messages.TasksSignal("USR1"))
+    assert len(history.did(SignalTasks)) == 1
+    assert len(history.tell(messages.TasksSignal("USR1", by="client")).did(SignalTasks)) == 2
+
+
 def test_a_signal_that_is_not_forwarded_changes_nothing_and_says_what_to_type() -> None:
     history = History(sample_plan()).start().tell(messages.TasksSignal("USR2"))
     assert history.did(SignalTasks) == []

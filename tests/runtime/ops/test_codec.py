@@ -250,7 +250,7 @@ def test_residuals_and_payloads_of_another_length_are_refused(name: str) -> None
     with pytest.raises(ValueError, match="another length"):
         found.encode(values, np.zeros(39, np.float32), params)
     with pytest.raises(ValueError, match="another length"):
-        found.encode(values, None, params, np.zeros(1, np.uint8))
+        found.write(values, None, params, np.zeros(1, np.uint8))
 
 
 @pytest.mark.parametrize("places", [(1, 4), (2, 1), (1, 1), (0, 2**32 - 1)])

@@ -114,7 +114,7 @@ def test_what_cannot_be_a_rule_is_refused_with_the_reason(name: str, params: dic
 
 
 def test_the_spec_of_a_rule_of_ones_own_is_made_without_its_module() -> None:
-    spec = rules.spec_of("absent_module:Rule", {"steps": (1, 2), "x": {"y": None}})
+    spec = rules.RuleSpec.of("absent_module:Rule", {"steps": (1, 2), "x": {"y": None}})
     assert spec.params == {"steps": [1, 2], "x": {"y": None}}
     assert rules.RuleSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
     assert spec.changed({"params": {"x": 3}}).params == {"steps": [1, 2], "x": 3}

@@ -355,8 +355,10 @@ def test_torchs_names_of_parameters_are_understood(name: str, given_: dict[str, 
     found = rules.make(name, given_).params
     assert {word: found[word] for word in expected} == expected
     assert rules.make(name, expected).params.keys() == found.keys()
-    spec = rules.spec_of(name, {})
-    assert spec.changed(json.loads(json.dumps(rules.change_of(given_)))).params == rules.spec_of(name, given_).params
+    spec = rules.RuleSpec.of(name, {})
+    assert (
+        spec.changed(json.loads(json.dumps(rules.change_of(given_)))).params == rules.RuleSpec.of(name, given_).params
+    )
 
 
 @pytest.mark.parametrize("name", sorted(set(rules.RULES) - {"test"}))

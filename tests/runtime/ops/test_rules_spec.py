@@ -26,9 +26,9 @@ def test_a_spec_is_complete_and_the_same_after_its_way_through_json() -> None:
 def test_specs_that_say_the_same_are_equal() -> None:
     one = RuleSpec.of("sgd", {}, [("b", 2), ("a", 3)])
     assert one == RuleSpec.of("sgd", {"learning_rate": 0.01}, {"a": 3.0, "b": 2.0, "c": 1.0})
-    assert rules.same(one, rules.spec_of("sgd", {}))
+    assert rules.same(one, rules.RuleSpec.of("sgd", {}))
     assert rules.same(rules.rule_of(one), one)
-    assert rules.difference(one, rules.spec_of("sgd", {"lr": 1})) == "sgd with learning_rate=0.01, not 1.0"
+    assert rules.difference(one, rules.RuleSpec.of("sgd", {"lr": 1})) == "sgd with learning_rate=0.01, not 1.0"
 
 
 def test_a_key_has_its_own_multipliers_and_name() -> None:
@@ -60,15 +60,15 @@ def test_a_change_replaces_what_it_names_and_leaves_the_rest() -> None:
 
 
 def test_the_learning_rate_and_the_base_of_a_schedule_are_one_number() -> None:
-    both = rules.spec_of("adam", {"lr": 0.5, "lr_scheduler": Factor(10, 0.1)})
+    both = rules.RuleSpec.of("adam", {"lr": 0.5, "lr_scheduler": Factor(10, 0.1)})
     assert both.params["lr_scheduler"]["base_lr"] == both.params["learning_rate"] == 0.5  # type: ignore[index, call-overload]
-    alone = rules.spec_of("adam", {"lr_scheduler": Factor(10, 0.1, base_lr=0.3)})
+    alone = rules.RuleSpec.of("adam", {"lr_scheduler": Factor(10, 0.1, base_lr=0.3)})
     assert alone.params["learning_rate"] == 0.3
-    assert rules.spec_of("adam", alone.params) == alone
+    assert rules.RuleSpec.of("adam", alone.params) == alone
 
 
 def test_a_schedule_put_in_place_or_taken_away_while_running_changes_the_rate() -> None:
-    spec = rules.spec_of("sgd", {"lr": 0.5})
+    spec = rules.RuleSpec.of("sgd", {"lr": 0.5})
     scheduled = spec.changed({"params": {"lr_scheduler": Constant(0.2).to_json()}})
     assert scheduled.params["learning_rate"] == 0.2
     plain = scheduled.changed({"params": {"lr_scheduler": None}})
@@ -78,7 +78,7 @@ def test_a_schedule_put_in_place_or_taken_away_while_running_changes_the_rate() 
 
 
 def test_a_learning_rate_beside_a_schedule_that_stays_is_refused_with_the_fix() -> None:
-    spec = rules.spec_of("sgd", {"lr_scheduler": Constant(0.2)})
+    spec = rules.RuleSpec.of("sgd", {"lr_scheduler": Constant(0.2)})
     with pytest.raises(KVError, match=r"comes from lr_scheduler .*give lr_scheduler=None and learning_rate=0\.1"):
         spec.changed({"params": {"lr": 0.1}})
     assert spec.changed({"params": {"wd": 0.1}}).params["wd"] == 0.1
@@ -98,7 +98,7 @@ def test_the_schedule_is_asked_for_the_updates_of_each_weight() -> None:
 def test_a_change_travels_as_json_whatever_numbers_it_is_made_of() -> None:
     params = {"lr": np.float32(0.5), "lr_scheduler": None, "clip_gradient": np.int64(2)}
     change = rules.change_of(params, {np.int64(3): np.float64(2)}, {"b": 0})  # type: ignore[dict-item]
-    spec = rules.spec_of("sgd", {}).changed(json.loads(json.dumps(change)))
+    spec = rules.RuleSpec.of("sgd", {}).changed(json.loads(json.dumps(change)))
     assert spec == RuleSpec.of("sgd", {"lr": 0.5, "clip_gradient": 2}, {3: 2}, {"b": 0})
     scheduled = rules.change_of({"lr_scheduler": Factor(3, 0.5)})
     assert spec.changed(json.loads(json.dumps(scheduled))).params["lr_scheduler"] == Factor(3, 0.5).to_json()
@@ -125,7 +125,7 @@ def test_a_change_travels_as_json_whatever_numbers_it_is_made_of() -> None:
 )
 def test_a_wrong_change_is_refused_and_says_what_would_be_right(change: Any, words: str) -> None:
     with pytest.raises(KVError, match=words):
-        rules.spec_of("sgd", {}).changed(change)
+        rules.RuleSpec.of("sgd", {}).changed(change)
 
 
 @pytest.mark.parametrize("value", [None, {}, {"name": "sgd"}, {"name": "sgd", "params": []}])

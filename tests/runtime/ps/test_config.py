@@ -10,8 +10,8 @@ import pytest
 
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import ContractError
-from distrun_runtime.ps import config
-from distrun_runtime.ps.config import import_all
+from distrun_runtime.ps import node
+from distrun_runtime.ps.node import import_all
 from distrun_runtime.transport.base import Heartbeat
 
 BASE = {
@@ -29,8 +29,8 @@ def without(name: str) -> dict[str, str]:
 
 def test_the_seeds_variables_are_enough() -> None:
     """The manual start sets only the DMLC_* ones."""
-    read = config.read("worker", BASE)
-    assert (read.role, read.rank, read.job, read.token) == ("worker", -1, config.OPEN_JOB, b"")
+    read = node.read("worker", BASE)
+    assert (read.role, read.rank, read.job, read.token) == ("worker", -1, node.OPEN_JOB, b"")
     assert (read.workers, read.servers, read.root, read.root_port) == (2, 3, "127.0.0.1", 9091)
     assert (read.address, read.root_endpoint) == ("127.0.0.1", "tcp://127.0.0.1:9091")
     assert (read.heartbeat, read.start_timeout_s, read.op_timeout_s) == (Heartbeat(2, 10), 120, 1800)
@@ -54,7 +54,7 @@ def test_all_that_the_launcher_gives_is_read(tmp_path: Path) -> None:
         "PS_VERBOSE": "2",
         "DISTRUN_PORT_RANGE": "20000-20002",
     }
-    read = config.read("worker", {**BASE, **more})
+    read = node.read("worker", {**BASE, **more})
     assert (read.job, read.host, read.token, read.incarnation, read.rank) == ("calm-otter-7f3", "d7", b"abc", 2, 1)
     assert (read.heartbeat, read.start_timeout_s, read.op_timeout_s) == (Heartbeat(0.5, 3), 7, 8)
     assert (read.bigarray_bound, read.verbose, read.ports) == (10, 2, (20000, 20001, 20002))
@@ -62,38 +62,38 @@ def test_all_that_the_launcher_gives_is_read(tmp_path: Path) -> None:
 
 def test_modules_of_users_rules_are_the_servers_business() -> None:
     env = {**BASE, "DISTRUN_SERVER_IMPORT": "my_rules, more.rules,"}
-    assert config.read("server", env).server_imports == ("my_rules", "more.rules")
-    assert config.read("worker", env).server_imports == ()
-    assert config.read("server", BASE).server_imports == ()
+    assert node.read("server", env).server_imports == ("my_rules", "more.rules")
+    assert node.read("worker", env).server_imports == ()
+    assert node.read("server", BASE).server_imports == ()
 
 
 def test_the_device_of_a_server_is_read_by_servers() -> None:
     env = {**BASE, "DISTRUN_SERVER_DEVICE": "cuda:2", "DISTRUN_SERVER_GPU_MEMORY": "3", "DISTRUN_LOCAL_RANK": "1"}
-    read = config.read("server", env)
+    read = node.read("server", env)
     assert (read.server_device, read.server_gpu_bytes, read.local_rank) == ("gpu:2", 3 << 20, 1)
-    assert config.read("server", BASE).server_device == config.read("worker", env).server_device == "auto"
+    assert node.read("server", BASE).server_device == node.read("worker", env).server_device == "auto"
     with pytest.raises(
         ContractError, match=r"DISTRUN_SERVER_DEVICE='gpu-2' on host .*: expected auto, cpu, gpu or gpu"
     ):
-        config.read("server", {**env, "DISTRUN_SERVER_DEVICE": "gpu-2"})
+        node.read("server", {**env, "DISTRUN_SERVER_DEVICE": "gpu-2"})
 
 
 @pytest.mark.parametrize("name", ["DMLC_NUM_SERVER", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"])
 def test_a_variable_that_is_missing_is_named(name: str) -> None:
     with pytest.raises(ContractError, match="%s is not set on host " % name):
-        config.read("worker", without(name))
+        node.read("worker", without(name))
 
 
 def test_without_a_job_the_way_to_one_is_shown() -> None:
     with pytest.raises(ContractError, match="a dist store needs a job: DMLC_NUM_WORKER is not set") as caught:
-        config.read("worker", {})
+        node.read("worker", {})
     assert "distrun launch -n 2 -s 2" in str(caught.value)
     assert "`local` needs none" in str(caught.value)
 
 
 def test_a_job_without_servers_is_an_error_that_says_how_to_have_some() -> None:
     with pytest.raises(ContractError, match="at least one: launch with -s 1 or more"):
-        config.read("worker", {**BASE, "DMLC_NUM_SERVER": "0"})
+        node.read("worker", {**BASE, "DMLC_NUM_SERVER": "0"})
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_job_without_servers_is_an_error_that_says_how_to_have_some() -> None:
 )
 def test_a_wrong_value_is_named_with_the_variable_and_what_would_be_right(name: str, value: str) -> None:
     with pytest.raises(ContractError) as caught:
-        config.read("worker", {**BASE, name: value})
+        node.read("worker", {**BASE, name: value})
     assert "%s=%r" % (name, value) in str(caught.value)
     assert "expected" in str(caught.value)
 
@@ -135,7 +135,7 @@ def test_a_wrong_value_is_named_with_the_variable_and_what_would_be_right(name: 
 def test_a_timeout_that_is_not_longer_than_the_interval_is_an_error() -> None:
     env = {**BASE, "PS_HEARTBEAT_INTERVAL": "5", "PS_HEARTBEAT_TIMEOUT": "5"}
     with pytest.raises(ContractError, match="PS_HEARTBEAT_TIMEOUT=5 is not longer than PS_HEARTBEAT_INTERVAL=5"):
-        config.read("worker", env)
+        node.read("worker", env)
 
 
 @pytest.mark.parametrize(
@@ -150,15 +150,15 @@ def test_a_timeout_that_is_not_longer_than_the_interval_is_an_error() -> None:
     ],
 )
 def test_the_rank_is_the_launchers_index_or_none(role: str, given: dict[str, str], rank: int) -> None:
-    assert config.read(role, {**BASE, **given}).rank == rank
+    assert node.read(role, {**BASE, **given}).rank == rank
 
 
 def test_a_scheduler_without_a_port_publishes_one_and_needs_no_address_of_itself() -> None:
     env = {key: value for key, value in BASE.items() if "ROOT" not in key}
-    read = config.read("scheduler", env)
+    read = node.read("scheduler", env)
     assert (read.root, read.root_port, read.address) == ("", 0, "127.0.0.1")
     with pytest.raises(ContractError, match="DMLC_PS_ROOT_URI is not set"):
-        config.read("scheduler", without("DMLC_PS_ROOT_URI"))
+        node.read("scheduler", without("DMLC_PS_ROOT_URI"))
 
 
 def test_a_token_file_that_cannot_be_read_or_is_empty_is_an_error(tmp_path: Path) -> None:
@@ -166,42 +166,42 @@ def test_a_token_file_that_cannot_be_read_or_is_empty_is_an_error(tmp_path: Path
     empty.write_text(" \n")
     for path, words in ((missing, "cannot be read on host .*No such file"), (empty, "is empty on host")):
         with pytest.raises(ContractError, match=words):
-            config.read("worker", {**BASE, "DISTRUN_TOKEN_FILE": str(path)})
+            node.read("worker", {**BASE, "DISTRUN_TOKEN_FILE": str(path)})
 
 
 def test_an_interface_that_does_not_exist_is_an_error() -> None:
     env = {**without("DMLC_NODE_HOST"), "DMLC_INTERFACE": "no-such-if0"}
     with pytest.raises(ContractError, match="no-such-if0"):
-        config.read("worker", env)
+        node.read("worker", env)
 
 
 def test_the_role_is_checked() -> None:
-    assert config.role_of({}) == ""
-    assert config.role_of({"DMLC_ROLE": "server"}) == "server"
+    assert node.role_of({}) == ""
+    assert node.role_of({"DMLC_ROLE": "server"}) == "server"
     with pytest.raises(ContractError, match="DMLC_ROLE='boss'"):
-        config.role_of({"DMLC_ROLE": "boss"})
+        node.role_of({"DMLC_ROLE": "boss"})
 
 
 def test_an_ipv6_scheduler_is_bracketed() -> None:
-    assert config.read("worker", {**BASE, "DMLC_PS_ROOT_URI": "::1"}).root_endpoint == "tcp://[::1]:9091"
+    assert node.read("worker", {**BASE, "DMLC_PS_ROOT_URI": "::1"}).root_endpoint == "tcp://[::1]:9091"
 
 
 def test_a_node_introduces_itself_by_what_it_read() -> None:
-    who = config.read("server", {**BASE, "DISTRUN_HOST": "d7"}).identity("tcp://10.0.0.7:1", 2)
+    who = node.read("server", {**BASE, "DISTRUN_HOST": "d7"}).identity("tcp://10.0.0.7:1", 2)
     assert (who.name, who.host, who.endpoint, who.workers, who.servers) == ("server-2", "d7", "tcp://10.0.0.7:1", 2, 3)
 
 
 def test_resending_and_faults_are_off_unless_asked_for() -> None:
-    quiet = config.read("worker", {**BASE, "PS_RESEND_TIMEOUT": "500"})
+    quiet = node.read("worker", {**BASE, "PS_RESEND_TIMEOUT": "500"})
     assert (quiet.resend_s, quiet.faults.is_none, quiet.identity("").resends) == (0.0, True, False)
-    bad = config.read("worker", {**BASE, "PS_RESEND": "1", "PS_DROP_MSG": "5", "DISTRUN_FAULTS": "reorder=2,seed=7"})
+    bad = node.read("worker", {**BASE, "PS_RESEND": "1", "PS_DROP_MSG": "5", "DISTRUN_FAULTS": "reorder=2,seed=7"})
     assert (bad.resend_s, bad.identity("").resends) == (1.0, True)
     assert (bad.faults.drop, bad.faults.reorder, bad.faults.seed) == (5.0, 2.0, 7)
 
 
 def test_faults_of_another_form_are_an_error_with_the_form() -> None:
     with pytest.raises(ContractError, match=r"DISTRUN_FAULTS='lose=1' on host .*: 'lose=1' is none of drop=PERCENT"):
-        config.read("worker", {**BASE, "DISTRUN_FAULTS": "lose=1"})
+        node.read("worker", {**BASE, "DISTRUN_FAULTS": "lose=1"})
 
 
 # Users' modules

@@ -18,8 +18,8 @@ from delays import delay_after
 from distrun_runtime.errors import KVError, PeerLost, RuleError, TimedOut
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Kind
-from distrun_runtime.ps.config import Config
-from distrun_runtime.ps.roster import relays_of, workers_of
+from distrun_runtime.ps.relay import relays_of, workers_of
+from distrun_runtime.ps.role import Config
 from distrun_runtime.transport.faults import Faults
 
 NODE = NodeIdentity("j", "worker", 0, 0, "a", 10, "tcp://10.0.0.1:1", 4, 4)

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from distrun_runtime.protocol.handshake import NodeIdentity
-from distrun_runtime.ps.roster import LEFT, LOST, Roster, folded, from_json, relays_of, relays_of_hosts
+from distrun_runtime.protocol.handshake import NodeIdentity, nodes_of
+from distrun_runtime.ps.agreement import LEFT, LOST, folded
+from distrun_runtime.ps.relay import relays_of, relays_of_hosts
+from distrun_runtime.ps.scheduler import Roster
 
 WORKER = NodeIdentity("j", "worker", 0, 0, "d1", 10, "tcp://10.0.0.1:1", 2, 1)
 
@@ -91,18 +93,17 @@ def test_the_living_are_those_who_neither_left_nor_were_lost() -> None:
     assert len(roster.of_role("worker")) == 3
 
 
-def test_it_counts_the_living_and_finds_who_left_and_who_has_a_rank() -> None:
+def test_it_counts_the_living_and_finds_who_has_a_rank() -> None:
     roster = Roster(3, 1)
     for rank in range(3):
         roster.add("w%d" % rank, worker(rank))
     roster.end(roster.members["w0"], LEFT)
     roster.end(roster.members["w2"], LOST)
     assert (roster.count("worker"), roster.count_alive("worker"), roster.count("server")) == (3, 1, 0)
-    assert [member.link for member in roster.left("worker")] == ["w0"]
     assert roster.of_rank("worker", 1) is roster.members["w1"]
     for link in ("w0", "w2"):
         roster.remove(link)
-    assert (roster.count("worker"), roster.count_alive("worker"), roster.left("worker")) == (1, 1, [])
+    assert (roster.count("worker"), roster.count_alive("worker")) == (1, 1)
     assert roster.of_rank("worker", 0) is roster.of_rank("worker", -1) is None
 
 
@@ -129,7 +130,7 @@ def test_a_roster_travels_as_json() -> None:
     roster.add("s", server(0))
     roster.add("a", worker(1))
     nodes = [{**node, "from": "a later version"} for node in roster.to_json()]
-    assert from_json(nodes) == [server(0), worker(1)]
+    assert nodes_of(nodes) == [server(0), worker(1)]
 
 
 # Queries to all servers

@@ -12,7 +12,6 @@ from distrun_runtime.arrays.dtypes import BFLOAT16, narrow
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codec
 from distrun_runtime.ops.partition import Shard
-from distrun_runtime.ops.partition import shards as shards_of
 from distrun_runtime.ops.reduce import How
 from distrun_runtime.protocol.message import DTYPE_CODES
 from distrun_runtime.ps.role import Request
@@ -26,10 +25,6 @@ ALWAYS = {"type": "2bit", "min_size": 0}
 
 def record(key: str = "w", size: int = 6, dtype: Any = np.float32) -> KeyRecord:
     return KeyRecord.of(key, 0, np.zeros(size, dtype))
-
-
-def whole(size: int) -> Shard:
-    return Shard(0, 0, size)
 
 
 def values(*numbers: float, dtype: Any = np.float32) -> Any:
@@ -114,9 +109,9 @@ def test_only_dense_float_values_of_the_least_size_are_compressed() -> None:
 def test_values_that_are_not_compressed_give_none_and_travel_as_they_are() -> None:
     made = compressor()
     flat = values(1, 2, dtype=np.int32)
-    assert made.encode(record(size=2, dtype=np.int32), whole(2), flat) is None
+    assert made.of(record(size=2, dtype=np.int32)) is None
     assert made.through(record(size=2, dtype=np.int32), flat) is flat
-    assert Compressor().encode(record(), whole(6), np.zeros(6, np.float32)) is None
+    assert Compressor().of(record()) is None
     assert made.residuals() == {}
 
 
@@ -129,21 +124,6 @@ def test_settings_of_keys_go_before_that_of_all() -> None:
 
 
 # --- residuals
-
-
-def test_shards_of_a_value_share_its_residual_and_make_the_bytes_of_the_whole() -> None:
-    n = 1000
-    gradient = np.random.default_rng(3).standard_normal(n).astype(np.float32)
-    shards = shards_of(0, n, 11, 100, 16)
-    assert len(shards) == 11
-    one, other = compressor(), compressor()
-    for _ in range(3):
-        encoded = [one.encode(record(size=n), shard, gradient) for shard in shards]
-        joined = b"".join(bytes(found[1]) for found in encoded if found)
-        found = other.encode(record(size=n), whole(n), gradient)
-        assert found is not None
-        assert (found[0], bytes(found[1])) == (1, joined)
-    np.testing.assert_array_equal(one.residuals()["w"], other.residuals()["w"])
 
 
 def test_keys_and_devices_have_residuals_of_their_own() -> None:
@@ -244,21 +224,26 @@ def gradients(number: int, dtype: Any = np.float32) -> list[Any]:
 @pytest.mark.parametrize("kind", sorted(codec.CODECS))
 def test_values_of_a_message_become_the_payloads_of_each_by_itself(kind: str, dtype: Any) -> None:
     records = [record("k%d" % number, size, dtype) for number, size in enumerate(SIZES)]
-    together, alone = compressor(type=kind), compressor(type=kind)
+    together, residuals = compressor(type=kind), {one.key: np.zeros(one.size, np.float32) for one in records}
     portion = message_of(records, together.setting("k0"))
+    alone, params = codec.named(kind), codec.named(kind).check({})
+
     for number in range(5):
         given = gradients(number, dtype)
-        expected = [alone.encode(records[item], shard, given[item]) for item, shard in portion.shards()]
+        expected = []
+        for item, shard in portion.shards():
+            run = slice(shard.offset, shard.end)
+            expected.append(bytes(alone.encode(given[item][run], residuals[records[item].key][run], params)))
         if number == 2:  # states are loaded: the residuals lie elsewhere then
             together.restore(together.residuals())
         if number == 3:  # arrays of any strides
             given = [np.repeat(each, 2)[::2] for each in given]
         found = together.encode_all(portion, records, given)
-        assert [bytes(each) for each in found] == [bytes(each[1]) for each in expected if each is not None]
+        assert [bytes(each) for each in found] == expected
         assert sum(map(len, found)) > 0
-    ours, theirs = together.residuals(), alone.residuals()
-    assert ours.keys() == theirs.keys()
-    assert all(ours[key].tobytes() == theirs[key].tobytes() for key in theirs)
+    ours = together.residuals()
+    assert ours.keys() == (residuals.keys() if alone.has_residual else set())
+    assert all(ours[key].tobytes() == residuals[key].tobytes() for key in ours)
 
 
 def test_payloads_stay_as_they_are_until_their_push_is_done_and_then_their_memory_is_used_again() -> None:

@@ -277,13 +277,13 @@ def test_a_wait_that_was_interrupted_while_it_filled_the_outputs_is_waited_for_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The second wait returned, and the outputs were half filled."""
-    copy_out, calls = transfers._copy_out, []
+    scatter, calls = transfers.Portion.scatter, []
 
-    def interrupted(value: Any, arrays: Any) -> None:
-        calls.append(value)
+    def interrupted(portion: Any, payloads: Any, outs: Any) -> None:
+        scatter(portion, payloads, outs)
+        calls.append(portion)
         if len(calls) == 1:
             raise KeyboardInterrupt
-        copy_out(value, arrays)
 
     def script(kv: KVStore) -> None:
         kv.init("w", full(3))
@@ -294,7 +294,7 @@ def test_a_wait_that_was_interrupted_while_it_filled_the_outputs_is_waited_for_a
         pending.wait()
         assert all((out == 3).all() for out in outs)
 
-    monkeypatch.setattr(transfers, "_copy_out", interrupted)
+    monkeypatch.setattr(transfers.Portion, "scatter", interrupted)
     with Cluster(1, 1, over="inproc") as job:
         job.run(script)
 

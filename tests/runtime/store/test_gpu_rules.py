@@ -20,7 +20,7 @@ from distrun_runtime.arrays.device import is_on_host
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import RowSparse
 from distrun_runtime.ops import fuse
-from distrun_runtime.ops.optimizers import RULES, change_of, make, spec_of
+from distrun_runtime.ops.optimizers import RULES, RuleSpec, change_of, make
 from distrun_runtime.store import weights
 from distrun_runtime.store.base import CallOptions
 from distrun_runtime.store.compress import Compression
@@ -112,7 +112,7 @@ FUSED = [name for name in RULES if not fuse.why_not(make(name, {}))]
 @pytest.mark.parametrize("name", FUSED)
 def test_rules_have_the_same_bytes_on_gpus(machine: Machine, name: str) -> None:
     pair = Pair(machine)
-    pair.both(lambda backend: backend.set_rule(spec_of(name, {}), False))
+    pair.both(lambda backend: backend.set_rule(RuleSpec.of(name, {}), False))
     pair.push("gpu:0")
     assert pair.where == {"gpu:0"}
     pair.push("gpu:0", "gpu:1", "gpu:0/1")
@@ -125,7 +125,7 @@ def test_rules_have_the_same_bytes_on_gpus(machine: Machine, name: str) -> None:
 
 def test_a_push_of_many_keys_launches_a_rule_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(machine)
-    pair.both(lambda backend: backend.set_rule(spec_of("adam", {}), False))
+    pair.both(lambda backend: backend.set_rule(RuleSpec.of("adam", {}), False))
     pair.push("gpu:0", "gpu:0")
     launched = []
     for copied_bytes, scale in ((1 << 20, 1.0), (1, 0.5)):
@@ -140,7 +140,7 @@ def test_a_push_of_many_keys_launches_a_rule_once(machine: Machine, monkeypatch:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_masters_of_sixteen_bit_weights_are_on_the_gpu(machine: Machine, dtype: str) -> None:
     pair = Pair(machine, dtypes.parse(dtype))
-    pair.both(lambda backend: backend.set_rule(spec_of("adam", {"multi_precision": True}), False))
+    pair.both(lambda backend: backend.set_rule(RuleSpec.of("adam", {"multi_precision": True}), False))
     pair.push("gpu:0")
     pair.push("gpu:0", "gpu:0/1")
     assert pair.where == {"gpu:0"}
@@ -168,7 +168,7 @@ def test_without_a_rule_the_scaled_sum_replaces_the_weight_on_its_gpu(machine: M
 
 def test_values_in_host_memory_bring_weight_and_state_back(machine: Machine) -> None:
     pair = Pair(machine)
-    pair.both(lambda backend: backend.set_rule(spec_of("adam", {}), False))
+    pair.both(lambda backend: backend.set_rule(RuleSpec.of("adam", {}), False))
     for places, where in ((["gpu:0"], "gpu:0"), (["host", "host"], "host"), (["gpu:1"], "gpu:1")):
         pair.push(*places)
         assert pair.where == {where}
@@ -199,7 +199,7 @@ def test_what_no_kernel_can_do_is_done_in_host_memory(machine: Machine, what: st
     if what == "updater":
         pair.both(lambda backend: backend.set_updater(Halving()))
     else:
-        pair.both(lambda backend: backend.set_rule(spec_of(what, {}), True))
+        pair.both(lambda backend: backend.set_rule(RuleSpec.of(what, {}), True))
     pair.push("gpu:0", "gpu:1")
     pair.push("gpu:0")
     assert pair.where == {"host"}
@@ -208,10 +208,10 @@ def test_what_no_kernel_can_do_is_done_in_host_memory(machine: Machine, what: st
 
 def test_a_rule_in_place_of_another_takes_over_what_both_know(machine: Machine) -> None:
     pair = Pair(machine)
-    pair.both(lambda backend: backend.set_rule(spec_of("adam", {}), False))
+    pair.both(lambda backend: backend.set_rule(RuleSpec.of("adam", {}), False))
     pair.push("gpu:0")
     for name in ("adamw", "sgd", "lamb", "adam"):
-        pair.both(lambda backend, name=name: backend.set_rule(spec_of(name, {}), True))
+        pair.both(lambda backend, name=name: backend.set_rule(RuleSpec.of(name, {}), True))
         pair.push("gpu:0")
         assert pair.where == {"host" if name == "lamb" else "gpu:0"}
         pair.check()
@@ -220,25 +220,25 @@ def test_a_rule_in_place_of_another_takes_over_what_both_know(machine: Machine) 
 @pytest.mark.parametrize(("name", "call"), [("adam", "load"), ("adam", "copy"), ("lamb", "copy")])
 def test_a_rule_that_cannot_be_put_in_place_of_another_changes_nothing(machine: Machine, name: str, call: str) -> None:
     pair = Pair(machine)
-    pair.both(lambda backend: backend.set_rule(spec_of("sgd", {"momentum": 0.9}), False))
+    pair.both(lambda backend: backend.set_rule(RuleSpec.of("sgd", {"momentum": 0.9}), False))
     pair.push("gpu:0")
     for nth in (1, 2, 3, 4) if call == "copy" else (1,):
         machine.standin.fail(call, nth=nth, code=1)
         with pytest.raises(KVError, match="%s on gpu:0 failed" % call):
-            pair.device.backend.set_rule(spec_of(name, {}), True)
+            pair.device.backend.set_rule(RuleSpec.of(name, {}), True)
         assert pair.weights.spec.name == "sgd"
         assert pair.where == {"gpu:0"}
         pair.check()
     pair.push("gpu:0")
     pair.check()
-    pair.both(lambda backend: backend.set_rule(spec_of(name, {}), True))
+    pair.both(lambda backend: backend.set_rule(RuleSpec.of(name, {}), True))
     pair.push("gpu:0")
     pair.check()
 
 
 def test_row_sparse_keys_stay_in_host_memory_beside_dense_ones_on_a_gpu(machine: Machine) -> None:
     store = Store(LocalBackend("device"), {"t": RowSparse.empty((4, 2), "float32"), "w": np.zeros(3, F32)})
-    store.backend.set_rule(spec_of("sgd", {"learning_rate": 1.0}), False)
+    store.backend.set_rule(RuleSpec.of("sgd", {"learning_rate": 1.0}), False)
     rows = RowSparse(np.ones((2, 2), F32), [3, 1], (4, 2))
     store.push([rows], [machine.gpus.get(0).put(np.ones(3, F32))])
     taken: list[Any] = []
@@ -254,7 +254,7 @@ def test_states_that_are_saved_on_one_device_are_loaded_on_the_other(
 ) -> None:
     folders = [str(tmp_path / "device"), str(tmp_path / "local")]
     pair = Pair(machine)
-    spec = spec_of(name, {"momentum": 0.9} if name == "sgd" else {})
+    spec = RuleSpec.of(name, {"momentum": 0.9} if name == "sgd" else {})
     pair.both(lambda backend: backend.set_rule(spec, False))
     pair.push("gpu:0", "gpu:1")
     for store, folder in zip((pair.device, pair.local), folders, strict=True):
@@ -273,7 +273,7 @@ def test_states_that_are_saved_on_one_device_are_loaded_on_the_other(
 
 def test_a_closed_store_gives_its_memory_back(machine: Machine) -> None:
     pair = Pair(machine)
-    pair.both(lambda backend: backend.set_rule(spec_of("adam", {}), False))
+    pair.both(lambda backend: backend.set_rule(RuleSpec.of("adam", {}), False))
     pair.push("gpu:0")
     pair.push("gpu:1", "gpu:0")
     assert machine.gpus.get(0).pool.size > 0
@@ -299,7 +299,7 @@ def test_each_gpus_values_are_compressed_with_a_residual_of_their_own(machine: M
 NAMES = ("float32", "float16", "float64")
 SETTING = Compression.of({"type": "2bit", "threshold": 0.5, "min_size": 0})
 STEPS: dict[str, Callable[[Store], object]] = {
-    "rule": lambda store: store.backend.set_rule(spec_of("adam", {}), False),
+    "rule": lambda store: store.backend.set_rule(RuleSpec.of("adam", {}), False),
     "codec": lambda store: store.backend.compress(SETTING, None),
 }
 
@@ -486,7 +486,7 @@ def test_too_little_memory_fails_by_key_and_the_store_goes_on(machine: Machine) 
     gpu = machine.gpus.get(0)
     gpu.pool.limit = 64 * 1024
     store = Store(LocalBackend("device"), {"small": np.zeros(100, F32), "large": np.zeros(7000, F32)})
-    store.backend.set_rule(spec_of("adam", {}), False)
+    store.backend.set_rule(RuleSpec.of("adam", {}), False)
     given = [[gpu.put(np.ones(100, F32))], [gpu.put(np.ones(7000, F32))]]
     with pytest.raises(KVError, match=r"key 'large': alloc on gpu:0 failed: .* wanted \d+ bytes"):
         store.push(*given)
@@ -506,7 +506,7 @@ def test_a_call_that_fails_once_leaves_the_store_usable(call: str) -> None:
     for nth in range(1, 100):
         machine = Machine(2)
         pair = Pair(machine)
-        pair.both(lambda backend: backend.set_rule(spec_of("sgd", {"momentum": 0.9}), False))
+        pair.both(lambda backend: backend.set_rule(RuleSpec.of("sgd", {"momentum": 0.9}), False))
         pair.push("gpu:0")
         before = {key: pair.kept(pair.device, key) for key in SHAPES}
         machine.standin.fail(call, nth=nth, code=1)

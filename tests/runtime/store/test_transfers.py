@@ -36,11 +36,11 @@ class Sending:
         if setting is not None:
             self.compressor.set(Compression.of(setting))
         node = SimpleNamespace(
-            num_servers=servers,
+            value_servers=[f"server-{rank}" for rank in range(servers)],
             staging=lambda link: None,
             is_shared=lambda array: False,
             stages=Stages(),
-            relays={},
+            worker=SimpleNamespace(relays={}),
         )
         link: Any = SimpleNamespace(store=1, node=node, ask=self._ask, stage=lambda stage: nullcontext())
         self.transfers = Transfers(link, self.compressor)
@@ -56,7 +56,7 @@ class Sending:
         return Request(what)
 
     def push(self, *values: Any) -> list[Message]:
-        self.transfers.push("push", self.keys, values, CallOptions(3), body={})
+        self.transfers.push("push", self.keys, values, CallOptions(3))
         return [message for _, message in self.asked]
 
     def pull(self, *outs: Any) -> Any:

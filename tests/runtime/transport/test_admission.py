@@ -310,6 +310,64 @@ def test_a_program_with_another_protocol_is_recognised_and_its_user_too(token: b
         node.close()
 
 
+@pytest.fixture
+def accepted() -> Iterator[socket.socket]:
+    """A corked connection that came in."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        admission._cork(listener.fileno(), True)
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as one:
+            yield one
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_connection_is_kept_by_a_descriptor_of_its_own_and_let_go_on(accepted: socket.socket) -> None:
+    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_CORK) == 1
+    entry = admission._look(accepted.fileno(), accepted.getsockname()[1], 100.0)
+    assert entry.held is not None
+    assert entry.held.fileno() != accepted.fileno()
+    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_CORK) == 0
+    assert (entry.address, entry.is_same_user, entry.cut_at) == ("127.0.0.1", True, 100.0 + admission.UNPROVEN_S)
+    entry.held.close()
+
+
+def test_a_descriptor_that_was_used_again_is_left_alone(accepted: socket.socket) -> None:
+    reading, writing = os.pipe()
+    before = descriptors()
+    port = accepted.getsockname()[1]
+    for fd in (reading, accepted.fileno()):
+        assert admission._look(fd, port + 1, 0.0).held is None
+    assert descriptors() == before
+    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_CORK) == 1
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_connection_goes_on_if_this_process_has_no_descriptor_left(
+    accepted: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dup(fd: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "dup", dup)
+    assert admission._look(accepted.fileno(), 0, 0.0).held is None
+    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_CORK) == 0
+
+
+def test_where_the_system_does_not_tell_users_of_connections_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    node = ZmqTransport(Heartbeat(2.0, 60.0), TOKEN)
+    try:
+        with socket.create_connection(("127.0.0.1", node.bind("127.0.0.1"))) as knocker:
+            knocker.sendall(greeting(b"NULL"))
+            found = until(node, Stranger)
+        assert {(each.is_foreign, each.is_same_user) for each in found if isinstance(each, Stranger)} == {(True, None)}
+    finally:
+        node.close()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user too")
 def test_a_program_of_another_user_is_told_apart() -> None:
     knock = (

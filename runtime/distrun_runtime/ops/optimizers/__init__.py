@@ -31,7 +31,6 @@ from distrun_runtime.ops.optimizers.catalog import (
     renew_master,
     rule_of,
     same,
-    spec_of,
 )
 from distrun_runtime.ops.optimizers.norms import NormRule, Prepared
 from distrun_runtime.ops.params import Param
@@ -68,5 +67,4 @@ __all__ = [
     "renew_master",
     "rule_of",
     "same",
-    "spec_of",
 ]

@@ -10,7 +10,7 @@ from typing import ClassVar, cast
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.ops.optimizers.base import COMMON, DECAY, LAZY, Rates, Rule, State, decay, learning_rate
+from distrun_runtime.ops.optimizers.base import COMMON, DECAY, LAZY, Rates, Rule, State, decay, learning_rate, subtract
 from distrun_runtime.ops.params import Param
 
 BETAS = (
@@ -55,8 +55,7 @@ class Adam(Rule):
         """Update in place."""
         step = moments(self, self.decayed(weight, grad, rates), state)
         self.quotient(state, step)
-        step *= rates.learning_rate * self.correction(rates.updates)
-        weight -= step
+        subtract(weight, step, rates.learning_rate * self.correction(rates.updates))
 
     def decayed(self, weight: Array, grad: Array, rates: Rates) -> Array:
         """Return clip(rescale_grad g + wd w), only to be read: `grad` itself if nothing changes it."""
@@ -96,8 +95,8 @@ class AdamW(Adam):
         step = moments(self, self.clipped(grad), state)
         self.quotient(state, step)
         decay(step, weight, rates)
-        step *= rates.learning_rate * (self.correction(rates.updates) if self.params["correct_bias"] else 1.0)
-        weight -= step
+        correction = self.correction(rates.updates) if self.params["correct_bias"] else 1.0
+        subtract(weight, step, rates.learning_rate * correction)
 
 
 class TorchAdamW(Adam):
@@ -124,8 +123,7 @@ class TorchAdamW(Adam):
         step /= math.sqrt(1.0 - self.number("beta2") ** rates.updates)
         step += self.number("epsilon")
         np.divide(cast(Array, state["mean"]), step, out=step)
-        step *= rates.learning_rate / (1.0 - self.number("beta1") ** rates.updates)
-        weight -= step
+        subtract(weight, step, rates.learning_rate / (1.0 - self.number("beta1") ** rates.updates))
 
 
 class Adamax(Rule):
@@ -156,8 +154,7 @@ class Adamax(Rule):
         np.maximum(largest, given, out=largest)
         step = np.divide(mean, largest)
         np.copyto(step, 0.0, where=largest == 0.0)
-        step *= rates.learning_rate / (1.0 - beta1**rates.updates)
-        weight -= step
+        subtract(weight, step, rates.learning_rate / (1.0 - beta1**rates.updates))
 
 
 class Nadam(Adam):
@@ -195,8 +192,7 @@ class Nadam(Adam):
         root = np.sqrt(cast(Array, state["variance"]) / (1.0 - self.number("beta2") ** t))
         root += self.number("epsilon")
         step /= root
-        step *= rates.learning_rate
-        weight -= step
+        subtract(weight, step, rates.learning_rate)
 
     def _mu(self, t: int) -> float:
         return self.number("beta1") * (1.0 - 0.5 * math.pow(0.96, t * self.number("schedule_decay")))
@@ -278,8 +274,7 @@ class AdaGrad(Rule):
         history += np.multiply(step, step)
         step /= np.sqrt(history + self.number("eps"))
         decay(step, weight, rates)
-        step *= rates.learning_rate
-        weight -= step
+        subtract(weight, step, rates.learning_rate)
 
 
 class AdaDelta(Rule):
@@ -306,8 +301,7 @@ class AdaDelta(Rule):
         delta *= rho
         delta += (1.0 - rho) * np.multiply(given, given)
         decay(given, weight, rates)
-        given *= rates.learning_rate
-        weight -= given
+        subtract(weight, given, rates.learning_rate)
 
 
 class Ftml(Rule):

@@ -284,6 +284,12 @@ def decay(step: Array, weight: Array, rates: Rates) -> None:
         step += rates.wd * weight
 
 
+def subtract(weight: Array, step: Array, rate: float) -> None:
+    """Take a step times a rate off a weight, in place; the step is used up."""
+    step *= rate
+    weight -= step
+
+
 def work_of(weight: Array, state: State) -> Array:
     """Return what a step calculates on: the master if there is one, else the weight in its work dtype."""
     master = state.get("master")

@@ -72,7 +72,7 @@ def completed(name: str, params: Mapping[str, object]) -> tuple[str, dict[str, J
     """Return the name as it is written in specs and all parameters; no module is imported.
 
     Raises:
-        KVError: as `spec_of`.
+        KVError: as `RuleSpec.of`.
     """
     found = _builtin(name)
     if found is not None:
@@ -84,7 +84,7 @@ def updated(name: str, present: Mapping[str, Json], given: Mapping[str, object])
     """Return complete parameters after those of `given` have been put in place of those of `present`.
 
     Raises:
-        KVError: as `spec_of`; or a learning rate is given while a schedule stays in place.
+        KVError: as `RuleSpec.of`; or a learning rate is given while a schedule stays in place.
     """
     found = _builtin(name)
     if found is None:
@@ -225,15 +225,6 @@ class RuleSpec:
         return dict(self.lr_mult), dict(self.wd_mult)
 
 
-def spec_of(name: str, params: Mapping[str, object]) -> RuleSpec:
-    """Return the spec of a rule, its parameters checked and completed; those of a user's rule only as JSON.
-
-    Raises:
-        KVError: unknown name, unknown parameter, or a value that is not right.
-    """
-    return RuleSpec.of(name, params)
-
-
 def rule_of(spec: RuleSpec, imports: Sequence[str] | None = ()) -> Rule:
     """Return the rule that a spec says; `make` has the arguments and errors."""
     return make(spec.name, spec.params, imports)
@@ -249,20 +240,20 @@ def change_of(
     Raises:
         KVError: a parameter that is no JSON.
     """
-    result: dict[str, Json] = {"params": {}}
-    for name, value in (params or {}).items():
-        try:
-            cast(Dict[str, Json], result["params"])[name] = parameters.to_json(value)
-        except ValueError as err:
-            raise KVError(f"parameter {name}={value!r}: {err}") from None
+    result: dict[str, Json] = {
+        "params": {name: _json(f"parameter {name}={value!r}", value) for name, value in (params or {}).items()}
+    }
     for word, given in (("lr_mult", lr_mult), ("wd_mult", wd_mult)):
-        try:
-            result[word] = [
-                [parameters.to_json(key), parameters.to_json(number)] for key, number in (given or {}).items()
-            ]
-        except ValueError as err:
-            raise KVError(f"{word}: {err}") from None
+        result[word] = [[_json(word, key), _json(word, number)] for key, number in (given or {}).items()]
     return result
+
+
+def _json(what: str, value: object) -> Json:
+    """Return a value as JSON; `what` it is, for the message."""
+    try:
+        return parameters.to_json(value)
+    except ValueError as err:
+        raise KVError(f"{what}: {err}") from None
 
 
 def decays_by_name(rule: str, names: object) -> dict[Key, float]:
@@ -376,13 +367,7 @@ def _complete_custom(name: str, params: Mapping[str, object]) -> dict[str, Json]
         _split(UPDATER, params.get("function"))
     else:
         _split("rule", name)
-    result: dict[str, Json] = {}
-    for word, value in params.items():
-        try:
-            result[word] = parameters.to_json(value)
-        except ValueError as err:
-            raise KVError(f"rule {name!r}: {word}={value!r}: {err}") from None
-    return result
+    return {word: _json(f"rule {name!r}: {word}={value!r}", value) for word, value in params.items()}
 
 
 def _make_custom(name: str, params: Mapping[str, object], imports: Sequence[str] | None) -> Rule:

@@ -29,6 +29,7 @@ from distrun_runtime.ops.optimizers.base import (
     learning_rate,
     shaped,
     spread,
+    subtract,
     work_of,
 )
 from distrun_runtime.ops.optimizers.sgd import MOMENTUM
@@ -156,8 +157,7 @@ class Lamb(NormRule):
         if upper is not None:
             weight_norm = min(weight_norm, cast(float, upper))
         trust = weight_norm / norm if weight_norm and norm else 1.0
-        direction *= rates.learning_rate * trust
-        weight -= direction
+        subtract(weight, direction, rates.learning_rate * trust)
 
 
 class Lars(NormRule):

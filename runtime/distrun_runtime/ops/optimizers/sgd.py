@@ -12,7 +12,18 @@ import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array, name_of
 from distrun_runtime.errors import KVError
-from distrun_runtime.ops.optimizers.base import COMMON, LAZY, MULTI, RESCALE, Rates, Rule, State, decay, learning_rate
+from distrun_runtime.ops.optimizers.base import (
+    COMMON,
+    LAZY,
+    MULTI,
+    RESCALE,
+    Rates,
+    Rule,
+    State,
+    decay,
+    learning_rate,
+    subtract,
+)
 from distrun_runtime.ops.params import Json, Param
 
 MOMENTUM = Param("momentum", 0.0, low=0.0, high=1.0)
@@ -142,8 +153,7 @@ class Signum(Sgd):
             np.sign(step, out=step)
         if share:
             weight *= 1.0 - rates.learning_rate * share
-        step *= rates.learning_rate
-        weight -= step
+        subtract(weight, step, rates.learning_rate)
 
 
 class Dcasgd(Sgd):
@@ -195,8 +205,7 @@ class Sgld(Rule):
         """Update in place."""
         step = self.cut(grad)
         decay(step, weight, rates)
-        step *= rates.learning_rate / 2
-        weight -= step
+        subtract(weight, step, rates.learning_rate / 2)
         stream = json.dumps([int(cast(float, self.params["seed"])), rates.key, rates.updates])
         step = noise(stream, weight.shape, rates).astype(weight.dtype, copy=False)
         step *= math.sqrt(rates.learning_rate)

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distrun_runtime import kvstore
+from distrun_runtime import kvstore, reporting
 from distrun_runtime.errors import KVError, PeerLost, because_of
-from distrun_runtime.ps import crash
 
 LOST = "pull of key 'w': worker-3@d1 (pid 7) failed: ValueError: my bug"
 
@@ -36,7 +35,7 @@ def fail() -> None:
 
 
 def test_the_loss_of_a_peer_is_one_line_with_the_frames_of_the_script() -> None:
-    text = crash.printed(raised(fail))
+    text = reporting.printed(raised(fail))
     (line,) = text.splitlines()
     assert line.startswith("distrun: ended by the loss of worker-3: PeerLost: " + LOST)
     here = os.path.relpath(__file__)
@@ -52,7 +51,7 @@ def test_what_the_script_made_of_the_loss_is_in_the_line() -> None:
         except PeerLost as err:
             raise RuntimeError("cannot save\nthe model") from err
 
-    (line,) = crash.printed(raised(save)).splitlines()
+    (line,) = reporting.printed(raised(save)).splitlines()
     assert LOST + "; the script made of it RuntimeError: cannot save the model" in line
     assert "in save" in line
     assert "in fail" in line
@@ -62,7 +61,7 @@ def test_frames_of_the_runtime_are_folded_and_those_of_the_script_kept() -> None
     def step() -> None:
         kvstore.create("local").push("w", np.ones(2))
 
-    lines = crash.printed(raised(step)).splitlines()
+    lines = reporting.printed(raised(step)).splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert any(line.endswith("in step") for line in lines)
     assert '    kvstore.create("local").push("w", np.ones(2))' in lines
@@ -82,7 +81,7 @@ def test_frames_of_the_script_below_those_of_the_runtime_are_kept() -> None:
         kv.set_updater(updater)
         kv.push("w", np.ones(2))
 
-    lines = crash.printed(raised(train)).splitlines()
+    lines = reporting.printed(raised(train)).splitlines()
     assert any(line.endswith("in train") for line in lines)
     assert any(line.endswith("in updater") for line in lines)
     assert lines[-1] == "ValueError: my bug"
@@ -92,10 +91,10 @@ def test_an_error_that_may_be_ours_keeps_our_frames(monkeypatch: pytest.MonkeyPa
     def broken(kind: str) -> bool:
         raise ZeroDivisionError("our bug")
 
-    broken.__code__ = broken.__code__.replace(co_filename=crash.__file__)
+    broken.__code__ = broken.__code__.replace(co_filename=reporting.__file__)
     monkeypatch.setattr(kvstore, "is_dist", broken)
-    lines = crash.printed(raised(lambda: kvstore.create("local"))).splitlines()
-    assert '  File "%s"' % crash.__file__ in "\n".join(lines)
+    lines = reporting.printed(raised(lambda: kvstore.create("local"))).splitlines()
+    assert '  File "%s"' % reporting.__file__ in "\n".join(lines)
     assert any("kvstore.py" in line for line in lines)
 
 
@@ -106,7 +105,7 @@ def test_exceptions_that_came_from_one_another_are_all_shown_and_folded() -> Non
         except KVError as err:
             raise OwnError("outer") from err
 
-    text = crash.printed(raised(both))
+    text = reporting.printed(raised(both))
     assert "The above exception was the direct cause of the following exception:" in text
     assert "KVError" in text
     assert text.count("frames of distrun_runtime") == 1
@@ -122,7 +121,7 @@ def test_the_folder_of_the_runtime_on_a_host_is_left_out_of_paths() -> None:
     vars(error)["__notes__"] = [
         'On the server: File "%sdistrun_runtime/ops/optimizers/rule.py", line 3, in update' % folder
     ]
-    text = crash.printed(error)
+    text = reporting.printed(error)
     assert folder not in text
     if sys.version_info >= (3, 11):
         assert 'File "distrun_runtime/ops/optimizers/rule.py", line 3' in text
@@ -134,7 +133,7 @@ SCRIPT = """
 import sys
 %s
 from distrun_runtime import kvstore
-from distrun_runtime.ps import crash
+from distrun_runtime import reporting
 def step():
     kv = kvstore.create("dist_snyc")
 %s
@@ -190,15 +189,15 @@ def test_an_excepthook_of_the_script_prints_and_ours_does_not(tmp_path: Path) ->
 
 
 def test_an_excepthook_that_is_set_later_prints_too_and_the_agent_is_told(tmp_path: Path) -> None:
-    text, told = run(tmp_path, before='import atexit\nfrom distrun_runtime.ps import crash\n'
-                     'crash.watch()\natexit.register(crash.catch_up)' + HOOK)  # fmt: skip
+    text, told = run(tmp_path, before='import atexit\nfrom distrun_runtime import reporting\n'
+                     'reporting.watch()\natexit.register(reporting.catch_up)' + HOOK)  # fmt: skip
     assert text == "mine: KVError\n"
     assert len(told) == 1
 
 
 def test_the_end_of_a_forked_child_is_not_the_scripts(tmp_path: Path) -> None:
     before = (
-        "import os\nfrom distrun_runtime.ps import crash\ncrash.watch()\n"
+        "import os\nfrom distrun_runtime import reporting\nreporting.watch()\n"
         "if os.fork() == 0:\n    raise ValueError('in the child')\nos.wait()"
     )
     text, told = run(tmp_path, before=before)

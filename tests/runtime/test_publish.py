@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from distrun_runtime.contract.process import pipe_identity
-from distrun_runtime.ps.crash import publish
+from distrun_runtime.reporting import publish
 
 
 @pytest.mark.parametrize("reason", ["short", "é" * 5000, "語" * 5000, "\U0001f600" * 5000, "\ud83d" * 5000])
@@ -42,7 +42,7 @@ def test_a_grandchild_without_the_descriptor_writes_into_no_other_file(
         monkeypatch.setenv("DISTRUN_PUBLISH_FD", str(writing))
         monkeypatch.setenv("DISTRUN_PUBLISH_PIPE", pipe_identity(writing))
         script = (
-            "import os, sys\nfrom distrun_runtime.ps.crash import publish\n"
+            "import os, sys\nfrom distrun_runtime.reporting import publish\n"
             "fd = int(os.environ['DISTRUN_PUBLISH_FD'])\n"
             "os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), fd)\npublish({'address': 'x'})\n"
             "os.dup2(int(sys.argv[2]), fd)\npublish({'address': 'x'})\n"
