@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # A host as the user named it, and the command lines that lead there: of `ssh` here, of sshd there. No side effects.
 
 
-FABRIC, OPENSSH = TRANSPORTS = BY_KEY["transport"].choices
+FABRIC, OPENSSH = BY_KEY["transport"].choices
 CONNECT_S: float = BY_KEY["connect_timeout"].default
 """Until a host has answered and shown its key, unless the user's configuration or command line says otherwise."""
 YES = "yes"
@@ -83,7 +83,7 @@ class Target:
     config: str = ""
     """ssh -F."""
     transport: str = FABRIC
-    """One of TRANSPORTS."""
+    """FABRIC or OPENSSH."""
     strict: bool = False
     """Unknown host keys are refused too."""
     connect_s: float = CONNECT_S

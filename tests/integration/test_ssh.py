@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from sshd import USER, Deaf, Hole, Meeting, Sshd, key, meet, running
 
-from distrun.ssh.resolve import TRANSPORTS, Target
+from distrun.ssh.resolve import FABRIC, OPENSSH, Target
 from distrun_runtime.coordinator import messages
 
 ROOT = Path(__file__).resolve().parents[2]
-both = pytest.mark.parametrize("transport", TRANSPORTS)
+both = pytest.mark.parametrize("transport", [FABRIC, OPENSSH])
 
 
 @pytest.fixture(name="sshd")
