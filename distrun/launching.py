@@ -172,7 +172,7 @@ def spawn(job: PlannedJob | QueuedJob, folder: JobFolder, say: Callable[[str, st
         pickler = pickle.Pickler(pipe)
         pickler.dispatch_table = {
             # It keeps nothing else before its job starts.
-            type(job.backend): lambda each: (backends.load, (each.name,), {"listening": each.listening})
+            type(job.backend): lambda each: (backends.load, (each.name,))
         }
         pickler.dump((job, folder.path))
     failures: list[control.CoordinatorFailed] = []

@@ -19,7 +19,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from distrun import backends, formats, shipping
-from distrun.backends.base import Backend, Listening
+from distrun.backends.base import Backend
 from distrun.errors import UsageError
 from distrun.formats import exact
 from distrun.hosts.grammar import HostSpec, Inventory
@@ -184,7 +184,6 @@ def plan_job(request: JobRequest, store: JobStore) -> PlannedJob | QueuedJob:
         UsageError: the request cannot be fulfilled as it is.
     """
     backend = backends.load(request.launcher)
-    backend.listening = Listening(request.coordinator_addresses, request.port_range)
     check_tuning(request.settings, request.outer)
     if backend.inherits_env and request.python and request.has_bundled_servers:
         _check_python(request)

@@ -79,15 +79,6 @@ def _count(number: int) -> str:
     return f"{number} process{'' if number == 1 else 'es'}"
 
 
-class Listening(NamedTuple):
-    """Where the coordinator listens for agents that dial back."""
-
-    addresses: tuple[str, ...] = ()
-    """What the agents are told to dial: addresses or names; empty: every address of this machine."""
-    port_range: str = ""
-    """`A-B`; empty: any port."""
-
-
 class Backend(ABC):
     """One way to start agents. Backends do not know each other, and decide nothing about a job."""
 
@@ -104,8 +95,6 @@ class Backend(ABC):
     """Whether it finds room for a job itself, so that a plan is made when the job's places are known (`queue`)."""
     copies_over_channels: bool = False
     """Whether `copier` sends files over the agents' channels, which take `facts.CHANNEL_COPY_LIMIT` at most."""
-    listening = Listening()
-    """What the user said of it, for backends whose agents dial back."""
     asker: Asker | None = None
     """Knows what the user typed to get into hosts; None: nothing was asked."""
 
@@ -136,9 +125,9 @@ class Backend(ABC):
         """Return the data addresses that are known beforehand, by host; agents find the others."""
         return {}
 
-    @abstractmethod
     def render(self, plan: Plan) -> Rendered:
         """Return what would be executed. No effects."""
+        return Rendered({}, "")
 
     @abstractmethod
     def connect(

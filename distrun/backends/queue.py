@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 from distrun import shipping
 from distrun.backends import bootstrap
 from distrun.backends import engine as engines
-from distrun.backends.base import Backend, Listening, Rendered, Swept
+from distrun.backends.base import Backend, Swept
 from distrun.backends.bootstrap import Bootstrap
 from distrun.backends.engine import (
     ENDED,
@@ -78,22 +78,25 @@ CANCEL_S = 60.0
 T = TypeVar("T")
 
 
-def listen(job: str, limit_s: float, listening: Listening, secret: str) -> tuple[DialBack, Bootstrap]:
+def listen(
+    job: str, secret: str, limit_s: float, addresses: Sequence[str] = (), port_range: str = ""
+) -> tuple[DialBack, Bootstrap]:
     """Listen for the agents of one job, which an engine starts; return them, and what starts one that dials back.
 
     Args:
         job: its id.
-        limit_s: how long an agent that was started tries to reach this process.
-        listening: what the user said of where to listen.
         secret: the enrolment secret: agents get it in a file or by the engine's own means, never on a command line.
+        limit_s: how long an agent that was started tries to reach this process.
+        addresses: what the agents are told to dial: addresses or names; empty: every address of this machine.
+        port_range: `A-B`; empty: any port.
 
     Raises:
         ContractError: no port is free.
     """
     pem = bootstrap.certificate(job)
-    agents = DialBack(job, secret, pem, (), program=shipping.dialed, port_range=listening.port_range)
-    addresses = tuple(with_port(each, agents.port) for each in listening.addresses or address.own())
-    return agents, Bootstrap(job, agents.pin, addresses, limit_s)
+    agents = DialBack(job, secret, pem, (), program=shipping.dialed, port_range=port_range)
+    told = tuple(with_port(each, agents.port) for each in addresses or address.own())
+    return agents, Bootstrap(job, agents.pin, told, limit_s)
 
 
 def write_new(path: Path, text: str, mode: int) -> None:
@@ -135,10 +138,6 @@ class QueueBackend(Backend):
             )
         return found or Inventory(self.name, (), ())
 
-    def render(self, plan: Plan) -> Rendered:
-        """Return no commands: what is executed is rendered before there is a plan (`script`)."""
-        return Rendered({}, "")
-
     def connect(
         self, hosts: Sequence[Host], job: str = "", nonce: str = "", holds_s: float = 0.0
     ) -> tuple[AgentChannel, ...]:
@@ -171,7 +170,8 @@ class QueueBackend(Backend):
             OSError: the folder cannot be written.
         """
         secret = os.urandom(enrolment.SECRET_BYTES).hex()
-        self._agents, start = listen(job, request.limits.start_s, self.listening, secret)
+        where = (request.coordinator_addresses, request.port_range)
+        self._agents, start = listen(job, secret, request.limits.start_s, *where)
         submission, script = self._rendered(request, nonce, folder / FOLDER, start, secret=secret)
         os.mkdir(submission.folder, 0o700)
         write_new(submission.secret_file, secret + "\n", 0o600)

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from distrun.errors import UsageError
 from distrun.formats import exact
 from distrun.options import BY_KEY
 from distrun.ssh.failure import OTHER, SshFailure, Where
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 # A host as the user named it, and the command lines that lead there: of `ssh` here, of sshd there. No side effects.
 
 
-FABRIC, OPENSSH = TRANSPORTS = BY_KEY["transport"].choices
+FABRIC, OPENSSH = BY_KEY["transport"].choices
 CONNECT_S: float = BY_KEY["connect_timeout"].default
 """Until a host has answered and shown its key, unless the user's configuration or command line says otherwise."""
 YES = "yes"
@@ -84,7 +83,7 @@ class Target:
     config: str = ""
     """ssh -F."""
     transport: str = FABRIC
-    """One of TRANSPORTS."""
+    """FABRIC or OPENSSH."""
     strict: bool = False
     """Unknown host keys are refused too."""
     connect_s: float = CONNECT_S
@@ -93,23 +92,15 @@ class Target:
 
     @staticmethod
     def parse(texts: Mapping[str, str]) -> Target:
-        """Return the target whose members `texts` gives; other names are passed over.
-
-        Raises:
-            UsageError: a value is not of its kind.
-        """
+        """Return the target whose members `texts` gives, as `texts` writes them; other names are passed over."""
+        kinds: dict[str, Callable[[str], object]] = {
+            "port": int,
+            "connect_s": float,
+            "strict": lambda text: text == YES,
+        }
         known = {each.name for each in fields(Target)}
-        values: dict[str, object] = {name: value for name, value in texts.items() if name in known and value}
-        if "host" not in values:
-            raise UsageError(f"there is no host in {dict(texts)!r}")
-        if "port" in values:
-            values["port"] = int(_number("port", texts["port"]))
-        if "connect_s" in values:
-            values["connect_s"] = _number("connect_s", texts["connect_s"])
-        values["strict"] = texts.get("strict", "") in (YES, "1", "true", "True")
-        if values.get("transport", FABRIC) not in TRANSPORTS:
-            raise UsageError(f"--transport: there is no {values['transport']!r}", f"one of: {', '.join(TRANSPORTS)}")
-        return Target(**values)  # type: ignore[arg-type]  # checked above, member by member
+        values = {name: kinds.get(name, str)(text) for name, text in texts.items() if name in known and text}
+        return Target(**values)  # type: ignore[arg-type]  # of the kinds above
 
     def texts(self) -> dict[str, str]:
         """Return the members that are set, as text; `parse` gives the target back."""
@@ -133,13 +124,6 @@ class Target:
             "python": spec.python,
         }
         return Target.parse({**options, **{name: value for name, value in given.items() if value}})
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise UsageError(f"{name}: {text!r} is not a number") from None
 
 
 def ssh_flags(target: Target) -> list[str]:

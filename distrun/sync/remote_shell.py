@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from distrun.errors import DistrunError, SyncError
+from distrun.errors import SyncError
 from distrun.ssh.ask import Abort, Aborted
 from distrun_runtime.contract import environ
 
@@ -307,8 +307,8 @@ def distinct_hosts(
                 return
             try:
                 key = identity(targets[name])
-            except (DistrunError, OSError, ValueError):
-                key = ("name", name)  # rsync's attempt will say what is wrong with it
+            except Exception:  # rsync's attempt will say what is wrong with it
+                key = ("name", name)
             with changed:
                 found[name] = key
                 changed.notify()
@@ -335,15 +335,11 @@ def ssh_identity(target: Target) -> Hashable:
 
     Raises:
         OSError: the name has no address.
-        SyncError: the ssh configuration cannot be read.
+        SshFailure: the ssh configuration cannot be read.
     """
-    from distrun.ssh.failure import SshFailure
     from distrun.ssh.resolve import resolve
 
-    try:
-        found = resolve(target)
-    except SshFailure as err:
-        raise SyncError(err.text, err.fix) from err
+    found = resolve(target)
     if found.jump or found.proxy_command:
         # What a name means on the other side of a jump is not known here.
         return (found.user, found.hostname, found.port, found.jump, found.proxy_command)

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from sshd import USER, Deaf, Hole, Meeting, Sshd, key, meet, running
 
-from distrun.ssh.resolve import TRANSPORTS, Target
+from distrun.ssh.resolve import FABRIC, OPENSSH, Target
 from distrun_runtime.coordinator import messages
 
 ROOT = Path(__file__).resolve().parents[2]
-both = pytest.mark.parametrize("transport", TRANSPORTS)
+both = pytest.mark.parametrize("transport", [FABRIC, OPENSSH])
 
 
 @pytest.fixture(name="sshd")
@@ -317,7 +317,7 @@ def test_a_host_that_runs_nothing_tells_what_it_said_instead(sshd: Sshd, transpo
 def test_connections_that_a_busy_sshd_drops_are_made_again(
     tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distrun.ssh.channel.RETRIES", 7)  # it may be busy for longer than a real one
+    monkeypatch.setattr("distrun.ssh.connector.RETRIES", 7)  # it may be busy for longer than a real one
     with running(tmp_path / "sshd", MaxStartups="2:100:2") as server:
         targets = [Target("d%d" % number, config=server.config(), transport=transport) for number in range(6)]
         with Meeting(*targets) as meeting:

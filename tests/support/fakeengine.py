@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distrun import planning
-from distrun.backends.base import Backend, Listening, Rendered, Swept
+from distrun.backends.base import Backend, Rendered, Swept
 from distrun.backends.bootstrap import Bootstrap
 from distrun.backends.local import Local
 from distrun.backends.queue import listen, write_new
@@ -53,7 +53,6 @@ class FakeEngine(Backend):
         self.python = sys.executable
         self.skipped: set[str] = set()
         """Places that the engine never starts."""
-        self.listening = Listening(("127.0.0.1",))
         self.agents: DialBack
         self.bootstrap: Bootstrap
         self.children: dict[str, subprocess.Popen[bytes]] = {}
@@ -77,7 +76,7 @@ class FakeEngine(Backend):
     def channels(self, plan: Plan) -> tuple[AgentChannel, ...]:
         self._plan = plan
         secret = os.urandom(32).hex()
-        self.agents, self.bootstrap = listen(plan.job, plan.limits.start_s, self.listening, secret)
+        self.agents, self.bootstrap = listen(plan.job, secret, plan.limits.start_s, ("127.0.0.1",))
         self.agents.expect(place.name for place in plan.all_places)
         write_new(self.secret_file, secret + "\n", 0o600)
         if self.cable is not None:

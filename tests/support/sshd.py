@@ -22,8 +22,7 @@ from ports import free_port
 
 from distrun import shipping
 from distrun.ssh.ask import Asker
-from distrun.ssh.channel import SshChannel
-from distrun.ssh.connector import Connector
+from distrun.ssh.connector import Connector, SshChannel
 from distrun.ssh.resolve import CONNECT_S, Target, remote_command
 from distrun_runtime.coordinator import messages
 

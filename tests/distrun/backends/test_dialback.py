@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from distrun.backends.base import Listening
 from distrun.backends.queue import listen, write_new
 from distrun_runtime.contract import address
 from distrun_runtime.contract.address import Interface
@@ -17,7 +16,7 @@ JOB = "calm-otter-7f3"
 
 
 def test_agents_are_told_the_users_addresses_with_the_port_that_was_bound() -> None:
-    agents, bootstrap = listen(JOB, 120.0, Listening(("head", "fd00::1")), "5e" * 32)
+    agents, bootstrap = listen(JOB, "5e" * 32, 120.0, ("head", "fd00::1"))
     told = (f"head:{agents.port}", f"[fd00::1]:{agents.port}")
     agents.close()
     argv = bootstrap.command("python3", "env:RANK", "/shared/secret")

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from distrun import shipping
-from distrun.errors import UsageError
 from distrun.hosts.grammar import HostSpec
 from distrun.ssh.resolve import Target, remote_command
 
@@ -28,15 +27,6 @@ def test_a_line_of_the_hosts_file_wins_over_options_for_all_hosts() -> None:
     spec = HostSpec("d1", user="me", port=2222, jump="j", python="/py")
     found = Target.of(spec, jump="all", identity="/k", transport="openssh", strict="yes", connect_s="3")
     assert found == Target("d1", "me", 2222, "/k", "j", "", "openssh", True, 3.0, "/py")
-
-
-@pytest.mark.parametrize(
-    "texts",
-    [{}, {"host": "a", "port": "ssh"}, {"host": "a", "connect_s": "soon"}, {"host": "a", "transport": "telnet"}],
-)
-def test_a_target_that_makes_no_sense_is_an_error_of_the_users(texts: dict[str, str]) -> None:
-    with pytest.raises(UsageError):
-        Target.parse(texts)
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash", "dash", "ksh", "zsh", "csh", "tcsh", "fish"])
