@@ -126,7 +126,20 @@ def check(name: str, sent: Message) -> Message:
     heard = message.decode(golden)
     assert rows_of(heard.entries) == rows_of(sent.entries)
     assert [bytes(each) for each in heard.payloads] == [bytes(each) for each in sent.payloads]
-    fields = ("kind", "flags", "store", "role", "rank", "priority", "request", "bucket", "step", "body")
+    fields = (
+        "kind",
+        "is_reply",
+        "is_error",
+        "is_relayed",
+        "store",
+        "role",
+        "rank",
+        "priority",
+        "request",
+        "bucket",
+        "step",
+        "body",
+    )
     assert [getattr(heard, field) for field in fields] == [getattr(sent, field) for field in fields]
     return heard
 

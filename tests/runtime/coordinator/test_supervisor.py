@@ -6,6 +6,7 @@ import pytest
 from history import WALL, History
 from sample_plan import sample_plan
 
+from distrun_runtime.contract import facts
 from distrun_runtime.coordinator import failures, messages
 from distrun_runtime.coordinator.messages import Announce, Begin, Drop, EndAgent, SignalTasks, Spawn, StopTasks
 from distrun_runtime.coordinator.supervisor import Supervisor
@@ -310,6 +311,23 @@ def test_a_signal_that_agents_got_is_given_to_the_workers_of_other_hosts_once_an
     assert history.did(SignalTasks) == others * 2
     history.beat_to(history.now + 31).tell(messages.TasksSignal("USR1"))
     assert [each.tasks for each in history.did(SignalTasks)[4:]] == [("worker-0",), ("worker-1",), ("worker-2",)]
+
+
+def test_a_task_that_fills_the_disk_of_the_logs_ends_the_job() -> None:
+    history = History(sample_plan()).start()
+    history.tell(
+        messages.DiskFilled(history.plan.task("worker-0").host, "worker-0", "has filled the disk", history.now)
+    )
+    outcome = history.end()
+    assert outcome.exit_code == facts.EXIT_OUTPUT
+    assert "worker-0 on d1 has filled the disk" in outcome.message
+
+
+def test_a_second_claim_of_a_place_while_the_job_is_being_stopped_is_only_said() -> None:
+    history = History(sample_plan(), obedient=False).start().interrupt("INT")
+    history.tell(messages.PlaceClaimedTwice("d1", "10.0.0.1:5", "10.0.0.2:6", history.now))
+    assert "two agents claim place d1" in history.said()
+    assert history.end().exit_code == facts.EXIT_INTERRUPTED
 
 
 def test_a_signal_that_client_and_coordinator_got_is_given_once_and_again_if_the_client_repeats_it() -> None:
