@@ -17,7 +17,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Callable, Deque, List, Optional, Tuple
 
-from distrun_runtime.contract import control, private, session
+from distrun_runtime.contract import private
 from distrun_runtime.contract.dataclass import dataclass
 
 if TYPE_CHECKING:
@@ -138,6 +138,9 @@ class Client:
     """One client: what it said, and what waits for it."""
 
     def __init__(self, connection: socket.socket, is_launcher: bool) -> None:
+        # With the messages of clients: commands import this module for what they print.
+        from distrun_runtime.contract import control, session
+
         self.socket = connection
         self.is_launcher = is_launcher
         self.conversation = control.Conversation(is_launcher)
