@@ -26,6 +26,7 @@ from distrun_runtime.ps.session import ExportedMemory, NodeSession
 from distrun_runtime.ps.trace import Recorder, Trace
 from distrun_runtime.store.dist import DistBackend
 from distrun_runtime.transport.base import Heartbeat, Transport
+from distrun_runtime.transport.faults import NO_FAULTS
 from distrun_runtime.transport.host_paths import BulkTransport
 from distrun_runtime.transport.inproc import InprocNetwork
 from distrun_runtime.transport.zeromq import ZmqTransport
@@ -75,6 +76,7 @@ def config(role: str, **changes: Any) -> Config:
         op_timeout_s=60.0,
         bigarray_bound=1000000,
         verbose=0,
+        faults=NO_FAULTS,
         partition=PARTITION or usually,
     )
     if SERVER_DEVICE is not None:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
-from typing import Any, Protocol, Union
+from typing import TYPE_CHECKING, Any, Protocol, Union
 
 from distrun_runtime.arrays.dtypes import Array, Buffer
 from distrun_runtime.contract import facts, gpus
@@ -23,8 +23,10 @@ from distrun_runtime.ops.reduce import PLAIN, How
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps.shards import Notes, Store, Turn
-from distrun_runtime.transport.base import Heartbeat, endpoint
-from distrun_runtime.transport.faults import NO_FAULTS, Faults
+
+if TYPE_CHECKING:
+    from distrun_runtime.transport.base import Heartbeat
+    from distrun_runtime.transport.faults import Faults
 
 Link = str
 
@@ -67,6 +69,8 @@ class Config:
     bigarray_bound: int
     """Elements from which a value is cut over all servers, if they are placed as MXNet does."""
     verbose: int
+    faults: Faults
+    """What is to go wrong on purpose with what this node receives."""
     partition: str = "size"
     """How the scheduler places values: `size`, or `mxnet`."""
     ports: tuple[int, ...] = ()
@@ -96,12 +100,12 @@ class Config:
     """Whether a worker measures where the time of its calls goes."""
     resend_s: float = 0.0
     """How long an acknowledgement may take until a message is sent again; 0: none is expected."""
-    faults: Faults = NO_FAULTS
-    """What is to go wrong on purpose with what this node receives."""
 
     @property
     def root_endpoint(self) -> str:
         """Where the scheduler listens, `tcp://address:port`."""
+        from distrun_runtime.transport.base import endpoint  # not before there is a job
+
         return endpoint(self.root, self.root_port)
 
     def identity(self, endpoint: str, rank: int | None = None) -> NodeIdentity:
