@@ -26,7 +26,7 @@ from distrun_runtime.ps.session import ExportedMemory, NodeSession
 from distrun_runtime.ps.trace import Recorder, Trace
 from distrun_runtime.store.dist import DistBackend
 from distrun_runtime.transport.base import Heartbeat, Transport
-from distrun_runtime.transport.faults import NO_FAULTS
+from distrun_runtime.transport.faults import Faults
 from distrun_runtime.transport.host_paths import BulkTransport
 from distrun_runtime.transport.inproc import InprocNetwork
 from distrun_runtime.transport.zeromq import ZmqTransport
@@ -76,7 +76,7 @@ def config(role: str, **changes: Any) -> Config:
         op_timeout_s=60.0,
         bigarray_bound=1000000,
         verbose=0,
-        faults=NO_FAULTS,
+        faults=Faults(),
         partition=PARTITION or usually,
     )
     if SERVER_DEVICE is not None:

@@ -76,7 +76,6 @@ class Faults:
         return kind not in HANDSHAKE and (not self.kinds or name in self.kinds)
 
 
-NO_FAULTS = Faults()
 """Nothing happens."""
 
 

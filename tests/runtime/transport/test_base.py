@@ -14,7 +14,7 @@ from transports import HOST, LONG, endpoint, frames_of, has, until, welcomed
 from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.transport import base, zeromq
 from distrun_runtime.transport.base import Arrived, Down, Event, Released, Transport, Up
-from distrun_runtime.transport.faults import NO_FAULTS, Faulty
+from distrun_runtime.transport.faults import Faults, Faulty
 from distrun_runtime.transport.host_paths import BulkTransport
 from distrun_runtime.transport.inproc import InprocNetwork
 from distrun_runtime.transport.resend import Resending
@@ -25,8 +25,8 @@ Make = Callable[[], Transport]
 AROUND: dict[str, Callable[[Transport], Transport]] = {
     "alone": lambda inner: inner,
     "resend": lambda inner: Resending(inner, 30.0),
-    "faults": lambda inner: Faulty(inner, NO_FAULTS, "worker-0"),
-    "resend-faults": lambda inner: Resending(Faulty(inner, NO_FAULTS, "worker-0"), 30.0),
+    "faults": lambda inner: Faulty(inner, Faults(), "worker-0"),
+    "resend-faults": lambda inner: Resending(Faulty(inner, Faults(), "worker-0"), 30.0),
 }
 
 
