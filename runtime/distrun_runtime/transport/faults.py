@@ -76,9 +76,6 @@ class Faults:
         return kind not in HANDSHAKE and (not self.kinds or name in self.kinds)
 
 
-"""Nothing happens."""
-
-
 @dataclass(frozen=True)
 class Fate:
     """What happens to one message."""
