@@ -266,7 +266,7 @@ RULES: tuple[tuple[Callable[[JobRequest], object], str, str], ...] = (
         "add --metrics-port 0, or leave it out",
     ),
     (
-        lambda asked: 0 < asked.engine.worker.gpus < asked.gpus_per_worker,
+        lambda asked: asked.launcher not in ("local", "ssh") and 0 < asked.engine.worker.gpus < asked.gpus_per_worker,
         "--gpus-per-worker {0.gpus_per_worker}: each worker is to get {0.engine.worker.gpus} from the engine"
         " (--worker-gpus {0.engine.worker.gpus})",
         "--worker-gpus {0.gpus_per_worker}, or --gpus-per-worker {0.engine.worker.gpus}",

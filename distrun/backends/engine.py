@@ -321,7 +321,7 @@ class Answer(NamedTuple):
     @property
     def said(self) -> str:
         """What it has said of a failure, in one line."""
-        return one_line(self.err) or f"exit code {self.code}"
+        return " ".join(self.err.split()) or f"exit code {self.code}"
 
 
 def one_line(text: str, most: int = 400) -> str:

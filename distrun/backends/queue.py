@@ -311,7 +311,7 @@ class QueueBackend(Backend):
     def release(self, channels: Sequence[AgentChannel], limit_s: float) -> tuple[str, ...]:
         """Wait until the engine says that the job has ended; cancel it if it does not. Returns what is left."""
         if self._watch is not None:
-            self._watch.close()
+            self._watch.close(engines.ANSWER_S)
         if self._agents is not None:
             self._agents.close()
         if self._submission is not None:
@@ -342,11 +342,11 @@ class _EngineThread(threading.Thread):
         self._backend = backend
         self._is_closing = threading.Event()
 
-    def close(self) -> None:
+    def close(self, limit_s: float = 2 * engines.ANSWER_S) -> None:
         """Ask no more; what the engine is doing just now is waited for."""
         self._is_closing.set()
         if self.is_alive():
-            self.join(2 * engines.ANSWER_S)
+            self.join(limit_s)
 
 
 class _PlacesWatch(_EngineThread):

@@ -628,10 +628,15 @@ def _tail(log: str) -> str:
 
 def _file_system(folder: Path) -> str:
     """Return the type of the file system that a folder is on; empty where it cannot be told."""
-    while not folder.exists():
-        folder = folder.parent
-    device = folder.stat().st_dev
-    for line in text_of("/proc/self/mountinfo").splitlines():
+    try:
+        while not folder.exists():
+            folder = folder.parent
+        device = folder.stat().st_dev
+        # Not by `text_of`: files of /proc have no end to seek to.
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
         left, _, right = line.partition(" - ")
         if left.split()[2] == f"{os.major(device)}:{os.minor(device)}":
             return right.split()[0]

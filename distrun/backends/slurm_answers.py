@@ -197,7 +197,8 @@ def grants(found: Sequence[ScontrolJob], components: Sequence[Component], is_our
         for node, cpus in job.cpus.items():
             cores = (min(cpus, most) if most else cpus) if counts_cores else 0
             name = node if len(found) == 1 else str(len(made))
-            made.append(Grant(name, node, _room(components[number], cpus) if apart else {}, cores))
+            takes = _room(components[number], cpus if counts_cores else 0) if apart else {}
+            made.append(Grant(name, node, takes, cores))
     return tuple(made)
 
 

@@ -234,6 +234,9 @@ RELAY = (
     "except (FileNotFoundError,ConnectionRefusedError) as err:\\n"
     f' sys.stderr.write(\\"{GONE}: %s\\" % err)\\n'
     f" sys.exit({NO_LISTENER})\\n"
+    "except OSError as err:\\n"
+    " sys.stderr.write(str(err))\\n"
+    f" sys.exit({NO_LISTENER})\\n"
     "threading.Thread(target=copy,args=(lambda size:os.read(0,size),s.sendall,int),daemon=True).start()\\n"
     'copy(s.recv,say)")'
 )

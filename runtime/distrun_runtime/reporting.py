@@ -328,14 +328,12 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _CACHED = re.compile(r"[^\s\"']*/distrun/runtime/[0-9a-f]{64}/(?=distrun_runtime)")
 """Where an agent keeps the runtime on its host: of no use to a reader."""
 
-Listener = Callable[[BaseException], None]
-
 
 class _Hook:
     """Takes the place of sys.excepthook."""
 
     def __init__(self) -> None:
-        self.listeners: list[Listener] = []
+        self.listeners: list[Callable[[BaseException], None]] = []
         self._before: Any = None
         self._pid = 0
 
@@ -377,7 +375,7 @@ class _Hook:
 _hook = _Hook()
 
 
-def watch(listener: Listener | None = None) -> None:
+def watch(listener: Callable[[BaseException], None] | None = None) -> None:
     """From now on report the exception that ends this script, and tell `listener` of it."""
     _hook.install()
     if listener is not None:

@@ -1,7 +1,7 @@
 """Waits for another connection of the coordinator, on the Unix socket `agent.s` in the job's private folder.
 
-The connection comes from a relay that the coordinator starts on this host (`distrun/ssh/channel.py`). The socket can be
-reached by this user only, the kernel says who connects, and both sides prove that they know the key of `begin`:
+The connection comes from a relay that the coordinator starts on this host (`distrun/ssh/connector.py`). The socket can
+be reached by this user only, the kernel says who connects, and both sides prove that they know the key of `begin`:
 
     agent:        DISTRUN/3 NONCE
     coordinator:  prove {nonce, proof}

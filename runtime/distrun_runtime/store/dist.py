@@ -1,13 +1,13 @@
 """The backend of distributed stores: values live on the servers, cut into shards; workers push and pull them.
 
 Decides which call goes when, and what waits for what. `transfers` makes the messages of data calls and takes their
-replies; `declaring` and `saving` are the calls that all workers make together; the worker's node (`ps.session`) sends
-and receives.
+replies; `declare`, `fill` and `saving` are the calls that all workers make together; the worker's node (`ps.session`)
+sends and receives.
 
 A data call returns a `SentCall` (`transfers`) of the request that it has made (`ps.role`), `Both` of two, `BatchedCall`
 while it waits for others to share a message with, or a `CompletedCall`. The node's thread resolves the request. The
 thread that calls `wait` then writes the outputs, by the call's `Take`, or raises what went wrong; an error of a push
-that is not waited for is raised by the store's next call (`watch`).
+that is not waited for is raised by the store's next call (`is_watched`).
 """
 
 from __future__ import annotations

@@ -357,11 +357,13 @@ class Transfers:
         rounds = self._rounds[route.numbers] + 1
         self._rounds[route.numbers] = rounds
         request = self._send(what, kind, loaded, rounds, body=body, priority=call.priority)
-        for portion, _, _ in loaded:
+        portions = [portion for portion, _, _ in loaded]
+        for portion in portions:
             portion.carried_by = request
             if portion.is_relayed:
                 self.relays.add(portion.server)
-        request.then(lambda error: self._buckets.forget([portion for portion, _, _ in loaded]), only_errors=True)
+        # Not `loaded`: its frames are free when their own message is answered.
+        request.then(lambda error: self._buckets.forget(portions), only_errors=True)
         return request
 
     def _with_rows(self, keys: Selection, values: Sequence[Value]) -> list[Loaded]:

@@ -316,7 +316,7 @@ def test_traceback_of_the_agent_names_file_and_line_of_the_checkout() -> None:
     found = re.search(r'File "<distrun agent>/distrun_runtime/contract/session.py", line (\d+)', done.stderr.decode())
     assert found
     source = next(path for path in sources() if path.name == "session.py").read_text("utf-8")
-    assert "head(dict(header" in source.splitlines()[int(found.group(1)) - 1]
+    assert "json.dumps(header" in source.splitlines()[int(found.group(1)) - 1]
 
 
 def serve_once(cache: Path) -> str:

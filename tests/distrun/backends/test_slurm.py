@@ -19,6 +19,7 @@ from distrun.backends.engine import (
     ENDED,
     QUEUED,
     RUNNING,
+    Answer,
     Explanation,
     Grant,
     Handle,
@@ -208,6 +209,22 @@ def test_the_components_of_a_heterogeneous_job_take_their_own_roles() -> None:
         Grant("2", "h3", {"worker": 1}, 1),
     )
     assert answers.grants(jobs("het-pending"), parts, True) == ()
+
+
+def test_an_allocation_of_the_users_has_room_for_all_tasks_that_asked_for_no_cores() -> None:
+    parts = [Component((("server", 5),)), Component((("worker", 400),))]
+    takes = [each.takes for each in answers.grants(jobs("het-running"), parts, False)]
+    assert {role for each in takes for role in each} == {"server", "worker"}
+    assert all(each in ({"server": 5}, {"worker": 400}) for each in takes)
+
+
+def test_the_file_system_of_a_folder_is_told_by_the_kernel() -> None:
+    assert slurm._file_system(Path("/proc/self")) == "proc"
+    assert slurm._file_system(Path("/proc/none/of/this")) == "proc"
+
+
+def test_what_a_command_says_last_is_heard_after_any_length_of_warnings() -> None:
+    assert Answer(1, "", "warning: x\n" * 100 + "Invalid job id specified\n").said.endswith("Invalid job id specified")
 
 
 def test_nodes_that_are_alike_are_told_as_a_list() -> None:

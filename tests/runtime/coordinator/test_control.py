@@ -23,8 +23,7 @@ from distrun_cli import wait_until
 from distrun_runtime.contract import control as frames
 from distrun_runtime.contract import private, session
 from distrun_runtime.coordinator import clients, messages, service
-from distrun_runtime.coordinator.clients import ControlSocket
-from distrun_runtime.coordinator.service import Service
+from distrun_runtime.coordinator.service import ControlSocket, Service
 from distrun_runtime.errors import ContractError
 
 LIMIT_S = 20.0
