@@ -70,7 +70,7 @@ class Viewer:
     def metrics(self, value: Mapping[str, Any]) -> None:
         """Encode a snapshot."""
         self.count += 1
-        self.size = len(control.metrics(value))
+        self.size = len(control.encode(control.JobNumbers(value)))
 
 
 @dataclass(frozen=True)

@@ -225,12 +225,13 @@ class Job:
             UsageError: the coordinator cannot be asked, or is of another version.
             CoordinatorLost: it is gone, or does not answer.
         """
-        from distrun import client
+        from distrun import client, remote_jobs
 
         try:
             return client.connect(self.folder, may_ask)
         except client.CoordinatorLost as err:
-            if self.refresh(may_ask).folder.outcome() is None:
+            remote_jobs.refreshed(self.folder, may_ask)  # what it warns of, `err` says
+            if self.folder.outcome() is None:
                 raise
             raise self._over() from err
 
@@ -435,19 +436,22 @@ class ForwardedOutput:
         self._cursor: int | None = None
         self._connection: ControlConnection | None = None
         self._end: int | None = None
-        """The cursor at which it ends; None: with the job."""
+        """The cursor at which it ends, or sooner if nothing comes for QUIET_S; 0: not known; None: with the job."""
+        self._heard = 0.0
         with contextlib.suppress(JobOver):
             self._connection = job.attach()
             wanted = list(names) if len(names) < len(job.tasks) else None
             if not follow:
-                self._end = self._find_end(self._connection, wanted)
-            if self._end == 0:
-                self._close()
-            else:
-                self._connection.send("subscribe", output={**begin, "tasks": wanted})
+                try:
+                    self._end = self._find_end(self._connection, wanted)
+                except BaseException:
+                    self._close()
+                    raise
+            self._connection.send("subscribe", output={**begin, "tasks": wanted})
+            self._heard = time.monotonic()
 
     def _find_end(self, connection: ControlConnection, tasks: Sequence[str] | None) -> int | None:
-        """Return the cursor at which the output ends now, 0 if there is none; None: the job ends meanwhile."""
+        """Return the cursor at which the output ends now, 0 if that is not known; None: the job ends meanwhile."""
         from distrun import client
 
         end = 0
@@ -499,7 +503,10 @@ class ForwardedOutput:
             try:
                 frame = self._connection.receive(0.001)
             except TimeoutError:
+                if self._end is not None and time.monotonic() >= self._heard + QUIET_S:
+                    self._close()
                 return
+            self._heard = time.monotonic()
             if frame is None or frame.type in ("outcome", "failed"):
                 self._close()
                 if self._job.refresh().folder.outcome() is None and frame is None:
@@ -513,7 +520,7 @@ class ForwardedOutput:
                 if frame.type == "output":
                     place = self._cursor or 0, float(header["time"]), str(header["task"]), str(header["stream"])
                     yield LogPiece(*place, int(header["attempt"]), int(header["at"]), frame.body)
-                if self._end is not None and (self._cursor or 0) >= self._end:
+                if self._end and (self._cursor or 0) >= self._end:
                     self._close()
 
     def last(self) -> Iterator[LogPiece]:
@@ -708,6 +715,10 @@ def _ask(jobs: Sequence[_JobQuery], here_s: float, there_s: float) -> None:
         _ask_here(here, began + here_s)
     for thread in threads:
         thread.join(max(0.0, began + there_s - time.monotonic()) + END_S)
+    for job in jobs:
+        if job.is_asked_there and not job.has_state and not job.problem:
+            job.problem = f"{job.where['host']} cannot be asked: no answer within {duration(round(there_s, 1))}"
+            job.fix = f"{job.login} true"
 
 
 def _ask_here(jobs: Sequence[_JobQuery], until: float) -> None:
@@ -765,7 +776,7 @@ def _ask_there(login: str, jobs: Mapping[str, _JobQuery], until: float) -> None:
 
     try:
         code, said = remote_jobs.retried(attempt, wait)
-    except remote_jobs.NotAsked as err:
+    except (OSError, remote_jobs.NotAsked) as err:
         code, said = 0, str(err)
     if time.monotonic() >= until:
         said = f"no answer within {duration(limit_s)}"

@@ -164,7 +164,9 @@ def spawn(job: PlannedJob | QueuedJob, folder: JobFolder, say: Callable[[str, st
     import threading
 
     ours, its = socket.socketpair()
-    argv = [sys.executable, "-c", f"from distrun import launching; launching.coordinator_of_stdin({its.fileno()})"]
+    # It finds what this process finds, and nothing of the folder that it is started in.
+    script = f"import sys; sys.path[:] = {sys.path!r}; from distrun import launching"
+    argv = [sys.executable, "-c", f"{script}; launching.coordinator_of_stdin({its.fileno()})"]
     with its:
         child = subprocess.Popen(argv, stdin=subprocess.PIPE, pass_fds=[its.fileno()], start_new_session=True)
     assert child.stdin is not None  # asked for above

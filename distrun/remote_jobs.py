@@ -299,6 +299,8 @@ def _fetch(folder: JobFolder, where: Mapping[str, Any], may_ask: bool) -> tuple[
 
     try:
         code, said = ask(where["login"], [[folder.id, where["folder"], ""]], take, may_ask=may_ask)
+    except NotAsked as err:
+        raise NotAsked(f"job {folder.id}: {err}", err.hint) if str(err).startswith("cannot run ") else err from None
     except OSError as err:
         raise NotAsked(
             f"job {folder.id}: what its coordinator's host sent cannot be written to {folder.path}: {err.strerror}",

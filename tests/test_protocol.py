@@ -380,6 +380,13 @@ def test_golden_frames_of_the_control_socket(golden: str, made: bytes) -> None:
     assert made == bytes.fromhex(length) + text.replace("\\n", "\n").encode()
 
 
+def test_output_that_is_in_no_log_has_no_place_there() -> None:
+    said = Chunk("worker-0", "d1", "out", None, 3, b"abc")
+    (frame,) = session.Decoder().feed(control.encode(said))
+    assert "at" not in frame.header
+    assert control.read(Chunk, frame) == said
+
+
 def test_the_page_lists_every_member_of_a_snapshot() -> None:
     job = MeasuredJob(sample_plan(1, 1, ("d1",)))
     job.report("worker-0", 5, 10, loss=0.5)

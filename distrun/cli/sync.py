@@ -31,7 +31,7 @@ WIDE = 80
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@takes(*HOSTS, DST_DIR._replace(required=True), *RULES, DELETE._replace(name="--delete/--sync-delete"))
+@takes(*HOSTS, DST_DIR._replace(required=True, default=None), *RULES, DELETE._replace(name="--delete/--sync-delete"))
 @click.option("--dry-run", is_flag=True, help="Say what would be copied, and copy nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only.")

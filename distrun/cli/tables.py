@@ -223,4 +223,5 @@ def _outcome(view: JobView) -> Outcome | None:
 
 def _known(kind: Any, value: Mapping[str, Any]) -> Any:
     """Return an object of a dataclass, of those of its members that this version knows."""
-    return kind(**{each.name: value[each.name] for each in dataclasses.fields(kind) if each.name in value})
+    found = {each.name: (each.type, value[each.name]) for each in dataclasses.fields(kind) if each.name in value}
+    return kind(**{name: str(given or "") if of == "str" else given for name, (of, given) in found.items()})

@@ -1,6 +1,6 @@
 """The user's input to the dashboard: turns keys into changes of the view and actions.
 
-No side effects. `User.press` takes keys as `keys.KeyDecoder` returns them.
+No side effects. `User.press` takes keys as `terminal.KeyDecoder` returns them.
 """
 
 from __future__ import annotations

@@ -308,7 +308,8 @@ def limits(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
     """Yield open files and locked memory."""
     found = host.facts["limits"]
     files, memory = found["nofile"][0], found["memlock"][0]
-    text = f"{files or 'unlimited'} open files, {'unlimited' if memory is None else size(memory)} locked memory"
+    shown, locked = ("unlimited" if files is None else files), ("unlimited" if memory is None else size(memory))
+    text = f"{shown} open files, {locked} locked memory"
     if files is not None and files < NOFILE:
         # `*` is every user but root.
         line = f"echo '{'root' if host.facts['uid'] == 0 else '*'} - nofile 65536'"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from distrun.fleet.questions import END_S, SIGNALS, Agents
 from distrun.formats import quote
 from distrun_runtime.contract import environ, facts
-from distrun_runtime.contract.plan import ACTIVATE_S, WORKER, Host, Limits, Plan, Secrets, Task
+from distrun_runtime.contract.plan import ACTIVATE_S, WORKER, Host, Limits, Plan, Secrets, Task, shares
 from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.channel import Put
 from distrun_runtime.coordinator.failures import Problem
@@ -74,13 +74,14 @@ def run(
         KeyboardInterrupt: after the command was asked to end everywhere, and killed if it did not.
     """
     plan = plan_of(backend.name, hosts, argv, cwd)._replace(activate=activate)
+    share_of = shares(plan)
     command = RunCommand(plan, limit_s=limit_s, keep=keep, is_shown=on_output is not None)
     reader = _OutputThread(command, on_output or (lambda host, stream, data: None))
     channels = backend.connect(hosts)
     loop = HostLoop(
         reader,
         channels,
-        encoders={Begin: lambda action: messages.begin(plan, Secrets(), action.host)},
+        encoders={Begin: lambda action: messages.begin(share_of(action.host), Secrets(), action.host)},
         signals=SIGNALS,
     )
     try:

@@ -55,9 +55,6 @@ from distrun_runtime.store.pending import BackgroundCall, BorrowedArrays, Comple
 from distrun_runtime.store.reducer import is_gpu_array
 from distrun_runtime.store.values import Lookup, RowSparse, Value
 
-if TYPE_CHECKING:  # most processes use no GPU
-    pass
-
 __all__ = ["TYPES", "KVStore", "KVStoreBase", "Pending", "RowSparse", "create", "schedule"]
 
 Keys = Union[Key, Sequence[Key]]

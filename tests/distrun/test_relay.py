@@ -229,6 +229,26 @@ def test_logs_of_a_job_that_runs_on_hosts_show_what_is_there_and_end(
     assert capfd.readouterr().out == "ab0\nab4\n"
 
 
+def test_logs_of_a_job_on_hosts_end_where_nothing_of_what_is_asked_for_was_printed(
+    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "QUIET_S", 0.2)
+    about = {"task": "worker-0", "host": "d1", "stream": "out", "time": 1.0, "attempt": 0}
+    last = session.encode({"type": "output", **about, "at": 0, "length": 4, "cursor": 4}, b"old\n")
+    subscribed = iter(([last], [], []))
+
+    def answers(kind: str) -> list[bytes]:
+        if kind == "state":
+            return [session.encode({"type": "state", "state": {}})]
+        return next(subscribed) if kind == "subscribe" else []
+
+    coordinator = Coordinator(tmp_path / "c.s", folder.id, answers)
+    place(folder, stand(0), str(tmp_path / "c.s"), theirs(tmp_path, folder))
+    assert cli.run(["logs", "--since", "1m", folder.id, "worker-0"]) == 0
+    coordinator.close()
+    assert capfd.readouterr().out == ""
+
+
 def test_logs_of_a_job_on_hosts_that_has_printed_nothing_are_empty(
     folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,10 +1,11 @@
-/* Sums of arrays and codecs: what the kernels of `arrays.programs` call. The prelude comes before, and BINS and TOP_PIECE.
+/* Sums of arrays and codecs: what the kernels of `arrays.gpu_programs` call. The prelude comes before, and BINS and
+ * TOP_PIECE.
  *
  * Elements lie at multiples of their size; bytes of payloads anywhere. Where the addresses allow it 16 bytes are read or
  * written at once.
  */
 
-/* Sums. Part after part, from first to last, is added in the work type, and the sum is narrowed once: `arrays.cpu`.
+/* Sums. Part after part, from first to last, is added in the work type, and the sum is narrowed once: `arrays.device`.
  * Integers are of unsigned types, whose sums wrap around; the bytes are those of signed ones.
  *
  * The parts are Few (their number is compiled in), Many (addresses in a table) or Mixed (16-bit floats, or float32 where

@@ -352,9 +352,9 @@ class Chunk(NamedTuple):
     task: str
     host: str
     stream: str
-    at: Optional[int]
+    at: Optional[int] = None
     """Where it begins in the task's log; None: it is not there (disk full)."""
-    length: int
+    length: int = 0
     data: bytes = b""
     """Empty: the bytes are only in the log."""
     cursor: Optional[int] = None

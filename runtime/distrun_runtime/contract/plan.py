@@ -365,7 +365,7 @@ def from_json(value: Mapping[str, Any]) -> Plan:
         members["runtime"] = Runtime(**value["runtime"])
         members["sync"] = Sync(**_tuples(value["sync"])) if value["sync"] is not None else None
         return Plan(**members)
-    except (KeyError, TypeError) as err:
+    except (AttributeError, KeyError, TypeError) as err:
         raise ContractError(f"this is not a plan of distrun: {err}") from err
 
 

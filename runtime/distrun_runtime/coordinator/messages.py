@@ -190,7 +190,7 @@ class StartFailed(NamedTuple):
     refused: bool = False
     """It answered, and cannot do what the plan asks for."""
     kind: str = ""
-    """One of `outcome.KINDS` when it is known what is wrong with the host; that is a failed preflight too."""
+    """One of `failures.KINDS` when it is known what is wrong with the host; that is a failed preflight too."""
     fix: str = ""
     """What to type next."""
 
@@ -429,7 +429,7 @@ class DiskFilled(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """The reader of output has taken `size` bytes that were handed to it (`actions.Show`)."""
+    """The reader of output has taken `size` bytes that were handed to it (`Show`)."""
 
     size: int
 

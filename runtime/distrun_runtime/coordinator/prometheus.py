@@ -262,8 +262,11 @@ class MetricsPort(socketserver.ThreadingTCPServer):
         self._plan = plan
         self._put = put
         address = plan.metrics_address or facts.LOOPBACK
-        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        super().__init__((address, port), _Scrape)
+        numeric = socket.AI_NUMERICHOST | socket.AI_PASSIVE
+        found: Any = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=numeric)[0]
+        self.address_family = found[0]
+        super().__init__(found[4], _Scrape)  # with the scope of a link-local address
+        self.socket.settimeout(CHECK_S)  # a client that has gone meanwhile does not keep `close` waiting
         host, self.port = self.socket.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
         self._readers: Dict[socket.socket, Tuple[bool, float]] = {}
@@ -285,7 +288,9 @@ class MetricsPort(socketserver.ThreadingTCPServer):
 
     def page(self) -> bytes:
         """Return the metrics, at most FRESH_S old; empty: the job's loop does not give them."""
-        with self._making:
+        if not self._making.acquire(timeout=LOOP_S):
+            return b""
+        try:
             if time.monotonic() >= self._made_at + FRESH_S:
                 given: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
                 self._put(MetricsAsked(given.put))
@@ -295,6 +300,8 @@ class MetricsPort(socketserver.ThreadingTCPServer):
                     return b""
                 self._made_at = time.monotonic()
             return self._page
+        finally:
+            self._making.release()
 
     def await_client(self, reader: socket.socket, limit_s: float, has_asked: bool = True) -> None:
         """Drop a client if it has not done its part `limit_s` from now."""

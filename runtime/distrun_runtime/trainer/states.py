@@ -177,6 +177,9 @@ class LocalRule:
         if isinstance(grad, RowSparse):
             some = grad.canonical()
             grad, rows = some.values, some.rows
+        if step.scale != 1.0 and not dtypes.is_float(grad.dtype):
+            name, kind = self._params[step.place[0]].name, dtypes.name_of(grad.dtype)
+            raise KVError(f"parameter {name!r}: {kind} gradients are taken with scale 1, not {step.scale:g}")
         given = grad if step.scale == 1.0 else scaled(dtypes.widen(grad), step.scale)
         update(self._rule, weight, given, state, knobs, rows=rows)
         replica.weight_written(weight)

@@ -19,7 +19,7 @@ from distrun.backends.local import ChildChannel
 from distrun.cli import exec as command
 from distrun.fleet import Ran, commands
 from distrun_runtime.contract import process, session
-from distrun_runtime.contract.plan import Host
+from distrun_runtime.contract.plan import Host, Plan, Secrets
 from distrun_runtime.contract.session import Source
 from distrun_runtime.coordinator import loop, messages
 from distrun_runtime.coordinator.channel import AgentChannel, Put
@@ -76,6 +76,18 @@ def test_a_host_that_fails_does_not_stop_the_others() -> None:
     assert found["broken"] == Problem("broken", "unreachable", "no route", "ping it")
     assert bytes(ran(found).out) == b"fine\n"
     assert list(found) == ["broken", "a"]
+
+
+def test_a_host_is_sent_its_own_part_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, sent = messages.begin, {}
+
+    def noted(share: Plan, secrets: Secrets, place: str) -> session.Frame:
+        sent[place] = [task.host for task in share.tasks]
+        return begin(share, secrets, place)
+
+    monkeypatch.setattr(messages, "begin", noted)
+    run("true")
+    assert sent == {"a": ["a"], "b": ["b"]}
 
 
 def test_the_command_starts_at_home_or_in_the_folder_that_is_named(tmp_path: Path) -> None:

@@ -606,3 +606,12 @@ def test_torch_sgd_under_a_changing_rate_gives_what_torch_gives(update_on_kvstor
         w -= rate * v
     assert found["torch_sgd"] == pytest.approx(w, rel=1e-12)
     assert found["sgd"] < w - 1
+
+
+def test_gradients_of_whole_numbers_are_not_divided() -> None:
+    whole = Parameter([np.zeros(SHAPE, np.int64)], [np.ones(SHAPE, np.int64)], name="count")
+    with (
+        Trainer([whole], "test", kvstore=None) as trainer,
+        pytest.raises(KVError, match=r"parameter 'count': int64 gradients are taken with scale 1, not 0\.25"),
+    ):
+        trainer.step(4)
