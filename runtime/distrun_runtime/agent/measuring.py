@@ -175,8 +175,10 @@ class HostMeasurement:
         """Begin anew after a pause, because of a fault; the job goes on."""
         self._faults += 1
         self._again_at = self._clock() + AGAIN_S if self._faults < TRIES else math.inf
-        with contextlib.suppress(Exception):
-            self.stop()
+        for each in (self._metrics, self._stacks):
+            with contextlib.suppress(Exception):
+                if each is not None:
+                    each.close()
         self._metrics = None  # stacks know what tasks have offered
         if self._faults == 1:
             again = f"it tries again after {facts.duration(AGAIN_S)}, {TRIES - 1} times at most"

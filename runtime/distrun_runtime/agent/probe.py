@@ -195,7 +195,8 @@ def _version(program: str) -> Dict[str, str]:
     if done.code is None:
         why = done.text if done.fault != TIMED_OUT else f"did not answer within {PROGRAM_S:g} s"
         return {"version": "", "error": f"{program}: {why}"}
-    return {"version": "", "error": done.last_lines[-300:] or f"{program} ended with code {done.code}"}
+    last = (done.last_lines.splitlines() or lines or [""])[-1].strip()[:300]
+    return {"version": "", "error": last or f"{program} ended with code {done.code}"}
 
 
 def _shell() -> str:

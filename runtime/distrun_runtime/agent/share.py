@@ -260,9 +260,11 @@ def hold(address: str, port_range: str = "") -> socket.socket:
     """
     import socket  # most agents hold no port
 
-    from distrun_runtime.contract.address import ports_to_try
+    numbers = [0]
+    if port_range.strip():
+        from distrun_runtime.contract.address import ports_to_try  # with ctypes, which not every Python has
 
-    numbers = ports_to_try(port_range)
+        numbers = ports_to_try(port_range)
     family, anywhere = (socket.AF_INET6, "::") if ":" in address else (socket.AF_INET, "0.0.0.0")
     held = socket.socket(family, socket.SOCK_STREAM)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -233,9 +233,9 @@ class Plan(NamedTuple):
 
     def host_of(self, place: str) -> Host:
         """Return the node of a place; KeyError if there is none."""
-        names = {each.name: each.host for each in self.all_places}
+        name = next((each.host for each in self.places if each.name == place), "" if self.places else place)
         for host in self.hosts:
-            if host.name == names[place]:
+            if host.name == name:
                 return host
         raise KeyError(place)
 

@@ -303,7 +303,7 @@ TAIL_LIMIT = 64 * 1024 * 1024
 
 
 class LoggedOutput:
-    """An `OutputReader` of `service`, over `LogReader`. Raises JobStoreError (an OSError) where logs cannot be read."""
+    """What `service` reads for a client, over `LogReader`. Raises JobStoreError (an OSError): logs cannot be read."""
 
     def __init__(self, folder: JobFolder, wanted: control.OutputWanted) -> None:
         self._folder = folder

@@ -210,7 +210,7 @@ class _Scrape(BaseHTTPRequestHandler):
         elif self.path.partition("?")[0] != "/metrics":
             self.send_error(404, explain="this is /metrics of a distrun job")
         else:
-            body = self.server.page()
+            body = self.server.page(self.connection)
             if body:
                 self._send(200, ("Content-Type", CONTENT_TYPE), body)
             else:
@@ -286,10 +286,12 @@ class MetricsPort(socketserver.ThreadingTCPServer):
         for reader in list(self._readers):
             self._drop(reader)
 
-    def page(self) -> bytes:
+    def page(self, reader: socket.socket) -> bytes:
         """Return the metrics, at most FRESH_S old; empty: the job's loop does not give them."""
-        if not self._making.acquire(timeout=LOOP_S):
-            return b""
+        until = time.monotonic() + LOOP_S
+        while not self._making.acquire(timeout=CHECK_S):
+            if reader not in self._readers or time.monotonic() >= until:  # one that was dropped waits for nothing
+                return b""
         try:
             if time.monotonic() >= self._made_at + FRESH_S:
                 given: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()

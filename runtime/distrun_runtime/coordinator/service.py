@@ -629,6 +629,8 @@ class Service:
             client.reader = None
             return control.encode(control.Said(f"the job's logs cannot be read: {err}", "warning"))
         client.may_read = client.reader.has_more
+        if client.may_read and not found:
+            client.progress = time.monotonic()  # it waits for us
         return found
 
     def _watch(self, client: Client) -> None:

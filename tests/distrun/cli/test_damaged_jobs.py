@@ -22,6 +22,7 @@ from distrun.backends.ssh import Ssh
 from distrun.cli import kill
 from distrun_runtime.contract import process
 from distrun_runtime.coordinator.failures import Culprit, Outcome, TaskResult
+from distrun_runtime.coordinator.jobfolder import event
 from distrun_runtime.coordinator.jobstore import JobStore
 
 RUNS = int(os.environ.get("DISTRUN_FUZZ_RUNS", "50"))
@@ -68,7 +69,7 @@ def jobs(tmp_path: Path) -> Path:
         folder = store.create(sample_plan(job=job, name="digits"))
         path = folder.path / "launcher.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "start": "proc:another-boot:1"}))
-        folder.record("hello", host="d1")
+        folder.append(event("hello", host="d1"))
         folder.log_path("worker-0").write_text("one\ntwo\n")
         folder.log_path("worker-1").write_text("three\n")
         tasks = [
