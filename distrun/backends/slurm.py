@@ -503,13 +503,21 @@ class Slurm(Engine):
 
     def examine(self) -> Iterator[CheckResult]:
         """Look for Slurm's commands, its controller, a partition, and accounting."""
-        version = self._ask("sbatch", "--version").strip()
-        self._ask("srun", "--version")
-        yield CheckResult(True, f"Slurm's commands: {version}")
         fix = "ask the administrators"
-        told = " ".join(self._ask("scontrol", "ping").split())
-        yield CheckResult(" UP" in told, f"controller: {told}", fix)
-        partitions = answers.partitions(self._ask("sinfo", *PARTITIONS))
+        try:
+            version = self._ask("sbatch", "--version").strip()
+            self._ask("srun", "--version")
+        except EngineError as err:
+            yield CheckResult(False, f"Slurm's commands: {err}", err.hint)
+            return
+        yield CheckResult(True, f"Slurm's commands: {version}")
+        try:
+            told = " ".join(self._ask("scontrol", "ping").split())
+            yield CheckResult(" UP" in told, f"controller: {told}", fix)
+            partitions = answers.partitions(self._ask("sinfo", *PARTITIONS))
+        except EngineError as err:
+            yield CheckResult(False, f"controller: {err}", fix)
+            return
         up = sorted({each.name for each in partitions if each.is_up and each.nodes})
         yield CheckResult(bool(up), f"partitions (--queue): {', '.join(up) or 'none is up'}", fix)
         try:

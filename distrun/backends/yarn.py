@@ -315,16 +315,19 @@ class Yarn(Engine):
             yield CheckResult(True, _way(cluster, self.options.config)[1])
         except EngineError as err:
             yield CheckResult(False, str(err), err.hint)
-        up = [each.room for each in cluster.nodes() if each.state == "RUNNING"]
-        if up:
-            most = max(up, key=lambda each: each.memory)
-            size = f"{most.memory // MIB} MiB, {most.cores} cores"
-            yield CheckResult(True, f"{len(up)} nodes are up; the largest has {size}")
-        else:
-            yield CheckResult(False, "no node is up", "ask for the nodes: yarn node -list -all")
-        queues = cluster.queues()
-        told = ", ".join(each.name + ("" if each.full is None else f" ({each.full:.0f} % full)") for each in queues)
-        yield CheckResult(bool(queues), f"queues: {told or 'none'}", "say --queue NAME")
+        try:
+            up = [each.room for each in cluster.nodes() if each.state == "RUNNING"]
+            if up:
+                most = max(up, key=lambda each: each.memory)
+                size = f"{most.memory // MIB} MiB, {most.cores} cores"
+                yield CheckResult(True, f"{len(up)} nodes are up; the largest has {size}")
+            else:
+                yield CheckResult(False, "no node is up", "ask for the nodes: yarn node -list -all")
+            queues = cluster.queues()
+            told = ", ".join(each.name + ("" if each.full is None else f" ({each.full:.0f} % full)") for each in queues)
+            yield CheckResult(bool(queues), f"queues: {told or 'none'}", "say --queue NAME")
+        except EngineError as err:
+            yield CheckResult(False, str(err), err.hint)
         try:
             yield CheckResult(True, f"HDFS by WebHDFS; your home is {cluster.files.home()}")
         except EngineError as err:

@@ -138,8 +138,8 @@ class Console:
 
         err = Writer(fds, feed, self._find_log, self._on_broken, region, last_words=self._last_words)
         out = err if is_one_place else Writer(fds, feed, self._find_log, self._on_broken)
-        self._writers = {"err": err, "out": out}
         self._each = [err] if is_one_place else [err, out]
+        self._writers = {"err": err, "out": out}
         line = self._line()
         if line is not None:
             err.show_status(encoded(line.text()))

@@ -384,7 +384,7 @@ class _JobFollower:
         from distrun import client
 
         try:
-            connection = self._job.attach(may_ask=False)
+            connection = client.connect(self._job.folder, may_ask=False)  # whether it is over, `_look` finds out
         except (DistrunError, JobStoreError):
             _pause(POLL_S if self._view.is_here else THERE_S)
             return None
