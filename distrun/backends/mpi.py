@@ -61,6 +61,8 @@ FORWARDED = (SECRET, "DISTRUN_JOB_ID", "DISTRUN_JOB_NONCE")
 PROGRAMS = ("mpirun", "mpiexec", "mpiexec.hydra")
 SCRIPT = "mpirun.sh"
 HOSTS = "hosts"
+OUTPUT_BYTES = 64 << 20
+"""Of what mpirun said: its first lines tell why."""
 MANY = 1 << 20
 """Tasks of a host that says nothing of slots, where its role has to be counted."""
 SYSTEM = ("/usr/bin", "/bin", "/usr/local/bin")
@@ -235,7 +237,7 @@ class Mpi(Engine):
         """Return whether mpirun runs; if not, with what words it ended."""
         folder = _folder(handle)
         lives = process.is_alive(_identity(handle)) and not self._is_reaped()
-        said = text_of(folder / mpiguard.OUTPUT)
+        said = text_of(folder / mpiguard.OUTPUT, OUTPUT_BYTES)
         ended = text_of(folder / mpiguard.ENDED).strip()
         grants = self._grants or _grants_in(folder)
         if lives and not ended:
@@ -264,7 +266,7 @@ class Mpi(Engine):
         ended = text_of(folder / mpiguard.ENDED).strip()
         if has_ended and (not ended or ended.startswith("-")):
             return Explanation(facts.EXIT_HOST_LOST, f"it {_how(ended)} on {handle.more['host']}", "mpirun")
-        lost = lost_node(text_of(folder / mpiguard.OUTPUT))
+        lost = lost_node(text_of(folder / mpiguard.OUTPUT, OUTPUT_BYTES))
         if lost is None:
             return None
         return Explanation(facts.EXIT_HOST_LOST, f"mpirun lost its connection to {lost or 'a host'}")

@@ -87,8 +87,9 @@ def _leaves(queue: Mapping[str, Any], path: str) -> Iterator[YarnQueue]:
         name = str(each.get("queueName", ""))
         yield from _leaves(each, str(each.get("queuePath") or (name if "." in name else f"{path}.{name}")))
     if not below and "queueName" in queue:
-        most = queue.get("absoluteMaxCapacity") or (queue.get("maxResources") or {}).get("memory")
-        used = queue.get("absoluteUsedCapacity", (queue.get("usedResources") or {}).get("memory"))
+        most, used = queue.get("absoluteMaxCapacity"), queue.get("absoluteUsedCapacity")
+        if "absoluteMaxCapacity" not in queue:  # the fair scheduler; the other's `usedResources` may be a text
+            most, used = ((queue.get(name) or {}).get("memory") for name in ("maxResources", "usedResources"))
         full = 100.0 * used / most if most and used is not None else None
         pending = int(queue.get("numPendingApplications") or queue.get("numPendingApps") or 0)
         name = str(queue["queueName"]).rpartition(".")[2]

@@ -232,10 +232,10 @@ RELAY = (
     " os.chdir(folder)\\n"
     " s.connect(name)\\n"
     "except (FileNotFoundError,ConnectionRefusedError) as err:\\n"
-    f' sys.stderr.write(\\"{GONE}: %s\\" % err)\\n'
+    f' print(\\"{GONE}: %s\\" % err,file=sys.stderr)\\n'
     f" sys.exit({NO_LISTENER})\\n"
     "except OSError as err:\\n"
-    " sys.stderr.write(str(err))\\n"
+    " print(err,file=sys.stderr)\\n"
     f" sys.exit({NO_LISTENER})\\n"
     "threading.Thread(target=copy,args=(lambda size:os.read(0,size),s.sendall,int),daemon=True).start()\\n"
     'copy(s.recv,say)")'

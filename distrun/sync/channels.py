@@ -174,7 +174,7 @@ class ChannelCopier(FileCopier):
         try:
             self._copy()
         except CopyError as err:
-            return err.place, str(err), f"fix: {err.fix}" if err.fix else ""
+            return err.place, str(err) or "it did not say why", f"fix: {err.fix}" if err.fix else ""
         finally:
             self._close()
         return "", "", ""

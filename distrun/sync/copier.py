@@ -597,7 +597,8 @@ def progress_text(sent: RsyncProgress, total: int, rate: float | None) -> str:
 
 def failure_text(err: Exception) -> str:
     """Return what to say of an exception, in one line."""
-    return str(err) if isinstance(err, (DistrunError, OSError)) else f"{type(err).__name__}: {err}"
+    text = str(err) if isinstance(err, (DistrunError, OSError)) else f"{type(err).__name__}: {err}"
+    return text or type(err).__name__
 
 
 # ---------------------------------------------------------------------- all results in words
