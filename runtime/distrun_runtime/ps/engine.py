@@ -210,7 +210,7 @@ class WorkEngine:
         match what:
             case role.Add() | role.Step():
                 values = self._of(what.batch.store)
-            case role.Apply() | role.FinishUpdate() | role.DropUpdate():
+            case role.Apply() | role.FinishUpdate():
                 values = self._of(what.store)
             case _:
                 return self._OTHER_WORK[type(what)](self, what)
@@ -476,7 +476,11 @@ class WorkEngine:
         elif values is not None:
             values.restore()
 
+    def _drop(self, what: role.DropUpdate) -> None:
+        arithmetic.drop(self._of(what.store), what)
+
     _OTHER_WORK: ClassVar[Mapping[type, Callable[[WorkEngine, Any], Any]]] = {
+        role.DropUpdate: _drop,
         role.Lend: _lend,
         role.Deliver: _deliver,
         role.Check: _check,
@@ -500,7 +504,6 @@ _ON_SUMS: Mapping[type, Callable[[Values, Any], Any]] = {
     role.Apply: arithmetic.apply,
     role.Step: arithmetic.step,
     role.FinishUpdate: arithmetic.finish,
-    role.DropUpdate: arithmetic.drop,
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import os
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, Union
@@ -181,26 +181,7 @@ class Selection:
         return list(map(_SHAPE, arrays)) == self._shapes and list(map(_DTYPE, arrays)) == self._dtypes
 
 
-class Membership(Protocol):
-    """What a store says of itself and its worker."""
-
-    @property
-    @abstractmethod
-    def type(self) -> str:
-        """The name of the kind."""
-
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """This worker's index, from 0."""
-
-    @property
-    @abstractmethod
-    def num_workers(self) -> int:
-        """Number of workers that share the store."""
-
-
-class StoreBackend(Membership, Protocol):
+class StoreBackend(Protocol):
     """A kind of store, behind a KVStore. Arguments are checked and of one form; any thread may call.
 
     A backend never sees a key or value that does not fit, or a forked child. The store may be closed by another thread
@@ -209,6 +190,14 @@ class StoreBackend(Membership, Protocol):
     A call that returns a Pending does not wait for other nodes; `wait` of that Pending does. A call raises at once only
     what is known at once.
     """
+
+    @property
+    def rank(self) -> int:
+        """This worker's index, from 0."""
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers that share the store."""
 
     lifetime: Lifetime
     """What the backend shares with its KVStore."""
@@ -356,7 +345,7 @@ class StoreBackend(Membership, Protocol):
 Kind = TypeVar("Kind", bound="type[KVStoreBase]")
 
 
-class KVStoreBase(Membership):
+class KVStoreBase(ABC):  # no Protocol: that would keep `super().__init__()` from a user's other base classes
     """A store of your own: derive from it, and register the class.
 
     In the same process `@KVStoreBase.register` does it; from a package of its own, an entry point in the group
@@ -411,6 +400,21 @@ class KVStoreBase(Membership):
     def is_capable(self, capability: str) -> bool:
         """Tell whether the store has a capability, such as `OPTIMIZER`."""
 
+    @property
+    @abstractmethod
+    def type(self) -> str:
+        """The name of the kind."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """This worker's index, from 0."""
+
+    @property
+    @abstractmethod
+    def num_workers(self) -> int:
+        """Number of workers that share the store."""
+
     # What a store may leave out
 
     def init(self, key: Any, value: Any) -> Any:
@@ -453,7 +457,7 @@ class KVStoreBase(Membership):
         """Contribute nothing to later rounds."""
         self._lacks("join")
 
-    def close(self) -> None:  # most stores have nothing to do
+    def close(self) -> None:  # noqa: B027  # most stores have nothing to do
         """Give everything back."""
 
     def give_up(self, error: BaseException) -> None:

@@ -188,3 +188,12 @@ def test_a_store_of_others_has_no_staleness_and_no_place_on_a_server(monkeypatch
     monkeypatch.setenv("DMLC_ROLE", "server")
     with pytest.raises(KVError, match="this process is a server"):
         kvstore.create("summing")
+
+
+def test_a_store_of_ones_own_may_have_other_base_classes() -> None:
+    class Other:
+        def __init__(self) -> None:
+            self.was_made = True
+
+    Mixed = type("Mixed", (make(), Other), {"__init__": lambda self: super(Mixed, self).__init__()})
+    assert Mixed().was_made
