@@ -47,6 +47,10 @@ class CoordinatorLost(DistrunError):
     exit_code = facts.EXIT_HOST_LOST
 
 
+class CoordinatorUnreachable(CoordinatorLost):
+    """Its host cannot be reached by ssh."""
+
+
 class CoordinatorError(DistrunError):
     """A job has no outcome: its coordinator failed. `exit_code` is what the coordinator gave."""
 
@@ -345,7 +349,7 @@ def _unanswered(connection: ControlConnection, folder: JobFolder, where: Mapping
     connection._relay.show()
     if code is None:
         return gone(folder)
-    return CoordinatorLost(
+    return CoordinatorUnreachable(
         f"job {folder.id}: its coordinator is on {where['host']}, which cannot be reached by ssh "
         f"(exit code {code}{'; what ssh said is above' if said else ''})",
         f"try: ssh {where['host']} true; or type this command on {where['host']}",

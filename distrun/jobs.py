@@ -229,6 +229,8 @@ class Job:
 
         try:
             return client.connect(self.folder, may_ask)
+        except client.CoordinatorUnreachable:
+            raise  # nor can its files be fetched; ssh would ask for a password again
         except client.CoordinatorLost as err:
             remote_jobs.refreshed(self.folder, may_ask)  # what it warns of, `err` says
             if self.folder.outcome() is None:
@@ -437,7 +439,7 @@ class ForwardedOutput:
         self._connection: ControlConnection | None = None
         self._end: int | None = None
         """The cursor at which it ends, or sooner if nothing comes for QUIET_S; 0: not known; None: with the job."""
-        self._heard = 0.0
+        self._heard = self._began = 0.0
         with contextlib.suppress(JobOver):
             self._connection = job.attach()
             wanted = list(names) if len(names) < len(job.tasks) else None
@@ -448,7 +450,7 @@ class ForwardedOutput:
                     self._close()
                     raise
             self._connection.send("subscribe", output={**begin, "tasks": wanted})
-            self._heard = time.monotonic()
+            self._heard = self._began = time.monotonic()
 
     def _find_end(self, connection: ControlConnection, tasks: Sequence[str] | None) -> int | None:
         """Return the cursor at which the output ends now, 0 if that is not known; None: the job ends meanwhile."""
@@ -503,7 +505,9 @@ class ForwardedOutput:
             try:
                 frame = self._connection.receive(0.001)
             except TimeoutError:
-                if self._end is not None and time.monotonic() >= self._heard + QUIET_S:
+                # Where output has begun to come and its end is known, more is on its way.
+                quiet_s = client.ANSWER_S if self._end and self._cursor is not None else QUIET_S
+                if self._end is not None and time.monotonic() >= self._heard + quiet_s:
                     self._close()
                 return
             self._heard = time.monotonic()
@@ -520,7 +524,8 @@ class ForwardedOutput:
                 if frame.type == "output":
                     place = self._cursor or 0, float(header["time"]), str(header["task"]), str(header["stream"])
                     yield LogPiece(*place, int(header["attempt"]), int(header["at"]), frame.body)
-                if self._end and (self._cursor or 0) >= self._end:
+                is_late = self._end == 0 and time.monotonic() >= self._began + client.ANSWER_S
+                if is_late or (self._end and (self._cursor or 0) >= self._end):
                     self._close()
 
     def last(self) -> Iterator[LogPiece]:

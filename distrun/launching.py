@@ -181,22 +181,24 @@ def spawn(job: PlannedJob | QueuedJob, folder: JobFolder, say: Callable[[str, st
     is_detached, is_left = job.request.detach, threading.Event()
 
     def attend() -> None:
-        with ControlConnection(ours) as connection, contextlib.suppress(CoordinatorLost), client.reading():
-            connection.send("subscribe", events=True)
-            for frame in connection.frames():
-                match frame.type, frame.header:
-                    case "said", {"text": text, "level": level}:
-                        with contextlib.suppress(Exception):  # of the caller's: the job does not end by it
-                            say(text, level)
-                    case "prompt", {"id": number}:
-                        connection.send("answer", id=number, given=False)
-                    case "event", {"event": {"event": "state", "state": facts.QUEUED | facts.RUNNING}}:
-                        if is_detached:
-                            connection.send("detach")
-                    case "failed", _:
-                        failures.append(control.read(control.CoordinatorFailed, frame))
-        is_left.set()
-        child.wait()
+        try:
+            with ControlConnection(ours) as connection, contextlib.suppress(CoordinatorLost), client.reading():
+                connection.send("subscribe", events=True)
+                for frame in connection.frames():
+                    match frame.type, frame.header:
+                        case "said", {"text": text, "level": level}:
+                            with contextlib.suppress(Exception):  # of the caller's: the job does not end by it
+                                say(text, level)
+                        case "prompt", {"id": number}:
+                            connection.send("answer", id=number, given=False)
+                        case "event", {"event": {"event": "state", "state": facts.QUEUED | facts.RUNNING}}:
+                            if is_detached:
+                                connection.send("detach")
+                        case "failed", _:
+                            failures.append(control.read(control.CoordinatorFailed, frame))
+        finally:
+            is_left.set()
+            child.wait()
 
     threading.Thread(target=attend, name="launched", daemon=True).start()
     while not is_left.wait(POLL_S) and (is_detached or folder.control() is None):

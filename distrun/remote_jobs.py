@@ -346,11 +346,12 @@ def ask(
         except OSError as err:
             raise NotAsked(f"cannot run {argv[0]}: {err.strerror}") from None
         timer = threading.Timer(max(0.0, left_s), _kill, [child])
-        if until < math.inf:
-            timer.start()
+        timer.daemon = True
         with child:
             assert child.stdout is not None
             try:
+                if until < math.inf:
+                    timer.start()
                 for each in answers(child.stdout, math.inf if until == math.inf else stored.SIZE_LIMIT):
                     if not take(*each):
                         return 0, ""
