@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.plan import SCHEDULER, Plan
@@ -211,7 +211,7 @@ class _Scrape(BaseHTTPRequestHandler):
             self.send_error(404, explain="this is /metrics of a distrun job")
         else:
             body = self.server.page(self.connection)
-            if body:
+            if body is not None:
                 self._send(200, ("Content-Type", CONTENT_TYPE), body)
             else:
                 self.send_error(503, explain="the job is busy, or over")
@@ -286,12 +286,12 @@ class MetricsPort(socketserver.ThreadingTCPServer):
         for reader in list(self._readers):
             self._drop(reader)
 
-    def page(self, reader: socket.socket) -> bytes:
-        """Return the metrics, at most FRESH_S old; empty: the job's loop does not give them."""
+    def page(self, reader: socket.socket) -> Optional[bytes]:
+        """Return the metrics, at most FRESH_S old; None: the job's loop does not give them."""
         until = time.monotonic() + LOOP_S
         while not self._making.acquire(timeout=CHECK_S):
             if reader not in self._readers or time.monotonic() >= until:  # one that was dropped waits for nothing
-                return b""
+                return None
         try:
             if time.monotonic() >= self._made_at + FRESH_S:
                 given: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
@@ -299,7 +299,7 @@ class MetricsPort(socketserver.ThreadingTCPServer):
                 try:
                     self._page = page(self._plan, given.get(timeout=LOOP_S)).encode("utf-8", "replace")
                 except queue.Empty:
-                    return b""
+                    return None
                 self._made_at = time.monotonic()
             return self._page
         finally:
