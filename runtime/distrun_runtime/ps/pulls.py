@@ -57,6 +57,9 @@ class Pull:
     """Shards at which it is looked whenever they have advanced: the round after that would replace what it asks for.
     Those that its worker has pushed again since, by a call that did not wait for this pull; in a relay all that do not
     come together."""
+    is_fetched: bool = False
+    """A relay has asked other servers for the values that it waits for: it takes the answers for its own rounds alone.
+    The answer for a later round of a shard may come first, if the one for its own comes with a shard that is late."""
     skipped: dict[int, Any] = field(default_factory=dict)
     """Key number to the notes of the round that is pulled, if that was skipped."""
 
@@ -204,7 +207,8 @@ class Pulls:
         """Return which entries of a pull can be lent."""
         store = pull.store
         if store.is_sync:
-            due: Array = pull.rounds <= store.done[pull.shards]
+            done = store.done[pull.shards]
+            due: Array = pull.rounds == done if pull.is_fetched else pull.rounds <= done
             return due
         due = np.ones(len(pull.shards), np.bool_)
         for at, before in pull.before.items():

@@ -351,6 +351,7 @@ class Relay:
 
     def _fetch(self, of: _Relayed, pull: Pull) -> list[role.Action]:
         """Ask owners for what a pull waits for, unless they have been asked."""
+        pull.is_fetched = True
         shards, first = np.unique(pull.shards[pull.owed], return_index=True)
         rounds = pull.rounds[pull.owed][first]
         # The answer to a later round comes when this pull's worker has gone on: it may not wait for that.

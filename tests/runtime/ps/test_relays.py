@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, open_store
+from cluster import Cluster, open_store, shards_of
 from delays import delay_after
 
 from distrun_runtime.errors import KVError, PeerLost, RuleError, TimedOut
@@ -301,6 +301,42 @@ def test_a_worker_that_joins_leaves_nothing_behind_at_its_relay() -> None:
     with relayed() as job:
         results = job.run(script)
     assert results[2] == results[3] == [1111.0, 1111.0, 1101.0, 1100.0, 1100.0, 4.0, 4.0]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_pull_gets_its_own_round_of_a_key_though_a_later_one_of_it_is_at_the_relay_before(first: int) -> None:
+    """Worker 0 pulls round 1 of two keys of the other host: one goes a round on while the other is waited for."""
+    asked = threading.Event()
+
+    def script(kv: Any) -> None:
+        kv.init(KEYS, [full(0)] * len(KEYS))
+        far = [key for key in KEYS if shards_of(kv, key)[0].server == 1][:2]
+        goes_on, late = far
+        kv.barrier()
+        if kv.rank == 0:
+            pulled = far if first == 0 else far[::-1]
+            kv.push(far, [full(1), full(2)])
+            outs = {key: full(-1) for key in far}
+            pending = kv.pull(pulled, [outs[key] for key in pulled], wait=False)
+            kv.push(goes_on, full(1000))
+            asked.set()
+        else:
+            assert asked.wait(60)
+            kv.push(goes_on, full(10**kv.rank))
+            kv.push(goes_on, full(1000 * 10**kv.rank))
+        out = full(-1)
+        kv.pull(goes_on, out)
+        assert (out == 111000).all(), "round 2 of it waits for nothing else"
+        kv.barrier()
+        if kv.rank:
+            kv.push(late, full(2 * 10**kv.rank))
+        else:
+            pending.wait()
+            assert (outs[goes_on] == 111).all()
+            assert (outs[late] == 222).all()
+
+    with relayed(3, 2) as job:
+        job.run(script)
 
 
 def test_assigned_values_are_what_the_workers_of_all_hosts_pull_next() -> None:
