@@ -86,8 +86,8 @@ class _Relayed:
     """Number of the last PULL that is under way; 0: none is."""
     asked: Array
     """The round that it asks for."""
-    changes: int = 0
-    """How often values were replaced without a round: what was asked for before is not wanted any more."""
+    changes: Array
+    """How often a value was replaced without a round: what was asked for before is not wanted any more."""
 
     def add(self, owner: int, shards: list[Shard]) -> Array:
         """Take in new shards; return their indices."""
@@ -98,13 +98,14 @@ class _Relayed:
         self.sent = np.concatenate([self.sent, np.zeros((len(self.sent), more), np.int64)], axis=1)
         self.fetch = np.concatenate([self.fetch, np.zeros(more, np.int64)])
         self.asked = np.concatenate([self.asked, np.zeros(more, np.int64)])
+        self.changes = np.concatenate([self.changes, np.zeros(more, np.int64)])
         return added
 
     def forget_values(self, shards: Array) -> None:
         """Values are others from now on."""
         self.store.done[shards] = -1
         self.fetch[shards] = 0
-        self.changes += 1
+        self.changes[shards] += 1
 
     @property
     def held(self) -> Array:
@@ -121,8 +122,8 @@ class _Fetch:
     of: _Relayed
     shards: Array
     entries: Array
-    changes: int
-    """`_Relayed.changes` when it was sent."""
+    changes: Array
+    """`_Relayed.changes` of the shards when it was sent."""
     asker: int | None
     """The worker that asked for a round to which it has contributed nothing here: the owner knows whether it has."""
 
@@ -198,7 +199,7 @@ class Relay:
         if of is None:
             nothing = np.zeros(0, np.int64)
             store = Store(relayed(message.store), self._workers, self._me().rank)
-            of = _Relayed(store, nothing, np.zeros((self._workers, 0), np.int64), nothing, nothing)
+            of = _Relayed(store, nothing, np.zeros((self._workers, 0), np.int64), nothing, nothing, nothing)
             self.stores[message.store] = of
         store = of.store
         store.names.update({int(number): name for number, name in message.body.get("names", [])})
@@ -368,7 +369,7 @@ class Relay:
         self._requests += 1
         entries = self._entries(of, shards, rounds, Payload.NONE)
         asker = rank if bool((rounds > of.store.last[rank, shards]).any()) else None
-        self._fetches[self._requests] = _Fetch(self._requests, of, shards, entries, of.changes, asker)
+        self._fetches[self._requests] = _Fetch(self._requests, of, shards, entries, of.changes[shards], asker)
         of.fetch[shards], of.asked[shards] = self._requests, rounds
         body = {"ranks": list(self.members), **({} if asker is None else {"own": asker})}
         link, number = f"server-{owner}", relayed(of.store.number)
@@ -403,7 +404,7 @@ class Relay:
         of = fetch.of
         is_latest = of.fetch[fetch.shards] == fetch.number
         of.fetch[fetch.shards[is_latest]] = 0
-        if fetch.changes != of.changes:
+        if (fetch.changes != of.changes[fetch.shards]).any():
             return self._fetch_again(of, fetch.shards)
         return self._refused(fetch, message) if message.is_error else self._fetched(fetch, message)
 

@@ -304,19 +304,24 @@ def test_a_worker_that_joins_leaves_nothing_behind_at_its_relay() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_pull_gets_its_own_round_of_a_key_though_a_later_one_of_it_is_at_the_relay_before(first: int) -> None:
-    """Worker 0 pulls round 1 of two keys of the other host: one goes a round on while the other is waited for."""
+@pytest.mark.parametrize("meanwhile", ["nothing", "init", "assign"])
+def test_a_pull_gets_its_own_round_of_a_key_though_a_later_one_of_it_is_at_the_relay_before(
+    first: int, meanwhile: str
+) -> None:
+    """Worker 0 pulls round 1 of two keys of the other host: one goes a round on while the other is waited for.
+
+    Other keys of the store may be new, or given other values, meanwhile.
+    """
     asked = threading.Event()
 
     def script(kv: Any) -> None:
         kv.init(KEYS, [full(0)] * len(KEYS))
-        far = [key for key in KEYS if shards_of(kv, key)[0].server == 1][:2]
-        goes_on, late = far
+        goes_on, late, other, *_ = (key for key in KEYS if shards_of(kv, key)[0].server == 1)
         kv.barrier()
         if kv.rank == 0:
-            pulled = far if first == 0 else far[::-1]
-            kv.push(far, [full(1), full(2)])
-            outs = {key: full(-1) for key in far}
+            pulled = [goes_on, late] if first == 0 else [late, goes_on]
+            kv.push([goes_on, late], [full(1), full(2)])
+            outs = {key: full(-1) for key in pulled}
             pending = kv.pull(pulled, [outs[key] for key in pulled], wait=False)
             kv.push(goes_on, full(1000))
             asked.set()
@@ -328,6 +333,10 @@ def test_a_pull_gets_its_own_round_of_a_key_though_a_later_one_of_it_is_at_the_r
         kv.pull(goes_on, out)
         assert (out == 111000).all(), "round 2 of it waits for nothing else"
         kv.barrier()
+        if meanwhile == "init":
+            kv.init(["new-%d" % number for number in range(4)], [full(0)] * 4)
+        elif meanwhile == "assign":
+            kv.assign(other, full(7))
         if kv.rank:
             kv.push(late, full(2 * 10**kv.rank))
         else:
