@@ -666,6 +666,12 @@ class _JobQuery:
                 self.problem = f"what {self.where['host']} sent cannot be written to {self.folder.path}: {err.strerror}"
         return bool(name) and self.state["state"] in facts.GOING
 
+    def note_unanswered(self, why: str) -> None:
+        """Note why its host did not answer, unless it did or that is known."""
+        if not self.has_state and not self.problem:
+            self.problem = f"{self.where['host']} cannot be asked: {why}"
+            self.fix = f"{self.login} true"
+
     def view(self) -> JobView:
         state = self.state if self.has_state else {**self.state, "state": facts.UNKNOWN}
         seen_s = self._silent_s(state) if state["state"] == facts.UNKNOWN else None
@@ -697,12 +703,11 @@ def asked() -> bytes:
 
 def _ask(jobs: Sequence[_JobQuery], here_s: float, there_s: float) -> None:
     """Ask all coordinators at the same time."""
-
     began = time.monotonic()
-    by_login: dict[str, list[_JobQuery]] = {}
-    for job in jobs:
-        if job.is_asked_there:
-            by_login.setdefault(job.login, []).append(job)
+    there = [job for job in jobs if job.is_asked_there]
+    by_login: dict[str, list[_JobQuery]] = {}  # not by `hosts.ranges`: a status of jobs here loads nothing of hosts
+    for job in there:
+        by_login.setdefault(job.login, []).append(job)
     threads = [
         threading.Thread(
             target=_ask_there,
@@ -720,10 +725,8 @@ def _ask(jobs: Sequence[_JobQuery], here_s: float, there_s: float) -> None:
         _ask_here(here, began + here_s)
     for thread in threads:
         thread.join(max(0.0, began + there_s - time.monotonic()) + END_S)
-    for job in jobs:
-        if job.is_asked_there and not job.has_state and not job.problem:
-            job.problem = f"{job.where['host']} cannot be asked: no answer within {duration(round(there_s, 1))}"
-            job.fix = f"{job.login} true"
+    for job in there:
+        job.note_unanswered(f"no answer within {duration(round(there_s, 1))}")
 
 
 def _ask_here(jobs: Sequence[_JobQuery], until: float) -> None:
@@ -787,9 +790,7 @@ def _ask_there(login: str, jobs: Mapping[str, _JobQuery], until: float) -> None:
         said = f"no answer within {duration(limit_s)}"
     lines = said.splitlines() or [f"ssh ended with code {code}" if code else "it has no state of this job"]
     for job in jobs.values():
-        if not job.has_state and not job.problem:
-            job.problem = f"{job.where['host']} cannot be asked: {lines[-1]}"
-            job.fix = f"{login} true"
+        job.note_unanswered(lines[-1])
 
 
 # ---------------------------------------------------------------------- order

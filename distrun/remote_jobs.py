@@ -261,6 +261,10 @@ class NotAsked(DistrunError):
     exit_code = facts.EXIT_HOST_LOST
 
 
+class CannotRun(NotAsked):
+    """Not even the program that would ask it, ssh, can be run here."""
+
+
 class NotRemoved(DistrunError):
     """The folder of a job on its coordinator's host is still there."""
 
@@ -299,8 +303,8 @@ def _fetch(folder: JobFolder, where: Mapping[str, Any], may_ask: bool) -> tuple[
 
     try:
         code, said = ask(where["login"], [[folder.id, where["folder"], ""]], take, may_ask=may_ask)
-    except NotAsked as err:
-        raise NotAsked(f"job {folder.id}: {err}", err.hint) if str(err).startswith("cannot run ") else err from None
+    except CannotRun as err:
+        raise NotAsked(f"job {folder.id}: {err}", err.hint) from None
     except OSError as err:
         raise NotAsked(
             f"job {folder.id}: what its coordinator's host sent cannot be written to {folder.path}: {err.strerror}",
@@ -344,7 +348,7 @@ def ask(
                 argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, start_new_session=not may_ask
             )
         except OSError as err:
-            raise NotAsked(f"cannot run {argv[0]}: {err.strerror}") from None
+            raise CannotRun(f"cannot run {argv[0]}: {err.strerror}") from None
         timer = threading.Timer(max(0.0, left_s), _kill, [child])
         timer.daemon = True
         with child:
@@ -395,7 +399,7 @@ def _remove(argv: list[str]) -> tuple[int, str]:
     except subprocess.TimeoutExpired:
         raise NotAsked(f"it was not removed within {REMOVE_S:.0f} s") from None
     except OSError as err:
-        raise NotAsked(f"cannot run {argv[0]}: {err.strerror}") from None
+        raise CannotRun(f"cannot run {argv[0]}: {err.strerror}") from None
     return done.returncode, done.stderr.decode("utf-8", "replace").strip()
 
 
