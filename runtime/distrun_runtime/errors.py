@@ -10,6 +10,7 @@
       + KVError (ValueError)             a key, shape, dtype or rule that does not fit the store
           + RuleError                    a rule failed on a server; carries the server's traceback
       + StoreClosed (RuntimeError)       the store was closed, left, or inherited by a forked child
+      + StageError (RuntimeError)        a stage of a pipeline failed: which, at which part of the batch
       + DataError (ValueError)           a data file that is damaged or not of its format: file, offset
       + JobStoreError (OSError)          a job's folder cannot be made, read or written
       + NoSuchJob (LookupError)          no job, or several, of that id or name; lists near ones
@@ -78,6 +79,10 @@ class RuleError(KVError):
 
 class StoreClosed(RuntimeFault, RuntimeError):
     """The store cannot be used any more: closed, left, or inherited by a forked child."""
+
+
+class StageError(RuntimeFault, RuntimeError):
+    """A layer failed in a pipeline; the message names stage, layers, device and micro-batch. The cause is its error."""
 
 
 class DataError(RuntimeFault, ValueError):

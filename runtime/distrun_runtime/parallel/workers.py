@@ -1,0 +1,245 @@
+"""Stages on workers: a stage of the model in each process of a job, run by `torch.distributed.pipelining`.
+
+`distrun launch -n 4 -s 0` starts the processes and gives each its rank. Of this module are the mapping of ranks to
+stages and replicas (`stage_rank`) and the building of torch's stage and schedule from a plan (`WorkerPipeline`); torch
+sends activations and gradients, by gloo or NCCL.
+
+Source of the schedules: `gpipe`: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+Parallelism", 2019; `1f1b`: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from distrun_runtime.parallel.pipeline import StageRunner, check_layout, cut, joined, layers_of_plan, tensors_of
+from distrun_runtime.parallel.stages import StagePlan, check_present, nearest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
+"""Names of schedules, and of their classes in torch.distributed.pipelining."""
+
+
+@dataclass(frozen=True)
+class StageRank:
+    """What a worker does in a job of several stages and replicas."""
+
+    rank: int
+    stage: int
+    """Which stage of the model it runs, from 0."""
+    replica: int
+    """Which copy of the model its stage belongs to, from 0."""
+    stages: int
+    replicas: int
+
+    @property
+    def pipeline(self) -> list[int]:
+        """The ranks of the same replica, in the order of their stages."""
+        return [self.replica * self.stages + stage for stage in range(self.stages)]
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks that run the same stage, in the order of their replicas: these average their gradients."""
+        return [replica * self.stages + self.stage for replica in range(self.replicas)]
+
+
+def stage_rank(rank: int, world_size: int, stages: int) -> StageRank:
+    """Return the stage and replica of a worker. Adjacent ranks are adjacent stages of a replica.
+
+    Raises:
+        ValueError: the workers cannot be divided into replicas of all stages; the rank is none of theirs.
+
+    Examples:
+        >>> stage_rank(rank=3, world_size=4, stages=2)
+        StageRank(rank=3, stage=1, replica=1, stages=2, replicas=2)
+    """
+    if stages < 1 or world_size < 1 or world_size % stages:
+        raise ValueError(
+            f"{world_size} workers cannot run replicas of {stages} stages; fix: distrun launch -n with a multiple of"
+            f" {stages}"
+        )
+    if not 0 <= rank < world_size:
+        raise ValueError(f"expected 0 <= rank < {world_size}, found {rank}")
+    return StageRank(rank, rank % stages, rank // stages, stages, world_size // stages)
+
+
+class WorkerPipeline:
+    """This worker's stage of a model, and the schedule by which it works with the other stages.
+
+    Making one is collective: all workers of the job make it, with the same plan, after
+    `torch.distributed.init_process_group`. If there are several replicas, each trains on its own batches, and you
+    average the gradients of `stage_rank.members` after each step.
+
+    Arguments:
+        model: as for `named_layers`. Only this worker's layers are used and moved; create the model on the CPU, or on
+            the device `meta` for what does not fit, and free it afterwards.
+        plan: from `place` or `balance`; each stage's device is that of its worker, so often the same for all.
+        loss: `loss(output, target)`, the mean over a micro-batch, as a tensor. Used on the last stage.
+        micro_batches: parts of a batch, all equally long; for `1f1b` at least as many as stages.
+        schedule: `gpipe`: all micro-batches go forward, then all backward; `1f1b`: each stage alternates, so it keeps
+            the activations of at most as many micro-batches as there are stages.
+        layout: as for `Pipeline`.
+
+    Raises:
+        RuntimeError: there is no process group.
+        ValueError: the workers do not match the stages; the plan has other layers than the model; the device is not
+            there; too few micro-batches; an unknown schedule or layout.
+    """
+
+    stage_rank: StageRank
+    """This worker's stage and replica."""
+    module: nn.Module
+    """The layers of this worker's stage, on its device: `module.parameters()` is what its optimizer updates."""
+
+    def __init__(
+        self,
+        model: object,
+        plan: StagePlan,
+        loss: Callable[[Any, Any], torch.Tensor],
+        *,
+        micro_batches: int,
+        schedule: str = "1f1b",
+        layout: str = "N",
+    ) -> None:
+        import torch.distributed as dist
+
+        if schedule not in SCHEDULES:
+            known = ", ".join(SCHEDULES)
+            raise ValueError(f"unknown schedule {schedule!r}{nearest(schedule, SCHEDULES)}; known are {known}")
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "no process group; fix: call torch.distributed.init_process_group('gloo') in a job of distrun launch"
+            )
+        layers = layers_of_plan(model, plan)
+        check_layout(layers, layout, is_cut_along_time=False)
+        self.stage_rank = stage_rank(dist.get_rank(), dist.get_world_size(), len(plan.stages))
+        least = self.stage_rank.stages if schedule == "1f1b" else 1
+        if micro_batches < least:
+            raise ValueError(f"micro_batches: {schedule} needs at least {least}, found {micro_batches}")
+        stage = plan.stages[self.stage_rank.stage]
+        check_present(stage.device)
+        self.module = _stage_module(StageRunner(stage, layers))
+        self._device = stage.device.torch_name
+        self._loss, self._schedule = loss, schedule
+        self._micro_batches, self._batch_dim = micro_batches, layout.index("N")
+        self._schedules: dict[Any, Any] = {}
+        self._group = _own_group(self.stage_rank)
+
+    def step(self, batch: Any, target: torch.Tensor) -> torch.Tensor | None:
+        """Run a batch forward and backward; gradients are added to `.grad`. All workers of the replica call it.
+
+        All workers pass the same batch and target, as all read the same data: the first stage uses the batch, the last
+        stage the target, and the others only the batch's shape. Batches may differ in shape from call to call; torch
+        exchanges the shapes between stages at the first batch of each.
+
+        Arguments:
+            batch: a tensor or a tuple of tensors, as the model takes it; on any device.
+            target: a tensor with the dimensions of the layout.
+
+        Returns:
+            On the last stage the mean of the micro-batches' losses, without a gradient; None on the others.
+
+        Raises:
+            ValueError: the batch cannot be cut into equally long micro-batches.
+        """
+        import torch
+
+        inputs = self._inputs(batch)
+        if self.stage_rank.stage < self.stage_rank.stages - 1:
+            self._run(inputs, is_training=True)
+            return None
+        losses: list[torch.Tensor] = []
+        # torch cuts a target along its first dimension.
+        own = target.to(self._device).movedim(self._batch_dim, 0)
+        self._run(inputs, is_training=True, target=own, losses=losses)
+        return torch.stack(losses).mean().detach()
+
+    def forward(self, batch: Any) -> Any:
+        """Run a batch forward, without gradients. All workers of the replica call it, with the same batch.
+
+        Returns:
+            On the last stage the output; None on the others.
+
+        Raises:
+            ValueError: the batch cannot be cut into equally long micro-batches.
+        """
+        import torch
+
+        inputs = self._inputs(batch)
+        with torch.no_grad():
+            output = self._run(inputs, is_training=False)
+        # torch puts the parts together along the first dimension.
+        return None if output is None else joined(cut(output, self._micro_batches, 0), self._batch_dim)
+
+    def _inputs(self, batch: Any) -> list[torch.Tensor]:
+        """Return the batch's tensors, which can be cut into equally long micro-batches."""
+        inputs = tensors_of(batch)
+        for tensor in inputs:
+            if tensor.dim() <= self._batch_dim or tensor.shape[self._batch_dim] % self._micro_batches:
+                raise ValueError(
+                    f"a batch of shape {tuple(tensor.shape)} cannot be cut into {self._micro_batches} equal"
+                    f" micro-batches along dimension {self._batch_dim}; drop or pad the last batch of an epoch"
+                )
+        return inputs
+
+    def _run(self, inputs: Sequence[torch.Tensor], is_training: bool, **options: Any) -> Any:
+        """Run torch's schedule for batches of this shape, which is made at the first of them."""
+        from torch.distributed import pipelining
+        from torch.distributed.pipelining.microbatch import TensorChunkSpec
+
+        key = is_training, tuple((tensor.shape, tensor.dtype) for tensor in inputs)
+        if key not in self._schedules:
+            stage = pipelining.PipelineStage(
+                self.module, self.stage_rank.stage, self.stage_rank.stages, self._device, group=self._group
+            )
+            self._schedules[key] = getattr(pipelining, SCHEDULES[self._schedule if is_training else "gpipe"])(
+                stage,
+                self._micro_batches,
+                loss_fn=self._loss_of_micro_batch if is_training else None,
+                args_chunk_spec=tuple(TensorChunkSpec(self._batch_dim) for _ in inputs),
+            )
+        # The batch is only for the first stage; the others are sent theirs.
+        own = [] if self.stage_rank.stage else [tensor.to(self._device) for tensor in inputs]
+        return self._schedules[key].step(*own, **options)
+
+    def _loss_of_micro_batch(self, output: Any, target: torch.Tensor) -> torch.Tensor:
+        return self._loss(output, target.movedim(0, self._batch_dim))
+
+
+def _own_group(place: StageRank) -> Any:
+    """Return the process group of the worker's replica; all workers make those of all replicas, in the same order."""
+    import torch.distributed as dist
+
+    if place.replicas == 1:
+        return None  # the group of all
+    size = place.replicas * place.stages
+    firsts = [stage_rank(rank, size, place.stages) for rank in range(0, size, place.stages)]
+    return [dist.new_group(first.pipeline) for first in firsts][place.replica]
+
+
+def _stage_module(runner: StageRunner) -> nn.Module:
+    """Return a module of a stage's layers; names of its parameters are those of the whole model.
+
+    Recurrent layers begin each micro-batch without a state.
+    """
+    from torch import nn
+
+    class StageModule(nn.Module):  # type: ignore[misc]
+        def forward(self, *values: torch.Tensor) -> Any:
+            return runner(values[0] if len(values) == 1 else values, {})[0]
+
+    module = StageModule()
+    for name, layer in runner.layers.items():
+        *above, last = name.split(".")
+        parent: nn.Module = module
+        for part in above:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.add_module(last, layer)
+    return module
