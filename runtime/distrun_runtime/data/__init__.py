@@ -10,6 +10,7 @@ for data, label in Reader(dataset, 32, num_parts=kv.num_workers, part_index=kv.r
 
 from __future__ import annotations
 
+from distrun_runtime.data.buckets import BucketReader
 from distrun_runtime.data.datasets import (
     CIFAR10,
     MNIST,
@@ -37,6 +38,7 @@ __all__ = [
     "CIFAR10",
     "MNIST",
     "Arrays",
+    "BucketReader",
     "Dataset",
     "Epochs",
     "GlobalShuffleSampler",
