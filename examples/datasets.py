@@ -1,12 +1,16 @@
-"""The images that the examples train on: real ones from a folder, or small sets that need no download.
+"""The images and sentences that the examples train on: from a folder, or small sets that need no download.
 
-Without a folder, MNIST is replaced by scikit-learn's 1,797 handwritten digits, enlarged to the size of MNIST's, and
-CIFAR-10 by patterns that are made up here. That is said on stderr.
+Without a folder, MNIST is replaced by scikit-learn's 1,797 handwritten digits, enlarged to the size of MNIST's,
+CIFAR-10 by patterns that are made up here, and the Penn Treebank by `alice.txt`: Lewis Carroll, "Alice's Adventures in
+Wonderland", 1865, which is in the public domain. That is said on stderr.
 """
 
 from __future__ import annotations
 
+import re
 import sys
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 
@@ -15,6 +19,10 @@ from distrun_runtime.data.reader import Batch, Dataset
 
 TEST_DIGITS = 360
 TRAIN_PATTERNS, TEST_PATTERNS = 2000, 500
+
+ALICE = Path(__file__).with_name("alice.txt")
+END, RARE = "<eos>", "<unk>"
+"""What stands for the end of a sentence, and for words that are seldom; as in the files of the Penn Treebank."""
 
 
 def mnist(folder: str | None, train_size: int | None) -> tuple[Dataset, Dataset]:
@@ -66,3 +74,39 @@ def patterns(count: int, seed: int) -> Arrays:
 def say(line: str) -> None:
     """Say something about the data to the user."""
     print(line, file=sys.stderr, flush=True)
+
+
+def sentences(folder: str | None) -> tuple[list[list[int]], list[list[int]], int]:
+    """Return sentences for training and for validation as numbers of words, and how many different words there are.
+
+    A sentence begins and ends with END. Words that only the validation has, or that stand once, count as RARE.
+
+    Arguments:
+        folder: has `ptb.train.txt` and `ptb.valid.txt`, a sentence a line; None: the sentences of ALICE.
+    """
+    if folder:
+        train, valid = (_lines(Path(folder) / f"ptb.{part}.txt") for part in ("train", "valid"))
+    else:
+        say("no --data-dir: the sentences of alice.txt stand in for the Penn Treebank; each tenth is for validation")
+        everything = _sentences_of(ALICE.read_text("utf-8"))
+        train = [sentence for i, sentence in enumerate(everything) if i % 10]
+        valid = everything[::10]
+    counts = Counter(word for sentence in train for word in sentence)
+    known = [END, RARE, *(word for word, count in counts.most_common() if count > 1 and word != RARE)]
+    number = {word: i for i, word in enumerate(known)}
+
+    def numbered(sentence: list[str]) -> list[int]:
+        return [number[END], *(number.get(word, number[RARE]) for word in sentence), number[END]]
+
+    return list(map(numbered, train)), list(map(numbered, valid)), len(known)
+
+
+def _lines(path: Path) -> list[list[str]]:
+    return [line.split() for line in path.read_text("utf-8").splitlines() if line.strip()]
+
+
+def _sentences_of(text: str) -> list[list[str]]:
+    """Cut a text into sentences, and these into words and punctuation marks."""
+    ends = re.split(r"(?<=[.!?])['\")]*\s+|\n\s*\n", text.lower())
+    words = (re.findall(r"[a-z]+(?:['-][a-z]+)*|[^\sa-z]", end) for end in ends)
+    return [sentence for sentence in words if sentence]
