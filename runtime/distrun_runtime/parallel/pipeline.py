@@ -142,6 +142,7 @@ class Pipeline:
         states_of_stages = self._split_states(states or {}, len({part.micro_batch for part in parts}))
         self.busy_s = [0.0] * len(self._runners)
         if self._is_threaded:
+            values = [map_tensors(lambda tensor: tensor.to("cpu"), value) for value in values]
             outputs = _ThreadedBatch(self._runners, parts, states_of_stages, self.busy_s, self._timeout_s).forward(
                 values
             )
@@ -209,9 +210,11 @@ class Pipeline:
                 if 0 <= place < len(parts):
                     runner, lane = self._runners[index], self._lanes[index]
                     micro_batch = parts[place].micro_batch
-                    with _naming(runner.stage, "forward", parts[place]):
+                    try:
                         value = lane.take(passed[place], self._lanes[index - 1] if index else None)
                         queued, states[index][micro_batch] = lane.run(runner, value, states[index][micro_batch])
+                    except Exception as err:
+                        raise _failure(runner.stage, "forward", parts[place], err) from err
                     passed[place] = queued
         outputs = [queued.value for queued in passed]
         for index, lane in enumerate(self._lanes):
@@ -377,13 +380,11 @@ def _merge_states(states: Sequence[StageStates]) -> dict[str, Any]:
     return merged
 
 
-@contextlib.contextmanager
-def _naming(stage: Stage, what: str, part: BatchPart) -> Iterator[None]:
-    """Turn a failure into a StageError that names stage and part."""
-    try:
-        yield
-    except Exception as err:
-        raise StageError(f"{stage}: {what} of {part} failed: {type(err).__name__}: {err}") from err
+def _failure(stage: Stage, what: str, part: BatchPart, err: BaseException) -> StageError:
+    """Return the error that names where `err` was raised; it is its cause."""
+    failure = StageError(f"{stage}: {what} of {part} failed: {type(err).__name__}: {err}")
+    failure.__cause__ = err
+    return failure
 
 
 # --- on CPU threads
@@ -611,17 +612,12 @@ class _StageThreads:
                 with self._modes.entered():
                     result = self._work(stage, part, value)
             except BaseException as err:
-                self._fail(stage, part, err)
+                self._failure = self._failure or _failure(stage, self._what, part, err)
+                self._end()
                 return
             self._busy_s[stage.index] += time.perf_counter() - begin
             self._doing[place] = None
             self._queues[place + 1].put(result)
-
-    def _fail(self, stage: Stage, part: BatchPart, err: BaseException) -> None:
-        failure = StageError(f"{stage}: {self._what} of {part} failed: {type(err).__name__}: {err}")
-        failure.__cause__ = err
-        self._failure = self._failure or failure
-        self._end()
 
     def _end(self) -> None:
         """Let all threads end after the part that they work on, and the caller stop waiting."""
@@ -734,7 +730,7 @@ class _Lane:
     def run(self, runner: StageRunner, value: Any, states: Mapping[str, Any]) -> tuple[_Queued, dict[str, Any]]:
         """Queue a part's forward; return its output and the states after it."""
         with self.current():
-            output, after = runner(value, states)
+            output, after = runner(value, map_tensors(self._here, states))
             return _Queued(output, None if self._stream is None else self._stream.record_event()), after
 
     def end(self, values: Sequence[Any]) -> None:

@@ -10,6 +10,7 @@ Parallelism", 2019; `1f1b`: Narayanan et al., "PipeDream: Generalized Pipeline P
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -72,8 +73,11 @@ class WorkerPipeline:
     """This worker's stage of a model, and the schedule by which it works with the other stages.
 
     Making one is collective: all workers of the job make it, with the same plan, after
-    `torch.distributed.init_process_group`. If there are several replicas, each trains on its own batches, and you
-    average the gradients of `stage_rank.members` after each step.
+    `torch.distributed.init_process_group`. If there are several replicas, each trains on its own batches, and
+    `average_gradients` or a store of `stage_rank.members` averages the gradients of a stage.
+
+    As in `Pipeline`, BatchNorm and dropout see each micro-batch for itself. Recurrent layers begin each of them without
+    a state.
 
     Arguments:
         model: as for `named_layers`. Only this worker's layers are used and moved; create the model on the CPU, or on
@@ -128,7 +132,7 @@ class WorkerPipeline:
         self._loss, self._schedule = loss, schedule
         self._micro_batches, self._batch_dim = micro_batches, layout.index("N")
         self._schedules: dict[Any, Any] = {}
-        self._group = _own_group(self.stage_rank)
+        self._group, self._replica_group = _own_groups(self.stage_rank)
 
     def step(self, batch: Any, target: torch.Tensor) -> torch.Tensor | None:
         """Run a batch forward and backward; gradients are added to `.grad`. All workers of the replica call it.
@@ -176,6 +180,23 @@ class WorkerPipeline:
         # torch puts the parts together along the first dimension.
         return None if output is None else joined(cut(output, self._micro_batches, 0), self._batch_dim)
 
+    def average_gradients(self) -> None:
+        """Replace the gradients of this stage by their mean over its replicas. All workers of the stage call it.
+
+        A parameter without a gradient counts as zero. With a store or a trainer for `stage_rank.members`, which average
+        themselves, do not call it.
+        """
+        import torch
+        import torch.distributed as dist
+
+        if self.stage_rank.replicas == 1:
+            return
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(parameter.grad, group=self._replica_group)
+                parameter.grad /= self.stage_rank.replicas
+
     def _inputs(self, batch: Any) -> list[torch.Tensor]:
         """Return the batch's tensors, which can be cut into equally long micro-batches."""
         inputs = tensors_of(batch)
@@ -194,9 +215,10 @@ class WorkerPipeline:
 
         key = is_training, tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         if key not in self._schedules:
-            stage = pipelining.PipelineStage(
+            stage = _stage_class()(
                 self.module, self.stage_rank.stage, self.stage_rank.stages, self._device, group=self._group
             )
+            self.module.is_probed = True
             self._schedules[key] = getattr(pipelining, SCHEDULES[self._schedule if is_training else "gpipe"])(
                 stage,
                 self._micro_batches,
@@ -211,15 +233,32 @@ class WorkerPipeline:
         return self._loss(output, target.movedim(0, self._batch_dim))
 
 
-def _own_group(place: StageRank) -> Any:
-    """Return the process group of the worker's replica; all workers make those of all replicas, in the same order."""
+def _own_groups(own: StageRank) -> tuple[Any, Any]:
+    """Return the process groups of a worker's replica and of its stage.
+
+    All workers make all groups, in the same order, as torch asks for.
+    """
     import torch.distributed as dist
 
-    if place.replicas == 1:
-        return None  # the group of all
-    size = place.replicas * place.stages
-    firsts = [stage_rank(rank, size, place.stages) for rank in range(0, size, place.stages)]
-    return [dist.new_group(first.pipeline) for first in firsts][place.replica]
+    if own.replicas == 1:
+        return None, None  # the first is the group of all, the second of this worker alone
+    size = own.replicas * own.stages
+    pipelines = [dist.new_group(stage_rank(first, size, own.stages).pipeline) for first in range(0, size, own.stages)]
+    members = [dist.new_group(stage_rank(first, size, own.stages).members) for first in range(own.stages)]
+    return pipelines[own.replica], members[own.stage]
+
+
+@functools.cache
+def _stage_class() -> Any:
+    """Return torch's stage, made to tell its module of the first micro-batch. torch is imported at the first use."""
+    from torch.distributed import pipelining
+
+    class ModuleStage(pipelining.PipelineStage):  # type: ignore[misc]
+        def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+            self.submod.is_probed = False
+            return super().forward_one_chunk(*args, **options)
+
+    return ModuleStage
 
 
 def _stage_module(runner: StageRunner) -> nn.Module:
@@ -227,10 +266,22 @@ def _stage_module(runner: StageRunner) -> nn.Module:
 
     Recurrent layers begin each micro-batch without a state.
     """
+    import torch
     from torch import nn
 
     class StageModule(nn.Module):  # type: ignore[misc]
+        is_probed = False
+        """Whether torch calls it for the shapes of its outputs, with an input that may be of any values."""
+
         def forward(self, *values: torch.Tensor) -> Any:
+            if self.is_probed:
+                # Into copies, because running statistics of such values, which may be NaN, would be of no use.
+                self.is_probed = False
+                copies = {name: buffer.clone() for name, buffer in self.named_buffers()}
+                try:
+                    return torch.func.functional_call(self, copies, values)
+                finally:
+                    self.is_probed = True
             return runner(values[0] if len(values) == 1 else values, {})[0]
 
     module = StageModule()

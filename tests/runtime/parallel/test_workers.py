@@ -1,0 +1,149 @@
+"""Stages on workers of a job: real processes over gloo, against one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from peers import python_of
+
+TRAINING = """\
+import copy
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distrun_runtime.parallel import WorkerPipeline, place
+
+WORDS, STEPS = 11, 4
+torch.manual_seed(0)
+layers = [nn.Embedding(WORDS, 6), nn.LSTM(6, 5), nn.LayerNorm(5), nn.GRU(5, 5), nn.Linear(5, WORDS)]
+names = ["embed", "rnn.0", "rnn.1", "rnn.2", "decode"]
+model = {name: layer.double() for name, layer in zip(names, layers, strict=True)}
+reference = copy.deepcopy(model)
+plan = place(model, {"embed": "cpu:0", "rnn.0": "cpu:0", "rnn.[12]": "cpu:1", "decode": "cpu:1"})
+
+
+def loss_of(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def whole(batch):
+    for layer in reference.values():
+        batch = layer(batch)
+        batch = batch[0] if isinstance(batch, tuple) else batch
+    return batch
+
+
+dist.init_process_group("gloo", init_method="env://")
+pipeline = WorkerPipeline(model, plan, loss_of, micro_batches=4, schedule=sys.argv[1], layout="TN")
+own = pipeline.stage_rank
+size = own.replicas * own.stages
+weights = [weight for layer in reference.values() for weight in layer.parameters()]
+optimizers = [torch.optim.SGD(params, lr=0.5) for params in (pipeline.module.parameters(), weights)]
+for step in range(STEPS):
+    # Batches of two lengths; each replica has a part of each.
+    batch = torch.randint(0, WORDS, (3 + step % 2, 8 * own.replicas))
+    mine = batch.tensor_split(own.replicas, 1)[own.replica]
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss = pipeline.step(mine, mine)
+    pipeline.average_gradients()
+    loss_of(whole(batch), batch).backward()
+    assert (loss is None) == (own.stage == 0), loss
+    if loss is not None:
+        torch.testing.assert_close(loss, loss_of(whole(mine), mine).detach())
+    for optimizer in optimizers:
+        optimizer.step()
+expected = {f"{name}.{key}": value for name, layer in reference.items() for key, value in layer.state_dict().items()}
+for name, value in pipeline.module.state_dict().items():
+    torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-11)
+output = pipeline.forward(mine)
+if own.stage:
+    torch.testing.assert_close(output, whole(mine))
+    assert not output.requires_grad
+print("stage", own.stage, "replica", own.replica, "layers", ",".join(plan.stages[own.stage].layers), flush=True)
+dist.destroy_process_group()
+"""
+
+STATISTICS = """\
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distrun_runtime.parallel import WorkerPipeline, place
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+reference, batch = copy.deepcopy(model), torch.randn(8, 3, dtype=torch.float64)
+dist.init_process_group("gloo", init_method="env://")
+plan = place(model, ["cpu:0", "cpu:0", "cpu:1", "cpu:1"])
+mean = nn.functional.mse_loss
+pipeline = WorkerPipeline(model, plan, mean, micro_batches=2)
+pipeline.step(batch, torch.zeros(8, 4, dtype=torch.float64))
+for part in batch.tensor_split(2):
+    reference(part)
+for name, value in pipeline.module.named_buffers():
+    torch.testing.assert_close(value, reference.state_dict()[name])
+
+
+def refused(act, said):
+    try:
+        act()
+    except ValueError as err:
+        assert said in str(err), err
+    else:
+        raise AssertionError(said)
+
+
+refused(lambda: pipeline.step(batch[:5], batch[:5]), "a batch of shape (5, 3) cannot be cut into 2 equal micro-batches")
+refused(lambda: WorkerPipeline(model, plan, mean, micro_batches=1), "1f1b needs at least 2, found 1")
+refused(
+    lambda: WorkerPipeline(model, plan, mean, micro_batches=2, schedule="gpip"),
+    "unknown schedule 'gpip'; did you mean 'gpipe'?; known are gpipe, 1f1b",
+)
+refused(lambda: WorkerPipeline(model, place(model, ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]), mean, micro_batches=4),
+        "2 workers cannot run replicas of 4 stages")
+print("statistics", sorted(pipeline.module.state_dict())[0], flush=True)
+dist.destroy_process_group()
+"""
+
+
+def launched(tmp_path: Path, text: str, workers: int, *words: str) -> list[str]:
+    """Run a script as a job without servers; return what its workers print, sorted."""
+    script = tmp_path / "program.py"
+    script.write_text(text, "utf-8")
+    command = [sys.executable, "-m", "distrun", "launch", "-q", "-n", str(workers), "-s", "0", "--launcher", "local"]
+    command += ["--no-prefix", "--run-dir", str(tmp_path / "jobs"), python_of("torch"), str(script), *words]
+    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_two_stages_on_two_workers_train_as_one_process(tmp_path: Path, schedule: str) -> None:
+    assert launched(tmp_path, TRAINING, 2, schedule) == [
+        "stage 0 replica 0 layers embed,rnn.0",
+        "stage 1 replica 0 layers rnn.1,rnn.2,decode",
+    ]
+
+
+@pytest.mark.peers
+def test_two_stages_with_two_replicas_train_as_one_process(tmp_path: Path) -> None:
+    found = [line.partition(" layers")[0] for line in launched(tmp_path, TRAINING, 4, "1f1b")]
+    assert found == [f"stage {stage} replica {replica}" for stage in range(2) for replica in range(2)]
+
+
+@pytest.mark.peers
+def test_running_statistics_are_of_the_micro_batches_and_wrong_calls_are_refused(tmp_path: Path) -> None:
+    """torch runs each stage once more, with values that mean nothing, to find the shapes of its outputs."""
+    assert launched(tmp_path, STATISTICS, 2) == ["statistics 0.bias", "statistics 2.bias"]
