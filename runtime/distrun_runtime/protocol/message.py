@@ -81,6 +81,21 @@ class Kind(IntEnum):
     """A relay passes on what it holds of the sender's contributions, and answers when their servers have them."""
 
 
+@dataclass(frozen=True)
+class Membership:
+    """The workers that share a store in one epoch of it. A value, the same on all nodes."""
+
+    ranks: Sequence[int]
+    """Their ranks in the job, ascending; a range if they are all. A worker's rank in the store is its place here."""
+    epoch: int = 0
+    """How often the members have changed before."""
+
+    @property
+    def first(self) -> int:
+        """The worker whose values count, with rank 0 in the store."""
+        return self.ranks[0]
+
+
 _KINDS: Mapping[int, Kind] = {int(kind): kind for kind in Kind}
 """By their numbers. A look-up costs a fraction of what `Kind(number)` does."""
 _REPLY, _ERROR, _RELAYED = 1, 2, 4
