@@ -910,6 +910,11 @@ class CollectiveCalls:
         store = self._stores.get(self._number(message))
         return range(self._workers) if store is None else store.members.ranks
 
+    def beside(self, rank: int) -> set[int]:
+        """Return the workers that share a store of a group with a worker."""
+        groups = [store.members.ranks for store in self._stores.values() if store.group]
+        return {other for ranks in groups if rank in ranks for other in ranks}
+
     def _number(self, message: Message) -> int:
         """Return the number of the store that a message is about; -1: of a group's that is not known.
 

@@ -9,7 +9,7 @@ everything instead and waits for the workers of the job's next script, until the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -43,7 +43,8 @@ DENIED_KEPT = 4
 """How many reasons for refusing nodes are remembered, for the error at the deadline."""
 
 LOSSES_TOLD = 16
-"""So many losses are told to all nodes. The first one fails every call; as a rule later ones come of it."""
+"""So many losses are told to all nodes. The first one fails every call of a store of all workers; as a rule later ones
+come of it. They are told to those who share a store of a group with the lost node."""
 
 FOREIGN = (
     "a program at %s speaks ZeroMQ, but not as a node of distrun does: this looks like ps-lite (MXNet, BytePS), which"
@@ -537,11 +538,15 @@ class Scheduler:
         self._broken = self._broken or reason
         self._lost.setdefault(member.who.name, (role.worker_rank(member.who.name), reason))
         body = {"who": member.who.name, "host": member.who.host, "reason": reason}
+        # All of them to all would be a million messages for a thousand nodes that end by one error.
+        told = list(self._roster.members.values())
+        if len(self._lost) > LOSSES_TOLD:
+            beside = self._calls.beside(member.who.rank) if member.who.role == "worker" else ()
+            told = [each for each in self._roster.alive("worker") if each.who.rank in beside]
         return [
             role.Log(level, reason),
             role.Publish({"lost_peer": member.who.name, "message": reason}),
-            # All of them to all would be a million messages for a thousand nodes that end by one error.
-            *(self._tell_all(Kind.LOST, body) if len(self._lost) <= LOSSES_TOLD else []),
+            *self._tell(told, Kind.LOST, body),
             *self._finish_when_done(),
         ]
 
@@ -598,15 +603,18 @@ class Scheduler:
         """Registration failed because of `who`, or of the job as a whole: tell those who are here, and end."""
         facts = {"failed": reason} if who == "job" else {"lost_peer": who, "message": reason}
         lost = {"reason": reason, "who": who}
-        return [role.Publish(facts), *self._tell_all(Kind.LOST, lost), *self._finish(1, reason)]
+        return [
+            role.Publish(facts),
+            *self._tell(self._roster.members.values(), Kind.LOST, lost),
+            *self._finish(1, reason),
+        ]
 
     def _finish(self, code: int, reason: str) -> list[role.Action]:
         self._finished = True
         return [role.Finish(code, reason)]
 
-    def _tell_all(self, kind: Kind, body: Mapping[str, Any]) -> list[role.Action]:
-        everybody = [member for member in self._roster.members.values() if member.state == ALIVE]
-        return [role.Send(member.link, Message(kind, body=body)) for member in everybody]
+    def _tell(self, members: Iterable[Member], kind: Kind, body: Mapping[str, Any]) -> list[role.Action]:
+        return [role.Send(member.link, Message(kind, body=body)) for member in members if member.state == ALIVE]
 
     # Messages
 
@@ -643,7 +651,6 @@ class Scheduler:
                 return self._calls.close(call)
             case kind:
                 return [role.Send(link, refusal(message, f"the scheduler knows no {kind.name}"))]
-
 
     def _lost_to(self, members: Sequence[int]) -> tuple[str, str] | None:
         """Return the first lost node that the workers of a store cannot do without, and the reason; None: none is."""

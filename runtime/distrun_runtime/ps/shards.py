@@ -53,7 +53,7 @@ def relayed(number: int) -> int:
 class Store:
     """What a server knows of one store.
 
-    Flat arrays have one element for each shard (`last`, `seen` and `owed` one row for each worker of the job). They have
+    Flat arrays have one element for each shard (`last`, `seen` and `owed` one row for each worker of the job). There is
     room for more shards than there are: always index them by shards.
 
     Arguments:
