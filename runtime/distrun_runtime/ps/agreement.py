@@ -933,7 +933,8 @@ class CollectiveCalls:
                     raise ValueError(f"this job has no number left for a store of group {name!r}")
                 number, self._numbered = LAST_STORE - self._numbered, self._numbered + 1
                 self._groups.setdefault(name, Group()).stores[call.message.store] = number
-            members = Membership(range(self._workers))
+            named = self._groups[name].members if name else None
+            members = named or Membership(range(self._workers))
             present = self._present(members)
             self._stores[number] = AgreedStore(number, members, present, present.copy(), Keys(self._placed_on))
             self._stores[number].group = name

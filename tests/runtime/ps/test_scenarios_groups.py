@@ -57,3 +57,137 @@ def test_each_group_has_ranks_rounds_and_barriers_of_its_own(job: Job) -> None:
         (1, 2, [0, 2], [4] * 4),
         (1, 2, [1, 3], [16] * 4),
     ]
+
+
+def test_groups_overlap_and_a_store_of_all_workers_goes_on_beside_them(job: Job) -> None:
+    """Each worker has the stores of two groups and that of all; the keys are the same, the values are not."""
+    groups = {"low": [0, 1], "high": [2, 3], "ends": [0, 3], "middle": [1, 2]}
+
+    def script(session: Any) -> dict[str, list[float]]:
+        mine = {name: ranks for name, ranks in groups.items() if session.rank in ranks}
+        stores = {name: open_store("dist_sync", session, group=name, members=ranks) for name, ranks in mine.items()}
+        stores["all"] = open_store("dist_sync", session)
+        for name, kv in stores.items():
+            kv.init("w", full(len(name)))
+        for _ in range(3):
+            for kv in stores.values():
+                kv.push("w", full(1 + session.rank))
+        return {name: pulled(kv) for name, kv in stores.items()}
+
+    with job(4, 2) as made:
+        found = made.run_sessions(script)
+    sums = {"low": 3, "high": 7, "ends": 5, "middle": 5}
+    for rank, each in enumerate(found):
+        own = {name: [sums[name]] * 4 for name, ranks in groups.items() if rank in ranks}
+        assert each == {**own, "all": [10] * 4}
+
+
+def test_a_worker_alone_may_have_a_group_and_waits_for_nobody(job: Job, tmp_path: Path) -> None:
+    def script(session: Any) -> Any:
+        if session.rank != 1:
+            return None
+        kv = open_store("dist_sync", session, group="alone", members=[1])
+        kv.init("w", full(0))
+        kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
+        for _ in range(3):
+            kv.push("w", full(1))
+        kv.barrier()
+        kv.save_states(tmp_path)
+        first = pulled(kv)
+        kv.join()
+        kv.load_states(tmp_path)
+        assert pulled(kv) == first
+        kv.close()
+        return kv.rank, kv.num_workers, first
+
+    with job(3, 2) as made:
+        assert made.run_sessions(script)[1] == (0, 1, [-(1 + 1.5 + 1.75)] * 4)
+
+
+def test_groups_end_at_different_times_by_close_join_leave_and_the_end_of_their_workers(job: Job) -> None:
+    """Worker 3 ends first, and worker 2 leaves; each time the others go on, among them or alone."""
+
+    def script(session: Any) -> list[float]:
+        trio = open_store("dist_sync", session, group="trio", members=[0, 1, 2]) if session.rank < 3 else None
+        late = open_store("dist_sync", session, group="late", members=[1, 2, 3]) if session.rank > 0 else None
+        if late is not None:
+            late.init("w", full(0))
+            late.push("w", full(10**session.rank))
+            assert pulled(late) == [1110] * 4
+            late.close()
+        if trio is None:
+            return []
+        trio.init("w", full(0))
+        trio.push("w", full(1))
+        assert pulled(trio) == [3] * 4
+        if trio.rank == 2:
+            trio.leave()
+            return []
+        trio.push("w", full(1))
+        assert pulled(trio) == [2] * 4
+        if trio.rank == 1:
+            trio.join()
+        else:
+            for _ in range(2):
+                trio.push("w", full(5))
+                assert pulled(trio) == [5] * 4
+            trio.join()
+        trio.push("w", full(7))
+        return pulled(trio)
+
+    with job(4, 2) as made:
+        assert made.run_sessions(script) == [[14] * 4, [14] * 4, [], []]
+
+
+def test_stores_of_a_group_are_numbered_in_it_and_name_its_members_only_once(job: Job) -> None:
+    """One pair creates three stores, the other one; then all create theirs, closed and created again."""
+
+    def script(session: Any) -> list[list[float]]:
+        stores = [of_pair(session)]
+        if session.rank % 2:
+            stores += [open_store("dist_sync", session, group="odd") for _ in range(2)]
+            stores[1].close()
+            stores[1] = open_store("dist_sync", session, group="odd", members=[3, 1])
+        stores.append(open_store("dist_sync", session))
+        for place, kv in enumerate(stores):
+            kv.init("w", full(0))
+            kv.push("w", full(10**place))
+        return [pulled(kv) for kv in stores]
+
+    with job(4, 2) as made:
+        found = made.run_sessions(script)
+    assert found[0] == found[2] == [[2] * 4, [2 * 10 + 2 * 1000] * 4]
+    assert found[1] == found[3] == [[2] * 4, [20] * 4, [200] * 4, [2020] * 4]
+
+
+@pytest.mark.parametrize("type_name", ["dist_sync", "dist_async"])
+def test_each_group_has_a_rule_and_saved_states_of_its_own(job: Job, tmp_path: Path, type_name: str) -> None:
+    """What one group saved, the other takes up: it has as many workers."""
+
+    def script(session: Any) -> tuple[list[float], list[float]]:
+        kv = of_pair(session, type_name)
+        kv.init("w", full(0))
+        name = ("even", "odd")[session.rank % 2]
+        rate = 1.0 if name == "even" else 100.0
+        kv.set_optimizer("sgd", learning_rate=rate, momentum=0.5)
+        kv.barrier()
+        if kv.rank == 1 or type_name == "dist_sync":
+            kv.push("w", full(1))
+        kv.barrier()
+        first = pulled(kv)
+        kv.save_states(tmp_path / name)
+        kv.barrier()
+        if name == "even":
+            return first, []
+        for _ in range(600):
+            if (tmp_path / "even" / "manifest.json").exists():
+                break
+            threading.Event().wait(0.05)
+        kv.load_states(tmp_path / "even")
+        return first, pulled(kv)
+
+    with job(4, 2) as made:
+        found = made.run_sessions(script)
+    count = 2 if type_name == "dist_sync" else 1
+    assert found[0] == found[2] == ([-count] * 4, [])
+    assert found[1] == found[3] == ([-100 * count] * 4, [-count] * 4)
