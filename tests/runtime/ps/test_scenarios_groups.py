@@ -12,6 +12,7 @@ import pytest
 from cluster import DEADLINE_S, Cluster, open_store
 
 from distrun_runtime.errors import KVError, PeerLost
+from distrun_runtime.kvstore import RowSparse
 
 pytestmark = pytest.mark.usefixtures("engine", "server_device")
 
@@ -191,3 +192,126 @@ def test_each_group_has_a_rule_and_saved_states_of_its_own(job: Job, tmp_path: P
     count = 2 if type_name == "dist_sync" else 1
     assert found[0] == found[2] == ([-count] * 4, [])
     assert found[1] == found[3] == ([-100 * count] * 4, [-count] * 4)
+
+
+def test_a_worker_that_fails_ends_the_waits_of_its_own_groups_and_the_others_go_on(job: Job) -> None:
+    """Worker 3 is in a group with 0; 0 catches the error, and goes on with 1, whom this does not concern."""
+    has_failed = threading.Event()
+
+    def script(session: Any) -> list[float]:
+        if session.rank in (0, 3):
+            with_3 = open_store("dist_sync", session, group="ends", members=[0, 3])
+            with_3.init("w", full(0))
+        if session.rank == 3:
+            has_failed.set()
+            raise RuntimeError("my bug")
+        if session.rank == 2:
+            return []
+        kv = open_store("dist_sync", session, group="low", members=[0, 1])
+        kv.init("w", full(0))
+        if session.rank == 0:
+            has_failed.wait(DEADLINE_S)
+            with_3.push("w", full(1))
+            with pytest.raises(PeerLost, match=r"worker-3@\w+ \(pid \d+\) failed: RuntimeError: my bug"):
+                pulled(with_3)
+            with pytest.raises(PeerLost, match="my bug"):
+                with_3.barrier()
+            assert kv.num_dead_node(4) == 0
+            assert with_3.num_dead_node(4) == 1
+        for _ in range(3):
+            kv.push("w", full(1))
+            assert pulled(kv) == [2] * 4
+        kv.barrier()
+        return pulled(kv)
+
+    with job(4, 2) as made, pytest.raises(RuntimeError, match="my bug"):
+        made.run_sessions(script)
+    assert made.codes["scheduler"] == 1
+
+
+def test_a_worker_that_ends_is_missed_by_its_groups_only(job: Job) -> None:
+    def script(session: Any) -> None:
+        kv = of_pair(session)
+        kv.init("w", full(0))
+        kv.barrier()
+        if session.rank == 3:
+            return
+        kv.push("w", full(1))
+        if session.rank == 1:
+            with pytest.raises(PeerLost, match=r"worker-3@\w+ \(pid \d+\) has ended \(BYE\) without pushing round 1"):
+                pulled(kv)
+        else:
+            assert pulled(kv) == [2] * 4
+
+    with job(4, 2) as made:
+        made.run_sessions(script)
+
+
+def test_rounds_are_skipped_in_a_group_and_told_by_ranks_in_the_job(job: Job) -> None:
+    def script(session: Any) -> Any:
+        kv = of_pair(session)
+        kv.init("w", full(3))
+        if session.rank == 3:
+            return dict(kv.skip_round("w", {"why": "nan"}).skipped)
+        out = full(0)
+        return dict(kv.pushpull("w", full(1), out).skipped), out.tolist()
+
+    with job(4, 2) as made:
+        found = made.run_sessions(script)
+    notes = {1: None, 3: {"why": "nan"}}
+    assert found == [({}, [2] * 4), (notes, [0] * 4), ({}, [2] * 4), notes]
+
+
+@pytest.mark.parametrize("way", ["2bit", "rows", "deterministic", "wide"])
+def test_values_of_a_group_may_be_compressed_sparse_ordered_and_long(job: Job, way: str) -> None:
+    rows = np.eye(4, dtype=np.float32)
+
+    def script(session: Any) -> list[float]:
+        kv = of_pair(session, deterministic=way == "deterministic")
+        if way == "2bit":
+            kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
+        count = 70000 if way == "wide" else 4
+        kv.init("w", RowSparse.from_dense(rows) if way == "rows" else full(0, count))
+        for number in (1, 1, 1) if way == "2bit" else (1, 2, 3):
+            if way == "rows":
+                kv.push("w", RowSparse(full(session.rank)[None], [kv.rank], (4, 4)))
+                out = np.zeros((4, 4), np.float32)
+                kv.pull("w", out)
+                assert [row[0] for row in out] == [kv.members[0], kv.members[1], 0, 0]
+            else:
+                kv.push("w", full(number, count))
+                assert set(pulled(kv, count=count)) == {2 * number}
+        return [float(kv.rank)]
+
+    with job(4, 2) as made:
+        assert made.run_sessions(script) == [[0], [0], [1], [1]]
+
+
+def test_members_that_cannot_be_are_errors_that_say_what_is_wrong_and_cost_nothing(job: Job) -> None:
+    def script(session: Any) -> list[float]:
+        me = session.rank
+        for members, text in (
+            ([0, 1, 7], "group 'g' has no member worker-7: ranks of this job's workers go from 0 to 2"),
+            ([rank for rank in (0, 1, 2) if rank != me][:1], f"worker-{me} is no member of group 'g'; its members are"),
+            (None, f"worker-{me} creates its first store of group 'g': name its members"),
+        ):
+            with pytest.raises(KVError, match=text):
+                open_store("dist_sync", session, group="g", members=members)
+        everyone = open_store("dist_sync", session)
+        if me == 1:
+            everyone.barrier()
+            return []
+        wrong = [0, 1] if me == 0 else [0, 2]
+        text = r"group 'g' has the members \[0, [12]\] for worker-[02] and \[0, [12]\] for worker-[02]; fix: all"
+        with pytest.raises(KVError, match=text):
+            open_store("dist_sync", session, group="g", members=wrong)
+        kv = open_store("dist_sync", session, group="g", members=[2, 0])
+        with pytest.raises(KVError, match=r"has the members \[0, 2\] since its first store, and not \[0, 1, 2\]"):
+            open_store("dist_sync", session, group="g", members=[0, 1, 2])
+        everyone.barrier()
+        kv.init("w", full(0))
+        kv.push("w", full(1))
+        return pulled(kv)
+
+    with job(3, 2) as made:
+        assert made.run_sessions(script) == [[2] * 4, [], [2] * 4]
