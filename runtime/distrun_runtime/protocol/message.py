@@ -26,7 +26,7 @@ from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import WireError
 
 MAGIC = b"DRKV"
-VERSION = 3
+VERSION = 4
 FRAME_LIMIT = 64 * 1024 * 1024
 """No frame is larger: values are cut into pieces far below it, so a stranger cannot make us allocate more."""
 ENTRY_LIMIT = 65536

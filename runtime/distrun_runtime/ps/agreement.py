@@ -644,7 +644,7 @@ class AgreedStore:
 
 
 @dataclass
-class Group:
+class AgreedGroup:
     """Workers that have stores of their own."""
 
     stores: dict[int, int] = field(default_factory=dict)
@@ -689,7 +689,7 @@ class CollectiveCalls:
         self._ended: list[Member] = []
         """Workers that said BYE."""
         self._stores: dict[int, AgreedStore] = {}
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, AgreedGroup] = {}
         """By name."""
         self._numbered = 0
         """How many stores of groups have got a number."""
@@ -932,7 +932,7 @@ class CollectiveCalls:
                 if LAST_STORE - self._numbered in self._stores:
                     raise ValueError(f"this job has no number left for a store of group {name!r}")
                 number, self._numbered = LAST_STORE - self._numbered, self._numbered + 1
-                self._groups.setdefault(name, Group()).stores[call.message.store] = number
+                self._groups.setdefault(name, AgreedGroup()).stores[call.message.store] = number
             named = self._groups[name].members if name else None
             members = named or Membership(range(self._workers))
             present = self._present(members)
