@@ -69,15 +69,39 @@ Item = tuple[KeyRecord, Value]
 
 _BASE, _IS_WRITEABLE = operator.attrgetter("base"), operator.attrgetter("flags.writeable")
 
+GROUP_LETTERS = 100
+"""Of a group's name at most."""
+
 SELECTED_KEYS = 1 << 20
 """Selections of keys are forgotten when they have more keys than this together."""
 
 
 @overload
-def create(name: BuiltIn = ..., *, staleness: int | None = ..., deterministic: bool = ...) -> KVStore: ...
+def create(
+    name: BuiltIn = ...,
+    *,
+    staleness: int | None = ...,
+    deterministic: bool = ...,
+    group: str | None = ...,
+    members: Iterable[int] | None = ...,
+) -> KVStore: ...
 @overload
-def create(name: str, *, staleness: int | None = ..., deterministic: bool = ...) -> Any: ...
-def create(name: str = "local", *, staleness: int | None = None, deterministic: bool = False) -> Any:
+def create(
+    name: str,
+    *,
+    staleness: int | None = ...,
+    deterministic: bool = ...,
+    group: str | None = ...,
+    members: Iterable[int] | None = ...,
+) -> Any: ...
+def create(
+    name: str = "local",
+    *,
+    staleness: int | None = None,
+    deterministic: bool = False,
+    group: str | None = None,
+    members: Iterable[int] | None = None,
+) -> Any:
     """Return a new store; a distributed one when all nodes of the job are there.
 
     In a process whose DMLC_ROLE is server or scheduler a `dist` store serves, then ends the process (SystemExit 0),
@@ -93,13 +117,18 @@ def create(name: str = "local", *, staleness: int | None = None, deterministic: 
         deterministic: for synchronous stores: sums are made in the order of ranks, not as contributions arrive. Equal
             contributions then give bit-equal sums, at the price of memory for all of a round's contributions. All
             workers say the same.
+        group: for distributed stores: a name for the workers that share the store, and no others. They alone create
+            it; to each of them `rank`, `num_workers` and all calls mean the group. None: all workers of the job.
+        members: their ranks in the job, each once, in any order; a worker's rank in the group is its place among them
+            in ascending order. All members name the same. None: as in the group's first store in this process.
 
     Returns:
         A KVStore for the names above; a registered store is what its class makes, a KVStoreBase.
 
     Raises:
         TypeError: the name is not a str.
-        KVError: no such kind of store, or staleness is not for it.
+        KVError: no such kind of store, or staleness or a group is not for it. Members that are not ranks of the job,
+            or not those that others name, or without this worker.
         ContractError: the variables of a job (DMLC_...) are missing or wrong, for a distributed store.
     """
     _report_crashes(name)
@@ -115,12 +144,13 @@ def create(name: str = "local", *, staleness: int | None = None, deterministic: 
             raise KVError(f"store type {name!r} is MXNet's; fix: {fix}; known are {', '.join(known)}")
         raise KVError(f"unknown store type {name!r}{did_you_mean(kind, known)}; known are {', '.join(known)}")
     _check_options(kind, staleness, deterministic)
+    ranks = _checked_members(kind, group, members)
     # Imported here, each of them: only the kind that is asked for is loaded.
     if is_dist(kind) and found is None:
         streams.open_streams()
         from distrun_runtime.store.dist import create_dist
 
-        return KVStore(create_dist(kind, staleness, deterministic))
+        return KVStore(create_dist(kind, staleness, deterministic, group, ranks))
     _only_on_workers(kind)
     if found is not None:
         return _foreign(kind, found)
@@ -145,6 +175,30 @@ def _check_options(kind: str, staleness: object, deterministic: object) -> None:
         raise KVError(f"deterministic is True or False, not {deterministic!r:.60}")
     if deterministic and (kind not in TYPES or is_async(kind)):
         raise KVError(f"a {kind!r} store has no sums of rounds that deterministic=True could order")
+
+
+def _checked_members(kind: str, group: object, members: Iterable[int] | None) -> list[int] | None:
+    """Return the ranks of a group's members as ints, if any are named; which ranks the job has is checked later."""
+    if (group is not None or members is not None) and (kind not in TYPES or not is_dist(kind)):
+        raise KVError(f"a group shares a distributed store, not a {kind!r} store; fix: create('dist_sync', group=...)")
+    if group is None and members is not None:
+        raise KVError("members are those of a group, which has a name; fix: create(..., group='stage-0', members=...)")
+    if group is not None and not (isinstance(group, str) and 0 < len(group.strip()) <= GROUP_LETTERS):
+        raise KVError(f"a group has a name of 1 to {GROUP_LETTERS} letters, not {group!r:.160}")
+    if members is None:
+        return None
+    try:
+        ranks = [operator.index(each) for each in members]
+    except TypeError:
+        raise KVError(f"members of a group are ranks of workers, such as [0, 2], not {members!r:.60}") from None
+    if not ranks or min(ranks) < 0:
+        raise KVError(f"members of a group are ranks of workers, one or more from 0, not {ranks!r:.60}")
+    twice_named = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    if twice_named:
+        raise KVError(
+            f"members of group {group!r}: worker-{twice_named[0]} is named {ranks.count(twice_named[0])} times"
+        )
+    return ranks
 
 
 def _only_on_workers(kind: str) -> None:
@@ -216,13 +270,18 @@ class KVStore(KVStoreBase):
 
     @property
     def rank(self) -> int:
-        """This worker's index, from 0."""
+        """This worker's index among those that share the store, from 0: its rank, or that in the store's group."""
         return self._backend.rank
 
     @property
     def num_workers(self) -> int:
         """Number of workers that share the store."""
         return self._backend.num_workers
+
+    @property
+    def members(self) -> list[int]:
+        """Ranks in the job of the workers that share the store, ascending: `members[rank]` is this worker's."""
+        return list(self._backend.members)
 
     # Data
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -70,3 +72,30 @@ def test_a_server_or_scheduler_process_gets_no_local_store(role: str, monkeypatc
 def test_a_local_store_needs_no_zeromq() -> None:
     code = "import sys; from distrun_runtime import kvstore; kvstore.create('local'); assert 'zmq' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "text"),
+    [
+        ("local", {"group": "g", "members": [0]}, "a group shares a distributed store, not a 'local' store"),
+        ("device", {"members": [0]}, "a group shares a distributed store, not a 'device' store"),
+        ("dist_sync", {"members": [0]}, "members are those of a group, which has a name; fix: create"),
+        ("dist_sync", {"group": "", "members": [0]}, "a group has a name of 1 to 100 letters, not ''"),
+        ("dist_sync", {"group": 7}, "a group has a name of 1 to 100 letters, not 7"),
+        ("dist_sync", {"group": "g", "members": []}, "one or more from 0, not []"),
+        ("dist_sync", {"group": "g", "members": [-1, 0]}, "one or more from 0, not [-1, 0]"),
+        ("dist_sync", {"group": "g", "members": [0, 2, 2]}, "members of group 'g': worker-2 is named 2 times"),
+        ("dist_sync", {"group": "g", "members": [0, 0.5]}, "ranks of workers, such as [0, 2], not [0, 0.5]"),
+        ("dist_sync", {"group": "g", "members": 3}, "ranks of workers, such as [0, 2], not 3"),
+    ],
+)
+def test_a_group_has_a_name_and_ranks_as_members_and_a_distributed_store(
+    name: str, how: dict[str, Any], text: str
+) -> None:
+    """Said before this process joins a job."""
+    with pytest.raises(KVError, match=re.escape(text)):
+        kvstore.create(name, **how)
+
+
+def test_the_only_member_of_a_store_in_one_process_is_worker_0() -> None:
+    assert kvstore.create("local").members == [0]

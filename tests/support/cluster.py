@@ -25,6 +25,7 @@ from distrun_runtime.ps.server import Server
 from distrun_runtime.ps.session import ExportedMemory, NodeSession
 from distrun_runtime.ps.trace import Recorder, Trace
 from distrun_runtime.store.dist import DistBackend
+from distrun_runtime.store.link import group_of
 from distrun_runtime.transport.base import Heartbeat, Transport
 from distrun_runtime.transport.faults import Faults
 from distrun_runtime.transport.host_paths import BulkTransport
@@ -85,10 +86,17 @@ def config(role: str, **changes: Any) -> Config:
 
 
 def open_store(
-    type_name: str, session: NodeSession, staleness: int | None = None, *, deterministic: bool = False
+    type_name: str,
+    session: NodeSession,
+    staleness: int | None = None,
+    *,
+    deterministic: bool = False,
+    group: str | None = None,
+    members: Sequence[int] | None = None,
 ) -> KVStore:
     """Return a store of the job of an open session, as `kvstore.create` makes it in a worker process."""
-    return KVStore(DistBackend(type_name, session, staleness, deterministic))
+    shared_by = None if group is None else group_of(session, group, members)
+    return KVStore(DistBackend(type_name, session, staleness, deterministic, shared_by))
 
 
 def loop_of(

@@ -26,7 +26,7 @@ from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import WireError
 
 MAGIC = b"DRKV"
-VERSION = 3
+VERSION = 4
 FRAME_LIMIT = 64 * 1024 * 1024
 """No frame is larger: values are cut into pieces far below it, so a stranger cannot make us allocate more."""
 ENTRY_LIMIT = 65536
@@ -79,6 +79,21 @@ class Kind(IntEnum):
     """Servers copy what they still read in the sender's shared memory, and then answer."""
     SETTLE = 41
     """A relay passes on what it holds of the sender's contributions, and answers when their servers have them."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The workers that share a store in one epoch of it. A value, the same on all nodes."""
+
+    ranks: Sequence[int]
+    """Their ranks in the job, ascending; a range if they are all. A worker's rank in the store is its place here."""
+    epoch: int = 0
+    """How often the members have changed before."""
+
+    @property
+    def first(self) -> int:
+        """The worker whose values count, with rank 0 in the store."""
+        return self.ranks[0]
 
 
 _KINDS: Mapping[int, Kind] = {int(kind): kind for kind in Kind}

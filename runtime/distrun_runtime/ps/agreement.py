@@ -9,6 +9,10 @@ call back.
 A worker may start over, as when a notebook cell is run again: it creates another store instead of using the one that
 it has just created, where the others wait for it. It is told to use that one.
 
+Some of the workers may have stores of their own, as a group with a name. The first OPEN of a group names its members,
+and each of them must name the same. An OPEN says the how-manieth store of the group it is about; the answer gives the
+store its number in messages.
+
 A rule changes on all servers or on none, one change at a time. First all servers try it (RULE with `check`: they make
 it and look whether it takes the weights they hold), then all put it in its place. So what one server refuses, such as a
 module that only its host lacks, changes nothing anywhere. If a server fails later, when the state is carried over, all
@@ -31,7 +35,7 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol.handshake import NodeIdentity
-from distrun_runtime.protocol.message import Kind, Message
+from distrun_runtime.protocol.message import Kind, Membership, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.replies import answer, refusal
 from distrun_runtime.ps.role import NAMED, listed, tasks_of
@@ -184,6 +188,8 @@ def difference(one: Call, other: Call) -> str:
         calls = f"{here} calls {verb(one.message)} where {there} calls {verb(other.message)}"
         return f"{calls} (call {one.number} of the store)"
     mine, theirs = one.message.body, other.message.body
+    if one.message.kind is Kind.OPEN and mine.get("members") != theirs.get("members"):
+        return members_differ(str(mine.get("group")), (one.rank, mine["members"]), (other.rank, theirs["members"]))
     if one.message.kind is Kind.OPEN and opened(mine) != opened(theirs):
         return f"{here} creates {opened(mine)} where {there} creates {opened(theirs)}"
     if one.message.kind in (Kind.SAVE, Kind.LOAD) and mine.get("folder") != theirs.get("folder"):
@@ -198,7 +204,14 @@ def difference(one: Call, other: Call) -> str:
 def opened(body: Mapping[str, Any]) -> str:
     """Return what an OPEN creates, in words; alike where it is the same."""
     said = [f"{name}={body[name]}" for name in ("staleness", "deterministic") if body.get(name) is not None]
-    return f"a {body.get('type')!r} store" + (f" with {', '.join(said)}" if said else "")
+    whose = f" of group {body['group']!r}" if "group" in body else ""
+    return f"a {body.get('type')!r} store{whose}" + (f" with {', '.join(said)}" if said else "")
+
+
+def members_differ(group: str, *said: tuple[int, Sequence[int]]) -> str:
+    """Return that workers name other members of a group, in words: each worker with those that it names."""
+    lists = " and ".join(f"{list(ranks)} for worker-{rank}" for rank, ranks in said)
+    return f"group {group!r} has the members {lists}; fix: all of its workers give the same list"
 
 
 SHOWN = 3
@@ -573,12 +586,15 @@ class AgreedStore:
     """What the workers agreed on for one store."""
 
     number: int
+    members: Membership
     awaited: set[int]
     """Workers that make calls: they have neither left the store nor ended."""
     holders: set[int]
     """Workers that have neither closed the store nor ended."""
     keys: Keys
     type: str = ""
+    group: str = ""
+    """Name of the group whose store it is; empty: that of all workers."""
     opened: str = ""
     """What was created, in words: kind and bound."""
     gatherings: dict[int, Gathering] = field(default_factory=dict)
@@ -595,6 +611,10 @@ class AgreedStore:
     def is_sync(self) -> bool:
         """Whether its pushes make rounds."""
         return "async" not in self.type
+
+    def others(self, ranks: Iterable[int]) -> set[int]:
+        """Return the members that have not left, without these."""
+        return set(self.members.ranks).difference(ranks, self.left)
 
     def refuse(self, number: int, reason: str, calls: Iterable[int]) -> None:
         """Note that a call failed, which workers `calls` have made."""
@@ -621,6 +641,22 @@ class AgreedStore:
             self.refused[number][1].discard(rank)
             if not self.refused[number][1]:
                 del self.refused[number]
+
+
+@dataclass
+class AgreedGroup:
+    """Workers that have stores of their own."""
+
+    stores: dict[int, int] = field(default_factory=dict)
+    """The how-manieth store of the group it is, to its number in messages."""
+    members: Membership | None = None
+    """What all of them have named; None: they have created no store yet."""
+    said_by: int = -1
+    """One of those that have named them."""
+
+
+LAST_STORE = (1 << 16) - 1
+"""Stores of groups are numbered from here downwards, those of all workers from 1 upwards."""
 
 
 States = Callable[[AgreedStore, Mapping[int, Call]], "list[role.Action]"]
@@ -653,13 +689,17 @@ class CollectiveCalls:
         self._ended: list[Member] = []
         """Workers that said BYE."""
         self._stores: dict[int, AgreedStore] = {}
+        self._groups: dict[str, AgreedGroup] = {}
+        """By name."""
+        self._numbered = 0
+        """How many stores of groups have got a number."""
         self.barriers = 0
         """How many barriers all workers have come to."""
 
     def barrier_waiting(self) -> int:
         """Return for how many workers those wait that have come to a barrier, to most of them."""
         missing = [
-            len(set(range(self._workers)) - set(gathering.calls) - store.left)
+            len(store.others(gathering.calls))
             for store in self._stores.values()
             for gathering in store.gatherings.values()
             if any(part.message.kind is Kind.BARRIER for part in gathering.calls.values())
@@ -678,6 +718,10 @@ class CollectiveCalls:
         if refused:
             return [_refuse(call, refused)]
         gathering = store.gatherings.get(call.number) or Gathering()
+        if store.group and call.message.kind is Kind.OPEN:
+            wrong = self._named(store, call, is_first=not gathering.calls)
+            if wrong:
+                return [_refuse(call, wrong)]
         if call.message.body.get("error"):
             gathering.calls[call.rank] = call
             store.gatherings[call.number] = gathering
@@ -692,10 +736,30 @@ class CollectiveCalls:
         wrong = gathering.add(call) or (difference(elsewhere[0], call) if elsewhere else "") or against
         if wrong:
             return _fail(store, call.number, wrong)
-        missing = [gone for gone in self._ended if gone.who.rank not in {*gathering.calls, *store.left}]
+        present = store.others(gathering.calls)
+        missing = [gone for gone in self._ended if gone.who.rank in present]
         if missing:
             return _fail(store, call.number, _gone(missing[0], call.message))
         return self._complete(store, call.number) or self._started_over()
+
+    def _named(self, store: AgreedStore, call: Call, *, is_first: bool) -> str:
+        """Take in whom an OPEN names as the members of its group; return what is wrong with them in any case.
+
+        How they differ from those that others name in the same call, that call's comparison says.
+        """
+        ranks, group = [int(rank) for rank in call.message.body["members"]], self._groups[store.group]
+        is_right = sorted(set(ranks)) == ranks and call.rank in ranks and set(ranks) <= set(range(self._workers))
+        if not is_right:
+            raise ValueError(f"members are ranks of this job in ascending order, the sender among them, not {ranks}")
+        if group.members is not None:
+            known = list(group.members.ranks)
+            return "" if ranks == known else members_differ(store.group, (group.said_by, known), (call.rank, ranks))
+        if is_first:
+            store.members = Membership(tuple(ranks))
+            store.awaited = self._present(store.members)
+            store.holders = store.awaited.copy()
+        store.awaited.update(self._present(Membership(ranks)))  # Whom only this call names hears why it fails, too.
+        return ""
 
     def _taken_back(self, store: AgreedStore, call: Call) -> list[role.Action]:
         """A worker takes back its call of this number, unless all have made theirs."""
@@ -704,8 +768,8 @@ class CollectiveCalls:
         actions: list[role.Action] = []
         if before is not None:
             actions.append(_refuse(before, "it was taken back"))
-        elif call.rank == 0 and call.number in store.filling:
-            reason = f"worker-0 has stopped waiting for {verb(call.message)} and does not send the values"
+        elif call.rank == store.members.first and call.number in store.filling:
+            reason = f"worker-{call.rank} has stopped waiting for {verb(call.message)} and does not send the values"
             unfilled = self._unfilled(store, call.number, reason)
             return [*unfilled, role.Send(call.link, answer(call.message, {"is_taken": False, "failed": True}))]
         if gathering is not None and not gathering.calls:
@@ -749,14 +813,14 @@ class CollectiveCalls:
         if error:
             return [answered, *self._unfilled(store, call.number, error)]
         gathering = store.filling.pop(call.number)
-        body = store.keys.told(gathering.calls[0].message.body["records"])
+        body = store.keys.told(gathering.calls[store.members.first].message.body["records"])
         others = [part for part in gathering.calls.values() if part.rank != call.rank]
         return [answered, *(role.Send(part.link, answer(part.message, body)) for part in others)]
 
     def _unfilled(self, store: AgreedStore, number: int, reason: str) -> list[role.Action]:
         """The values of declared keys will not come from rank 0: tell the others."""
         gathering = store.filling.pop(number)
-        first = gathering.calls.pop(0).message
+        first = gathering.calls.pop(store.members.first).message
         if not first.body.get("assign"):
             store.keys.take_back([record["key"] for record in first.body["records"]])
         return [_refuse(part, reason) for part in gathering.calls.values()]
@@ -796,6 +860,9 @@ class CollectiveCalls:
         if store.holders:
             return []
         del self._stores[store.number]
+        if store.group:
+            numbers = self._groups[store.group].stores
+            del numbers[next(each for each, number in numbers.items() if number == store.number)]
         self._forget(store.number)
         return self._queries.send(Message(Kind.CLOSE, store=store.number), lambda _: [])
 
@@ -804,15 +871,15 @@ class CollectiveCalls:
         actions: list[role.Action] = []
         self._ended.append(gone)
         is_last = len(self._ended) == self._workers  # The servers forget all stores, or end.
-        for store in list(self._stores.values()):
+        for store in [each for each in self._stores.values() if gone.who.rank in each.members.ranks]:
             store.gone(gone.who.rank)
             store.holders.discard(gone.who.rank)
             for at, gathering in list(store.gatherings.items()):
                 if gone.who.rank not in {*gathering.calls, *store.left}:
                     part = next(iter(gathering.calls.values()))
                     actions += _fail(store, at, _gone(gone, part.message))
-            for at in list(store.filling) if gone.who.rank == 0 else ():
-                what = verb(store.filling[at].calls[0].message)
+            for at in list(store.filling) if gone.who.rank == store.members.first else ():
+                what = verb(store.filling[at].calls[gone.who.rank].message)
                 text = f"{gone.who} has ended (BYE) and will never send the values of {what}"
                 actions += self._unfilled(store, at, text)
             actions += self._all_joined(store)
@@ -827,7 +894,7 @@ class CollectiveCalls:
                 gathering.notice = gathering.notice or role.WaitNotice(now)
                 if not gathering.notice.is_due(now):
                     continue
-                tasks = tasks_of(sorted(set(range(self._workers)) - set(gathering.calls) - store.left))
+                tasks = tasks_of(sorted(store.others(gathering.calls)))
                 parts = list(gathering.calls.values())
                 text = f"waiting for {listed(tasks)} to call {verb(parts[0].message)}"
                 body = {"text": text, "seconds": now - gathering.notice.since, "for": tasks[:NAMED]}
@@ -836,36 +903,78 @@ class CollectiveCalls:
                     actions.append(role.Send(part.link, told))
         return actions
 
+    def members_of(self, message: Message) -> Sequence[int]:
+        """Return the workers that share the store that a message is about."""
+        if "members" in message.body:
+            return [int(rank) for rank in message.body["members"]]
+        store = self._stores.get(self._number(message))
+        return range(self._workers) if store is None else store.members.ranks
+
+    def beside(self, rank: int) -> set[int]:
+        """Return the workers that share a store of a group with a worker."""
+        groups = [store.members.ranks for store in self._stores.values() if store.group]
+        return {other for ranks in groups if rank in ranks for other in ranks}
+
+    def _number(self, message: Message) -> int:
+        """Return the number of the store that a message is about; -1: of a group's that is not known.
+
+        Until an OPEN is answered, its sender knows only the how-manieth store of the group it is.
+        """
+        if "group" not in message.body:
+            return message.store
+        group = self._groups.get(str(message.body["group"]))
+        return -1 if group is None else group.stores.get(message.store, -1)
+
     def _store(self, call: Call) -> AgreedStore:
-        number = call.message.store
+        number, name = self._number(call.message), str(call.message.body.get("group", ""))
         if number not in self._stores:
-            present = set(range(self._workers)) - {member.who.rank for member in self._ended}
-            self._stores[number] = AgreedStore(number, present, present.copy(), Keys(self._placed_on))
+            if name:
+                if LAST_STORE - self._numbered in self._stores:
+                    raise ValueError(f"this job has no number left for a store of group {name!r}")
+                number, self._numbered = LAST_STORE - self._numbered, self._numbered + 1
+                self._groups.setdefault(name, AgreedGroup()).stores[call.message.store] = number
+            named = self._groups[name].members if name else None
+            members = named or Membership(range(self._workers))
+            present = self._present(members)
+            self._stores[number] = AgreedStore(number, members, present, present.copy(), Keys(self._placed_on))
+            self._stores[number].group = name
         return self._stores[number]
+
+    def _present(self, members: Membership) -> set[int]:
+        """Return the members that have not ended."""
+        return set(members.ranks).difference(member.who.rank for member in self._ended)
 
     def _complete(self, store: AgreedStore, number: int) -> list[role.Action]:
         gathering = store.gatherings[number]
-        if len(gathering.calls) < self._workers - sum(rank not in gathering.calls for rank in store.left):
+        if store.others(gathering.calls):
             return []
-        call = next(iter(gathering.calls.values())).message
-        if 0 not in gathering.calls and call.kind in _DUTY:
-            return _fail(store, number, f"worker-0, {_DUTY[call.kind]}, has left the store")
+        call, first = next(iter(gathering.calls.values())).message, store.members.first
+        if first not in gathering.calls and call.kind in _DUTY:
+            return _fail(store, number, f"worker-{first}, {_DUTY[call.kind]}, has left the store")
         del store.gatherings[number]
         if call.kind is Kind.OPEN:
             store.type, store.opened = str(call.body.get("type", "")), opened(call.body)
+            if store.group:
+                return self._open_of_group(store, gathering)
         if call.kind in (Kind.OPEN, Kind.BARRIER):
             self.barriers += verb(call) == "barrier"
-            # One worker is enough: the servers keep the values of all.
-            is_any = any(part.message.body.get("on_devices") for part in gathering.calls.values())
-            body = {"on_devices": True} if is_any else {}
-            return [role.Send(part.link, answer(part.message, body)) for part in gathering.calls.values()]
+            return _answers(gathering, _of_devices(gathering))
         if call.kind is Kind.KEYS:
             store.filling[number] = gathering
-            first, records = gathering.calls[0].message, gathering.calls[0].message.body["records"]
-            body = store.keys.told(records) if first.body.get("assign") else store.keys.declare(records)
+            part = gathering.calls[first]
+            records, is_assign = part.message.body["records"], part.message.body.get("assign")
+            body = store.keys.told(records) if is_assign else store.keys.declare(records)
             # Rank 0 goes to fill the servers now; the others hear when it has (INIT), so that none reads too early.
-            return [role.Send(gathering.calls[0].link, answer(first, body))]
+            return [role.Send(part.link, answer(part.message, body))]
         return self._states[call.kind](store, gathering.calls)
+
+    def _open_of_group(self, store: AgreedStore, gathering: Gathering) -> list[role.Action]:
+        """All members have created a store of a group: tell the servers who they are, then the workers its number."""
+        group, body = self._groups[store.group], {**_of_devices(gathering), "store": store.number}
+        group.members, group.said_by = store.members, store.members.first
+        members = {"members": list(store.members.ranks), "epoch": store.members.epoch}
+        told = Message(Kind.OPEN, store=store.number, body=members)
+        return self._queries.send(told, lambda _: _answers(gathering, body))
 
     def _all_joined(self, store: AgreedStore) -> list[role.Action]:
         # The lengths first: of many workers, each one that joins comes here.
@@ -883,6 +992,16 @@ _DUTY = {
     Kind.SAVE: "who writes the manifest",
     Kind.LOAD: "who reads the manifest",
 }
+
+
+def _of_devices(gathering: Gathering) -> dict[str, Any]:
+    """Return whether the servers are to use GPUs for a store. One worker is enough: they keep the values of all."""
+    is_any = any(part.message.body.get("on_devices") for part in gathering.calls.values())
+    return {"on_devices": True} if is_any else {}
+
+
+def _answers(gathering: Gathering, body: Mapping[str, Any]) -> list[role.Action]:
+    return [role.Send(part.link, answer(part.message, body)) for part in gathering.calls.values()]
 
 
 def _against(store: AgreedStore, call: Call) -> str:

@@ -51,12 +51,13 @@ def against_init(store: Store, message: Message, shards: Array) -> str:
     return ""
 
 
-def against_ranks(message: Message, ranks: Sequence[int], workers: int) -> str:
+def against_ranks(message: Message, ranks: Sequence[int], members: Sequence[int]) -> str:
     """Return what is wrong with whom a relay speaks for; empty: nothing."""
     body = message.body
     said = [*ranks, *(body[name] for name in ("own", "first") if name in body)]
-    if not ranks or not all(isinstance(rank, int) and 0 <= rank < workers for rank in said):
-        return f"a relay names the workers that it speaks for, each from 0 to {workers - 1}, not {said!r:.80}"
+    if not ranks or not all(isinstance(rank, int) and rank in members for rank in said):
+        known = f"from 0 to {members[-1]}" if isinstance(members, range) else f"of {list(members)!r:.80}"
+        return f"a relay names the workers that it speaks for, each {known}, not {said!r:.80}"
     if message.kind is Kind.PUSH and "first" not in body:
         return "a relay's push names the first of its workers"
     return ""

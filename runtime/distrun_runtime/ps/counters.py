@@ -212,10 +212,12 @@ class Lags:
 
     Arguments:
         shard: the shard that is sampled.
+        members: the workers that share its store.
     """
 
-    def __init__(self, shard: int) -> None:
+    def __init__(self, shard: int, members: Sequence[int] = ()) -> None:
         self.shard = shard
+        self.members = members
         self.over_at = -math.inf
         """When the last sampled round was over."""
         self._over_round = 0

@@ -95,7 +95,7 @@ def need_of(values: Values, rule: Rule | None) -> int:
         sizes = [*([arena.dtype.itemsize] * arena.sides), *([] if store.is_deterministic else [work] * ROUNDS)]
         sizes += [each.itemsize for each in state.values() if isinstance(each, np.ndarray)]
         total += sum(rounded(count * size) for size in sizes for count in arena.sizes)
-        kept = store.workers if store.is_deterministic else 1
+        kept = len(store.members.ranks) if store.is_deterministic else 1
         total += ROUNDS * kept * sum(rounded(length * work) for length in lengths.tolist())
         brought = min(
             int(lengths.sum()), max(int(lengths.max(initial=0)), SHARED_MESSAGE_BYTES // arena.dtype.itemsize)

@@ -69,12 +69,10 @@ class Pulls:
 
     Arguments:
         me: who this server is.
-        workers: how many workers the job has.
     """
 
-    def __init__(self, me: Callable[[], NodeIdentity], workers: int) -> None:
+    def __init__(self, me: Callable[[], NodeIdentity]) -> None:
         self._me = me
-        self._workers = workers
         self._open: dict[int, Pull] = {}
         """By their tickets, in the order in which they came."""
         self._waiting: dict[tuple[int, int], dict[int, Pull]] = {}
@@ -216,7 +214,7 @@ class Pulls:
         if store.staleness is not None:
             excused = store.excused()
             # Not itself: a push of its own that was refused would never be counted.
-            others = [r for r in range(self._workers) if r != pull.rank and r not in self._gone]
+            others = [r for r in store.members.ranks if r != pull.rank and r not in self._gone]
             others = [rank for rank in others if rank not in excused]
             if others:
                 due &= store.last[np.ix_(np.array(others), pull.shards)].min(axis=0) >= pull.rounds - store.staleness
@@ -296,7 +294,7 @@ class Pulls:
         store, at = pull.store, int(pull.owed.argmax())
         shard, wanted = int(pull.shards[at]), int(pull.rounds[at])
         name = str(store.name(int(store.key[shard])))
-        others = (rank for rank in range(self._workers) if rank != pull.rank)
+        others = (rank for rank in store.members.ranks if rank != pull.rank)
         slow = [] if store.is_sync else store.behind(shard, wanted, others, self._gone)
         if slow:
             assert store.staleness is not None  # else none is behind
@@ -360,10 +358,16 @@ class Pulls:
         """A store is closed: its answers are dropped."""
         return [action for pull in self.open_of(store) for action in self._forget(pull)]
 
-    def drop_all(self, reason: str = "", who: str = "") -> list[role.Action]:
-        """Owe nothing to anybody any more; with a reason, everybody who waits is told, and `who` is lost."""
+    def drop_all(self, reason: str = "", who: str = "", rank: int | None = None) -> list[role.Action]:
+        """Owe nothing to anybody any more; with a reason, everybody who waits is told, and `who` is lost.
+
+        Arguments:
+            rank: of the worker that is lost. Pulls of stores that it does not share go on.
+        """
         actions: list[role.Action] = []
         for pull in list(self._open.values()):
+            if rank is not None and rank not in pull.store.members.ranks:
+                continue
             if reason:
                 # It may come before the scheduler's word, and a node that asks then is to be told who is lost.
                 actions.append(role.Send(pull.link, refusal(pull.message, reason, "PeerLost", who=who)))

@@ -28,7 +28,7 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.handshake import NodeIdentity
-from distrun_runtime.protocol.message import DTYPE_SIZES, ENTRY, Kind, Message, Payload, rows_of, sizes_of
+from distrun_runtime.protocol.message import DTYPE_SIZES, ENTRY, Kind, Membership, Message, Payload, rows_of, sizes_of
 from distrun_runtime.ps import checks, role
 from distrun_runtime.ps.arithmetic import Peers
 from distrun_runtime.ps.pulls import Pull, Pulls, names_of
@@ -78,6 +78,8 @@ class _Relayed:
     """The shards of one store that are on other servers; flat arrays have an element for each of them."""
 
     store: Store
+    members: tuple[int, ...]
+    """The workers of this host that share the store."""
     owner: Array
     """The rank of the server that has it."""
     sent: Array
@@ -148,6 +150,7 @@ class Relay:
     def __init__(self, me: Callable[[], NodeIdentity], workers: int, peers: Peers, pulls: Pulls) -> None:
         self._me = me
         self._workers = workers
+        """How many the job has."""
         self._peers = peers
         self._pulls = pulls
         self.members: tuple[int, ...] = ()
@@ -180,6 +183,10 @@ class Relay:
         found = self.stores.get(number)
         return None if found is None else found.store
 
+    def sharing(self, members: Membership) -> tuple[int, ...]:
+        """Return the workers of this host that are among the members of a store."""
+        return tuple(rank for rank in self.members if rank in members.ranks)
+
     def clear(self) -> None:
         """The job's next script begins. Numbers go on, so that a late answer is to nothing of it."""
         self.stores.clear()
@@ -193,13 +200,18 @@ class Relay:
         self._fetches = {each: fetch for each, fetch in self._fetches.items() if fetch.of is not of}
         return None if of is None else of.store
 
-    def declare(self, link: str, message: Message) -> list[role.Action]:
-        """Take in which shards a server has (INIT without values), or that their values were replaced (`assign`)."""
+    def declare(self, link: str, message: Message, members: Membership) -> list[role.Action]:
+        """Take in which shards a server has (INIT without values), or that their values were replaced (`assign`).
+
+        Arguments:
+            members: the workers of the store.
+        """
         of = self.stores.get(message.store)
         if of is None:
             nothing = np.zeros(0, np.int64)
-            store = Store(relayed(message.store), self._workers, self._me().rank)
-            of = _Relayed(store, nothing, np.zeros((self._workers, 0), np.int64), nothing, nothing, nothing)
+            store = Store(relayed(message.store), self._workers, self._me().rank, members)
+            sent = np.zeros((self._workers, 0), np.int64)
+            of = _Relayed(store, self.sharing(members), nothing, sent, nothing, nothing, nothing)
             self.stores[message.store] = of
         store = of.store
         store.names.update({int(number): name for number, name in message.body.get("names", [])})
@@ -251,7 +263,7 @@ class Relay:
     def _reach(self, of: _Relayed, shards: Array) -> Array:
         """Return the last round of each shard that all workers of this host have contributed to who are to do so."""
         excused = of.store.excused()
-        ranks = [rank for rank in self.members if rank not in excused] or list(self.members)
+        ranks = [rank for rank in of.members if rank not in excused] or list(of.members)
         reach: Array = of.store.last[np.ix_(np.array(ranks), shards)].min(axis=0)
         return reach
 
@@ -301,7 +313,7 @@ class Relay:
                 store=relayed(store.number),
                 request=self._requests,
                 entries=self._entries(of, some, number, Payload.NONE if body else Payload.PACKED),
-                body={"ranks": list(ranks), "first": self.members[0], **(body or {})},
+                body={"ranks": list(ranks), "first": of.members[0], **(body or {})},
             )
             actions += self._peers.call(link)
             if body:
@@ -319,7 +331,7 @@ class Relay:
 
     def _groups(self, of: _Relayed, number: int, shards: Array) -> Iterator[tuple[int, tuple[int, ...], Array]]:
         """Yield what one message each may carry: the owner, the workers that it is of, and the shards."""
-        ranks = np.array(self.members)
+        ranks = np.array(of.members)
         gave = (of.sent[np.ix_(ranks, shards)] < number) & (of.store.last[np.ix_(ranks, shards)] >= number)
         labels = np.stack([of.owner[shards], of.store.dtype[shards], *gave]).T
         if (labels == labels[:1]).all():
@@ -371,7 +383,7 @@ class Relay:
         asker = rank if bool((rounds > of.store.last[rank, shards]).any()) else None
         self._fetches[self._requests] = _Fetch(self._requests, of, shards, entries, of.changes[shards], asker)
         of.fetch[shards], of.asked[shards] = self._requests, rounds
-        body = {"ranks": list(self.members), **({} if asker is None else {"own": asker})}
+        body = {"ranks": list(of.members), **({} if asker is None else {"own": asker})}
         link, number = f"server-{owner}", relayed(of.store.number)
         message = Message(Kind.PULL, store=number, request=self._requests, entries=entries, body=body)
         return [*self._peers.call(link), role.Send(link, message)]
@@ -442,7 +454,7 @@ class Relay:
                 if number not in known:  # else this was the answer to one who had not heard of it yet
                     of.store.failed[shard] = {number: failure}
                     late = of.store.late.setdefault(shard, {})
-                    late.update({rank: failure for rank in self.members if rank not in told})
+                    late.update({rank: failure for rank in of.members if rank not in told})
         return [*actions, *self._fetch_again(of, fetch.shards)]
 
     def _waits(self, fetch: _Fetch, message: Message) -> list[role.Action]:
@@ -495,9 +507,9 @@ class Relay:
             assert of is not None
             key = int(of.store.key[shard])
             if key in keys:
-                at = int(min(of.sent[rank, shard] for rank in self.members if of.held[rank, shard])) + 1
-                pushed = [rank for rank in self.members if of.store.last[rank, shard] >= at]
-                return at, keys[key], pushed, [rank for rank in self.members if rank not in pushed]
+                at = int(min(of.sent[rank, shard] for rank in of.members if of.held[rank, shard])) + 1
+                pushed = [rank for rank in of.members if of.store.last[rank, shard] >= at]
+                return at, keys[key], pushed, [rank for rank in of.members if rank not in pushed]
         return None
 
     def loaded(self, number: int, rounds: Mapping[int, int]) -> list[role.Action]:

@@ -724,6 +724,12 @@ def tasks_of(ranks: Iterable[int]) -> list[str]:
     return [f"worker-{rank}" for rank in ranks]
 
 
+def worker_rank(name: str) -> int | None:
+    """Return the rank of a worker by its name; None: it is no worker's."""
+    kind, _, rank = name.rpartition("-")
+    return int(rank) if kind == "worker" and rank.isdecimal() else None
+
+
 def listed(names: Sequence[str]) -> str:
     """Return names with commas between them, and no more of them than a line should have."""
     return facts.listed(names, NAMED)

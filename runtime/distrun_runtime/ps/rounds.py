@@ -38,15 +38,13 @@ class Rounds:
 
     Arguments:
         me: who this server is.
-        workers: how many workers the job has.
         pulls: those that wait; they are told of every change.
     """
 
-    def __init__(self, me: Callable[[], NodeIdentity], workers: int, counters: Counters, pulls: Pulls) -> None:
+    def __init__(self, me: Callable[[], NodeIdentity], counters: Counters, pulls: Pulls) -> None:
         self.peers = Peers()
         """The other servers of the job."""
         self._me = me
-        self._workers = workers
         self._counters = counters
         self._pulls = pulls
         self._norms = Norms()
@@ -56,7 +54,7 @@ class Rounds:
         """Stores with a failed update that was logged."""
 
     def stop(self) -> None:
-        """A server is lost: no norms are waited for any more."""
+        """The job is ending: no norms are waited for any more."""
         self._norms.open.clear()
 
     def clear(self) -> None:
@@ -158,7 +156,7 @@ class Rounds:
             skipped = [shard for shard in some.tolist() if number in store.skipping.get(shard, ())]
             for shard in skipped:
                 said = store.skipping[shard].pop(number)
-                ranks = [r for r in range(self._workers) if store.last[r, shard] >= number]
+                ranks = [r for r in store.members.ranks if store.last[r, shard] >= number]
                 store.skipped.setdefault(shard, {})[number] = {rank: said.get(rank) for rank in ranks}
             if skipped:
                 gone = np.array(skipped)
@@ -316,7 +314,7 @@ class Rounds:
             store.failed.setdefault(shard, {})[turn.round] = failure
             # Who pushes on without asking in between is told by its next pull, whichever round that asks for.
             late = store.late.setdefault(shard, {})
-            late.update({rank: late.get(rank, failure) for rank in range(self._workers)})
+            late.update({rank: late.get(rank, failure) for rank in store.members.ranks})
             return
         store.fresh[shard] = store.halfway[shard] = False
         pending = store.pending.get(shard, {})

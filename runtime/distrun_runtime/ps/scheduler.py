@@ -9,7 +9,7 @@ everything instead and waits for the workers of the job's next script, until the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from distrun_runtime.ps.agreement import (
     spec_json,
 )
 from distrun_runtime.ps.replies import answer, refusal
-from distrun_runtime.ps.role import Config, listed
+from distrun_runtime.ps.role import Config, listed, tasks_of
 from distrun_runtime.ps.statefile import FORMAT, worker_file, worker_files
 
 REPORT_S = 5.0
@@ -43,7 +43,8 @@ DENIED_KEPT = 4
 """How many reasons for refusing nodes are remembered, for the error at the deadline."""
 
 LOSSES_TOLD = 16
-"""So many losses are told to all nodes. The first one fails every call; as a rule later ones come of it."""
+"""So many losses are told to all nodes. The first one fails every call of a store of all workers; as a rule later ones
+come of it. They are told to those who share a store of a group with the lost node."""
 
 FOREIGN = (
     "a program at %s speaks ZeroMQ, but not as a node of distrun does: this looks like ps-lite (MXNet, BytePS), which"
@@ -70,8 +71,9 @@ class Checkpoints:
 
     def save(self, store: AgreedStore, calls: Mapping[int, Call]) -> list[role.Action]:
         """Have all servers write their files, then tell the workers what they wrote."""
-        part = str(calls[0].message.body["part"])
-        body = {"folder": calls[0].message.body["folder"], "part": part, "names": store.keys.names}
+        first = calls[store.members.first].message.body
+        part = str(first["part"])
+        body = {"folder": first["folder"], "part": part, "names": store.keys.names}
 
         def written(answers: Answers) -> list[role.Action]:
             if answers.errors:
@@ -83,19 +85,20 @@ class Checkpoints:
 
     def load(self, store: AgreedStore, calls: Mapping[int, Call]) -> list[role.Action]:
         """Have all servers read what they need, then take it over; tell the workers what they have to know."""
-        manifest = calls[0].message.body["manifest"]
+        first = calls[store.members.first].message.body
+        manifest = first["manifest"]
         try:
             wrong = self._against(store, manifest)
         except (KVError, LookupError, TypeError, ValueError, AttributeError) as err:
             wrong = f"the manifest is malformed: {type(err).__name__}: {err}"
         if wrong:
             return _refuse(calls, Answers(errors=[wrong]))
-        if calls[0].message.body.get("look"):
+        if first.get("look"):
             return self._tell_workers(store, calls, manifest)
         saved = store.keys.saved_as(manifest["keys"])
         body = {
             "action": "stage",
-            "folder": calls[0].message.body["folder"],
+            "folder": first["folder"],
             "manifest": manifest,
             "numbers": saved,
             "spec": spec_json(self._rules.spec(store.number) or _spec(manifest)),
@@ -146,12 +149,16 @@ class Checkpoints:
             "data": part,
             "keys": store.keys.to_json(),
             "rule": self._rules.to_json(store.number),
-            "workers": self._config.workers,
+            "workers": len(store.members.ranks),
             "servers": self._config.servers + self._config.relays,
             "rounds": sorted(rounds.items()),
             "files": {
                 **{body["file"]: body["holds"] for body in answers.bodies.values()},
-                **{worker_file(rank): {} for rank, call in calls.items() if call.message.body.get("residuals")},
+                **{
+                    worker_file(rank): {}
+                    for rank, worker in enumerate(store.members.ranks)
+                    if worker in calls and calls[worker].message.body.get("residuals")
+                },
             },
         }
 
@@ -335,9 +342,9 @@ class Scheduler:
         """Workers of the job's next script, which came while others still run the present one."""
         self._is_clearing = False
         self._broken = ""
-        self._broken_by = ""
-        """Name of the node that was lost first."""
-        self._losses = 0
+        """Why the job is ending: the node that was lost first; empty: it is not."""
+        self._lost: dict[str, tuple[int | None, str]] = {}
+        """Nodes that were lost, by name: the rank if it is a worker, and the reason."""
         self._finished = False
         self._denied: list[str] = []
         """Why others were turned away: the first few reasons."""
@@ -528,14 +535,18 @@ class Scheduler:
         self._roster.end(member, LOST)
         # What is lost after the first is, most likely, its consequence.
         level = "INFO" if self._broken else "ERROR"
-        self._broken, self._broken_by = self._broken or reason, self._broken_by or member.who.name
-        self._losses += 1
+        self._broken = self._broken or reason
+        self._lost.setdefault(member.who.name, (role.worker_rank(member.who.name), reason))
         body = {"who": member.who.name, "host": member.who.host, "reason": reason}
+        # All of them to all would be a million messages for a thousand nodes that end by one error.
+        told = list(self._roster.members.values())
+        if len(self._lost) > LOSSES_TOLD:
+            beside = self._calls.beside(member.who.rank) if member.who.role == "worker" else ()
+            told = [each for each in self._roster.alive("worker") if each.who.rank in beside]
         return [
             role.Log(level, reason),
             role.Publish({"lost_peer": member.who.name, "message": reason}),
-            # All of them to all would be a million messages for a thousand nodes that end by one error.
-            *(self._tell_all(Kind.LOST, body) if self._losses <= LOSSES_TOLD else []),
+            *self._tell(told, Kind.LOST, body),
             *self._finish_when_done(),
         ]
 
@@ -592,15 +603,18 @@ class Scheduler:
         """Registration failed because of `who`, or of the job as a whole: tell those who are here, and end."""
         facts = {"failed": reason} if who == "job" else {"lost_peer": who, "message": reason}
         lost = {"reason": reason, "who": who}
-        return [role.Publish(facts), *self._tell_all(Kind.LOST, lost), *self._finish(1, reason)]
+        return [
+            role.Publish(facts),
+            *self._tell(self._roster.members.values(), Kind.LOST, lost),
+            *self._finish(1, reason),
+        ]
 
     def _finish(self, code: int, reason: str) -> list[role.Action]:
         self._finished = True
         return [role.Finish(code, reason)]
 
-    def _tell_all(self, kind: Kind, body: Mapping[str, Any]) -> list[role.Action]:
-        everybody = [member for member in self._roster.members.values() if member.state == ALIVE]
-        return [role.Send(member.link, Message(kind, body=body)) for member in everybody]
+    def _tell(self, members: Iterable[Member], kind: Kind, body: Mapping[str, Any]) -> list[role.Action]:
+        return [role.Send(member.link, Message(kind, body=body)) for member in members if member.state == ALIVE]
 
     # Messages
 
@@ -618,8 +632,11 @@ class Scheduler:
                 return self._lost_by_server(message)
             case kind if member.who.role != "worker":
                 return [role.Log("WARNING", f"{member.who} sent {kind.name}, which only workers send")]
-            case _ if self._broken:
-                return [role.Send(link, refusal(message, self._broken, "PeerLost", who=self._broken_by))]
+            case _ if member.who.rank not in (members := self._calls.members_of(message)):
+                text = f"{member.who.name} does not share this store; its members are {listed(tasks_of(members))}"
+                return [role.Send(link, refusal(message, text))]
+            case _ if self._broken and (lost := self._lost_to(members)):
+                return [role.Send(link, refusal(message, lost[1], "PeerLost", who=lost[0]))]
             case Kind.OPEN | Kind.KEYS | Kind.BARRIER | Kind.SAVE | Kind.LOAD:
                 return self._calls.gather(call)
             case Kind.INIT:
@@ -634,6 +651,13 @@ class Scheduler:
                 return self._calls.close(call)
             case kind:
                 return [role.Send(link, refusal(message, f"the scheduler knows no {kind.name}"))]
+
+    def _lost_to(self, members: Sequence[int]) -> tuple[str, str] | None:
+        """Return the first lost node that the workers of a store cannot do without, and the reason; None: none is."""
+        for name, (rank, reason) in self._lost.items():
+            if rank is None or rank in members:
+                return name, reason
+        return None
 
 
 def _line(event: str, who: NodeIdentity) -> role.Action:

@@ -30,13 +30,14 @@ from distrun_runtime.protocol.handshake import NodeIdentity, nodes_of
 from distrun_runtime.protocol.message import (
     NO_ENTRIES,
     Kind,
+    Membership,
     Message,
     Payload,
     rows_of,
     sizes_of,
 )
 from distrun_runtime.ps import checks, role, statefile
-from distrun_runtime.ps.counters import Counters, Lags
+from distrun_runtime.ps.counters import RANKS, Counters, Lags
 from distrun_runtime.ps.pulls import Pulls
 from distrun_runtime.ps.relay import Relay
 from distrun_runtime.ps.replies import answer, failed, refusal
@@ -46,14 +47,14 @@ from distrun_runtime.ps.shards import Store, relayed
 from distrun_runtime.ps.trace import Recorder
 
 
-def _open_round(store: Store, message: Message, workers: int) -> str:
+def _open_round(store: Store, message: Message) -> str:
     """Return that a round is open, in words: some workers pushed more often than others; empty: none is."""
     names = _names_in(message)
     for shard in range(store.count):
         key = int(store.key[shard])
         if key in names and store.is_open(shard):
             number = int(store.ordered[shard]) + 1
-            pushed = [rank for rank in range(workers) if store.contributed(shard, rank, number)]
+            pushed = [rank for rank in store.members.ranks if store.contributed(shard, rank, number)]
             return _is_open(number, names[key], pushed, store.missing(shard))
     return ""
 
@@ -112,8 +113,8 @@ class Server:
         self.me = config.identity(endpoint)
         self._config = config
         self._counters = counters or Counters()
-        self._pulls = Pulls(lambda: self.me, config.workers)
-        self._rounds = Rounds(lambda: self.me, config.workers, self._counters, self._pulls)
+        self._pulls = Pulls(lambda: self.me)
+        self._rounds = Rounds(lambda: self.me, self._counters, self._pulls)
         self._relay = Relay(lambda: self.me, config.workers, self._rounds.peers, self._pulls)
         self._recorder = recorder or Recorder()
         self._held: list[Message] = []
@@ -208,9 +209,15 @@ class Server:
         }
 
     def lags(self) -> Mapping[str, Any]:
-        """Return how late workers contribute (`metrics.Lags`), to the store that had a round last."""
-        latest = max(self._lags.values(), key=lambda lags: lags.over_at, default=None)
-        return {} if latest is None else latest.to_json()
+        """Return how late workers contribute (`metrics.Lags`): each to the store of its that had a round last."""
+        found: dict[str, Any] = {}
+        known: set[int] = set()
+        for lags in sorted(self._lags.values(), key=lambda each: each.over_at, reverse=True):
+            if len(found) >= RANKS or known.issuperset(lags.members):
+                continue
+            found.update({rank: each for rank, each in lags.to_json().items() if int(rank) not in known})
+            known.update(lags.members)
+        return found
 
     def devices(self) -> Mapping[str, str]:
         """Return where the stores' arrays are, and why not on a GPU, as the agent is told (`metrics`)."""
@@ -264,6 +271,8 @@ class Server:
                 return [role.Finish(0, "told to stop")]
             case Kind.ROSTER:
                 return self._roster(message)
+            case Kind.OPEN:
+                return self._open(message)
             case Kind.RULE:
                 kind = role.TryRule if message.body.get("check") else role.SetRule
                 return [role.Work(kind(message.store, message.body["spec"], message), reports=True)]
@@ -304,13 +313,22 @@ class Server:
         answered = role.Send(role.SCHEDULER_LINK, answer(message))
         return [*(role.Log("INFO", line) for line in lines), *stands_in, answered]
 
+    def _open(self, message: Message) -> list[role.Action]:
+        """Workers have created a store that they share with no others."""
+        members = Membership(tuple(map(int, message.body["members"])), int(message.body["epoch"]))
+        number = message.store
+        self._stores[number] = Store(number, self._config.workers, self.me.rank, members)
+        return [role.Send(role.SCHEDULER_LINK, answer(message))]
+
     def _lost(self, message: Message) -> list[role.Action]:
         who, reason = str(message.body["who"]), str(message.body["reason"])
         told = role.Publish({"lost_peer": who, "message": reason})
         if not self._nodes:
             return [told, role.Finish(1, reason)]  # registration failed; the reason says who was missing
-        self._rounds.stop()
-        return [told, *self._pulls.drop_all(reason, who)]
+        rank = role.worker_rank(who)
+        if rank is None:
+            self._rounds.stop()
+        return [told, *self._pulls.drop_all(reason, who, rank)]
 
     def _cleared(self, what: role.Clear) -> list[role.Action]:
         """The engine has forgotten the script that is over, or a store that is closed; so do we."""
@@ -396,7 +414,9 @@ class Server:
             case Kind.SETTLE:
                 return self._relay.settle(link, rank, message)
             case Kind.INIT:
-                return self._relay.declare(link, message) if message.is_relayed else self._init(link, message)
+                if message.is_relayed:
+                    return self._relay.declare(link, message, self._store(message.store).members)
+                return self._init(link, message)
             case Kind.STATS:
                 return [role.Send(link, answer(message, self._stats(message.store)))]
             case Kind.PROFILE:
@@ -409,6 +429,8 @@ class Server:
         store = self._relay.store(message.store) if message.is_relayed else self._stores.get(message.store)
         if store is None:
             return [self._refuse(link, message, f"store {message.store} has no keys on {self.me.name}")]
+        if rank not in store.members.ranks:
+            return [self._refuse(link, message, f"worker-{rank} does not share store {message.store}")]
         match message.kind:
             case Kind.PUSH | Kind.PULL | Kind.PUSHPULL:
                 return self._data(link, rank, store, message)
@@ -424,7 +446,7 @@ class Server:
             return [self._refuse(link, message, f"{self.me.name} expects no such {message.kind.name}")]
         entries, shards = message.entries, store.find(message.entries)
         rounds = entries["round"].astype(np.int64)
-        wrong = checks.against_ranks(message, ranks, self._config.workers)
+        wrong = checks.against_ranks(message, ranks, store.members.ranks)
         wrong = wrong or checks.against(store, message, entries, shards, self.me.name)
         is_push = message.kind is Kind.PUSH
         if not wrong and (not store.is_sync or entries["codec"].any()):
@@ -541,13 +563,11 @@ class Server:
         store, shard = batch.store, int(batch.shards[0])
         lags = self._lags.get(store.number)
         if lags is None:
-            lags = self._lags[store.number] = Lags(shard)
+            lags = self._lags[store.number] = Lags(shard, store.members.ranks)
         if shard == lags.shard:
-            members = len(self._relay.members) if store.is_relayed else self._config.workers
-            if store.joined or store.left:
-                everyone = self._relay.members if store.is_relayed else range(members)
-                members -= len(store.excused().intersection(everyone))
-            lags.contributed(ranks, int(batch.entries["round"][0]), members, self._now)
+            members = self._relay.sharing(store.members) if store.is_relayed else store.members.ranks
+            excused = len(store.excused().intersection(members)) if store.joined or store.left else 0
+            lags.contributed(ranks, int(batch.entries["round"][0]), len(members) - excused, self._now)
 
     def _init(self, link: str, message: Message) -> list[role.Action]:
         store = self._store(message.store)
@@ -595,7 +615,7 @@ class Server:
             # An update waits for norms of other servers; they are on their way.
             self._held.append(message)
             return []
-        wrong = _open_round(store, message, self._config.workers) if store is not None and store.is_sync else ""
+        wrong = _open_round(store, message) if store is not None and store.is_sync else ""
         if wrong:
             return [role.Send(role.SCHEDULER_LINK, refusal(message, wrong))]
         me = self.me

@@ -21,11 +21,11 @@ from distrun_runtime.arrays.shared_memory import BLOCKS, Pool, address_of
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.metrics import Sender
 from distrun_runtime.errors import RuntimeFault, StoreClosed
-from distrun_runtime.protocol.message import DTYPES, Message
+from distrun_runtime.protocol.message import DTYPES, Membership, Message
 from distrun_runtime.ps.counters import NodeMetrics, Stages
 from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.node import bind, connected
-from distrun_runtime.ps.role import Config, Request, Waits, when_done
+from distrun_runtime.ps.role import Config, Request, Waits, when_done, worker_rank
 from distrun_runtime.ps.routing import DIRECT_BYTES, MESSAGE_BYTES, ROUNDS_AT_ONCE
 from distrun_runtime.ps.trace import Recorder, Trace
 from distrun_runtime.ps.worker import BYE_S, Ask, EntriesOf, Goodbye, Worker
@@ -76,7 +76,8 @@ class NodeSession:
         self._thread = threading.Thread(target=self._run, name="distrun-node", daemon=True)
         self.value_servers = [f"server-{rank}" for rank in range(config.servers)]
         """Names of the servers that keep values; their ranks come first."""
-        self._last_store = 0
+        self._last_stores: dict[str, int] = {}
+        """By group: how many stores were created there; of all workers under no name."""
         self.stores: object = None
         """What the store layer keeps of this process's stores (`store.link`)."""
         self._flushers: list[Callable[[], None]] = []
@@ -151,19 +152,23 @@ class NodeSession:
         """This worker's rank."""
         return self.worker.me.rank
 
-    def num_dead(self, roles: Sequence[str]) -> int:
-        """Return how many nodes of these roles are known to be lost."""
-        return sum(name.partition("-")[0] in roles for name in list(self.worker.dead))
+    def num_dead(self, roles: Sequence[str], members: Membership) -> int:
+        """Return how many nodes of these roles are known to be lost; of workers, those among `members`."""
+        lost = [name for name in list(self.worker.dead) if name.partition("-")[0] in roles]
+        return sum((rank := worker_rank(name)) is None or rank in members.ranks for name in lost)
 
-    def next_store(self) -> int:
-        """Return the number of a new store: stores are numbered in order of creation, alike on all workers."""
-        self._last_store += 1
-        return self._last_store
+    def next_store(self, group: str = "") -> int:
+        """Return the number of a new store of a group, or of all workers.
 
-    def take_back_store(self, number: int) -> None:
+        They are numbered in order of creation, from 1, alike on all workers that share them.
+        """
+        self._last_stores[group] = self._last_stores.get(group, 0) + 1
+        return self._last_stores[group]
+
+    def take_back_store(self, number: int, group: str = "") -> None:
         """Take back the number of a store that was not made, if it is the last one."""
-        if number == self._last_store:
-            self._last_store -= 1
+        if number == self._last_stores.get(group):
+            self._last_stores[group] -= 1
 
     def ask(
         self,
@@ -171,18 +176,19 @@ class NodeSession:
         messages: Sequence[tuple[str, Message]],
         after: Sequence[Request] = (),
         entries_of: EntriesOf | None = None,
+        members: Membership | None = None,
     ) -> Request:
         """Send messages, once `after` are done, and return what will hold their replies, in the order of `messages`.
 
         Arguments:
-            entries_of: as in `worker.Ask`.
+            entries_of, members: as in `worker.Ask`.
         """
         self.check()
         self._calls += 1
         request = Request(what, "the limit is --op-timeout or DISTRUN_OP_TIMEOUT", self._waits)
 
         def send() -> None:
-            self._loop.ask(Ask(request, messages, entries_of))
+            self._loop.ask(Ask(request, messages, entries_of, members))
             if self._is_closed or not self._thread.is_alive():
                 request.resolve((), self._dead())
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.ops.partition import Shard
-from distrun_runtime.protocol.message import DTYPE_SIZES
+from distrun_runtime.protocol.message import DTYPE_SIZES, Membership
 
 __all__ = ["SYNC", "Failure", "Notes", "Store", "Turn", "relayed"]
 
@@ -53,8 +53,12 @@ def relayed(number: int) -> int:
 class Store:
     """What a server knows of one store.
 
-    Flat arrays have one element for each shard (`last`, `seen` and `owed` one row for each worker). They have room for
-    more shards than there are: always index them by shards.
+    Flat arrays have one element for each shard (`last`, `seen` and `owed` one row for each worker of the job). There is
+    room for more shards than there are: always index them by shards.
+
+    Arguments:
+        workers: how many the job has.
+        members: those that share the store; None: all of them.
     """
 
     _FLAT = (
@@ -62,8 +66,11 @@ class Store:
         "slow",
     )
 
-    def __init__(self, number: int, workers: int, server: int = 0) -> None:
+    def __init__(self, number: int, workers: int, server: int = 0, members: Membership | None = None) -> None:
         self.number = number
+        self.members = members or Membership(range(workers))
+        self._rows = slice(None) if members is None else np.array(members.ranks)[:, None]
+        """The members' rows of `last`, as an index beside one of shards."""
         self._server = server
         self.is_sync = True
         self.on_devices = False
@@ -88,7 +95,6 @@ class Store:
         """Workers that left this store for good (kv.leave)."""
         self.count = 0
         """Number of shards."""
-        self.workers = workers
         self._room = 0
         integers = np.zeros(0, np.int64)
         self.key = self.offset = self.length = self.row_size = integers
@@ -228,13 +234,13 @@ class Store:
         """Return the last round of each shard that all workers have contributed to who are not excused."""
         excused = self.excused()
         if not excused:
-            last: Array = self.last[:, shards]
+            last: Array = self.last[self._rows, shards]
             reached: Array = last.min(axis=0)
-            if self.workers >= MANY:
+            if len(last) >= MANY:
                 # The last of them: where workers contribute in the order of their ranks, it stays the slowest.
-                self.slow[shards] = self.workers - 1 - last[::-1].argmin(axis=0)
+                self.slow[shards] = np.array(self.members.ranks)[len(last) - 1 - last[::-1].argmin(axis=0)]
             return reached
-        members = [rank for rank in range(self.workers) if rank not in excused]
+        members = [rank for rank in self.members.ranks if rank not in excused]
         # A round without any contribution is none, even if workers are excused.
         most: Array = self.last[:, shards].max(axis=0)
         return most if not members else np.minimum(self.last[np.ix_(np.array(members), shards)].min(axis=0), most)
@@ -245,7 +251,7 @@ class Store:
         It looks at one worker for each shard, which is enough for most contributions of a round, where `reach` looks at
         all: of thousands that is what a contribution costs.
         """
-        if self.workers < MANY or self.early or self.joined or self.left:
+        if len(self.members.ranks) < MANY or self.early or self.joined or self.left:
             return False
         return bool((self.last[self.slow[shards], shards] <= self.ordered[shards]).all())
 
@@ -258,7 +264,7 @@ class Store:
     def missing(self, shard: int) -> list[int]:
         """Return the ranks that the shard's next round waits for."""
         number, excused = int(self.ordered[shard]) + 1, self.excused()
-        ranks = (rank for rank in range(self.workers) if rank not in excused)
+        ranks = (rank for rank in self.members.ranks if rank not in excused)
         return [rank for rank in ranks if not self.contributed(shard, rank, number)]
 
     def is_open(self, shard: int) -> bool:

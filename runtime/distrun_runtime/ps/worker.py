@@ -8,7 +8,7 @@ sends a message, `role.Resolve` wakes the thread that waits for a request. What 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.errors import KVError, PeerLost, Refused, RuleError, RuntimeFault, TimedOut, because_of
 from distrun_runtime.protocol.handshake import NodeIdentity, nodes_of
-from distrun_runtime.protocol.message import Kind, Message
+from distrun_runtime.protocol.message import Kind, Membership, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.relay import relays_of_hosts
 from distrun_runtime.ps.role import Config, Request
@@ -61,6 +61,11 @@ class Outbox:
             ready.append(message)
         return ready
 
+    def drop(self, requests: Collection[int]) -> None:
+        """Forget the messages of these requests that wait here."""
+        self._heap = [each for each in self._heap if each[-1].request not in requests]
+        heapq.heapify(self._heap)
+
     def answered(self, request: int) -> None:
         """A request was answered: its bytes are no longer on their way."""
         self._in_flight.pop(request, None)
@@ -98,6 +103,8 @@ class Ask:
     entries_of: EntriesOf | None = None
     """For messages that name a bucket in place of their entries. Called by the node's thread if a server does not know
     the bucket; later messages must not name it."""
+    members: Membership | None = None
+    """Whom it cannot do without: the workers of the store that it is about. None: all of the job."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,7 @@ class _Open:
     missing: dict[int, str]
     """Numbers of the messages that are not answered, and their links."""
     entries_of: EntriesOf | None = None
+    members: Membership | None = None
     first: int = 0
     """Number of its first message."""
     sent: dict[int, Message] = field(default_factory=dict)
@@ -139,6 +147,8 @@ class Worker:
         """Servers of other hosts to the one of this host that stands in for each, by rank (`relay`)."""
         self.relays_of_hosts: Sequence[Mapping[int, int]] = ()
         """The same, of every host that has relays."""
+        self._summing: list[NodeIdentity] = []
+        """All nodes, if workers of one host are to add what they push."""
         self._config = config
         self._ready = ready
         self._root = config.root_endpoint
@@ -151,6 +161,13 @@ class Worker:
         self.dead: set[str] = set()
         """Names of the nodes that are known to be lost."""
         self._lost: RuntimeFault | None = None
+        """Why no request about a store of all workers is answered any more."""
+        self._is_over = False
+        """Nor is any other."""
+        self._lost_workers: dict[int, RuntimeFault] = {}
+        """By rank: why no request is answered about a store that this worker shares."""
+        self._memberships: set[Membership | None] = set()
+        """Those of the stores of this process; None: all workers."""
         self._goodbye: Goodbye | None = None
         self._farewell = role.Deadline()
 
@@ -219,23 +236,33 @@ class Worker:
         servers = [node for node in nodes if node.role == "server"]
         self.servers = sorted(servers, key=lambda node: node.rank)
         if message.body.get("host_sums"):
-            by_host = relays_of_hosts(nodes)
-            self.relays = by_host.get(self.me.host, {})
-            self.relays_of_hosts = [by_host[host] for host in sorted(by_host)]
+            self._summing = nodes
+            self.relays, self.relays_of_hosts = self.relays_among(Membership(range(self._config.workers)))
         self._outboxes = {node.name: Outbox() for node in self.servers}
         self._deadline.at = now + self._config.heartbeat.timeout_s + SLACK_S
         lines = [f"event=roster node={node.name} host={node.host} endpoint={node.endpoint}" for node in nodes]
         actions: list[role.Action] = [role.Log("INFO", line) for line in lines]
         return actions + [role.Connect(node.name, node.endpoint) for node in self.servers]
 
+    def relays_among(self, members: Membership) -> tuple[Mapping[int, int], Sequence[Mapping[int, int]]]:
+        """Return `relays` and `relays_of_hosts` for a store: those of hosts with several of its members.
+
+        Threads: any, once `ready` is resolved.
+        """
+        by_host = relays_of_hosts(
+            [node for node in self._summing if node.role != "worker" or node.rank in members.ranks]
+        )
+        return by_host.get(self.me.host, {}), [by_host[host] for host in sorted(by_host)]
+
     # Requests
 
     def _asked(self, asked: Ask | Goodbye, now: float) -> list[role.Action]:
         if isinstance(asked, Goodbye):
             return self._leave(asked, now)
-        if self._lost is not None:
-            return [role.Resolve(asked.request, error=self._lost)]
-        entry = _Open(asked.request, {}, asked.entries_of, self._numbers + 1)
+        if self._lost is not None and (lost := self._lost_to(asked.members)) is not None:
+            return [role.Resolve(asked.request, error=lost)]
+        self._memberships.add(asked.members)
+        entry = _Open(asked.request, {}, asked.entries_of, asked.members, self._numbers + 1)
         asked.request.missing = entry.missing
         actions: list[role.Action] = []
         for link, message in asked.messages:
@@ -267,15 +294,15 @@ class Worker:
                 return self._lose(str(message.body["who"]), str(message.body["reason"]))
             case Kind.BYE | Kind.ABORT if message.is_reply and self._goodbye is not None:
                 return self._gone()
-            case _ if entry is None:
-                return []
             case Kind.WAITING:
-                return self._noted(entry.request, message.body)
+                return [] if entry is None else self._noted(entry.request, message.body)
             case _ if not message.is_reply:
                 return []
-            case _ if message.is_error and message.body.get("again") and message.request in entry.sent:
-                return self._send_again(link, entry, message)
-        actions = self._answered(entry, message)
+            case _ if entry is not None and message.is_error and message.body.get("again"):
+                if message.request in entry.sent:
+                    return self._send_again(link, entry, message)
+        # One that has failed because of a lost worker has no entry, and is not on its way any more all the same.
+        actions = [] if entry is None else self._answered(entry, message)
         outbox = self._outboxes.get(link)
         if outbox is not None:  # only its window has changed
             outbox.answered(message.request)
@@ -327,7 +354,8 @@ class Worker:
 
     def _leave(self, goodbye: Goodbye, now: float) -> list[role.Action]:
         self._goodbye = goodbye
-        if role.SCHEDULER_LINK not in self._welcomes or self._lost is not None:
+        is_awaited = not self._is_over and any(self._memberships)  # Those of its groups may go on without the lost.
+        if role.SCHEDULER_LINK not in self._welcomes or (self._lost is not None and not is_awaited):
             return self._gone()
         self._farewell.set(now + (ABORT_S if goodbye.abort else BYE_S))
         last = Message(Kind.ABORT, body={"reason": goodbye.abort}) if goodbye.abort else Message(Kind.BYE)
@@ -338,13 +366,28 @@ class Worker:
         return [role.Resolve(self._goodbye.request), role.Finish(0)]
 
     def _lose(self, who: str, reason: str) -> list[role.Action]:
+        """A node is lost: fail what cannot do without it. Of a worker, that is what is about a store that it shares."""
         self.dead.add(who)
-        if self._lost is not None:
-            return []
+        error, rank = because_of(PeerLost(reason), who), role.worker_rank(who)
+        lost = [each for each in self._memberships or {None} if self._lost_to(each) is None]
+        if rank is None or not self._ready.is_done:
+            failed = self.fail(error)
+        else:
+            self._lost, known = self._lost or error, self._lost_workers.setdefault(rank, error)
+            lost = [each for each in lost if each is None or rank in each.ranks]
+            failed = self._end(known, rank)
+        if not lost:
+            return [*failed]
         told = role.Publish({"lost_peer": who, "message": reason})
         # Under an agent the error that ends the script says it, in one line.
         level = "INFO" if self._config.stays else "ERROR"
-        return [told, role.Log(level, reason), *self.fail(because_of(PeerLost(reason), who))]
+        return [told, role.Log(level, reason), *failed]
+
+    def _lost_to(self, members: Membership | None) -> RuntimeFault | None:
+        """Return why no request about a store is answered any more; None: it is."""
+        if members is None or self._is_over:
+            return self._lost
+        return next((error for rank, error in self._lost_workers.items() if rank in members.ranks), None)
 
     def _miss(self, who: str, reason: str) -> list[role.Action]:
         """Give up on a node that did not come."""
@@ -353,11 +396,22 @@ class Worker:
 
     def fail(self, error: RuntimeFault) -> list[role.Resolve]:
         """Return the end of everything that waits: `error`."""
-        self._lost = self._lost or error
+        self._lost, self._is_over = self._lost or error, True
         failed = [] if self._ready.is_done else [role.Resolve(self._ready, error=error)]
-        requests = dict.fromkeys(entry.request for entry in self._open.values() if not entry.request.is_done)
-        self._open.clear()
-        return failed + [
+        return failed + self._end(error)
+
+    def _end(self, error: RuntimeFault, rank: int | None = None) -> list[role.Resolve]:
+        """Return the end of what waits and cannot do without worker `rank`; None: of everything."""
+        ended = {
+            number: entry
+            for number, entry in self._open.items()
+            if rank is None or entry.members is None or rank in entry.members.ranks
+        }
+        self._open = {number: entry for number, entry in self._open.items() if number not in ended}
+        for outbox in self._outboxes.values():
+            outbox.drop(ended)
+        requests = dict.fromkeys(entry.request for entry in ended.values() if not entry.request.is_done)
+        return [
             role.Resolve(each, error=because_of(type(error)(f"{each.what}: {error}"), error.lost_peer))
             for each in requests
         ]

@@ -199,6 +199,11 @@ class StoreBackend(Protocol):
     def num_workers(self) -> int:
         """Number of workers that share the store."""
 
+    @property
+    def members(self) -> Sequence[int]:
+        """Their ranks in the job, ascending."""
+        return range(self.num_workers)
+
     lifetime: Lifetime
     """What the backend shares with its KVStore."""
     reducer: Reducer

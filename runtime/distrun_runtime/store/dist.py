@@ -36,7 +36,7 @@ from distrun_runtime.store import saving
 from distrun_runtime.store.base import CallOptions, Contribution, Lifetime, RowsItem, Selection, StoreBackend, Updater
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.keys import Key, KeyRecord, canonical, is_async, named, on_devices
-from distrun_runtime.store.link import StoreLink, close_link, is_added_on_hosts, open_link
+from distrun_runtime.store.link import Group, StoreLink, close_link, group_of, is_added_on_hosts, open_link
 from distrun_runtime.store.pending import CompletedCall, Pending
 from distrun_runtime.store.reducer import reducer_for
 from distrun_runtime.store.transfers import Both, CallBatch, SentCall, Taking, Transfers
@@ -104,7 +104,7 @@ def fill(
     Raises:
         RuntimeFault: a server refused them (KVError), or they did not get there; the other workers are told.
     """
-    error = "worker-0 was interrupted before the servers had the values"
+    error = f"worker-{link.node.rank} was interrupted before the servers had the values"
     try:
         records = [record for record, _, _ in placed]
         values = [value.to_dense() if isinstance(value, RowSparse) else value for _, _, value in placed]
@@ -137,7 +137,7 @@ def _tell_relays(
 ) -> None:
     """Tell servers which shards of others they stand in for, and that the values are new."""
     messages = []
-    for relays in link.node.worker.relays_of_hosts:
+    for relays in link.relays_of_hosts:
         for portion in route.portions:
             if portion.server not in relays:
                 continue
@@ -211,9 +211,9 @@ def profile(link: StoreLink, folder: str) -> Iterator[None]:
     Raises:
         KVError: the folder cannot be made, which is tried before anything is recorded; or a profile is under way.
     """
-    recorder = link.node.recorder
+    recorder, rank = link.node.recorder, link.node.rank
     if recorder.is_on:
-        raise KVError(f"worker-{link.rank} is being profiled already: one profile at a time")
+        raise KVError(f"worker-{rank} is being profiled already: one profile at a time")
     prepare(folder)
     if link.rank == 0:
         link.servers("profile", Kind.PROFILE, {"action": "start"})
@@ -221,10 +221,10 @@ def profile(link: StoreLink, folder: str) -> Iterator[None]:
     try:
         yield
     finally:
-        events = recorder.stop(f"worker-{link.rank}@{link.node.config.host}")
+        events = recorder.stop(f"worker-{rank}@{link.node.config.host}")
         # Before anything is written: what cannot be must not leave the servers recording.
         stopped = link.servers("profile", Kind.PROFILE, {"action": "stop"}) if link.rank == 0 else []
-        write(folder, f"worker-{link.rank}.json", events)
+        write(folder, f"worker-{rank}.json", events)
         for server, body in enumerate(stopped):
             write(folder, f"server-{server}.json", body["events"])
 
@@ -237,10 +237,17 @@ PULLED_NEXT_AGAIN = 16
 """As many more are wanted once it did not follow."""
 
 
-def create_dist(type_name: str, staleness: int | None = None, deterministic: bool = False) -> DistBackend:
+def create_dist(
+    type_name: str,
+    staleness: int | None = None,
+    deterministic: bool = False,
+    group: str | None = None,
+    members: Sequence[int] | None = None,
+) -> DistBackend:
     """Return the backend of a store of this process's job; in a server or scheduler process, serve and then end.
 
     Raises:
+        KVError: the group cannot have these members, or this worker is none of them.
         SystemExit: this process is a server or scheduler (DMLC_ROLE) and the job has ended: with its exit code.
         ContractError, Refused, TimedOut, PeerLost: the job cannot be joined, and why.
     """
@@ -248,7 +255,9 @@ def create_dist(type_name: str, staleness: int | None = None, deterministic: boo
     if role in ("server", "scheduler"):
         raise SystemExit(nodes.serve(role))
     reducer_for(type_name)  # Reads the environment: what is wrong there is said before this process joins the job.
-    return DistBackend(type_name, session.current(lambda: nodes.read("worker")), staleness, deterministic)
+    node = session.current(lambda: nodes.read("worker"))
+    shared_by = None if group is None else group_of(node, group, members)
+    return DistBackend(type_name, node, staleness, deterministic, shared_by)
 
 
 class DistBackend(StoreBackend):
@@ -258,8 +267,14 @@ class DistBackend(StoreBackend):
     """
 
     def __init__(
-        self, type_name: str, node: session.NodeSession, staleness: int | None = None, deterministic: bool = False
+        self,
+        type_name: str,
+        node: session.NodeSession,
+        staleness: int | None = None,
+        deterministic: bool = False,
+        group: Group | None = None,
     ) -> None:
+        self._group = group
         self._is_async = is_async(type_name)
         self.lifetime = Lifetime(type_name)
         self._compressor = Compressor()
@@ -275,7 +290,8 @@ class DistBackend(StoreBackend):
         order = {"deterministic": True} if deterministic else {}
         self._facts = {"type": canonical(type_name), **bound, **order}
         """What all workers and servers must know alike."""
-        self._link = open_link(node, f"create({type_name!r})", self._facts, on_devices(type_name))
+        what = f"create({type_name!r})" if group is None else f"create({type_name!r}, group={group.name!r})"
+        self._link = open_link(node, what, self._facts, on_devices(type_name), group)
         self._link.replaced = self._replaced
         self._transfers = Transfers(self._link, self._compressor)
         self._labels: dict[Key, str] = {}
@@ -290,17 +306,22 @@ class DistBackend(StoreBackend):
 
     @property
     def rank(self) -> int:
-        """This worker's rank."""
+        """This worker's rank among those that share the store."""
         return self._link.rank
 
     @property
     def num_workers(self) -> int:
-        """Number of workers of the job."""
+        """Number of workers that share the store."""
         return self._link.workers
 
+    @property
+    def members(self) -> Sequence[int]:
+        """Their ranks in the job."""
+        return self._link.members.ranks
+
     def companion(self) -> DistBackend:
-        """Return another store of the same job, with rounds and without a rule. All workers call it."""
-        return DistBackend("dist_sync", self._node)
+        """Return another store of the same workers, with rounds and without a rule. All of them call it."""
+        return DistBackend("dist_sync", self._node, group=self._group)
 
     # Data
 
@@ -583,7 +604,7 @@ class DistBackend(StoreBackend):
         return profile(self._link, folder)
 
     def num_dead(self, mask: int) -> int:
-        return self._node.num_dead([role for bit, role in ROLES.items() if mask & bit])
+        return self._node.num_dead([role for bit, role in ROLES.items() if mask & bit], self._link.members)
 
     # Membership
 

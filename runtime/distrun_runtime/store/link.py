@@ -20,8 +20,8 @@ from typing import Any
 from distrun_runtime.arrays.dtypes import work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed
-from distrun_runtime.protocol.message import Kind, Message
-from distrun_runtime.ps.role import SCHEDULER_LINK, Request
+from distrun_runtime.protocol.message import Kind, Membership, Message
+from distrun_runtime.ps.role import SCHEDULER_LINK, Request, listed, tasks_of
 from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.ps.worker import EntriesOf
 from distrun_runtime.store.keys import KeyRecord
@@ -47,18 +47,29 @@ class StoreLink:
     """Asks in the name of one store.
 
     Arguments:
-        facts: what `create` says of the store, alike on all workers.
+        facts: what `create` says of the store, alike on all its workers.
         unused: numbers of the stores that this process has created before and not used.
+        group: those who share the store; None: all workers do.
 
     Threads: any.
     """
 
-    def __init__(self, node: NodeSession, facts: Mapping[str, Any], unused: Sequence[int] = ()) -> None:
+    def __init__(
+        self, node: NodeSession, facts: Mapping[str, Any], unused: Sequence[int] = (), group: Group | None = None
+    ) -> None:
         self.node = node
-        self.rank = node.rank
-        """This worker's rank."""
-        self.workers = node.config.workers
-        """Number of workers of the job."""
+        self._group = group
+        self._shared_by = None if group is None else group.members
+        self.members = self._shared_by or Membership(range(node.config.workers))
+        """The workers that share the store."""
+        self.workers = len(self.members.ranks)
+        """Their number."""
+        self.rank = self.members.ranks.index(node.rank)
+        """This worker's rank among them."""
+        self.relays, self.relays_of_hosts = node.worker.relays, node.worker.relays_of_hosts
+        """Those of the job's that serve several of the store's workers (`ps.relay`)."""
+        if group is not None:
+            self.relays, self.relays_of_hosts = node.worker.relays_among(group.members)
         self.facts = facts
         self.unused = list(unused)
         self.is_on_devices = False
@@ -66,8 +77,12 @@ class StoreLink:
         say the same, so it stays if the store is then created with the other kind."""
         self.told: Mapping[str, Any] = {}
         """What servers have to know of the store, and is only known when all workers have created it."""
-        self.store = node.next_store()
-        """The store's number in messages."""
+        self.number = node.next_store(group.name if group is not None else "")
+        """The how-manieth store of its workers it is."""
+        self.store = self.number
+        """The store's number in messages; of a group's, once `create` was answered."""
+        self._naming = {} if group is None else {"group": group.name}
+        """What tells the scheduler until then which store is meant."""
         self.replaced: Callable[[], None] = lambda: None
         """Told when a later `create` takes the store's place."""
         self._under_way: set[Request] = set()
@@ -114,7 +129,9 @@ class StoreLink:
 
     def call(self, what: str, kind: Kind, body: dict[str, Any], after: Sequence[Request] = ()) -> Request:
         """Ask the scheduler, once `after` are done."""
-        return self.ask(what, [(SCHEDULER_LINK, Message(kind, store=self.store, body=body))], after=after)
+        naming = self._naming  # First: whoever finds none finds the number that came in its place.
+        message = Message(kind, store=self.number if naming else self.store, body={**body, **naming})
+        return self.ask(what, [(SCHEDULER_LINK, message)], after=after)
 
     def ask(
         self,
@@ -124,7 +141,7 @@ class StoreLink:
         entries_of: EntriesOf | None = None,
     ) -> Request:
         """Send messages of this store; the arguments are those of `Session.ask`."""
-        request = self.node.ask(what, messages, after=after, entries_of=entries_of)
+        request = self.node.ask(what, messages, after=after, entries_of=entries_of, members=self._shared_by)
         self._under_way.add(request)
         request.then(lambda error: self._under_way.discard(request))
         return request
@@ -176,7 +193,7 @@ class StoreLink:
                 self.held = held
                 raise KVError("join was left waiting and cannot be taken back, as others count on it; call join again")
         request = self.call(what, kind, {**body, "number": number}, after)
-        request.then(lambda error: self._answered(kind, number, error))
+        request.then(lambda error: self._answered(kind, number, request, error))
         return CollectiveCall(kind, number, body, request)
 
     def leave(self, call: CollectiveCall) -> None:
@@ -196,6 +213,10 @@ class StoreLink:
             elif reply.body.get("is_taken"):
                 self.held = None
                 self.free(call.kind, call.number)
+
+    def take_back(self) -> None:
+        """Give the store's own number to the next one: it was not made."""
+        self.node.take_back_store(self.number, self._group.name if self._group is not None else "")
 
     def free(self, kind: Kind, number: int) -> None:
         """Give the number of a call that is not made to the next one; if that has another, fail it for all workers."""
@@ -222,7 +243,9 @@ class StoreLink:
     def _fail(self, kind: Kind, number: int, reason: str) -> None:
         self.call("giving up a call", kind, {"number": number, "error": reason[:2000]})
 
-    def _answered(self, kind: Kind, number: int, error: RuntimeFault | None) -> None:
+    def _answered(self, kind: Kind, number: int, request: Request, error: RuntimeFault | None) -> None:
+        if kind is Kind.OPEN and error is None and "store" in request.replies[0].body:
+            self.store, self._naming = int(request.replies[0].body["store"]), {}
         # `create` uses nothing. Keys are declared when the servers have rank 0's values, which it still has to send.
         if error is not None or not (kind is Kind.OPEN or (kind is Kind.KEYS and self.rank == 0)):
             self.settled(number, error is None)
@@ -259,6 +282,19 @@ def is_added_on_hosts(facts: Mapping[str, Any], record: KeyRecord) -> bool:
     return work_dtype(record.dtype) == record.dtype  # A part of a sum of 16-bit floats would be rounded.
 
 
+@dataclass(frozen=True)
+class Group:
+    """Workers that have stores of their own."""
+
+    name: str
+    members: Membership
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What `create` says of it, alike on all members."""
+        return {"group": self.name, "members": list(self.members.ranks)}
+
+
 @dataclass
 class _ProcessLinks:
     """The links of a process."""
@@ -267,39 +303,77 @@ class _ProcessLinks:
     """Those of its stores that are not closed, by number."""
     opening: StoreLink | None = None
     """That of a store whose `create` was left waiting, and could not be taken back."""
+    groups: dict[str, Group] = field(default_factory=dict)
+    """Those that this process has created a store of, by name."""
 
 
-def open_link(node: NodeSession, what: str, facts: Mapping[str, Any], on_devices: bool = False) -> StoreLink:
-    """Make the call `create` with all workers, and return the link of the store.
+def group_of(node: NodeSession, name: str, members: Sequence[int] | None) -> Group:
+    """Return a group of this worker's.
 
     Arguments:
-        facts: what all workers must say alike.
+        members: ranks in the job, each once; None: as in the first call.
+
+    Raises:
+        KVError: they are not what they can be, or others than in the first call, or this worker is not among them.
+    """
+    known, me, workers = _made(node).groups.get(name), node.rank, node.config.workers
+    if members is None:
+        if known is None:
+            raise KVError(
+                f"worker-{me} creates its first store of group {name!r}: name its members, as all of them do;"
+                f" fix: create(..., group={name!r}, members=[...])"
+            )
+        return known
+    absent = sorted(rank for rank in members if rank >= workers)
+    if absent:
+        which = f"{listed(tasks_of(absent))}: ranks of this job's workers go from 0 to {workers - 1}"
+        raise KVError(f"group {name!r} has no member {which}")
+    ranks = tuple(sorted(members))
+    if me not in ranks:
+        raise KVError(f"worker-{me} is no member of group {name!r}; its members are {listed(tasks_of(ranks))}")
+    if known is not None and known.members.ranks != ranks:
+        said = f"{list(known.members.ranks)} since its first store, and not {list(ranks)}"
+        raise KVError(f"group {name!r} has the members {said}; fix: give other workers another name")
+    return known or Group(name, Membership(ranks))
+
+
+def open_link(
+    node: NodeSession, what: str, facts: Mapping[str, Any], on_devices: bool = False, group: Group | None = None
+) -> StoreLink:
+    """Make the call `create` with all workers of the store, and return its link.
+
+    Arguments:
+        facts: what all of them must say alike.
         on_devices: the store is of a kind `dist_device_*`; workers may differ in that. After a call that was left
             waiting as the other kind, the servers hear of it from rank 0 only.
+        group: those who share the store; None: all workers do.
     """
     made = _made(node)
+    facts = {**facts, **(group.facts if group is not None else {})}
     link, made.opening = made.opening, None
     if link is not None and link.facts != facts:
         link.give_up(f"{what} was called instead")
         link = None
     if link is None:
-        link = StoreLink(node, facts, [number for number, one in made.open.items() if one.is_unused])
+        link = StoreLink(node, facts, [number for number, one in made.open.items() if one.is_unused], group)
         link.is_on_devices = on_devices
     try:
         kind = {"on_devices": True} if link.is_on_devices else {}
         reply = link.together(what, Kind.OPEN, **link.facts, **kind, unused=link.unused)
     except BaseException:
         if link.is_new:
-            node.take_back_store(link.store)
+            link.take_back()
         made.opening = link if link.held is not None else None
         raise
     if "instead" in reply:
-        node.take_back_store(link.store)
+        link.take_back()
         link = made.open[int(reply["instead"])]
         link.replaced()
     elif reply.get("on_devices") or on_devices:
         link.told = {"on_devices": True}
     made.open[link.store] = link
+    if group is not None:
+        made.groups[group.name] = group
     return link
 
 

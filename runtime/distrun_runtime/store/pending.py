@@ -48,8 +48,8 @@ class Pending(ABC):
     what: str
     """The call, for people: `pull of key 'w'`."""
     skipped: Notes = MappingProxyType({})
-    """Of a `pushpull` or `skip_round` that is done: empty unless a worker skipped the round. Then, by rank, what its
-    workers said: the note of one that skipped it, None of one that contributed."""
+    """Of a `pushpull` or `skip_round` that is done: empty unless a worker skipped the round. Then, by rank in the job
+    (`KVStore.members`), what its workers said: the note of one that skipped it, None of one that contributed."""
 
     def __repr__(self) -> str:
         return f"<Pending {self.what}{': done' if self.is_done else ''}>"

@@ -521,7 +521,7 @@ class Transfers:
     def _route(self, keys: Selection, hows: Sequence[How], message_bytes: int) -> Route:
         shards = [self.shards[record.key] for record in keys.records]
         relays: list[Mapping[int, int]] = []
-        if here := self._link.node.worker.relays:
+        if here := self._link.relays:
             relays = [
                 here if self._compressor.of(record) is None and is_added_on_hosts(self._link.facts, record) else {}
                 for record in keys.records

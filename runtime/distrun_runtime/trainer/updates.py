@@ -127,7 +127,7 @@ class StoreUpdates:
             if said:
                 check_rules(notes, self._names())
                 self._agreed = self.spec
-            taken = chosen(notes, range(self._exchange.store.num_workers), self._names(), STORE_HARM)
+            taken = chosen(notes, self._exchange.store.members, self._names(), STORE_HARM)
             self._exchange.assign(taken)
             self._changes.accept(taken)
 
@@ -151,7 +151,7 @@ class StoreUpdates:
             self._take_alone(Changed((index,)), "pull_rows would undo a part of it")
         notes = self._exchange.pull_rows(index, rows)
         if notes and not is_skip(notes):
-            chosen(notes, range(self._exchange.store.num_workers), self._names(), STORE_HARM)
+            chosen(notes, self._exchange.store.members, self._names(), STORE_HARM)
 
     # --- the rule
 

@@ -99,7 +99,7 @@ def test_another_version_is_refused_and_both_are_named(version: object) -> None:
     hello = Opener(WORKER, TOKEN, "aa").hello()
     refused = Acceptor(SERVER, TOKEN, "bb").challenge(replace(hello, body={**hello.body, "version": version}))
     assert refused.kind is Kind.REFUSED
-    assert refused.body["reason"] == "protocol version %r; server-0 speaks 3" % (version,)
+    assert refused.body["reason"] == "protocol version %r; server-0 speaks 4" % (version,)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from distrun_runtime.protocol.message import (
 )
 
 HEAD = bytes.fromhex(
-    "44524b56 0300 21 01 0200 03 00 04000000 ffffffff 05000000 f9ffffff 0807060504030201 01000000 0000000000000000"
+    "44524b56 0400 21 01 0200 03 00 04000000 ffffffff 05000000 f9ffffff 0807060504030201 01000000 0000000000000000"
 )
 ENTRY = bytes.fromhex("09000000 01 00 01 00 0a00000000000000 0200000000000000 0b00000000000000")
 U32 = st.integers(0, 2**32 - 1)
@@ -154,10 +154,10 @@ def test_golden_bytes_of_head_and_entry() -> None:
 def test_golden_bytes_of_a_hello() -> None:
     who = NodeIdentity("j", "worker", 1, 0, "d1", 42, "tcp://10.0.0.1:5", 2, 1)
     head, body = (bytes(frame) for frame in message.encode(Opener(who, b"secret", "00ff").hello()))
-    assert head.hex() == "44524b56" + "0300" + "01" + "00" + "00" * 8 + "ffffffff" + "00" * 28
+    assert head.hex() == "44524b56" + "0400" + "01" + "00" + "00" * 8 + "ffffffff" + "00" * 28
     assert body == (
         b'{"auth":"token","endpoint":"tcp://10.0.0.1:5","host":"d1","incarnation":0,"job":"j","nonce":"00ff",'
-        b'"pid":42,"rank":1,"role":"worker","servers":1,"version":3,"workers":2}'
+        b'"pid":42,"rank":1,"role":"worker","servers":1,"version":4,"workers":2}'
     )
 
 
@@ -196,7 +196,7 @@ def changed(at: int, *values: int) -> list[bytes]:
         ([b"", b""], "not a distrun message"),
         ([HEAD[:47], b""], "not a distrun message"),
         (changed(0, 0x45), "not a distrun message"),
-        (changed(4, 1), "message version 1; this program speaks version 3"),
+        (changed(4, 1), "message version 1; this program speaks version 4"),
         (changed(6, 99), "unknown kind"),
         (changed(7, 8), "unknown flags: 0x08"),
         (changed(7, 255), "unknown flags: 0xff"),

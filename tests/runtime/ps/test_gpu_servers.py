@@ -610,7 +610,7 @@ def test_a_server_makes_memory_for_its_answers_with_its_first_values_and_keeps_i
     kept = []
     for number in range(1, 3):  # as many rounds at once
         side.do(role.Apply(side.store, number, side.shards, rank=0, last=side.batch(number, number)))
-        for _ in range(side.store.workers):
+        for _ in side.store.members.ranks:
             side.pulled()
             kept.append(side.frames)
     assert pool.size == before

@@ -13,6 +13,7 @@ from gpukit import Machine, gpus_of_process
 
 from distrun_runtime.arrays.shared_memory import BLOCKS
 from distrun_runtime.errors import KVError, PeerLost, TimedOut, because_of
+from distrun_runtime.protocol.message import Membership
 from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.transport.inproc import InprocNetwork
 
@@ -80,12 +81,12 @@ def test_at_the_end_every_store_is_flushed_and_every_error_said(capsys: pytest.C
     ]
 
 
-def test_lost_nodes_are_counted_by_role_without_asking_anybody() -> None:
+def test_lost_nodes_are_counted_by_role_and_workers_by_membership_without_asking_anybody() -> None:
     session = NodeSession(config("worker", root_port=9), InprocNetwork().transport())
     session.worker.dead |= {"worker-1", "server-0", "server-1"}
-    assert [session.num_dead(roles) for roles in (["worker"], ["server"], ["scheduler"], ["server", "worker"])] == [
-        *(1, 2, 0, 3)
-    ]
+    roles = (["worker"], ["server"], ["scheduler"], ["server", "worker"])
+    assert [session.num_dead(each, Membership(range(2))) for each in roles] == [1, 2, 0, 3]
+    assert [session.num_dead(each, Membership((0,))) for each in roles] == [0, 2, 0, 2]
 
 
 def test_memory_of_a_session_is_page_locked_until_it_ends_and_its_arrays_stay_valid() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -10,9 +10,10 @@ from cluster import config
 
 from distrun_runtime.errors import KVError, PeerLost, Refused, RuleError, RuntimeFault, TimedOut
 from distrun_runtime.protocol.handshake import NodeIdentity
-from distrun_runtime.protocol.message import Entry, Kind, Message, entries_of
+from distrun_runtime.protocol.message import Entry, Kind, Membership, Message, entries_of
 from distrun_runtime.ps import role
 from distrun_runtime.ps.role import Request
+from distrun_runtime.ps.routing import WINDOW_BYTES
 from distrun_runtime.ps.worker import Ask, Goodbye, Worker
 
 
@@ -440,3 +441,91 @@ def test_only_nodes_of_the_job_may_connect() -> None:
     assert worker.admit(node("worker", 0)) == ""
     stranger = NodeIdentity("other", "worker", 0, 0, "d", 1, "", 2, 2)
     assert worker.admit(stranger) == "worker-0@d (pid 1) belongs to job 'other'"
+
+
+# Stores that some of the workers share
+
+
+def asked_by(rig: Rig, members: Membership | None, *messages: tuple[str, Message]) -> tuple[Request, list[role.Action]]:
+    request = Request("pull of key 'w'")
+    return request, rig.do(rig.worker.handle(role.CallSubmitted(Ask(request, messages, None, members)), 0))
+
+
+def lose(rig: Rig, who: str) -> list[role.Action]:
+    return rig.hear("scheduler", Message(Kind.LOST, body={"who": who, "reason": "%s is lost" % who}))
+
+
+WITH_0, WITHOUT_0 = Membership((0, 1)), Membership((1, 2))
+
+
+def test_a_lost_worker_ends_what_cannot_do_without_it_and_nothing_else() -> None:
+    rig = Rig()
+    asked = {each: asked_by(rig, each, ("server-0", PULL)) for each in (WITH_0, WITHOUT_0, None)}
+    lose(rig, "worker-0")
+    for each in (WITH_0, None):
+        assert str(error_of(asked[each][0])) == "pull of key 'w': worker-0 is lost"
+        assert isinstance(error_of(asked_by(rig, each, ("server-0", PULL))[0]), PeerLost)
+    request, actions = asked[WITHOUT_0]
+    assert not request.is_done
+    rig.reply("server-0", sends(actions)[0][1].request)
+    assert request.wait(0)
+    _, actions = asked_by(rig, WITHOUT_0, ("server-0", PULL))
+    assert [link for link, _ in sends(actions)] == ["server-0"]
+
+
+def test_the_agent_hears_of_a_lost_worker_only_from_those_who_share_a_store_with_it() -> None:
+    rig = Rig()
+    asked_by(rig, WITHOUT_0, ("server-0", PULL))
+    assert lose(rig, "worker-0") == []
+    assert rig.worker.dead == {"worker-0"}
+    told = [action.facts for action in lose(rig, "worker-2") if isinstance(action, role.Publish)]
+    assert told == [{"lost_peer": "worker-2", "message": "worker-2 is lost"}]
+
+
+def test_a_server_that_is_lost_after_a_worker_ends_the_rest() -> None:
+    rig = Rig()
+    request, _ = asked_by(rig, WITHOUT_0, ("server-0", PULL))
+    lose(rig, "worker-0")
+    rig.broken("server-1")
+    assert "server-1@d1 (pid 5, tcp://10.0.0.1:1) is lost" in str(error_of(request))
+    assert isinstance(error_of(asked_by(rig, WITHOUT_0, ("server-0", PULL))[0]), PeerLost)
+
+
+def test_pushes_that_a_lost_worker_has_ended_take_no_room_from_others() -> None:
+    """One is on its way and fills the window, one waits behind it."""
+    rig = Rig()
+    size = WINDOW_BYTES // 4
+    full = Message(Kind.PUSH, entries=entries_of([Entry(0, 0, size)]), payloads=[bytes(4 * size)])
+    for _ in range(2):
+        _, actions = asked_by(rig, WITH_0, ("server-0", full))
+    assert sends(actions) == []
+    lose(rig, "worker-0")
+    later, actions = asked_by(rig, WITHOUT_0, ("server-0", full))
+    assert sends(actions) == []
+    actions = rig.hear("server-0", Message(Kind.PUSH, is_reply=True, request=1))
+    assert [(link, sent.request) for link, sent in sends(actions)] == [("server-0", 3)], "and not what has failed"
+    rig.hear("server-0", Message(Kind.PUSH, is_reply=True, request=3))
+    assert later.wait(0)
+
+
+@pytest.mark.parametrize(("members", "kinds"), [(None, []), (WITHOUT_0, [Kind.BYE])])
+def test_a_worker_whose_groups_may_go_on_without_a_lost_one_says_its_last_words(
+    members: Membership | None, kinds: list[Kind]
+) -> None:
+    rig = Rig()
+    asked_by(rig, members, ("server-0", PULL))
+    lose(rig, "worker-0")
+    actions = rig.do(rig.worker.handle(role.CallSubmitted(Goodbye(Request("goodbye"))), 0))
+    assert [sent.kind for _, sent in sends(actions)] == kinds
+
+
+def test_relays_of_a_store_serve_hosts_with_several_of_its_members() -> None:
+    rig = Rig(is_ready=False)
+    nodes = [replace(node("server", rank), host="ab"[rank]) for rank in range(2)]
+    nodes += [replace(node("worker", rank), host="aab"[rank]) for rank in range(3)]
+    body = {"nodes": [asdict(each) for each in nodes], "rank": 1, "host_sums": True}
+    rig.worker = type(rig.worker)(config("worker", root_port=9, host="a", workers=3), "tcp://127.0.0.1:7", rig.ready)
+    rig.hear("scheduler", Message(Kind.ROSTER, body=body))
+    assert rig.worker.relays == {1: 0}
+    assert rig.worker.relays_among(Membership((0, 1))) == ({1: 0}, [{1: 0}])
+    assert rig.worker.relays_among(Membership((1, 2))) == ({}, [])

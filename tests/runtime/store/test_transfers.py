@@ -40,9 +40,8 @@ class Sending:
             staging=lambda link: None,
             is_shared=lambda array: False,
             stages=Stages(),
-            worker=SimpleNamespace(relays={}),
         )
-        link: Any = SimpleNamespace(store=1, node=node, ask=self._ask, stage=lambda stage: nullcontext())
+        link: Any = SimpleNamespace(store=1, node=node, relays={}, ask=self._ask, stage=lambda stage: nullcontext())
         self.transfers = Transfers(link, self.compressor)
         self.records = {name: KeyRecord.of(name, number, value) for number, (name, value) in enumerate(values.items())}
         for number, record in enumerate(self.records.values()):

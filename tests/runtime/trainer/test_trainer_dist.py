@@ -595,3 +595,29 @@ def test_gradients_clipped_between_the_halves_of_a_step_train_as_one_process_doe
     expected = -clip(sum(gradients) / 2, 1.0)
     for weights in run(script):
         np.testing.assert_allclose(weights, expected, rtol=1e-12)
+
+
+# --- in groups of workers
+
+
+@UPDATES
+def test_trainers_of_groups_train_beside_each_other_and_name_workers_as_the_job_does(update_on_kvstore: bool) -> None:
+    def script(session: NodeSession) -> float:
+        name = ("even", "odd")[session.rank % 2]
+        kv = open_store("dist_sync", session, group=name, members=[session.rank % 2, session.rank % 2 + 2])
+        one = Parameter(ones(3), name="x")
+        trainer = Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore=kv, update_on_kvstore=update_on_kvstore)
+        for _ in range(2):
+            one.grad = np.full(3, session.rank + 1, np.float32)
+            trainer.step(1)
+        found = float(one.data[0])
+        if session.rank == 3:
+            trainer.set_learning_rate(0.5)
+        if name == "odd":
+            one.grad = ones(3)
+            with pytest.raises(KVError, match=r"learning_rate is 1\.0 on worker-1, 0\.5 on worker-3"):
+                trainer.step(1)
+        return found
+
+    with Cluster(4, over="inproc") as job:
+        assert job.run_sessions(script) == [1 - 2 * 4, 1 - 2 * 6, 1 - 2 * 4, 1 - 2 * 6]

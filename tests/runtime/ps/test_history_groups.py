@@ -1,0 +1,350 @@
+"""What scheduler and server decide about stores that some of the workers share, by scripted histories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from history_server import History, reason, said, values
+from schedulerhistory import Job, finish, init, reasons, record, sends, spec, to
+
+from distrun_runtime.protocol.message import Entry, Kind, Message, Payload, entries_of
+from distrun_runtime.ps import role
+
+Serving = Callable[..., History]
+
+STORE = 65535
+"""The first store of a group has this number."""
+
+# The scheduler
+
+
+def create(job: Job, rank: int, members: list[int], name: str = "g", number: int = 1, **body: Any) -> list[role.Action]:
+    """Let a worker create the `number`-th store of a group."""
+    facts = {"type": "dist_sync", "group": name, "members": members, **body}
+    return job.hear("w%d" % rank, Kind.OPEN, store=number, number=1, **facts)
+
+
+def opened(job: Job, *members: int, name: str = "g", number: int = 1) -> int:
+    """Let all members create a store of a group; return its number."""
+    for rank in members:
+        actions = create(job, rank, list(members), name, number)
+    told = sends(job.settle(actions))
+    assert [link for link, _ in told] == ["w%d" % rank for rank in members]
+    return int(told[0][1].body["store"])
+
+
+def test_servers_hear_who_shares_a_store_before_its_workers_hear_its_number() -> None:
+    job = Job(4, 2)
+    assert create(job, 2, [0, 2]) == []
+    actions = create(job, 0, [0, 2])
+    assert to(actions) == [("s0", "OPEN"), ("s1", "OPEN")]
+    assert {(sent.store, str(sent.body)) for _, sent in sends(actions)} == {(STORE, "{'members': [0, 2], 'epoch': 0}")}
+    told = job.answer(actions)
+    assert [(link, sent.kind, dict(sent.body)) for link, sent in sends(told)] == [
+        ("w2", Kind.OPEN, {"store": STORE}),
+        ("w0", Kind.OPEN, {"store": STORE}),
+    ]
+
+
+def test_stores_are_numbered_by_group_and_every_one_has_a_number_of_its_own_in_messages() -> None:
+    job = Job(4)
+    numbers = [
+        opened(job, 0, 2),
+        opened(job, 1, 3, name="h"),
+        opened(job, 0, 2, number=2),
+        opened(job, 3, name="alone"),
+    ]
+    assert numbers == [STORE, STORE - 1, STORE - 2, STORE - 3]
+
+
+def test_members_that_differ_are_an_error_with_both_lists_also_for_whom_only_one_of_them_names() -> None:
+    job = Job(4)
+    create(job, 0, [0, 2])
+    actions = create(job, 2, [1, 2])
+    text = (
+        "group 'g' has the members [0, 2] for worker-0 and [1, 2] for worker-2; fix: all of its workers give the same"
+        " list"
+    )
+    assert reasons(actions) == {"w0": text, "w2": text}
+    # They agree in a second try, and worker 1 hears why its first failed.
+    create(job, 0, [0, 2], number=2)
+    assert reasons(create(job, 1, [1, 2])) == {"w1": text}
+    assert to(job.settle(create(job, 2, [0, 2], number=2))) == [("w0", "OPEN"), ("w2", "OPEN")]
+
+
+def test_a_group_keeps_its_members_and_another_list_harms_nobody_but_its_sender() -> None:
+    job = Job(4)
+    opened(job, 0, 2)
+    create(job, 0, [0, 2], number=2)
+    text = (
+        "group 'g' has the members [0, 2] for worker-0 and [1, 3] for worker-1; fix: all of its workers give the same"
+        " list"
+    )
+    assert reasons(create(job, 1, [1, 3])) == {"w1": text}
+    assert reasons(create(job, 3, [1, 3], number=2)) == {"w3": text.replace("worker-1", "worker-3")}
+    assert to(job.settle(create(job, 2, [0, 2], number=2))) == [("w0", "OPEN"), ("w2", "OPEN")]
+
+
+def test_workers_that_create_other_kinds_in_a_group_are_told_of_the_group() -> None:
+    job = Job(4)
+    create(job, 0, [0, 2])
+    actions = create(job, 2, [0, 2], type="dist_async", staleness=3)
+    text = (
+        "worker-0 creates a 'dist_sync' store of group 'g' where worker-2 creates a 'dist_async' store of group 'g'"
+        " with staleness=3"
+    )
+    assert reasons(actions) == {"w0": text, "w2": text}
+
+
+@pytest.mark.parametrize("members", [[2, 0], [0, 0], [1, 2], [0, 4], [-1, 0], []])
+def test_members_that_no_worker_of_ours_would_name_are_refused_and_count_as_no_call(members: list[int]) -> None:
+    job = Job(4)
+    text = "members are ranks of this job in ascending order, the sender among them"
+    if 0 in members:
+        with pytest.raises(ValueError, match=text):
+            create(job, 0, members)
+    else:
+        assert "does not share this store" in reasons(create(job, 0, members))["w0"]
+    assert opened(job, 0, 2) >= STORE - 1
+
+
+def test_a_create_that_was_taken_back_may_be_made_again_with_other_members() -> None:
+    job = Job(4)
+    create(job, 0, [0, 2])
+    actions = job.hear("w0", Kind.OPEN, store=1, number=1, group="g", take_back=True)
+    assert [dict(sent.body).get("is_taken") for _, sent in sends(actions)] == [None, True]
+    assert opened(job, 0, 1) == STORE
+
+
+def test_a_worker_that_creates_a_store_of_a_group_again_uses_the_one_in_which_the_others_wait() -> None:
+    job = Job(4)
+    number = opened(job, 0, 2)
+    job.hear("w0", Kind.BARRIER, store=number, number=2)
+    actions = create(job, 2, [0, 2], number=2, unused=[number])
+    assert [(link, dict(sent.body)) for link, sent in sends(actions)] == [("w2", {"instead": number})]
+
+
+def test_collective_calls_are_those_of_the_members_and_the_first_of_them_brings_the_values() -> None:
+    job = Job(4)
+    number = opened(job, 1, 3)
+    job.hear("w3", Kind.KEYS, store=number, number=2, records=[record("w")])
+    actions = job.hear("w1", Kind.KEYS, store=number, number=2, records=[record("w")])
+    assert to(actions) == [("w1", "KEYS")]
+    assert to(job.hear("w1", Kind.INIT, store=number, number=2)) == [("w1", "INIT"), ("w3", "KEYS")]
+    job.hear("w1", Kind.BARRIER, store=number, number=3)
+    assert job.scheduler.counters()["barrier_waiting"] == 1
+    job.tick(0)
+    notes = [dict(sent.body) for _, sent in sends(job.tick(2.5))]
+    assert [(note["text"], note["for"]) for note in notes] == [("waiting for worker-3 to call barrier", ["worker-3"])]
+    assert to(job.hear("w3", Kind.BARRIER, store=number, number=3)) == [("w1", "BARRIER"), ("w3", "BARRIER")]
+    job.hear("w1", Kind.JOIN, store=number, number=4)
+    assert ("w1", "JOIN") in to(job.settle(job.hear("w3", Kind.JOIN, store=number, number=4)))
+
+
+def test_the_first_member_has_duties_which_others_cannot_do_when_it_has_left() -> None:
+    job = Job(4)
+    number = opened(job, 1, 2, 3)
+    job.settle(job.hear("w1", Kind.LEFT, store=number))
+    job.hear("w2", Kind.SAVE, store=number, number=2, folder="/f")
+    told = reasons(job.hear("w3", Kind.SAVE, store=number, number=2, folder="/f"))
+    assert told == dict.fromkeys(["w2", "w3"], "worker-1, who writes the manifest, has left the store")
+
+
+def test_a_first_member_that_stops_sending_values_is_named() -> None:
+    job = Job(4)
+    number = opened(job, 1, 3)
+    for rank in (1, 3):
+        job.hear("w%d" % rank, Kind.KEYS, store=number, number=2, records=[record("w")])
+    told = reasons(job.hear("w1", Kind.KEYS, store=number, number=2, take_back=True))
+    assert told == {"w3": "worker-1 has stopped waiting for init and does not send the values"}
+
+
+def test_a_first_member_that_ends_before_it_has_sent_the_values_is_named() -> None:
+    job = Job(4)
+    number = opened(job, 1, 3)
+    for rank in (1, 3):
+        job.hear("w%d" % rank, Kind.KEYS, store=number, number=2, records=[record("w")])
+    job.hear("w0", Kind.BYE)
+    told = reasons(job.hear("w1", Kind.BYE))
+    assert told == {"w3": "worker-1@d1 (pid 1) has ended (BYE) and will never send the values of init"}
+
+
+def test_who_does_not_share_a_store_is_told_so_whatever_it_asks() -> None:
+    job = Job(4)
+    number = opened(job, 0, 2)
+    text = "worker-1 does not share this store; its members are worker-0, worker-2"
+    for kind in (Kind.BARRIER, Kind.RULE, Kind.JOIN, Kind.LEFT, Kind.CLOSE):
+        assert reasons(job.hear("w1", kind, store=number, number=2, spec=spec())) == {"w1": text}
+
+
+def test_a_worker_that_ends_is_missed_in_its_own_groups_only() -> None:
+    job = Job(4)
+    mine, other = opened(job, 0, 1), opened(job, 2, 3, name="h")
+    job.hear("w0", Kind.BARRIER, store=mine, number=2)
+    job.hear("w2", Kind.BARRIER, store=other, number=2)
+    actions = job.hear("w1", Kind.BYE)
+    text = "worker-1@d1 (pid 1) has ended (BYE) and will never call barrier: all workers must"
+    assert reasons(actions) == {"w0": text}
+    assert to(job.hear("w3", Kind.BARRIER, store=other, number=2)) == [("w2", "BARRIER"), ("w3", "BARRIER")]
+    assert reasons(create(job, 0, [0, 1], number=2)) == {"w0": text.replace("barrier", "create")}
+
+
+def test_a_store_is_forgotten_when_its_members_have_closed_it_and_its_group_goes_on() -> None:
+    job = Job(4)
+    number = opened(job, 0, 2)
+    job.hear("w0", Kind.CLOSE, store=number)
+    actions = job.hear("w2", Kind.CLOSE, store=number)
+    assert to(actions) == [("w2", "CLOSE"), ("s0", "CLOSE")]
+    assert opened(job, 0, 2, number=2) == STORE - 1
+    assert "has the members [0, 2]" in reasons(create(job, 0, [0, 3], number=3))["w0"]
+
+
+def test_a_lost_worker_ends_the_calls_of_its_own_groups_and_of_all_workers() -> None:
+    job = Job(4)
+    mine, other = opened(job, 0, 1), opened(job, 2, 3, name="h")
+    init(job, 2, "w")
+    actions = job.scheduler.handle(role.Broken("w1", "its connection closed"), 1)
+    assert to(actions) == [("s0", "LOST"), ("w0", "LOST"), ("w2", "LOST"), ("w3", "LOST")]
+    text = "worker-1@d1 (pid 1) is lost: its connection closed"
+    assert reasons(job.hear("w0", Kind.BARRIER, store=mine, number=2)) == {"w0": text}
+    assert reasons(job.hear("w2", Kind.BARRIER, store=1, number=3)) == {"w2": text}
+    assert reasons(create(job, 0, [0, 1, 2], name="new")) == {"w0": text}
+    job.hear("w2", Kind.BARRIER, store=other, number=2)
+    assert to(job.hear("w3", Kind.BARRIER, store=other, number=2)) == [("w2", "BARRIER"), ("w3", "BARRIER")]
+    assert opened(job, 0, 2, name="survivors") == STORE - 2
+    for rank in (0, 2):
+        assert finish(job.hear("w%d" % rank, Kind.BYE)) is None
+    assert finish(job.hear("w3", Kind.BYE)) == role.Finish(1, text)
+
+
+def test_the_loss_that_a_group_is_told_of_is_that_of_its_own_member() -> None:
+    job = Job(4)
+    number = opened(job, 2, 3)
+    job.scheduler.handle(role.Broken("w0", "first"), 1)
+    job.scheduler.handle(role.Broken("w3", "second"), 1)
+    [(_, sent)] = sends(job.hear("w2", Kind.BARRIER, store=number, number=2))
+    assert (sent.body["who"], sent.body["reason"]) == ("worker-3", "worker-3@d1 (pid 1) is lost: second")
+
+
+def test_a_lost_server_ends_the_calls_of_all_groups() -> None:
+    job = Job(4, 2)
+    number = opened(job, 2, 3)
+    job.scheduler.handle(role.Broken("s1", "gone"), 1)
+    assert reasons(job.hear("w2", Kind.BARRIER, store=number, number=2)) == {"w2": "server-1@d1 (pid 1) is lost: gone"}
+
+
+def test_of_many_losses_the_later_ones_are_told_to_those_who_share_a_group_with_the_lost() -> None:
+    job = Job(40)
+    opened(job, 30, 39)
+    opened(job, 30, 38, name="other")
+    told = [to(job.scheduler.handle(role.Broken("w%d" % rank, "gone"), 1)) for rank in range(31)]
+    assert all(len(each) > 2 for each in told[:16])
+    assert not any(told[16:30])
+    assert told[30] == [("w38", "LOST"), ("w39", "LOST")]
+
+
+def test_saved_states_of_a_group_name_its_size_and_files_by_the_ranks_in_it() -> None:
+    job = Job(4)
+    number = opened(job, 1, 3)
+    body = {"store": number, "number": 2, "folder": "/f"}
+    job.hear("w3", Kind.SAVE, residuals=True, **body)
+    actions = job.hear("w1", Kind.SAVE, part="data-1", **body)
+    told = job.answer(actions, file="server-0.npz", holds={}, rounds=[])
+    manifest = sends(told)[0][1].body["manifest"]
+    assert (manifest["workers"], sorted(manifest["files"])) == (2, ["server-0.npz", "worker-1.npz"])
+
+
+# A server
+
+
+@pytest.fixture
+def shared(serving: Serving) -> History:
+    """A server of four workers, two of which share store 1, with `a` and `b`."""
+    server = serving(workers=4, has_keys=False)
+    assert said(server.scheduler(Kind.OPEN, 5, members=[0, 2], epoch=0)) == ["scheduler OPEN"]
+    assert said(server.init({"a": [0, 0], "b": [0, 0]})) == ["w0 INIT"]
+    return server
+
+
+def test_a_round_is_over_when_the_members_have_pushed_it(shared: History) -> None:
+    shared.push(0, 1, {"a": [1, 2]})
+    assert shared.pull(0, 1) == []
+    assert said(shared.push(2, 1, {"a": [10, 20]})) == ["w0 PULL", "w2 PUSH"]
+    assert values(shared.pull(2, 1)) == {"a": [11, 22]}
+
+
+def test_whom_a_pull_waits_for_is_a_member_by_its_name_in_the_job(shared: History) -> None:
+    shared.push(0, 1, {"a": [1, 2]})
+    shared.pull(0, 1)
+    [note] = shared.tick(2.5)
+    assert (note.body["text"], note.body["for"]) == ("waiting for worker-2, key a, round 1", ["worker-2"])
+
+
+def test_workers_that_do_not_share_a_store_are_refused_its_data(shared: History) -> None:
+    assert reason(shared.push(1, 1, {"a": [1, 2]})) == "worker-1 does not share store 1"
+    assert reason(shared.pull(3, 0)) == "worker-3 does not share store 1"
+    shared.push(0, 1, {"a": [1, 2]})
+    assert values(shared.pull(0, 0)) == {"a": [0, 0]}
+
+
+def test_notes_of_a_skipped_round_are_those_of_the_members_by_their_ranks_in_the_job(shared: History) -> None:
+    shared.skip(2, 1)
+    shared.push(0, 1, {"a": [1, 2]})
+    [reply] = shared.pull(0, 1)
+    assert reply.body["skipped"] == {"0": {"0": None, "2": {"why": 2}}}
+
+
+def test_members_join_and_leave_and_the_others_go_on(shared: History) -> None:
+    shared.join(2)
+    shared.push(0, 1, {"a": [1, 2]})
+    assert values(shared.pull(0, 1)) == {"a": [1, 2]}
+    shared.join(0, is_last=True)
+    shared.push(0, 2, {"a": [1, 2]})
+    assert shared.pull(0, 2) == []
+    assert said(shared.leave(2)) == ["w0 PULL", "scheduler LEFT"]
+
+
+def test_a_lost_worker_ends_the_pulls_of_the_stores_that_it_shares_only(shared: History) -> None:
+    shared.push(0, 1, {"a": [1, 2]})
+    shared.pull(0, 1)
+    assert shared.lost("worker-1", "worker-1 is lost") == []
+    [no] = shared.lost("worker-2", "worker-2 is lost")
+    assert (str(no), no.body["reason"], no.body["who"]) == ("w0 PULL!", "worker-2 is lost", "worker-2")
+
+
+def test_a_member_that_ends_without_its_push_ends_the_wait_and_others_do_not(shared: History) -> None:
+    shared.push(0, 1, {"a": [1, 2]})
+    shared.pull(0, 1)
+    assert shared.bye(1) == shared.bye(3) == []
+    assert "worker-2 has ended (BYE) without pushing round 1 of key 'a'" in reason(shared.bye(2))
+
+
+def test_an_async_store_of_a_group_is_bounded_by_its_members_only(serving: Serving) -> None:
+    server = serving("dist_async", workers=4, has_keys=False)
+    server.scheduler(Kind.OPEN, 5, members=[0, 2], epoch=0)
+    server.init({"a": [0, 0]}, staleness=0)
+    server.rule("sgd", learning_rate=1)
+    server.push(0, 1, {"a": [1, 1]})
+    assert server.pull(0, 1) == []
+    [note] = server.tick(2.5)
+    assert note.body["for"] == ["worker-2"]
+    assert "w0 PULL" in said(server.push(2, 1, {"a": [1, 1]}))
+
+
+def test_states_are_saved_when_the_members_have_pushed_equally_often(shared: History) -> None:
+    shared.push(0, 1, {"a": [1, 2]})
+    text = reason(shared.scheduler(Kind.SAVE, 9, names=[[0, "a"], [1, "b"]], folder="/nowhere", part="data-1"))
+    assert text.startswith("round 1 of key 'a' is open: worker-0 pushed it, worker-2 did not")
+
+
+def test_a_sum_of_a_host_is_of_members(serving: Serving) -> None:
+    server = serving(workers=4, servers=2, has_keys=False)
+    server.scheduler(Kind.OPEN, 5, members=[0, 2], epoch=0)
+    server.init({"a": [0, 0]})
+    entries = entries_of([Entry(0, 0, 2, 1, 0, 0, Payload.PACKED)])
+    summed = Message(Kind.PUSH, store=1, entries=entries, body={"ranks": [0, 1], "first": 0}, payloads=[bytes(8)])
+    assert reason(server.hear("s1", summed)) == (
+        "a relay names the workers that it speaks for, each of [0, 2], not [0, 1, 0]"
+    )

@@ -1,0 +1,317 @@
+"""Jobs on every path whose stores are shared by some of the workers: groups that overlap and end at different times."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import DEADLINE_S, Cluster, open_store
+
+from distrun_runtime.errors import KVError, PeerLost
+from distrun_runtime.kvstore import RowSparse
+
+pytestmark = pytest.mark.usefixtures("engine", "server_device")
+
+Job = Callable[..., Cluster]
+
+PAIRS = {"even": [0, 2], "odd": [1, 3]}
+
+
+def full(value: float, count: int = 4) -> Any:
+    return np.full(count, value, np.float32)
+
+
+def pulled(kv: Any, key: Any = "w", count: int = 4) -> list[float]:
+    out = full(-1, count)
+    kv.pull(key, out)
+    return out.tolist()
+
+
+def of_pair(session: Any, type_name: str = "dist_sync", **how: Any) -> Any:
+    """Return the store of the pair that a worker of four is in."""
+    name = ("even", "odd")[session.rank % 2]
+    return open_store(type_name, session, group=name, members=PAIRS[name], **how)
+
+
+def test_each_group_has_ranks_rounds_and_barriers_of_its_own(job: Job) -> None:
+    """The pairs run different numbers of rounds, and neither waits for the other."""
+
+    def script(session: Any) -> tuple[int, int, list[int], list[float]]:
+        kv = of_pair(session)
+        kv.init("w", full(0))
+        kv.barrier()
+        for number in range(2 + 5 * (session.rank % 2)):
+            kv.push("w", full(number + session.rank))
+            assert pulled(kv) == [2 * number + sum(kv.members)] * 4
+        kv.barrier()
+        return kv.rank, kv.num_workers, kv.members, pulled(kv)
+
+    with job(4, 2) as made:
+        found = made.run_sessions(script)
+    assert found == [
+        (0, 2, [0, 2], [4] * 4),
+        (0, 2, [1, 3], [16] * 4),
+        (1, 2, [0, 2], [4] * 4),
+        (1, 2, [1, 3], [16] * 4),
+    ]
+
+
+def test_groups_overlap_and_a_store_of_all_workers_goes_on_beside_them(job: Job) -> None:
+    """Each worker has the stores of two groups and that of all; the keys are the same, the values are not."""
+    groups = {"low": [0, 1], "high": [2, 3], "ends": [0, 3], "middle": [1, 2]}
+
+    def script(session: Any) -> dict[str, list[float]]:
+        mine = {name: ranks for name, ranks in groups.items() if session.rank in ranks}
+        stores = {name: open_store("dist_sync", session, group=name, members=ranks) for name, ranks in mine.items()}
+        stores["all"] = open_store("dist_sync", session)
+        for name, kv in stores.items():
+            kv.init("w", full(len(name)))
+        for _ in range(3):
+            for kv in stores.values():
+                kv.push("w", full(1 + session.rank))
+        return {name: pulled(kv) for name, kv in stores.items()}
+
+    with job(4, 2) as made:
+        found = made.run_sessions(script)
+    sums = {"low": 3, "high": 7, "ends": 5, "middle": 5}
+    for rank, each in enumerate(found):
+        own = {name: [sums[name]] * 4 for name, ranks in groups.items() if rank in ranks}
+        assert each == {**own, "all": [10] * 4}
+
+
+def test_a_worker_alone_may_have_a_group_and_waits_for_nobody(job: Job, tmp_path: Path) -> None:
+    def script(session: Any) -> Any:
+        if session.rank != 1:
+            return None
+        kv = open_store("dist_sync", session, group="alone", members=[1])
+        kv.init("w", full(0))
+        kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
+        for _ in range(3):
+            kv.push("w", full(1))
+        kv.barrier()
+        kv.save_states(tmp_path)
+        first = pulled(kv)
+        kv.join()
+        kv.load_states(tmp_path)
+        assert pulled(kv) == first
+        kv.close()
+        return kv.rank, kv.num_workers, first
+
+    with job(3, 2) as made:
+        assert made.run_sessions(script)[1] == (0, 1, [-(1 + 1.5 + 1.75)] * 4)
+
+
+def test_groups_end_at_different_times_by_close_join_leave_and_the_end_of_their_workers(job: Job) -> None:
+    """Worker 3 ends first, and worker 2 leaves; each time the others go on, among them or alone."""
+
+    def script(session: Any) -> list[float]:
+        trio = open_store("dist_sync", session, group="trio", members=[0, 1, 2]) if session.rank < 3 else None
+        late = open_store("dist_sync", session, group="late", members=[1, 2, 3]) if session.rank > 0 else None
+        if late is not None:
+            late.init("w", full(0))
+            late.push("w", full(10**session.rank))
+            assert pulled(late) == [1110] * 4
+            late.close()
+        if trio is None:
+            return []
+        trio.init("w", full(0))
+        trio.push("w", full(1))
+        assert pulled(trio) == [3] * 4
+        if trio.rank == 2:
+            trio.leave()
+            return []
+        trio.push("w", full(1))
+        assert pulled(trio) == [2] * 4
+        if trio.rank == 1:
+            trio.join()
+        else:
+            for _ in range(2):
+                trio.push("w", full(5))
+                assert pulled(trio) == [5] * 4
+            trio.join()
+        trio.push("w", full(7))
+        return pulled(trio)
+
+    with job(4, 2) as made:
+        assert made.run_sessions(script) == [[14] * 4, [14] * 4, [], []]
+
+
+def test_stores_of_a_group_are_numbered_in_it_and_name_its_members_only_once(job: Job) -> None:
+    """One pair creates three stores, the other one; then all create theirs, closed and created again."""
+
+    def script(session: Any) -> list[list[float]]:
+        stores = [of_pair(session)]
+        if session.rank % 2:
+            stores += [open_store("dist_sync", session, group="odd") for _ in range(2)]
+            stores[1].close()
+            stores[1] = open_store("dist_sync", session, group="odd", members=[3, 1])
+        stores.append(open_store("dist_sync", session))
+        for place, kv in enumerate(stores):
+            kv.init("w", full(0))
+            kv.push("w", full(10**place))
+        return [pulled(kv) for kv in stores]
+
+    with job(4, 2) as made:
+        found = made.run_sessions(script)
+    assert found[0] == found[2] == [[2] * 4, [2 * 10 + 2 * 1000] * 4]
+    assert found[1] == found[3] == [[2] * 4, [20] * 4, [200] * 4, [2020] * 4]
+
+
+@pytest.mark.parametrize("type_name", ["dist_sync", "dist_async"])
+def test_each_group_has_a_rule_and_saved_states_of_its_own(job: Job, tmp_path: Path, type_name: str) -> None:
+    """What one group saved, the other takes up: it has as many workers."""
+
+    def script(session: Any) -> tuple[list[float], list[float]]:
+        kv = of_pair(session, type_name)
+        kv.init("w", full(0))
+        name = ("even", "odd")[session.rank % 2]
+        rate = 1.0 if name == "even" else 100.0
+        kv.set_optimizer("sgd", learning_rate=rate, momentum=0.5)
+        kv.barrier()
+        if kv.rank == 1 or type_name == "dist_sync":
+            kv.push("w", full(1))
+        kv.barrier()
+        first = pulled(kv)
+        kv.save_states(tmp_path / name)
+        kv.barrier()
+        if name == "even":
+            return first, []
+        for _ in range(600):
+            if (tmp_path / "even" / "manifest.json").exists():
+                break
+            threading.Event().wait(0.05)
+        kv.load_states(tmp_path / "even")
+        return first, pulled(kv)
+
+    with job(4, 2) as made:
+        found = made.run_sessions(script)
+    count = 2 if type_name == "dist_sync" else 1
+    assert found[0] == found[2] == ([-count] * 4, [])
+    assert found[1] == found[3] == ([-100 * count] * 4, [-count] * 4)
+
+
+def test_a_worker_that_fails_ends_the_waits_of_its_own_groups_and_the_others_go_on(job: Job) -> None:
+    """Worker 3 is in a group with 0; 0 catches the error, and goes on with 1, whom this does not concern."""
+    has_failed = threading.Event()
+
+    def script(session: Any) -> list[float]:
+        if session.rank in (0, 3):
+            with_3 = open_store("dist_sync", session, group="ends", members=[0, 3])
+            with_3.init("w", full(0))
+        if session.rank == 3:
+            has_failed.set()
+            raise RuntimeError("my bug")
+        if session.rank == 2:
+            return []
+        kv = open_store("dist_sync", session, group="low", members=[0, 1])
+        kv.init("w", full(0))
+        if session.rank == 0:
+            has_failed.wait(DEADLINE_S)
+            with_3.push("w", full(1))
+            with pytest.raises(PeerLost, match=r"worker-3@\w+ \(pid \d+\) failed: RuntimeError: my bug"):
+                pulled(with_3)
+            with pytest.raises(PeerLost, match="my bug"):
+                with_3.barrier()
+            assert kv.num_dead_node(4) == 0
+            assert with_3.num_dead_node(4) == 1
+        for _ in range(3):
+            kv.push("w", full(1))
+            assert pulled(kv) == [2] * 4
+        kv.barrier()
+        return pulled(kv)
+
+    with job(4, 2) as made, pytest.raises(RuntimeError, match="my bug"):
+        made.run_sessions(script)
+    assert made.codes["scheduler"] == 1
+
+
+def test_a_worker_that_ends_is_missed_by_its_groups_only(job: Job) -> None:
+    def script(session: Any) -> None:
+        kv = of_pair(session)
+        kv.init("w", full(0))
+        kv.barrier()
+        if session.rank == 3:
+            return
+        kv.push("w", full(1))
+        if session.rank == 1:
+            with pytest.raises(PeerLost, match=r"worker-3@\w+ \(pid \d+\) has ended \(BYE\) without pushing round 1"):
+                pulled(kv)
+        else:
+            assert pulled(kv) == [2] * 4
+
+    with job(4, 2) as made:
+        made.run_sessions(script)
+
+
+def test_rounds_are_skipped_in_a_group_and_told_by_ranks_in_the_job(job: Job) -> None:
+    def script(session: Any) -> Any:
+        kv = of_pair(session)
+        kv.init("w", full(3))
+        if session.rank == 3:
+            return dict(kv.skip_round("w", {"why": "nan"}).skipped)
+        out = full(0)
+        return dict(kv.pushpull("w", full(1), out).skipped), out.tolist()
+
+    with job(4, 2) as made:
+        found = made.run_sessions(script)
+    notes = {1: None, 3: {"why": "nan"}}
+    assert found == [({}, [2] * 4), (notes, [0] * 4), ({}, [2] * 4), notes]
+
+
+@pytest.mark.parametrize("way", ["2bit", "rows", "deterministic", "wide"])
+def test_values_of_a_group_may_be_compressed_sparse_ordered_and_long(job: Job, way: str) -> None:
+    rows = np.eye(4, dtype=np.float32)
+
+    def script(session: Any) -> list[float]:
+        kv = of_pair(session, deterministic=way == "deterministic")
+        if way == "2bit":
+            kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
+        count = 70000 if way == "wide" else 4
+        kv.init("w", RowSparse.from_dense(rows) if way == "rows" else full(0, count))
+        for number in (1, 1, 1) if way == "2bit" else (1, 2, 3):
+            if way == "rows":
+                kv.push("w", RowSparse(full(session.rank)[None], [kv.rank], (4, 4)))
+                out = np.zeros((4, 4), np.float32)
+                kv.pull("w", out)
+                assert [row[0] for row in out] == [kv.members[0], kv.members[1], 0, 0]
+            else:
+                kv.push("w", full(number, count))
+                assert set(pulled(kv, count=count)) == {2 * number}
+        return [float(kv.rank)]
+
+    with job(4, 2) as made:
+        assert made.run_sessions(script) == [[0], [0], [1], [1]]
+
+
+def test_members_that_cannot_be_are_errors_that_say_what_is_wrong_and_cost_nothing(job: Job) -> None:
+    def script(session: Any) -> list[float]:
+        me = session.rank
+        for members, text in (
+            ([0, 1, 7], "group 'g' has no member worker-7: ranks of this job's workers go from 0 to 2"),
+            ([rank for rank in (0, 1, 2) if rank != me][:1], f"worker-{me} is no member of group 'g'; its members are"),
+            (None, f"worker-{me} creates its first store of group 'g': name its members"),
+        ):
+            with pytest.raises(KVError, match=text):
+                open_store("dist_sync", session, group="g", members=members)
+        everyone = open_store("dist_sync", session)
+        if me == 1:
+            everyone.barrier()
+            return []
+        wrong = [0, 1] if me == 0 else [0, 2]
+        text = r"group 'g' has the members \[0, [12]\] for worker-[02] and \[0, [12]\] for worker-[02]; fix: all"
+        with pytest.raises(KVError, match=text):
+            open_store("dist_sync", session, group="g", members=wrong)
+        kv = open_store("dist_sync", session, group="g", members=[2, 0])
+        with pytest.raises(KVError, match=r"has the members \[0, 2\] since its first store, and not \[0, 1, 2\]"):
+            open_store("dist_sync", session, group="g", members=[0, 1, 2])
+        everyone.barrier()
+        kv.init("w", full(0))
+        kv.push("w", full(1))
+        return pulled(kv)
+
+    with job(3, 2) as made:
+        assert made.run_sessions(script) == [[2] * 4, [], [2] * 4]
