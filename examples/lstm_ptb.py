@@ -210,8 +210,6 @@ def main() -> None:
     if is_job:
         dist.init_process_group("nccl" if options.gpus else "gloo")
     own = stage_of(dist.get_rank() if is_job else 0, workers, options.stages if is_job else 1)
-    if options.stages > 1 and not options.gpus:
-        torch.set_num_threads(1)  # a core for each stage
 
     train, valid, words = datasets.sentences(options.data_dir)
     buckets = [int(length) for length in options.buckets.split(",")]
