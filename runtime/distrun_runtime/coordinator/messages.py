@@ -613,7 +613,7 @@ class FinishJob(NamedTuple):
 Action = Union[AgentAction, Prepare, Announce, FinishJob]
 """What the supervisor returns."""
 
-MetricsAction = Union[Sample, Announce, RecordEvent, ShowMetrics, KeepMetrics]
+MetricsAction = Union[Announce, RecordEvent, ShowMetrics, KeepMetrics]
 """What `conditions.JobMeasurement` returns."""
 
 
