@@ -71,11 +71,6 @@ class StackQueries:
         self._left: Dict[int, int] = {}
         """Question to the answers that are still to come."""
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether an answer is to come."""
-        return bool(self._open)
-
     def wanted(
         self, event: StackWanted, tasks: Mapping[str, TaskResult], reached: Set[str], now: float
     ) -> Tuple[List[AskStack], StackAnswers]:
@@ -243,7 +238,8 @@ class JobRun:
         self._prepare = prepare
         self._supervisor = Supervisor(plan, prepare is not None, ends_when_ready)
         self._ends_when_ready = ends_when_ready
-        self._stacks = StackQueries(self._supervisor.roster.places)
+        self._stacks: Optional[StackQueries] = None
+        """None: no client has asked for stacks."""
         self._intervals = None if ends_when_ready else SampleIntervals(plan)
         """None: nothing is measured."""
         self._measuring: Optional[JobMeasurement] = None
@@ -281,7 +277,8 @@ class JobRun:
         """
         self._service.opened(self._loop.put)
         try:
-            self._export()
+            if self._plan.metrics_port is not None and not self._ends_when_ready:
+                self._export(self._plan.metrics_port)
             self._loop.run()
             assert self._outcome is not None
             outcome = self._outcome
@@ -295,8 +292,8 @@ class JobRun:
                 self._exporter.close()
         if self._ends_when_ready and not outcome.exit_code:
             return outcome
-        self._try(lambda: self._folder.finish(outcome))
-        self._tell_state()
+        self._try(self._folder.finish, outcome)
+        self._service.state(self._folder.written)
         self._record("finished", exit_code=outcome.exit_code, reason=outcome.reason, message=outcome.message)
         return outcome
 
@@ -318,10 +315,10 @@ class JobRun:
             self._service.say(f"< {_shown(event)}", messages.DEBUG)
         if isinstance(event, messages.StackWanted):
             return self._find_stacks(event, now)
-        if self._stacks.is_waiting:
+        if self._stacks is not None:
             self._tell_stacks(self._stacks.expired(now))
-        if isinstance(event, messages.StackFound):
-            self._tell_stacks(self._stacks.heard(event))
+            if isinstance(event, messages.StackFound):
+                self._tell_stacks(self._stacks.heard(event))
         found: List[messages.AgentAction] = []
         if isinstance(event, messages.Output):
             found += self._write(event)
@@ -346,6 +343,7 @@ class JobRun:
     def _find_stacks(self, event: messages.StackWanted, now: float) -> List[messages.AgentAction]:
         roster = self._supervisor.roster
         reached = {name for name, host in roster.hosts.items() if host.is_ready and not (host.is_gone or host.is_cut)}
+        self._stacks = self._stacks or StackQueries(roster.places)
         asked, told = self._stacks.wanted(event, roster.tasks, reached, now)
         self._tell_stacks(told)
         return [*asked]
@@ -382,11 +380,8 @@ class JobRun:
             self._service.say(text, messages.WARNING)
         return found
 
-    def _export(self) -> None:
-        """Answer Prometheus, if the user wants that."""
-        port = self._plan.metrics_port
-        if port is None or self._ends_when_ready:
-            return
+    def _export(self, port: int) -> None:
+        """Answer Prometheus at a port."""
         from distrun_runtime.coordinator.prometheus import MetricsPort
 
         try:
@@ -450,7 +445,7 @@ class JobRun:
         self._record(action.kind, **action.members)
 
     def _keep_sample(self, action: messages.KeepMetrics) -> None:
-        self._try(lambda: self._folder.append_sample(action.line))
+        self._try(self._folder.append_sample, action.line)
 
     def _show_metrics(self, action: messages.ShowMetrics) -> None:
         (action.give or self._service.metrics)(action.snapshot)
@@ -477,21 +472,18 @@ class JobRun:
             self._saved = now
             self._is_dirty = False
             tasks = self._supervisor.roster.tasks.values()
-            self._try(lambda: self._folder.write_state(self._supervisor.job_state, tasks))
-            self._tell_state()
+            self._try(self._folder.write_state, self._supervisor.job_state, tasks)
+            self._service.state(self._folder.written)
 
     def _record(self, kind: str, /, **members: Any) -> None:
         event = jobfolder.event(kind, **members)
-        self._try(lambda: self._folder.append(event))
+        self._try(self._folder.append, event)
         self._service.event(event)
 
-    def _tell_state(self) -> None:
-        self._service.state(self._folder.written)
-
-    def _try(self, write: Callable[[], None]) -> None:
+    def _try(self, write: Callable[..., None], *what: Any) -> None:
         """Write to the job's folder; a disk that is full, or gone, is said once and stops nothing."""
         try:
-            write()
+            write(*what)
         except OSError as err:
             if not self._folder_warned:
                 self._folder_warned = True
@@ -505,7 +497,7 @@ class JobRun:
         text = f"distrun itself failed: {type(err).__name__}: {err}"
         agents = tuple(Survivor("the agent", host) for host in sorted(left))
         outcome = Outcome(facts.EXIT_INTERNAL, facts.INTERNAL, text, tasks=tasks, survivors=agents)
-        self._try(lambda: self._folder.finish(outcome))
+        self._try(self._folder.finish, outcome)
 
 
 _COUNTED = (messages.Measured, messages.MetricsWanted, messages.MetricsAsked)
