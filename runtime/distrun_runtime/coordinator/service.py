@@ -793,7 +793,7 @@ LOG = "coordinator.log"
 def service_of(folder: JobFolder, launcher: Optional[socket.socket]) -> Service:
     """Return the service of a job, which has started. `launcher`: the connection to the client that launched it."""
     service = Service(launcher, folder.id, lambda wanted: _logged(folder, wanted), lambda by: _note_stop(folder, by))
-    service.state(folder.written or folder.state())
+    service.state(folder.written)
     service.start()
     return service
 
