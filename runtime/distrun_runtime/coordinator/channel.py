@@ -445,8 +445,8 @@ class SessionChannel:
         """
         threading.Thread(target=self._attached, args=(connection, ahead), name=f"read {self.host}", daemon=True).start()
 
-    def _attached(self, connection: ByteStream, ahead: bytes) -> None:
-        reason = self.serve(connection, ahead=ahead)
+    def _attached(self, connection: ByteStream, ahead: bytes, program: bytes = b"") -> None:
+        reason = self.serve(connection, program, ahead)
         when = time.time()
         self.ended(reason, connection.finish(), when)
 
@@ -464,7 +464,7 @@ class SessionChannel:
         connection: ByteStream,
         program: bytes = b"",
         ahead: bytes = b"",
-        check: Callable[[], None] = lambda: None,
+        check: Optional[Callable[[], None]] = None,
     ) -> str:
         """Carry the session over a connection until that ends, and return why it did; empty: another took its place.
 
@@ -500,7 +500,8 @@ class SessionChannel:
                 if data == b"":
                     break
                 self._hear(connection, data or b"")
-                check()
+                if check is not None:
+                    check()
             self.is_over = not self.holds and not self.is_killed
         except RuntimeFault as err:  # nothing that comes after this could be understood
             reason, self.is_over = str(err), True
@@ -604,12 +605,8 @@ class StreamChannel(SessionChannel):
     def start(self, put: Put) -> None:
         """Start the two threads."""
         super().start(put)
-        threading.Thread(target=self._run, name=f"read {self.host}", daemon=True).start()
-
-    def _run(self) -> None:
-        reason = self.serve(self._pipes, self._program)
-        when = time.time()
-        self.ended(reason, self._pipes.finish(), when)
+        args = self._pipes, b"", self._program
+        threading.Thread(target=self._attached, args=args, name=f"read {self.host}", daemon=True).start()
 
 
 def _brief(lines: List[str]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from distrun_runtime.contract import facts, gpus
+from distrun_runtime.contract import control, facts, gpus, session
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import WORKER
@@ -146,17 +146,13 @@ def last_state(reason: str) -> str:
 
 
 def from_json(value: Mapping[str, Any]) -> Outcome:
-    """Return the outcome of which `value` is the JSON (`dataclasses.asdict`)."""
-    culprit = value["culprit"]
-    return Outcome(
-        **{
-            **value,
-            "culprit": None if culprit is None else Culprit(**culprit),
-            "tasks": tuple(TaskResult(**task) for task in value["tasks"]),
-            "survivors": tuple(Survivor(*each) for each in value["survivors"]),
-            "problems": tuple(Problem(**problem) for problem in value["problems"]),
-        }
-    )
+    """Return the outcome of which `value` is the JSON (`dataclasses.asdict`).
+
+    Raises:
+        LookupError, TypeError, ValueError: it is not.
+    """
+    survivors = tuple(Survivor(*each) for each in value["survivors"])
+    return control.read(Outcome, session.Frame({**value}), survivors=survivors)
 
 
 COULD_NOT_RUN = (facts.EXIT_NOT_EXECUTABLE, facts.EXIT_NOT_FOUND)
@@ -273,7 +269,7 @@ def missing(task: TaskResult, consequence: Cause, why: str) -> Cause:
         text = f"{where} did not answer the other tasks, although it ran (frozen, still busy, or cut off from them?)"
         code = None
     short = f"{where} does not answer the other tasks"
-    cause = dataclasses.replace(_of_task(task, consequence.exit_code, text + ": " + _one_line(why), short))
+    cause = _of_task(task, consequence.exit_code, text + ": " + _one_line(why), short)
     return dataclasses.replace(cause, time=consequence.time, code=code, signal=None, detail=why, is_missing=True)
 
 

@@ -250,7 +250,8 @@ class JobRun:
         # Several answers must be missing before a host is suspect.
         self._ping_s = min(loop.PING_S, plan.limits.suspect_s / 4)
         self._state_s = max(STATE_S, STATE_A_TASK_S * len(plan.tasks))
-        self._touched = 0.0
+        self._touched = time.monotonic()
+        """When the folder last got a sign of life; it was made, or taken over, just now."""
         self._saved = float("-inf")
         self._is_dirty = False
         self._folder_warned = False
@@ -342,9 +343,9 @@ class JobRun:
 
     def _find_stacks(self, event: messages.StackWanted, now: float) -> List[messages.AgentAction]:
         roster = self._supervisor.roster
-        reached = {name for name, host in roster.hosts.items() if host.is_ready and not (host.is_gone or host.is_cut)}
+        hosts = [host for host in roster.hosts.values() if host.is_ready and not host.is_gone and host.cut_at is None]
         self._stacks = self._stacks or StackQueries(roster.places)
-        asked, told = self._stacks.wanted(event, roster.tasks, reached, now)
+        asked, told = self._stacks.wanted(event, roster.tasks, {host.name for host in hosts}, now)
         self._tell_stacks(told)
         return [*asked]
 
