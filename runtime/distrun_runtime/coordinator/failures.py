@@ -211,7 +211,7 @@ def task_failed(task: TaskResult) -> Cause:
         text = f"{where} failed with exit code {code}"
     if task.own_failure:
         text += ": " + _one_line(task.own_failure)
-    return dataclasses.replace(_of_task(task, code, text, short), repeats=task.name)
+    return _of_task(task, code, text, short, repeats=task.name)
 
 
 def task_failing(task: TaskResult, time: float) -> Cause:
@@ -219,7 +219,7 @@ def task_failing(task: TaskResult, time: float) -> Cause:
     how = "yet it ended with 0" if task.state == facts.EXITED else "it was stopped before it had ended"
     text = f"{task.name} on {task.host} failed: {_one_line(task.own_failure)}; {how}"
     short = f"{task.name} on {task.host} said that it fails"
-    return dataclasses.replace(_of_task(task, 1, text, short), time=time, code=None, signal=None)
+    return _of_task(task, 1, text, short, time=time, code=None, signal=None)
 
 
 def ended_early(task: TaskResult) -> Cause:
@@ -230,26 +230,16 @@ def ended_early(task: TaskResult) -> Cause:
     return _of_task(task, 1, text, f"{task.name} on {task.host} ended before the workers did")
 
 
-def _of_task(task: TaskResult, code: int, text: str, short: str) -> Cause:
-    return Cause(
-        reason=facts.TASK_FAILED,
-        exit_code=code,
-        time=task.ended or 0.0,
-        text=text,
-        short=short,
-        task=task.name,
-        host=task.host,
-        code=task.code,
-        signal=task.signal,
-        detail=task.reason,
-    )
+def _of_task(task: TaskResult, exit_code: int, text: str, short: str, **more: Any) -> Cause:
+    """Return the cause that a task is, as it ended; `more`: members of the cause that are others."""
+    end = {"time": task.ended or 0.0, "code": task.code, "signal": task.signal, "detail": task.reason, **more}
+    return Cause(facts.TASK_FAILED, exit_code, text=text, short=short, task=task.name, host=task.host, **end)
 
 
 def disk_filled(task: TaskResult, what: str, time: float) -> Cause:
     """Return the cause that a task is whose output has filled the disk of the job's logs."""
     text = f"{task.name} on {task.host} {what}"
-    cause = _of_task(task, facts.EXIT_OUTPUT, text, text)
-    return dataclasses.replace(cause, time=time, code=None, signal=None)
+    return _of_task(task, facts.EXIT_OUTPUT, text, text, time=time, code=None, signal=None)
 
 
 def missing(task: TaskResult, consequence: Cause, why: str) -> Cause:
@@ -269,8 +259,9 @@ def missing(task: TaskResult, consequence: Cause, why: str) -> Cause:
         text = f"{where} did not answer the other tasks, although it ran (frozen, still busy, or cut off from them?)"
         code = None
     short = f"{where} does not answer the other tasks"
-    cause = _of_task(task, consequence.exit_code, text + ": " + _one_line(why), short)
-    return dataclasses.replace(cause, time=consequence.time, code=code, signal=None, detail=why, is_missing=True)
+    text += ": " + _one_line(why)
+    end = {"time": consequence.time, "code": code, "signal": None, "detail": why}
+    return _of_task(task, consequence.exit_code, text, short, is_missing=True, **end)
 
 
 def host_lost(host: str, why: str, time: float) -> Cause:

@@ -190,9 +190,7 @@ class JobFolder:
 
     def take_over(self) -> None:
         """Make this process the one that runs the job. Raises OSError."""
-        who = process.identity(os.getpid())
-        where = {"host": socket.gethostname(), "boot": process.boot_id()}
-        _replace(self.path / "launcher.json", {"version": VERSION, "pid": who.pid, "start": who.start, **where})
+        _replace(self.path / "launcher.json", _this_process())
 
     def write_state(
         self, state: str, tasks: Iterable[TaskResult], outcome: Optional[Outcome] = None, message: Optional[str] = None
@@ -523,9 +521,7 @@ class JobFolder:
             path: the control socket.
             login: what a user types before a command to run it on this host; empty: `ssh` with the host's name.
         """
-        who = process.identity(os.getpid())
-        value = {"version": VERSION, "host": socket.gethostname(), "boot": process.boot_id(), "pid": who.pid}
-        _replace(self.path / "control.json", dict(value, start=who.start, path=path, login=login))
+        _replace(self.path / "control.json", {**_this_process(), "path": path, "login": login})
 
     def place_elsewhere(self, told: Mapping[str, Any], host: str, login: str) -> None:
         """Note that the coordinator runs on another host, which has the job's real folder. Raises OSError.
@@ -614,6 +610,12 @@ def event(kind: str, /, **facts: Any) -> Dict[str, Any]:
 def is_here(where: Mapping[str, Any]) -> bool:
     """Return whether control.json, as `where`, names this machine."""
     return bool(where["host"] == socket.gethostname())
+
+
+def _this_process() -> Dict[str, Any]:
+    """Return the members of launcher.json and control.json that name this process."""
+    who, boot = process.identity(os.getpid()), process.boot_id()
+    return {"version": VERSION, "host": socket.gethostname(), "boot": boot, "pid": who.pid, "start": who.start}
 
 
 def rfc3339(when: float) -> str:

@@ -44,6 +44,8 @@ _HOST_COUNTED = ("cpu_s", "net_rx", "net_tx")
 _COUNTED = ("bytes_in", "bytes_out", "rounds", "pushes", "pulls", "updates", "barriers")
 """Members of `counters` that only grow."""
 _GAUGES = ("keys", "bytes", "queue", "waiting", "staleness_max", "staleness_mean", "members", "barrier_waiting")
+_SHOWN = ("cpu", "rss", "limit", "processes", "read", "write", "gpu", "gpu_mem")
+"""Members of `TaskNumbers` that a snapshot has as they are."""
 _SERIES = ("cpu", "net", "push_s", "pull_s", "progress", "loss")
 """Totals of the job whose means are kept."""
 
@@ -275,19 +277,8 @@ class TaskNumbers:
     def shown(self, condition: str, why: str) -> Dict[str, Any]:
         """Return the task's member of a snapshot."""
         age = None if self.output_at is None else max(0.0, self.stamp - self.output_at)
-        found = {
-            "cpu": plain(self.cpu),
-            "rss": plain(self.rss),
-            "limit": plain(self.limit),
-            "processes": plain(self.processes),
-            "read": plain(self.read),
-            "write": plain(self.write),
-            "gpu": plain(self.gpu),
-            "gpu_mem": plain(self.gpu_mem),
-            "output_age_s": plain(age, 1),
-            "condition": condition,
-            "why": why,
-        }
+        found: Dict[str, Any] = {name: plain(getattr(self, name)) for name in _SHOWN}
+        found.update(output_age_s=plain(age, 1), condition=condition, why=why)
         if self.report is not None:
             values = {name: plain(each, 6) for name, each in self.report.values.items()}
             told = {"step": plain(self.report.step), "total": plain(self.report.total), "values": values}

@@ -14,7 +14,7 @@ settling: agents run `--activate` and check what was copied. An unusable host en
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from distrun_runtime.contract import facts, gpus, process, session
 from distrun_runtime.contract import plan as plans
@@ -367,15 +367,13 @@ class Supervisor:
         self.roster.facts[f"host:{event.host}.address"] = event.address
         for label, port in event.ports.items():
             self.roster.facts[f"{event.host}/port:{label}"] = str(port)
-        self._tell_python(event)
+        for text in event.python.values():
+            self._say(f"{event.host}: servers run by Python {text}", DEBUG)
         if event.gpus:
             self._tell_gpus(event.host, event.gpus)
 
     def _on_settled(self, event: messages.Settled) -> None:
         self.roster.hosts[event.host].is_ready = True
-        self._tell_python(event)
-
-    def _tell_python(self, event: Union[messages.AgentReady, messages.Settled]) -> None:
         for text in event.python.values():
             self._say(f"{event.host}: servers run by Python {text}", DEBUG)
 
