@@ -546,40 +546,28 @@ class SessionChannel:
     def _write(self, connection: ByteStream, program: bytes) -> None:
         """Write `program` and then frames, until the connection is not ours any more, or everything is written."""
         try:
-            data = program
-            while data or self._wait_to_write(connection):
-                self._push(connection, data)
-                with self.changed:
-                    data = self._next(connection)
+            data = program or self._next(connection)
+            while data:
+                rest = memoryview(data)
+                while rest and self._connection is connection and not self.is_killed:
+                    rest = rest[connection.write(bytes(rest[:WRITE_SIZE])) :]
+                data = self._next(connection)
         except OSError:
             pass  # It takes no more. The reading thread sees why.
         except WireError as err:
             self._give_up(err)
         connection.end_input()
 
-    def _wait_to_write(self, connection: ByteStream) -> bool:
-        """Wait until there is something to write; return False if there never will be."""
+    def _next(self, connection: ByteStream) -> bytes:
+        """Wait until there is something to write, and return it; nothing if there never will be."""
         with self.changed:
             while self._connection is connection and not self.is_killed:
-                if self._may_write and self._session.is_ready:
-                    return True
-                if self._may_write and self._is_closing and self._session.is_idle:
-                    return False
+                if self._is_eager or self.inlet.greeted:
+                    data = self._session.next()
+                    if data or (self._is_closing and self._session.is_idle):
+                        return data
                 self.changed.wait()
-        return False
-
-    @property
-    def _may_write(self) -> bool:
-        return self._is_eager or self.inlet.greeted
-
-    def _next(self, connection: ByteStream) -> bytes:
-        is_ours = self._connection is connection and not self.is_killed
-        return self._session.next() if is_ours and self._may_write else b""
-
-    def _push(self, connection: ByteStream, data: bytes) -> None:
-        rest = memoryview(data)
-        while rest and self._connection is connection and not self.is_killed:
-            rest = rest[connection.write(bytes(rest[:WRITE_SIZE])) :]
+        return b""
 
 
 class StreamChannel(SessionChannel):

@@ -681,6 +681,6 @@ def _text(value: Mapping[str, Any]) -> str:
     for key, member in value.items():
         text = json.dumps(member)
         if isinstance(member, list) and member and isinstance(member[0], dict):
-            text = "[\n  {}\n ]".format(",\n  ".join(json.dumps(each) for each in member))
+            text = "[\n  {}\n ]".format(",\n  ".join(map(json.dumps, member)))
         lines.append(f" {json.dumps(key)}: {text}")
     return "{{\n{}\n}}\n".format(",\n".join(lines))

@@ -325,7 +325,10 @@ class JobRun:
             found += self._write(event)
         elif type(event) in _RECORDED:
             self._is_dirty = True
-            self._record(_RECORDED[type(event)], **_facts(event))
+            members = _members(event)
+            if "time" in members:
+                members["stamp"] = members.pop("time")
+            self._record(_RECORDED[type(event)], **members)
         before = self._supervisor.job_state
         for action in self._supervisor.handle(event, now):
             if not isinstance(action, messages.Announce):
@@ -519,13 +522,6 @@ _RECORDED = {
     messages.DiskFilled: "disk_filled",
 }
 """What is noted in events.jsonl, and under which name."""
-
-
-def _facts(event: Any) -> Dict[str, Any]:
-    found = _members(event)
-    if "time" in found:
-        found["stamp"] = found.pop("time")
-    return found
 
 
 def _shown(value: Any) -> str:
