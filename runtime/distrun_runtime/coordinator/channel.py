@@ -353,8 +353,9 @@ class SessionChannel:
     @property
     def holds(self) -> bool:
         """Whether a cut is not the end: so if it was asked for, and the agent was there and does not leave."""
-        ends = self.is_over or self.inlet.is_leaving or self._is_closing or self.is_killed
-        return self._holds and self.inlet.greeted and not ends
+        if not self._holds or not self.inlet.greeted:
+            return False
+        return not (self.is_over or self.inlet.is_leaving or self._is_closing or self.is_killed)
 
     @property
     def is_connected(self) -> bool:
