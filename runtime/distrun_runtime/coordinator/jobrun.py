@@ -12,6 +12,7 @@ from typing import (
     Callable,
     ClassVar,
     Dict,
+    FrozenSet,
     List,
     Mapping,
     Optional,
@@ -160,14 +161,14 @@ class SampleIntervals:
         self._nodes = {place.name: place.host for place in plan.all_places}
         self._told: Dict[str, float] = {}
         """What the agent of each place was told."""
-        self._look: Tuple[str, ...] = ()
+        self._look: FrozenSet[str] = frozenset()
         self.usual_s = max(INTERVAL_S, INTERVAL_A_HOST_S * len(self._nodes))
 
     def handle(self, event: messages.Event) -> List[messages.AgentAction]:
         """Return what agents are told because of an event."""
         places: Sequence[str] = ()
         if isinstance(event, messages.MetricsWanted):
-            self._look, places = event.look, tuple(self._told)
+            self._look, places = frozenset(event.look), tuple(self._told)
         elif isinstance(event, messages.AgentReady) and event.host in self._nodes:
             places = (event.host,)
         asked: List[messages.AgentAction] = []

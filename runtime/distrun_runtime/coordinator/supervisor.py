@@ -541,11 +541,8 @@ class Supervisor:
                 continue
             shown = failures.rounded(silence)
             if silence >= lost_s:
-                how = (
-                    f"its connection was cut, and nothing came for {shown}"
-                    if host.cut_at is not None
-                    else f"silent for {shown}"
-                )
+                cut = f"its connection was cut, and nothing came for {shown}"
+                how = f"silent for {shown}" if host.cut_at is None else cut
                 self._on_lost(messages.AgentLost(host.name, how, event.time - silence))
             elif not host.is_suspect and host.cut_at is None:
                 host.is_suspect = True
