@@ -46,6 +46,8 @@ _COUNTED = ("bytes_in", "bytes_out", "rounds", "pushes", "pulls", "updates", "ba
 _GAUGES = ("keys", "bytes", "queue", "waiting", "staleness_max", "staleness_mean", "members", "barrier_waiting")
 _SHOWN = ("cpu", "rss", "limit", "processes", "read", "write", "gpu", "gpu_mem")
 """Members of `TaskNumbers` that a snapshot has as they are."""
+_SERVER_RATES = (("push_s", "pushes"), ("pull_s", "pulls"), ("in_s", "bytes_in"), ("out_s", "bytes_out"))
+"""Rates of a server that a snapshot has, and what it counts for them."""
 _SERIES = ("cpu", "net", "push_s", "pull_s", "progress", "loss")
 """Totals of the job whose means are kept."""
 
@@ -450,13 +452,7 @@ class JobMetrics:
             elif task.role == SERVER:
                 names = ("keys", "bytes", "queue", "waiting", "staleness_max", "staleness_mean")
                 shown: Dict[str, Any] = {name: plain(store.gauges.get(name)) for name in names}
-                for name, counted in (
-                    ("push_s", "pushes"),
-                    ("pull_s", "pulls"),
-                    ("in_s", "bytes_in"),
-                    ("out_s", "bytes_out"),
-                ):
-                    shown[name] = plain(store.rates.get(counted))
+                shown.update((name, plain(store.rates.get(counted))) for name, counted in _SERVER_RATES)
                 shown.update(rounds=plain(store.totals.get("rounds")), lags=store.shown_lags())
                 shown.update(device=store.device, device_why=store.device_why)
                 servers[task.name] = shown
