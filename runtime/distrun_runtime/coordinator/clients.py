@@ -115,14 +115,6 @@ def _length(piece: OutputPiece) -> int:
     return piece.length if piece.task else 0
 
 
-def encoded(text: str) -> bytes:
-    """Return the bytes that a word stood for (os.fsdecode made surrogates of what is not UTF-8)."""
-    try:
-        return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # other surrogates stand for no bytes
-        return text.encode("utf-8", "backslashreplace")
-
-
 class Client:
     """One client: what it said, and what waits for it."""
 
