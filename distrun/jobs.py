@@ -809,32 +809,3 @@ def listed(folders: Sequence[JobFolder], most: int | None) -> list[JobFolder]:
         elif most is None or len(others) < most:
             others.append(folder)
     return going + others
-
-
-# ---------------------------------------------------------------------- again and again
-
-
-class Background:
-    """Looks at jobs again and again, in a thread of its own, so that who shows them never waits.
-
-    `read` returns the jobs; it is called in that thread and once in the first thread that asks.
-    """
-
-    def __init__(self, read: Callable[[], Iterable[JobFolder]], interval_s: float = 1.0) -> None:
-        self._read = read
-        self._interval_s = interval_s
-        self._views: Sequence[JobView] | None = None
-        self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
-
-    def views(self) -> Sequence[JobView]:
-        """Return how the jobs stood at the last look; at first what the job store knows. Never waits for a host."""
-        if not self._thread.is_alive():
-            self._thread.start()
-        views = self._views
-        return [JobView(folder, folder.shown()) for folder in self._read()] if views is None else views
-
-    def _run(self) -> None:
-        while True:
-            views = look(self._read())
-            self._views = views
-            time.sleep(self._interval_s if all(view.is_here for view in views) else max(self._interval_s, THERE_S))

@@ -111,12 +111,11 @@ def _watched(jobs: Jobs, job: str | None, most: int | None, plain: bool, is_asci
     from distrun.cli import tables
     from distrun.dashboard import jobs as table
     from distrun.dashboard import loop
-    from distrun.jobs import Background
 
     if found is not None:
         ended = loop.follow(found.folder, print_out) if plain else loop.watch(found.folder, look(is_ascii))
     else:
-        known = Background(lambda: [each.folder for each in jobs.list(most)])
+        known = table.Background(lambda: [each.folder for each in jobs.list(most)])
         ended = table.watch(
             lambda: [tables.model_of(each, time.time()) for each in known.views()],
             lambda wanted: jobs.get(wanted).folder,
