@@ -31,6 +31,8 @@ SIGNALS = ("INT", "TERM", "HUP", "PIPE", *process.TASKS_SIGNALS)
 """What the launching client may send as `signal`. PIPE: it did not receive it, but its stdout is closed."""
 STOPS = ("TERM", "INT")
 """What `stop` may name: how the job is stopped. The first is the default."""
+UNTIL = ("", "now")
+"""What a subscription may name as the end of its output. The first is the default."""
 BY_LIMIT = 200
 """Characters of `by` in `stop` that are kept."""
 FRAME_LIMIT = 64 * 1024
@@ -192,8 +194,11 @@ class OutputWanted:
     """In place of a cursor: from what came then on, seconds since 1970; with `tail` no more than both."""
     tasks: Optional[Tuple[str, ...]] = None
     """Only theirs."""
+    until: str = UNTIL[0]
+    """"now": no further than what there is when this is asked; `output_end` follows that. Empty: to the job's end."""
 
     def __post_init__(self) -> None:
+        _check_one_of("until", self.until, UNTIL)
         for name in ("cursor", "tail", "since"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -370,6 +375,14 @@ class OutputGap(NamedTuple):
 
     length: int
     cursor: int
+
+
+@_to_client("output_end")
+class OutputEnd(NamedTuple):
+    """All output that there was when it was asked for (`until`) has been sent."""
+
+    cursor: int
+    """Where it ends: a later subscription goes on there."""
 
 
 class CopyProgress(NamedTuple):

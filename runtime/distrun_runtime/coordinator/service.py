@@ -629,7 +629,10 @@ class Service:
             client.reader = None
             return control.encode(control.Said(f"the job's logs cannot be read: {err}", "warning"))
         client.may_read = client.reader.has_more
-        if client.may_read and not found:
+        if client.reader.is_over:
+            client.reader.close()
+            client.reader = None
+        elif client.may_read and not found:
             client.progress = time.monotonic()  # it waits for us
         return found
 
