@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -192,25 +193,28 @@ def rule(title: str, columns: int, glyphs: Glyphs) -> Line:
 
 
 def wrapped(text: str, columns: int) -> Sequence[str]:
-    """Return a text in lines of at most this width, broken between words if possible."""
+    """Return a text in lines of at most this width, broken between words if possible. A line keeps its indent.
+
+    A word that is longer than a line begins where the word before it ends.
+    """
     lines: list[str] = []
-    for paragraph in text.split("\n"):
-        current = ""
-        for word in paragraph.split(" "):
-            while width(word) > columns:
-                room = columns - width(current) - (1 if current else 0)
-                if room <= 0:
-                    lines.append(current)
-                    current = ""
-                    continue
-                current = f"{current} {word[:room]}" if current else word[:room]
-                word = word[room:]
-                lines.append(current)
-                current = ""
-            if current and width(current) + 1 + width(word) > columns:
-                lines.append(current)
-                current = word
+    for rest in text.split("\n"):
+        while len(rest) > 1 and width(rest) > columns:
+            head = _beginning(rest, columns)
+            end = len(head) if rest[len(head)] == " " else head.rfind(" ")
+            is_between = end == len(head) or width(rest[end + 1 :].partition(" ")[0]) <= columns
+            if is_between and head[: max(0, end)].strip():
+                lines.append(head[:end])
+                rest = rest[end + 1 :]
             else:
-                current = f"{current} {word}" if current else word
-        lines.append(current)
+                lines.append(head)
+                rest = rest[len(head) :]
+        lines.append(rest)
     return lines
+
+
+def _beginning(text: str, columns: int) -> str:
+    """Return the part of a text, which is wider, that fits: at least one character, marks above it included."""
+    if text.isascii():
+        return text[: max(1, columns)]
+    return text[: max(1, bisect_right(range(1, len(text)), columns, key=lambda end: width(text[:end])))]

@@ -142,6 +142,29 @@ def test_wide_characters_take_two_columns() -> None:
     assert text.width(text.fit("訓練中", 4)) == 4
 
 
+@pytest.mark.parametrize(
+    ("line", "columns", "parts"),
+    [
+        ("訓練" * 4, 6, ["訓練訓", "練訓練", "訓練"]),
+        ("訓練訓", 5, ["訓練", "訓"]),
+        ("e\u0301e\u0301e\u0301", 2, ["e\u0301e\u0301", "e\u0301"]),
+        ("訓", 1, ["訓"]),
+        ("one two three", 8, ["one two", "three"]),
+        ("one two three", 7, ["one two", "three"]),
+        ("to /a/long/path", 8, ["to /a/lo", "ng/path"]),
+        ("two /a/long/path", 3, ["two", "/a/", "lon", "g/p", "ath"]),
+        ('  File "x"', 20, ['  File "x"']),
+        ("    raise error", 12, ["    raise", "error"]),
+        ("one\n\n two", 8, ["one", "", " two"]),
+        ("", 8, [""]),
+    ],
+)
+def test_a_line_is_broken_by_its_columns_between_words_and_keeps_its_indent(
+    line: str, columns: int, parts: list[str]
+) -> None:
+    assert text.wrapped(line, columns) == parts
+
+
 def test_a_log_follows_its_end_and_is_scrolled_from_there() -> None:
     extra = view.TaskExtra(log=[f"line {number}" for number in range(100)])
     look = ViewSelection(mode=user.LOG, chosen="worker-0")
