@@ -265,7 +265,12 @@ def _descending(of: Callable[[TaskView], float | None]) -> Callable[[TaskView], 
 
 _ROLES = {"worker": 0, "server": 1, "scheduler": 2}
 _KEYS: dict[str, Callable[[TaskView], tuple[Any, ...]]] = {
-    "problems": lambda task: (task.level, task.ended or 0.0, _ROLES.get(task.role, 3), task.rank),
+    "problems": lambda task: (
+        task.level,
+        (task.ended or 0.0) if task.is_problem else 0.0,
+        _ROLES.get(task.role, 3),
+        task.rank,
+    ),
     "task": lambda task: (_ROLES.get(task.role, 3), task.role, task.rank),
     "host": lambda task: (text.natural(task.host), _ROLES.get(task.role, 3), task.rank),
     "step": lambda task: (float("inf") if task.step is None else task.step, _ROLES.get(task.role, 3), task.rank),

@@ -275,6 +275,18 @@ def test_the_first_error_shows_no_marks_below_its_lines() -> None:
     assert "~^^^" not in found
 
 
+def test_how_a_job_ended_is_seen_before_what_its_hosts_and_store_did_last() -> None:
+    model = recorded(40)
+    model.take("outcome", {"outcome": {"exit_code": 1, "reason": "task_failed", "message": "worker-1 failed"}}, NOW)
+    model.take(
+        "event", {"event": {"event": "finished", "exit_code": 1, "message": "no", "time": snapshots.moment(NOW)}}, NOW
+    )
+    model.settle(NOW)
+    titles = [line for line in shown(model) if line.startswith("-- ")]
+    assert [line.split()[1].rstrip(":") for line in titles] == ["first", "events", "hosts"]
+    assert any("job over, exit code 1" in line for line in shown(model))
+
+
 def test_the_clock_of_a_host_is_never_off_by_minus_nothing() -> None:
     model = recorded(4)
     metrics = snapshots.metrics(4)
