@@ -56,8 +56,6 @@ METRICS_S = 0.5
 """How long its host waits for the metrics of a coordinator elsewhere. It may have none."""
 EVENTS_SIZE = 16 * 1024
 """Bytes from the end of events.jsonl that are read."""
-QUIET_S = 2.0
-"""A coordinator that sends no output for this time has none."""
 END_S = 0.2
 """How long the end of an ssh program is waited for that has closed its output."""
 STACK = ("task", "text", "how", "error", "fix")
@@ -435,52 +433,19 @@ class ForwardedOutput:
         self._job = job
         self._names = names
         self._begin = begin
+        self._follow = follow
         self._cursor: int | None = None
         self._connection: ControlConnection | None = None
-        self._end: int | None = None
-        """The cursor at which it ends, or sooner if nothing comes for QUIET_S; 0: not known; None: with the job."""
-        self._heard = self._began = 0.0
         with contextlib.suppress(JobOver):
             self._connection = job.attach()
-            wanted = list(names) if len(names) < len(job.tasks) else None
-            if not follow:
-                try:
-                    self._end = self._find_end(self._connection, wanted)
-                except BaseException:
-                    self._close()
-                    raise
-            self._connection.send("subscribe", output={**begin, "tasks": wanted})
-            self._heard = self._began = time.monotonic()
-
-    def _find_end(self, connection: ControlConnection, tasks: Sequence[str] | None) -> int | None:
-        """Return the cursor at which the output ends now, 0 if that is not known; None: the job ends meanwhile."""
-        from distrun import client
-
-        end = 0
-        connection.send("subscribe", output={"tail": 1, "tasks": tasks})
-        with contextlib.suppress(TimeoutError), client.reading():
-            while (frame := connection.receive(QUIET_S)) is not None and frame.type not in ("outcome", "failed"):
-                if frame.type == "state":
-                    return end
-                if frame.type == "refused":
-                    raise self._refused(frame)
-                if frame.type == "output" and not end:
-                    connection.send("subscribe")
-                    connection.send("state")  # after its answer nothing more of that comes
-                end = int(frame.header["cursor"]) if frame.type == "output" else end
-            self._close()
-            self._connection = self._job.attach()  # raises why, or sends all to the end
-            return None
-        return end
+            wanted = {"tasks": list(names) if len(names) < len(job.tasks) else None, "until": "" if follow else "now"}
+            self._connection.send("subscribe", output={**begin, **wanted})
+        self._heard_at = time.monotonic()
 
     def _close(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-    def _refused(self, frame: session.Frame) -> UsageError:
-        header = frame.header
-        return UsageError(f"job {self._job.id}: {header['message']}", str(header.get("hint", "")))
 
     def __enter__(self) -> ForwardedOutput:
         return self
@@ -496,7 +461,8 @@ class ForwardedOutput:
         """Give what has come since the last call; does not wait for more.
 
         Raises:
-            CoordinatorLost: the coordinator has gone, and the job is not over.
+            CoordinatorLost: the coordinator has gone, and the job is not over; or it does not send what there is.
+            UsageError: the coordinator refuses.
         """
         from distrun import client
         from distrun_runtime.coordinator.logreader import LogPiece
@@ -505,12 +471,10 @@ class ForwardedOutput:
             try:
                 frame = self._connection.receive(0.001)
             except TimeoutError:
-                # Where output has begun to come and its end is known, more is on its way.
-                quiet_s = client.ANSWER_S if self._end and self._cursor is not None else QUIET_S
-                if self._end is not None and time.monotonic() >= self._heard + quiet_s:
-                    self._close()
+                if not self._follow and time.monotonic() >= self._heard_at + client.ANSWER_S:
+                    raise client.unanswering(self._job.folder, client.ANSWER_S) from None
                 return
-            self._heard = time.monotonic()
+            self._heard_at = time.monotonic()
             if frame is None or frame.type in ("outcome", "failed"):
                 self._close()
                 if self._job.refresh().folder.outcome() is None and frame is None:
@@ -519,14 +483,15 @@ class ForwardedOutput:
             with client.reading():
                 header = frame.header
                 if frame.type == "refused":
-                    raise self._refused(frame)
+                    raise UsageError(f"job {self._job.id}: {header['message']}", str(header.get("hint", "")))
                 self._cursor = header.get("cursor", self._cursor)
                 if frame.type == "output":
                     place = self._cursor or 0, float(header["time"]), str(header["task"]), str(header["stream"])
                     yield LogPiece(*place, int(header["attempt"]), int(header["at"]), frame.body)
-                is_late = self._end == 0 and time.monotonic() >= self._began + client.ANSWER_S
-                if is_late or (self._end and (self._cursor or 0) >= self._end):
+                elif frame.type == "output_end":
                     self._close()
+                elif frame.type == "said" and not self._follow and header["level"] == "warning":
+                    self._job.say(str(header["text"]), "warning")  # as a rule why the logs cannot be read
 
     def last(self) -> Iterator[LogPiece]:
         """Give what the coordinator did not send at the end: it waits for no client that is slow."""
