@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distrun.errors import UsageError
+from distrun.formats import grouped
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration
@@ -670,9 +671,6 @@ def _ask(jobs: Sequence[_JobQuery], here_s: float, there_s: float) -> None:
     """Ask all coordinators at the same time."""
     began = time.monotonic()
     there = [job for job in jobs if job.is_asked_there]
-    by_login: dict[str, list[_JobQuery]] = {}  # not by `hosts.ranges`: a status of jobs here loads nothing of hosts
-    for job in there:
-        by_login.setdefault(job.login, []).append(job)
     threads = [
         threading.Thread(
             target=_ask_there,
@@ -680,7 +678,7 @@ def _ask(jobs: Sequence[_JobQuery], here_s: float, there_s: float) -> None:
             name="host-query",
             daemon=True,
         )
-        for login, of_host in by_login.items()
+        for login, of_host in grouped((job.login, job) for job in there).items()
         for first in range(0, len(of_host), MOST)
     ]
     for thread in threads:

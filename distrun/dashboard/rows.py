@@ -249,9 +249,7 @@ def matches(wanted: str, *texts: str) -> bool:
 
 
 def _rows(found: Sequence[View], alike: Callable[[View], object], is_folded: bool) -> list[tuple[View, ...]]:
-    groups: dict[object, list[View]] = {}
-    for number, each in enumerate(found):
-        groups.setdefault(alike(each) if is_folded else number, []).append(each)
+    groups = formats.grouped((alike(each) if is_folded else number, each) for number, each in enumerate(found))
     return list(map(tuple, groups.values()))
 
 
