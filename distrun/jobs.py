@@ -44,7 +44,7 @@ from distrun_runtime.errors import JobStoreError, WireError
 
 if TYPE_CHECKING:
     from distrun.client import ControlConnection
-    from distrun.killing import Killed
+    from distrun.killing import Killed, RemovedJob
     from distrun.request import JobRequest
     from distrun_runtime.contract import session
     from distrun_runtime.coordinator.logreader import LogPiece, LogReader
@@ -140,6 +140,23 @@ class Jobs:
         if count > 1:
             self.say(f"{wanted}: the newest of {count} jobs of that name, {folder.id}", "info")
         return Job(folder, self.say)
+
+    def gc(
+        self,
+        names: Sequence[str] = (),
+        *,
+        older_s: float | None = None,
+        keep: int = 0,
+        has_lost: bool = False,
+        is_dry: bool = False,
+    ) -> tuple[Sequence[RemovedJob], Sequence[str]]:
+        """Remove the folders of jobs that are over; return what became of each, and what went wrong.
+
+        See `killing.gc`.
+        """
+        from distrun import killing
+
+        return killing.gc(self.store, names, older_s=older_s, keep=keep, has_lost=has_lost, is_dry=is_dry)
 
 
 class Job:
