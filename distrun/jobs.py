@@ -411,6 +411,15 @@ class RecordedOutput:
         self.since = 0.0
         """Only what came then or later is given by `last`; seconds since 1970."""
 
+    def begin_at(self, cursor: int | None, begin: Mapping[str, Any]) -> None:
+        """Begin at a cursor; if that is None, where `begin` says, as `control.OutputWanted` has it."""
+        from distrun_runtime.contract.control import OutputWanted
+        from distrun_runtime.coordinator import logreader
+
+        if cursor is None:
+            cursor = logreader.begin(self.reader, OutputWanted(**{**begin, "tasks": tuple(self.names)}))
+        self.cursor = cursor
+
     def goes_on(self) -> bool:
         """Return whether more may come. Asked before `pieces`: what was written before the end is then given."""
         return self.job.state in facts.GOING
@@ -513,14 +522,12 @@ class ForwardedOutput:
 
     def last(self) -> Iterator[LogPiece]:
         """Give what the coordinator did not send at the end: it waits for no client that is slow."""
-        from distrun_runtime.contract.control import OutputWanted
-        from distrun_runtime.coordinator import logreader
+        from distrun_runtime.coordinator.logreader import LogReader
 
         if self._job.folder.is_finished:
-            with logreader.LogReader(self._job.folder.logs) as reader:
+            with LogReader(self._job.folder.logs) as reader:
                 rest = RecordedOutput(self._job, reader, self._names)
-                wanted = OutputWanted(**{**self._begin, "tasks": tuple(self._names)})
-                rest.cursor = logreader.begin(reader, wanted) if self._cursor is None else self._cursor
+                rest.begin_at(self._cursor, self._begin)
                 yield from rest.pieces()
 
 

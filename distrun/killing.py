@@ -308,9 +308,7 @@ def gc(
     states = {folder: folder.shown() for folder in (map(store.find, names) if names else every)}
     for folder, state in states.items() if names else ():
         _check_is_over(folder, state["state"], has_lost)
-    wanted = (
-        (*facts.OVER, facts.LOST, facts.DAMAGED) if names else (*facts.OVER, facts.LOST) if has_lost else facts.OVER
-    )
+    wanted = (*facts.OVER, facts.LOST) if has_lost else facts.OVER  # of those that are not named
     least_s = older_s if older_s is not None else 0.0 if names else OLDER_S
     kept, now = set(every[:keep]), time.time()
     problems = [] if is_dry else finish(store)

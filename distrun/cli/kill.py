@@ -346,8 +346,7 @@ def _by_match(options: Mapping[str, Any]) -> int:
                 "host": host,
                 "problem": asdict(problems[host]) if host in problems else None,
                 "found": [asdict(row) for row in chosen.get(host, ())],
-                "ended": done.get(host, {}).get("ended", []),
-                "left": done.get(host, {}).get("left", []),
+                **{name: done.get(host, {}).get(name, []) for name in ("ended", "left")},
             }
             for host in found
         ]
