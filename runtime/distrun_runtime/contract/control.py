@@ -110,9 +110,12 @@ def declared_in(table: Dict[str, Type[Any]], kind: str) -> Callable[[Type[_T]], 
 @functools.lru_cache(maxsize=None)
 def _declared(kind: Callable[..., Any]) -> List[Tuple[str, str, Optional[type]]]:
     """Return the name of each member of a class, its type, and the same if JSON has it."""
-    declared = getattr(kind, "__annotations__", {})  # before Python 3.10, a class without members has none
-    named = ((name, str(getattr(of, "__forward_arg__", of))) for name, of in declared.items())
-    return [(name, of, _PLAIN[of][0] if of in _PLAIN else None) for name, of in named]
+    found: List[Tuple[str, str, Optional[type]]] = []
+    # Before Python 3.10, a class without members has no annotations.
+    for name, annotation in getattr(kind, "__annotations__", {}).items():
+        of = str(getattr(annotation, "__forward_arg__", annotation))
+        found.append((name, of, _PLAIN[of][0] if of in _PLAIN else None))
+    return found
 
 
 def _value(kind: Callable[..., Any], name: str, of: str, value: Any) -> Any:

@@ -22,7 +22,7 @@ import os
 import socket
 import stat
 import time
-from typing import Callable, Iterator, List, Mapping, Optional
+from typing import Callable, Iterator, Mapping, Optional
 
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import ContractError
@@ -153,24 +153,24 @@ def lasting_root() -> str:
     return f"/var/tmp/distrun-{os.geteuid()}"
 
 
-def owned(path: str) -> List[str]:
-    """Return where a folder of this user's in a folder that all users share may be.
+def owned(path: str) -> Iterator[str]:
+    """Give where a folder of this user's in a folder that all users share may be.
 
     It is `path`, unless that is another user's, or what `own` made in place of it.
     """
-    found = [] if _owner(path) not in (None, os.geteuid()) else [path]
+    if _owner(path) in (None, os.geteuid()):
+        yield path
     parent, name = os.path.split(path)
     with contextlib.suppress(OSError):
-        others = (os.path.join(parent, each) for each in sorted(os.listdir(parent)) if each.startswith(name + "-"))
-        found += [each for each in others if _owner(each) == os.geteuid()]
-    return found
+        for each in sorted(os.listdir(parent)):
+            if each.startswith(name + "-") and _owner(os.path.join(parent, each)) == os.geteuid():
+                yield os.path.join(parent, each)
 
 
 def own(path: str) -> str:
     """Return the first of `owned`. If `path` is another user's, one is made with a random suffix. Raises OSError."""
-    found = owned(path)
-    if found:
-        return found[0]
+    for found in owned(path):
+        return found
     import tempfile  # another user keeps us from our folder
 
     return tempfile.mkdtemp(prefix=os.path.basename(path) + "-", dir=os.path.dirname(path))

@@ -299,11 +299,13 @@ class Inlet:
             if rest is None:
                 return []
             self.greeted, data = True, rest
-            if any(line.strip() for line in self._greeting.noise):
+            if self._greeting.noise and self.noise:
                 found.append(Warned(self._host, f"its shell printed before the agent: {self.noise}"))
-        found += [messages.to_event(self._host, frame, now) for frame in self._session.feed(data)]
-        self.said_bye = self.said_bye or any(isinstance(event, Bye) for event in found)
-        self.has_refused = self.has_refused or any(isinstance(event, StartFailed) for event in found)
+        for frame in self._session.feed(data):
+            event = messages.to_event(self._host, frame, now)
+            self.said_bye = self.said_bye or isinstance(event, Bye)
+            self.has_refused = self.has_refused or isinstance(event, StartFailed)
+            found.append(event)
         if data and not found and abs(now - self._sign_at) >= SIGN_S:
             found.append(Pong(self._host))
         if found:

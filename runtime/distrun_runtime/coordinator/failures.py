@@ -478,6 +478,8 @@ class FailureAnalysis:
             tasks: as they stand.
             silent: hosts that were silent when consequences came, and for how many seconds at most.
         """
+        if not self._causes and not self._said:
+            return None
         told = {cause.task for cause in self._causes}
         done = workers_done(tasks.values())
         if done is None:
@@ -546,28 +548,22 @@ class FailureAnalysis:
 
 
 class UnusableHosts:
-    """Collects the hosts that did not get ready, so that all of them are reported at once."""
+    """Collects the hosts that did not get ready, so that all of them are reported at once.
 
-    def __init__(self, hosts: Sequence[str]) -> None:
+    Arguments:
+        hosts: all hosts of the job.
+        now: when the first of them that is bad was heard of; `add` follows.
+    """
+
+    def __init__(self, hosts: Sequence[str], now: float) -> None:
+        self.until = now + ANSWERS_S
+        """When the others are not waited for any more."""
         self._hosts = tuple(hosts)
         self._causes: List[Cause] = []
         self._problems: List[Problem] = []
-        self._since = 0.0
 
-    @property
-    def is_clean(self) -> bool:
-        """Whether nothing is wrong so far."""
-        return not self._causes
-
-    @property
-    def until(self) -> Optional[float]:
-        """When the others are not waited for any more; None: nothing is wrong."""
-        return self._since + ANSWERS_S if self._causes else None
-
-    def add(self, cause: Cause, now: float, kind: str = "", fix: str = "") -> None:
+    def add(self, cause: Cause, kind: str = "", fix: str = "") -> None:
         """Note that `cause.host` is bad. `kind`, `fix`: as in `Problem`."""
-        if not self._causes:
-            self._since = now
         self._causes.append(cause)
         self._problems.append(Problem(cause.host, kind or OTHER, cause.detail, fix))
 

@@ -109,8 +109,7 @@ class JobFolder:
         self._plan: Optional[Plan] = None
         self._request: Optional[Dict[str, Any]] = None
         self._created = ""
-        self.written: Dict[str, Any] = {}
-        """What this process last wrote, or tried to write, into state.json."""
+        self._written: Dict[str, Any] = {}
 
     @classmethod
     def make(
@@ -216,8 +215,18 @@ class JobFolder:
         if outcome is not None:
             value.update(finished=value["updated"], exit_code=outcome.exit_code, reason=outcome.reason)
             value.update(message=outcome.message)
-        self.written = value
+        self._written = value
         _replace(self.path / "state.json", value)
+
+    @property
+    def written(self) -> Dict[str, Any]:
+        """What was last written, or should have been, into state.json: by this process, or by the one before it.
+
+        Raises:
+            JobStoreError: as `state`.
+        """
+        self._written = self._written or self._read_state()
+        return self._written
 
     @property
     def is_unplanned(self) -> bool:
@@ -497,7 +506,7 @@ class JobFolder:
         """Read outcome.json; None while the job is not over. Raises JobStoreError."""
         value = self._read("outcome.json", stored.OUTCOME)
         if value is not None:
-            stored.check_list(self.path / "outcome.json", value, "tasks", stored.TASK)
+            stored.check_outcome(self.path / "outcome.json", value)
         return value
 
     def launcher(self) -> Dict[str, Any]:

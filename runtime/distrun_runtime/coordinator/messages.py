@@ -613,7 +613,7 @@ class FinishJob(NamedTuple):
 Action = Union[AgentAction, Prepare, Announce, FinishJob]
 """What the supervisor returns."""
 
-MetricsAction = Union[Sample, Announce, RecordEvent, ShowMetrics, KeepMetrics]
+MetricsAction = Union[Announce, RecordEvent, ShowMetrics, KeepMetrics]
 """What `conditions.JobMeasurement` returns."""
 
 
@@ -659,7 +659,6 @@ def to_event(host: str, frame: session.Frame, arrived: float) -> Event:
 
 def begin(share: Plan, secrets: Secrets, place: str) -> session.Frame:
     """Return the frame that gives the agent of `place` its share (`plan.shares`), and only the secrets of its tasks."""
-    names = {name for task in share.tasks for name in task.secret_env}
     return session.Frame(
         {
             "type": "begin",
@@ -668,7 +667,9 @@ def begin(share: Plan, secrets: Secrets, place: str) -> session.Frame:
             "place": place,
             "plan": plans.to_json(share),
             "token": secrets.token,
-            "secret_env": {name: value for name, value in secrets.env.items() if name in names},
+            "secret_env": {
+                name: secrets.env[name] for task in share.tasks for name in task.secret_env if name in secrets.env
+            },
         }
     )
 

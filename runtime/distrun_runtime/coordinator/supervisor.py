@@ -14,7 +14,7 @@ settling: agents run `--activate` and check what was copied. An unusable host en
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
 
 from distrun_runtime.contract import facts, gpus, process, session
 from distrun_runtime.contract import plan as plans
@@ -238,7 +238,8 @@ class Supervisor:
         self._has_preparation = has_preparation
         self._ends_when_ready = ends_when_ready
         self._has_remarked = False
-        self._unusable = failures.UnusableHosts([place.name for place in plan.all_places])
+        self._unusable: Optional[failures.UnusableHosts] = None
+        """None: there is none so far."""
         self._actions: List[Action] = []
         self._now = 0.0
         self._stop = JobStopSequence(self.roster, plan.limits)
@@ -254,9 +255,6 @@ class Supervisor:
         """For what it was said that the job is being stopped."""
         self._interrupts = 0
         self._warnings: Dict[str, Tuple[str, float]] = {}
-        worker_commands = {task.argv for task in plan.of_role(WORKER)}
-        # `--ps command`: servers are the user's own program and are expected to end by themselves.
-        self._own_servers = not any(task.argv in worker_commands for task in plan.tasks if task.role != WORKER)
         self._is_one_machine = plan.backend == "local" and len(plan.hosts) == 1
         """There is one clock: a hello that was stamped earlier came late."""
 
@@ -296,7 +294,7 @@ class Supervisor:
             due.append(self._origin + self.plan.limits.timeout_s)
         if self._origin is not None and self.phase in (*ASKING, STARTING):
             due.append(self._start_from + self.plan.limits.start_s)
-        if self.phase in ASKING and self._unusable.until is not None:
+        if self.phase in ASKING and self._unusable is not None:
             due.append(self._unusable.until)
         if self._early_until is not None:
             due.append(self._early_until)
@@ -371,21 +369,20 @@ class Supervisor:
         self.roster.facts[f"host:{event.host}.address"] = event.address
         for label, port in event.ports.items():
             self.roster.facts[f"{event.host}/port:{label}"] = str(port)
-        self._tell_python(event.host, event.python)
-        self._tell_gpus(event.host, event.gpus)
+        self._tell_python(event)
+        if event.gpus:
+            self._tell_gpus(event.host, event.gpus)
 
     def _on_settled(self, event: messages.Settled) -> None:
         self.roster.hosts[event.host].is_ready = True
-        self._tell_python(event.host, event.python)
+        self._tell_python(event)
 
-    def _tell_python(self, host: str, found: Mapping[str, str]) -> None:
-        for text in found.values():
-            self._say(f"{host}: servers run by Python {text}", DEBUG)
+    def _tell_python(self, event: Union[messages.AgentReady, messages.Settled]) -> None:
+        for text in event.python.values():
+            self._say(f"{event.host}: servers run by Python {text}", DEBUG)
 
     def _tell_gpus(self, host: str, found: Mapping[str, Any]) -> None:
         """Say which GPUs tasks see, and on which hosts that could not be checked."""
-        if not found:
-            return
         sees = "tasks see " + (",".join(map(str, found.get("visible") or ())) or "none")
         if found.get("how"):
             self._say(f"{host}: GPUs: {found.get('kinds') or 'none'}, driver {found.get('driver')}; {sees}", DEBUG)
@@ -411,17 +408,19 @@ class Supervisor:
             if self.phase in UNDECIDED:
                 self._fail(cause)
             return
-        self._unusable.add(cause, self._now, kind, fix)
+        if self._unusable is None:
+            self._unusable = failures.UnusableHosts(list(self.roster.hosts), self._now)
+        self._unusable.add(cause, kind, fix)
 
     def _gather(self) -> None:
         """When every host has answered: start the tasks if all are ready, end the job if one is unusable."""
-        all_answered, until = self.roster.all_answered, self._unusable.until
-        if until is not None:
-            if all_answered or self._now >= until:
-                self._fail(self._unusable.cause(self.roster.unanswered))
-            elif self._now >= until - ANSWERS_S + REMARK_S and not self._has_remarked:
+        all_answered, unusable = self.roster.all_answered, self._unusable
+        if unusable is not None:
+            if all_answered or self._now >= unusable.until:
+                self._fail(unusable.cause(self.roster.unanswered))
+            elif self._now >= unusable.until - ANSWERS_S + REMARK_S and not self._has_remarked:
                 self._has_remarked = True
-                short = self._unusable.cause().short
+                short = unusable.cause().short
                 self._say(
                     f"{short}; waiting up to {duration(ANSWERS_S)} to hear from"
                     f" {failures.listed(self.roster.unanswered)}",
@@ -638,16 +637,14 @@ class Supervisor:
         failing = any(task.own_failure and not task.is_over for task in self.roster.tasks.values())
         return since + (FAILING_S if failing else self.plan.limits.verdict_s)
 
-    def _await_cause(self) -> None:
-        """Stop the job for a consequence, when its cause is known or not to be expected any more."""
-        if self._consequence_at is None:
-            return
+    def _await_cause(self, since: float) -> None:
+        """Stop the job for consequences, the first at `since`, if their cause is known or none is to be expected."""
         self._note_silence()
         cause = self._analysis.choose(self.roster.tasks, self.roster.silent)
         if cause is None:
             return
         is_known = cause.reason == facts.HOST_LOST or cause in self._analysis.background
-        is_late = self._now >= self._cause_until(self._consequence_at) and not self._is_in_doubt(self._consequence_at)
+        is_late = self._now >= self._cause_until(since) and not self._is_in_doubt(since)
         if is_known or self.roster.all_over or is_late:
             self._end(cause, ASK_ALL)
 
@@ -707,7 +704,7 @@ class Supervisor:
 
     def _fail(self, cause: Cause, level: int = ASK_ALL) -> None:
         """Record a cause that may have ended the job, and stop the job (harder, if it is being stopped)."""
-        if self.phase in ASKING and not self._unusable.is_clean and not cause.problems:
+        if self.phase in ASKING and self._unusable is not None and not cause.problems:
             # Something else ends the wait for the other hosts; what is known of the bad ones came before it.
             self._analysis.add(self._unusable.cause(), self._now)
         if self.phase != DRAINING:  # the workers have succeeded: nothing changes that
@@ -739,10 +736,9 @@ class Supervisor:
             self._fail(self._analysis.first_early(self.roster.tasks))
         elif self.phase not in (*ASKING, STARTING):
             return
-        elif starting >= limits.start_s and self._unusable.is_clean:
-            self._fail(failures.start_too_slow(limits.start_s, self.roster.missing(), event.time))
         elif starting >= limits.start_s:
-            self._fail(self._unusable.cause(self.roster.unanswered))
+            slow = failures.start_too_slow(limits.start_s, self.roster.missing(), event.time)
+            self._fail(slow if self._unusable is None else self._unusable.cause(self.roster.unanswered))
         elif self._now >= self._comment_at:
             self._comment_at = self._now + 2 * COMMENT_S
             self._say(f"waiting for {self.roster.missing()} ({duration(round(starting))})")
@@ -768,22 +764,27 @@ class Supervisor:
             if roster.workers_succeeded:
                 self.phase = DRAINING
                 self._say("all workers succeeded", DEBUG)
-                self._stop.linger(self._now, 0.0 if self._own_servers else LINGER_S)
-            else:
-                self._await_cause()
+                self._stop.linger(self._now, 0.0 if roster.all_over else self._linger_s())
+            elif self._consequence_at is not None:
+                self._await_cause(self._consequence_at)
         if self.phase in (DRAINING, STOPPING):
             self._actions += self._stop.advance(self._now, getattr(event, "host", "") if roster.knows(event) else "")
             if roster.all_gone:
                 self.phase = OVER
                 roster.settle()
                 outcome = self._analysis.outcome(self.plan.job, roster.tasks, roster.survivors, roster.silent)
-                self._tell_change(outcome)
+                if self._announced is not None:
+                    self._tell_change(self._announced, outcome.culprit)
                 self._actions.append(FinishJob(outcome))
 
-    def _tell_change(self, outcome: failures.Outcome) -> None:
+    def _linger_s(self) -> float:
+        """Return how long other tasks may take to end after the workers: the user's own servers do so by themselves."""
+        commands = {task.argv for task in self.plan.of_role(WORKER)}  # `--ps command` runs them as servers, too
+        return LINGER_S if any(task.argv in commands for task in self.plan.tasks if task.role != WORKER) else 0.0
+
+    def _tell_change(self, said: Cause, culprit: Optional[failures.Culprit]) -> None:
         """Say why the job's end names another task than the one for which it was stopped."""
-        said, culprit = self._announced, outcome.culprit
-        if said is None or culprit is None or not culprit.task or not said.task or culprit.task == said.task:
+        if culprit is None or not culprit.task or not said.task or culprit.task == said.task:
             return
         if culprit.time < said.time:
             first, second = f"{culprit.task} on {culprit.host}", f"{said.task} on {said.host}"

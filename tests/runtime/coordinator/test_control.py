@@ -379,7 +379,7 @@ def test_answers_for_a_client_that_has_gone_are_nobodys(job: Job) -> None:
     client.send("stack")
     wait_until(lambda: len(job.handled) == 1, LIMIT_S)
     client.socket.close()
-    wait_until(lambda: not job.service._asking, LIMIT_S)
+    wait_until(lambda: not job.service._clients, LIMIT_S)
     job.service.stack(1, frames.TaskStack("worker-0", 0, "a"))
     assert Client(job.path).ask("state").type == "state"
 
