@@ -5,7 +5,6 @@ No side effects except reading a job's files. The tables are those of `distrun t
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -218,22 +217,20 @@ def _outcome(view: JobView) -> Outcome | None:
     """Return a job's end as far as its folder tells; None if it goes on, or nothing is known. Times are texts."""
     try:
         found = view.folder.outcome()
-        if found is None:
-            return None
-        culprit = found.get("culprit")
-        return Outcome(
-            **{name: found[name] for name in ("exit_code", "reason", "message")},
-            culprit=None if culprit is None else _known(Culprit, culprit),
-            tasks=tuple(_known(TaskResult, task) for task in found["tasks"]),
-            survivors=tuple(Survivor(each["what"], each["host"]) for each in found.get("survivors", ())),
-            job=view.id,
-            problems=tuple(_known(Problem, each) for each in found.get("problems", ())),
-        )
-    except (JobStoreError, LookupError, TypeError, AttributeError):
+    except JobStoreError:
         return None
+    if found is None:
+        return None
+    return Outcome(
+        **{name: found[name] for name in ("exit_code", "reason", "message")},
+        culprit=None if found["culprit"] is None else _made(Culprit, found["culprit"]),
+        tasks=tuple(_made(TaskResult, each) for each in found["tasks"]),
+        survivors=tuple(_made(Survivor, each) for each in found["survivors"]),
+        job=view.id,
+        problems=tuple(_made(Problem, each) for each in found["problems"]),
+    )
 
 
-def _known(kind: Any, value: Mapping[str, Any]) -> Any:
-    """Return an object of a dataclass, of those of its members that this version knows."""
-    found = {each.name: (each.type, value[each.name]) for each in dataclasses.fields(kind) if each.name in value}
-    return kind(**{name: str(given or "") if of == "str" else given for name, (of, given) in found.items()})
+def _made(kind: Any, value: Mapping[str, Any]) -> Any:
+    """Return an object of a class, whose members a file has among others."""
+    return kind(**{name: value[name] for name in kind.__annotations__})
