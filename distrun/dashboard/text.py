@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -199,11 +198,10 @@ def wrapped(text: str, columns: int) -> Sequence[str]:
     """
     lines: list[str] = []
     for rest in text.split("\n"):
-        while len(rest) > 1 and width(rest) > columns:
-            head = _beginning(rest, columns)
+        while (head := _beginning(rest, columns)) != rest:
             end = len(head) if rest[len(head)] == " " else head.rfind(" ")
-            is_between = end == len(head) or width(rest[end + 1 :].partition(" ")[0]) <= columns
-            if is_between and head[: max(0, end)].strip():
+            word = rest[end + 1 : end + 2 + columns].partition(" ")[0]  # or so much of it that it is too long
+            if head[: max(0, end)].strip() and (end == len(head) or width(word) <= columns):
                 lines.append(head[:end])
                 rest = rest[end + 1 :]
             else:
@@ -214,7 +212,12 @@ def wrapped(text: str, columns: int) -> Sequence[str]:
 
 
 def _beginning(text: str, columns: int) -> str:
-    """Return the part of a text, which is wider, that fits: at least one character, marks above it included."""
+    """Return as much of a text as fits: at least one character, with the marks above it."""
     if text.isascii():
         return text[: max(1, columns)]
-    return text[: max(1, bisect_right(range(1, len(text)), columns, key=lambda end: width(text[:end])))]
+    end, left = 0, columns
+    while end < len(text) and (left := left - width(text[end])) >= 0:  # no further: a line may be very long
+        end += 1
+    while end > 1 and width(text[:end]) > columns:  # some characters are wider together, such as a heart with a colour
+        end -= 1
+    return text[: max(1, end)]

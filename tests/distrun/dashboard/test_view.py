@@ -165,6 +165,12 @@ def test_a_line_is_broken_by_its_columns_between_words_and_keeps_its_indent(
     assert text.wrapped(line, columns) == parts
 
 
+def test_characters_that_are_wider_together_make_no_line_too_wide() -> None:
+    line = "x\u2764\ufe0f" * 5
+    assert "".join(text.wrapped(line, 3)) == line
+    assert all(text.width(part) <= 3 for part in text.wrapped(line, 3))
+
+
 def test_a_log_follows_its_end_and_is_scrolled_from_there() -> None:
     extra = view.TaskExtra(log=[f"line {number}" for number in range(100)])
     look = ViewSelection(mode=user.LOG, chosen="worker-0")
