@@ -63,6 +63,27 @@ def console(reader: Reader, **more: object) -> Console:
     return Console({}, out_fd=reader.out, err_fd=reader.err, **more)  # type: ignore[arg-type]
 
 
+def test_a_job_that_prints_nothing_starts_no_thread(reader: Reader) -> None:
+    before = threading.active_count()
+    console = Console({}, out_fd=reader.out, err_fd=reader.err)
+    console.start()
+    console.end_output()
+    assert threading.active_count() == before
+    console.say("over")
+    assert threading.active_count() > before
+    reader.start()
+    assert reader.finish(console) == {"out": b"", "err": b"distrun: over\n"}
+
+
+def test_what_comes_after_an_interrupt_is_left_out_also_if_nothing_was_printed_before(reader: Reader) -> None:
+    console = Console({}, out_fd=reader.out, err_fd=reader.err)
+    console.attach(lambda task: Path("/none"), "job")
+    console.start()
+    console.leave_out(2048)
+    reader.start()
+    assert reader.finish(console)["err"] == b"distrun: 2.0 KiB of output are not shown: distrun logs job\n"
+
+
 def test_streams_go_to_their_own_places_with_prefixes(reader: Reader) -> None:
     reader.start()
     printer = console(reader)
