@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from distrun.errors import UsageError
 from distrun.formats import grouped
-from distrun.hosts.grammar import HostSpec, Inventory
-from distrun.hosts.ranges import fold
+from distrun.hosts import HostSpec, Inventory
 from distrun.options import BY_KEY
 from distrun.request import JobRequest
 from distrun_runtime.contract import facts
@@ -117,6 +116,8 @@ def notes(hosts: Inventory, policy: str, gpus_per_worker: int = 0) -> tuple[str,
 
     Nothing for `cycle`, which does not look at slots.
     """
+    from distrun.hosts.ranges import fold
+
     if policy == CYCLE:
         return ()
     guessed = grouped((capacity(spec, gpus_per_worker), spec.name) for spec in hosts.specs if spec.slots is None)

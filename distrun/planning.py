@@ -22,8 +22,7 @@ from distrun import backends, formats, shipping
 from distrun.backends.base import Backend
 from distrun.errors import UsageError
 from distrun.formats import exact, grouped
-from distrun.hosts.grammar import HostSpec, Inventory
-from distrun.hosts.ranges import fold
+from distrun.hosts import HostSpec, Inventory
 from distrun.options import ENGINES, NO_ENGINES, ROWS
 from distrun.placement import Slot, hosts_of, place, worker_places
 from distrun.request import BUNDLED, COMMAND, JobRequest, Setting, check_tuning, given
@@ -269,6 +268,8 @@ def _check_launcher(request: JobRequest, backend: Backend) -> None:
 
 def _check_coordinator_host(request: JobRequest, plan: Plan, backend: Backend) -> None:
     """Check --coordinator-host. Raises UsageError."""
+    from distrun.hosts.ranges import fold
+
     if not (request.detach and backend.hosts_coordinator):
         raise UsageError("--coordinator-host: only a detached job has its coordinator on a host", "add --detach")
     names = [host.name for host in plan.hosts]
@@ -487,6 +488,8 @@ def _devices(spec: HostSpec, first: int, count: int, users: Mapping[str, Setting
 
 def _check_gpus(request: JobRequest, allocation: Allocation) -> None:
     """Check --gpus-per-worker against `gpus=` of the hosts; where it is not said, agents look. Raises UsageError."""
+    from distrun.hosts.ranges import fold
+
     each = request.gpus_per_worker
     workers = Counter((slot.host, slot.place) for slot in allocation.slots if slot.role == WORKER)
     places = Counter(host for host, _ in workers)
@@ -669,6 +672,8 @@ def device_warnings(plan: Plan) -> list[str]:
     A program that takes the device `cuda:LOCAL_RANK`, as scripts for torchrun do, fails in such a worker. It is no
     error: workers may share a GPU, or use none. A value that hides all GPUs is taken as meant.
     """
+    from distrun.hosts.ranges import fold
+
     workers = plan.of_role(WORKER)
     if plan.gpus_per_worker:
         given = all(task.gpus is None for task in workers)

@@ -17,7 +17,7 @@ from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.plan import ROLES, SCHEDULER, Limits
 
 if TYPE_CHECKING:
-    from distrun.hosts.grammar import Inventory
+    from distrun.hosts import Inventory
     from distrun.sync.rules import CopyRules
 
 BUNDLED, COMMAND = BY_KEY["ps"].choices

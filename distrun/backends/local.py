@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from distrun import shipping
 from distrun.backends.base import GUARD_S, Backend, Rendered, Swept, marks
-from distrun.hosts.grammar import Inventory, named
+from distrun.hosts import Inventory, named
 from distrun_runtime.contract import environ, facts, process
 from distrun_runtime.contract.plan import Host, Plan
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from distrun.cli.console import Console
     from distrun.fleet import Fleet
     from distrun.fleet.questions import HostAnswer, HostJob
-    from distrun.hosts.grammar import Inventory
+    from distrun.hosts import Inventory
     from distrun.jobs import Jobs
     from distrun_runtime.contract.plan import Host
     from distrun_runtime.coordinator.failures import Outcome, Problem

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun import activation, backends, formats, placement
-from distrun.cli import common, hints
+from distrun import backends, formats, placement
+from distrun.cli import common
 from distrun.cli.common import current_folder, placed, report, takes
 from distrun.cli.console import ERRORS, Console
 from distrun.client import Detached
 from distrun.errors import UsageError
-from distrun.hosts.ranges import fold
-from distrun.options import BY_KEY, ROWS, configured, members
+from distrun.options import COPYING, ROWS, configured, members
 from distrun.planning import QueuedJob, device_notes, device_warnings
 from distrun.request import (
     EngineOptions,
@@ -35,9 +34,10 @@ from distrun_runtime.contract import daemon, environ, facts, process
 from distrun_runtime.contract.plan import ROLES, SERVER, WORKER, Limits
 
 if TYPE_CHECKING:
-    from distrun.hosts.grammar import Inventory
+    from distrun.hosts import Inventory
     from distrun.planning import PlannedJob
     from distrun.sync.rules import CopyRules
+    from distrun_runtime.contract.plan import Plan
     from distrun_runtime.coordinator.jobfolder import JobFolder
     from distrun_runtime.coordinator.jobstore import JobStore
 
@@ -45,15 +45,7 @@ FULL_TRACEBACKS = 2
 """From this verbosity on workers print whole tracebacks."""
 
 
-class _Launch(click.Command):
-    """The command, which remembers its words for `hints.missing`."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[hints.WORDS] = list(args)
-        return super().parse_args(ctx, args)
-
-
-@click.command(cls=_Launch, context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
+@click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
 @takes(*ROWS)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
@@ -94,7 +86,11 @@ def _launch(
     launcher, found = _launcher(options, env, console)
     for warning in found.warnings if found else ():
         console.say(warning, "warning")  # before anything else can fail: it may be why
-    misplaced = hints.misplaced(command, ctx)
+    misplaced = ""
+    if len(command) > 1:
+        from distrun.cli import hints
+
+        misplaced = hints.misplaced(command, ctx)
     if misplaced:
         console.say(misplaced)
     for note in placement.notes(found, options["placement"], options["gpus_per_worker"]) if found else ():
@@ -107,7 +103,7 @@ def _launch(
         tasks = [{"name": task.name, "role": task.role} for task in job.plan.tasks]
         choose(tasks, [each for each in options["shows"] if each != ERRORS])
     if not isinstance(job, QueuedJob):
-        for note in (*_unused(job), *device_notes(job.plan)):
+        for note in (*(_unused(job.plan, found) if found else ()), *device_notes(job.plan)):
             console.say(note)
         for warning in device_warnings(job.plan):
             console.say(warning, "warning")
@@ -116,7 +112,7 @@ def _launch(
         for warning in job.tree.warnings():
             console.say(warning, "warning")
     if options["detach"] and not (job.is_hosted or options["in_scope"] or options["dry_run"]):
-        outlive_logout(["launch", "--in-scope", *ctx.meta[hints.WORDS]])
+        outlive_logout(["launch", "--in-scope", *ctx.obj["words"]])
     if job.request.dry_run:
         _show(job, options["as_json"], options["verbosity"] > 0, console)
         return 0
@@ -130,9 +126,11 @@ def _launch(
         return _leave(outcome, store, folder, job, console, asked=options["detach"])
     console.end_output()
     tail = report(outcome, folder, options["as_json"], console)
-    hint = hints.afterwards(command, outcome, tail, ctx)
-    if hint and not misplaced:
-        console.write_err(f"distrun: hint: {hint}\n")
+    if outcome.exit_code and not misplaced:
+        from distrun.cli import hints
+
+        hint = hints.afterwards(command, outcome, tail, ctx)
+        console.write_err(f"distrun: hint: {hint}\n" if hint else "")
     return outcome.exit_code
 
 
@@ -192,6 +190,11 @@ def _request(
         "interface": options["interface"] or environ.text("DMLC_INTERFACE", {**env, **given}),
         "sync_dst_dir": "" if launcher == "local" else options["sync_dst_dir"],
     }
+    if options["activate"]:
+        from distrun import activation
+
+        asked["activate"] = activation.script(options["activate"])
+        asked["activated"] = activation.folders(options["activate"])
     return JobRequest(
         **asked,
         command=command,
@@ -201,8 +204,6 @@ def _request(
         cwd=current_folder(),
         settings=settings,
         limits=_limits(options),
-        activate=activation.script(options["activate"]),
-        activated=activation.folders(options["activate"]),
         sync_rules=_rules(options),
         engine=_engine(launcher, options, env),
         # The command that examines the hosts of a launch, and can make what their servers lack (--fix).
@@ -255,10 +256,10 @@ def _limits(options: Mapping[str, Any]) -> Limits:
 
 def _rules(options: Mapping[str, Any]) -> CopyRules | None:
     if not options["sync_dst_dir"]:
-        for name in ("sync_exclude", "sync_gitignore", "sync_extra", "sync_delete"):
-            if options[name]:
+        for row in COPYING[1:]:
+            if options[row.key]:
                 raise UsageError(
-                    f"{BY_KEY[name].name}: nothing is copied without --sync-dst-dir",
+                    f"{row.name}: nothing is copied without --sync-dst-dir",
                     "add --sync-dst-dir DIR, or leave it out",
                 )
         return None
@@ -315,6 +316,8 @@ def _where(job: PlannedJob | QueuedJob, named: str) -> str:
         return f"where {job.backend.name} finds room"
     if not job.backend.needs_hosts:
         return "on this machine" + ("; no hosts given" if not named else "")
+    from distrun.hosts.ranges import fold
+
     used = fold([host.name for host in job.plan.hosts])
     found = job.request.hosts
     source = "" if found is None else f", from {found.source}"
@@ -322,13 +325,14 @@ def _where(job: PlannedJob | QueuedJob, named: str) -> str:
     return f"on {count} host{'' if count == 1 else 's'}: {used}{source}"
 
 
-def _unused(job: PlannedJob) -> list[str]:
+def _unused(plan: Plan, found: Inventory) -> list[str]:
     """Return a note on hosts that get no task: they were not checked."""
-    used = {host.name for host in job.plan.hosts}
-    found = job.request.hosts
-    names = [name for name in found.names if name not in used] if found is not None else []
+    used = {host.name for host in plan.hosts}
+    names = [name for name in found.names if name not in used]
     if not names:
         return []
+    from distrun.hosts.ranges import fold
+
     count = f"{len(names)} of {len(used) + len(names)} hosts get" if len(names) > 1 else "one host gets"
     return [f"{count} no task: {fold(names)}"]
 
