@@ -50,6 +50,7 @@ from distrun_runtime.coordinator.jobstore import JobStore
 if TYPE_CHECKING:
     from distrun.backends.engine import Grant
     from distrun.backends.queue import QueueBackend
+    from distrun.sync.rules import CopyRules
     from distrun.sync.tree import Tree
 
 DRY_RUN_ID = "dry-run"
@@ -121,7 +122,8 @@ class QueuedJob:
         engine = self.backend.engine
         unset = (*(name for name in plan.unset if name != engine.shows), *engine.hides) if plan.unset else ()
         plan = plan._replace(on_eof=HOLD, unset=unset)
-        check_ports(request, plan)
+        if request.port_range:
+            _check_ports(request, plan)
         return PlannedJob(request, allocation, plan, values, self.backend, self.runtime, self.tree)
 
 
@@ -187,18 +189,20 @@ def plan_job(request: JobRequest, store: JobStore) -> PlannedJob | QueuedJob:
     if backend.inherits_env and request.python and request.has_bundled_servers:
         _check_python(request)
     _check_launcher(request, backend)
-    allocation = None if backend.is_engine else allocate(request, backend)
-    specs = backend.inventory(request.hosts).specs if allocation is None else allocation.hosts.specs
+    hosts = backend.inventory(request.hosts)
+    allocation = None if backend.is_engine else allocate(request, backend, hosts)
     job_id = DRY_RUN_ID if request.dry_run else store.new_id(request.name)
     runtime, data = _runtime(request, backend)
-    tree = _scan(request, backend)
+    tree = sync = None
+    if request.sync_rules is not None and request.sync_dst_dir:
+        tree, sync = _copied(request, request.sync_rules, backend, hosts)
     setup = Setup(
         job_id=job_id,
         run_dir=os.path.abspath((request.run_dir or store.jobs) / job_id),
         nonce=DRY_RUN_ID if request.dry_run else os.urandom(8).hex(),
         runtime=runtime,
         python="" if backend.ships_runtime else sys.executable,
-        sync=None if tree is None else _sync(request, specs, tree),
+        sync=sync,
         inherited=request.outer if backend.inherits_env else {},
         token="" if request.dry_run else os.urandom(32).hex(),
     )
@@ -207,17 +211,17 @@ def plan_job(request: JobRequest, store: JobStore) -> PlannedJob | QueuedJob:
     plan, values = make_plan(request, allocation, setup)
     if request.coordinator_host:
         _check_coordinator_host(request, plan, backend)
-    check_ports(request, plan)
+    if request.port_range:
+        _check_ports(request, plan)
     return PlannedJob(request, allocation, plan, values, backend, data, tree)
 
 
-def allocate(request: JobRequest, backend: Backend) -> Allocation:
-    """Return the allocation of a backend that is given its hosts: tasks placed on the hosts of the request.
+def allocate(request: JobRequest, backend: Backend, hosts: Inventory) -> Allocation:
+    """Return the allocation of a backend that is given its hosts: tasks placed on these.
 
     Raises:
         UsageError: the tasks do not fit on the hosts.
     """
-    hosts = backend.inventory(request.hosts)
     slots = place(request, hosts)
     used = hosts_of(slots, hosts.order)
     reach = {name: backend.reach(hosts.spec(name), request.reach) for name in used}
@@ -299,30 +303,22 @@ def _runtime(request: JobRequest, backend: Backend) -> tuple[Runtime, bytes]:
     return Runtime(digest=digest), data
 
 
-def _scan(request: JobRequest, backend: Backend) -> Tree | None:
-    if request.sync_rules is None or not request.sync_dst_dir:
-        return None
+def _copied(request: JobRequest, rules: CopyRules, backend: Backend, hosts: Inventory) -> tuple[Tree, Sync]:
+    """Return which files are copied to the hosts, and what a plan says of them."""
     from distrun.sync.tree import check_channel_size, scan  # not needed for jobs that copy nothing
+    from distrun_runtime.contract.folder import identity
 
-    tree = scan(request.cwd, request.sync_rules)
+    tree = scan(request.cwd, rules)
     if backend.copies_over_channels:
         check_channel_size(tree)
-    return tree
-
-
-def _sync(request: JobRequest, specs: Sequence[HostSpec], tree: Tree) -> Sync:
-    from distrun_runtime.contract.folder import identity  # not for jobs that copy nothing
-
-    rules = request.sync_rules
-    extra = () if rules is None else (each.name.partition("/")[0] for each in rules.extra)
-    top = [*os.listdir(request.cwd), *extra]
-    return Sync(
+    top = [*os.listdir(request.cwd), *(each.name.partition("/")[0] for each in rules.extra)]
+    return tree, Sync(
         request.cwd,
         tree.size,
         tree.files,
         request.sync_delete,
         "" if request.dry_run else identity(request.cwd),
-        brings=may_bring(request, specs, top),
+        brings=may_bring(request, hosts.specs, top),
         activated=request.activated or (),
     )
 
@@ -433,7 +429,7 @@ def _task(request: JobRequest, slot: Slot, layout: _JobLayout, setup: Setup, use
     refs = _references(request, slot, layout)
     if slot.role == WORKER:
         env.update(_torch_and_jax(slot, layout, setup.job_id))
-    sees = _gpus(request, slot, spec, users)
+    sees = _gpus(request, slot, spec, users) if spec.gpus or request.gpus_per_worker else None
     if sees is not None:
         env.update(_devices(spec, *sees, users))
     shown = {name: s.value for name, s in users.items() if not s.hidden and name not in env}
@@ -629,14 +625,12 @@ def _hidden(slots: Sequence[Slot], users: Mapping[str, Mapping[str, Setting]]) -
     return values
 
 
-def check_ports(request: JobRequest, plan: Plan) -> None:
+def _check_ports(request: JobRequest, plan: Plan) -> None:
     """Check that --port-range has a port for each process of ours, and each held port, on every host. No side effects.
 
     Raises:
         UsageError: with the arithmetic.
     """
-    if not request.port_range:
-        return
     first, last = map(int, request.port_range.split("-"))
     for host in plan.hosts:
         terms = []
@@ -672,17 +666,16 @@ def device_warnings(plan: Plan) -> list[str]:
     A program that takes the device `cuda:LOCAL_RANK`, as scripts for torchrun do, fails in such a worker. It is no
     error: workers may share a GPU, or use none. A value that hides all GPUs is taken as meant.
     """
-    from distrun.hosts.ranges import fold
-
     workers = plan.of_role(WORKER)
     if plan.gpus_per_worker:
         given = all(task.gpus is None for task in workers)
         return [f"--gpus-per-worker has no effect: workers are given {gpus.VISIBLE} by --env"] if given else []
-    shown = [(value, task) for task in workers if (value := task.env.get(gpus.VISIBLE, "").strip()) not in ("", "-1")]
-    if not shown:
-        return []
     warnings = []
-    for value, tasks in grouped(shown).items():
+    for value, tasks in grouped([(task.env.get(gpus.VISIBLE, "").strip(), task) for task in workers]).items():
+        if value in ("", "-1"):
+            continue
+        from distrun.hosts.ranges import fold
+
         count = len(value.split(","))
         late = sorted((each for each in tasks if int(each.env["LOCAL_RANK"]) >= count), key=lambda each: each.host)
         if not late:
@@ -701,7 +694,9 @@ def device_warnings(plan: Plan) -> list[str]:
 def device_notes(plan: Plan) -> list[str]:
     """Return what scripts for torchrun take differently with --gpus-per-worker: LOCAL_RANK is no GPU's number."""
     each = plan.gpus_per_worker
-    if not any(task.gpus is not None and int(task.env["LOCAL_RANK"]) >= each > 0 for task in plan.of_role(WORKER)):
+    if not each:
+        return []
+    if not any(task.gpus is not None and int(task.env["LOCAL_RANK"]) >= each for task in plan.of_role(WORKER)):
         return []
     own = "its own GPU as cuda:0" if each == 1 else f"its own {each} GPUs as cuda:0 to cuda:{each - 1}"
     return [f"--gpus-per-worker: each worker sees {own}, whatever its LOCAL_RANK"]

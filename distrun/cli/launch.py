@@ -173,8 +173,7 @@ def _request(
     found: Inventory | None,
     env: Mapping[str, str],
 ) -> JobRequest:
-    by_role = {role: options["env_" + role] for role in ROLES}
-    settings, notes = _collect_env(options["env"], options["env_files"], by_role, env)
+    settings, notes = _collect_env(options, env)
     for note in notes:
         console.say(note, "warning")
     if not options["no_forward"] and not backends.load(launcher).inherits_env:
@@ -183,13 +182,15 @@ def _request(
     if options["verbosity"] >= FULL_TRACEBACKS:
         settings = (Setting("DISTRUN_TRACEBACK", "full"), *settings)
     given = {setting.name: setting.value for setting in settings if not setting.role}
-    asked: dict[str, Any] = {
-        **members(options),
-        "launcher": launcher,
-        "servers": options["workers"] if options["servers"] is None else options["servers"],
-        "interface": options["interface"] or environ.text("DMLC_INTERFACE", {**env, **given}),
-        "sync_dst_dir": "" if launcher == "local" else options["sync_dst_dir"],
-    }
+    asked = members(options)
+    asked.update(
+        launcher=launcher,
+        servers=options["workers"] if options["servers"] is None else options["servers"],
+        interface=options["interface"] or environ.text("DMLC_INTERFACE", {**env, **given}),
+        sync_dst_dir="" if launcher == "local" else options["sync_dst_dir"],
+        limits=_limits(asked["limits"], options["start_timeout"]),
+        engine=_engine(asked["engine"], launcher, env),
+    )
     if options["activate"]:
         from distrun import activation
 
@@ -203,9 +204,7 @@ def _request(
         outer=env,
         cwd=current_folder(),
         settings=settings,
-        limits=_limits(options),
         sync_rules=_rules(options),
-        engine=_engine(launcher, options, env),
         # The command that examines the hosts of a launch, and can make what their servers lack (--fix).
         doctor=""
         if backends.load(launcher).is_engine
@@ -214,39 +213,36 @@ def _request(
     )
 
 
-def _collect_env(
-    words: Sequence[str], files: Sequence[str], by_role: Mapping[str, Sequence[str]], outer: Mapping[str, str]
-) -> tuple[tuple[Setting, ...], list[str]]:
+def _collect_env(options: Mapping[str, Any], outer: Mapping[str, str]) -> tuple[tuple[Setting, ...], list[str]]:
     """Return all settings in the order of precedence, files first, and notes for the user. Reads the files."""
     settings: list[Setting] = []
-    for path in files:
+    for path in options["env_files"]:
         try:
             text = Path(path).read_bytes().decode("utf-8", "surrogateescape")
         except (OSError, ValueError) as err:
             raise UsageError(f"--env-file: cannot read {path!r}: {getattr(err, 'strerror', None) or err}") from err
         settings += parse_env_file(text, path)
-    given, notes = parse_env(words, outer)
+    given, notes = parse_env(options["env"], outer)
     settings += given
-    for role, pairs in by_role.items():
-        settings += parse_role_env(role, pairs)
+    for role in ROLES:
+        if options["env_" + role]:
+            settings += parse_role_env(role, options["env_" + role])
     return tuple(settings), notes
 
 
-def _engine(launcher: str, options: Mapping[str, Any], env: Mapping[str, str]) -> EngineOptions:
+def _engine(asked: Mapping[str, Any], launcher: str, env: Mapping[str, str]) -> EngineOptions:
     """Return what the options, and the configuration file, say to an engine. Reads the file if it is one."""
-    asked: dict[str, Any] = {
-        **members(options, "engine."),
-        WORKER: Needs(**members(options, "engine.worker.")),
-        SERVER: Needs(**members(options, "engine.server.")),
-        "own": {name: value for name, value in members(options, "engine.own.").items() if value},
+    parts = {
+        WORKER: Needs(**asked[WORKER]),
+        SERVER: Needs(**asked[SERVER]),
+        "own": {name: value for name, value in asked["own"].items() if value},
         "config": {} if launcher in ("local", "ssh") else configured(launcher, env),
     }
-    return EngineOptions(**asked)
+    return EngineOptions(**{**asked, **parts})
 
 
-def _limits(options: Mapping[str, Any]) -> Limits:
-    limits = Limits(**members(options, "limits."))
-    start_s = options["start_timeout"]
+def _limits(asked: Mapping[str, Any], start_s: float | None) -> Limits:
+    limits = Limits(**asked)
     return limits._replace(
         suspect_s=min(limits.suspect_s, limits.lost_s),
         lease_s=facts.LEASE_FACTOR * limits.lost_s,

@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-from distrun import backends
+from distrun import backends, hosts
 from distrun.backends import local
 from distrun.backends.base import Backend, Swept
 from distrun.backends.bootstrap import Bootstrap
 from distrun.backends.engine import Handle, RoleGroup, Submission, marker
 from distrun.backends.queue import QueueBackend
 from distrun.errors import DistrunError, UsageError
-from distrun import hosts
 from distrun.request import EngineOptions, Needs
 from distrun.sync.copier import CopyRequest
 from distrun.sync.rules import CopyRules

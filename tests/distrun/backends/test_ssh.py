@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from sample_plan import sample_plan
 
+from distrun import hosts
 from distrun.backends.ssh import Ssh
 from distrun.errors import UsageError
 from distrun.fleet import Fleet
 from distrun.fleet.questions import HostAnswer
-from distrun import hosts
 from distrun_runtime.contract.plan import Host, Reach
 from distrun_runtime.coordinator.failures import Problem
 
