@@ -488,7 +488,7 @@ BY_KEY: Mapping[str, Option] = {row.key: row for row in ROWS}
 
 
 def members(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the options say of the members of a request; of its parts, such as `limits`, as dicts of their own."""
+    """Return what the options say of the members of a request, those of its parts (`limits`) in dicts of their own."""
     found: dict[str, Any] = {}
     for row in ROWS:
         *parts, name = row.member.split(".")

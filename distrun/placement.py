@@ -94,11 +94,11 @@ def place(request: JobRequest, hosts: Inventory) -> tuple[Slot, ...]:
         chosen = _by_slots(counts, free, _pack if request.placement == PACK else _spread)
     if request.adds_on_hosts:
         chosen[SERVER] += _without_server(chosen, hosts)
-    places = [(role, rank, host) for role, names in chosen.items() for rank, host in enumerate(names)]
+    places = [(role, rank, host, "") for role, names in chosen.items() for rank, host in enumerate(names)]
     if request.has_servers:
         own = (spec.name for spec in hosts.specs if spec.role == SCHEDULER)
-        places.insert(0, (SCHEDULER, 0, named or next(own, hosts.order[0])))
-    return slots_in([(*each, "") for each in places])
+        places.insert(0, (SCHEDULER, 0, named or next(own, hosts.order[0]), ""))
+    return slots_in(places)
 
 
 def takes(spec: HostSpec, role: str) -> bool:

@@ -331,7 +331,7 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
     """
     slots = allocation.slots
     layout = _JobLayout.of(request, allocation)
-    users = {role: given(request.settings, role) for role in (SCHEDULER, SERVER, WORKER)}
+    users = {role: given(request.settings, role) for role in ROLES}
     if request.gpus_per_worker and gpus.VISIBLE not in users[WORKER]:
         _check_gpus(request, allocation)
     if request.server_device and gpus.VISIBLE not in users[SERVER]:
@@ -363,7 +363,7 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
         gpus_per_worker=request.gpus_per_worker,
         forward_signals=request.forward_signals,
     )
-    return plan, Secrets(token=setup.token, env=_hidden(slots, users))
+    return plan, Secrets(token=setup.token, env=_hidden(layout.sizes, users))
 
 
 class _JobLayout(NamedTuple):
@@ -613,10 +613,11 @@ def _tuning(request: JobRequest) -> dict[str, str]:
     return found
 
 
-def _hidden(slots: Sequence[Slot], users: Mapping[str, Mapping[str, Setting]]) -> dict[str, str]:
+def _hidden(sizes: Mapping[str, int], users: Mapping[str, Mapping[str, Setting]]) -> dict[str, str]:
+    """Return the values of hidden variables of the roles that have tasks (`sizes`). Raises UsageError."""
     values: dict[str, str] = {}
-    for role in dict.fromkeys(slot.role for slot in slots):
-        for name, setting in users[role].items():
+    for role, settings in users.items():
+        for name, setting in settings.items() if sizes[role] else ():
             if setting.hidden and values.setdefault(name, setting.value) != setting.value:
                 raise UsageError(
                     f"{name} has different values for two roles, and values that are kept secret are sent once",
@@ -670,12 +671,13 @@ def device_warnings(plan: Plan) -> list[str]:
     if plan.gpus_per_worker:
         given = all(task.gpus is None for task in workers)
         return [f"--gpus-per-worker has no effect: workers are given {gpus.VISIBLE} by --env"] if given else []
-    warnings = []
-    for value, tasks in grouped([(task.env.get(gpus.VISIBLE, "").strip(), task) for task in workers]).items():
-        if value in ("", "-1"):
-            continue
-        from distrun.hosts.ranges import fold
+    shown = [(value, task) for task in workers if (value := task.env.get(gpus.VISIBLE, "").strip()) not in ("", "-1")]
+    if not shown:
+        return []
+    from distrun.hosts.ranges import fold
 
+    warnings = []
+    for value, tasks in grouped(shown).items():
         count = len(value.split(","))
         late = sorted((each for each in tasks if int(each.env["LOCAL_RANK"]) >= count), key=lambda each: each.host)
         if not late:
