@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from distrun import formats
 from distrun.errors import UsageError
 from distrun_runtime.contract import environ, facts, gpus, process
-from distrun_runtime.contract.plan import ROLES, SERVER, WORKER, Limits
+from distrun_runtime.contract.plan import SERVER, WORKER, Limits
 
 TEXT, WORDS, FLAG, SWITCH, TIMES = "text", "texts", "flag", "yes or no", "how often"
 """Kinds: a text; texts, one each time it is given; whether it is given; with a name for no; how often it is given."""
@@ -387,10 +387,9 @@ TABLE: Mapping[str, tuple[Option, ...]] = {
     "Environment": (
         words("--env", "Set or forward variables. Repeatable.", "K=V|K|PFX*", member=""),
         words("--env-file", "KEY=VALUE lines; hidden, not copied.", "FILE", key="env_files", member=""),
-        *(
-            words(f"--env-{role}", f"Set a variable for the {role} role only.", "K=V", member="")
-            for role in reversed(ROLES)
-        ),
+        words("--env-worker", "Set a variable for the worker role only.", "K=V", member=""),
+        words("--env-server", "Set a variable for the server role only.", "K=V", member=""),
+        words("--env-scheduler", "Set a variable for the scheduler role only.", "K=V", member=""),
         flag("--no-forward", "Do not forward DMLC_*, PS_*, OMP_*, LD_LIBRARY_PATH, AWS keys ... (ssh).", member=""),
         flag("--keep-outer-env", "Keep variables of an outer job (SLURM_*, OMPI_*, RANK ...)."),
     ),

@@ -12,6 +12,7 @@ A host with `role=` takes only tasks of that role. In every policy the scheduler
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -227,16 +228,12 @@ def slots_in(tasks: Sequence[tuple[str, int, str, str]]) -> tuple[Slot, ...]:
 
     Local ranks count within a place: its tasks share what the place may use of its node, such as the GPUs.
     """
-    sizes: dict[tuple[str, str], int] = {}
-    local_ranks = []
-    for role, _, host, place in tasks:
-        key = (role, place or host)
-        local_ranks.append(sizes.get(key, 0))
-        sizes[key] = local_ranks[-1] + 1
-    return tuple(
-        Slot(role, rank, host, local_rank, sizes[role, place or host], place)
-        for (role, rank, host, place), local_rank in zip(tasks, local_ranks, strict=True)
-    )
+    sizes: Counter[tuple[str, str]] = Counter()
+    slots = []
+    for role, rank, host, place in tasks:
+        slots.append(Slot(role, rank, host, sizes[role, place or host], 0, place))
+        sizes[role, place or host] += 1
+    return tuple(slot._replace(local_size=sizes[slot.role, slot.place]) for slot in slots)
 
 
 def hosts_of(slots: Sequence[Slot], order: Sequence[str]) -> tuple[str, ...]:

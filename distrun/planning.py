@@ -91,11 +91,8 @@ class PlannedJob(NamedTuple):
     """The archive that hosts are sent; empty: they have the runtime."""
     tree: Tree | None = None
     """Which files are copied to the hosts; None: none."""
-
-    @property
-    def is_hosted(self) -> bool:
-        """Whether the coordinator is to run on one of the job's hosts."""
-        return self.request.detach and self.backend.hosts_coordinator
+    is_hosted: bool = False
+    """The coordinator is to run on one of the job's hosts."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -192,7 +189,12 @@ def plan_job(request: JobRequest, store: JobStore) -> PlannedJob | QueuedJob:
     hosts = backend.inventory(request.hosts)
     allocation = None if backend.is_engine else allocate(request, backend, hosts)
     job_id = DRY_RUN_ID if request.dry_run else store.new_id(request.name)
-    runtime, data = _runtime(request, backend)
+    data = b""
+    if backend.ships_runtime:
+        digest, data = shipping.archive()
+        runtime = Runtime(digest=digest)
+    else:
+        runtime = Runtime(path=str(shipping.runtime_root(request.outer, copy=not request.dry_run)))
     tree = sync = None
     if request.sync_rules is not None and request.sync_dst_dir:
         tree, sync = _copied(request, request.sync_rules, backend, hosts)
@@ -209,11 +211,12 @@ def plan_job(request: JobRequest, store: JobStore) -> PlannedJob | QueuedJob:
     if allocation is None:
         return QueuedJob(request, cast("QueueBackend", backend), setup, data, tree)
     plan, values = make_plan(request, allocation, setup)
+    is_hosted = request.detach and backend.hosts_coordinator
     if request.coordinator_host:
-        _check_coordinator_host(request, plan, backend)
+        _check_coordinator_host(request.coordinator_host, plan, is_hosted)
     if request.port_range:
         _check_ports(request, plan)
-    return PlannedJob(request, allocation, plan, values, backend, data, tree)
+    return PlannedJob(request, allocation, plan, values, backend, data, tree, is_hosted)
 
 
 def allocate(request: JobRequest, backend: Backend, hosts: Inventory) -> Allocation:
@@ -270,17 +273,15 @@ def _check_launcher(request: JobRequest, backend: Backend) -> None:
             raise UsageError(f"{row.name} is not for --launcher {request.launcher}{why}", "leave it out")
 
 
-def _check_coordinator_host(request: JobRequest, plan: Plan, backend: Backend) -> None:
+def _check_coordinator_host(named: str, plan: Plan, is_hosted: bool) -> None:
     """Check --coordinator-host. Raises UsageError."""
     from distrun.hosts.ranges import fold
 
-    if not (request.detach and backend.hosts_coordinator):
+    if not is_hosted:
         raise UsageError("--coordinator-host: only a detached job has its coordinator on a host", "add --detach")
     names = [host.name for host in plan.hosts]
-    if request.coordinator_host not in names:
-        raise UsageError(
-            f"--coordinator-host: {request.coordinator_host!r} is no host of this job", f"it has: {fold(names)}"
-        )
+    if named not in names:
+        raise UsageError(f"--coordinator-host: {named!r} is no host of this job", f"it has: {fold(names)}")
 
 
 def _check_python(request: JobRequest) -> None:
@@ -293,14 +294,6 @@ def _check_python(request: JobRequest) -> None:
         raise UsageError(
             f"--python: there is no program {request.python!r} on this machine", "leave it out, or give a full path"
         )
-
-
-def _runtime(request: JobRequest, backend: Backend) -> tuple[Runtime, bytes]:
-    """Return where tasks find the runtime, and the archive that hosts are sent."""
-    if not backend.ships_runtime:
-        return Runtime(path=str(shipping.runtime_root(request.outer, copy=not request.dry_run))), b""
-    digest, data = shipping.archive()
-    return Runtime(digest=digest), data
 
 
 def _copied(request: JobRequest, rules: CopyRules, backend: Backend, hosts: Inventory) -> tuple[Tree, Sync]:

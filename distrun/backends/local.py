@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import subprocess
@@ -118,7 +119,8 @@ class ChildChannel:
         fd = self._child.stdin.fileno()
         with contextlib.suppress(OSError):  # it has ended: `start` hears why
             os.set_blocking(fd, False)
-            _widen(fd, len(self._program))
+            if hasattr(fcntl, "F_SETPIPE_SZ"):  # Linux: the pipe takes all of it at once
+                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, len(self._program))
             self._program = self._program[os.write(fd, self._program) :]
 
     def start(self, put: Put) -> None:
@@ -202,14 +204,6 @@ class ChildChannel:
         else:
             how = f"it was ended by signal {-code}" if code < 0 else f"it ended with code {int(code)}"
         return "\n".join([how, *self._words])
-
-
-def _widen(fd: int, size: int) -> None:
-    """Let a pipe take `size` bytes at once, where the system can (Linux)."""
-    import fcntl
-
-    if hasattr(fcntl, "F_SETPIPE_SZ"):
-        fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, size)
 
 
 def short_name(hostname: str) -> str:

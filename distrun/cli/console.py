@@ -119,8 +119,7 @@ class Console:
     def start(self) -> None:
         """Have threads print from now on, from the line of the job at once: this process forks no more."""
         self._is_started = True
-        line = self._line()
-        if line is not None:
+        if self.draws and (line := self._line()) is not None:
             self._begun["err"].show_status(encoded(line.text()))
 
     @property

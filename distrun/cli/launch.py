@@ -26,6 +26,7 @@ from distrun.request import (
     Needs,
     Setting,
     forwarded,
+    given,
     parse_env,
     parse_env_file,
     parse_role_env,
@@ -181,12 +182,13 @@ def _request(
         settings = (*forwarded(env), *settings)
     if options["verbosity"] >= FULL_TRACEBACKS:
         settings = (Setting("DISTRUN_TRACEBACK", "full"), *settings)
-    given = {setting.name: setting.value for setting in settings if not setting.role}
+    interface = given(settings, "").get("DMLC_INTERFACE")
     asked = members(options)
     asked.update(
         launcher=launcher,
         servers=options["workers"] if options["servers"] is None else options["servers"],
-        interface=options["interface"] or environ.text("DMLC_INTERFACE", {**env, **given}),
+        interface=options["interface"]
+        or (environ.text("DMLC_INTERFACE", env) if interface is None else interface.value),
         sync_dst_dir="" if launcher == "local" else options["sync_dst_dir"],
         limits=_limits(asked["limits"], options["start_timeout"]),
         engine=_engine(asked["engine"], launcher, env),
@@ -208,7 +210,7 @@ def _request(
         # The command that examines the hosts of a launch, and can make what their servers lack (--fix).
         doctor=""
         if backends.load(launcher).is_engine
-        else formats.join(["distrun", "doctor", *common.typed(options, found), *common.typed_python(options)]),
+        else formats.join(["distrun", "doctor", *common.typed(options, found, (*common.REACH, *common.PYTHON))]),
         dry_run=options["dry_run"],
     )
 
@@ -222,8 +224,8 @@ def _collect_env(options: Mapping[str, Any], outer: Mapping[str, str]) -> tuple[
         except (OSError, ValueError) as err:
             raise UsageError(f"--env-file: cannot read {path!r}: {getattr(err, 'strerror', None) or err}") from err
         settings += parse_env_file(text, path)
-    given, notes = parse_env(options["env"], outer)
-    settings += given
+    named, notes = parse_env(options["env"], outer)
+    settings += named
     for role in ROLES:
         if options["env_" + role]:
             settings += parse_role_env(role, options["env_" + role])
