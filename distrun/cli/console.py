@@ -169,10 +169,6 @@ class Console:
         self._counts = counts
         self._since = since
 
-    def output(self, task: str, host: str, stream: str, data: bytes, at: int | None) -> None:
-        """Take bytes of a task; they begin at byte `at` of its log file."""
-        self.show(OutputPiece(data, task, host, stream, at, len(data)))
-
     def show(self, piece: OutputPiece) -> None:
         """Take a piece of a task's output."""
         shown = piece.task, piece.task.partition("-")[0], ERRORS if piece.stream == "err" else ""

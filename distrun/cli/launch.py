@@ -182,13 +182,13 @@ def _request(
         settings = (*forwarded(env), *settings)
     if options["verbosity"] >= FULL_TRACEBACKS:
         settings = (Setting("DISTRUN_TRACEBACK", "full"), *settings)
-    interface = given(settings, "").get("DMLC_INTERFACE")
+    named = given(settings, "").get("DMLC_INTERFACE")
+    interface = options["interface"] or (environ.text("DMLC_INTERFACE", env) if named is None else named.value)
     asked = members(options)
     asked.update(
         launcher=launcher,
         servers=options["workers"] if options["servers"] is None else options["servers"],
-        interface=options["interface"]
-        or (environ.text("DMLC_INTERFACE", env) if interface is None else interface.value),
+        interface=interface,
         sync_dst_dir="" if launcher == "local" else options["sync_dst_dir"],
         limits=_limits(asked["limits"], options["start_timeout"]),
         engine=_engine(asked["engine"], launcher, env),
