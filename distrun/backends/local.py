@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 ENDED_WELL = (0, facts.EXIT_START_FAILED, facts.EXIT_TERMINATED)
 """Exit codes of an agent that has seen to its tasks: it was told to end, refused to begin, or was left alone."""
+LOOK_S = 0.1
+"""Shortest wait for a child: another thread may be looking at it."""
 LAST_WORDS = 20
 """Lines of the agent's stderr that are kept for the report of its death."""
 
@@ -177,9 +180,7 @@ class ChildChannel:
         """Wait, at most so long, for the agent's end; return its exit code, None if it is still there."""
         if self._child is None:
             return 0  # It was never started.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._child.wait(limit_s)
-        return None
+        return _ended(self._child, limit_s)
 
     def _listen(self, stderr: IO[bytes]) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -190,15 +191,30 @@ class ChildChannel:
     def _explain(self) -> str:
         if self._child is None or self._listener is None:
             return ""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(1.0)
+        code = _ended(self._child, 1.0)
         self._listener.join(1.0)
-        code = self._child.returncode
         if code is None:
             how = f"its process (pid {self._child.pid}) still ran a second later"
         else:
             how = f"it was ended by signal {-code}" if code < 0 else f"it ended with code {int(code)}"
         return "\n".join([how, *self._words])
+
+
+def _ended(child: subprocess.Popen[bytes], limit_s: float) -> int | None:
+    """Wait for the end of a child, at most so long; return its exit code, None if it is still there."""
+    until = time.monotonic() + limit_s
+    if child.returncode is None and process.has_pidfd():  # `Popen.wait` looks 20 times a second
+        with contextlib.suppress(OSError):  # it has ended, and another thread has waited for it
+            held = os.pidfd_open(child.pid)
+            try:
+                poller = select.poll()
+                poller.register(held, select.POLLIN)
+                poller.poll(limit_s * 1000)
+            finally:
+                os.close(held)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return child.wait(max(until - time.monotonic(), LOOK_S))
+    return None
 
 
 def _widen(fd: int, size: int) -> None:
