@@ -222,7 +222,8 @@ def _coordinator_process(
     """Run the job in this process, the forked child, tell the client how it ended, and exit."""
     code = facts.EXIT_INTERNAL
     try:
-        from distrun_runtime.coordinator import service as serving
+        channels = _boot(job)
+        from distrun_runtime.coordinator import service as serving  # agents start while this is imported
 
         serving.leave_streams(folder)
         service = serving.service_of(folder, connection)
@@ -232,7 +233,7 @@ def _coordinator_process(
             signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
             folder.take_over()
             _listen(service, folder, job.request.detach)
-            service.finish(dataclasses.asdict(_coordinate(job, folder, service, verbosity)))
+            service.finish(dataclasses.asdict(_coordinate(job, folder, service, verbosity, channels)))
             code = 0
         except BaseException as err:
             service.fail(_error(err))
@@ -243,6 +244,16 @@ def _coordinator_process(
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def _boot(job: PlannedJob | QueuedJob) -> Sequence[AgentChannel]:
+    """Begin what agents can do before they are heard; return their channels, none if `coordinate` has to make them."""
+    if not isinstance(job, QueuedJob) and not job.is_hosted:
+        with contextlib.suppress(Exception):  # it is met again in `coordinate`, which can say so
+            channels = job.backend.channels(job.plan)
+            job.backend.boot(channels)
+            return channels
+    return ()
 
 
 def coordinator_of_stdin(connection: int) -> NoReturn:
@@ -279,7 +290,13 @@ def _error(err: BaseException) -> control.CoordinatorFailed:
     return control.failure(err)
 
 
-def _coordinate(job: PlannedJob | QueuedJob, folder: JobFolder, service: Service, verbosity: int) -> Outcome:
+def _coordinate(
+    job: PlannedJob | QueuedJob,
+    folder: JobFolder,
+    service: Service,
+    verbosity: int,
+    channels: Sequence[AgentChannel],
+) -> Outcome:
     """Run a job here to its end or, if a host is to run it, until its hosts are ready and a host has it."""
     if isinstance(job, QueuedJob):
         from distrun import allocating
@@ -289,7 +306,7 @@ def _coordinate(job: PlannedJob | QueuedJob, folder: JobFolder, service: Service
             return found
         job = found
     if not job.is_hosted:
-        return coordinate(job, folder, service, verbosity)
+        return coordinate(job, folder, service, verbosity, channels=channels)
     from distrun import detaching
 
     # These agents end with their connections; those that follow hold.
@@ -299,16 +316,22 @@ def _coordinate(job: PlannedJob | QueuedJob, folder: JobFolder, service: Service
 
 
 def coordinate(
-    job: PlannedJob, folder: JobFolder, sink: Service, verbosity: int = 0, ends_when_ready: bool = False
+    job: PlannedJob,
+    folder: JobFolder,
+    sink: Service,
+    verbosity: int = 0,
+    ends_when_ready: bool = False,
+    channels: Sequence[AgentChannel] = (),
 ) -> Outcome:
-    """Run a planned job to its end in this process: channels, loop, and what is left behind.
+    """Run a planned job to its end in this process: channels (if they were not made yet), loop, and what is left behind.
 
     Raises:
         Exception: anything that was not expected. The folder says so.
     """
     try:
-        channels = job.backend.channels(job.plan)
-        job.backend.boot(channels)
+        if not channels:
+            channels = job.backend.channels(job.plan)
+            job.backend.boot(channels)
         from distrun_runtime.coordinator import jobrun  # the client does not need it, and agents start meanwhile
 
         copier = _copier(job, sink)
