@@ -321,9 +321,10 @@ def coordinate(
     sink: Service,
     verbosity: int = 0,
     ends_when_ready: bool = False,
+    *,
     channels: Sequence[AgentChannel] = (),
 ) -> Outcome:
-    """Run a planned job to its end in this process: channels (if they were not made yet), loop, and what is left behind.
+    """Run a planned job to its end in this process: channels (those given, or new ones), loop, and what is left behind.
 
     Raises:
         Exception: anything that was not expected. The folder says so.
