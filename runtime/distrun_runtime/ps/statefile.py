@@ -17,15 +17,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import threading
-import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import field
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -38,6 +34,9 @@ from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import update
 from distrun_runtime.ops.optimizers import Key, RuleSpec
 
+if TYPE_CHECKING:  # Where pathlib, shutil and zipfile are used, they are imported: most jobs save no states.
+    from pathlib import Path
+
 MANIFEST = "manifest.json"
 FORMAT = 1
 """Version of the manifest and of the files that it names."""
@@ -48,8 +47,6 @@ MARK = "save"
 _OWN_PART = re.compile(DATA + "[0-9a-f]{16}")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 """Names from messages and manifests: one word, so that nothing outside the folder of a save is opened."""
-
-_READ_ERRORS = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError)
 
 _READING = threading.Lock()
 """Held while numpy reads an array: it parses the array's head with `ast`, and Python 3.11 before 3.11.8 may raise
@@ -136,7 +133,7 @@ class StateFile:
             with _READING:
                 found = np.load(self._stream, allow_pickle=False)
                 mark = str(found[MARK])
-        except (*_READ_ERRORS, IndexError) as err:
+        except _read_errors(IndexError) as err:
             raise self._torn(err) from err
         if mark != part:
             raise self.wrong(f"belongs to another save, {mark!r}")
@@ -151,7 +148,7 @@ class StateFile:
         try:
             with _READING:
                 found: Array = self._file[name]
-        except _READ_ERRORS as err:
+        except _read_errors() as err:
             raise self._torn(err) from err
         return found.view(BFLOAT16) if name in self._halves else found
 
@@ -209,6 +206,9 @@ def write_manifest(folder: str, manifest: Mapping[str, Any], host: str) -> None:
     Raises:
         KVError: it cannot be written, or not be read again; names file and host.
     """
+    import shutil
+    from pathlib import Path
+
     path = Path(folder, MANIFEST)
     if wrong := _against_manifest(manifest):
         raise KVError(f"the manifest {path} cannot be written on host {host}: {wrong}")
@@ -229,6 +229,8 @@ def read_manifest(folder: str, host: str) -> dict[str, Any]:
     Raises:
         KVError: there is none, or it is not one of ours, or it says what cannot be; names file and host.
     """
+    from pathlib import Path
+
     path = Path(folder, MANIFEST)
     try:
         with open(path, encoding="utf-8") as file:
@@ -250,10 +252,20 @@ def read_manifest(folder: str, host: str) -> dict[str, Any]:
 
 def discard(folder: str, part: str) -> None:
     """Remove the data of a save that failed, unless the manifest names it: then the save has succeeded after all."""
+    import shutil
+
     with suppress(KVError):
         if read_manifest(folder, "")["data"] == part:
             return
-    shutil.rmtree(Path(folder, part), ignore_errors=True)
+    shutil.rmtree(os.path.join(folder, part), ignore_errors=True)
+
+
+def _read_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
+    """Return what is raised where a file of a save is damaged or cannot be read, and `more`."""
+    import zipfile
+    import zlib
+
+    return OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError, *more
 
 
 def _is_part(name: object) -> bool:
@@ -268,6 +280,8 @@ def _path(folder: str, part: str, name: str, host: str) -> Path:
     """
     if not _is_part(part) or not (_NAME.fullmatch(name) and name.endswith(".npz")):
         raise KVError(f"states in {folder} on host {host}: {os.path.join(part, name)!r} is not a file of a save")
+    from pathlib import Path
+
     return Path(folder, part, name)
 
 
