@@ -222,7 +222,9 @@ def _coordinator_process(
     """Run the job in this process, the forked child, tell the client how it ended, and exit."""
     code = facts.EXIT_INTERNAL
     try:
-        channels = _boot(job)
+        if isinstance(job, PlannedJob) and not job.is_hosted:
+            with contextlib.suppress(Exception):  # `coordinate` meets it again, and can say so
+                job.backend.start_agents(job.plan)
         from distrun_runtime.coordinator import service as serving  # agents start while this is imported
 
         serving.leave_streams(folder)
@@ -233,7 +235,7 @@ def _coordinator_process(
             signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
             folder.take_over()
             _listen(service, folder, job.request.detach)
-            service.finish(dataclasses.asdict(_coordinate(job, folder, service, verbosity, channels)))
+            service.finish(dataclasses.asdict(_coordinate(job, folder, service, verbosity)))
             code = 0
         except BaseException as err:
             service.fail(_error(err))
@@ -244,16 +246,6 @@ def _coordinator_process(
         traceback.print_exc()
     finally:
         os._exit(code)
-
-
-def _boot(job: PlannedJob | QueuedJob) -> Sequence[AgentChannel]:
-    """Begin what agents can do before they are heard; return their channels, none if `coordinate` has to make them."""
-    if not isinstance(job, QueuedJob) and not job.is_hosted:
-        with contextlib.suppress(Exception):  # it is met again in `coordinate`, which can say so
-            channels = job.backend.channels(job.plan)
-            job.backend.boot(channels)
-            return channels
-    return ()
 
 
 def coordinator_of_stdin(connection: int) -> NoReturn:
@@ -290,13 +282,7 @@ def _error(err: BaseException) -> control.CoordinatorFailed:
     return control.failure(err)
 
 
-def _coordinate(
-    job: PlannedJob | QueuedJob,
-    folder: JobFolder,
-    service: Service,
-    verbosity: int,
-    channels: Sequence[AgentChannel],
-) -> Outcome:
+def _coordinate(job: PlannedJob | QueuedJob, folder: JobFolder, service: Service, verbosity: int) -> Outcome:
     """Run a job here to its end or, if a host is to run it, until its hosts are ready and a host has it."""
     if isinstance(job, QueuedJob):
         from distrun import allocating
@@ -306,7 +292,7 @@ def _coordinate(
             return found
         job = found
     if not job.is_hosted:
-        return coordinate(job, folder, service, verbosity, channels=channels)
+        return coordinate(job, folder, service, verbosity)
     from distrun import detaching
 
     # These agents end with their connections; those that follow hold.
@@ -316,23 +302,16 @@ def _coordinate(
 
 
 def coordinate(
-    job: PlannedJob,
-    folder: JobFolder,
-    sink: Service,
-    verbosity: int = 0,
-    ends_when_ready: bool = False,
-    *,
-    channels: Sequence[AgentChannel] = (),
+    job: PlannedJob, folder: JobFolder, sink: Service, verbosity: int = 0, ends_when_ready: bool = False
 ) -> Outcome:
-    """Run a planned job to its end in this process: channels (those given, or new ones), loop, and what is left behind.
+    """Run a planned job to its end in this process: channels, loop, and what is left behind.
 
     Raises:
         Exception: anything that was not expected. The folder says so.
     """
     try:
-        if not channels:
-            channels = job.backend.channels(job.plan)
-            job.backend.boot(channels)
+        channels = job.backend.channels(job.plan)
+        job.backend.boot(channels)
         from distrun_runtime.coordinator import jobrun  # the client does not need it, and agents start meanwhile
 
         copier = _copier(job, sink)

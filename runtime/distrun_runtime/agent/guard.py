@@ -284,20 +284,16 @@ def _is_clean(note: Dict[str, Any]) -> bool:
 
     That spares `_clean_up`, which costs more than all else that a guard does.
     """
-    folder, marks = str(note["folder"]), note["marks"]
-    if process.has_children():
+    folder, others = str(note["folder"]), [pid for pid in process.ids() if pid != os.getpid()]
+    # What has the marks need not be below us: `at` gives its jobs the environment of the user's command.
+    environs = process.environs_of(others)
+    if process.has_children() or any(process.has_marks(env, note["marks"]) for env in environs.values()):
         return False
-    environs = process.environs_of([pid for pid in process.ids() if pid != os.getpid()])
-    if any(process.has_marks(env, marks) for env in environs.values()):
-        return False  # it need not be below us: `at` gives its jobs the environment of the user's command
     try:
-        names = os.listdir(folder)
-        if len(names) > 1:
-            return False  # the agent was killed
-        for name in names:
-            os.unlink(os.path.join(folder, name))
+        (record,) = os.listdir(folder)  # there is more if the agent was killed
+        os.unlink(os.path.join(folder, record))
         os.rmdir(folder)
-    except OSError:
+    except (OSError, ValueError):
         return False
     with contextlib.suppress(OSError):  # another host of the job lives on this machine
         os.rmdir(os.path.dirname(folder))
