@@ -545,6 +545,19 @@ def test_private_folder_goes_with_the_job(finish: Callable[[AgentDriver], None])
 
 
 @on_linux
+def test_guard_ends_what_carries_the_jobs_marks_and_was_started_by_another_process() -> None:
+    with agent(shell("true"), limits=SHORT) as driver:
+        driver.begin()
+        driver.spawn()
+        assert driver.exited()["code"] == 0
+        marks = process.marks(driver.job, driver.plan.nonce, agentkit.HOST, agentkit.HOST)
+        with subprocess.Popen(["sleep", "600"], env={**os.environ, **marks}) as elsewhere:  # as `at` would do it
+            assert driver.finish() == 0
+            assert elsewhere.wait(WAIT_S) == -signal.SIGTERM
+        assert not share.folders_of(driver.job)
+
+
+@on_linux
 @pytest.mark.slow
 def test_agent_and_guard_that_were_stopped_for_longer_than_the_lease_go_on() -> None:
     with agent(shell("echo ready; sleep 600"), limits=Limits(grace_s=0.5, lease_s=3.0)) as driver:
