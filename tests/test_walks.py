@@ -112,3 +112,8 @@ def test_a_walk_beyond_its_limit_names_the_modules_and_functions_entered() -> No
     entered = {f"distrun.module{number}": {"call"} for number in range(200)}
     with pytest.raises(AssertionError, match=r"walks.status: 200 modules .* Entered:\n  distrun.module0: call\n"):
         walks.check("status", entered)
+
+
+def test_a_function_that_only_some_windows_enter_is_not_steady() -> None:
+    first = {"distrun.pool": {"take", "grow"}, "distrun.waits": {"report"}}
+    assert walks.common([first, {"distrun.pool": {"take", "trim"}}]) == {"distrun.pool": {"take"}}
