@@ -101,7 +101,8 @@ def _is_left_out(item: pytest.Item) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is not quick, of what the other options selected; else run files with such tests first.
 
-    These files take longest, and at the end of a run one process would wait for another one's.
+    These files take longest, and at the end of a run one process would wait for another one's. Of these, files that
+    need peers come last: `.ci/run` installs those meanwhile.
     """
     others = [item for item in items if bool(item.get_closest_marker(ENGINE)) != config.getoption("engines")]
     if others:
@@ -118,8 +119,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in marked]
         config.stash[COUNT] = len(marked)
     else:
-        paths = {item.path for item in marked}
-        items.sort(key=lambda item: item.path not in paths)
+        long = {item.path for item in marked}
+        peers = {item.path for item in marked if item.get_closest_marker("peers")}
+        items.sort(key=lambda item: (item.path not in long, item.path in peers))
 
 
 @pytest.hookimpl(tryfirst=True)
