@@ -108,14 +108,6 @@ class Backlog:
         return True
 
 
-def encoded(text: str) -> bytes:
-    """Return the bytes that a word stood for (os.fsdecode made surrogates of what is not UTF-8)."""
-    try:
-        return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # other surrogates stand for no bytes
-        return text.encode("utf-8", "backslashreplace")
-
-
 class Client:
     """One client: what it said, and what waits for it."""
 

@@ -31,12 +31,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, Optional, Tuple
 
 from distrun_runtime.contract import facts, process
-from distrun_runtime.contract import plan as plans
-from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator import stored
 from distrun_runtime.errors import ContractError, JobStoreError
 
 if TYPE_CHECKING:
+    from distrun_runtime.contract.plan import Plan
     from distrun_runtime.coordinator.failures import Outcome, Survivor, TaskResult
 
 # The clock of the machine that keeps a folder's files.
@@ -162,6 +161,7 @@ class JobFolder:
 
     def start(self, plan: Plan) -> None:
         """Write the plan, which is made when the allocation is known: state starting. Raises OSError."""
+        from distrun_runtime.contract import plan as plans
         from distrun_runtime.coordinator.failures import TaskResult
 
         self._plan = plan
@@ -417,6 +417,8 @@ class JobFolder:
 
     def plan(self) -> Plan:
         """Read plan.json. Raises JobStoreError."""
+        from distrun_runtime.contract import plan as plans  # not to list jobs
+
         if self._plan is None:
             path = self.path / "plan.json"
             value = stored.load(path, plans.VERSION)

@@ -10,12 +10,14 @@ import os
 import random
 import re
 from pathlib import Path
-from typing import Any, Callable, List, Mapping, Optional
+from typing import TYPE_CHECKING, Any, Callable, List, Mapping, Optional
 
 from distrun_runtime.contract import environ, facts
-from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.errors import JobStoreError, NoSuchJob
+
+if TYPE_CHECKING:
+    from distrun_runtime.contract.plan import Plan
 
 # Ids of jobs: short, pronounceable, unique in a store, e.g. `calm-otter-7f3`, or `digits-7f3` for a named job.
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Callable, Dict, Mapping, NamedTuple
 
 from distrun_runtime.contract import facts
-from distrun_runtime.contract import plan as plans
 from distrun_runtime.errors import JobStoreError
 
 SIZE_LIMIT = 256 * 1024 * 1024
@@ -97,7 +96,7 @@ LAUNCHER: Members = {"pid": COUNT, "start": TEXT, "host": TEXT}
 CONTROL: Members = {"pid": COUNT, "start": TEXT, "host": TEXT, "boot": TEXT, "path": TEXT}
 TASK: Members = {
     "name": NAME,
-    "role": one_of(*plans.ROLES),
+    "role": one_of(*facts.ROLES),
     "rank": COUNT,
     "host": TEXT,
     "state": one_of(*facts.TASK_STATES),
@@ -142,7 +141,7 @@ PLAN: Members = {
 }
 PLAN_HOST: Members = {"name": TEXT, "address": TEXT, "ports": TEXTS, "reach": PAIRS, "interface": TEXT}
 PLAN_TASK: Members = {
-    **{"name": NAME, "role": one_of(*plans.ROLES), "rank": COUNT, "host": TEXT, "argv": TEXTS, "cwd": TEXT},
+    **{"name": NAME, "role": one_of(*facts.ROLES), "rank": COUNT, "host": TEXT, "argv": TEXTS, "cwd": TEXT},
     **{"env": PAIRS, "refs": PAIRS, "secret_env": TEXTS, "needs": TEXTS},
 }
 PLAN_SYNC: Members = {"source": TEXT, "size": COUNT, "files": COUNT, "delete": FLAG, "identity": TEXT}
