@@ -13,7 +13,7 @@ from distrun_runtime.contract.plan import HOLD, Host, Plan, Reach
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from distrun.hosts.grammar import HostSpec, Inventory
+    from distrun.hosts import HostSpec, Inventory
     from distrun.ssh.ask import Asker
     from distrun.sync.copier import CopyRequest, FileCopier, Says
     from distrun_runtime.coordinator.channel import AgentChannel

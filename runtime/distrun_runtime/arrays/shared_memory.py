@@ -116,8 +116,10 @@ class Blocks:
     def _refused(self, watcher: BlockWatcher, nbytes: int) -> None:
         if not self._has_said:
             self._has_said = True
-            text = "%d bytes of shared memory are not page-locked, so copies between them and GPUs take longer: %s"
-            self._say((text + "; fix: raise the limit `ulimit -l`") % (nbytes, watcher.why_not))
+            self._say(
+                f"{nbytes} bytes of shared memory are not page-locked, so copies between them and GPUs take longer:"
+                f" {watcher.why_not}; fix: raise the limit `ulimit -l`"
+            )
 
 
 BLOCKS = Blocks()
@@ -384,11 +386,12 @@ def _made(size: int) -> Segment:
     except BaseException:
         os.close(fd)
         raise
-    weakref.finalize(memory, _close, fd, os.getpid()).atexit = False
+    weakref.finalize(memory, close_in, os.getpid(), fd).atexit = False
     return Segment(next(_NUMBERS), fd, memory, size, address_of(memory), [(0, size)])
 
 
-def _close(fd: int, pid: int) -> None:
+def close_in(pid: int, fd: int) -> None:
+    """Close a descriptor in the process that it belongs to; a forked child leaves its copy."""
     if os.getpid() == pid:
         with contextlib.suppress(OSError):
             os.close(fd)

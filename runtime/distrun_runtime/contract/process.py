@@ -279,11 +279,13 @@ def outlive_tasks_signals(handler: Callable[[int, object], None] = do_nothing) -
 
     If another part of the program has set a handler, or ignores the signal, that stays.
     """
-    numbers = [signal.Signals["SIG" + name] for name in TASKS_SIGNALS]
-    ours = [number for number in numbers if signal.getsignal(number) in (signal.SIG_DFL, do_nothing)]
-    for number in ours:
-        signal.signal(number, handler)
-    return [*ours]
+    ours: List[int] = []
+    for name in TASKS_SIGNALS:
+        number = signal.Signals["SIG" + name]
+        if signal.getsignal(number) in (signal.SIG_DFL, do_nothing):
+            signal.signal(number, handler)
+            ours.append(number)
+    return ours
 
 
 def send_signal(who: Identity, number: int) -> bool:

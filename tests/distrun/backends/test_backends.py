@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 
-from distrun import backends
+from distrun import backends, hosts
 from distrun.backends import local
 from distrun.backends.base import Backend, Swept
 from distrun.backends.bootstrap import Bootstrap
 from distrun.backends.engine import Handle, RoleGroup, Submission, marker
 from distrun.backends.queue import QueueBackend
 from distrun.errors import DistrunError, UsageError
-from distrun.hosts import grammar
 from distrun.request import EngineOptions, Needs
 from distrun.sync.copier import CopyRequest
 from distrun.sync.rules import CopyRules
@@ -98,7 +97,7 @@ def submission(name: str, **more: Any) -> Submission:
     """Return what an engine would be asked for, for 4 workers and 2 servers, on two hosts where it takes any."""
     backend = backends.load(name)
     assert isinstance(backend, QueueBackend)
-    inventory = grammar.named(["h1", "h2"], "--hosts")
+    inventory = hosts.named(["h1", "h2"], "--hosts")
     groups = (RoleGroup("server", 2, Needs()), RoleGroup("worker", 4, Needs(cores=2, memory=1 << 30)))
     found = Submission(
         job="calm-otter-7f3",
@@ -168,7 +167,7 @@ def test_the_local_host_is_this_machine_by_its_short_name() -> None:
     assert local.short_name("d1") == "d1"
     assert local.short_name("") == "localhost"
     assert local.Local().addresses(["d1"]) == {"d1": "127.0.0.1"}
-    assert len(local.Local().inventory(grammar.named(["a", "b"])).order) == 1
+    assert len(local.Local().inventory(hosts.named(["a", "b"])).order) == 1
 
 
 def test_a_python_that_is_not_there_is_a_failed_start() -> None:

@@ -254,8 +254,10 @@ class Test(Rule):
         """Return if weights of this dtype can be updated."""
         rescale = self.number("rescale_grad")
         if dtype.kind in "iu" and (rescale != int(rescale) or abs(rescale) >= 2**63):
-            text = "rule 'test' with rescale_grad=%g updates float weights, not %s: whole numbers only"
-            raise KVError(text % (rescale, name_of(dtype)))
+            raise KVError(
+                f"rule 'test' with rescale_grad={rescale:g} updates float weights, not {name_of(dtype)}: whole numbers"
+                " only"
+            )
 
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""
