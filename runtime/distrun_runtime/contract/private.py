@@ -68,14 +68,18 @@ def cache_root(env: Optional[Mapping[str, str]] = None) -> str:
 
 
 def cache_folder(kind: str, env: Optional[Mapping[str, str]] = None) -> str:
-    """Return the folder of one kind, if it is there and this user's alone.
+    """Return the folder of one kind, if it is there and this user's; then only this user can write to it.
 
     Raises:
-        OSError: it is not.
+        OSError: it is no folder, or not this user's.
     """
     top = cache_root(env)
     for each in (top, os.path.join(top, kind)):
-        _mend(each)
+        info = os.lstat(each)
+        if not is_ours(info, rights=0):
+            raise OSError(f"{each} is not a folder that only this user can write")
+        if not is_ours(info):  # others can write to it
+            os.chmod(each, stat.S_IMODE(info.st_mode) & ~0o022)
     return os.path.join(top, kind)
 
 
@@ -91,15 +95,6 @@ def make_cache(kind: str, env: Optional[Mapping[str, str]] = None) -> str:
         with contextlib.suppress(FileExistsError):
             os.mkdir(each, 0o700)
     return cache_folder(kind, env)
-
-
-def _mend(path: str) -> None:
-    """Let only this user write to a folder. Raises OSError: it is no folder, or not this user's."""
-    info = os.lstat(path)
-    if not is_ours(info, rights=0):
-        raise OSError(f"{path} is not a folder that only this user can write")
-    if not is_ours(info):
-        os.chmod(path, stat.S_IMODE(info.st_mode) & ~0o022)
 
 
 # Files that can be made again: written whole or not at all, and believed only if they are whole and this user's own.

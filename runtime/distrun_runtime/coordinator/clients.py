@@ -89,10 +89,7 @@ class Backlog:
         """Drop output of tasks, the oldest first, until at most `keep` bytes wait; return what was dropped."""
         dropped: List[OutputPiece] = []
         others: List[OutputPiece] = []
-        while self._length > keep:
-            piece = self._pieces.popleft()
-            self._size -= len(piece.data)
-            self._length -= piece.length
+        while self._length > keep and (piece := self.take()) is not None:
             (dropped if piece.task else others).append(piece)
         self._size += sum(len(piece.data) for piece in others)
         self._pieces.extendleft(reversed(others))

@@ -190,9 +190,7 @@ class JobFolder:
 
     def take_over(self) -> None:
         """Make this process the one that runs the job. Raises OSError."""
-        who = process.identity(os.getpid())
-        where = {"host": socket.gethostname(), "boot": process.boot_id()}
-        _replace(self.path / "launcher.json", {"version": VERSION, "pid": who.pid, "start": who.start, **where})
+        _replace(self.path / "launcher.json", _this_process())
 
     def write_state(
         self, state: str, tasks: Iterable[TaskResult], outcome: Optional[Outcome] = None, message: Optional[str] = None
@@ -525,9 +523,7 @@ class JobFolder:
             path: the control socket.
             login: what a user types before a command to run it on this host; empty: `ssh` with the host's name.
         """
-        who = process.identity(os.getpid())
-        value = {"version": VERSION, "host": socket.gethostname(), "boot": process.boot_id(), "pid": who.pid}
-        _replace(self.path / "control.json", dict(value, start=who.start, path=path, login=login))
+        _replace(self.path / "control.json", {**_this_process(), "path": path, "login": login})
 
     def place_elsewhere(self, told: Mapping[str, Any], host: str, login: str) -> None:
         """Note that the coordinator runs on another host, which has the job's real folder. Raises OSError.
@@ -618,6 +614,12 @@ def is_here(where: Mapping[str, Any]) -> bool:
     return bool(where["host"] == socket.gethostname())
 
 
+def _this_process() -> Dict[str, Any]:
+    """Return the members of launcher.json and control.json that name this process."""
+    who, boot = process.identity(os.getpid()), process.boot_id()
+    return {"version": VERSION, "host": socket.gethostname(), "boot": boot, "pid": who.pid, "start": who.start}
+
+
 def rfc3339(when: float) -> str:
     """Return a wall-clock time as `2026-01-31T12:00:00.000Z`."""
     moment = datetime.datetime.fromtimestamp(when, datetime.timezone.utc)
@@ -681,6 +683,6 @@ def _text(value: Mapping[str, Any]) -> str:
     for key, member in value.items():
         text = json.dumps(member)
         if isinstance(member, list) and member and isinstance(member[0], dict):
-            text = "[\n  {}\n ]".format(",\n  ".join(json.dumps(each) for each in member))
+            text = "[\n  {}\n ]".format(",\n  ".join(map(json.dumps, member)))
         lines.append(f" {json.dumps(key)}: {text}")
     return "{{\n{}\n}}\n".format(",\n".join(lines))

@@ -12,6 +12,7 @@ from typing import (
     Callable,
     ClassVar,
     Dict,
+    FrozenSet,
     List,
     Mapping,
     Optional,
@@ -160,14 +161,14 @@ class SampleIntervals:
         self._nodes = {place.name: place.host for place in plan.all_places}
         self._told: Dict[str, float] = {}
         """What the agent of each place was told."""
-        self._look: Tuple[str, ...] = ()
+        self._look: FrozenSet[str] = frozenset()
         self.usual_s = max(INTERVAL_S, INTERVAL_A_HOST_S * len(self._nodes))
 
     def handle(self, event: messages.Event) -> List[messages.AgentAction]:
         """Return what agents are told because of an event."""
         places: Sequence[str] = ()
         if isinstance(event, messages.MetricsWanted):
-            self._look, places = event.look, tuple(self._told)
+            self._look, places = frozenset(event.look), tuple(self._told)
         elif isinstance(event, messages.AgentReady) and event.host in self._nodes:
             places = (event.host,)
         asked: List[messages.AgentAction] = []
@@ -250,7 +251,8 @@ class JobRun:
         # Several answers must be missing before a host is suspect.
         self._ping_s = min(loop.PING_S, plan.limits.suspect_s / 4)
         self._state_s = max(STATE_S, STATE_A_TASK_S * len(plan.tasks))
-        self._touched = 0.0
+        self._touched = time.monotonic()
+        """When the folder last got a sign of life; it was made, or taken over, just now."""
         self._saved = float("-inf")
         self._is_dirty = False
         self._folder_warned = False
@@ -324,7 +326,10 @@ class JobRun:
             found += self._write(event)
         elif type(event) in _RECORDED:
             self._is_dirty = True
-            self._record(_RECORDED[type(event)], **_facts(event))
+            members = _members(event)
+            if "time" in members:
+                members["stamp"] = members.pop("time")
+            self._record(_RECORDED[type(event)], **members)
         before = self._supervisor.job_state
         for action in self._supervisor.handle(event, now):
             if not isinstance(action, messages.Announce):
@@ -342,9 +347,9 @@ class JobRun:
 
     def _find_stacks(self, event: messages.StackWanted, now: float) -> List[messages.AgentAction]:
         roster = self._supervisor.roster
-        reached = {name for name, host in roster.hosts.items() if host.is_ready and not (host.is_gone or host.is_cut)}
+        hosts = [host for host in roster.hosts.values() if host.is_ready and not host.is_gone and host.cut_at is None]
         self._stacks = self._stacks or StackQueries(roster.places)
-        asked, told = self._stacks.wanted(event, roster.tasks, reached, now)
+        asked, told = self._stacks.wanted(event, roster.tasks, {host.name for host in hosts}, now)
         self._tell_stacks(told)
         return [*asked]
 
@@ -518,13 +523,6 @@ _RECORDED = {
     messages.DiskFilled: "disk_filled",
 }
 """What is noted in events.jsonl, and under which name."""
-
-
-def _facts(event: Any) -> Dict[str, Any]:
-    found = _members(event)
-    if "time" in found:
-        found["stamp"] = found.pop("time")
-    return found
 
 
 def _shown(value: Any) -> str:

@@ -94,11 +94,7 @@ class LogReader:
         return max(self.begin(), self.end() - size)
 
     def read(
-        self,
-        cursor: int,
-        limit: int = READ_LIMIT,
-        tasks: Optional[Collection[str]] = None,
-        stop: Optional[int] = None,
+        self, cursor: int, limit: int = READ_LIMIT, tasks: Optional[Collection[str]] = None, stop: Optional[int] = None
     ) -> LogRead:
         """Return the output from `cursor` on, at most `limit` bytes of it; never waits. A piece may come in two parts.
 

@@ -70,16 +70,8 @@ def encode(entry: IndexEntry) -> bytes:
     name = entry.task.encode("utf-8")
     if len(name) > 20:
         raise ValueError(f"a task's name has at most 20 bytes in an index, found {entry.task!r}")
-    head = RECORD.pack(
-        _MAGIC,
-        _STREAMS.index(entry.stream),
-        entry.attempt,
-        entry.length,
-        entry.time,
-        entry.position,
-        entry.at,
-        name,
-    )
+    stream = _STREAMS.index(entry.stream)
+    head = RECORD.pack(_MAGIC, stream, entry.attempt, entry.length, entry.time, entry.position, entry.at, name)
     return head + _CHECK.pack(binascii.crc32(head))
 
 

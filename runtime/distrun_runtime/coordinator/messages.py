@@ -24,7 +24,6 @@ from typing import (
     Mapping,
     NamedTuple,
     Optional,
-    Protocol,
     Sequence,
     Tuple,
     Type,
@@ -40,14 +39,7 @@ from distrun_runtime.contract.session import Source
 from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.errors import ContractError
 
-
-class HasMembers(Protocol):
-    """A named tuple."""
-
-    def _asdict(self) -> Dict[str, Any]: ...
-
-
-Event = HasMembers
+Event = NamedTuple
 """What reaches a decision class: one of the named tuples below."""
 
 FROM_AGENT: Dict[str, Type[Any]] = {}

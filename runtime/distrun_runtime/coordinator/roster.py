@@ -37,8 +37,8 @@ class HostState:
     last_seen: float = 0.0
     """`now` of its last event."""
     is_suspect: bool = False
-    cut_at: float = -1.0
-    """`now` when its connection was cut; negative: it is not."""
+    cut_at: Optional[float] = None
+    """`now` when its connection was cut, until it is made again."""
     silence_s: float = 0.0
     """For how long it was silent, at most, when tasks elsewhere had lost those on it; 0: nothing was lost so."""
     skew_s: float = 0.0
@@ -48,26 +48,16 @@ class HostState:
     told_to_stop: bool = False
     """A stop that named all its tasks was sent."""
     cleared: bool = False
-    ended_at: float = -1.0
-    """`now` when it was told to end; negative: not yet."""
+    ended_at: Optional[float] = None
+    """`now` when it was told to end whatever is left."""
     last_output: float = 0.0
-    over_at: float = -1.0
-    """`now` when all its tasks were over, as was looked then; negative: not yet."""
+    over_at: Optional[float] = None
+    """`now` when all its tasks were over, as was looked then."""
 
     @property
     def has_answered(self) -> bool:
         """Whether it is known if the host can be used."""
         return self.is_ready or self.is_gone
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether its connection is being made again."""
-        return self.cut_at >= 0
-
-    @property
-    def was_ended(self) -> bool:
-        """Whether it was told to end whatever is left."""
-        return self.ended_at >= 0
 
     def note_stamp(self, stamp: float, arrived: float) -> float:
         """Take a stamp of the host that came at `arrived` by our clock. Return by how much the host's clock was set, 0
@@ -290,8 +280,11 @@ class JobRoster:
 
     def undrained(self, host: str) -> List[str]:
         """Return the reaped tasks of `host` of whose output something has not come."""
-        reaped = [name for name in sorted(self._names.get(host, ())) if name in self._totals]
-        return [name for name in reaped if self._totals[name] - self._received.get(name, Counter())]
+        found: List[str] = []
+        for name in sorted(self._names.get(host, ())):
+            if self._totals.get(name, Counter()) - self._received.get(name, Counter()):
+                found.append(name)
+        return found
 
     def forgive(self, gap_s: float) -> None:
         """Move all silences by the time in which it was us who slept."""

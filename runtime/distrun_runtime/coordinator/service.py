@@ -30,6 +30,7 @@ import struct
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, List, Mapping, Optional, Tuple
 
 from distrun_runtime.contract import control, private, process, session
@@ -779,9 +780,8 @@ def peer_uid(connection: socket.socket) -> int:
 def _remove_stale(folder: str) -> None:
     """Remove sockets of dead coordinators, so that they do not pile up."""
     with contextlib.suppress(OSError):
-        names = sorted(name for name in os.listdir(folder) if name.endswith(private.SOCKET_SUFFIX))
-        for name in names[:STALE_LIMIT]:
-            private.unlink_dead(os.path.join(folder, name))
+        for path in sorted(Path(folder).glob("*" + private.SOCKET_SUFFIX))[:STALE_LIMIT]:
+            private.unlink_dead(str(path))
 
 
 # What the process of a coordinator needs beside the job itself: its streams, and clients by the control socket.

@@ -14,7 +14,7 @@ settling: agents run `--activate` and check what was copied. An unusable host en
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from distrun_runtime.contract import facts, gpus, process, session
 from distrun_runtime.contract import plan as plans
@@ -72,8 +72,6 @@ SILENT_S = 5.0
 LOOK_S = 0.1
 """While many hosts report that they are done, all are looked at so often; each at once when it reports."""
 
-_ORDER = {WORKER: 0, SERVER: 1, SCHEDULER: 2}
-
 
 class JobStopSequence:
     """Ends one job. It starts when `linger` or `escalate` is called."""
@@ -117,17 +115,17 @@ class JobStopSequence:
             self._until = now + self._limits.grace_s
         steps = self.steps(level, now)
         self._deadline = now + sum(wait_s for _, wait_s in steps) + MARGIN_S
+        roles = (WORKER,) if level == ASK_WORKERS else (WORKER, SERVER, SCHEDULER)
         actions: List[Action] = []
         for host in self._roster.hosts.values():
             # Workers go before servers, servers before the scheduler: a task should not see a peer die that it needs.
-            tasks = sorted(self._roster.on_host(host.name), key=lambda task: _ORDER[task.role])
-            if level == ASK_WORKERS:
-                tasks = [task for task in tasks if task.role == WORKER]
-            else:
-                host.told_to_stop, host.cleared = True, False
             # Tasks that ended already are named too: what they left behind goes with them.
-            if tasks and not host.is_gone and not host.was_ended:
-                actions.append(StopTasks(host.name, tuple(task.name for task in tasks), steps))
+            tasks = self._roster.on_host(host.name)
+            names = tuple(task.name for role in roles for task in tasks if task.role == role)
+            if level != ASK_WORKERS:
+                host.told_to_stop, host.cleared = True, False
+            if names and not host.is_gone and host.ended_at is None:
+                actions.append(StopTasks(host.name, names, steps))
         return actions
 
     def advance(self, now: float, host: str = "") -> List[Action]:
@@ -152,8 +150,8 @@ class JobStopSequence:
         """Return what ends the agent of a host, or gives it up, if it is time."""
         if host.is_gone:
             return []
-        if host.was_ended:
-            is_awaited = host.is_cut and self.level < KILL_ALL  # until it is reached again, or lost
+        if host.ended_at is not None:
+            is_awaited = host.cut_at is not None and self.level < KILL_ALL  # until it is reached again, or lost
             if now < host.ended_at + (BYE_S if host.greeted else ABSENT_S) or is_awaited:
                 return []
             host.is_gone = True
@@ -181,7 +179,7 @@ class JobStopSequence:
             return True
         if not (host.cleared and all(task.is_over for task in tasks)) and now < self._deadline:
             return False
-        if host.over_at < 0:
+        if host.over_at is None:
             host.over_at = now
         if self.is_interrupted and now >= host.over_at + INTERRUPTED_OUTPUT_S:
             return True
@@ -350,7 +348,7 @@ class Supervisor:
         if abs(skew) > SKEW_S:
             host.skew_s = skew
             self._say(f"the clock of {host.name} is off by {-skew:.1f} s; its times are corrected", WARNING)
-        if not host.was_ended:
+        if host.ended_at is None:
             self._actions.append(Begin(event.host))
 
     def _on_ready(self, event: messages.AgentReady) -> None:
@@ -369,15 +367,13 @@ class Supervisor:
         self.roster.facts[f"host:{event.host}.address"] = event.address
         for label, port in event.ports.items():
             self.roster.facts[f"{event.host}/port:{label}"] = str(port)
-        self._tell_python(event)
+        for text in event.python.values():
+            self._say(f"{event.host}: servers run by Python {text}", DEBUG)
         if event.gpus:
             self._tell_gpus(event.host, event.gpus)
 
     def _on_settled(self, event: messages.Settled) -> None:
         self.roster.hosts[event.host].is_ready = True
-        self._tell_python(event)
-
-    def _tell_python(self, event: Union[messages.AgentReady, messages.Settled]) -> None:
         for text in event.python.values():
             self._say(f"{event.host}: servers run by Python {text}", DEBUG)
 
@@ -391,7 +387,7 @@ class Supervisor:
             self._say(f"{host}: its GPUs cannot be checked: {why}; {sees}", INFO)
 
     def _on_needed(self, event: messages.Needed) -> None:
-        if event.digest == self.plan.runtime.digest and not self.roster.hosts[event.host].was_ended:
+        if event.digest == self.plan.runtime.digest and self.roster.hosts[event.host].ended_at is None:
             self._actions.append(SendRuntime(event.host))
 
     def _on_start_failed(self, event: messages.StartFailed) -> None:
@@ -459,12 +455,12 @@ class Supervisor:
         host = self.roster.hosts[event.host]
         if host.is_gone:
             return
-        if not host.greeted and not host.was_ended:
+        if not host.greeted and host.ended_at is None:
             self._on_start_failed(messages.StartFailed(event.host, event.reason, event.time))
             return
         is_asked = self.phase in (DRAINING, STOPPING)
         pending = self.roster.is_pending(event.host)
-        if self.phase in ASKING and not host.was_ended:
+        if self.phase in ASKING and host.ended_at is None:
             self._add_unusable(failures.host_lost(event.host, event.reason, event.time))
             return
         self._actions.append(Drop(event.host))
@@ -474,14 +470,14 @@ class Supervisor:
             self._say(f"the last lines of {failures.listed(missing)} were lost with {event.host}", WARNING)
         if live or (pending and not is_asked):
             self._fail(failures.host_lost(event.host, event.reason, event.time))
-        elif not host.was_ended:
+        elif host.ended_at is None:
             self._say(f"{event.host} is gone ({event.reason}); all its tasks had ended", WARNING)
         elif host.greeted and not host.cleared and self.roster.on_host(event.host):
             self._say(f"the agent on {event.host} went without saying that nothing is left there", WARNING)
 
     def _on_cut(self, event: messages.Cut) -> None:
         host = self.roster.hosts[event.host]
-        if host.is_gone or host.is_cut:
+        if host.is_gone or host.cut_at is not None:
             return
         host.cut_at = self._now
         host.is_suspect = False
@@ -490,10 +486,10 @@ class Supervisor:
 
     def _on_resumed(self, event: messages.Resumed) -> None:
         host = self.roster.hosts[event.host]
-        if host.is_cut:
+        if host.cut_at is not None:
             self._say(f"{host.name}: reconnected after {failures.rounded(self._now - host.cut_at)}")
-            host.cut_at = -1.0
-            if host.was_ended:
+            host.cut_at = None
+            if host.ended_at is not None:
                 host.ended_at = self._now  # what it was told reaches it only now
 
     def _on_cleared(self, event: messages.Cleared) -> None:
@@ -506,7 +502,7 @@ class Supervisor:
 
     def _on_agent_ending(self, event: messages.AgentEnding) -> None:
         host = self.roster.hosts[event.host]
-        if host.was_ended or self.phase not in UNDECIDED:
+        if host.ended_at is not None or self.phase not in UNDECIDED:
             return
         self._say(f"{host.name}: its agent ends all tasks there: {event.reason}", WARNING)
         if event.by_user or any(not task.is_over for task in self.roster.on_host(event.host)):
@@ -525,7 +521,7 @@ class Supervisor:
     def _on_bye(self, event: messages.Bye) -> None:
         host = self.roster.hosts[event.host]
         host.said_bye = True
-        if not host.was_ended:
+        if host.ended_at is None:
             times = (task.ended or task.started or 0.0 for task in self.roster.on_host(event.host))
             self._on_lost(messages.AgentLost(event.host, "its agent left", max(times, default=0.0)))
             return
@@ -545,9 +541,10 @@ class Supervisor:
                 continue
             shown = failures.rounded(silence)
             if silence >= lost_s:
-                how = f"its connection was cut, and nothing came for {shown}" if host.is_cut else f"silent for {shown}"
+                cut = f"its connection was cut, and nothing came for {shown}"
+                how = f"silent for {shown}" if host.cut_at is None else cut
                 self._on_lost(messages.AgentLost(host.name, how, event.time - silence))
-            elif not (host.is_suspect or host.is_cut):
+            elif not host.is_suspect and host.cut_at is None:
                 host.is_suspect = True
                 if host.silence_s:
                     continue  # the job is being stopped for it: that was said
@@ -692,7 +689,7 @@ class Supervisor:
         for host in self.roster.hosts.values():
             tasks = self.roster.on_host(host.name)
             names = tuple(task.name for task in tasks if task.role == WORKER and task.state == facts.RUNNING)
-            if names and not (host.is_gone or host.was_ended):
+            if names and not host.is_gone and host.ended_at is None:
                 if host.name != event.host:
                     self._actions.append(SignalTasks(host.name, names, event.signal))
                 given += names
