@@ -127,9 +127,9 @@ def _launch(
     outcome = launching.launch(job, folder, console, options["verbosity"], options["detach"])
     if isinstance(outcome, Detached):
         return _leave(outcome, store, folder, job, console, asked=options["detach"])
-    console.end_output()
     if not outcome.exit_code and not options["as_json"]:
         return 0
+    console.end_output()
     tail = report(outcome, folder, options["as_json"], console)
     if outcome.exit_code and not misplaced:
         from distrun.cli import hints
