@@ -223,7 +223,10 @@ def _coordinator_process(
     """Run the job in this process, the forked child, tell the client how it ended, and exit."""
     code = facts.EXIT_INTERNAL
     try:
-        from distrun_runtime.coordinator import service as serving
+        if isinstance(job, PlannedJob) and not job.is_hosted:
+            with contextlib.suppress(Exception):  # `coordinate` meets it again, and can say so
+                job.backend.start_agents(job.plan)
+        from distrun_runtime.coordinator import service as serving  # agents start while this is imported
 
         serving.leave_streams(folder)
         service = serving.service_of(folder, connection)

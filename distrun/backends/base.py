@@ -146,6 +146,9 @@ class Backend(ABC):
         holds = {"holds_s": plan.limits.lease_s} if plan.on_eof == HOLD else {}
         return self.connect(plan.hosts, plan.job, plan.nonce, **holds)
 
+    def start_agents(self, plan: Plan) -> None:  # noqa: B027 - most can do so only by their channels
+        """Start the agents that `channels` is to lead to, if that is possible before. Does nothing by default."""
+
     def boot(self, channels: Sequence[AgentChannel]) -> None:  # noqa: B027 - most have nothing to do
         """Begin what agents can do while the coordinator is not ready to hear them. Does nothing by default."""
 

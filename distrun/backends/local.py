@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 ENDED_WELL = (0, facts.EXIT_START_FAILED, facts.EXIT_TERMINATED)
 """Exit codes of an agent that has seen to its tasks: it was told to end, refused to begin, or was left alone."""
+END_S = 1.0
+"""Between the end of an agent's stderr and that of its process."""
 LAST_WORDS = 20
 """Lines of the agent's stderr that are kept for the report of its death."""
 
@@ -39,6 +41,10 @@ class Local(Backend):
     needs_hosts = False
     inherits_env = True
     ships_runtime = False
+
+    def __init__(self) -> None:
+        self._started: tuple[AgentChannel, ...] = ()
+        """Channels to agents that have been started, and that nothing has asked for yet."""
 
     def inventory(self, found: Inventory | None) -> Inventory:
         """Return this machine, by its short name, whatever hosts are named."""
@@ -58,8 +64,19 @@ class Local(Backend):
         """Return the channel to the one agent."""
         return tuple(ChildChannel(host.name, _argv(), marks(job, nonce, host.name)) for host in hosts)
 
+    def start_agents(self, plan: Plan) -> None:
+        """Start the agent's process: its interpreter starts while our caller imports what serves it."""
+        started = super().channels(plan)
+        self.boot(started)
+        self._started = started
+
+    def channels(self, plan: Plan) -> tuple[AgentChannel, ...]:
+        """Return the channel to the one agent, which may have been started before."""
+        started, self._started = self._started, ()
+        return started or super().channels(plan)
+
     def boot(self, channels: Sequence[AgentChannel]) -> None:
-        """Start the agent's process: its interpreter starts while our caller imports the loop."""
+        """Start the agent's process, unless it has been started: its interpreter starts while our caller imports."""
         for channel in channels:
             if isinstance(channel, ChildChannel):
                 channel.boot()
@@ -101,7 +118,12 @@ class ChildChannel:
         self._listener: threading.Thread | None = None
 
     def boot(self) -> None:
-        """Start the agent's process and give it what its pipe takes of its program. `start` tells of a failure."""
+        """Start the agent's process, once, and give it what its pipe takes of its program.
+
+        `start` tells of a failure.
+        """
+        if self._child is not None or self._failure is not None:
+            return
         try:
             self._child = subprocess.Popen(
                 self._argv,
@@ -129,8 +151,7 @@ class ChildChannel:
         from distrun_runtime.coordinator.channel import StreamChannel
         from distrun_runtime.coordinator.messages import StartFailed
 
-        if self._child is None and self._failure is None:
-            self.boot()
+        self.boot()
         child = self._child
         if child is None:
             why = "" if self._failure is None else process.why(self._failure)
@@ -182,6 +203,9 @@ class ChildChannel:
         """Wait, at most so long, for the agent's end; return its exit code, None if it is still there."""
         if self._child is None:
             return 0  # It was never started.
+        if self._listener is not None:
+            self._listener.join(limit_s)  # agent and guard have stderr; `Popen.wait` looks 20 times a second
+            limit_s = min(limit_s, END_S)
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._child.wait(limit_s)
         return None
@@ -195,10 +219,7 @@ class ChildChannel:
     def _explain(self) -> str:
         if self._child is None or self._listener is None:
             return ""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(1.0)
-        self._listener.join(1.0)
-        code = self._child.returncode
+        code = self.join(END_S)
         if code is None:
             how = f"its process (pid {self._child.pid}) still ran a second later"
         else:

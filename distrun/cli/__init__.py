@@ -8,7 +8,7 @@ import importlib
 import signal
 import sys
 from collections.abc import Sequence
-from gc import set_threshold  # not gc: the module of the command `gc` gets that name here
+from gc import freeze, set_threshold  # not gc: the module of the command `gc` gets that name here
 from typing import Any, NoReturn
 
 import click
@@ -112,7 +112,9 @@ def main() -> NoReturn:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     set_threshold(GARBAGE)
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    freeze()  # else the interpreter looks for garbage among all that, to end with it
+    sys.exit(code)
 
 
 def run(argv: Sequence[str]) -> int:
