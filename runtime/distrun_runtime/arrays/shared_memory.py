@@ -24,7 +24,6 @@ from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import field
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -508,21 +507,25 @@ def memory_left() -> int:
 
 
 def _machine_left() -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return None
 
 
-def _groups_left(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
+def _groups_left(
+    root: str | os.PathLike[str] = "/sys/fs/cgroup", own: str | os.PathLike[str] = "/proc/self/cgroup"
+) -> list[int]:
+    from pathlib import Path  # not every script has a store with shared memory
+
     found = []
     with contextlib.suppress(OSError):
-        for line in own.read_text().splitlines():
+        for line in Path(own).read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
-            top = root / "memory" if controllers else root
+            top = Path(root, "memory" if controllers else "")
             names = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
             folder = top / path.lstrip("/")
             # A group's limit holds for those below it.

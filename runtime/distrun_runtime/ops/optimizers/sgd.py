@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from dataclasses import replace
@@ -222,6 +221,8 @@ def noise(stream: str, shape: tuple[int, ...], rates: Rates) -> Array:
         stream: which numbers; another text gives others.
         rates: of the step: `offset` and `rows` say which places the elements have.
     """
+    import hashlib  # with OpenSSL, which no other rule needs
+
     start = np.uint64(int.from_bytes(hashlib.blake2b(stream.encode(), digest_size=8).digest(), "little"))
     count, row_size = math.prod(shape), max(1, math.prod(shape[1:]))
     result = np.empty(count)
