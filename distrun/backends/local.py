@@ -67,19 +67,15 @@ class Local(Backend):
     def start_agents(self, plan: Plan) -> None:
         """Start the agent's process: its interpreter starts while our caller imports what serves it."""
         started = super().channels(plan)
-        self.boot(started)
+        for channel in started:
+            if isinstance(channel, ChildChannel):
+                channel.boot()
         self._started = started
 
     def channels(self, plan: Plan) -> tuple[AgentChannel, ...]:
         """Return the channel to the one agent, which may have been started before."""
         started, self._started = self._started, ()
         return started or super().channels(plan)
-
-    def boot(self, channels: Sequence[AgentChannel]) -> None:
-        """Start the agent's process, unless it has been started: its interpreter starts while our caller imports."""
-        for channel in channels:
-            if isinstance(channel, ChildChannel):
-                channel.boot()
 
     def release(self, channels: Sequence[AgentChannel], limit_s: float) -> tuple[str, ...]:
         """Wait for the end of agent and guard, so that nothing of a job is left when its launcher has ended."""
@@ -118,12 +114,7 @@ class ChildChannel:
         self._listener: threading.Thread | None = None
 
     def boot(self) -> None:
-        """Start the agent's process, once, and give it what its pipe takes of its program.
-
-        `start` tells of a failure.
-        """
-        if self._child is not None or self._failure is not None:
-            return
+        """Start the agent's process and give it what its pipe takes of its program. `start` tells of a failure."""
         try:
             self._child = subprocess.Popen(
                 self._argv,
@@ -151,7 +142,8 @@ class ChildChannel:
         from distrun_runtime.coordinator.channel import StreamChannel
         from distrun_runtime.coordinator.messages import StartFailed
 
-        self.boot()
+        if self._child is None and self._failure is None:
+            self.boot()
         child = self._child
         if child is None:
             why = "" if self._failure is None else process.why(self._failure)
@@ -205,7 +197,7 @@ class ChildChannel:
             return 0  # It was never started.
         if self._listener is not None:
             self._listener.join(limit_s)  # agent and guard have stderr; `Popen.wait` looks 20 times a second
-            limit_s = min(limit_s, END_S)
+            limit_s = 0.0 if self._listener.is_alive() else END_S
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._child.wait(limit_s)
         return None
