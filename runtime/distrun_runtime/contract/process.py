@@ -26,6 +26,7 @@ TASKS_SIGNALS = ("USR1", "USR2")
 SAME_WARNING_S = 30.0
 """A signal that comes from several sources within this time is one warning; one that a source repeats is another."""
 
+_HAS_PROCFS = sys.platform.startswith("linux") and os.path.exists("/proc/self/stat")
 _DEAD = ("Z", "X")
 _OF_PS = "ps:"
 """Begins a start that ps has told."""
@@ -78,14 +79,9 @@ def is_new_warning(last: Dict[str, Tuple[str, float]], name: str, source: str, n
     return True
 
 
-@functools.lru_cache(maxsize=None)
-def _has_procfs() -> bool:
-    return sys.platform.startswith("linux") and os.path.exists("/proc/self/stat")
-
-
 def is_portable() -> bool:
     """Return whether only the portable ways are used: no /proc here, or DISTRUN_PORTABLE=1."""
-    return bool(environ.read("DISTRUN_PORTABLE")) or not _has_procfs()
+    return bool(environ.read("DISTRUN_PORTABLE")) or not _HAS_PROCFS
 
 
 def has_pidfd() -> bool:
