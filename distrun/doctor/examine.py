@@ -32,8 +32,8 @@ from distrun.doctor.checks import (
 )
 from distrun.fleet import Fleet, Ran, run
 from distrun.fleet.questions import HostAnswer
-from distrun.formats import quote
-from distrun.hosts.ranges import fold, grouped
+from distrun.formats import grouped, quote
+from distrun.hosts.ranges import fold
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import ACTIVATE_S, SERVER_MODULES
 from distrun_runtime.coordinator.failures import Problem
@@ -343,12 +343,7 @@ def make(
                 say(host, line.decode("utf-8", "replace"))
 
     ran = run(
-        backend,
-        [host for host in hosts if host.name in argv],
-        argv,
-        limit_s=LIMIT_S,
-        on_output=hear,
-        activate=activate,
+        backend, [host for host in hosts if host.name in argv], argv, limit_s=LIMIT_S, on_output=hear, activate=activate
     )
     return [outcome(row, ran[row.host]) for row in rows]
 
