@@ -310,6 +310,7 @@ def states_are_given_on_to_the_next_batch() -> None:
     loss_of(pipeline(batch[3:], only), batch[3:]).backward()
     loss_of(whole(reference, batch[3:], only)[0], batch[3:]).backward()
     same_gradients(model, reference)
+    same(pipeline(batch, {"rnn.0": None}), expected)
     refused(lambda: pipeline(batch, {"rnn.3": None}), "a state is given for 'rnn.3', which is no recurrent layer")
     refused(lambda: pipeline(batch, {"embed": None}), "'embed', which is no recurrent layer")
 
@@ -642,6 +643,7 @@ def layouts_that_do_not_fit_are_refused() -> None:
     plain = [nn.Linear(2, 2), nn.Linear(2, 2)]
     refused(lambda: Pipeline(plain, on_cpus(plain, 2), time_chunks=2), "layout 'N' has no time to cut into chunks")
     refused(lambda: Pipeline(plain, on_cpus(plain, 2), micro_batches=0), "micro_batches: expected at least 1, found 0")
+    refused(lambda: Pipeline(plain, on_cpus(plain, 2), timeout_s=0), "timeout_s: expected more than 0 seconds, found 0")
     both = [nn.LSTM(2, 2, bidirectional=True)]
     refused(lambda: Pipeline(both, on_cpus(both, 1), time_chunks=2, layout="TN"), "layer '0' is bidirectional")
     Pipeline(both, on_cpus(both, 1), layout="TN")
