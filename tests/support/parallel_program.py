@@ -442,6 +442,27 @@ def a_batch_goes_backward_once() -> None:
     refused(output.sum().backward, "backward of this batch has run already", error=RuntimeError)
 
 
+def a_batch_has_no_more_parts_than_rows() -> None:
+    rows = []
+
+    def act(value: torch.Tensor) -> torch.Tensor:
+        rows.append(len(value))
+        return value
+
+    for wanted, expected in ((9, [1] * 6), (4, [2, 2, 1, 1])):
+        rows.clear()
+        model = [Layer(), Layer(act)]
+        same(Pipeline(model, on_cpus(model, 2), micro_batches=wanted)(ROWS), ROWS)
+        assert rows == expected
+
+
+def a_model_of_one_stage_runs_in_the_calling_thread() -> None:
+    threads = []
+    model = [Layer(lambda value: threads.append(threading.current_thread()) or value)]
+    same(Pipeline(model, on_cpus(model, 1), micro_batches=2)(ROWS), ROWS)
+    assert threads == [threading.current_thread()] * 2
+
+
 # --- the cases: at the same time
 
 
@@ -580,6 +601,7 @@ def a_failure_in_backward_names_stage_and_part() -> None:
     err = refused(output.sum().backward, said, error=StageError)
     assert isinstance(err.__cause__, KeyError)
     assert no_threads_of_stages()
+    refused(output.sum().backward, "backward of this batch has run already", error=RuntimeError)
 
 
 def an_input_that_a_stage_overwrites_is_an_error_that_names_the_stage() -> None:
