@@ -20,14 +20,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distrun_runtime.coordinator.clients import Backlog, OutputPiece, encoded
-
 if TYPE_CHECKING:
     from rich.table import Table
 
     from distrun.cli.jobline import JobLine
     from distrun.cli.screen import Feed, Region
     from distrun.dashboard.text import Line
+    from distrun_runtime.coordinator.clients import OutputPiece
 
 INTERRUPTED_S = 0.5
 """After Ctrl-C at the end, a reader that takes nothing for this time is given up."""
@@ -73,8 +72,8 @@ def has_symbols(env: Mapping[str, str]) -> bool:
 class Console:
     """Prints tasks' output and distrun's own messages.
 
-    Threads are started by `start`, or by the first output of a task. What is said before is printed at once, so that a
-    process may fork until then.
+    What is said before `start` is printed at once, so that a process may fork until then. Then threads print. They
+    begin with the first thing to print: a job that prints nothing has none.
     """
 
     def __init__(
@@ -110,14 +109,27 @@ class Console:
         self._job_line: JobLine | None = None
         self._counts: Counts = lambda: (0, 0)
         self._since: float | None = None
+        self._is_started = False
+        self._beginning = threading.Lock()
+        """Held while the writers are made: several threads print."""
         self._writers: dict[str, Writer] = {}
         """By stream; both are one if stdout and stderr are one place, so that what was written first is shown first."""
-        self._each: list[Writer] = []
 
     def start(self) -> None:
-        """Start the threads that print."""
-        if self._writers:
-            return
+        """Have threads print from now on, from the line of the job at once: this process forks no more."""
+        self._is_started = True
+        if self.draws and (line := self._line()) is not None:
+            self._begun["err"].show_status(encoded(line.text()))
+
+    @property
+    def _begun(self) -> Mapping[str, Writer]:
+        """The writers, which are made if they are not there."""
+        with self._beginning:
+            if not self._writers:
+                self._begin()
+        return self._writers
+
+    def _begin(self) -> None:
         fds = self._fds
         is_one_place = _same_file(fds["out"], fds["err"])
         region = None
@@ -138,11 +150,7 @@ class Console:
 
         err = Writer(fds, feed, self._find_log, self._on_broken, region, last_words=self._last_words)
         out = err if is_one_place else Writer(fds, feed, self._find_log, self._on_broken)
-        self._each = [err] if is_one_place else [err, out]
         self._writers = {"err": err, "out": out}
-        line = self._line()
-        if line is not None:
-            err.show_status(encoded(line.text()))
 
     def attach(
         self, log_path: LogPath, job: str = "", counts: Counts = lambda: (0, 0), since: float | None = None
@@ -160,17 +168,12 @@ class Console:
         self._counts = counts
         self._since = since
 
-    def output(self, task: str, host: str, stream: str, data: bytes, at: int | None) -> None:
-        """Take bytes of a task; they begin at byte `at` of its log file."""
-        self.show(OutputPiece(data, task, host, stream, at, len(data)))
-
     def show(self, piece: OutputPiece) -> None:
         """Take a piece of a task's output."""
         shown = piece.task, piece.task.partition("-")[0], ERRORS if piece.stream == "err" else ""
         if self._shows and not any(each in self._shows for each in shown):
             return
-        self.start()
-        self._writers[piece.stream].put(piece)
+        self._begun[piece.stream].put(piece)
 
     def say(self, text: str, level: str = "info") -> None:
         """Take one message of our own; below the chosen level it is dropped."""
@@ -192,13 +195,12 @@ class Console:
             return
         for text in line.take(kind, value, time.monotonic()):
             self.say(text)
-        self._writers["err"].show_status(encoded(line.text()))
+        self._begun["err"].show_status(encoded(line.text()))
 
     def _line(self) -> JobLine | None:
         if self._job_line is None and self.draws:
             from distrun.cli.jobline import JobLine
 
-            self.start()
             self._job_line = JobLine(self._counts, self._since, has_symbols(self._env))
         return self._job_line
 
@@ -211,15 +213,16 @@ class Console:
         self._put("out", text)
 
     def _put(self, stream: str, text: str) -> None:
-        if self._writers:
-            self._writers[stream].put(OutputPiece(encoded(text), stream=stream))
+        if self._is_started or self._writers:
+            from distrun_runtime.coordinator.clients import OutputPiece
+
+            self._begun[stream].put(OutputPiece(encoded(text), stream=stream))
         else:
             _print_plain(self._fds[stream], text)
 
     def toggle_pause(self) -> None:
         """Stop printing, or go on."""
-        self.start()
-        paused = [writer.toggle_pause() for writer in self._each]
+        paused = [writer.toggle_pause() for writer in set(self._begun.values())]
         if any(paused):
             # Past the writers, which wait now.
             with contextlib.suppress(OSError):
@@ -235,11 +238,11 @@ class Console:
         `more`: so many bytes were not even put here.
         """
         self._left_out += more
-        for writer in self._each:
+        for writer in set(self._begun.values()):
             writer.leave_out()
 
     def _last_words(self) -> str:
-        left_out = self._left_out + sum(writer.left_out for writer in self._each)
+        left_out = self._left_out + sum(writer.left_out for writer in set(self._writers.values()))
         if not left_out:
             return ""
         from distrun.formats import size  # not for other commands' sake
@@ -249,8 +252,7 @@ class Console:
 
     def hold(self, text: str = "") -> None:
         """Stop printing for a question, which is printed at once; until `release`. For any thread."""
-        self.start()
-        for writer in self._each:
+        for writer in set(self._begun.values()):
             writer.hold()
         with contextlib.suppress(OSError):
             os.write(self._fds["err"], encoded(text))
@@ -259,12 +261,12 @@ class Console:
         """Print the end of the question's line, and go on printing."""
         with contextlib.suppress(OSError):
             os.write(self._fds["err"], encoded(text))
-        for writer in self._each:
+        for writer in set(self._writers.values()):
             writer.release()
 
     def end_output(self) -> None:
         """Take note that all tasks have ended: their last words come before what is said of their end."""
-        for writer in self._each:
+        for writer in set(self._writers.values()):
             writer.end_output()
 
     def close(self) -> None:
@@ -392,6 +394,14 @@ def is_read() -> bool:
         return False
 
 
+def encoded(text: str) -> bytes:
+    """Return the bytes that a word stood for (os.fsdecode made surrogates of what is not UTF-8)."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # other surrogates stand for no bytes
+        return text.encode("utf-8", "backslashreplace")
+
+
 def _print_plain(fd: int, text: str | bytes) -> bool:
     view = memoryview(encoded(text) if isinstance(text, str) else text)
     while view:
@@ -443,10 +453,6 @@ HIDE_S = 1.0
 """How long a question waits until the region is gone. A terminal that is stuck must not hold it up."""
 
 
-ENDS_OUTPUT = OutputPiece()
-"""Tasks will write nothing more: what they did not end with a newline is printed now."""
-
-
 class Writer:
     """A queue and the thread that empties it."""
 
@@ -464,6 +470,8 @@ class Writer:
 
         `last_words`: called at the end, returns what is printed then.
         """
+        from distrun_runtime.coordinator.clients import Backlog, OutputPiece  # not for commands that only print
+
         self._fds = fds
         self._region = region
         self._status = b""
@@ -481,6 +489,8 @@ class Writer:
         self._has_fed = True
         """A feed has changed since then."""
         self._queue = Backlog()
+        self._ends_output = OutputPiece()
+        """Tasks will write nothing more: what they did not end with a newline is printed now."""
         self._is_paused = self._ending = False
         self._last_words = last_words
         self._leaves_out = False
@@ -522,7 +532,7 @@ class Writer:
 
     def end_output(self) -> None:
         """Say that no task will write anything more."""
-        self.put(ENDS_OUTPUT)
+        self.put(self._ends_output)
 
     def show_status(self, line: bytes) -> None:
         """Show a line below the progress bars, in place of the one before; empty: none."""
@@ -695,7 +705,7 @@ class Writer:
         return columns or 80, rows or 24
 
     def _print(self, piece: OutputPiece) -> None:
-        if piece is ENDS_OUTPUT:
+        if piece is self._ends_output:
             self._flush_feeds()
             return
         fd = self._fds[piece.stream]

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun import activation, formats
-from distrun.cli.common import agree, current_folder, engine_of, hosts_of, takes, typed, typed_python
+from distrun.cli.common import PYTHON, agree, current_folder, engine_of, hosts_of, takes, typed
 from distrun.cli.console import print_err, print_json, print_out, render
 from distrun.doctor.checks import BAD, HERE, OK, CheckRow, Ways
 from distrun.errors import UsageError
-from distrun.hosts.ranges import fold, grouped
+from distrun.formats import grouped
+from distrun.hosts.ranges import fold
 from distrun.options import BY_KEY, HOSTS, LAUNCHER, SITE
 from distrun_runtime.contract import address, environ, facts
 
@@ -87,7 +88,7 @@ def doctor(**options: Any) -> int:
         count=len(hosts),
         activate=activation.script(options["activate"]),
         is_activated_later=activated is None or bool(activated),
-        doctor=formats.join(["distrun", "doctor", *reached, *typed_python(options)]),
+        doctor=formats.join(["distrun", "doctor", *reached, *typed(options, None, PYTHON)]),
         cwd="" if dst else current_folder(),
         interface=options["interface"] or environ.text("DMLC_INTERFACE", env),
         subnet=options["subnet"],

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from distrun import placement
 from distrun.errors import UsageError
-from distrun.hosts import parse
-from distrun.hosts.grammar import HostSpec, Inventory, named
+from distrun.hosts import HostSpec, Inventory, named, parse
 from distrun.request import JobRequest, Setting
 
 FIVE = named(("h1", "h2", "h3", "h4", "h5"))

@@ -284,6 +284,7 @@ def _check_cwds(plan: Plan, host: str, copied: bool) -> None:
     """Check the folders in which tasks run: those that come with the files, or the others. Raises PreflightFailure."""
     for cwd in dict.fromkeys(task.cwd for task in plan.tasks if task.cwd and is_copied(task.cwd, plan) == copied):
         folder = os.path.expanduser(cwd)
+        # As in `folder.expand`, but that is for the folder of copies, which has another fix and begins at the home.
         if folder.startswith("~"):  # as it stands it would be a folder `~NAME` below the home directory
             text = f"there is no user {cwd.partition('/')[0]} on {host}"
             raise PreflightFailure("folder", text, "give a directory of a user that all hosts have")
@@ -367,7 +368,8 @@ OTHER = "name another interpreter with --python, python= in the hosts file, or -
 
 # Read by whatever Python is there: nothing in it is newer than 2.7.
 _LOOK = """\
-import json, os, sys
+import gc, json, os, sys
+gc.disable()  # it ends soon
 fd, names = int(sys.argv[1]), sys.argv[2:]
 found = {"version": ".".join(str(part) for part in sys.version_info[:3]), "path": sys.executable or ""}
 if sys.version_info >= (3, 10):
@@ -380,6 +382,7 @@ if sys.version_info >= (3, 10):
         except BaseException as err:
             found[name], found[name + "_error"] = "", "%s: %s" % (type(err).__name__, err)
 os.write(fd, json.dumps(found).encode("ascii"))
+os._exit(0)  # to take down an interpreter that has imported numpy takes a tenth of what it did
 """
 
 

@@ -23,8 +23,6 @@ import numpy as np
 from distrun_runtime.arrays.dtypes import BFLOAT16, DType
 from distrun_runtime.errors import KVError
 
-__all__ = ["KINDS", "Node", "RuleTrace", "Scalar", "Symbol", "Untraceable", "kind_of"]
-
 Node = Tuple[str, str, Tuple[int, ...]]
 """Operation, kind of the result, and the numbers of the nodes that are its arguments."""
 
