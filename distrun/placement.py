@@ -238,10 +238,7 @@ def slots_in(tasks: Sequence[tuple[str, int, str, str]]) -> tuple[Slot, ...]:
 
 def hosts_of(slots: Sequence[Slot], order: Sequence[str]) -> tuple[str, ...]:
     """Return the hosts that have a task, each once, in the order of `order`. No side effects."""
-    used = {slot.host for slot in slots}
-    return tuple(name for name in dict.fromkeys(order) if name in used)
-
-
-def worker_places(slots: Sequence[Slot]) -> tuple[str, ...]:
-    """Return the places that have workers, the place of worker 0 first, as torch numbers its groups."""
-    return tuple(dict.fromkeys(slot.place for slot in slots if slot.role == WORKER))
+    is_used = dict.fromkeys(order, False)
+    for slot in slots:
+        is_used[slot.host] = True
+    return tuple(filter(is_used.get, is_used))

@@ -24,7 +24,7 @@ from distrun.errors import UsageError
 from distrun.formats import exact, grouped
 from distrun.hosts import HostSpec, Inventory
 from distrun.options import ENGINES, NO_ENGINES, ROWS
-from distrun.placement import Slot, hosts_of, place, worker_places
+from distrun.placement import Slot, hosts_of, place
 from distrun.request import BUNDLED, COMMAND, JobRequest, Setting, check_tuning, given
 from distrun_runtime.contract import environ, gpus
 from distrun_runtime.contract.dataclass import dataclass
@@ -366,7 +366,7 @@ class _JobLayout(NamedTuple):
     nodes: Mapping[str, int]
     """Hosts that have a task, and their index."""
     groups: Mapping[str, int]
-    """Places that have a worker, and their index."""
+    """Places that have a worker, and their index: that of worker 0 first, as torch numbers its groups."""
     sizes: Mapping[str, int]
     """Tasks of each role."""
     first: Mapping[str, Slot]
@@ -376,16 +376,15 @@ class _JobLayout(NamedTuple):
 
     @staticmethod
     def of(request: JobRequest, allocation: Allocation) -> _JobLayout:
-        slots = allocation.slots
-        roles = [slot.role for slot in slots]
-        return _JobLayout(
-            hosts=allocation.hosts,
-            nodes={name: index for index, name in enumerate(hosts_of(slots, allocation.hosts.order))},
-            groups={name: index for index, name in enumerate(worker_places(slots))},
-            sizes={role: roles.count(role) for role in ROLES},
-            first={slot.role: slot for slot in reversed(slots)},
-            tuning=_tuning(request),
-        )
+        nodes = {name: index for index, name in enumerate(hosts_of(allocation.slots, allocation.hosts.order))}
+        groups: dict[str, int] = {}
+        sizes, first = dict.fromkeys(ROLES, 0), dict[str, Slot]()
+        for slot in allocation.slots:
+            sizes[slot.role] += 1
+            first.setdefault(slot.role, slot)
+            if slot.role == WORKER:
+                groups.setdefault(slot.place, len(groups))
+        return _JobLayout(allocation.hosts, nodes, groups, sizes, first, _tuning(request))
 
 
 def _host(request: JobRequest, layout: _JobLayout, allocation: Allocation, name: str) -> Host:
@@ -407,11 +406,7 @@ def _host(request: JobRequest, layout: _JobLayout, allocation: Allocation, name:
 
 def _task(request: JobRequest, slot: Slot, layout: _JobLayout, setup: Setup, users: Mapping[str, Setting]) -> Task:
     spec = layout.hosts.spec(slot.host)
-    env = {
-        **_identity(slot, layout, setup),
-        **_parameter_server(request, slot, layout),
-        **layout.tuning,
-    }
+    env = {**_identity(slot, layout, setup), **_parameter_server(request, slot, layout), **layout.tuning}
     if "PYTHONUNBUFFERED" not in users and "PYTHONUNBUFFERED" not in setup.inherited:
         env["PYTHONUNBUFFERED"] = "1"
     is_ours = slot.role != WORKER and request.ps == BUNDLED
@@ -425,7 +420,12 @@ def _task(request: JobRequest, slot: Slot, layout: _JobLayout, setup: Setup, use
     sees = _gpus(request, slot, spec, users) if spec.gpus or request.gpus_per_worker else None
     if sees is not None:
         env.update(_devices(spec, *sees, users))
-    shown = {name: s.value for name, s in users.items() if not s.hidden and name not in env}
+    hidden, own = [], dict(env)
+    for name, setting in users.items():
+        if setting.hidden and name not in env:
+            hidden.append(name)
+        elif name not in env:
+            own[name] = setting.value
     return Task(
         name=slot.name,
         role=slot.role,
@@ -433,9 +433,9 @@ def _task(request: JobRequest, slot: Slot, layout: _JobLayout, setup: Setup, use
         host=slot.host,
         argv=_argv(request, spec, slot.role, setup.python),
         cwd=spec.workdir or request.sync_dst_dir or request.cwd,
-        env={**env, **shown},
+        env=own,
         refs=refs,
-        secret_env=tuple(sorted(name for name, s in users.items() if s.hidden and name not in env)),
+        secret_env=tuple(sorted(hidden)),
         needs=SERVER_MODULES if is_ours else (),
         place=slot.at,
         gpus=sees,
@@ -689,9 +689,7 @@ def device_warnings(plan: Plan) -> list[str]:
 def device_notes(plan: Plan) -> list[str]:
     """Return what scripts for torchrun take differently with --gpus-per-worker: LOCAL_RANK is no GPU's number."""
     each = plan.gpus_per_worker
-    if not each:
-        return []
-    if not any(task.gpus is not None and int(task.env["LOCAL_RANK"]) >= each for task in plan.of_role(WORKER)):
+    if not any(task.gpus is not None and int(task.env["LOCAL_RANK"]) >= each > 0 for task in plan.of_role(WORKER)):
         return []
     own = "its own GPU as cuda:0" if each == 1 else f"its own {each} GPUs as cuda:0 to cuda:{each - 1}"
     return [f"--gpus-per-worker: each worker sees {own}, whatever its LOCAL_RANK"]

@@ -419,7 +419,9 @@ def check_tuning(settings: Sequence[Setting], outer: Mapping[str, str]) -> None:
     """
     wrong: dict[str, None] = {}
     for role in ROLES:
-        seen = {**outer, **{name: chosen.value for name, chosen in given(settings, role).items()}}
+        seen = dict(outer)
+        for name, chosen in given(settings, role).items():
+            seen[name] = chosen.value
         wrong.update(dict.fromkeys(environ.check(seen)))
     if wrong:
         raise UsageError("\n".join(wrong))

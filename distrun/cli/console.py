@@ -180,7 +180,7 @@ class Console:
         if LEVELS.index(level) < self._level:
             return
         mark = f"{level}: " if level in ("warning", "error") else ""
-        self.write_err(f"distrun: {mark}{text}\n")
+        self._put("err", f"distrun: {mark}{text}\n")
 
     def follow(self, kind: str, value: Mapping[str, Any]) -> None:
         """Take what the coordinator tells of the job, for the line that shows its progress.

@@ -39,8 +39,7 @@ FOREIGN: Mapping[str, tuple[str, str]] = {
     "--log-level": ("--verbose", "Did you mean -v, or -q?"),
     "--sge-log-dir": ("--run-dir", "Leave it out, or did you mean --run-dir DIR? Jobs keep their logs there."),
     **dict.fromkeys(
-        ("--files", "--archives"),
-        ("--sync-extra", "Did you mean --sync-extra SRC[:DST], with --sync-dst-dir DIR?"),
+        ("--files", "--archives"), ("--sync-extra", "Did you mean --sync-extra SRC[:DST], with --sync-dst-dir DIR?")
     ),
     **dict.fromkeys(
         ("--master_addr", "--master_port"),

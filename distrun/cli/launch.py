@@ -104,7 +104,9 @@ def _launch(
         tasks = [{"name": task.name, "role": task.role} for task in job.plan.tasks]
         choose(tasks, [each for each in options["shows"] if each != ERRORS])
     if not isinstance(job, QueuedJob):
-        for note in (*(_unused(job.plan, found) if found else ()), *device_notes(job.plan)):
+        for note in _unused(job.plan, found) if found else ():
+            console.say(note)
+        for note in device_notes(job.plan) if job.plan.gpus_per_worker else ():
             console.say(note)
         for warning in device_warnings(job.plan):
             console.say(warning, "warning")
@@ -125,6 +127,8 @@ def _launch(
     outcome = launching.launch(job, folder, console, options["verbosity"], options["detach"])
     if isinstance(outcome, Detached):
         return _leave(outcome, store, folder, job, console, asked=options["detach"])
+    if not outcome.exit_code and not options["as_json"]:
+        return 0
     console.end_output()
     tail = report(outcome, folder, options["as_json"], console)
     if outcome.exit_code and not misplaced:
@@ -257,8 +261,7 @@ def _rules(options: Mapping[str, Any]) -> CopyRules | None:
         for row in COPYING[1:]:
             if options[row.key]:
                 raise UsageError(
-                    f"{row.name}: nothing is copied without --sync-dst-dir",
-                    "add --sync-dst-dir DIR, or leave it out",
+                    f"{row.name}: nothing is copied without --sync-dst-dir", "add --sync-dst-dir DIR, or leave it out"
                 )
         return None
     from distrun.sync.rules import check_folder, make_rules

@@ -115,10 +115,6 @@ def test_hosts_without_a_task_are_not_of_the_job() -> None:
     assert placement.hosts_of(slots, FIVE.order) == ("h1", "h2")
 
 
-def test_groups_of_workers_begin_with_the_host_of_worker_0() -> None:
-    assert placement.worker_places(place(3, 3, FIVE)) == ("h4", "h5", "h1")
-
-
 def test_the_scheduler_host_is_one_of_the_hosts() -> None:
     assert where(place(1, 1, FIVE, scheduler_host="h4"), "scheduler") == ["h4"]
     with pytest.raises(UsageError, match="'h9' is none of the job's hosts: h1, h2, h3"):
@@ -285,4 +281,3 @@ def test_local_ranks_count_within_a_place() -> None:
         ("8", 1, 2),
         ("b", 0, 1),
     ]
-    assert placement.worker_places(slots) == ("7", "8", "b")

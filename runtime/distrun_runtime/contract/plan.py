@@ -314,7 +314,7 @@ def references(task: Task) -> FrozenSet[str]:
     Known facts: `scheduler.address` and `scheduler.port` (published by the scheduler task itself),
     `host:NAME.address` and `NAME/port:LABEL` (from the agent of place NAME; one place a host is called as the host).
     """
-    return frozenset(name for text in task.refs.values() for name in _REFERENCE.findall(text))
+    return frozenset().union(*map(_REFERENCE.findall, task.refs.values()))
 
 
 def resolve(task: Task, facts: Mapping[str, str]) -> Dict[str, str]:

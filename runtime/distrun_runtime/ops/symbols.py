@@ -101,8 +101,7 @@ class RuleTrace:
     def scalar(self, value: Scalar, kind: str) -> int:
         """Return the number of a node that is an argument of this kind."""
         self.scalars.append(value)
-        self.nodes.append(("scalar", kind, ()))
-        return len(self.nodes) - 1
+        return self.add("scalar", kind)
 
 
 # What numpy's functions do, by name. Beside each: the kinds that it takes, and whether it says yes or no.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cluster import DEADLINE_S, Cluster, config, open_store
 
-from distrun_runtime.errors import KVError, PeerLost, TimedOut
+from distrun_runtime.errors import KVError, PeerLost, RuleError, TimedOut
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.transport.inproc import InprocNetwork
 
@@ -375,6 +375,27 @@ def test_a_rule_that_does_not_fit_the_values_is_refused_by_the_servers() -> None
         kv.init("w", np.ones(SHAPE, "int32"))
         with pytest.raises(KVError, match="int32"):
             kv.set_optimizer("sgd", learning_rate=1.0)
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_a_rule_that_fails_on_a_server_is_raised_with_the_servers_traceback(monkeypatch) -> None:
+    from distrun_runtime.ops.optimizers import sgd
+
+    def explode(self, *args):
+        raise ZeroDivisionError("in the rule")
+
+    monkeypatch.setattr(sgd.Test, "update", explode)
+
+    def script(kv: KVStore):
+        kv.init("w", ones())
+        kv.set_optimizer("test", rescale_grad=1.0)
+        kv.push("w", ones())
+        with pytest.raises(RuleError, match="in the rule") as caught:
+            kv.pull("w", np.zeros(SHAPE, "float32"))
+        assert "ZeroDivisionError" in caught.value.server_traceback
+        assert "server-" in str(caught.value)
 
     with Cluster(over="inproc") as job:
         job.run(script)

@@ -19,6 +19,7 @@ from distrun_runtime.ops.optimizers.base import (
     Rates,
     Rule,
     State,
+    average,
     decay,
     learning_rate,
     subtract,
@@ -143,9 +144,7 @@ class Signum(Sgd):
             mean = cast(Array, state["momentum"])
             self.clip(step)
             decay(step, weight, rates)
-            mean *= self.number("momentum")
-            step *= 1.0 - self.number("momentum")
-            mean += step
+            average(mean, self.number("momentum"), step)
             np.sign(mean, out=step)
         else:
             share += rates.wd
