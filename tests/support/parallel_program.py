@@ -310,6 +310,7 @@ def states_are_given_on_to_the_next_batch() -> None:
     loss_of(pipeline(batch[3:], only), batch[3:]).backward()
     loss_of(whole(reference, batch[3:], only)[0], batch[3:]).backward()
     same_gradients(model, reference)
+    same(pipeline(batch, {"rnn.0": None}), expected)
     refused(lambda: pipeline(batch, {"rnn.3": None}), "a state is given for 'rnn.3', which is no recurrent layer")
     refused(lambda: pipeline(batch, {"embed": None}), "'embed', which is no recurrent layer")
 
@@ -439,6 +440,27 @@ def a_batch_goes_backward_once() -> None:
     output = Pipeline(model, on_cpus(model, 2))(ROWS)
     output.sum().backward(retain_graph=True)
     refused(output.sum().backward, "backward of this batch has run already", error=RuntimeError)
+
+
+def a_batch_has_no_more_parts_than_rows() -> None:
+    rows = []
+
+    def act(value: torch.Tensor) -> torch.Tensor:
+        rows.append(len(value))
+        return value
+
+    for wanted, expected in ((9, [1] * 6), (4, [2, 2, 1, 1])):
+        rows.clear()
+        model = [Layer(), Layer(act)]
+        same(Pipeline(model, on_cpus(model, 2), micro_batches=wanted)(ROWS), ROWS)
+        assert rows == expected
+
+
+def a_model_of_one_stage_runs_in_the_calling_thread() -> None:
+    threads = []
+    model = [Layer(lambda value: threads.append(threading.current_thread()) or value)]
+    same(Pipeline(model, on_cpus(model, 1), micro_batches=2)(ROWS), ROWS)
+    assert threads == [threading.current_thread()] * 2
 
 
 # --- the cases: at the same time
@@ -579,6 +601,7 @@ def a_failure_in_backward_names_stage_and_part() -> None:
     err = refused(output.sum().backward, said, error=StageError)
     assert isinstance(err.__cause__, KeyError)
     assert no_threads_of_stages()
+    refused(output.sum().backward, "backward of this batch has run already", error=RuntimeError)
 
 
 def an_input_that_a_stage_overwrites_is_an_error_that_names_the_stage() -> None:
@@ -642,6 +665,7 @@ def layouts_that_do_not_fit_are_refused() -> None:
     plain = [nn.Linear(2, 2), nn.Linear(2, 2)]
     refused(lambda: Pipeline(plain, on_cpus(plain, 2), time_chunks=2), "layout 'N' has no time to cut into chunks")
     refused(lambda: Pipeline(plain, on_cpus(plain, 2), micro_batches=0), "micro_batches: expected at least 1, found 0")
+    refused(lambda: Pipeline(plain, on_cpus(plain, 2), timeout_s=0), "timeout_s: expected more than 0 seconds, found 0")
     both = [nn.LSTM(2, 2, bidirectional=True)]
     refused(lambda: Pipeline(both, on_cpus(both, 1), time_chunks=2, layout="TN"), "layer '0' is bidirectional")
     Pipeline(both, on_cpus(both, 1), layout="TN")

@@ -108,6 +108,8 @@ class Pipeline:
         for name, number in (("micro_batches", micro_batches), ("time_chunks", time_chunks)):
             if number < 1:
                 raise ValueError(f"{name}: expected at least 1, found {number}")
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s: expected more than 0 seconds, found {timeout_s}")
         check_layout(layers, layout, is_cut_along_time=time_chunks > 1)
         for stage in plan.stages:
             check_present(stage.device)
@@ -143,9 +145,8 @@ class Pipeline:
         self.busy_s = [0.0] * len(self._runners)
         if self._is_threaded:
             values = [map_tensors(lambda tensor: tensor.to("cpu"), value) for value in values]
-            outputs = _ThreadedBatch(self._runners, parts, states_of_stages, self.busy_s, self._timeout_s).forward(
-                values
-            )
+            on_way = _ThreadedBatch(self._runners, parts, states_of_stages, self.busy_s, self._timeout_s)
+            outputs = on_way.forward(values)
         else:
             outputs = self._queue(parts, values, states_of_stages)
         self.states = _merge_states(states_of_stages)
@@ -189,8 +190,8 @@ class Pipeline:
         for runner, by_micro_batch in zip(self._runners, result, strict=True):
             for name in runner.layers.keys() & states.keys():
                 own = map_tensors(runner.received, states[name])
-                for place, state in zip(by_micro_batch, cut(own, micro_batches, 1), strict=True):
-                    place[name] = state
+                for states_of_part, state in zip(by_micro_batch, cut(own, micro_batches, 1), strict=True):
+                    states_of_part[name] = state
         return result
 
     # --- on GPUs' streams
@@ -198,24 +199,24 @@ class Pipeline:
     def _queue(self, parts: Sequence[BatchPart], values: Sequence[Any], states: Sequence[StageStates]) -> list[Any]:
         """Run all parts forward in the calling thread, each stage's work on its stream; return the outputs.
 
-        The order is that of a pipeline's clock: stage k has part i at time i + k. Within a time the last stage comes
-        first, so no stream waits for work that is queued later than what it needs.
+        The order is that of a pipeline's clock: stage k has part i at tick i + k. Within a tick the last stage comes
+        first, so that a copy to it does not queue behind the next part of the stage before.
         """
         for lane in self._lanes:
             lane.begin()
         passed = [_Queued(value) for value in values]
         for tick in range(len(parts) + len(self._runners) - 1):
             for index in reversed(range(len(self._runners))):
-                place = tick - index
-                if 0 <= place < len(parts):
+                number = tick - index
+                if 0 <= number < len(parts):
                     runner, lane = self._runners[index], self._lanes[index]
-                    micro_batch = parts[place].micro_batch
+                    micro_batch = parts[number].micro_batch
                     try:
-                        value = lane.take(passed[place], self._lanes[index - 1] if index else None)
+                        value = lane.take(passed[number], self._lanes[index - 1] if index else None)
                         queued, states[index][micro_batch] = lane.run(runner, value, states[index][micro_batch])
                     except Exception as err:
-                        raise _failure(runner.stage, "forward", parts[place], err) from err
-                    passed[place] = queued
+                        raise _failure(runner.stage, "forward", parts[number], err) from err
+                    passed[number] = queued
         outputs = [queued.value for queued in passed]
         for index, lane in enumerate(self._lanes):
             lane.end([outputs if lane is self._lanes[-1] else [], states[index]])
@@ -350,8 +351,8 @@ def cut(value: Any, count: int, dim: int) -> list[Any]:
     """Cut all tensors of a value along a dimension into `count` parts whose lengths differ by at most 1."""
     if count == 1:
         return [value]
-    cut = [tensor.tensor_split(count, dim) for tensor in tensors_of(value)]
-    return [_with(value, [pieces[place] for pieces in cut]) for place in range(count)]
+    pieces = [tensor.tensor_split(count, dim) for tensor in tensors_of(value)]
+    return [_with(value, [each[number] for each in pieces]) for number in range(count)]
 
 
 def joined(values: Sequence[Any], dim: int) -> Any:
@@ -440,7 +441,7 @@ class _ThreadedBatch:
             return outputs
         self._widths = [len(tensors_of(output)) for output in outputs]
         # The anchor has a gradient, so that backward is called also if no value has one, such as numbers of words.
-        anchor = torch.zeros((), requires_grad=True)
+        anchor = torch.zeros((), requires_grad=True, device="cpu")
         own: list[Any] = _with(outputs, _edge().apply(self, ends, anchor, *tensors_of(values)))
         return own
 
@@ -567,8 +568,8 @@ class _StageThreads:
 
         names = [f"stage-{stage.index}-{self._what}" for stage in self._stages]
         threads = [
-            threading.Thread(target=self._loop, args=(place,), name=name, daemon=True)
-            for place, name in enumerate(names)
+            threading.Thread(target=self._loop, args=(position,), name=name, daemon=True)
+            for position, name in enumerate(names)
         ]
         for value in values:
             self._queues[0].put(value)
@@ -595,29 +596,29 @@ class _StageThreads:
             raise self._failure
         return results
 
-    def _loop(self, place: int) -> None:
+    def _loop(self, position: int) -> None:
         """Do a stage's work on all parts."""
         import torch
 
-        stage = self._stages[place]
+        stage = self._stages[position]
         # Each thread has to be told: a new one begins with OpenMP's number, whatever `set_num_threads` was called with.
         torch.set_num_threads(max(1, self._torch_threads // len(self._stages)))
-        for part in self._parts:
-            value = self._queues[place].get()  # ends: the stage before it puts a result or the caller puts _END
-            if self._is_over.is_set():
-                return
-            self._doing[place] = part
-            begin = time.perf_counter()
-            try:
-                with self._modes.entered():
+        with self._modes.entered():
+            for part in self._parts:
+                value = self._queues[position].get()  # the stage before puts a result, or the caller _END
+                if self._is_over.is_set():
+                    return
+                self._doing[position] = part
+                begin = time.perf_counter()
+                try:
                     result = self._work(stage, part, value)
-            except BaseException as err:
-                self._failure = self._failure or _failure(stage, self._what, part, err)
-                self._end()
-                return
-            self._busy_s[stage.index] += time.perf_counter() - begin
-            self._doing[place] = None
-            self._queues[place + 1].put(result)
+                except BaseException as err:
+                    self._failure = self._failure or _failure(stage, self._what, part, err)
+                    self._end()
+                    return
+                self._busy_s[stage.index] += time.perf_counter() - begin
+                self._doing[position] = None
+                self._queues[position + 1].put(result)
 
     def _end(self) -> None:
         """Let all threads end after the part that they work on, and the caller stop waiting."""

@@ -322,8 +322,14 @@ def layer_costs(layers: Sequence[str], costs: Mapping[str, LayerCost | float]) -
 
 
 def copy_rate(source: StageDevice, target: StageDevice, bytes_per_s: float | None) -> float | None:
-    """Return the rate of a copy between two stages in bytes per second; None: there is nothing to copy."""
+    """Return the rate of a copy between two stages in bytes per second; None: there is nothing to copy.
+
+    Raises:
+        ValueError: a given rate is not more than 0.
+    """
     if bytes_per_s is not None:
+        if not bytes_per_s > 0:
+            raise ValueError(f"bytes_per_s: expected more than 0, found {bytes_per_s}")
         return bytes_per_s
     return None if source.shares_memory(target) else BYTES_PER_S
 

@@ -15,7 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from distrun_runtime.parallel.pipeline import StageRunner, check_layout, cut, joined, layers_of_plan, tensors_of
+from distrun_runtime.parallel.pipeline import (
+    StageRunner,
+    check_layout,
+    cut,
+    joined,
+    layers_of_plan,
+    map_tensors,
+    tensors_of,
+)
 from distrun_runtime.parallel.stages import StagePlan, check_present, nearest
 
 if TYPE_CHECKING:
@@ -80,8 +88,8 @@ class WorkerPipeline:
     a state.
 
     Arguments:
-        model: as for `named_layers`. Only this worker's layers are used and moved; create the model on the CPU, or on
-            the device `meta` for what does not fit, and free it afterwards.
+        model: as for `named_layers`. Only this worker's layers are used and moved. Stages pass on a tensor or a tuple
+            of tensors.
         plan: from `place` or `balance`; each stage's device is that of its worker, so often the same for all.
         loss: `loss(output, target)`, the mean over a micro-batch, as a tensor. Used on the last stage.
         micro_batches: parts of a batch, all equally long; for `1f1b` at least as many as stages.
@@ -248,6 +256,15 @@ def _own_groups(own: StageRank) -> tuple[Any, Any]:
     return pipelines[own.replica], members[own.stage]
 
 
+def _with_contiguous_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.requires_grad:
+        return tensor
+    # A hook of a view, as torch uses the tensor itself again, and its hooks would become more and more.
+    view = tensor.view_as(tensor)
+    view.register_hook(lambda gradient: gradient.contiguous())
+    return view
+
+
 @functools.cache
 def _stage_class() -> Any:
     """Return torch's stage, made to tell its module of the first micro-batch. torch is imported at the first use."""
@@ -264,7 +281,8 @@ def _stage_class() -> Any:
 def _stage_module(runner: StageRunner) -> nn.Module:
     """Return a module of a stage's layers; names of its parameters are those of the whole model.
 
-    Recurrent layers begin each micro-batch without a state.
+    Recurrent layers begin each micro-batch without a state. What leaves the module, forward and backward, is
+    contiguous, because torch sends nothing else.
     """
     import torch
     from torch import nn
@@ -282,7 +300,9 @@ def _stage_module(runner: StageRunner) -> nn.Module:
                     return torch.func.functional_call(self, copies, values)
                 finally:
                     self.is_probed = True
-            return runner(values[0] if len(values) == 1 else values, {})[0]
+            own = map_tensors(_with_contiguous_gradient, values)
+            output, _ = runner(own[0] if len(own) == 1 else own, {})
+            return map_tensors(torch.Tensor.contiguous, output)
 
     module = StageModule()
     for name, layer in runner.layers.items():

@@ -50,6 +50,9 @@ def test_only_stages_in_one_memory_need_no_copy() -> None:
         rate = copy_rate(devices[left], devices[right], None)
         assert (rate is None) == ((left, right) in sharing)
     assert copy_rate(devices[0], devices[1], 1e9) == 1e9  # stages on workers
+    for wrong in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="bytes_per_s: expected more than 0"):
+            copy_rate(devices[0], devices[1], wrong)
     assert copy_seconds(500, 1000.0) == 1.0  # the output, and its gradient
     assert copy_seconds(500, None) == 0.0
 
