@@ -1,4 +1,4 @@
-"""Reads and writes sizes, times and numbers with units, and words for a shell. No side effects.
+"""Reads and writes sizes, times, numbers with units and words for a shell; groups what is alike. No side effects.
 
 An unknown number is None and formatted as an empty text. Numbers that JSON cannot represent are the texts `nan`, `inf`
 and `-inf`.
@@ -11,10 +11,12 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Sequence
-from typing import Union
+from typing import TypeVar, Union
 
 from distrun.errors import UsageError
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 Number = Union[float, str]
 """A number, or `nan`, `inf`, `-inf`."""
 
@@ -109,6 +111,14 @@ def counted(whole: int, parts: Iterable[tuple[int, str]]) -> str:
     """Return how many things there are, and how many of which kind: `5 (4 running, 1 failed)`."""
     extra = ", ".join(f"{number} {word}" for number, word in parts if number)
     return f"{whole} ({extra})" if extra else str(whole)
+
+
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Return the values of each key, keys and values in the order in which they first come. No side effects."""
+    found: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:

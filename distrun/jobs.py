@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distrun.errors import UsageError
+from distrun.formats import grouped
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration
@@ -43,7 +44,7 @@ from distrun_runtime.errors import JobStoreError, WireError
 
 if TYPE_CHECKING:
     from distrun.client import ControlConnection
-    from distrun.killing import Killed
+    from distrun.killing import Killed, RemovedJob
     from distrun.request import JobRequest
     from distrun_runtime.contract import session
     from distrun_runtime.coordinator.logreader import LogPiece, LogReader
@@ -56,8 +57,6 @@ METRICS_S = 0.5
 """How long its host waits for the metrics of a coordinator elsewhere. It may have none."""
 EVENTS_SIZE = 16 * 1024
 """Bytes from the end of events.jsonl that are read."""
-QUIET_S = 2.0
-"""A coordinator that sends no output for this time has none."""
 END_S = 0.2
 """How long the end of an ssh program is waited for that has closed its output."""
 STACK = ("task", "text", "how", "error", "fix")
@@ -141,6 +140,23 @@ class Jobs:
         if count > 1:
             self.say(f"{wanted}: the newest of {count} jobs of that name, {folder.id}", "info")
         return Job(folder, self.say)
+
+    def gc(
+        self,
+        names: Sequence[str] = (),
+        *,
+        older_s: float | None = None,
+        keep: int = 0,
+        has_lost: bool = False,
+        is_dry: bool = False,
+    ) -> tuple[Sequence[RemovedJob], Sequence[str]]:
+        """Remove the folders of jobs that are over; return what became of each, and what went wrong.
+
+        See `killing.gc`.
+        """
+        from distrun import killing
+
+        return killing.gc(self.store, names, older_s=older_s, keep=keep, has_lost=has_lost, is_dry=is_dry)
 
 
 class Job:
@@ -395,6 +411,15 @@ class RecordedOutput:
         self.since = 0.0
         """Only what came then or later is given by `last`; seconds since 1970."""
 
+    def begin_at(self, cursor: int | None, begin: Mapping[str, Any]) -> None:
+        """Begin at a cursor; if that is None, where `begin` says, as `control.OutputWanted` has it."""
+        from distrun_runtime.contract.control import OutputWanted
+        from distrun_runtime.coordinator import logreader
+
+        if cursor is None:
+            cursor = logreader.begin(self.reader, OutputWanted(**{**begin, "tasks": tuple(self.names)}))
+        self.cursor = cursor
+
     def goes_on(self) -> bool:
         """Return whether more may come. Asked before `pieces`: what was written before the end is then given."""
         return self.job.state in facts.GOING
@@ -435,52 +460,19 @@ class ForwardedOutput:
         self._job = job
         self._names = names
         self._begin = begin
+        self._follow = follow
         self._cursor: int | None = None
         self._connection: ControlConnection | None = None
-        self._end: int | None = None
-        """The cursor at which it ends, or sooner if nothing comes for QUIET_S; 0: not known; None: with the job."""
-        self._heard = self._began = 0.0
         with contextlib.suppress(JobOver):
             self._connection = job.attach()
-            wanted = list(names) if len(names) < len(job.tasks) else None
-            if not follow:
-                try:
-                    self._end = self._find_end(self._connection, wanted)
-                except BaseException:
-                    self._close()
-                    raise
-            self._connection.send("subscribe", output={**begin, "tasks": wanted})
-            self._heard = self._began = time.monotonic()
-
-    def _find_end(self, connection: ControlConnection, tasks: Sequence[str] | None) -> int | None:
-        """Return the cursor at which the output ends now, 0 if that is not known; None: the job ends meanwhile."""
-        from distrun import client
-
-        end = 0
-        connection.send("subscribe", output={"tail": 1, "tasks": tasks})
-        with contextlib.suppress(TimeoutError), client.reading():
-            while (frame := connection.receive(QUIET_S)) is not None and frame.type not in ("outcome", "failed"):
-                if frame.type == "state":
-                    return end
-                if frame.type == "refused":
-                    raise self._refused(frame)
-                if frame.type == "output" and not end:
-                    connection.send("subscribe")
-                    connection.send("state")  # after its answer nothing more of that comes
-                end = int(frame.header["cursor"]) if frame.type == "output" else end
-            self._close()
-            self._connection = self._job.attach()  # raises why, or sends all to the end
-            return None
-        return end
+            wanted = {"tasks": list(names) if len(names) < len(job.tasks) else None, "until": "" if follow else "now"}
+            self._connection.send("subscribe", output={**begin, **wanted})
+        self._heard_at = time.monotonic()
 
     def _close(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-    def _refused(self, frame: session.Frame) -> UsageError:
-        header = frame.header
-        return UsageError(f"job {self._job.id}: {header['message']}", str(header.get("hint", "")))
 
     def __enter__(self) -> ForwardedOutput:
         return self
@@ -496,7 +488,8 @@ class ForwardedOutput:
         """Give what has come since the last call; does not wait for more.
 
         Raises:
-            CoordinatorLost: the coordinator has gone, and the job is not over.
+            CoordinatorLost: the coordinator has gone, and the job is not over; or it does not send what there is.
+            UsageError: the coordinator refuses.
         """
         from distrun import client
         from distrun_runtime.coordinator.logreader import LogPiece
@@ -505,12 +498,10 @@ class ForwardedOutput:
             try:
                 frame = self._connection.receive(0.001)
             except TimeoutError:
-                # Where output has begun to come and its end is known, more is on its way.
-                quiet_s = client.ANSWER_S if self._end and self._cursor is not None else QUIET_S
-                if self._end is not None and time.monotonic() >= self._heard + quiet_s:
-                    self._close()
+                if not self._follow and time.monotonic() >= self._heard_at + client.ANSWER_S:
+                    raise client.unanswering(self._job.folder, client.ANSWER_S) from None
                 return
-            self._heard = time.monotonic()
+            self._heard_at = time.monotonic()
             if frame is None or frame.type in ("outcome", "failed"):
                 self._close()
                 if self._job.refresh().folder.outcome() is None and frame is None:
@@ -519,25 +510,24 @@ class ForwardedOutput:
             with client.reading():
                 header = frame.header
                 if frame.type == "refused":
-                    raise self._refused(frame)
+                    raise UsageError(f"job {self._job.id}: {header['message']}", str(header.get("hint", "")))
                 self._cursor = header.get("cursor", self._cursor)
                 if frame.type == "output":
                     place = self._cursor or 0, float(header["time"]), str(header["task"]), str(header["stream"])
                     yield LogPiece(*place, int(header["attempt"]), int(header["at"]), frame.body)
-                is_late = self._end == 0 and time.monotonic() >= self._began + client.ANSWER_S
-                if is_late or (self._end and (self._cursor or 0) >= self._end):
+                elif frame.type == "output_end":
                     self._close()
+                elif frame.type == "said" and not self._follow and header["level"] == "warning":
+                    self._job.say(str(header["text"]), "warning")  # as a rule why the logs cannot be read
 
     def last(self) -> Iterator[LogPiece]:
         """Give what the coordinator did not send at the end: it waits for no client that is slow."""
-        from distrun_runtime.contract.control import OutputWanted
-        from distrun_runtime.coordinator import logreader
+        from distrun_runtime.coordinator.logreader import LogReader
 
         if self._job.folder.is_finished:
-            with logreader.LogReader(self._job.folder.logs) as reader:
+            with LogReader(self._job.folder.logs) as reader:
                 rest = RecordedOutput(self._job, reader, self._names)
-                wanted = OutputWanted(**{**self._begin, "tasks": tuple(self._names)})
-                rest.cursor = logreader.begin(reader, wanted) if self._cursor is None else self._cursor
+                rest.begin_at(self._cursor, self._begin)
                 yield from rest.pieces()
 
 
@@ -705,9 +695,6 @@ def _ask(jobs: Sequence[_JobQuery], here_s: float, there_s: float) -> None:
     """Ask all coordinators at the same time."""
     began = time.monotonic()
     there = [job for job in jobs if job.is_asked_there]
-    by_login: dict[str, list[_JobQuery]] = {}  # not by `hosts.ranges`: a status of jobs here loads nothing of hosts
-    for job in there:
-        by_login.setdefault(job.login, []).append(job)
     threads = [
         threading.Thread(
             target=_ask_there,
@@ -715,7 +702,7 @@ def _ask(jobs: Sequence[_JobQuery], here_s: float, there_s: float) -> None:
             name="host-query",
             daemon=True,
         )
-        for login, of_host in by_login.items()
+        for login, of_host in grouped((job.login, job) for job in there).items()
         for first in range(0, len(of_host), MOST)
     ]
     for thread in threads:
@@ -809,32 +796,3 @@ def listed(folders: Sequence[JobFolder], most: int | None) -> list[JobFolder]:
         elif most is None or len(others) < most:
             others.append(folder)
     return going + others
-
-
-# ---------------------------------------------------------------------- again and again
-
-
-class Background:
-    """Looks at jobs again and again, in a thread of its own, so that who shows them never waits.
-
-    `read` returns the jobs; it is called in that thread and once in the first thread that asks.
-    """
-
-    def __init__(self, read: Callable[[], Iterable[JobFolder]], interval_s: float = 1.0) -> None:
-        self._read = read
-        self._interval_s = interval_s
-        self._views: Sequence[JobView] | None = None
-        self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
-
-    def views(self) -> Sequence[JobView]:
-        """Return how the jobs stood at the last look; at first what the job store knows. Never waits for a host."""
-        if not self._thread.is_alive():
-            self._thread.start()
-        views = self._views
-        return [JobView(folder, folder.shown()) for folder in self._read()] if views is None else views
-
-    def _run(self) -> None:
-        while True:
-            views = look(self._read())
-            self._views = views
-            time.sleep(self._interval_s if all(view.is_here for view in views) else max(self._interval_s, THERE_S))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, List, NamedTuple
+from typing import TYPE_CHECKING, Any, List, NamedTuple
 
 from distrun import backends, client, remote_jobs
 from distrun.backends.base import Swept
@@ -20,10 +21,15 @@ from distrun.errors import DistrunError, UsageError
 from distrun_runtime.contract import facts, process
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import Plan
+from distrun_runtime.coordinator import stored
 from distrun_runtime.coordinator.failures import Survivor
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.errors import JobStoreError
+
+if TYPE_CHECKING:
+    from distrun.backends.engine import FoundJob
+    from distrun.backends.queue import QueueBackend
 
 POLL_S = 0.05
 
@@ -204,12 +210,46 @@ def _wait_gone(who: process.Identity, limit_s: float) -> bool:
     return True
 
 
+# What jobs of an engine have left, as far as this machine's job store says.
+
+
+def abandoned(found: Sequence[FoundJob], store: JobStore) -> list[FoundJob]:
+    """Return the jobs of an engine whose coordinator does not live.
+
+    Raises:
+        JobStoreError: the note of a job that goes on is damaged.
+    """
+    from distrun.backends import engine, queue
+
+    living = {queue.recorded_marker(job.path) for job in store.list() if job.standing() in facts.GOING}
+    return [each for each in found if each.marker.startswith(engine.MARK) and each.marker not in living]
+
+
+def nodes_of_lost(backend: QueueBackend, store: JobStore) -> list[str]:
+    """Return the nodes on which jobs of an engine may have left processes.
+
+    These are jobs whose coordinator is lost, that lost a node, or that ended with processes that were left. There are
+    none if the engine starts no program on a node that it is told.
+    """
+    found: dict[str, None] = {}
+    for job in store.list() if backend.engine.on_node("node", ("true",)) else ():
+        with contextlib.suppress(JobStoreError, KeyError):
+            if job.standing() in facts.GOING or job.is_unplanned or job.plan().backend != backend.name:
+                continue
+            outcome = job.outcome()
+            if outcome is None or outcome["reason"] == facts.HOST_LOST or outcome["survivors"]:
+                found.update(dict.fromkeys(host.name for host in job.plan().hosts))
+    return list(found)
+
+
 # Removes folders of jobs that are over.
 #
 # Nothing outside the job store is touched: links in a folder are removed, not followed. A job with --run-dir has only a
 # link in the store; the link goes, and the folder that the user named stays.
 
 
+OLDER_S = 30 * 86400.0
+"""Jobs that ended so long ago are removed, unless the user says otherwise."""
 _PREFIX = ".removed-"
 """Begins the name of a folder that is being removed: no list of jobs shows it."""
 
@@ -223,6 +263,116 @@ class Removed(NamedTuple):
     """The folder outside the store that was left."""
     problem: str = ""
     """Why something of the job is still there."""
+
+
+class RemovedJob(NamedTuple):
+    """What became of a job, or would."""
+
+    job: str
+    """Its id."""
+    state: str
+    folder: str
+    """Its path in the store."""
+    host: str
+    """The host from which its folder was removed, too; empty: it has none there, or that stays."""
+    size: int
+    """As in `Removed`, as are the others."""
+    kept: str = ""
+    problem: str = ""
+
+
+def gc(
+    store: JobStore,
+    names: Sequence[str] = (),
+    *,
+    older_s: float | None = None,
+    keep: int = 0,
+    has_lost: bool = False,
+    is_dry: bool = False,
+) -> tuple[list[RemovedJob], list[str]]:
+    """Remove the folders of jobs that are over; return what became of each, and what went wrong, a line each.
+
+    Args:
+        store: whose jobs.
+        names: ids, beginnings of them, or names: only these jobs, damaged ones, too. None: all that are over.
+        older_s: only jobs that ended so long ago, seconds; None: OLDER_S, and any that is named.
+        keep: so many of the newest jobs stay, however old they are.
+        has_lost: also jobs whose launcher died.
+        is_dry: remove nothing, and return what would be removed.
+
+    Raises:
+        UsageError: a job that is named is not over, as far as this machine knows.
+        NoSuchJob: there is none of that name.
+    """
+    every = store.list()
+    states = {folder: folder.shown() for folder in (map(store.find, names) if names else every)}
+    for folder, state in states.items() if names else ():
+        _check_is_over(folder, state["state"], has_lost)
+    wanted = (*facts.OVER, facts.LOST) if has_lost else facts.OVER  # of those that are not named
+    least_s = older_s if older_s is not None else 0.0 if names else OLDER_S
+    kept, now = set(every[:keep]), time.time()
+    problems = [] if is_dry else finish(store)
+    silent: dict[str, str] = {}
+    removed = []
+    for folder, state in states.items():
+        last = state["finished"] or state.get("heard") or state["updated"]  # it ended, was heard of, or changed
+        age_s = now - (stored.seconds(last) if last else 0.0)
+        is_meant = bool(names) or state["state"] in wanted
+        if not is_meant or age_s < least_s or folder in kept:
+            continue
+        host, why = _remove_there(folder, silent, is_dry)
+        problems += [why] if why else []
+        done = measure(folder) if is_dry else remove(folder)
+        removed.append(RemovedJob(folder.id, state["state"], str(folder.path), host, *done))
+    return removed, problems + [each.problem for each in removed if each.problem]
+
+
+def _check_is_over(folder: JobFolder, state: str, has_lost: bool) -> None:
+    """Refuse to remove a job that was named and is not over.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if state in facts.LIVE:
+        raise UsageError(f"job {folder.id} is {state}", f"first: distrun kill {folder.id}")
+    if state == facts.UNKNOWN:
+        host = folder.launcher()["host"]
+        raise UsageError(
+            f"job {folder.id} may still run: it was launched on {host}", f"on {host}: distrun status {folder.id}"
+        )
+    if state == facts.DAMAGED and folder.has_launcher():
+        raise UsageError(f"job {folder.id} is damaged, and its launcher runs", f"first: distrun kill {folder.id}")
+    if state == facts.LOST and not has_lost:
+        text = f"job {folder.id} lost its launcher, and may have left processes"
+        raise UsageError(text, f"first: distrun kill {folder.id}; or add --lost")
+
+
+def _remove_there(folder: JobFolder, silent: dict[str, str], is_dry: bool) -> tuple[str, str]:
+    """Remove the folder that a job has on the host that had its coordinator.
+
+    `silent`: why a host cannot be asked, by what reaches it; it is asked once.
+
+    Return the host if there is one and this was done (or would be), and why its folder stays.
+    """
+    try:
+        where = folder.control()
+    except JobStoreError:
+        return "", ""
+    if where is None or not where.get("folder"):
+        return "", ""
+    login, host, there = (str(where[name]) for name in ("login", "host", "folder"))
+    if is_dry:
+        return host, ""
+    try:
+        if login in silent:
+            raise remote_jobs.NotAsked(silent[login])
+        remote_jobs.remove(folder, login, there)
+    except (remote_jobs.NotAsked, remote_jobs.NotRemoved) as err:
+        if isinstance(err, remote_jobs.NotAsked):
+            silent[login] = str(err)
+        fix = f"{login} {shlex.join(['rm', '-r', there])}"
+        return "", f"job {folder.id}: its folder on {host} stays: {err}; fix: {fix}"
+    return host, ""
 
 
 def measure(folder: JobFolder) -> Removed:

@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 
 from distrun import formats
 from distrun.errors import UsageError
-from distrun_runtime.contract import environ, facts, gpus, process
-from distrun_runtime.contract.plan import ROLES, SERVER, WORKER, Limits
+from distrun_runtime.contract import environ, facts, process
 
 TEXT, WORDS, FLAG, SWITCH, TIMES = "text", "texts", "flag", "yes or no", "how often"
 """Kinds: a text; texts, one each time it is given; whether it is given; with a name for no; how often it is given."""
@@ -121,8 +120,8 @@ count, seconds, size = (
 )
 
 
-def _limit(name: str, member: str, help: str, **more: Any) -> Option:
-    return seconds(name, help, default=Limits._field_defaults[member], member=f"limits.{member}", **more)
+def _limit(name: str, member: str, help: str, default: float | None, **more: Any) -> Option:
+    return seconds(name, help, default=default, member=f"limits.{member}", **more)
 
 
 def _engine(make: Callable[..., Option], name: str, *words: str, member: str, **more: Any) -> Option:
@@ -213,6 +212,8 @@ def _module(option: str, text: str) -> str:
 
 
 def _device(option: str, text: str) -> str:
+    from distrun_runtime.contract import gpus  # not for every command
+
     found = gpus.server_device(text)
     if not found:
         raise UsageError(f"{option}: expected {gpus.DEVICES}, found {text!r}")
@@ -326,8 +327,8 @@ TABLE: Mapping[str, tuple[Option, ...]] = {
             reads=lambda option, text: formats.lasting(option, text) if text else None,
         ),
         _engine(text, "--project", "Project, or account, that is charged.", "NAME", member="project"),
-        *_needs(WORKER),
-        *_needs(SERVER),
+        *_needs(facts.WORKER),
+        *_needs(facts.SERVER),
         _engine(words, "--engine-arg", "Hand ARG to the engine as it is. Repeatable.", "ARG", member="args"),
         _own("--pe", "NAME", "sge", "Parallel environment (sge). [default: the one that fits]"),
         *_YARN,
@@ -385,7 +386,7 @@ TABLE: Mapping[str, tuple[Option, ...]] = {
         words("--env-file", "KEY=VALUE lines; hidden, not copied.", "FILE", key="env_files", member=""),
         *(
             words(f"--env-{role}", f"Set a variable for the {role} role only.", "K=V", member="")
-            for role in reversed(ROLES)
+            for role in reversed(facts.ROLES)
         ),
         flag("--no-forward", "Do not forward DMLC_*, PS_*, OMP_*, LD_LIBRARY_PATH, AWS keys ... (ssh).", member=""),
         flag("--keep-outer-env", "Keep variables of an outer job (SLURM_*, OMPI_*, RANK ...)."),
@@ -416,24 +417,26 @@ TABLE: Mapping[str, tuple[Option, ...]] = {
         ),
     ),
     "Time": (
-        _limit("--grace", "grace_s", "Seconds between asking a task to end and killing it.", low=0),
-        _limit("--timeout", "timeout_s", "End the job after so many seconds (exit code 124)."),
+        _limit("--grace", "grace_s", "Seconds between asking a task to end and killing it.", facts.GRACE_S, low=0),
+        _limit("--timeout", "timeout_s", "End the job after so many seconds (exit code 124).", None),
         seconds(
             "--start-timeout",
             "Seconds until all have started. [default: 120]",
             variable="DISTRUN_START_TIMEOUT",
             member="start_timeout_s",
         ),
-        _limit("--suspect-after", "suspect_s", "Silence after which a host is reported as suspect."),
+        _limit("--suspect-after", "suspect_s", "Silence after which a host is reported as suspect.", facts.SUSPECT_S),
         _limit(
             "--lost-after",
             "lost_s",
             "Silence after which a host is lost (exit code 7); its own tasks end half as long after.",
+            facts.LOST_S,
         ),
         _limit(
             "--stall-after",
             "stall_after_s",
             "Seconds without a sign of life after which a worker is said to be stalled; 0: never.",
+            facts.STALL_AFTER_S,
             low=0,
         ),
         flag(

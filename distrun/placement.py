@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from distrun.errors import UsageError
+from distrun.formats import grouped
 from distrun.hosts.grammar import HostSpec, Inventory
-from distrun.hosts.ranges import fold, grouped
+from distrun.hosts.ranges import fold
 from distrun.options import BY_KEY
 from distrun.request import JobRequest
 from distrun_runtime.contract import facts

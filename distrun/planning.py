@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from distrun import backends, formats, shipping
 from distrun.backends.base import Backend
 from distrun.errors import UsageError
-from distrun.formats import exact
+from distrun.formats import exact, grouped
 from distrun.hosts.grammar import HostSpec, Inventory
-from distrun.hosts.ranges import fold, grouped
+from distrun.hosts.ranges import fold
 from distrun.options import ENGINES, NO_ENGINES, ROWS
 from distrun.placement import Slot, hosts_of, place, worker_places
 from distrun.request import BUNDLED, COMMAND, JobRequest, Setting, check_tuning, given

@@ -8,7 +8,8 @@ from __future__ import annotations
 import signal as signals
 from collections.abc import Sequence
 
-from distrun.hosts.ranges import generic, grouped
+from distrun.formats import grouped
+from distrun.hosts.ranges import generic
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator.failures import Culprit, Outcome, Problem, TaskResult
 

@@ -359,6 +359,7 @@ EVENT = {"event": "state", "state": "running", "time": "2026-01-31T12:00:00.000Z
         (GOLDEN["event"], control.encode(control.JobEvent(EVENT))),
         (GOLDEN["told_output"], control.encode(Chunk("worker-0", "d1", "out", 0, 6, b"hello\n", 6))),
         (GOLDEN["gap"], control.encode(control.OutputGap(512, 4096))),
+        (GOLDEN["output_end"], control.encode(control.OutputEnd(4096))),
         (GOLDEN["told_metrics"], control.encode(control.JobNumbers(SNAPSHOT))),
         (GOLDEN["detached"], control.encode(control.LauncherReleased(4096))),
         (

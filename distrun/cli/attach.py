@@ -161,8 +161,7 @@ class _Attached:
 
     def _show_rest(self, start: dict[str, int]) -> None:
         """Show, from the job's logs, what the coordinator did not send: it waits for no terminal that is slow."""
-        from distrun_runtime.contract import control
-        from distrun_runtime.coordinator import logreader
+        from distrun.jobs import RecordedOutput
         from distrun_runtime.coordinator.clients import OutputPiece
         from distrun_runtime.coordinator.logreader import LogReader
 
@@ -170,21 +169,17 @@ class _Attached:
             return
         hosts = {task.name: task.host for task in self._folder.plan().tasks}
         with LogReader(self._folder.logs) as reader:
-            cursor = self._follower.cursor
-            if cursor is None:
-                tasks = None if self._names is None else tuple(self._names)
-                wanted = control.OutputWanted(start.get("cursor"), start.get("tail"), tasks=tasks)
-                cursor = logreader.begin(reader, wanted)
+            rest = RecordedOutput(self._job, reader, list(hosts) if self._names is None else self._names)
+            rest.begin_at(self._follower.cursor, start)
             if self._is_stopping:
-                last = max(cursor, reader.end() - LAST_BYTES)
-                self._console.leave_out(last - cursor)
-                cursor = last
-            while (found := reader.read(cursor, tasks=self._names)).cursor != cursor:
-                for each in found.pieces:
-                    stream = each.stream if each.stream in ("out", "err") else "out"
-                    host = hosts.get(each.task, "")
-                    self._console.show(OutputPiece(each.data, each.task, host, stream, each.at, len(each.data)))
-                cursor = found.cursor
+                last = max(rest.cursor, reader.end() - LAST_BYTES)
+                self._console.leave_out(last - rest.cursor)
+                rest.cursor = last
+            for each in rest.pieces():
+                stream = each.stream if each.stream in ("out", "err") else "out"
+                self._console.show(
+                    OutputPiece(each.data, each.task, hosts.get(each.task, ""), stream, each.at, len(each.data))
+                )
 
     # ------------------------------------------------------------------ signals; called in the thread that reads them
 

@@ -20,14 +20,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distrun_runtime.coordinator.clients import Backlog, OutputPiece, encoded
-
 if TYPE_CHECKING:
     from rich.table import Table
 
     from distrun.cli.jobline import JobLine
     from distrun.cli.screen import Feed, Region
     from distrun.dashboard.text import Line
+    from distrun_runtime.coordinator.clients import OutputPiece
 
 INTERRUPTED_S = 0.5
 """After Ctrl-C at the end, a reader that takes nothing for this time is given up."""
@@ -162,6 +161,8 @@ class Console:
 
     def output(self, task: str, host: str, stream: str, data: bytes, at: int | None) -> None:
         """Take bytes of a task; they begin at byte `at` of its log file."""
+        from distrun_runtime.coordinator.clients import OutputPiece
+
         self.show(OutputPiece(data, task, host, stream, at, len(data)))
 
     def show(self, piece: OutputPiece) -> None:
@@ -212,6 +213,8 @@ class Console:
 
     def _put(self, stream: str, text: str) -> None:
         if self._writers:
+            from distrun_runtime.coordinator.clients import OutputPiece
+
             self._writers[stream].put(OutputPiece(encoded(text), stream=stream))
         else:
             _print_plain(self._fds[stream], text)
@@ -392,6 +395,14 @@ def is_read() -> bool:
         return False
 
 
+def encoded(text: str) -> bytes:
+    """Return the bytes that a word stood for (os.fsdecode made surrogates of what is not UTF-8)."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # other surrogates stand for no bytes
+        return text.encode("utf-8", "backslashreplace")
+
+
 def _print_plain(fd: int, text: str | bytes) -> bool:
     view = memoryview(encoded(text) if isinstance(text, str) else text)
     while view:
@@ -443,10 +454,6 @@ HIDE_S = 1.0
 """How long a question waits until the region is gone. A terminal that is stuck must not hold it up."""
 
 
-ENDS_OUTPUT = OutputPiece()
-"""Tasks will write nothing more: what they did not end with a newline is printed now."""
-
-
 class Writer:
     """A queue and the thread that empties it."""
 
@@ -464,6 +471,8 @@ class Writer:
 
         `last_words`: called at the end, returns what is printed then.
         """
+        from distrun_runtime.coordinator.clients import Backlog, OutputPiece  # not for commands that only print
+
         self._fds = fds
         self._region = region
         self._status = b""
@@ -481,6 +490,8 @@ class Writer:
         self._has_fed = True
         """A feed has changed since then."""
         self._queue = Backlog()
+        self._ends_output = OutputPiece()
+        """Tasks will write nothing more: what they did not end with a newline is printed now."""
         self._is_paused = self._ending = False
         self._last_words = last_words
         self._leaves_out = False
@@ -522,7 +533,7 @@ class Writer:
 
     def end_output(self) -> None:
         """Say that no task will write anything more."""
-        self.put(ENDS_OUTPUT)
+        self.put(self._ends_output)
 
     def show_status(self, line: bytes) -> None:
         """Show a line below the progress bars, in place of the one before; empty: none."""
@@ -695,7 +706,7 @@ class Writer:
         return columns or 80, rows or 24
 
     def _print(self, piece: OutputPiece) -> None:
-        if piece is ENDS_OUTPUT:
+        if piece is self._ends_output:
             self._flush_feeds()
             return
         fd = self._fds[piece.stream]

@@ -15,7 +15,8 @@ from distrun.cli.common import agree, current_folder, engine_of, hosts_of, takes
 from distrun.cli.console import print_err, print_json, print_out, render
 from distrun.doctor.checks import BAD, HERE, OK, CheckRow, Ways
 from distrun.errors import UsageError
-from distrun.hosts.ranges import fold, grouped
+from distrun.formats import grouped
+from distrun.hosts.ranges import fold
 from distrun.options import BY_KEY, HOSTS, LAUNCHER, SITE
 from distrun_runtime.contract import address, environ, facts
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from distrun import formats
 from distrun.backends.base import Rendered
+from distrun.formats import grouped
 from distrun.formats import size as size_text
-from distrun.hosts.ranges import fold, generic, grouped
+from distrun.hosts.ranges import fold, generic
 from distrun.planning import SET_ELSEWHERE, QueuedJob
 from distrun_runtime.contract import gpus
 from distrun_runtime.contract.plan import WORKER, Host, Plan, Task

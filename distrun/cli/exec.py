@@ -133,7 +133,8 @@ def folded(said: Mapping[str, bytes], what: str = "") -> bytes:
         said: by host.
         what: added to each heading.
     """
-    from distrun.hosts.ranges import fold, grouped
+    from distrun.formats import grouped
+    from distrun.hosts.ranges import fold
 
     parts = []
     for data, names in grouped((data, host) for host, data in said.items() if data).items():

@@ -6,7 +6,6 @@ agents' records and marks; and, for emergencies, my processes by their command l
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -40,10 +39,7 @@ from distrun_runtime.coordinator.failures import Problem
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
-    from distrun.backends.engine import FoundJob
-    from distrun.backends.queue import QueueBackend
     from distrun_runtime.coordinator.jobfolder import JobFolder
-    from distrun_runtime.coordinator.jobstore import JobStore
 
 SCHEMA = "distrun.kill/1"
 SLACK_S = 20.0
@@ -202,8 +198,8 @@ def _sweep(backend: Backend, hosts: Sequence[Host], wanted: Sequence[str], optio
 
 def _in_engine(names: Sequence[str], options: Mapping[str, Any]) -> int:
     """Cancel my jobs in an engine whose launchers are gone; return the exit code."""
+    from distrun import killing
     from distrun.backends.engine import EngineError
-    from distrun_runtime.coordinator.jobstore import JobStore
 
     if names or not options["stale"]:
         raise UsageError(
@@ -220,7 +216,8 @@ def _in_engine(names: Sequence[str], options: Mapping[str, Any]) -> int:
     if named is not None:
         tell_warnings(named)
         return _sweep(backend, [Host(spec.name) for spec in named.specs], (), options)
-    chosen = _abandoned(backend.engine.find(), JobStore())
+    store = my_jobs().store
+    chosen = killing.abandoned(backend.engine.find(), store)
     if not options["as_json"]:
         cells = [(each.handle.id, each.marker, each.state) for each in chosen]
         _print_cells(("JOB", "MARKER", "STATE"), cells)
@@ -249,42 +246,11 @@ def _in_engine(names: Sequence[str], options: Mapping[str, Any]) -> int:
         print_out(f"no abandoned job of mine is in {backend.name}\n")
     elif options["dry_run"]:
         print_out("nothing was ended (--dry-run)\n")
-    nodes = _nodes_of_lost(backend, JobStore())
+    nodes = killing.nodes_of_lost(backend, store)
     if not nodes:
         return code
     print_out(f"looking for what lost jobs have left on {fold(nodes)}\n")
     return code or _sweep(backend, [Host(name) for name in nodes], (), options)
-
-
-def _abandoned(found: Sequence[FoundJob], store: JobStore) -> list[FoundJob]:
-    """Return the jobs of an engine whose coordinator does not live, as far as this machine's job store says.
-
-    Raises:
-        JobStoreError: the note of a job that goes on is damaged.
-    """
-    from distrun.backends import engine, queue
-
-    living = {queue.recorded_marker(job.path) for job in store.list() if job.standing() in facts.GOING}
-    return [each for each in found if each.marker.startswith(engine.MARK) and each.marker not in living]
-
-
-def _nodes_of_lost(backend: QueueBackend, store: JobStore) -> list[str]:
-    """Return the nodes on which jobs of an engine may have left processes, as far as this machine's job store says.
-
-    These are jobs whose coordinator is lost, that lost a node, or that ended with processes that were left. There are
-    none if the engine starts no program on a node that it is told.
-    """
-    from distrun_runtime.errors import JobStoreError
-
-    found: dict[str, None] = {}
-    for job in store.list() if backend.engine.on_node("node", ("true",)) else ():
-        with contextlib.suppress(JobStoreError, KeyError):
-            if job.standing() in facts.GOING or job.is_unplanned or job.plan().backend != backend.name:
-                continue
-            outcome = job.outcome()
-            if outcome is None or outcome["reason"] == facts.HOST_LOST or outcome["survivors"]:
-                found.update(dict.fromkeys(host.name for host in job.plan().hosts))
-    return list(found)
 
 
 def end_jobs(fleet: Fleet, chosen: Sequence[HostJob], grace_s: float | None) -> Found:
@@ -380,8 +346,7 @@ def _by_match(options: Mapping[str, Any]) -> int:
                 "host": host,
                 "problem": asdict(problems[host]) if host in problems else None,
                 "found": [asdict(row) for row in chosen.get(host, ())],
-                "ended": done.get(host, {}).get("ended", []),
-                "left": done.get(host, {}).get("left", []),
+                **{name: done.get(host, {}).get(name, []) for name in ("ended", "left")},
             }
             for host in found
         ]

@@ -13,6 +13,7 @@ from distrun.cli.common import my_jobs
 from distrun.cli.console import print_err, print_json, print_out
 from distrun.dashboard.text import clean_lines
 from distrun.errors import DistrunError
+from distrun.formats import grouped
 
 SCHEMA = "distrun.stack/1"
 
@@ -56,9 +57,7 @@ def stack(job: str, tasks: tuple[str, ...], as_json: bool) -> int:
 
 def shown(answers: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what is printed: each stack below the names of the tasks that have it. No side effects."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for answer in answers:
-        groups.setdefault(_comparable(str(answer["text"])), []).append(answer)
+    groups = grouped((_comparable(str(answer["text"])), answer) for answer in answers)
     return [
         f"{named([str(each['task']) for each in group])} ({group[0]['how']})\n"
         f"{clean_lines(str(group[0]['text'])).rstrip()}\n"
@@ -75,9 +74,7 @@ def named(names: Sequence[str]) -> str:
 
 def complaints(missing: Sequence[Mapping[str, Any]], job: str) -> list[str]:
     """Return why tasks have no stack, once a reason, with what would help. No side effects."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for answer in missing:
-        groups.setdefault((str(answer["error"]), str(answer["fix"])), []).append(str(answer["task"]))
+    groups = grouped(((str(each["error"]), str(each["fix"])), str(each["task"])) for each in missing)
     lines = []
     for (error, fix), names in groups.items():
         lines.append(f"distrun: {named(names)}: {error}" if names[0] else f"distrun: {error}")

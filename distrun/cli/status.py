@@ -7,6 +7,7 @@ queries have a time limit: what does not answer in time is shown as unknown.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -111,12 +112,11 @@ def _watched(jobs: Jobs, job: str | None, most: int | None, plain: bool, is_asci
     from distrun.cli import tables
     from distrun.dashboard import jobs as table
     from distrun.dashboard import loop
-    from distrun.jobs import Background
 
     if found is not None:
         ended = loop.follow(found.folder, print_out) if plain else loop.watch(found.folder, look(is_ascii))
     else:
-        known = Background(lambda: [each.folder for each in jobs.list(most)])
+        known = table.Background(lambda: [each.folder for each in jobs.list(most)])
         ended = table.watch(
             lambda: [tables.model_of(each, time.time()) for each in known.views()],
             lambda wanted: jobs.get(wanted).folder,
@@ -127,8 +127,8 @@ def _watched(jobs: Jobs, job: str | None, most: int | None, plain: bool, is_asci
     if found is None:
         _list(jobs, most, watch=False, as_json=False)
     elif not plain:
-        view = found.view()
-        print_out(tables.heading(view.state) + styled(tables.tasks_table(view, time.time(), width())))
+        view, most = found.view(), max(1, shutil.get_terminal_size().lines - 4)  # with a heading, and a prompt below
+        print_out(tables.heading(view.state) + styled(tables.tasks_table(view, time.time(), width(), most)))
     return ended.exit_code
 
 

@@ -5,7 +5,7 @@ No side effects except reading a job's files. The tables are those of `distrun t
 
 from __future__ import annotations
 
-import dataclasses
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -40,14 +40,25 @@ def jobs_table(views: Sequence[JobView], now: float, columns: int = WIDE) -> lis
     return rows.jobs([model_of(view, now) for view in views], columns, now).lines()
 
 
-def tasks_table(view: JobView, now: float, columns: int = WIDE) -> list[Line]:
-    """Return one row for each task of a job. `now`: wall clock, seconds. `columns`: room."""
-    return _tasks(model_of(view, now), now, columns)
+def tasks_table(view: JobView, now: float, columns: int = WIDE, most: int = sys.maxsize) -> list[Line]:
+    """Return one row for each task of a job; of more than `most`, those that are alike share one.
+
+    `now`: wall clock, seconds. `columns`: room.
+    """
+    return _tasks(_detailed(view, _outcome(view), now), now, columns, most)
 
 
-def _tasks(model: Model, now: float, columns: int) -> list[Line]:
+def _tasks(model: Model, now: float, columns: int, most: int = sys.maxsize) -> list[Line]:
+    is_folded = len(model.tasks) > most
+    return rows.tasks(rows.task_rows(model.tasks.values(), "", rows.SORTS[0], is_folded), columns, now).lines()
+
+
+def _detailed(view: JobView, outcome: Outcome | None, now: float) -> Model:
+    """Return the model of a job whose tasks are shown: the one that ended it comes first."""
+    model = model_of(view, now)
+    model.culprit = outcome.culprit.task if outcome is not None and outcome.culprit is not None else ""
     model.settle(now)
-    return rows.tasks(rows.task_rows(model.tasks.values(), "", rows.SORTS[0], False), columns, now).lines()
+    return model
 
 
 def heading(state: Mapping[str, Any]) -> str:
@@ -94,7 +105,8 @@ QUIET = ("ready", "started", "finished")
 
 def text(view: JobView, now: float, columns: int) -> str:
     """Return all that is known of a job. `now`: wall clock, seconds. `columns`: room."""
-    model = model_of(view, now)
+    outcome = _outcome(view)
+    model = _detailed(view, outcome, now)
     parts = [heading(view.state) + "".join(_labelled(*pair, columns) for pair in _about(view, model, now))]
     table = styled(_tasks(model, now, columns))
     parts.append(table + "".join(_labelled(*pair, columns) for pair in _conditions(model)) if model.tasks else "")
@@ -102,7 +114,7 @@ def text(view: JobView, now: float, columns: int) -> str:
         groups = rows.host_rows([host for host in model.hosts.values() if host.word], "", False)
         parts.append(styled(rows.hosts(groups, columns, 0.0)) if groups else "")
         parts.append(styled(servers(model, columns, UNICODE)))
-    parts += [_events(view, model, columns), clean_lines(error(view))]
+    parts += [_events(view, model, columns), clean_lines(_error(view, outcome))]
     return "\n".join(part for part in parts if part)
 
 
@@ -163,9 +175,8 @@ def _events(view: JobView, model: Model, columns: int) -> str:
 # ---------------------------------------------------------------------- the first error
 
 
-def error(view: JobView) -> str:
+def _error(view: JobView, outcome: Outcome | None) -> str:
     """Return why a job failed, or the first failure of one that goes on, with the last lines of that task."""
-    outcome = _outcome(view)
     if outcome is not None:
         found, _ = common.failure(outcome, view.folder)
         return f"{found}\n" if found else ""
@@ -206,22 +217,20 @@ def _outcome(view: JobView) -> Outcome | None:
     """Return a job's end as far as its folder tells; None if it goes on, or nothing is known. Times are texts."""
     try:
         found = view.folder.outcome()
-        if found is None:
-            return None
-        culprit = found.get("culprit")
-        return Outcome(
-            **{name: found[name] for name in ("exit_code", "reason", "message")},
-            culprit=None if culprit is None else _known(Culprit, culprit),
-            tasks=tuple(_known(TaskResult, task) for task in found["tasks"]),
-            survivors=tuple(Survivor(each["what"], each["host"]) for each in found.get("survivors", ())),
-            job=view.id,
-            problems=tuple(_known(Problem, each) for each in found.get("problems", ())),
-        )
-    except (JobStoreError, LookupError, TypeError, AttributeError):
+    except JobStoreError:
         return None
+    if found is None:
+        return None
+    return Outcome(
+        **{name: found[name] for name in ("exit_code", "reason", "message")},
+        culprit=None if found["culprit"] is None else _made(Culprit, found["culprit"]),
+        tasks=tuple(_made(TaskResult, each) for each in found["tasks"]),
+        survivors=tuple(_made(Survivor, each) for each in found["survivors"]),
+        job=view.id,
+        problems=tuple(_made(Problem, each) for each in found["problems"]),
+    )
 
 
-def _known(kind: Any, value: Mapping[str, Any]) -> Any:
-    """Return an object of a dataclass, of those of its members that this version knows."""
-    found = {each.name: (each.type, value[each.name]) for each in dataclasses.fields(kind) if each.name in value}
-    return kind(**{name: str(given or "") if of == "str" else given for name, (of, given) in found.items()})
+def _made(kind: Any, value: Mapping[str, Any]) -> Any:
+    """Return an object of a class, whose members a file has among others."""
+    return kind(**{name: value[name] for name in kind.__annotations__})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from distrun.dashboard.terminal import Appearance, Terminal
 from distrun.dashboard.text import Glyphs, Line
 from distrun.dashboard.user import MOVES, moved
 from distrun.errors import DistrunError
+from distrun.jobs import THERE_S, JobView
+from distrun.jobs import look as look_at
 from distrun_runtime.contract import facts
 
 if TYPE_CHECKING:
@@ -164,3 +167,29 @@ class JobsScreen:
         lines, first, self._room = picture(models, self._look, columns, height, self._glyphs, now=time.time())
         self._look = JobsLook(self._look.chosen, first, self._look.message)
         self._terminal.draw(lines)
+
+
+class Background:
+    """Looks at jobs again and again, in a thread of its own, so that who shows them never waits.
+
+    `read` returns the jobs; it is called in that thread and once in the first thread that asks.
+    """
+
+    def __init__(self, read: Callable[[], Iterable[JobFolder]], interval_s: float = 1.0) -> None:
+        self._read = read
+        self._interval_s = interval_s
+        self._views: Sequence[JobView] | None = None
+        self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
+
+    def views(self) -> Sequence[JobView]:
+        """Return how the jobs stood at the last look; at first what the job store knows. Never waits for a host."""
+        if not self._thread.is_alive():
+            self._thread.start()
+        views = self._views
+        return [JobView(folder, folder.shown()) for folder in self._read()] if views is None else views
+
+    def _run(self) -> None:
+        while True:
+            views = look_at(self._read())
+            self._views = views
+            time.sleep(self._interval_s if all(view.is_here for view in views) else max(self._interval_s, THERE_S))

@@ -429,11 +429,6 @@ class Model:
                 self.traces = {**self.traces, name: (*known[-TRACE + 1 :], value)}
 
 
-def _moment(value: object) -> float | None:
-    """Return a time of a state (RFC 3339) or of an outcome (seconds)."""
-    return source.moment(value) if isinstance(value, str) else source.finite(value)
-
-
 def _task(
     state: Mapping[str, object], told: Mapping[str, object], until: float | None, *, waited_s: float, silent_s: float
 ) -> TaskView:
@@ -468,8 +463,8 @@ def _task(
     known.update(
         word=word,
         level=level,
-        started=_moment(state.get("started")),
-        ended=_moment(state.get("ended")) or (None if reason == LOST_WITH_HOST else until),
+        started=source.moment(state.get("started")),
+        ended=source.moment(state.get("ended")) or (None if reason == LOST_WITH_HOST else until),
         code=signal or ("" if code is None else str(code)),
         cpu_s=known["cpu_s"] if peak_kb else None,
         why=why,

@@ -249,9 +249,7 @@ def matches(wanted: str, *texts: str) -> bool:
 
 
 def _rows(found: Sequence[View], alike: Callable[[View], object], is_folded: bool) -> list[tuple[View, ...]]:
-    groups: dict[object, list[View]] = {}
-    for number, each in enumerate(found):
-        groups.setdefault(alike(each) if is_folded else number, []).append(each)
+    groups = formats.grouped((alike(each) if is_folded else number, each) for number, each in enumerate(found))
     return list(map(tuple, groups.values()))
 
 
@@ -265,7 +263,12 @@ def _descending(of: Callable[[TaskView], float | None]) -> Callable[[TaskView], 
 
 _ROLES = {"worker": 0, "server": 1, "scheduler": 2}
 _KEYS: dict[str, Callable[[TaskView], tuple[Any, ...]]] = {
-    "problems": lambda task: (task.level, task.ended or 0.0, _ROLES.get(task.role, 3), task.rank),
+    "problems": lambda task: (
+        task.level,
+        (task.ended or 0.0) if task.is_problem else 0.0,
+        _ROLES.get(task.role, 3),
+        task.rank,
+    ),
     "task": lambda task: (_ROLES.get(task.role, 3), task.role, task.rank),
     "host": lambda task: (text.natural(task.host), _ROLES.get(task.role, 3), task.rank),
     "step": lambda task: (float("inf") if task.step is None else task.step, _ROLES.get(task.role, 3), task.rank),

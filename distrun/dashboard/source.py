@@ -126,7 +126,7 @@ class FrameSource:
                     break
                 self._reconnect()
         except Exception as err:  # a fault of ours must not leave a dashboard that looks alive
-            self._put(Frame({"type": "failed_here", "error": f"{type(err).__name__}: {err}"}))
+            self._tell("failed_here", error=f"{type(err).__name__}: {err}")
             raise
         finally:
             connection, self._connection = self._connection, None
@@ -153,7 +153,7 @@ class FrameSource:
             except (DistrunError, JobStoreError) as err:
                 where = self._control()
                 if where is not None:
-                    self._put(Frame({"type": "link", "why": f"{err}; what is shown is the last that is known"}))
+                    self._tell("link", why=f"{err}; what is shown is the last that is known")
                 if self._is_ending.wait(FOLDER_S if where is None else RETRY_S) or self._has_ended():
                     return
                 continue
@@ -169,7 +169,7 @@ class FrameSource:
         return found if found is not None and found["path"] else None
 
     def _greet(self, connection: ControlConnection) -> None:
-        self._put(Frame({"type": "link", "why": ""}))
+        self._tell("link", why="")
         connection.send("state")
         connection.send("subscribe", **self._wanted)
 
@@ -178,28 +178,25 @@ class FrameSource:
         try:
             state = self._folder.state()
         except JobStoreError as err:
-            self._put(Frame({"type": "link", "why": str(err)}))
+            self._tell("link", why=str(err))
             return facts.RUNNING
-        self._put(Frame({"type": "state", "state": state}))
+        self._tell("state", state=state)
         if state["state"] in facts.OVER:
             with contextlib.suppress(JobStoreError):
                 outcome = self._folder.outcome()
                 if outcome is not None:
-                    self._put(Frame({"type": "outcome", "outcome": outcome}))
+                    self._tell("outcome", outcome=outcome)
         if state["state"] == facts.LOST:
-            self._put(
-                Frame(
-                    {
-                        "type": "link",
-                        "why": f"its coordinator is gone; distrun kill {self._folder.id} ends what is left",
-                    }
-                )
-            )
+            self._tell("link", why=f"its coordinator is gone; distrun kill {self._folder.id} ends what is left")
         return str(state["state"])
 
     def _put_past_events(self) -> None:
         for event in self._folder.last_events(EVENTS_SIZE):
-            self._put(Frame({"type": "event", "event": event}))
+            self._tell("event", event=event)
+
+    def _tell(self, kind: str, **members: object) -> None:
+        """Put a frame of our own: what a coordinator would send, or why nothing comes from it."""
+        self._put(Frame({"type": kind, **members}))
 
     def _put(self, frame: Frame) -> None:
         with self._lock:
@@ -248,8 +245,8 @@ def string(value: object) -> str:
 
 
 def moment(value: object) -> float | None:
-    """Return an RFC 3339 time in seconds since 1970."""
-    return _parsed(value) if isinstance(value, str) else None
+    """Return a time in seconds since 1970: RFC 3339 in a state or an event, a number in an outcome."""
+    return _parsed(value) if isinstance(value, str) else finite(value)
 
 
 @lru_cache(maxsize=16384)

@@ -192,25 +192,32 @@ def rule(title: str, columns: int, glyphs: Glyphs) -> Line:
 
 
 def wrapped(text: str, columns: int) -> Sequence[str]:
-    """Return a text in lines of at most this width, broken between words if possible."""
+    """Return a text in lines of at most this width, broken between words if possible. A line keeps its indent.
+
+    A word that is longer than a line begins where the word before it ends.
+    """
     lines: list[str] = []
-    for paragraph in text.split("\n"):
-        current = ""
-        for word in paragraph.split(" "):
-            while width(word) > columns:
-                room = columns - width(current) - (1 if current else 0)
-                if room <= 0:
-                    lines.append(current)
-                    current = ""
-                    continue
-                current = f"{current} {word[:room]}" if current else word[:room]
-                word = word[room:]
-                lines.append(current)
-                current = ""
-            if current and width(current) + 1 + width(word) > columns:
-                lines.append(current)
-                current = word
+    for rest in text.split("\n"):
+        while (head := _beginning(rest, columns)) != rest:
+            end = len(head) if rest[len(head)] == " " else head.rfind(" ")
+            word = rest[end + 1 : end + 2 + columns].partition(" ")[0]  # or so much of it that it is too long
+            if head[: max(0, end)].strip() and (end == len(head) or width(word) <= columns):
+                lines.append(head[:end])
+                rest = rest[end + 1 :]
             else:
-                current = f"{current} {word}" if current else word
-        lines.append(current)
+                lines.append(head)
+                rest = rest[len(head) :]
+        lines.append(rest)
     return lines
+
+
+def _beginning(text: str, columns: int) -> str:
+    """Return as much of a text as fits: at least one character, with the marks above it."""
+    if text.isascii():
+        return text[: max(1, columns)]
+    end, left = 0, columns
+    while end < len(text) and (left := left - width(text[end])) >= 0:  # no further: a line may be very long
+        end += 1
+    while end > 1 and width(text[:end]) > columns:  # some characters are wider together, such as a heart with a colour
+        end -= 1
+    return text[: max(1, end)]

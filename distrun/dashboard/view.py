@@ -359,6 +359,8 @@ def _panels(
         _Panel("store", "store", 0 if model.store is None else len(model.store.servers) + 4, partial(store, model)),
         _Panel("events", "events", len(progress.folded(model.events)), partial(events, model)),
     ]
+    if model.job.is_over:  # what its hosts and store did last says less than how it ended
+        every.insert(1, every.pop())
     if is_one:
         (chosen,) = [panel for panel in every if panel.name == look.panel]
         most = room - min(table, max(TABLE_LEAST, room // 3))

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distrun.formats import join, quiet, quote, size
-from distrun.hosts.ranges import fold, grouped
+from distrun.formats import grouped, join, quiet, quote, size
+from distrun.hosts.ranges import fold
 from distrun_runtime.contract import gpus as contract
 from distrun_runtime.contract.plan import SERVER_MODULES, Host
 from distrun_runtime.coordinator.failures import Problem

@@ -32,8 +32,8 @@ from distrun.doctor.checks import (
 )
 from distrun.fleet import Fleet, Ran, run
 from distrun.fleet.questions import HostAnswer
-from distrun.formats import quote
-from distrun.hosts.ranges import fold, grouped
+from distrun.formats import grouped, quote
+from distrun.hosts.ranges import fold
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import ACTIVATE_S, SERVER_MODULES
 from distrun_runtime.coordinator.failures import Problem

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
 
+from distrun.formats import grouped
 from distrun.hosts.grammar import Fault, Finding, error_of
 from distrun_runtime.contract.dataclass import dataclass
 
@@ -222,18 +222,6 @@ def _written(field: _Field) -> str:
             runs.append([number])
         previous = width, value
     return f"[{','.join('-'.join(run) for run in runs)}]"
-
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
-
-
-def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
-    """Return the values of each key, keys and values in the order in which they first come. No side effects."""
-    found: dict[Key, list[Value]] = {}
-    for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
 
 
 def generic(host: str, text: str) -> str:

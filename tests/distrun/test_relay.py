@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from fakecoordinator import Coordinator
 
-from distrun import cli, client, jobs, planning, remote_jobs
+from distrun import cli, client, planning, remote_jobs
 from distrun.client import CoordinatorLost
 from distrun.remote_jobs import NotAsked
 from distrun.request import JobRequest
@@ -207,57 +207,43 @@ def test_a_host_without_the_jobs_folder_cannot_be_asked(folder: JobFolder, stand
         remote_jobs.refresh(folder)
 
 
+@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize("words", [(), ("--since", "1m"), ("--merge", "-n", "7")])
 def test_logs_of_a_job_that_runs_on_hosts_show_what_is_there_and_end(
-    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    words: tuple[str, ...],
+    count: int,
+    folder: JobFolder,
+    stand: Stand,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    about = {"task": "worker-0", "host": "d1", "stream": "out", "time": 1.0, "attempt": 0}
-    lines = [
+    about = {"task": "worker-0", "host": "d1", "stream": "out", "time": time.time(), "attempt": 0}
+    told = [
         session.encode({"type": "output", **about, "at": at, "length": 4, "cursor": at + 4}, b"ab%d\n" % at)
-        for at in (0, 4)
+        for at in range(0, 4 * count, 4)
     ]
-    subscribed = iter(([lines[1]], [], lines))
-
-    def answers(kind: str) -> list[bytes]:
-        if kind == "state":
-            return [session.encode({"type": "state", "state": {}})]
-        return next(subscribed) if kind == "subscribe" else []
-
-    coordinator = Coordinator(tmp_path / "c.s", folder.id, answers)
+    told.append(session.encode({"type": "output_end", "cursor": 4 * count}))
+    coordinator = Coordinator(tmp_path / "c.s", folder.id, lambda kind: told if kind == "subscribe" else [])
     place(folder, stand(0), str(tmp_path / "c.s"), theirs(tmp_path, folder))
-    assert cli.run(["logs", folder.id, "worker-0"]) == 0
+    assert cli.run(["logs", *words, folder.id, "worker-0"]) == 0
     coordinator.close()
-    assert capfd.readouterr().out == "ab0\nab4\n"
+    lines = [line.rpartition("| ")[2] for line in capfd.readouterr().out.splitlines()]
+    assert lines == ["ab0", "ab4"][:count]
 
 
-def test_logs_of_a_job_on_hosts_end_where_nothing_of_what_is_asked_for_was_printed(
+def test_logs_of_a_job_on_hosts_whose_coordinator_falls_silent_end_with_an_error_and_what_it_said(
     folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "QUIET_S", 0.2)
-    about = {"task": "worker-0", "host": "d1", "stream": "out", "time": 1.0, "attempt": 0}
-    last = session.encode({"type": "output", **about, "at": 0, "length": 4, "cursor": 4}, b"old\n")
-    subscribed = iter(([last], [], []))
-
-    def answers(kind: str) -> list[bytes]:
-        if kind == "state":
-            return [session.encode({"type": "state", "state": {}})]
-        return next(subscribed) if kind == "subscribe" else []
-
-    coordinator = Coordinator(tmp_path / "c.s", folder.id, answers)
+    monkeypatch.setattr(client, "ANSWER_S", 2.0)
+    said = session.encode({"type": "said", "level": "warning", "text": "the job's logs cannot be read: no"})
+    coordinator = Coordinator(tmp_path / "c.s", folder.id, lambda kind: [said] if kind == "subscribe" else [])
     place(folder, stand(0), str(tmp_path / "c.s"), theirs(tmp_path, folder))
-    assert cli.run(["logs", "--since", "1m", folder.id, "worker-0"]) == 0
+    assert cli.run(["logs", folder.id, "worker-0"]) == facts.EXIT_HOST_LOST
     coordinator.close()
-    assert capfd.readouterr().out == ""
-
-
-def test_logs_of_a_job_on_hosts_that_has_printed_nothing_are_empty(
-    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jobs, "QUIET_S", 0.2)
-    coordinator = Coordinator(tmp_path / "c.s", folder.id, lambda kind: [])
-    place(folder, stand(0), str(tmp_path / "c.s"), theirs(tmp_path, folder))
-    assert cli.run(["logs", folder.id, "worker-0"]) == 0
-    coordinator.close()
-    assert capfd.readouterr().out == ""
+    shown = capfd.readouterr()
+    assert "warning: the job's logs cannot be read: no\n" in shown.err
+    assert "(pid 7 on d1) does not answer within 2 s" in shown.err
+    assert shown.out == ""
 
 
 def test_logs_of_a_job_on_hosts_whose_coordinator_cannot_be_asked_say_so(

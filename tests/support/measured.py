@@ -7,7 +7,9 @@ from typing import Any
 from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.conditions import JobMeasurement
+from distrun_runtime.coordinator.jobrun import SampleIntervals
 from distrun_runtime.coordinator.messages import (
+    AgentAction,
     Announce,
     KeepMetrics,
     MetricsAction,
@@ -26,9 +28,10 @@ class MeasuredJob:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.measuring = JobMeasurement(plan)
+        self.intervals_of_agents = SampleIntervals(plan)
+        self.measuring = JobMeasurement(plan, self.intervals_of_agents.usual_s, WALL)
         self.now = 0.0
-        self.done: list[MetricsAction] = []
+        self.done: list[MetricsAction | AgentAction] = []
         self.cpu: dict[str, float] = {}
         """Cores that a task uses, by its name; 0.5 unless it is here."""
         self.more: dict[str, dict[str, Any]] = {task.name: {} for task in plan.tasks}
@@ -38,6 +41,7 @@ class MeasuredJob:
         self.tell(messages.Tick(WALL))
 
     def tell(self, event: messages.Event) -> None:
+        self.done += self.intervals_of_agents.handle(event)
         self.done += self.measuring.handle(event, self.now)
 
     def frame(self, host: str) -> dict[str, Any]:

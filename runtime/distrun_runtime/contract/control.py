@@ -31,6 +31,8 @@ SIGNALS = ("INT", "TERM", "HUP", "PIPE", *process.TASKS_SIGNALS)
 """What the launching client may send as `signal`. PIPE: it did not receive it, but its stdout is closed."""
 STOPS = ("TERM", "INT")
 """What `stop` may name: how the job is stopped. The first is the default."""
+UNTIL = ("", "now")
+"""What a subscription may name as the end of its output. The first is the default."""
 BY_LIMIT = 200
 """Characters of `by` in `stop` that are kept."""
 FRAME_LIMIT = 64 * 1024
@@ -108,9 +110,12 @@ def declared_in(table: Dict[str, Type[Any]], kind: str) -> Callable[[Type[_T]], 
 @functools.lru_cache(maxsize=None)
 def _declared(kind: Callable[..., Any]) -> List[Tuple[str, str, Optional[type]]]:
     """Return the name of each member of a class, its type, and the same if JSON has it."""
-    declared = getattr(kind, "__annotations__", {})  # before Python 3.10, a class without members has none
-    named = ((name, str(getattr(of, "__forward_arg__", of))) for name, of in declared.items())
-    return [(name, of, _PLAIN[of][0] if of in _PLAIN else None) for name, of in named]
+    found: List[Tuple[str, str, Optional[type]]] = []
+    # Before Python 3.10, a class without members has no annotations.
+    for name, annotation in getattr(kind, "__annotations__", {}).items():
+        of = str(getattr(annotation, "__forward_arg__", annotation))
+        found.append((name, of, _PLAIN[of][0] if of in _PLAIN else None))
+    return found
 
 
 def _value(kind: Callable[..., Any], name: str, of: str, value: Any) -> Any:
@@ -192,8 +197,11 @@ class OutputWanted:
     """In place of a cursor: from what came then on, seconds since 1970; with `tail` no more than both."""
     tasks: Optional[Tuple[str, ...]] = None
     """Only theirs."""
+    until: str = UNTIL[0]
+    """"now": no further than what there is when this is asked; `output_end` follows that. Empty: to the job's end."""
 
     def __post_init__(self) -> None:
+        _check_one_of("until", self.until, UNTIL)
         for name in ("cursor", "tail", "since"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -370,6 +378,14 @@ class OutputGap(NamedTuple):
 
     length: int
     cursor: int
+
+
+@_to_client("output_end")
+class OutputEnd(NamedTuple):
+    """All output that there was when it was asked for (`until`) has been sent."""
+
+    cursor: int
+    """Where it ends: a later subscription goes on there."""
 
 
 class CopyProgress(NamedTuple):

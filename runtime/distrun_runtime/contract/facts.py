@@ -55,6 +55,7 @@ def exit_code_of(status: int) -> int:
 SCHEDULER = "scheduler"
 SERVER = "server"
 WORKER = "worker"
+ROLES = (SCHEDULER, SERVER, WORKER)
 HELPER = "helper"
 """No task: the process in which an agent reads what would hold it up. It is marked like tasks."""
 

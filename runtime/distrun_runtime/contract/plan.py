@@ -20,8 +20,7 @@ from distrun_runtime.errors import ContractError
 
 VERSION = 3
 
-SCHEDULER, SERVER, WORKER = facts.SCHEDULER, facts.SERVER, facts.WORKER
-ROLES = (SCHEDULER, SERVER, WORKER)
+SCHEDULER, SERVER, WORKER = ROLES = facts.ROLES
 SERVER_MODULES = ("numpy", "zmq")
 """What the bundled servers and scheduler import, beyond the runtime that goes along."""
 ACTIVATE_S = 60.0

@@ -22,7 +22,7 @@ import os
 import socket
 import stat
 import time
-from typing import Callable, Iterator, List, Mapping, Optional
+from typing import Callable, Iterator, Mapping, Optional
 
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import ContractError
@@ -68,14 +68,18 @@ def cache_root(env: Optional[Mapping[str, str]] = None) -> str:
 
 
 def cache_folder(kind: str, env: Optional[Mapping[str, str]] = None) -> str:
-    """Return the folder of one kind, if it is there and this user's alone.
+    """Return the folder of one kind, if it is there and this user's; then only this user can write to it.
 
     Raises:
-        OSError: it is not.
+        OSError: it is no folder, or not this user's.
     """
     top = cache_root(env)
     for each in (top, os.path.join(top, kind)):
-        _mend(each)
+        info = os.lstat(each)
+        if not is_ours(info, rights=0):
+            raise OSError(f"{each} is not a folder that only this user can write")
+        if not is_ours(info):  # others can write to it
+            os.chmod(each, stat.S_IMODE(info.st_mode) & ~0o022)
     return os.path.join(top, kind)
 
 
@@ -91,15 +95,6 @@ def make_cache(kind: str, env: Optional[Mapping[str, str]] = None) -> str:
         with contextlib.suppress(FileExistsError):
             os.mkdir(each, 0o700)
     return cache_folder(kind, env)
-
-
-def _mend(path: str) -> None:
-    """Let only this user write to a folder. Raises OSError: it is no folder, or not this user's."""
-    info = os.lstat(path)
-    if not is_ours(info, rights=0):
-        raise OSError(f"{path} is not a folder that only this user can write")
-    if not is_ours(info):
-        os.chmod(path, stat.S_IMODE(info.st_mode) & ~0o022)
 
 
 # Files that can be made again: written whole or not at all, and believed only if they are whole and this user's own.
@@ -153,24 +148,24 @@ def lasting_root() -> str:
     return f"/var/tmp/distrun-{os.geteuid()}"
 
 
-def owned(path: str) -> List[str]:
-    """Return where a folder of this user's in a folder that all users share may be.
+def owned(path: str) -> Iterator[str]:
+    """Give where a folder of this user's in a folder that all users share may be.
 
     It is `path`, unless that is another user's, or what `own` made in place of it.
     """
-    found = [] if _owner(path) not in (None, os.geteuid()) else [path]
+    if _owner(path) in (None, os.geteuid()):
+        yield path
     parent, name = os.path.split(path)
     with contextlib.suppress(OSError):
-        others = (os.path.join(parent, each) for each in sorted(os.listdir(parent)) if each.startswith(name + "-"))
-        found += [each for each in others if _owner(each) == os.geteuid()]
-    return found
+        for each in sorted(os.listdir(parent)):
+            if each.startswith(name + "-") and _owner(os.path.join(parent, each)) == os.geteuid():
+                yield os.path.join(parent, each)
 
 
 def own(path: str) -> str:
     """Return the first of `owned`. If `path` is another user's, one is made with a random suffix. Raises OSError."""
-    found = owned(path)
-    if found:
-        return found[0]
+    for found in owned(path):
+        return found
     import tempfile  # another user keeps us from our folder
 
     return tempfile.mkdtemp(prefix=os.path.basename(path) + "-", dir=os.path.dirname(path))

@@ -151,8 +151,7 @@ def table(pids: Optional[Iterable[int]] = None) -> List[Process]:
     if is_portable():
         return _table_of_ps(None if pids is None else list(pids))
     names = os.listdir("/proc") if pids is None else [str(pid) for pid in pids]
-    rows = (_row_of_proc(name) for name in names if name.isdigit())
-    return [row for row in rows if row is not None]
+    return [row for row in map(_row_of_proc, filter(str.isdigit, names)) if row is not None]
 
 
 def descendants(pids: Iterable[int], rows: Optional[List[Process]] = None) -> List[Process]:
@@ -263,11 +262,13 @@ def outlive_tasks_signals(handler: Callable[[int, object], None] = do_nothing) -
 
     If another part of the program has set a handler, or ignores the signal, that stays.
     """
-    numbers = [signal.Signals["SIG" + name] for name in TASKS_SIGNALS]
-    ours = [number for number in numbers if signal.getsignal(number) in (signal.SIG_DFL, do_nothing)]
-    for number in ours:
-        signal.signal(number, handler)
-    return [*ours]
+    ours: List[int] = []
+    for name in TASKS_SIGNALS:
+        number = signal.Signals["SIG" + name]
+        if signal.getsignal(number) in (signal.SIG_DFL, do_nothing):
+            signal.signal(number, handler)
+            ours.append(number)
+    return ours
 
 
 def send_signal(who: Identity, number: int) -> bool:

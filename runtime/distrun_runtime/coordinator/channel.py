@@ -299,11 +299,13 @@ class Inlet:
             if rest is None:
                 return []
             self.greeted, data = True, rest
-            if any(line.strip() for line in self._greeting.noise):
+            if self._greeting.noise and self.noise:
                 found.append(Warned(self._host, f"its shell printed before the agent: {self.noise}"))
-        found += [messages.to_event(self._host, frame, now) for frame in self._session.feed(data)]
-        self.said_bye = self.said_bye or any(isinstance(event, Bye) for event in found)
-        self.has_refused = self.has_refused or any(isinstance(event, StartFailed) for event in found)
+        for frame in self._session.feed(data):
+            event = messages.to_event(self._host, frame, now)
+            self.said_bye = self.said_bye or isinstance(event, Bye)
+            self.has_refused = self.has_refused or isinstance(event, StartFailed)
+            found.append(event)
         if data and not found and abs(now - self._sign_at) >= SIGN_S:
             found.append(Pong(self._host))
         if found:
@@ -351,8 +353,9 @@ class SessionChannel:
     @property
     def holds(self) -> bool:
         """Whether a cut is not the end: so if it was asked for, and the agent was there and does not leave."""
-        ends = self.is_over or self.inlet.is_leaving or self._is_closing or self.is_killed
-        return self._holds and self.inlet.greeted and not ends
+        if not self._holds or not self.inlet.greeted:
+            return False
+        return not (self.is_over or self.inlet.is_leaving or self._is_closing or self.is_killed)
 
     @property
     def is_connected(self) -> bool:
@@ -443,8 +446,8 @@ class SessionChannel:
         """
         threading.Thread(target=self._attached, args=(connection, ahead), name=f"read {self.host}", daemon=True).start()
 
-    def _attached(self, connection: ByteStream, ahead: bytes) -> None:
-        reason = self.serve(connection, ahead=ahead)
+    def _attached(self, connection: ByteStream, ahead: bytes, program: bytes = b"") -> None:
+        reason = self.serve(connection, program, ahead)
         when = time.time()
         self.ended(reason, connection.finish(), when)
 
@@ -462,7 +465,7 @@ class SessionChannel:
         connection: ByteStream,
         program: bytes = b"",
         ahead: bytes = b"",
-        check: Callable[[], None] = lambda: None,
+        check: Optional[Callable[[], None]] = None,
     ) -> str:
         """Carry the session over a connection until that ends, and return why it did; empty: another took its place.
 
@@ -498,7 +501,8 @@ class SessionChannel:
                 if data == b"":
                     break
                 self._hear(connection, data or b"")
-                check()
+                if check is not None:
+                    check()
             self.is_over = not self.holds and not self.is_killed
         except RuntimeFault as err:  # nothing that comes after this could be understood
             reason, self.is_over = str(err), True
@@ -543,40 +547,28 @@ class SessionChannel:
     def _write(self, connection: ByteStream, program: bytes) -> None:
         """Write `program` and then frames, until the connection is not ours any more, or everything is written."""
         try:
-            data = program
-            while data or self._wait_to_write(connection):
-                self._push(connection, data)
-                with self.changed:
-                    data = self._next(connection)
+            data = program or self._next(connection)
+            while data:
+                rest = memoryview(data)
+                while rest and self._connection is connection and not self.is_killed:
+                    rest = rest[connection.write(bytes(rest[:WRITE_SIZE])) :]
+                data = self._next(connection)
         except OSError:
             pass  # It takes no more. The reading thread sees why.
         except WireError as err:
             self._give_up(err)
         connection.end_input()
 
-    def _wait_to_write(self, connection: ByteStream) -> bool:
-        """Wait until there is something to write; return False if there never will be."""
+    def _next(self, connection: ByteStream) -> bytes:
+        """Wait until there is something to write, and return it; nothing if there never will be."""
         with self.changed:
             while self._connection is connection and not self.is_killed:
-                if self._may_write and self._session.is_ready:
-                    return True
-                if self._may_write and self._is_closing and self._session.is_idle:
-                    return False
+                if self._is_eager or self.inlet.greeted:
+                    data = self._session.next()
+                    if data or (self._is_closing and self._session.is_idle):
+                        return data
                 self.changed.wait()
-        return False
-
-    @property
-    def _may_write(self) -> bool:
-        return self._is_eager or self.inlet.greeted
-
-    def _next(self, connection: ByteStream) -> bytes:
-        is_ours = self._connection is connection and not self.is_killed
-        return self._session.next() if is_ours and self._may_write else b""
-
-    def _push(self, connection: ByteStream, data: bytes) -> None:
-        rest = memoryview(data)
-        while rest and self._connection is connection and not self.is_killed:
-            rest = rest[connection.write(bytes(rest[:WRITE_SIZE])) :]
+        return b""
 
 
 class StreamChannel(SessionChannel):
@@ -602,12 +594,8 @@ class StreamChannel(SessionChannel):
     def start(self, put: Put) -> None:
         """Start the two threads."""
         super().start(put)
-        threading.Thread(target=self._run, name=f"read {self.host}", daemon=True).start()
-
-    def _run(self) -> None:
-        reason = self.serve(self._pipes, self._program)
-        when = time.time()
-        self.ended(reason, self._pipes.finish(), when)
+        args = self._pipes, b"", self._program
+        threading.Thread(target=self._attached, args=args, name=f"read {self.host}", daemon=True).start()
 
 
 def _brief(lines: List[str]) -> str:

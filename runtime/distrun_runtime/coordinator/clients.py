@@ -32,6 +32,7 @@ class OutputPiece:
     at: Optional[int] = None
     """Where the output begins in the log file; None: it is not there."""
     length: int = 0
+    """Bytes of a task's output that it stands for."""
 
     @property
     def is_place(self) -> bool:
@@ -73,7 +74,7 @@ class Backlog:
                 piece.data, size = b"", 0
         self._pieces.append(piece)
         self._size += size
-        self._length += _length(piece)
+        self._length += piece.length
 
     def take(self) -> Optional[OutputPiece]:
         """Return the piece that has waited longest; None: there is none."""
@@ -81,17 +82,14 @@ class Backlog:
             return None
         piece = self._pieces.popleft()
         self._size -= len(piece.data)
-        self._length -= _length(piece)
+        self._length -= piece.length
         return piece
 
     def drop(self, keep: int) -> List[OutputPiece]:
         """Drop output of tasks, the oldest first, until at most `keep` bytes wait; return what was dropped."""
         dropped: List[OutputPiece] = []
         others: List[OutputPiece] = []
-        while self._length > keep:
-            piece = self._pieces.popleft()
-            self._size -= len(piece.data)
-            self._length -= _length(piece)
+        while self._length > keep and (piece := self.take()) is not None:
             (dropped if piece.task else others).append(piece)
         self._size += sum(len(piece.data) for piece in others)
         self._pieces.extendleft(reversed(others))
@@ -108,19 +106,6 @@ class Backlog:
             return False
         last.length += piece.length
         return True
-
-
-def _length(piece: OutputPiece) -> int:
-    """Return for how many bytes of a task's output a piece stands."""
-    return piece.length if piece.task else 0
-
-
-def encoded(text: str) -> bytes:
-    """Return the bytes that a word stood for (os.fsdecode made surrogates of what is not UTF-8)."""
-    try:
-        return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # other surrogates stand for no bytes
-        return text.encode("utf-8", "backslashreplace")
 
 
 class Client:

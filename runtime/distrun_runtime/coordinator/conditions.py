@@ -1,8 +1,8 @@
 """What the metrics of a running job mean: progress, conditions of workers, a sample a minute. No side effects.
 
-`JobMeasurement` tells agents how often to measure and feeds `metrics.JobMetrics`, `Progress` and
-`Conditions`. Snapshots for clients are made only if a client wants them. One sample a minute is kept. Changed
-conditions are recorded as events, and stalls are announced.
+`JobMeasurement` feeds `metrics.JobMetrics`, `Progress` and `Conditions` with what agents have measured. Snapshots for
+clients are made only if a client wants them. One sample a minute is kept. Changed conditions are recorded as events,
+and stalls are announced.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from distrun_runtime.coordinator.messages import (
     KeepMetrics,
     MetricsAction,
     RecordEvent,
-    Sample,
     ShowMetrics,
 )
 from distrun_runtime.coordinator.metrics import MEAN_S, JobMetrics, Report, TaskNumbers, Wait, plain
@@ -446,9 +445,6 @@ def _waits(wait: Wait, stamp: float) -> str:
     return f"has waited {duration(round(max(0.0, stamp - wait.since)))} for {facts.listed(wait.whom, 3)}{call}"
 
 
-INTERVAL_S = 1.0
-"""Interval of measurements; in large jobs INTERVAL_A_HOST_S times the number of hosts."""
-INTERVAL_A_HOST_S = 0.01
 SNAPSHOT_S = 0.5
 """Snapshots are so far apart at least ..."""
 SNAPSHOT_A_TASK_S = 0.00025
@@ -460,28 +456,30 @@ NAMED = 3
 
 
 class JobMeasurement:
-    """The metrics of one job. The loop calls `handle` with every event."""
+    """The metrics of one job. `handle` is called with every event since the first that concerns them.
 
-    def __init__(self, plan: Plan) -> None:
+    Arguments:
+        plan: of the job.
+        interval_s: how often agents measure.
+        wall: our wall clock when the monotonic one shows 0.
+    """
+
+    def __init__(self, plan: Plan, interval_s: float, wall: float) -> None:
         self._plan = plan
+        self._interval_s = interval_s
+        self._wall = wall
         self._metrics = JobMetrics(plan)
         self._progress = Progress()
         self._conditions = Conditions(plan.limits.stall_after_s)
         self._lines = MinuteLines()
         self._workers = {task.rank: task.name for task in plan.tasks if task.role == WORKER}
-        places = plan.all_places
-        self._nodes = {place.name: place.host for place in places}
-        self._interval_s = max(INTERVAL_S, INTERVAL_A_HOST_S * len(places))
         self._pace_s = max(SNAPSHOT_S, SNAPSHOT_A_TASK_S * (len(plan.hosts) + len(plan.tasks)))
-        self._told: Dict[str, float] = {}
-        """The interval that the agent of each place was told."""
         self._look: Set[str] = set()
+        """Hosts of which clients want more."""
         self._is_wanted = False
         self._is_changed = False
         """Since the last snapshot."""
         self._shown_at = float("-inf")
-        self._wall = 0.0
-        """Our wall clock when the monotonic one showed 0."""
         self._sampled_at = self._mean_at = self._kept_at = float("-inf")
         self._stalls: List[ConditionChange] = []
         """Those that are still to be said."""
@@ -531,9 +529,6 @@ class JobMeasurement:
                 self._stalls.append(change)
         return [RecordEvent("condition", change._asdict()) for change in changes]
 
-    def _on_ready(self, event: messages.AgentReady, now: float) -> List[MetricsAction]:
-        return self._set_interval(event.host)
-
     def _on_exited(self, event: messages.Exited, now: float) -> List[MetricsAction]:
         return self._ended((event.task,), now)
 
@@ -548,23 +543,10 @@ class JobMeasurement:
         return []
 
     def _on_wanted(self, event: messages.MetricsWanted, now: float) -> List[MetricsAction]:
-        """Show a snapshot at once, and have the hosts that are looked at measured more often, and others no more."""
-        self._is_wanted = event.is_wanted
+        """Show a snapshot at once, with more of the hosts that are looked at."""
+        self._is_wanted, self._look = event.is_wanted, set(event.look)
         self._shown_at, self._is_changed = float("-inf"), True
-        before, self._look = self._look, {name for name in event.look if event.is_wanted}
-        found: List[MetricsAction] = []
-        for place, node in self._nodes.items():
-            if (node in self._look) != (node in before) and place in self._told:
-                found += self._set_interval(place)
-        return found
-
-    def _set_interval(self, place: str) -> List[MetricsAction]:
-        node = self._nodes.get(place)
-        interval_s = INTERVAL_S if node in self._look else self._interval_s
-        if node is None or self._told.get(place) == interval_s:
-            return []
-        self._told[place] = interval_s
-        return [Sample(place, interval_s)]
+        return []
 
     # ------------------------------------------------------------------ what is due
 
@@ -659,7 +641,6 @@ class JobMeasurement:
 
     _HANDLERS: ClassVar[Mapping[type, Callable[[JobMeasurement, Any, float], List[MetricsAction]]]] = {
         messages.Measured: _on_measured,
-        messages.AgentReady: _on_ready,
         messages.Exited: _on_exited,
         messages.AgentLost: _on_lost,
         messages.MetricsWanted: _on_wanted,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from distrun_runtime.contract import facts, gpus
+from distrun_runtime.contract import control, facts, gpus, session
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import WORKER
@@ -146,17 +146,13 @@ def last_state(reason: str) -> str:
 
 
 def from_json(value: Mapping[str, Any]) -> Outcome:
-    """Return the outcome of which `value` is the JSON (`dataclasses.asdict`)."""
-    culprit = value["culprit"]
-    return Outcome(
-        **{
-            **value,
-            "culprit": None if culprit is None else Culprit(**culprit),
-            "tasks": tuple(TaskResult(**task) for task in value["tasks"]),
-            "survivors": tuple(Survivor(*each) for each in value["survivors"]),
-            "problems": tuple(Problem(**problem) for problem in value["problems"]),
-        }
-    )
+    """Return the outcome of which `value` is the JSON (`dataclasses.asdict`).
+
+    Raises:
+        LookupError, TypeError, ValueError: it is not.
+    """
+    survivors = tuple(Survivor(*each) for each in value["survivors"])
+    return control.read(Outcome, session.Frame({**value}), survivors=survivors)
 
 
 COULD_NOT_RUN = (facts.EXIT_NOT_EXECUTABLE, facts.EXIT_NOT_FOUND)
@@ -215,7 +211,7 @@ def task_failed(task: TaskResult) -> Cause:
         text = f"{where} failed with exit code {code}"
     if task.own_failure:
         text += ": " + _one_line(task.own_failure)
-    return dataclasses.replace(_of_task(task, code, text, short), repeats=task.name)
+    return _of_task(task, code, text, short, repeats=task.name)
 
 
 def task_failing(task: TaskResult, time: float) -> Cause:
@@ -223,7 +219,7 @@ def task_failing(task: TaskResult, time: float) -> Cause:
     how = "yet it ended with 0" if task.state == facts.EXITED else "it was stopped before it had ended"
     text = f"{task.name} on {task.host} failed: {_one_line(task.own_failure)}; {how}"
     short = f"{task.name} on {task.host} said that it fails"
-    return dataclasses.replace(_of_task(task, 1, text, short), time=time, code=None, signal=None)
+    return _of_task(task, 1, text, short, time=time, code=None, signal=None)
 
 
 def ended_early(task: TaskResult) -> Cause:
@@ -234,26 +230,16 @@ def ended_early(task: TaskResult) -> Cause:
     return _of_task(task, 1, text, f"{task.name} on {task.host} ended before the workers did")
 
 
-def _of_task(task: TaskResult, code: int, text: str, short: str) -> Cause:
-    return Cause(
-        reason=facts.TASK_FAILED,
-        exit_code=code,
-        time=task.ended or 0.0,
-        text=text,
-        short=short,
-        task=task.name,
-        host=task.host,
-        code=task.code,
-        signal=task.signal,
-        detail=task.reason,
-    )
+def _of_task(task: TaskResult, exit_code: int, text: str, short: str, **more: Any) -> Cause:
+    """Return the cause that a task is, as it ended; `more`: members of the cause that are others."""
+    end = {"time": task.ended or 0.0, "code": task.code, "signal": task.signal, "detail": task.reason, **more}
+    return Cause(facts.TASK_FAILED, exit_code, text=text, short=short, task=task.name, host=task.host, **end)
 
 
 def disk_filled(task: TaskResult, what: str, time: float) -> Cause:
     """Return the cause that a task is whose output has filled the disk of the job's logs."""
     text = f"{task.name} on {task.host} {what}"
-    cause = _of_task(task, facts.EXIT_OUTPUT, text, text)
-    return dataclasses.replace(cause, time=time, code=None, signal=None)
+    return _of_task(task, facts.EXIT_OUTPUT, text, text, time=time, code=None, signal=None)
 
 
 def missing(task: TaskResult, consequence: Cause, why: str) -> Cause:
@@ -273,8 +259,9 @@ def missing(task: TaskResult, consequence: Cause, why: str) -> Cause:
         text = f"{where} did not answer the other tasks, although it ran (frozen, still busy, or cut off from them?)"
         code = None
     short = f"{where} does not answer the other tasks"
-    cause = dataclasses.replace(_of_task(task, consequence.exit_code, text + ": " + _one_line(why), short))
-    return dataclasses.replace(cause, time=consequence.time, code=code, signal=None, detail=why, is_missing=True)
+    text += ": " + _one_line(why)
+    end = {"time": consequence.time, "code": code, "signal": None, "detail": why}
+    return _of_task(task, consequence.exit_code, text, short, is_missing=True, **end)
 
 
 def host_lost(host: str, why: str, time: float) -> Cause:
@@ -478,6 +465,8 @@ class FailureAnalysis:
             tasks: as they stand.
             silent: hosts that were silent when consequences came, and for how many seconds at most.
         """
+        if not self._causes and not self._said:
+            return None
         told = {cause.task for cause in self._causes}
         done = workers_done(tasks.values())
         if done is None:
@@ -546,28 +535,22 @@ class FailureAnalysis:
 
 
 class UnusableHosts:
-    """Collects the hosts that did not get ready, so that all of them are reported at once."""
+    """Collects the hosts that did not get ready, so that all of them are reported at once.
 
-    def __init__(self, hosts: Sequence[str]) -> None:
+    Arguments:
+        hosts: all hosts of the job.
+        now: when the first of them that is bad was heard of; `add` follows.
+    """
+
+    def __init__(self, hosts: Sequence[str], now: float) -> None:
+        self.until = now + ANSWERS_S
+        """When the others are not waited for any more."""
         self._hosts = tuple(hosts)
         self._causes: List[Cause] = []
         self._problems: List[Problem] = []
-        self._since = 0.0
 
-    @property
-    def is_clean(self) -> bool:
-        """Whether nothing is wrong so far."""
-        return not self._causes
-
-    @property
-    def until(self) -> Optional[float]:
-        """When the others are not waited for any more; None: nothing is wrong."""
-        return self._since + ANSWERS_S if self._causes else None
-
-    def add(self, cause: Cause, now: float, kind: str = "", fix: str = "") -> None:
+    def add(self, cause: Cause, kind: str = "", fix: str = "") -> None:
         """Note that `cause.host` is bad. `kind`, `fix`: as in `Problem`."""
-        if not self._causes:
-            self._since = now
         self._causes.append(cause)
         self._problems.append(Problem(cause.host, kind or OTHER, cause.detail, fix))
 

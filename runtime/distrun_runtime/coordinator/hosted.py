@@ -143,12 +143,7 @@ def _folder(order: HostedRequest) -> Tuple[JobFolder, bool]:
 def _run(order: HostedRequest, folder: JobFolder, agents: DialBack, service: Service) -> int:
     try:
         outcome = jobrun.JobRun(
-            order.plan,
-            order.secrets,
-            agents.channels,
-            folder,
-            service,
-            runtime=lambda: order.runtime,
+            order.plan, order.secrets, agents.channels, folder, service, runtime=lambda: order.runtime
         ).run()
     except Exception as err:
         told = control.failure(err)

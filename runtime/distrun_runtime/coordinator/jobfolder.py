@@ -31,12 +31,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, Optional, Tuple
 
 from distrun_runtime.contract import facts, process
-from distrun_runtime.contract import plan as plans
-from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator import stored
 from distrun_runtime.errors import ContractError, JobStoreError
 
 if TYPE_CHECKING:
+    from distrun_runtime.contract.plan import Plan
     from distrun_runtime.coordinator.failures import Outcome, Survivor, TaskResult
 
 # The clock of the machine that keeps a folder's files.
@@ -110,8 +109,7 @@ class JobFolder:
         self._plan: Optional[Plan] = None
         self._request: Optional[Dict[str, Any]] = None
         self._created = ""
-        self.written: Dict[str, Any] = {}
-        """What this process last wrote, or tried to write, into state.json."""
+        self._written: Dict[str, Any] = {}
 
     @classmethod
     def make(
@@ -163,6 +161,7 @@ class JobFolder:
 
     def start(self, plan: Plan) -> None:
         """Write the plan, which is made when the allocation is known: state starting. Raises OSError."""
+        from distrun_runtime.contract import plan as plans
         from distrun_runtime.coordinator.failures import TaskResult
 
         self._plan = plan
@@ -191,9 +190,7 @@ class JobFolder:
 
     def take_over(self) -> None:
         """Make this process the one that runs the job. Raises OSError."""
-        who = process.identity(os.getpid())
-        where = {"host": socket.gethostname(), "boot": process.boot_id()}
-        _replace(self.path / "launcher.json", {"version": VERSION, "pid": who.pid, "start": who.start, **where})
+        _replace(self.path / "launcher.json", _this_process())
 
     def write_state(
         self, state: str, tasks: Iterable[TaskResult], outcome: Optional[Outcome] = None, message: Optional[str] = None
@@ -216,8 +213,18 @@ class JobFolder:
         if outcome is not None:
             value.update(finished=value["updated"], exit_code=outcome.exit_code, reason=outcome.reason)
             value.update(message=outcome.message)
-        self.written = value
+        self._written = value
         _replace(self.path / "state.json", value)
+
+    @property
+    def written(self) -> Dict[str, Any]:
+        """What was last written, or should have been, into state.json: by this process, or by the one before it.
+
+        Raises:
+            JobStoreError: as `state`.
+        """
+        self._written = self._written or self._read_state()
+        return self._written
 
     @property
     def is_unplanned(self) -> bool:
@@ -410,6 +417,8 @@ class JobFolder:
 
     def plan(self) -> Plan:
         """Read plan.json. Raises JobStoreError."""
+        from distrun_runtime.contract import plan as plans  # not to list jobs
+
         if self._plan is None:
             path = self.path / "plan.json"
             value = stored.load(path, plans.VERSION)
@@ -495,7 +504,7 @@ class JobFolder:
         """Read outcome.json; None while the job is not over. Raises JobStoreError."""
         value = self._read("outcome.json", stored.OUTCOME)
         if value is not None:
-            stored.check_list(self.path / "outcome.json", value, "tasks", stored.TASK)
+            stored.check_outcome(self.path / "outcome.json", value)
         return value
 
     def launcher(self) -> Dict[str, Any]:
@@ -514,9 +523,7 @@ class JobFolder:
             path: the control socket.
             login: what a user types before a command to run it on this host; empty: `ssh` with the host's name.
         """
-        who = process.identity(os.getpid())
-        value = {"version": VERSION, "host": socket.gethostname(), "boot": process.boot_id(), "pid": who.pid}
-        _replace(self.path / "control.json", dict(value, start=who.start, path=path, login=login))
+        _replace(self.path / "control.json", {**_this_process(), "path": path, "login": login})
 
     def place_elsewhere(self, told: Mapping[str, Any], host: str, login: str) -> None:
         """Note that the coordinator runs on another host, which has the job's real folder. Raises OSError.
@@ -607,6 +614,12 @@ def is_here(where: Mapping[str, Any]) -> bool:
     return bool(where["host"] == socket.gethostname())
 
 
+def _this_process() -> Dict[str, Any]:
+    """Return the members of launcher.json and control.json that name this process."""
+    who, boot = process.identity(os.getpid()), process.boot_id()
+    return {"version": VERSION, "host": socket.gethostname(), "boot": boot, "pid": who.pid, "start": who.start}
+
+
 def rfc3339(when: float) -> str:
     """Return a wall-clock time as `2026-01-31T12:00:00.000Z`."""
     moment = datetime.datetime.fromtimestamp(when, datetime.timezone.utc)
@@ -670,6 +683,6 @@ def _text(value: Mapping[str, Any]) -> str:
     for key, member in value.items():
         text = json.dumps(member)
         if isinstance(member, list) and member and isinstance(member[0], dict):
-            text = "[\n  {}\n ]".format(",\n  ".join(json.dumps(each) for each in member))
+            text = "[\n  {}\n ]".format(",\n  ".join(map(json.dumps, member)))
         lines.append(f" {json.dumps(key)}: {text}")
     return "{{\n{}\n}}\n".format(",\n".join(lines))

@@ -12,6 +12,7 @@ from typing import (
     Callable,
     ClassVar,
     Dict,
+    FrozenSet,
     List,
     Mapping,
     Optional,
@@ -27,7 +28,6 @@ from distrun_runtime.contract.control import TaskStack
 from distrun_runtime.contract.plan import WORKER, Plan, Secrets
 from distrun_runtime.coordinator import jobfolder, loop, messages
 from distrun_runtime.coordinator.channel import AgentChannel, Put
-from distrun_runtime.coordinator.conditions import JobMeasurement
 from distrun_runtime.coordinator.failures import Outcome, Survivor, TaskResult
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.logs import Spool
@@ -35,8 +35,9 @@ from distrun_runtime.coordinator.messages import AskStack, StackFound, StackWant
 from distrun_runtime.coordinator.supervisor import Supervisor
 from distrun_runtime.errors import ContractError
 
-if TYPE_CHECKING:
-    from distrun_runtime.coordinator.prometheus import MetricsPort  # only imported where it is used
+if TYPE_CHECKING:  # what is only imported where it is used
+    from distrun_runtime.coordinator.conditions import JobMeasurement
+    from distrun_runtime.coordinator.prometheus import MetricsPort
     from distrun_runtime.coordinator.service import Service
 
 
@@ -70,11 +71,6 @@ class StackQueries:
         """By the number that the agent answers with: the question, the task, and until when it may answer."""
         self._left: Dict[int, int] = {}
         """Question to the answers that are still to come."""
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether an answer is to come."""
-        return bool(self._open)
 
     def wanted(
         self, event: StackWanted, tasks: Mapping[str, TaskResult], reached: Set[str], now: float
@@ -150,6 +146,40 @@ def _why_not(task: TaskResult) -> Tuple[str, str]:
     )
 
 
+# Tells agents how often to measure: each when it is ready, and again when clients look at its host. No side effects.
+
+
+INTERVAL_S = 1.0
+"""Interval of measurements; in large jobs INTERVAL_A_HOST_S times the number of hosts."""
+INTERVAL_A_HOST_S = 0.01
+
+
+class SampleIntervals:
+    """The interval at which each agent of a job measures. `usual_s`: of a host at which no client looks."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._nodes = {place.name: place.host for place in plan.all_places}
+        self._told: Dict[str, float] = {}
+        """What the agent of each place was told."""
+        self._look: FrozenSet[str] = frozenset()
+        self.usual_s = max(INTERVAL_S, INTERVAL_A_HOST_S * len(self._nodes))
+
+    def handle(self, event: messages.Event) -> List[messages.AgentAction]:
+        """Return what agents are told because of an event."""
+        places: Sequence[str] = ()
+        if isinstance(event, messages.MetricsWanted):
+            self._look, places = frozenset(event.look), tuple(self._told)
+        elif isinstance(event, messages.AgentReady) and event.host in self._nodes:
+            places = (event.host,)
+        asked: List[messages.AgentAction] = []
+        for place in places:
+            interval_s = INTERVAL_S if self._nodes[place] in self._look else self.usual_s
+            if self._told.get(place) != interval_s:
+                self._told[place] = interval_s
+                asked.append(messages.Sample(place, interval_s))
+        return asked
+
+
 STATE_S = 0.25
 """state.json is replaced at most so often."""
 STATE_A_TASK_S = 0.00025
@@ -209,15 +239,20 @@ class JobRun:
         self._prepare = prepare
         self._supervisor = Supervisor(plan, prepare is not None, ends_when_ready)
         self._ends_when_ready = ends_when_ready
-        self._stacks = StackQueries(self._supervisor.roster.places)
-        self._measuring = None if ends_when_ready else JobMeasurement(plan)
+        self._stacks: Optional[StackQueries] = None
+        """None: no client has asked for stacks."""
+        self._intervals = None if ends_when_ready else SampleIntervals(plan)
+        """None: nothing is measured."""
+        self._measuring: Optional[JobMeasurement] = None
+        """Made when there is something to count: a short job ends before that."""
         self._exporter: Optional[MetricsPort] = None
         self._spool = Spool(folder.logs, plan.log_limit)
         self._outcome: Optional[Outcome] = None
         # Several answers must be missing before a host is suspect.
         self._ping_s = min(loop.PING_S, plan.limits.suspect_s / 4)
         self._state_s = max(STATE_S, STATE_A_TASK_S * len(plan.tasks))
-        self._touched = 0.0
+        self._touched = time.monotonic()
+        """When the folder last got a sign of life; it was made, or taken over, just now."""
         self._saved = float("-inf")
         self._is_dirty = False
         self._folder_warned = False
@@ -244,7 +279,8 @@ class JobRun:
         """
         self._service.opened(self._loop.put)
         try:
-            self._export()
+            if self._plan.metrics_port is not None and not self._ends_when_ready:
+                self._export(self._plan.metrics_port)
             self._loop.run()
             assert self._outcome is not None
             outcome = self._outcome
@@ -258,8 +294,8 @@ class JobRun:
                 self._exporter.close()
         if self._ends_when_ready and not outcome.exit_code:
             return outcome
-        self._try(lambda: self._folder.finish(outcome))
-        self._tell_state()
+        self._try(self._folder.finish, outcome)
+        self._service.state(self._folder.written)
         self._record("finished", exit_code=outcome.exit_code, reason=outcome.reason, message=outcome.message)
         return outcome
 
@@ -276,21 +312,24 @@ class JobRun:
     def handle(self, event: messages.Event, now: float) -> List[messages.AgentAction]:
         """Note an event, have the supervisor decide, and do what concerns no agent; return the rest."""
         if isinstance(event, (messages.MetricsWanted, messages.MetricsAsked)):
-            return self._measure(lambda measuring: measuring.handle(event, now))
+            return self._measure(event, now)
         if self._is_traced and not isinstance(event, _FREQUENT):
             self._service.say(f"< {_shown(event)}", messages.DEBUG)
         if isinstance(event, messages.StackWanted):
             return self._find_stacks(event, now)
-        if self._stacks.is_waiting:
+        if self._stacks is not None:
             self._tell_stacks(self._stacks.expired(now))
-        if isinstance(event, messages.StackFound):
-            self._tell_stacks(self._stacks.heard(event))
+            if isinstance(event, messages.StackFound):
+                self._tell_stacks(self._stacks.heard(event))
         found: List[messages.AgentAction] = []
         if isinstance(event, messages.Output):
             found += self._write(event)
         elif type(event) in _RECORDED:
             self._is_dirty = True
-            self._record(_RECORDED[type(event)], **_facts(event))
+            members = _members(event)
+            if "time" in members:
+                members["stamp"] = members.pop("time")
+            self._record(_RECORDED[type(event)], **members)
         before = self._supervisor.job_state
         for action in self._supervisor.handle(event, now):
             if not isinstance(action, messages.Announce):
@@ -302,16 +341,15 @@ class JobRun:
             self._is_dirty = True
             self._saved = float("-inf")  # at once
             self._record("state", state=self._supervisor.job_state)
-        found += self._measure(lambda measuring: measuring.handle(event, now))
-        if self.is_over:
-            self._measure(lambda measuring: measuring.finish(now))
+        found += self._measure(event, now)
         self._keep_folder(now)
         return found
 
     def _find_stacks(self, event: messages.StackWanted, now: float) -> List[messages.AgentAction]:
         roster = self._supervisor.roster
-        reached = {name for name, host in roster.hosts.items() if host.is_ready and not (host.is_gone or host.is_cut)}
-        asked, told = self._stacks.wanted(event, roster.tasks, reached, now)
+        hosts = [host for host in roster.hosts.values() if host.is_ready and not host.is_gone and host.cut_at is None]
+        self._stacks = self._stacks or StackQueries(roster.places)
+        asked, told = self._stacks.wanted(event, roster.tasks, {host.name for host in hosts}, now)
         self._tell_stacks(told)
         return [*asked]
 
@@ -319,31 +357,36 @@ class JobRun:
         for number, answer in told:
             self._service.stack(number, answer)
 
-    def _measure(self, decide: Callable[[JobMeasurement], List[messages.MetricsAction]]) -> List[messages.AgentAction]:
-        """Have decided what comes of the job's numbers, and do it; return what is for agents.
+    def _measure(self, event: messages.Event, now: float) -> List[messages.AgentAction]:
+        """Have decided what an event means for the job's numbers, and do it; return what is for agents.
 
         A fault of ours there costs the numbers only, never the job.
         """
-        if self._measuring is None:
+        if self._intervals is None:
             return []
         found: List[messages.AgentAction] = []
         try:
-            for action in decide(self._measuring):
-                found += self._perform(action)
+            found += self._intervals.handle(event)
+            if self._measuring is None and isinstance(event, _COUNTED):
+                from distrun_runtime.coordinator.conditions import JobMeasurement
+
+                self._measuring = JobMeasurement(self._plan, self._intervals.usual_s, time.time() - now)
+            if self._measuring is not None:
+                for action in self._measuring.handle(event, now):
+                    found += self._perform(action)
+                for action in self._measuring.finish(now) if self.is_over else ():
+                    self._perform(action)
         except Exception as err:
             import traceback
 
             traceback.print_exc()  # to coordinator.log
-            self._measuring = None
+            self._intervals = self._measuring = None
             text = f"distrun itself failed to count: {type(err).__name__}: {err}; this job's numbers end here"
             self._service.say(text, messages.WARNING)
         return found
 
-    def _export(self) -> None:
-        """Answer Prometheus, if the user wants that."""
-        port = self._plan.metrics_port
-        if port is None or self._ends_when_ready:
-            return
+    def _export(self, port: int) -> None:
+        """Answer Prometheus at a port."""
         from distrun_runtime.coordinator.prometheus import MetricsPort
 
         try:
@@ -407,7 +450,7 @@ class JobRun:
         self._record(action.kind, **action.members)
 
     def _keep_sample(self, action: messages.KeepMetrics) -> None:
-        self._try(lambda: self._folder.append_sample(action.line))
+        self._try(self._folder.append_sample, action.line)
 
     def _show_metrics(self, action: messages.ShowMetrics) -> None:
         (action.give or self._service.metrics)(action.snapshot)
@@ -434,21 +477,18 @@ class JobRun:
             self._saved = now
             self._is_dirty = False
             tasks = self._supervisor.roster.tasks.values()
-            self._try(lambda: self._folder.write_state(self._supervisor.job_state, tasks))
-            self._tell_state()
+            self._try(self._folder.write_state, self._supervisor.job_state, tasks)
+            self._service.state(self._folder.written)
 
     def _record(self, kind: str, /, **members: Any) -> None:
         event = jobfolder.event(kind, **members)
-        self._try(lambda: self._folder.append(event))
+        self._try(self._folder.append, event)
         self._service.event(event)
 
-    def _tell_state(self) -> None:
-        self._service.state(self._folder.written)
-
-    def _try(self, write: Callable[[], None]) -> None:
+    def _try(self, write: Callable[..., None], *what: Any) -> None:
         """Write to the job's folder; a disk that is full, or gone, is said once and stops nothing."""
         try:
-            write()
+            write(*what)
         except OSError as err:
             if not self._folder_warned:
                 self._folder_warned = True
@@ -462,9 +502,11 @@ class JobRun:
         text = f"distrun itself failed: {type(err).__name__}: {err}"
         agents = tuple(Survivor("the agent", host) for host in sorted(left))
         outcome = Outcome(facts.EXIT_INTERNAL, facts.INTERNAL, text, tasks=tasks, survivors=agents)
-        self._try(lambda: self._folder.finish(outcome))
+        self._try(self._folder.finish, outcome)
 
 
+_COUNTED = (messages.Measured, messages.MetricsWanted, messages.MetricsAsked)
+"""What needs the job's numbers first."""
 _FREQUENT = (messages.Tick, messages.Pong, messages.Measured)
 """What is not said, however much is to be said."""
 _FRAMES = ("hello", "ready", "settled", "started", "published", "exited", "cleared", "warning", "ending", "bye")
@@ -481,13 +523,6 @@ _RECORDED = {
     messages.DiskFilled: "disk_filled",
 }
 """What is noted in events.jsonl, and under which name."""
-
-
-def _facts(event: Any) -> Dict[str, Any]:
-    found = _members(event)
-    if "time" in found:
-        found["stamp"] = found.pop("time")
-    return found
 
 
 def _shown(value: Any) -> str:

@@ -10,12 +10,14 @@ import os
 import random
 import re
 from pathlib import Path
-from typing import Any, Callable, List, Mapping, Optional
+from typing import TYPE_CHECKING, Any, Callable, List, Mapping, Optional
 
 from distrun_runtime.contract import environ, facts
-from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.errors import JobStoreError, NoSuchJob
+
+if TYPE_CHECKING:
+    from distrun_runtime.contract.plan import Plan
 
 # Ids of jobs: short, pronounceable, unique in a store, e.g. `calm-otter-7f3`, or `digits-7f3` for a named job.
 
@@ -42,27 +44,6 @@ _TRIES = 200
 _NAME_LIMIT = 40
 
 
-def new_id(taken: Callable[[str], bool], name: str = "", chance: Optional[random.Random] = None) -> str:
-    """Return an id for which `taken` is false. It is also a legal file name, and begins with a letter or digit.
-
-    Arguments:
-        taken: whether the store has such a job.
-        name: what the user calls the job; what no file name should hold becomes a hyphen.
-        chance: source of randomness; the system's when absent (two launchers never draw alike).
-
-    Raises:
-        JobStoreError: the store is full of such ids.
-    """
-    chance = chance or random.SystemRandom()
-    stem = re.sub(_NOT_PLAIN, "-", name).strip("-._")[:_NAME_LIMIT].rstrip("-._")
-    for _ in range(_TRIES):
-        front = stem or f"{chance.choice(_FIRST.split())}-{chance.choice(_SECOND.split())}"
-        wanted = f"{front}-{chance.randrange(16**3):03x}"
-        if not taken(wanted):
-            return wanted
-    raise JobStoreError("no free job id of the form %s-xxx; choose another --name" % (stem or "word-word"))
-
-
 _SHOWN = 5
 
 
@@ -79,9 +60,26 @@ class JobStore:
         self.root = Path(root) if root is not None else default_root()
         self.jobs = self.root / "jobs"
 
-    def new_id(self, name: str = "") -> str:
-        """Return an id that no job of the store has: `calm-otter-7f3`, or `NAME-7f3`."""
-        return new_id(lambda wanted: os.path.lexists(str(self.jobs / wanted)), name)
+    def new_id(self, name: str = "", chance: Optional[random.Random] = None) -> str:
+        """Return an id that no job of the store has: `calm-otter-7f3`, or `NAME-7f3`.
+
+        It is also a legal file name, and begins with a letter or digit.
+
+        Arguments:
+            name: what the user calls the job; what no file name should hold becomes a hyphen.
+            chance: source of randomness; the system's when absent (two launchers never draw alike).
+
+        Raises:
+            JobStoreError: the store is full of such ids.
+        """
+        chance = chance or random.SystemRandom()
+        stem = re.sub(_NOT_PLAIN, "-", name).strip("-._")[:_NAME_LIMIT].rstrip("-._")
+        for _ in range(_TRIES):
+            front = stem or f"{chance.choice(_FIRST.split())}-{chance.choice(_SECOND.split())}"
+            wanted = f"{front}-{chance.randrange(16**3):03x}"
+            if not os.path.lexists(str(self.jobs / wanted)):
+                return wanted
+        raise JobStoreError("no free job id of the form %s-xxx; choose another --name" % (stem or "word-word"))
 
     def create(
         self,

@@ -93,10 +93,16 @@ class LogReader:
         """Return the cursor `size` bytes before the end, or the first one."""
         return max(self.begin(), self.end() - size)
 
-    def read(self, cursor: int, limit: int = READ_LIMIT, tasks: Optional[Collection[str]] = None) -> LogRead:
-        """Return the output from `cursor` on, at most `limit` bytes of it; never waits.
+    def read(
+        self, cursor: int, limit: int = READ_LIMIT, tasks: Optional[Collection[str]] = None, stop: Optional[int] = None
+    ) -> LogRead:
+        """Return the output from `cursor` on, at most `limit` bytes of it; never waits. A piece may come in two parts.
 
-        `tasks`: only theirs; the others' is passed over. A piece of the index may be given in two parts.
+        Args:
+            cursor: where it begins.
+            limit: bytes.
+            tasks: only theirs; the others' is passed over.
+            stop: the cursor before which it ends.
         """
         self._refresh()
         gap = max(0, self.begin() - cursor)
@@ -104,21 +110,24 @@ class LogReader:
         pieces: List[LogPiece] = []
         used = 0
         for entry in self._entries(cursor):
+            if stop is not None and entry.position >= stop:
+                break
             gap += max(0, entry.position - cursor)  # records that cannot be read
             cursor = max(cursor, entry.position)
             if tasks is not None and entry.task not in tasks:
                 cursor = entry.end
                 continue
-            while cursor < entry.end and used < limit:
+            end = entry.end if stop is None else min(entry.end, stop)
+            while cursor < end and used < limit:
                 at = entry.at + cursor - entry.position
-                size = min(entry.end - cursor, limit - used)
+                size = min(end - cursor, limit - used)
                 data = self._log(entry.task).read(at, size)
                 if data:
                     pieces.append(LogPiece(cursor, entry.time, entry.task, entry.stream, entry.attempt, at, data))
                     cursor += len(data)
                     used += len(data)
                 else:
-                    gone = self._gone(entry.task, at, entry.end - cursor)
+                    gone = self._gone(entry.task, at, end - cursor)
                     gap += gone
                     cursor += gone
             if used >= limit:
@@ -172,11 +181,10 @@ class LogReader:
     def between(self, start: int, stop: int, tasks: Optional[Collection[str]]) -> Iterator[LogPiece]:
         """Give the output between two cursors."""
         while start < stop:
-            found = self.read(start, min(READ_LIMIT, stop - start), tasks)
+            found = self.read(start, READ_LIMIT, tasks, stop)
             if found.cursor == start:
                 return
-            for piece in found.pieces:
-                yield piece._replace(data=piece.data[: max(0, stop - piece.cursor)])
+            yield from found.pieces
             start = found.cursor
 
     def _gone(self, task: str, at: int, size: int) -> int:
@@ -313,8 +321,14 @@ class LoggedOutput:
         self._tasks = None if wanted.tasks is None else frozenset(wanted.tasks)
         self.has_more = False
         """There may be more behind what was read last."""
+        self.is_over = False
+        """Its end, which the client asked for, has been read."""
+        self._stop: Optional[int] = None
+        """The cursor of that end."""
         try:
             self.cursor = begin(self._reader, wanted)
+            if wanted.until:
+                self._stop = self._reader.end()
         except BaseException:
             self._reader.close()
             raise
@@ -324,8 +338,9 @@ class LoggedOutput:
 
         One call looks at a bounded part of the log, since other clients wait meanwhile.
         """
-        found = self._reader.read(self.cursor, limit, self._tasks)
+        found = self._reader.read(self.cursor, limit, self._tasks, self._stop)
         self.has_more = found.cursor != self.cursor
+        self.is_over = self._stop is not None and (found.cursor >= self._stop or not self.has_more)
         frames = [control.encode(control.OutputGap(found.gap, found.cursor))] if found.gap else []
         if found.pieces and not self._hosts:
             self._hosts = {task.name: task.host for task in self._folder.plan().tasks}
@@ -335,6 +350,8 @@ class LoggedOutput:
             place = piece.stream, piece.at, len(piece.data), piece.data, end, piece.time, piece.attempt
             chunk = control.Chunk(piece.task, host, *place)
             frames.append(control.encode(chunk))
+        if self.is_over:
+            frames.append(control.encode(control.OutputEnd(found.cursor)))
         self.cursor = found.cursor
         return b"".join(frames)
 

@@ -42,7 +42,6 @@ RECORD = struct.Struct("<BBHIdQQ20s")
 SIZE = RECORD.size + 4
 _MAGIC = 0xD1
 _STREAMS = (UNKNOWN, OUT, ERR, NOTE)
-_CODES = {name: code for code, name in enumerate(_STREAMS)}
 _CHECK = struct.Struct("<I")
 
 
@@ -71,16 +70,8 @@ def encode(entry: IndexEntry) -> bytes:
     name = entry.task.encode("utf-8")
     if len(name) > 20:
         raise ValueError(f"a task's name has at most 20 bytes in an index, found {entry.task!r}")
-    head = RECORD.pack(
-        _MAGIC,
-        _CODES[entry.stream],
-        entry.attempt,
-        entry.length,
-        entry.time,
-        entry.position,
-        entry.at,
-        name,
-    )
+    stream = _STREAMS.index(entry.stream)
+    head = RECORD.pack(_MAGIC, stream, entry.attempt, entry.length, entry.time, entry.position, entry.at, name)
     return head + _CHECK.pack(binascii.crc32(head))
 
 
@@ -556,7 +547,8 @@ class Spool:
 
     def flush(self) -> str:
         """Write the index of what was added: readers see it then. Return a `warning` if that failed."""
-        self._index.flush()
+        if self._logs:
+            self._index.flush()
         return self.warning() if self._index.error else ""
 
     def warning(self) -> str:
@@ -588,8 +580,9 @@ class Spool:
 
     def close(self) -> None:
         """Write the index to its end, and close all files."""
-        self._index.flush({task: log.end for task, log in self._logs.items()})
-        self._index.close()
+        if self._logs:
+            self._index.flush({task: log.end for task, log in self._logs.items()})
+            self._index.close()
         for log in self._logs.values():
             log.close()
 

@@ -88,7 +88,7 @@ class HostLoop:
     def run(self) -> None:
         """Drive the decisions until they are over. The first call starts the channels; none closes them."""
         with Interrupts(self._take_signal, self._signals):
-            self._handle(messages.Tick(time.time()))
+            self._tick()
             if not self._has_started:
                 self._has_started = True
                 process.allow_open_files(FILES + FILES_A_CHANNEL * len(self._channels))
@@ -134,9 +134,13 @@ class HostLoop:
         self._acks.clear()
         now = time.monotonic()
         if now >= self._ticked + self._decisions.wake_s():
-            self._handle(messages.Tick(time.time()))
+            self._tick()
         if now >= self._pinged + self._ping_s:
             self._ping(now)
+
+    def _tick(self) -> None:
+        self._ticked = time.monotonic()
+        self._handle(messages.Tick(time.time()))
 
     def _wait(self, limit_s: float) -> List[messages.Event]:
         batch: List[messages.Event] = []
@@ -155,9 +159,6 @@ class HostLoop:
             note(self, event)
         for action in self._decisions.handle(event, now):
             self._ACTS.get(type(action), HostLoop._send)(self, action)
-
-    def _note_tick(self, event: messages.Tick) -> None:
-        self._ticked = time.monotonic()
 
     def _note_hello(self, event: messages.AgentHello) -> None:
         self._listening.add(event.host)
@@ -197,7 +198,6 @@ class HostLoop:
             self._send(messages.Ping(host, self._pings))
 
     _NOTES: ClassVar[Mapping[type, Callable[[HostLoop, Any], None]]] = {
-        messages.Tick: _note_tick,
         messages.AgentHello: _note_hello,
         messages.Bye: _note_bye,
         messages.AgentLost: _note_lost,

@@ -24,7 +24,6 @@ from typing import (
     Mapping,
     NamedTuple,
     Optional,
-    Protocol,
     Sequence,
     Tuple,
     Type,
@@ -40,14 +39,7 @@ from distrun_runtime.contract.session import Source
 from distrun_runtime.coordinator.failures import Outcome
 from distrun_runtime.errors import ContractError
 
-
-class HasMembers(Protocol):
-    """A named tuple."""
-
-    def _asdict(self) -> Dict[str, Any]: ...
-
-
-Event = HasMembers
+Event = NamedTuple
 """What reaches a decision class: one of the named tuples below."""
 
 FROM_AGENT: Dict[str, Type[Any]] = {}
@@ -613,7 +605,7 @@ class FinishJob(NamedTuple):
 Action = Union[AgentAction, Prepare, Announce, FinishJob]
 """What the supervisor returns."""
 
-MetricsAction = Union[Sample, Announce, RecordEvent, ShowMetrics, KeepMetrics]
+MetricsAction = Union[Announce, RecordEvent, ShowMetrics, KeepMetrics]
 """What `conditions.JobMeasurement` returns."""
 
 
@@ -659,7 +651,6 @@ def to_event(host: str, frame: session.Frame, arrived: float) -> Event:
 
 def begin(share: Plan, secrets: Secrets, place: str) -> session.Frame:
     """Return the frame that gives the agent of `place` its share (`plan.shares`), and only the secrets of its tasks."""
-    names = {name for task in share.tasks for name in task.secret_env}
     return session.Frame(
         {
             "type": "begin",
@@ -668,7 +659,9 @@ def begin(share: Plan, secrets: Secrets, place: str) -> session.Frame:
             "place": place,
             "plan": plans.to_json(share),
             "token": secrets.token,
-            "secret_env": {name: value for name, value in secrets.env.items() if name in names},
+            "secret_env": {
+                name: secrets.env[name] for task in share.tasks for name in task.secret_env if name in secrets.env
+            },
         }
     )
 

@@ -44,6 +44,10 @@ _HOST_COUNTED = ("cpu_s", "net_rx", "net_tx")
 _COUNTED = ("bytes_in", "bytes_out", "rounds", "pushes", "pulls", "updates", "barriers")
 """Members of `counters` that only grow."""
 _GAUGES = ("keys", "bytes", "queue", "waiting", "staleness_max", "staleness_mean", "members", "barrier_waiting")
+_SHOWN = ("cpu", "rss", "limit", "processes", "read", "write", "gpu", "gpu_mem")
+"""Members of `TaskNumbers` that a snapshot has as they are."""
+_SERVER_RATES = (("push_s", "pushes"), ("pull_s", "pulls"), ("in_s", "bytes_in"), ("out_s", "bytes_out"))
+"""Rates of a server that a snapshot has, and what it counts for them."""
 _SERIES = ("cpu", "net", "push_s", "pull_s", "progress", "loss")
 """Totals of the job whose means are kept."""
 
@@ -275,19 +279,8 @@ class TaskNumbers:
     def shown(self, condition: str, why: str) -> Dict[str, Any]:
         """Return the task's member of a snapshot."""
         age = None if self.output_at is None else max(0.0, self.stamp - self.output_at)
-        found = {
-            "cpu": plain(self.cpu),
-            "rss": plain(self.rss),
-            "limit": plain(self.limit),
-            "processes": plain(self.processes),
-            "read": plain(self.read),
-            "write": plain(self.write),
-            "gpu": plain(self.gpu),
-            "gpu_mem": plain(self.gpu_mem),
-            "output_age_s": plain(age, 1),
-            "condition": condition,
-            "why": why,
-        }
+        found: Dict[str, Any] = {name: plain(getattr(self, name)) for name in _SHOWN}
+        found.update(output_age_s=plain(age, 1), condition=condition, why=why)
         if self.report is not None:
             values = {name: plain(each, 6) for name, each in self.report.values.items()}
             told = {"step": plain(self.report.step), "total": plain(self.report.total), "values": values}
@@ -459,13 +452,7 @@ class JobMetrics:
             elif task.role == SERVER:
                 names = ("keys", "bytes", "queue", "waiting", "staleness_max", "staleness_mean")
                 shown: Dict[str, Any] = {name: plain(store.gauges.get(name)) for name in names}
-                for name, counted in (
-                    ("push_s", "pushes"),
-                    ("pull_s", "pulls"),
-                    ("in_s", "bytes_in"),
-                    ("out_s", "bytes_out"),
-                ):
-                    shown[name] = plain(store.rates.get(counted))
+                shown.update((name, plain(store.rates.get(counted))) for name, counted in _SERVER_RATES)
                 shown.update(rounds=plain(store.totals.get("rounds")), lags=store.shown_lags())
                 shown.update(device=store.device, device_why=store.device_why)
                 servers[task.name] = shown

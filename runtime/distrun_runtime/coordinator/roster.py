@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Any, Dict, List, Optional, Set
 from typing import Counter as Counts
 
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.dataclass import dataclass
-from distrun_runtime.contract.plan import ROLES, WORKER, Plan, Task, references
+from distrun_runtime.contract.plan import WORKER, Plan, Task, references
 from distrun_runtime.coordinator.failures import Survivor, TaskResult, listed
 from distrun_runtime.coordinator.messages import Event, Output
 
@@ -37,8 +37,8 @@ class HostState:
     last_seen: float = 0.0
     """`now` of its last event."""
     is_suspect: bool = False
-    cut_at: float = -1.0
-    """`now` when its connection was cut; negative: it is not."""
+    cut_at: Optional[float] = None
+    """`now` when its connection was cut, until it is made again."""
     silence_s: float = 0.0
     """For how long it was silent, at most, when tasks elsewhere had lost those on it; 0: nothing was lost so."""
     skew_s: float = 0.0
@@ -48,26 +48,16 @@ class HostState:
     told_to_stop: bool = False
     """A stop that named all its tasks was sent."""
     cleared: bool = False
-    ended_at: float = -1.0
-    """`now` when it was told to end; negative: not yet."""
+    ended_at: Optional[float] = None
+    """`now` when it was told to end whatever is left."""
     last_output: float = 0.0
-    over_at: float = -1.0
-    """`now` when all its tasks were over, as was looked then; negative: not yet."""
+    over_at: Optional[float] = None
+    """`now` when all its tasks were over, as was looked then."""
 
     @property
     def has_answered(self) -> bool:
         """Whether it is known if the host can be used."""
         return self.is_ready or self.is_gone
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether its connection is being made again."""
-        return self.cut_at >= 0
-
-    @property
-    def was_ended(self) -> bool:
-        """Whether it was told to end whatever is left."""
-        return self.ended_at >= 0
 
     def note_stamp(self, stamp: float, arrived: float) -> float:
         """Take a stamp of the host that came at `arrived` by our clock. Return by how much the host's clock was set, 0
@@ -104,9 +94,10 @@ class JobRoster:
         """The tasks of each place, in the plan's order."""
         for task in plan.tasks:
             self._names.setdefault(task.place_name, []).append(task.name)
-        self._states: Counts[Tuple[str, str]] = Counter((task.role, task.state) for task in self.tasks.values())
-        """How many tasks of a role are in a state."""
-        self._workers = len(plan.of_role(WORKER))
+        self._states: Counts[str] = Counter({facts.PENDING: len(plan.tasks)})
+        """How many tasks are in a state."""
+        self._workers: Counts[str] = Counter({facts.PENDING: len(plan.of_role(WORKER))})
+        """How many workers are."""
         self._order = list(self.hosts.values())
         self._by_address: Dict[str, HostState] = {}
         self._answered = self._gone = 0
@@ -116,19 +107,18 @@ class JobRoster:
         self.facts: Dict[str, str] = {}
         self.spawned: Set[str] = set()
         self.survivors: List[Survivor] = []
-        self._totals: Dict[Tuple[str, str], int] = {}
-        self._received: Dict[Tuple[str, str], int] = {}
+        self._totals: Dict[str, Counts[str]] = {}
+        """Bytes that a task which was reaped had written, by stream."""
+        self._received: Dict[str, Counts[str]] = {}
 
     def change(self, name: str, **members: Any) -> TaskResult:
         """Replace members of a task's result and return the new one."""
         before = self.tasks[name]
         self.tasks[name] = result = dataclasses.replace(before, **members)
-        self._states[before.role, before.state] -= 1
-        self._states[result.role, result.state] += 1
+        for counts in (self._states, self._workers) if result.role == WORKER else (self._states,):
+            counts[before.state] -= 1
+            counts[result.state] += 1
         return result
-
-    def _is_any(self, *states: str) -> bool:
-        return any(self._states[role, state] for role in ROLES for state in states)
 
     def knows(self, event: Event) -> bool:
         """Whether the host, and the task on that host, which an event names (if it does) are the plan's."""
@@ -184,22 +174,22 @@ class JobRoster:
     @property
     def all_started(self) -> bool:
         """Whether every task runs or ran."""
-        return not self._is_any(facts.PENDING, facts.STARTING)
+        return not (self._states[facts.PENDING] or self._states[facts.STARTING])
 
     @property
     def workers_succeeded(self) -> bool:
         """Whether all workers ended by themselves with 0."""
-        return self._states[WORKER, facts.EXITED] == self._workers > 0
+        return self._workers[facts.EXITED] == sum(self._workers.values()) > 0
 
     @property
     def workers_over(self) -> bool:
         """Whether no worker that was spawned still runs."""
-        return not (self._states[WORKER, facts.STARTING] or self._states[WORKER, facts.RUNNING])
+        return not (self._workers[facts.STARTING] or self._workers[facts.RUNNING])
 
     @property
     def all_over(self) -> bool:
         """Whether no task that was spawned still runs."""
-        return not self._is_any(facts.STARTING, facts.RUNNING)
+        return not (self._states[facts.STARTING] or self._states[facts.RUNNING])
 
     @property
     def all_gone(self) -> bool:
@@ -281,18 +271,20 @@ class JobRoster:
 
     def expect(self, task: str, out: int, err: int) -> None:
         """Remember how much a task that was reaped had written."""
-        self._totals[task, "out"] = out
-        self._totals[task, "err"] = err
+        self._totals[task] = Counter(out=out, err=err)
 
     def received(self, event: Output) -> None:
         """Remember how much of a task's output has come."""
-        key = (event.task, event.stream)
-        self._received[key] = max(self._received.get(key, 0), event.offset + len(event.data))
+        came = self._received.setdefault(event.task, Counter())
+        came[event.stream] = max(came[event.stream], event.offset + len(event.data))
 
     def undrained(self, host: str) -> List[str]:
         """Return the reaped tasks of `host` of whose output something has not come."""
-        keys = [(name, stream) for name in self._names.get(host, ()) for stream in ("out", "err")]
-        return sorted({key[0] for key in keys if self._received.get(key, 0) < self._totals.get(key, 0)})
+        found: List[str] = []
+        for name in sorted(self._names.get(host, ())):
+            if self._totals.get(name, Counter()) - self._received.get(name, Counter()):
+                found.append(name)
+        return found
 
     def forgive(self, gap_s: float) -> None:
         """Move all silences by the time in which it was us who slept."""

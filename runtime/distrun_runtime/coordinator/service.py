@@ -30,6 +30,7 @@ import struct
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, List, Mapping, Optional, Tuple
 
 from distrun_runtime.contract import control, private, process, session
@@ -104,7 +105,7 @@ class Service:
         self._asked = 0
         self._stacks_asked = 0
         self._asking: Dict[int, Client] = {}
-        """Questions for stacks, to who asked."""
+        """Questions for stacks, which are always answered in time, to who asked."""
         self._is_closing = False
         self._closing_since = 0.0
         self._has_output = False
@@ -324,11 +325,15 @@ class Service:
         with self._changed:
             if self._is_closing:
                 return CHECK_S
-            waits = [client.since + HELLO_S - now for client in self._clients if not client.conversation.has_greeted]
-            waits += [client.progress + _take_limit_s(client) - now for client in self._clients if client.is_last]
-            if self._has_output and any(client.reader is not None for client in self._clients):
-                waits.append(self._read_at + PACE_S - now)
-        return max(0.0, min(waits)) if waits else None
+            due: List[float] = []
+            for client in self._clients:
+                if not client.conversation.has_greeted:
+                    due.append(client.since + HELLO_S)
+                if client.is_last:
+                    due.append(client.progress + _take_limit_s(client))
+                if client.reader is not None and self._has_output:
+                    due.append(self._read_at + PACE_S)
+        return max(0.0, min(due) - now) if due else None
 
     def _let_in(self) -> None:
         """Accept clients that wait."""
@@ -515,8 +520,8 @@ class Service:
         client.is_gone = True
         with self._changed:
             self._clients.remove(client)
-            self._asking = {number: other for number, other in self._asking.items() if other is not client}
-            self._want_metrics()
+            if client.wants.metrics:
+                self._want_metrics()
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(client.socket)
         if client.reader is not None:
@@ -572,7 +577,7 @@ class Service:
 
         Reads the job's logs without the lock.
         """
-        numbers = self._numbers(client)
+        numbers = self._numbers(client) if client.wants.metrics else b""
         if numbers:
             return numbers
         with self._changed:
@@ -607,11 +612,11 @@ class Service:
         return b""
 
     def _numbers(self, client: Client) -> bytes:
-        """Return the newest snapshot of the job's numbers, if a client wants it and has not got it."""
+        """Return the newest snapshot of the job's numbers, if a client that wants them has not got it."""
         with self._changed:
             encode = self._snapshot
             is_late = self._is_closing or client.is_last or bool(client.replies)
-            if encode is None or is_late or not client.wants.metrics or client.snapshot is encode:
+            if encode is None or is_late or client.snapshot is encode:
                 return b""
             client.snapshot = encode
         try:
@@ -629,7 +634,10 @@ class Service:
             client.reader = None
             return control.encode(control.Said(f"the job's logs cannot be read: {err}", "warning"))
         client.may_read = client.reader.has_more
-        if client.may_read and not found:
+        if client.reader.is_over:
+            client.reader.close()
+            client.reader = None
+        elif client.may_read and not found:
             client.progress = time.monotonic()  # it waits for us
         return found
 
@@ -772,9 +780,8 @@ def peer_uid(connection: socket.socket) -> int:
 def _remove_stale(folder: str) -> None:
     """Remove sockets of dead coordinators, so that they do not pile up."""
     with contextlib.suppress(OSError):
-        names = sorted(name for name in os.listdir(folder) if name.endswith(private.SOCKET_SUFFIX))
-        for name in names[:STALE_LIMIT]:
-            private.unlink_dead(os.path.join(folder, name))
+        for path in sorted(Path(folder).glob("*" + private.SOCKET_SUFFIX))[:STALE_LIMIT]:
+            private.unlink_dead(str(path))
 
 
 # What the process of a coordinator needs beside the job itself: its streams, and clients by the control socket.
@@ -786,7 +793,7 @@ LOG = "coordinator.log"
 def service_of(folder: JobFolder, launcher: Optional[socket.socket]) -> Service:
     """Return the service of a job, which has started. `launcher`: the connection to the client that launched it."""
     service = Service(launcher, folder.id, lambda wanted: _logged(folder, wanted), lambda by: _note_stop(folder, by))
-    service.state(folder.written or folder.state())
+    service.state(folder.written)
     service.start()
     return service
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Callable, Dict, Mapping, NamedTuple
 
 from distrun_runtime.contract import facts
-from distrun_runtime.contract import plan as plans
 from distrun_runtime.errors import JobStoreError
 
 SIZE_LIMIT = 256 * 1024 * 1024
@@ -64,6 +63,8 @@ def one_of(*words: str) -> MemberType:
 
 
 TEXT = MemberType("a text", _is_text)
+WORDS = MemberType("a text", lambda value: isinstance(value, str))
+"""What a program said: it may have any characters."""
 COUNT = MemberType("a whole number", lambda value: isinstance(value, int) and _is_number(value))
 NUMBER = MemberType("a number", _is_number)
 TIME = MemberType("a time (RFC 3339)", _is_time)
@@ -95,7 +96,7 @@ LAUNCHER: Members = {"pid": COUNT, "start": TEXT, "host": TEXT}
 CONTROL: Members = {"pid": COUNT, "start": TEXT, "host": TEXT, "boot": TEXT, "path": TEXT}
 TASK: Members = {
     "name": NAME,
-    "role": one_of(*plans.ROLES),
+    "role": one_of(*facts.ROLES),
     "rank": COUNT,
     "host": TEXT,
     "state": one_of(*facts.TASK_STATES),
@@ -123,7 +124,16 @@ STATE: Members = {
     "reason": optional(one_of(*facts.REASONS)),
     "message": optional(TEXT),
 }
-OUTCOME: Members = {"id": TEXT, "exit_code": COUNT, "reason": one_of(*facts.REASONS), "message": TEXT}
+OUTCOME: Members = {
+    **{"id": TEXT, "exit_code": COUNT, "reason": one_of(*facts.REASONS), "message": TEXT},
+    "culprit": optional(MemberType("an object", lambda value: isinstance(value, dict))),
+}
+CULPRIT: Members = {
+    **{"task": TEXT, "host": TEXT, "code": optional(COUNT), "signal": optional(TEXT), "time": TIME, "reason": WORDS},
+    **{"consequence": FLAG, "lost_peer": TEXT, "missing": FLAG, "log": optional(TEXT)},
+}
+PROBLEM: Members = {"host": TEXT, "kind": TEXT, "text": WORDS, "fix": WORDS}
+SURVIVOR: Members = {"what": WORDS, "host": TEXT}
 PLAN: Members = {
     **dict.fromkeys(("job", "name", "backend", "cwd", "on_eof", "interface", "subnet", "activate"), TEXT),
     "command": TEXTS,
@@ -131,7 +141,7 @@ PLAN: Members = {
 }
 PLAN_HOST: Members = {"name": TEXT, "address": TEXT, "ports": TEXTS, "reach": PAIRS, "interface": TEXT}
 PLAN_TASK: Members = {
-    **{"name": NAME, "role": one_of(*plans.ROLES), "rank": COUNT, "host": TEXT, "argv": TEXTS, "cwd": TEXT},
+    **{"name": NAME, "role": one_of(*facts.ROLES), "rank": COUNT, "host": TEXT, "argv": TEXTS, "cwd": TEXT},
     **{"env": PAIRS, "refs": PAIRS, "secret_env": TEXTS, "needs": TEXTS},
 }
 PLAN_SYNC: Members = {"source": TEXT, "size": COUNT, "files": COUNT, "delete": FLAG, "identity": TEXT}
@@ -210,15 +220,23 @@ def check(path: Path, value: Any, members: Members, where: str = "") -> None:
 
 
 def check_list(path: Path, value: Mapping[str, Any], name: str, members: Members) -> None:
-    """Check the objects in the list `name`, which must have different names. Raises JobStoreError."""
+    """Check the objects in the list `name`; their names, if they have some, must differ. Raises JobStoreError."""
     if not isinstance(value.get(name), list):
         raise damaged(path, f"{name}: expected a list, found {reprlib.repr(value.get(name))}")
     seen = set()
     for number, each in enumerate(value[name]):
         check(path, each, members, f"{name}[{number}].")
-        if each["name"] in seen:
+        if "name" in members and each["name"] in seen:
             raise damaged(path, f"{name}[{number}].name: {each['name']} is there twice")
-        seen.add(each["name"])
+        seen.add(each.get("name"))
+
+
+def check_outcome(path: Path, value: Mapping[str, Any]) -> None:
+    """Check the objects in outcome.json. Raises JobStoreError."""
+    if value["culprit"] is not None:
+        check(path, value["culprit"], CULPRIT, "culprit.")
+    for name, members in (("tasks", TASK), ("problems", PROBLEM), ("survivors", SURVIVOR)):
+        check_list(path, value, name, members)
 
 
 def check_plan(path: Path, value: Mapping[str, Any]) -> None:

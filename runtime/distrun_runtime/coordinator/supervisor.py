@@ -72,8 +72,6 @@ SILENT_S = 5.0
 LOOK_S = 0.1
 """While many hosts report that they are done, all are looked at so often; each at once when it reports."""
 
-_ORDER = {WORKER: 0, SERVER: 1, SCHEDULER: 2}
-
 
 class JobStopSequence:
     """Ends one job. It starts when `linger` or `escalate` is called."""
@@ -117,17 +115,17 @@ class JobStopSequence:
             self._until = now + self._limits.grace_s
         steps = self.steps(level, now)
         self._deadline = now + sum(wait_s for _, wait_s in steps) + MARGIN_S
+        roles = (WORKER,) if level == ASK_WORKERS else (WORKER, SERVER, SCHEDULER)
         actions: List[Action] = []
         for host in self._roster.hosts.values():
             # Workers go before servers, servers before the scheduler: a task should not see a peer die that it needs.
-            tasks = sorted(self._roster.on_host(host.name), key=lambda task: _ORDER[task.role])
-            if level == ASK_WORKERS:
-                tasks = [task for task in tasks if task.role == WORKER]
-            else:
-                host.told_to_stop, host.cleared = True, False
             # Tasks that ended already are named too: what they left behind goes with them.
-            if tasks and not host.is_gone and not host.was_ended:
-                actions.append(StopTasks(host.name, tuple(task.name for task in tasks), steps))
+            tasks = self._roster.on_host(host.name)
+            names = tuple(task.name for role in roles for task in tasks if task.role == role)
+            if level != ASK_WORKERS:
+                host.told_to_stop, host.cleared = True, False
+            if names and not host.is_gone and host.ended_at is None:
+                actions.append(StopTasks(host.name, names, steps))
         return actions
 
     def advance(self, now: float, host: str = "") -> List[Action]:
@@ -152,8 +150,8 @@ class JobStopSequence:
         """Return what ends the agent of a host, or gives it up, if it is time."""
         if host.is_gone:
             return []
-        if host.was_ended:
-            is_awaited = host.is_cut and self.level < KILL_ALL  # until it is reached again, or lost
+        if host.ended_at is not None:
+            is_awaited = host.cut_at is not None and self.level < KILL_ALL  # until it is reached again, or lost
             if now < host.ended_at + (BYE_S if host.greeted else ABSENT_S) or is_awaited:
                 return []
             host.is_gone = True
@@ -181,7 +179,7 @@ class JobStopSequence:
             return True
         if not (host.cleared and all(task.is_over for task in tasks)) and now < self._deadline:
             return False
-        if host.over_at < 0:
+        if host.over_at is None:
             host.over_at = now
         if self.is_interrupted and now >= host.over_at + INTERRUPTED_OUTPUT_S:
             return True
@@ -238,7 +236,8 @@ class Supervisor:
         self._has_preparation = has_preparation
         self._ends_when_ready = ends_when_ready
         self._has_remarked = False
-        self._unusable = failures.UnusableHosts([place.name for place in plan.all_places])
+        self._unusable: Optional[failures.UnusableHosts] = None
+        """None: there is none so far."""
         self._actions: List[Action] = []
         self._now = 0.0
         self._stop = JobStopSequence(self.roster, plan.limits)
@@ -254,9 +253,6 @@ class Supervisor:
         """For what it was said that the job is being stopped."""
         self._interrupts = 0
         self._warnings: Dict[str, Tuple[str, float]] = {}
-        worker_commands = {task.argv for task in plan.of_role(WORKER)}
-        # `--ps command`: servers are the user's own program and are expected to end by themselves.
-        self._own_servers = not any(task.argv in worker_commands for task in plan.tasks if task.role != WORKER)
         self._is_one_machine = plan.backend == "local" and len(plan.hosts) == 1
         """There is one clock: a hello that was stamped earlier came late."""
 
@@ -296,7 +292,7 @@ class Supervisor:
             due.append(self._origin + self.plan.limits.timeout_s)
         if self._origin is not None and self.phase in (*ASKING, STARTING):
             due.append(self._start_from + self.plan.limits.start_s)
-        if self.phase in ASKING and self._unusable.until is not None:
+        if self.phase in ASKING and self._unusable is not None:
             due.append(self._unusable.until)
         if self._early_until is not None:
             due.append(self._early_until)
@@ -352,7 +348,7 @@ class Supervisor:
         if abs(skew) > SKEW_S:
             host.skew_s = skew
             self._say(f"the clock of {host.name} is off by {-skew:.1f} s; its times are corrected", WARNING)
-        if not host.was_ended:
+        if host.ended_at is None:
             self._actions.append(Begin(event.host))
 
     def _on_ready(self, event: messages.AgentReady) -> None:
@@ -371,21 +367,18 @@ class Supervisor:
         self.roster.facts[f"host:{event.host}.address"] = event.address
         for label, port in event.ports.items():
             self.roster.facts[f"{event.host}/port:{label}"] = str(port)
-        self._tell_python(event.host, event.python)
-        self._tell_gpus(event.host, event.gpus)
+        for text in event.python.values():
+            self._say(f"{event.host}: servers run by Python {text}", DEBUG)
+        if event.gpus:
+            self._tell_gpus(event.host, event.gpus)
 
     def _on_settled(self, event: messages.Settled) -> None:
         self.roster.hosts[event.host].is_ready = True
-        self._tell_python(event.host, event.python)
-
-    def _tell_python(self, host: str, found: Mapping[str, str]) -> None:
-        for text in found.values():
-            self._say(f"{host}: servers run by Python {text}", DEBUG)
+        for text in event.python.values():
+            self._say(f"{event.host}: servers run by Python {text}", DEBUG)
 
     def _tell_gpus(self, host: str, found: Mapping[str, Any]) -> None:
         """Say which GPUs tasks see, and on which hosts that could not be checked."""
-        if not found:
-            return
         sees = "tasks see " + (",".join(map(str, found.get("visible") or ())) or "none")
         if found.get("how"):
             self._say(f"{host}: GPUs: {found.get('kinds') or 'none'}, driver {found.get('driver')}; {sees}", DEBUG)
@@ -394,7 +387,7 @@ class Supervisor:
             self._say(f"{host}: its GPUs cannot be checked: {why}; {sees}", INFO)
 
     def _on_needed(self, event: messages.Needed) -> None:
-        if event.digest == self.plan.runtime.digest and not self.roster.hosts[event.host].was_ended:
+        if event.digest == self.plan.runtime.digest and self.roster.hosts[event.host].ended_at is None:
             self._actions.append(SendRuntime(event.host))
 
     def _on_start_failed(self, event: messages.StartFailed) -> None:
@@ -411,17 +404,19 @@ class Supervisor:
             if self.phase in UNDECIDED:
                 self._fail(cause)
             return
-        self._unusable.add(cause, self._now, kind, fix)
+        if self._unusable is None:
+            self._unusable = failures.UnusableHosts(list(self.roster.hosts), self._now)
+        self._unusable.add(cause, kind, fix)
 
     def _gather(self) -> None:
         """When every host has answered: start the tasks if all are ready, end the job if one is unusable."""
-        all_answered, until = self.roster.all_answered, self._unusable.until
-        if until is not None:
-            if all_answered or self._now >= until:
-                self._fail(self._unusable.cause(self.roster.unanswered))
-            elif self._now >= until - ANSWERS_S + REMARK_S and not self._has_remarked:
+        all_answered, unusable = self.roster.all_answered, self._unusable
+        if unusable is not None:
+            if all_answered or self._now >= unusable.until:
+                self._fail(unusable.cause(self.roster.unanswered))
+            elif self._now >= unusable.until - ANSWERS_S + REMARK_S and not self._has_remarked:
                 self._has_remarked = True
-                short = self._unusable.cause().short
+                short = unusable.cause().short
                 self._say(
                     f"{short}; waiting up to {duration(ANSWERS_S)} to hear from"
                     f" {failures.listed(self.roster.unanswered)}",
@@ -460,12 +455,12 @@ class Supervisor:
         host = self.roster.hosts[event.host]
         if host.is_gone:
             return
-        if not host.greeted and not host.was_ended:
+        if not host.greeted and host.ended_at is None:
             self._on_start_failed(messages.StartFailed(event.host, event.reason, event.time))
             return
         is_asked = self.phase in (DRAINING, STOPPING)
         pending = self.roster.is_pending(event.host)
-        if self.phase in ASKING and not host.was_ended:
+        if self.phase in ASKING and host.ended_at is None:
             self._add_unusable(failures.host_lost(event.host, event.reason, event.time))
             return
         self._actions.append(Drop(event.host))
@@ -475,14 +470,14 @@ class Supervisor:
             self._say(f"the last lines of {failures.listed(missing)} were lost with {event.host}", WARNING)
         if live or (pending and not is_asked):
             self._fail(failures.host_lost(event.host, event.reason, event.time))
-        elif not host.was_ended:
+        elif host.ended_at is None:
             self._say(f"{event.host} is gone ({event.reason}); all its tasks had ended", WARNING)
         elif host.greeted and not host.cleared and self.roster.on_host(event.host):
             self._say(f"the agent on {event.host} went without saying that nothing is left there", WARNING)
 
     def _on_cut(self, event: messages.Cut) -> None:
         host = self.roster.hosts[event.host]
-        if host.is_gone or host.is_cut:
+        if host.is_gone or host.cut_at is not None:
             return
         host.cut_at = self._now
         host.is_suspect = False
@@ -491,10 +486,10 @@ class Supervisor:
 
     def _on_resumed(self, event: messages.Resumed) -> None:
         host = self.roster.hosts[event.host]
-        if host.is_cut:
+        if host.cut_at is not None:
             self._say(f"{host.name}: reconnected after {failures.rounded(self._now - host.cut_at)}")
-            host.cut_at = -1.0
-            if host.was_ended:
+            host.cut_at = None
+            if host.ended_at is not None:
                 host.ended_at = self._now  # what it was told reaches it only now
 
     def _on_cleared(self, event: messages.Cleared) -> None:
@@ -507,7 +502,7 @@ class Supervisor:
 
     def _on_agent_ending(self, event: messages.AgentEnding) -> None:
         host = self.roster.hosts[event.host]
-        if host.was_ended or self.phase not in UNDECIDED:
+        if host.ended_at is not None or self.phase not in UNDECIDED:
             return
         self._say(f"{host.name}: its agent ends all tasks there: {event.reason}", WARNING)
         if event.by_user or any(not task.is_over for task in self.roster.on_host(event.host)):
@@ -526,7 +521,7 @@ class Supervisor:
     def _on_bye(self, event: messages.Bye) -> None:
         host = self.roster.hosts[event.host]
         host.said_bye = True
-        if not host.was_ended:
+        if host.ended_at is None:
             times = (task.ended or task.started or 0.0 for task in self.roster.on_host(event.host))
             self._on_lost(messages.AgentLost(event.host, "its agent left", max(times, default=0.0)))
             return
@@ -546,9 +541,10 @@ class Supervisor:
                 continue
             shown = failures.rounded(silence)
             if silence >= lost_s:
-                how = f"its connection was cut, and nothing came for {shown}" if host.is_cut else f"silent for {shown}"
+                cut = f"its connection was cut, and nothing came for {shown}"
+                how = f"silent for {shown}" if host.cut_at is None else cut
                 self._on_lost(messages.AgentLost(host.name, how, event.time - silence))
-            elif not (host.is_suspect or host.is_cut):
+            elif not host.is_suspect and host.cut_at is None:
                 host.is_suspect = True
                 if host.silence_s:
                     continue  # the job is being stopped for it: that was said
@@ -638,16 +634,14 @@ class Supervisor:
         failing = any(task.own_failure and not task.is_over for task in self.roster.tasks.values())
         return since + (FAILING_S if failing else self.plan.limits.verdict_s)
 
-    def _await_cause(self) -> None:
-        """Stop the job for a consequence, when its cause is known or not to be expected any more."""
-        if self._consequence_at is None:
-            return
+    def _await_cause(self, since: float) -> None:
+        """Stop the job for consequences, the first at `since`, if their cause is known or none is to be expected."""
         self._note_silence()
         cause = self._analysis.choose(self.roster.tasks, self.roster.silent)
         if cause is None:
             return
         is_known = cause.reason == facts.HOST_LOST or cause in self._analysis.background
-        is_late = self._now >= self._cause_until(self._consequence_at) and not self._is_in_doubt(self._consequence_at)
+        is_late = self._now >= self._cause_until(since) and not self._is_in_doubt(since)
         if is_known or self.roster.all_over or is_late:
             self._end(cause, ASK_ALL)
 
@@ -695,7 +689,7 @@ class Supervisor:
         for host in self.roster.hosts.values():
             tasks = self.roster.on_host(host.name)
             names = tuple(task.name for task in tasks if task.role == WORKER and task.state == facts.RUNNING)
-            if names and not (host.is_gone or host.was_ended):
+            if names and not host.is_gone and host.ended_at is None:
                 if host.name != event.host:
                     self._actions.append(SignalTasks(host.name, names, event.signal))
                 given += names
@@ -707,7 +701,7 @@ class Supervisor:
 
     def _fail(self, cause: Cause, level: int = ASK_ALL) -> None:
         """Record a cause that may have ended the job, and stop the job (harder, if it is being stopped)."""
-        if self.phase in ASKING and not self._unusable.is_clean and not cause.problems:
+        if self.phase in ASKING and self._unusable is not None and not cause.problems:
             # Something else ends the wait for the other hosts; what is known of the bad ones came before it.
             self._analysis.add(self._unusable.cause(), self._now)
         if self.phase != DRAINING:  # the workers have succeeded: nothing changes that
@@ -739,10 +733,9 @@ class Supervisor:
             self._fail(self._analysis.first_early(self.roster.tasks))
         elif self.phase not in (*ASKING, STARTING):
             return
-        elif starting >= limits.start_s and self._unusable.is_clean:
-            self._fail(failures.start_too_slow(limits.start_s, self.roster.missing(), event.time))
         elif starting >= limits.start_s:
-            self._fail(self._unusable.cause(self.roster.unanswered))
+            slow = failures.start_too_slow(limits.start_s, self.roster.missing(), event.time)
+            self._fail(slow if self._unusable is None else self._unusable.cause(self.roster.unanswered))
         elif self._now >= self._comment_at:
             self._comment_at = self._now + 2 * COMMENT_S
             self._say(f"waiting for {self.roster.missing()} ({duration(round(starting))})")
@@ -768,22 +761,27 @@ class Supervisor:
             if roster.workers_succeeded:
                 self.phase = DRAINING
                 self._say("all workers succeeded", DEBUG)
-                self._stop.linger(self._now, 0.0 if self._own_servers else LINGER_S)
-            else:
-                self._await_cause()
+                self._stop.linger(self._now, 0.0 if roster.all_over else self._linger_s())
+            elif self._consequence_at is not None:
+                self._await_cause(self._consequence_at)
         if self.phase in (DRAINING, STOPPING):
             self._actions += self._stop.advance(self._now, getattr(event, "host", "") if roster.knows(event) else "")
             if roster.all_gone:
                 self.phase = OVER
                 roster.settle()
                 outcome = self._analysis.outcome(self.plan.job, roster.tasks, roster.survivors, roster.silent)
-                self._tell_change(outcome)
+                if self._announced is not None:
+                    self._tell_change(self._announced, outcome.culprit)
                 self._actions.append(FinishJob(outcome))
 
-    def _tell_change(self, outcome: failures.Outcome) -> None:
+    def _linger_s(self) -> float:
+        """Return how long other tasks may take to end after the workers: the user's own servers do so by themselves."""
+        commands = {task.argv for task in self.plan.of_role(WORKER)}  # `--ps command` runs them as servers, too
+        return LINGER_S if any(task.argv in commands for task in self.plan.tasks if task.role != WORKER) else 0.0
+
+    def _tell_change(self, said: Cause, culprit: Optional[failures.Culprit]) -> None:
         """Say why the job's end names another task than the one for which it was stopped."""
-        said, culprit = self._announced, outcome.culprit
-        if said is None or culprit is None or not culprit.task or not said.task or culprit.task == said.task:
+        if culprit is None or not culprit.task or not said.task or culprit.task == said.task:
             return
         if culprit.time < said.time:
             first, second = f"{culprit.task} on {culprit.host}", f"{said.task} on {said.host}"

@@ -92,6 +92,18 @@ def test_a_job_that_failed_shows_the_end_of_the_first_error_and_the_last_events(
     assert "exit code    3\n" in shown
 
 
+def test_the_task_that_ended_the_job_is_the_first_row_though_another_is_said_to_have_failed_sooner(
+    folder: JobFolder,
+) -> None:
+    sooner, culprit = (
+        TaskResult(f"worker-{rank}", "worker", rank, "d1", "failed", 7, 1, started=1e9, ended=1e9 + 5 + rank)
+        for rank in range(2)
+    )
+    folder.finish(Outcome(1, "task_failed", "no", Culprit("worker-1", "d1", 1), (sooner, culprit), job="calm-1"))
+    rows = [line.split()[0] for line in text(folder).splitlines() if line.startswith("worker-")]
+    assert rows == ["worker-1", "worker-0"]
+
+
 def test_the_first_task_that_failed_is_shown_while_others_still_end(folder: JobFolder) -> None:
     failed = TaskResult("worker-0", "worker", 0, "d1", "failed", 7, 3, started=1e9, ended=1e9 + 5)
     folder.write_state("stopping", [failed])

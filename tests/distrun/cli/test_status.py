@@ -27,7 +27,7 @@ def state(**more: Any) -> dict[str, Any]:
 
 
 def view(state: dict[str, Any], **more: Any) -> JobView:
-    return JobView(SimpleNamespace(id=state["id"]), state, **more)  # type: ignore[arg-type]
+    return JobView(SimpleNamespace(id=state["id"], outcome=lambda: None), state, **more)  # type: ignore[arg-type]
 
 
 def jobs(*states: dict[str, Any]) -> list[str]:
@@ -59,6 +59,14 @@ def test_tasks_have_a_row_each() -> None:
     assert head.split() == ["TASK", "HOST", "PID", "STATE", "UP", "MEM", "CPU", "TIME", "CODE"]
     assert first.split() == ["worker-1", "d1", "7", "failed", "0:00:00", "2.0M", "1.2", "s", "KILL"]
     assert second.split() == ["worker-0", "d1", "7", "running", "1:02:05"]
+
+
+def test_of_more_tasks_than_there_is_room_for_those_that_are_alike_share_a_row_after_top() -> None:
+    many = [task(f"worker-{rank}", role="worker", rank=rank) for rank in range(100)]
+    many[7]["state"] = "failed"
+    found = [text.plain(line) for line in tables.tasks_table(view(state(tasks=many)), NOW, 80, 20)]
+    assert [line.split()[0] for line in found] == ["TASK", "worker-7", "worker-[0-6,8-99]"]
+    assert len(tables.tasks_table(view(state(tasks=many)), NOW, 80, 100)) == 101
 
 
 def test_a_task_that_runs_and_one_that_has_ended_are_shown_in_the_same_units() -> None:

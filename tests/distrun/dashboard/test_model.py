@@ -265,6 +265,16 @@ def test_the_task_that_failed_first_is_above_those_that_failed_with_it() -> None
     assert names(model)[0] == first["name"]
 
 
+def test_tasks_that_are_no_problems_keep_the_order_of_ranks_whenever_they_ended() -> None:
+    state = snapshots.state(12)
+    for number, task in enumerate(state["tasks"]):
+        task.update(state="exited", code=0, ended=snapshots.moment(NOW - number * 7 % 5))
+    model = Model("calm-otter-7f3")
+    model.take("state", {"state": state}, NOW)
+    model.settle(NOW)
+    assert names(model)[:12] == [f"worker-{rank}" for rank in range(12)]
+
+
 def test_tasks_that_failed_because_they_lost_another_are_below_its_row_and_dim() -> None:
     state = snapshots.state(8)
     for task in state["tasks"]:

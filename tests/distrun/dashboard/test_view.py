@@ -142,6 +142,35 @@ def test_wide_characters_take_two_columns() -> None:
     assert text.width(text.fit("訓練中", 4)) == 4
 
 
+@pytest.mark.parametrize(
+    ("line", "columns", "parts"),
+    [
+        ("訓練" * 4, 6, ["訓練訓", "練訓練", "訓練"]),
+        ("訓練訓", 5, ["訓練", "訓"]),
+        ("e\u0301e\u0301e\u0301", 2, ["e\u0301e\u0301", "e\u0301"]),
+        ("訓", 1, ["訓"]),
+        ("one two three", 8, ["one two", "three"]),
+        ("one two three", 7, ["one two", "three"]),
+        ("to /a/long/path", 8, ["to /a/lo", "ng/path"]),
+        ("two /a/long/path", 3, ["two", "/a/", "lon", "g/p", "ath"]),
+        ('  File "x"', 20, ['  File "x"']),
+        ("    raise error", 12, ["    raise", "error"]),
+        ("one\n\n two", 8, ["one", "", " two"]),
+        ("", 8, [""]),
+    ],
+)
+def test_a_line_is_broken_by_its_columns_between_words_and_keeps_its_indent(
+    line: str, columns: int, parts: list[str]
+) -> None:
+    assert text.wrapped(line, columns) == parts
+
+
+def test_characters_that_are_wider_together_make_no_line_too_wide() -> None:
+    line = "x\u2764\ufe0f" * 5
+    assert "".join(text.wrapped(line, 3)) == line
+    assert all(text.width(part) <= 3 for part in text.wrapped(line, 3))
+
+
 def test_a_log_follows_its_end_and_is_scrolled_from_there() -> None:
     extra = view.TaskExtra(log=[f"line {number}" for number in range(100)])
     look = ViewSelection(mode=user.LOG, chosen="worker-0")
@@ -250,6 +279,18 @@ def test_the_first_error_shows_no_marks_below_its_lines() -> None:
     assert "batch.compute" in found
     assert "AttributeError: ^ no" in found
     assert "~^^^" not in found
+
+
+def test_how_a_job_ended_is_seen_before_what_its_hosts_and_store_did_last() -> None:
+    model = recorded(40)
+    model.take("outcome", {"outcome": {"exit_code": 1, "reason": "task_failed", "message": "worker-1 failed"}}, NOW)
+    model.take(
+        "event", {"event": {"event": "finished", "exit_code": 1, "message": "no", "time": snapshots.moment(NOW)}}, NOW
+    )
+    model.settle(NOW)
+    titles = [line for line in shown(model) if line.startswith("-- ")]
+    assert [line.split()[1].rstrip(":") for line in titles] == ["first", "events", "hosts"]
+    assert any("job over, exit code 1" in line for line in shown(model))
 
 
 def test_the_clock_of_a_host_is_never_off_by_minus_nothing() -> None:

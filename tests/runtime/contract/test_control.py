@@ -112,6 +112,7 @@ def test_the_launching_client_need_not_greet() -> None:
         ({"type": "subscribe", "output": True}, "output: expected an object, found True"),
         ({"type": "subscribe", "output": {"cursor": -1}}, "cursor: expected a number from 0 or null, found -1"),
         ({"type": "subscribe", "output": {"tail": "x"}}, "tail: expected"),
+        ({"type": "subscribe", "output": {"until": "later"}}, "until: expected"),
         ({"type": "subscribe", "output": {"tail": True}}, "tail: expected"),
         ({"type": "subscribe", "look": "d1"}, "look: expected a list, found 'd1'"),
         ({"type": "subscribe", "look": ["d1", 2]}, "look: expected a text, found 2"),

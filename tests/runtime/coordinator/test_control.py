@@ -19,10 +19,14 @@ from typing import Any
 
 import pytest
 from distrun_cli import wait_until
+from sample_plan import sample_plan
 
 from distrun_runtime.contract import control as frames
 from distrun_runtime.contract import private, session
 from distrun_runtime.coordinator import clients, messages, service
+from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.logreader import LoggedOutput
+from distrun_runtime.coordinator.logs import Spool
 from distrun_runtime.coordinator.service import ControlSocket, Service
 from distrun_runtime.errors import ContractError
 
@@ -92,6 +96,7 @@ class Numbers:
     """Output that never ends: the reader of a job that prints without a pause."""
 
     has_more = True
+    is_over = False
     made: list[Numbers]
 
     def __init__(self, wanted: frames.Output) -> None:
@@ -124,6 +129,7 @@ class Log:
 
 class _LogReader:
     has_more = True
+    is_over = False
 
     def __init__(self, log: Log, cursor: int) -> None:
         self._log = log
@@ -373,7 +379,7 @@ def test_answers_for_a_client_that_has_gone_are_nobodys(job: Job) -> None:
     client.send("stack")
     wait_until(lambda: len(job.handled) == 1, LIMIT_S)
     client.socket.close()
-    wait_until(lambda: not job.service._asking, LIMIT_S)
+    wait_until(lambda: not job.service._clients, LIMIT_S)
     job.service.stack(1, frames.TaskStack("worker-0", 0, "a"))
     assert Client(job.path).ask("state").type == "state"
 
@@ -424,6 +430,32 @@ def test_output_is_read_from_the_logs_from_where_a_client_wants(job: Job) -> Non
     job.prints(b"d\n")
     frame = client.next()
     assert (frame.body, frame.header["cursor"]) == (b"d\n", 4)
+
+
+def test_a_subscription_until_now_ends_with_what_there_was(folder: str, tmp_path: Path) -> None:
+    jobs = JobFolder.submit(tmp_path, {"name": "", "launcher": "slurm", "command": ["true"], "cwd": "/"})
+    jobs.start(sample_plan())
+    spool = Spool(jobs.logs)
+    served = Service(None, jobs.id, lambda wanted: LoggedOutput(jobs, wanted))
+    served.start()
+    listener = ControlSocket(jobs.id, folder)
+    served.listen(listener)
+    client = Client(listener.path)
+    client.send("subscribe", output={"cursor": 0, "until": "now"})
+    assert client.next().header == {"type": "output_end", "cursor": 0}
+    spool.add("worker-0", "out", 0, b"a\n")
+    spool.add("worker-1", "out", 0, b"b\n")
+    spool.flush()
+    client.send("subscribe", output={"tail": 5, "tasks": ["worker-0"], "until": "now"})
+    output, end = client.next(), client.next()
+    assert (output.body, end.header) == (b"a\n", {"type": "output_end", "cursor": 4})
+    spool.add("worker-0", "out", 2, b"c\n")
+    spool.flush()
+    served.output("worker-0", "d1", "out", b"c\n", 2)
+    served.finish({"exit_code": 0})
+    assert [frame.type for frame in client.rest()] == ["outcome"]
+    spool.close()
+    served.close()
 
 
 def test_messages_come_with_the_output(job: Job) -> None:

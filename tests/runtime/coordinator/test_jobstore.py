@@ -3,19 +3,22 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sample_plan import sample_plan
 
 from distrun_runtime.contract import facts, process
 from distrun_runtime.coordinator import jobfolder, jobstore
-from distrun_runtime.coordinator.failures import Culprit, Outcome, Survivor, TaskResult
+from distrun_runtime.coordinator.failures import Culprit, Outcome, Problem, Survivor, TaskResult
+from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.errors import JobStoreError, NoSuchJob
 
@@ -325,6 +328,40 @@ def test_a_finished_job_is_never_lost(tmp_path: Path) -> None:
     assert outcome is not None
     assert outcome["culprit"]["log"] == str(folder.log_path("worker-0"))
     assert outcome["culprit"]["time"] == "1970-01-01T00:00:02.500Z"
+
+
+@pytest.mark.parametrize(
+    ("member", "value", "told"),
+    [
+        (("culprit",), [], "culprit: expected an object or null, found []"),
+        (("culprit", "task"), None, "culprit.task: expected a text, found None"),
+        (("culprit", "consequence"), "no", "culprit.consequence: expected true or false, found 'no'"),
+        (("problems", 0, "fix"), None, "problems[0].fix: expected a text, found None"),
+        (("survivors", 0), "sleep", "survivors[0]: expected an object, found 'sleep'"),
+    ],
+)
+def test_what_is_wrong_in_an_outcome_is_told_with_its_member(
+    member: tuple[Any, ...], value: Any, told: str, tmp_path: Path
+) -> None:
+    folder = store(tmp_path, "a-1").find("a-1")
+    problems = (Problem("d1", "clock", "it is\0behind"), Problem("d1", "disk", "it is full"))
+    culprit, survivors = Culprit("worker-0", "d1", 3, time=2.5), (Survivor("pid 7 (sleep)", "d1"),)
+    folder.finish(Outcome(3, "task_failed", "it failed", culprit, survivors=survivors, problems=problems))
+    outcome: Any = folder.outcome()
+    assert len(outcome["problems"]) == 2
+    here = outcome
+    for name in member[:-1]:
+        here = here[name]
+    here[member[-1]] = value
+    (folder.path / "outcome.json").write_text(json.dumps(outcome))
+    with pytest.raises(JobStoreError, match=re.escape(told)):
+        folder.outcome()
+
+
+def test_a_process_that_takes_a_job_over_knows_what_was_written(tmp_path: Path) -> None:
+    made = store(tmp_path, "a-1").find("a-1")
+    made.write_state("running", [])
+    assert JobFolder(made.path).written == made.written
 
 
 def test_a_reader_never_sees_half_a_state(tmp_path: Path) -> None:

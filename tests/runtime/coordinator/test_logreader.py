@@ -413,6 +413,26 @@ def test_a_client_gets_the_output_of_the_tasks_that_it_names_from_where_it_says(
     assert all(frame.header["time"] > 0 and frame.header["attempt"] >= 0 for frame in frames)
 
 
+@pytest.mark.parametrize("limit", [1, 3, 1000])
+@pytest.mark.parametrize("tasks", [None, ("worker-1",)])
+def test_output_until_now_ends_with_what_there_was_when_it_was_asked_for(
+    tasks: tuple[str, ...] | None, limit: int, tmp_path: Path
+) -> None:
+    folder = JobFolder.submit(tmp_path, {"name": "", "launcher": "slurm", "command": ["true"], "cwd": "/"})
+    folder.start(sample_plan())
+    writing = Writing(folder.logs)
+    writing.turn(("worker-1", "out", b"one\n"), ("worker-0", "out", b"of another\n"))
+    output = LoggedOutput(folder, OutputWanted(0, tasks=tasks, until="now"))
+    writing.turn(("worker-1", "out", b"too late\n"))
+    found = b""
+    while not output.is_over:
+        found += output.read(limit)
+    output.close()
+    *pieces, end = session.Decoder().feed(found)
+    assert b"".join(frame.body for frame in pieces) == (b"one\n" if tasks else b"one\nof another\n")
+    assert end.header == {"type": "output_end", "cursor": 15}
+
+
 def test_one_read_for_a_client_looks_at_a_bounded_part_of_a_long_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,7 @@ def test_each_task_has_one_answer_and_the_last_says_so() -> None:
     assert said(stacks.heard(StackFound("h2", 2, "b", "py-spy"))) == [("worker-1", "b", 1)]
     assert stacks.heard(StackFound("h2", 2, "b", "py-spy")) == [], "it is answered"
     assert said(stacks.heard(StackFound("h1", 1, "a", "py-spy"))) == [("worker-0", "a", 0)]
-    assert not stacks.is_waiting
+    assert stacks.expired(now=1e9) == []
 
 
 @pytest.mark.parametrize(
