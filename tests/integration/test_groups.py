@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from distrun_cli import PYTHON, Distrun
+from manual import ManualJob
 
 SCRIPT = """
 import os, sys
@@ -58,6 +60,35 @@ while True:
 """
 
 
+KILLED = """
+    import os, time
+    import numpy as np
+    from distrun_runtime import kvstore
+    from distrun_runtime.errors import PeerLost
+
+    me = int(os.environ["DMLC_RANK"])
+    out = np.empty(2)
+    if me > 0:
+        late = kvstore.create("dist_sync", group="late", members=[1, 2])
+        late.init("w", np.zeros(2))
+    if me == 2:
+        print("ready", flush=True)
+        time.sleep(60)
+    pair = kvstore.create("dist_sync", group="pair", members=[0, 1])
+    pair.init("w", np.zeros(2))
+    if me == 1:
+        try:
+            late.push("w", np.ones(2))
+            late.pull("w", out)
+        except PeerLost as err:
+            print("lost:", err.lost_peer + ":", err, flush=True)
+    for _ in range(5):
+        pair.push("w", np.full(2, 4.0))
+        pair.pull("w", out)
+    print("pair", out.tolist(), flush=True)
+"""
+
+
 @pytest.fixture
 def distrun(tmp_path: Path) -> Distrun:
     found = Distrun(tmp_path)
@@ -82,3 +113,20 @@ def test_a_worker_that_fails_ends_the_job_also_if_others_share_no_store_with_it(
     done = distrun.launch("--json", "-n", "3", "-s", "2", "--launcher", "local", PYTHON, "failing.py")
     outcome = json.loads(done.stdout.splitlines()[-1])
     assert (done.returncode, outcome["culprit"]["task"]) == (1, "worker-2"), outcome
+
+
+def test_a_worker_that_is_killed_ends_only_the_groups_that_it_shares_where_nothing_else_ends_the_job() -> None:
+    """Started by hand. Worker 2 shares a store with worker 1, and worker 1 one with worker 0."""
+    with ManualJob(workers=3, servers=1) as job:
+        for role in ("scheduler", "server"):
+            job.start(role)
+        script = job.script(KILLED)
+        for rank in range(3):
+            job.start("worker", script, DMLC_RANK=str(rank))
+        job.until("worker-2", "ready")
+        job.processes["worker-2"].kill()
+        assert job.wait("worker-0", "worker-1", "server-0", "scheduler-0") == [0, 0, 1, 1], job.report()
+        lost = re.search(r"lost: worker-\d: .*worker-\d@.* is lost: .*", job.out("worker-1"))
+        assert lost, job.report()
+        assert "pair [8.0, 8.0]" in job.out("worker-0")
+        assert "error" not in job.err("worker-0"), "this does not concern it"

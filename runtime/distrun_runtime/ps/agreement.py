@@ -10,8 +10,8 @@ A worker may start over, as when a notebook cell is run again: it creates anothe
 it has just created, where the others wait for it. It is told to use that one.
 
 Some of the workers may have stores of their own, as a group with a name. The first OPEN of a group names its members,
-and each of them must name the same. An OPEN says the how-manieth store of the group it is about; the answer gives the
-store its number in messages.
+and each of them must name the same. An OPEN says which store of the group it is about, counted from 1; the answer gives
+the store its number in messages.
 
 A rule changes on all servers or on none, one change at a time. First all servers try it (RULE with `check`: they make
 it and look whether it takes the weights they hold), then all put it in its place. So what one server refuses, such as a
@@ -648,7 +648,7 @@ class AgreedGroup:
     """Workers that have stores of their own."""
 
     stores: dict[int, int] = field(default_factory=dict)
-    """The how-manieth store of the group it is, to its number in messages."""
+    """Which store of the group it is, from 1 in order of creation, to its number in messages."""
     members: Membership | None = None
     """What all of them have named; None: they have created no store yet."""
     said_by: int = -1
@@ -736,26 +736,25 @@ class CollectiveCalls:
         wrong = gathering.add(call) or (difference(elsewhere[0], call) if elsewhere else "") or against
         if wrong:
             return _fail(store, call.number, wrong)
-        present = store.others(gathering.calls)
-        missing = [gone for gone in self._ended if gone.who.rank in present]
+        ended = [gone for gone in self._ended if gone.who.rank in store.members.ranks]
+        missing = [gone for gone in ended if gone.who.rank not in {*gathering.calls, *store.left}]
         if missing:
             return _fail(store, call.number, _gone(missing[0], call.message))
         return self._complete(store, call.number) or self._started_over()
 
     def _named(self, store: AgreedStore, call: Call, *, is_first: bool) -> str:
-        """Take in whom an OPEN names as the members of its group; return what is wrong with them in any case.
+        """Take in whom an OPEN names as the members of its group; return how they differ from those that it has.
 
-        How they differ from those that others name in the same call, that call's comparison says.
+        If it has none yet, the calls of one number are compared with each other (`difference`).
         """
         ranks, group = [int(rank) for rank in call.message.body["members"]], self._groups[store.group]
         is_right = sorted(set(ranks)) == ranks and call.rank in ranks and set(ranks) <= set(range(self._workers))
         if not is_right:
             raise ValueError(f"members are ranks of this job in ascending order, the sender among them, not {ranks}")
-        if group.members is not None:
-            known = list(group.members.ranks)
-            return "" if ranks == known else members_differ(store.group, (group.said_by, known), (call.rank, ranks))
+        if group.members is not None and list(group.members.ranks) != ranks:
+            return members_differ(store.group, (group.said_by, group.members.ranks), (call.rank, ranks))
         if is_first:
-            store.members = Membership(tuple(ranks))
+            store.members = group.members or Membership(tuple(ranks))
             store.awaited = self._present(store.members)
             store.holders = store.awaited.copy()
         store.awaited.update(self._present(Membership(ranks)))  # Whom only this call names hears why it fails, too.
@@ -905,7 +904,7 @@ class CollectiveCalls:
 
     def members_of(self, message: Message) -> Sequence[int]:
         """Return the workers that share the store that a message is about."""
-        if "members" in message.body:
+        if message.kind is Kind.OPEN and "members" in message.body:
             return [int(rank) for rank in message.body["members"]]
         store = self._stores.get(self._number(message))
         return range(self._workers) if store is None else store.members.ranks
@@ -918,7 +917,7 @@ class CollectiveCalls:
     def _number(self, message: Message) -> int:
         """Return the number of the store that a message is about; -1: of a group's that is not known.
 
-        Until an OPEN is answered, its sender knows only the how-manieth store of the group it is.
+        Until OPEN is answered, its sender only knows which of the group's stores it is.
         """
         if "group" not in message.body:
             return message.store
@@ -928,16 +927,17 @@ class CollectiveCalls:
     def _store(self, call: Call) -> AgreedStore:
         number, name = self._number(call.message), str(call.message.body.get("group", ""))
         if number not in self._stores:
+            members = Membership(range(self._workers))
             if name:
-                if LAST_STORE - self._numbered in self._stores:
+                number, group = LAST_STORE - self._numbered, self._groups.setdefault(name, AgreedGroup())
+                if number < 1 or number in self._stores:
                     raise ValueError(f"this job has no number left for a store of group {name!r}")
-                number, self._numbered = LAST_STORE - self._numbered, self._numbered + 1
-                self._groups.setdefault(name, AgreedGroup()).stores[call.message.store] = number
-            named = self._groups[name].members if name else None
-            members = named or Membership(range(self._workers))
+                self._numbered += 1
+                group.stores[call.message.store] = number
+                members = group.members or members
             present = self._present(members)
-            self._stores[number] = AgreedStore(number, members, present, present.copy(), Keys(self._placed_on))
-            self._stores[number].group = name
+            store = AgreedStore(number, members, present, present.copy(), Keys(self._placed_on), group=name)
+            self._stores[number] = store
         return self._stores[number]
 
     def _present(self, members: Membership) -> set[int]:
@@ -946,7 +946,7 @@ class CollectiveCalls:
 
     def _complete(self, store: AgreedStore, number: int) -> list[role.Action]:
         gathering = store.gatherings[number]
-        if store.others(gathering.calls):
+        if len(gathering.calls) < len(store.members.ranks) - sum(rank not in gathering.calls for rank in store.left):
             return []
         call, first = next(iter(gathering.calls.values())).message, store.members.first
         if first not in gathering.calls and call.kind in _DUTY:

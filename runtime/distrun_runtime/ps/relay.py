@@ -183,10 +183,6 @@ class Relay:
         found = self.stores.get(number)
         return None if found is None else found.store
 
-    def sharing(self, members: Membership) -> tuple[int, ...]:
-        """Return the workers of this host that are among the members of a store."""
-        return tuple(rank for rank in self.members if rank in members.ranks)
-
     def clear(self) -> None:
         """The job's next script begins. Numbers go on, so that a late answer is to nothing of it."""
         self.stores.clear()
@@ -210,8 +206,9 @@ class Relay:
         if of is None:
             nothing = np.zeros(0, np.int64)
             store = Store(relayed(message.store), self._workers, self._me().rank, members)
+            here = tuple(rank for rank in self.members if rank in members.ranks)
             sent = np.zeros((self._workers, 0), np.int64)
-            of = _Relayed(store, self.sharing(members), nothing, sent, nothing, nothing, nothing)
+            of = _Relayed(store, here, nothing, sent, nothing, nothing, nothing)
             self.stores[message.store] = of
         store = of.store
         store.names.update({int(number): name for number, name in message.body.get("names", [])})

@@ -44,7 +44,7 @@ DENIED_KEPT = 4
 
 LOSSES_TOLD = 16
 """So many losses are told to all nodes. The first one fails every call of a store of all workers; as a rule later ones
-come of it. They are told to those who share a store of a group with the lost node."""
+come of it. Those are told only to the workers that share a group's store with a lost one."""
 
 FOREIGN = (
     "a program at %s speaks ZeroMQ, but not as a node of distrun does: this looks like ps-lite (MXNet, BytePS), which"

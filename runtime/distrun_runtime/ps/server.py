@@ -565,7 +565,9 @@ class Server:
         if lags is None:
             lags = self._lags[store.number] = Lags(shard, store.members.ranks)
         if shard == lags.shard:
-            members = self._relay.sharing(store.members) if store.is_relayed else store.members.ranks
+            members = store.members.ranks
+            if store.is_relayed:
+                members = self._relay.stores[relayed(store.number)].members
             excused = len(store.excused().intersection(members)) if store.joined or store.left else 0
             lags.contributed(ranks, int(batch.entries["round"][0]), len(members) - excused, self._now)
 

@@ -69,7 +69,8 @@ class Store:
     def __init__(self, number: int, workers: int, server: int = 0, members: Membership | None = None) -> None:
         self.number = number
         self.members = members or Membership(range(workers))
-        self._rows = slice(None) if members is None else np.array(members.ranks)[:, None]
+        self._ranks = np.array(self.members.ranks)
+        self._rows = slice(None) if members is None else self._ranks[:, None]
         """The members' rows of `last`, as an index beside one of shards."""
         self._server = server
         self.is_sync = True
@@ -149,6 +150,7 @@ class Store:
         for name, column in zip(Shard._fields[1:], table.T[1:], strict=True):
             getattr(self, name)[begin:end] = column  # The first is the server: this one.
         self.fresh[begin:end] = True
+        self.slow[begin:end] = self.members.first
         self.count = end
         most = int(self.key[begin:end].max(initial=-1))
         if most >= len(self._first):
@@ -238,7 +240,7 @@ class Store:
             reached: Array = last.min(axis=0)
             if len(last) >= MANY:
                 # The last of them: where workers contribute in the order of their ranks, it stays the slowest.
-                self.slow[shards] = np.array(self.members.ranks)[len(last) - 1 - last[::-1].argmin(axis=0)]
+                self.slow[shards] = self._ranks[len(last) - 1 - last[::-1].argmin(axis=0)]
             return reached
         members = [rank for rank in self.members.ranks if rank not in excused]
         # A round without any contribution is none, even if workers are excused.

@@ -78,7 +78,7 @@ class StoreLink:
         self.told: Mapping[str, Any] = {}
         """What servers have to know of the store, and is only known when all workers have created it."""
         self.number = node.next_store(group.name if group is not None else "")
-        """The how-manieth store of its workers it is."""
+        """Which store of its workers it is, from 1 in order of creation."""
         self.store = self.number
         """The store's number in messages; of a group's, once `create` was answered."""
         self._naming = {} if group is None else {"group": group.name}

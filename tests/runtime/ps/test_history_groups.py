@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from history_server import History, reason, said, values
 from schedulerhistory import Job, finish, init, reasons, record, sends, spec, to
 
 from distrun_runtime.protocol.message import Entry, Kind, Message, Payload, entries_of
-from distrun_runtime.ps import role
+from distrun_runtime.ps import agreement, role
 
 Serving = Callable[..., History]
 
@@ -46,6 +47,15 @@ def test_servers_hear_who_shares_a_store_before_its_workers_hear_its_number() ->
         ("w2", Kind.OPEN, {"store": STORE}),
         ("w0", Kind.OPEN, {"store": STORE}),
     ]
+
+
+def test_a_job_that_has_used_up_the_numbers_of_stores_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "LAST_STORE", 2)
+    job = Job(2)
+    job.hear("w0", Kind.OPEN, number=1, type="dist_sync")
+    assert opened(job, 0, 1) == 2
+    with pytest.raises(ValueError, match="this job has no number left for a store of group 'h'"):
+        create(job, 0, [0, 1], "h")
 
 
 def test_stores_are_numbered_by_group_and_every_one_has_a_number_of_its_own_in_messages() -> None:
@@ -348,3 +358,33 @@ def test_a_sum_of_a_host_is_of_members(serving: Serving) -> None:
     assert reason(server.hear("s1", summed)) == (
         "a relay names the workers that it speaks for, each of [0, 2], not [0, 1, 0]"
     )
+
+
+def test_a_large_group_goes_on_when_all_of_its_members_have_pushed_in_whatever_order(serving: Serving) -> None:
+    """Of many workers a server remembers one that a round waits for: it has to be a member."""
+    members = list(range(2, 80))
+    server = serving(workers=80, has_keys=False)
+    server.scheduler(Kind.OPEN, 5, members=members, epoch=0)
+    server.init({"a": [0, 0]}, rank=2)
+    for number, order in enumerate((members, members[::-1], members[1::2] + members[::2]), 1):
+        for rank in order[:-1]:
+            server.push(rank, number, {"a": [1, rank]})
+        assert server.pull(order[0], number) == []
+        server.push(order[-1], number, {"a": [1, order[-1]]})
+        assert values(server.pull(order[-1], number)) == {"a": [len(members), sum(members)]}
+
+
+def test_each_worker_is_as_late_as_in_the_last_of_its_own_stores(serving: Serving) -> None:
+    server = serving(workers=4, has_keys=False)
+    pairs = {1: (0, 2), 2: (1, 3)}
+    for store, (first, last) in pairs.items():
+        server.scheduler(Kind.OPEN, 5, store=store, members=[first, last], epoch=0)
+        server.hear("w%d" % first, replace(server.initial({"a": [0, 0]}), store=store))
+    for number in range(1, 4):
+        for store, pair in pairs.items():
+            for rank in pair:
+                server.tick(server.now + store)
+                entries = entries_of([Entry(0, 0, 2, number, 0, 0, Payload.PACKED)])
+                server.hear("w%d" % rank, Message(Kind.PUSH, store=store, entries=entries, payloads=[bytes(8)]))
+    lags = server._loop._role.lags()
+    assert {rank: each[0] for rank, each in lags.items()} == {"0": 0, "1": 0, "2": 1, "3": 2}

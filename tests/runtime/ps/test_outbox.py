@@ -142,3 +142,11 @@ def test_requests_of_one_key_keep_their_order_and_none_is_lost(steps: list[tuple
         sent = [message.request for message in out if any(piece.key == key for piece in pieces_of(message))]
         assert sent == sorted(sent)
     assert sorted(message.request for message in out) == [message.request for message in put]
+
+
+def test_messages_that_are_dropped_never_leave_and_the_others_keep_their_order() -> None:
+    outbox = Outbox()
+    for number, urgency in enumerate((1, 5, 2, 6, 7, 3)):
+        outbox.put(push(number, number, priority=-urgency))
+    outbox.drop({0, 4})
+    assert taken(outbox) == [2, 5, 1, 3]

@@ -45,7 +45,12 @@ def bytes_of_rounds(job: Cluster, dtype: str = "float32", rounds: int = 3, **how
     setting = how.pop("compression", None)
 
     def script(session: Any) -> Any:
-        kv = open_store(how.get("type_name", "dist_sync"), session, deterministic=how.get("deterministic", False))
+        members = how.get("members")
+        if members is not None and session.rank not in members:
+            return None
+        shared_by = {} if members is None else {"group": "some", "members": members}
+        is_ordered = how.get("deterministic", False)
+        kv = open_store(how.get("type_name", "dist_sync"), session, deterministic=is_ordered, **shared_by)
         kv.init(KEYS, [full(0, dtype)] * len(KEYS))
         if setting:
             kv.set_gradient_compression(setting)
@@ -116,6 +121,16 @@ def test_a_host_without_a_server_adds_on_one_that_keeps_no_values() -> None:
     received, sent = bytes_of_rounds(relayed(4, 1, relays=1))
     near, between = 4 * len(KEYS) * BYTES, 2 * len(KEYS) * BYTES
     assert received == sent == 3 * (near + between)
+
+
+@pytest.mark.parametrize(("members", "halves"), [([0, 1, 2], 8), ([0, 2], 4), ([0, 1], 6), ([0, 1, 4, 5], 12)])
+def test_a_store_of_some_workers_is_added_where_a_host_has_several_of_them(members: list[int], halves: int) -> None:
+    """Half of the bytes is on each server. Workers 0 and 1 are on one host, the other four on the other.
+
+    Over a relay a half goes once more to the owner, and its answer comes back to the relay.
+    """
+    received, sent = bytes_of_rounds(relayed(6), members=members)
+    assert received == sent == 3 * halves * (len(KEYS) // 2) * BYTES
 
 
 def test_without_host_sums_workers_push_to_the_servers_of_other_hosts() -> None:

@@ -522,10 +522,11 @@ def test_a_worker_whose_groups_may_go_on_without_a_lost_one_says_its_last_words(
 def test_relays_of_a_store_serve_hosts_with_several_of_its_members() -> None:
     rig = Rig(is_ready=False)
     nodes = [replace(node("server", rank), host="ab"[rank]) for rank in range(2)]
-    nodes += [replace(node("worker", rank), host="aab"[rank]) for rank in range(3)]
+    nodes += [replace(node("worker", rank), host="aabb"[rank]) for rank in range(4)]
     body = {"nodes": [asdict(each) for each in nodes], "rank": 1, "host_sums": True}
-    rig.worker = type(rig.worker)(config("worker", root_port=9, host="a", workers=3), "tcp://127.0.0.1:7", rig.ready)
+    rig.worker = Worker(config("worker", root_port=9, host="a", workers=4), "tcp://127.0.0.1:7", rig.ready)
     rig.hear("scheduler", Message(Kind.ROSTER, body=body))
     assert rig.worker.relays == {1: 0}
-    assert rig.worker.relays_among(Membership((0, 1))) == ({1: 0}, [{1: 0}])
+    assert rig.worker.relays_among(Membership((0, 1, 2))) == ({1: 0}, [{1: 0}])
+    assert rig.worker.relays_among(Membership((1, 2, 3))) == ({}, [{0: 1}])
     assert rig.worker.relays_among(Membership((1, 2))) == ({}, [])
