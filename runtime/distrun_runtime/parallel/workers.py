@@ -209,7 +209,8 @@ class WorkerPipeline:
         """Return the batch's tensors, which can be cut into equally long micro-batches."""
         inputs = tensors_of(batch)
         for tensor in inputs:
-            if tensor.dim() <= self._batch_dim or tensor.shape[self._batch_dim] % self._micro_batches:
+            size = tensor.shape[self._batch_dim] if tensor.dim() > self._batch_dim else 0
+            if not size or size % self._micro_batches:
                 raise ValueError(
                     f"a batch of shape {tuple(tensor.shape)} cannot be cut into {self._micro_batches} equal"
                     f" micro-batches along dimension {self._batch_dim}; drop or pad the last batch of an epoch"

@@ -112,6 +112,7 @@ def refused(act, said):
 
 
 refused(lambda: pipeline.step(batch[:5], batch[:5]), "a batch of shape (5, 3) cannot be cut into 2 equal micro-batches")
+refused(lambda: pipeline.step(batch[:0], batch[:0]), "a batch of shape (0, 3) cannot be cut")
 refused(lambda: WorkerPipeline(model, plan, mean, micro_batches=1), "1f1b needs at least 2, found 1")
 refused(
     lambda: WorkerPipeline(model, plan, mean, micro_batches=2, schedule="gpip"),
