@@ -22,8 +22,8 @@ Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """The sequences of one bucket, padded to its length."""
+class PaddedSequences:
+    """The sequences of a bucket, padded to its length."""
 
     length: int
     data: Integers
@@ -164,10 +164,10 @@ class BucketReader:
         """Sequences of a step of all parts."""
         return self._batch_size * self._num_parts
 
-    def _batches(self, bucket: Bucket) -> int:
+    def _batches(self, bucket: PaddedSequences) -> int:
         return (bucket.count + (0 if self._drops else self._step - 1)) // self._step
 
-    def _batch(self, bucket: Bucket, positions: Positions) -> Batch:
+    def _batch(self, bucket: PaddedSequences, positions: Positions) -> Batch:
         """Return this part's share of the sequences of a step, filled up by the row of padding."""
         begin = self._part_index * self._batch_size
         rows = np.full(self._batch_size, bucket.count, np.int64)
@@ -236,7 +236,7 @@ def _fitted(
     return kept, len(pairs) - len(kept)
 
 
-def _filled(pairs: list[tuple[Integers, Integers]], limits: list[int], pad: int, ignore: int) -> list[Bucket]:
+def _filled(pairs: list[tuple[Integers, Integers]], limits: list[int], pad: int, ignore: int) -> list[PaddedSequences]:
     """Return the buckets that have sequences."""
     places = np.searchsorted(limits, [len(data) for data, _ in pairs])
     buckets = []
@@ -246,5 +246,5 @@ def _filled(pairs: list[tuple[Integers, Integers]], limits: list[int], pad: int,
         label = np.full_like(data, ignore)
         for row, (elements, labels) in enumerate(own):
             data[row, : len(elements)], label[row, : len(labels)] = elements, labels
-        buckets.append(Bucket(limits[place], data, label, sum(len(elements) for elements, _ in own)))
+        buckets.append(PaddedSequences(limits[place], data, label, sum(len(elements) for elements, _ in own)))
     return buckets
