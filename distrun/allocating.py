@@ -92,11 +92,7 @@ def _allocate(
 
 
 def _wait(
-    job: QueuedJob,
-    folder: JobFolder,
-    service: Service,
-    begun: list[Submitting],
-    between: Sequence[messages.Interrupt],
+    job: QueuedJob, folder: JobFolder, service: Service, begun: list[Submitting], between: Sequence[messages.Interrupt]
 ) -> QueueWait:
     """Submit a job and wait; return what the engine gave it, or how it ended. `begun` gets what submits."""
     submission, script = job.backend.open(job.request, job.setup.job_id, job.setup.nonce, folder.path)

@@ -268,7 +268,7 @@ def quote(word: str) -> str:
 
 def join(words: Iterable[str]) -> str:
     """Return a command as one line that bash reads back as the same words."""
-    return " ".join(quote(word) for word in words)
+    return " ".join(map(quote, words))
 
 
 def _escape(match: re.Match[str]) -> str:

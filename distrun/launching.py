@@ -27,13 +27,14 @@ from distrun.errors import DistrunError, UsageError
 from distrun.planning import PlannedJob, QueuedJob
 from distrun_runtime.contract import control, daemon, facts, process
 from distrun_runtime.contract.facts import duration
-from distrun_runtime.contract.plan import STOP
+from distrun_runtime.contract.plan import STOP, Sync
 from distrun_runtime.coordinator.failures import Outcome, Survivor, TaskResult
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.errors import ContractError, JobStoreError
 
 if TYPE_CHECKING:
     from distrun.sync.copier import FileCopier
+    from distrun.sync.rules import CopyRules
     from distrun_runtime.coordinator.channel import AgentChannel
     from distrun_runtime.coordinator.jobstore import JobStore
     from distrun_runtime.coordinator.service import Service
@@ -222,7 +223,10 @@ def _coordinator_process(
     """Run the job in this process, the forked child, tell the client how it ended, and exit."""
     code = facts.EXIT_INTERNAL
     try:
-        from distrun_runtime.coordinator import service as serving
+        if isinstance(job, PlannedJob) and not job.is_hosted:
+            with contextlib.suppress(Exception):  # `coordinate` meets it again, and can say so
+                job.backend.start_agents(job.plan)
+        from distrun_runtime.coordinator import service as serving  # agents start while this is imported
 
         serving.leave_streams(folder)
         service = serving.service_of(folder, connection)
@@ -311,7 +315,8 @@ def coordinate(
         job.backend.boot(channels)
         from distrun_runtime.coordinator import jobrun  # the client does not need it, and agents start meanwhile
 
-        copier = _copier(job, sink)
+        sync, rules = job.plan.sync, job.request.sync_rules
+        copier = None if sync is None or rules is None else _copier(job, sync, rules, sink)
         try:
             written = jobrun.JobRun(
                 job.plan,
@@ -324,7 +329,7 @@ def coordinate(
                 prepare=copier.start if copier else None,
                 ends_when_ready=ends_when_ready,
             ).run()
-            outcome = job.backend.explained(written)
+            outcome = job.backend.explained(written) if written.exit_code else written
         finally:
             if copier:
                 copier.cancel()
@@ -332,7 +337,8 @@ def coordinate(
     except BaseException as err:
         _note_fault(job, folder, err)
         raise
-    outcome = with_swept(outcome, swept, job.plan.limits.lease_s)
+    if swept:
+        outcome = with_swept(outcome, swept, job.plan.limits.lease_s)
     if outcome != written:
         with contextlib.suppress(OSError):  # the loop has said that its folder cannot be written
             folder.finish(outcome)
@@ -398,10 +404,7 @@ def with_swept(outcome: Outcome, swept: Mapping[str, Swept], lease_s: float) -> 
     return dataclasses.replace(outcome, message=message, survivors=tuple(survivors))
 
 
-def _copier(job: PlannedJob, service: Service) -> FileCopier | None:
-    sync, rules = job.plan.sync, job.request.sync_rules
-    if sync is None or rules is None:
-        return None
+def _copier(job: PlannedJob, sync: Sync, rules: CopyRules, service: Service) -> FileCopier:
     from distrun.sync.copier import REPORT_S, CopyRequest
 
     told_at = time.monotonic()

@@ -17,6 +17,7 @@ interpolation:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import re
@@ -114,9 +115,12 @@ def _row(kind: str, name: str, help: str, value: str = "", *, key: str = "", **m
     return Option(name, key, kind, help, value=value, **{"default": _EMPTY.get(kind), "member": key, **more})
 
 
-text, words, flag, switch, times = (partial(_row, kind) for kind in (TEXT, WORDS, FLAG, SWITCH, TIMES))
+text, words, flag = partial(_row, TEXT), partial(_row, WORDS), partial(_row, FLAG)
+switch, times = partial(_row, SWITCH), partial(_row, TIMES)
 count, seconds, size = (
-    partial(_row, kind, value=value) for kind, value in ((COUNT, "N"), (SECONDS, "S"), (SIZE, "SIZE"))
+    partial(_row, COUNT, value="N"),
+    partial(_row, SECONDS, value="S"),
+    partial(_row, SIZE, value="SIZE"),
 )
 
 
@@ -384,10 +388,9 @@ TABLE: Mapping[str, tuple[Option, ...]] = {
     "Environment": (
         words("--env", "Set or forward variables. Repeatable.", "K=V|K|PFX*", member=""),
         words("--env-file", "KEY=VALUE lines; hidden, not copied.", "FILE", key="env_files", member=""),
-        *(
-            words(f"--env-{role}", f"Set a variable for the {role} role only.", "K=V", member="")
-            for role in reversed(facts.ROLES)
-        ),
+        words("--env-worker", "Set a variable for the worker role only.", "K=V", member=""),
+        words("--env-server", "Set a variable for the server role only.", "K=V", member=""),
+        words("--env-scheduler", "Set a variable for the scheduler role only.", "K=V", member=""),
         flag("--no-forward", "Do not forward DMLC_*, PS_*, OMP_*, LD_LIBRARY_PATH, AWS keys ... (ssh).", member=""),
         flag("--keep-outer-env", "Keep variables of an outer job (SLURM_*, OMPI_*, RANK ...)."),
     ),
@@ -482,17 +485,21 @@ TABLE: Mapping[str, tuple[Option, ...]] = {
     ),
 }
 """All rows in the order of the help, by group."""
-ROWS = tuple(row for rows in TABLE.values() for row in rows)
+ROWS = tuple(itertools.chain.from_iterable(TABLE.values()))
 BY_KEY: Mapping[str, Option] = {row.key: row for row in ROWS}
 
 
-def members(options: Mapping[str, Any], of: str = "") -> dict[str, Any]:
-    """Return what the options say of the members of a request, or of one of its parts, such as `limits.`."""
-    return {
-        row.member.removeprefix(of): options[row.key]
-        for row in ROWS
-        if row.member and row.member.rpartition(".")[0] == of.rstrip(".")
-    }
+def members(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the options say of the members of a request, those of its parts (`limits`) in dicts of their own."""
+    found: dict[str, Any] = {}
+    for row in ROWS:
+        *parts, name = row.member.split(".")
+        part = found
+        for each in parts:
+            part = part.setdefault(each, {})
+        if name:
+            part[name] = options[row.key]
+    return found
 
 
 def configured(section: str, env: Mapping[str, str]) -> dict[str, str]:

@@ -12,13 +12,13 @@ A host with `role=` takes only tasks of that role. In every policy the scheduler
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from distrun.errors import UsageError
 from distrun.formats import grouped
-from distrun.hosts.grammar import HostSpec, Inventory
-from distrun.hosts.ranges import fold
+from distrun.hosts import HostSpec, Inventory
 from distrun.options import BY_KEY
 from distrun.request import JobRequest
 from distrun_runtime.contract import facts
@@ -95,11 +95,11 @@ def place(request: JobRequest, hosts: Inventory) -> tuple[Slot, ...]:
         chosen = _by_slots(counts, free, _pack if request.placement == PACK else _spread)
     if request.adds_on_hosts:
         chosen[SERVER] += _without_server(chosen, hosts)
-    places = [(role, rank, host) for role, names in chosen.items() for rank, host in enumerate(names)]
+    places = [(role, rank, host, "") for role, names in chosen.items() for rank, host in enumerate(names)]
     if request.has_servers:
         own = (spec.name for spec in hosts.specs if spec.role == SCHEDULER)
-        places.insert(0, (SCHEDULER, 0, named or next(own, hosts.order[0])))
-    return slots_in([(*each, "") for each in places])
+        places.insert(0, (SCHEDULER, 0, named or next(own, hosts.order[0]), ""))
+    return slots_in(places)
 
 
 def takes(spec: HostSpec, role: str) -> bool:
@@ -117,6 +117,8 @@ def notes(hosts: Inventory, policy: str, gpus_per_worker: int = 0) -> tuple[str,
 
     Nothing for `cycle`, which does not look at slots.
     """
+    from distrun.hosts.ranges import fold
+
     if policy == CYCLE:
         return ()
     guessed = grouped((capacity(spec, gpus_per_worker), spec.name) for spec in hosts.specs if spec.slots is None)
@@ -226,24 +228,17 @@ def slots_in(tasks: Sequence[tuple[str, int, str, str]]) -> tuple[Slot, ...]:
 
     Local ranks count within a place: its tasks share what the place may use of its node, such as the GPUs.
     """
-    sizes: dict[tuple[str, str], int] = {}
-    local_ranks = []
-    for role, _, host, place in tasks:
-        key = (role, place or host)
-        local_ranks.append(sizes.get(key, 0))
-        sizes[key] = local_ranks[-1] + 1
-    return tuple(
-        Slot(role, rank, host, local_rank, sizes[role, place or host], place)
-        for (role, rank, host, place), local_rank in zip(tasks, local_ranks, strict=True)
-    )
+    sizes: Counter[tuple[str, str]] = Counter()
+    slots = []
+    for role, rank, host, place in tasks:
+        slots.append(Slot(role, rank, host, sizes[role, place or host], 0, place))
+        sizes[role, place or host] += 1
+    return tuple(slot._replace(local_size=sizes[slot.role, slot.place]) for slot in slots)
 
 
 def hosts_of(slots: Sequence[Slot], order: Sequence[str]) -> tuple[str, ...]:
     """Return the hosts that have a task, each once, in the order of `order`. No side effects."""
-    used = {slot.host for slot in slots}
-    return tuple(name for name in dict.fromkeys(order) if name in used)
-
-
-def worker_places(slots: Sequence[Slot]) -> tuple[str, ...]:
-    """Return the places that have workers, the place of worker 0 first, as torch numbers its groups."""
-    return tuple(dict.fromkeys(slot.place for slot in slots if slot.role == WORKER))
+    is_used = dict.fromkeys(order, False)
+    for slot in slots:
+        is_used[slot.host] = True
+    return tuple(filter(is_used.get, is_used))

@@ -22,10 +22,9 @@ from distrun import backends, formats, shipping
 from distrun.backends.base import Backend
 from distrun.errors import UsageError
 from distrun.formats import exact, grouped
-from distrun.hosts.grammar import HostSpec, Inventory
-from distrun.hosts.ranges import fold
+from distrun.hosts import HostSpec, Inventory
 from distrun.options import ENGINES, NO_ENGINES, ROWS
-from distrun.placement import Slot, hosts_of, place, worker_places
+from distrun.placement import Slot, hosts_of, place
 from distrun.request import BUNDLED, COMMAND, JobRequest, Setting, check_tuning, given
 from distrun_runtime.contract import environ, gpus
 from distrun_runtime.contract.dataclass import dataclass
@@ -51,6 +50,7 @@ from distrun_runtime.coordinator.jobstore import JobStore
 if TYPE_CHECKING:
     from distrun.backends.engine import Grant
     from distrun.backends.queue import QueueBackend
+    from distrun.sync.rules import CopyRules
     from distrun.sync.tree import Tree
 
 DRY_RUN_ID = "dry-run"
@@ -91,11 +91,8 @@ class PlannedJob(NamedTuple):
     """The archive that hosts are sent; empty: they have the runtime."""
     tree: Tree | None = None
     """Which files are copied to the hosts; None: none."""
-
-    @property
-    def is_hosted(self) -> bool:
-        """Whether the coordinator is to run on one of the job's hosts."""
-        return self.request.detach and self.backend.hosts_coordinator
+    is_hosted: bool = False
+    """The coordinator is to run on one of the job's hosts."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,7 +119,8 @@ class QueuedJob:
         engine = self.backend.engine
         unset = (*(name for name in plan.unset if name != engine.shows), *engine.hides) if plan.unset else ()
         plan = plan._replace(on_eof=HOLD, unset=unset)
-        check_ports(request, plan)
+        if request.port_range:
+            _check_ports(request, plan)
         return PlannedJob(request, allocation, plan, values, self.backend, self.runtime, self.tree)
 
 
@@ -188,37 +186,45 @@ def plan_job(request: JobRequest, store: JobStore) -> PlannedJob | QueuedJob:
     if backend.inherits_env and request.python and request.has_bundled_servers:
         _check_python(request)
     _check_launcher(request, backend)
-    allocation = None if backend.is_engine else allocate(request, backend)
-    specs = backend.inventory(request.hosts).specs if allocation is None else allocation.hosts.specs
+    hosts = backend.inventory(request.hosts)
+    allocation = None if backend.is_engine else allocate(request, backend, hosts)
     job_id = DRY_RUN_ID if request.dry_run else store.new_id(request.name)
-    runtime, data = _runtime(request, backend)
-    tree = _scan(request, backend)
+    data = b""
+    if backend.ships_runtime:
+        digest, data = shipping.archive()
+        runtime = Runtime(digest=digest)
+    else:
+        runtime = Runtime(path=str(shipping.runtime_root(request.outer, copy=not request.dry_run)))
+    tree = sync = None
+    if request.sync_rules is not None and request.sync_dst_dir:
+        tree, sync = _copied(request, request.sync_rules, backend, hosts)
     setup = Setup(
         job_id=job_id,
         run_dir=os.path.abspath((request.run_dir or store.jobs) / job_id),
         nonce=DRY_RUN_ID if request.dry_run else os.urandom(8).hex(),
         runtime=runtime,
         python="" if backend.ships_runtime else sys.executable,
-        sync=None if tree is None else _sync(request, specs, tree),
+        sync=sync,
         inherited=request.outer if backend.inherits_env else {},
         token="" if request.dry_run else os.urandom(32).hex(),
     )
     if allocation is None:
         return QueuedJob(request, cast("QueueBackend", backend), setup, data, tree)
     plan, values = make_plan(request, allocation, setup)
+    is_hosted = request.detach and backend.hosts_coordinator
     if request.coordinator_host:
-        _check_coordinator_host(request, plan, backend)
-    check_ports(request, plan)
-    return PlannedJob(request, allocation, plan, values, backend, data, tree)
+        _check_coordinator_host(request.coordinator_host, plan, is_hosted)
+    if request.port_range:
+        _check_ports(request, plan)
+    return PlannedJob(request, allocation, plan, values, backend, data, tree, is_hosted)
 
 
-def allocate(request: JobRequest, backend: Backend) -> Allocation:
-    """Return the allocation of a backend that is given its hosts: tasks placed on the hosts of the request.
+def allocate(request: JobRequest, backend: Backend, hosts: Inventory) -> Allocation:
+    """Return the allocation of a backend that is given its hosts: tasks placed on these.
 
     Raises:
         UsageError: the tasks do not fit on the hosts.
     """
-    hosts = backend.inventory(request.hosts)
     slots = place(request, hosts)
     used = hosts_of(slots, hosts.order)
     reach = {name: backend.reach(hosts.spec(name), request.reach) for name in used}
@@ -267,15 +273,15 @@ def _check_launcher(request: JobRequest, backend: Backend) -> None:
             raise UsageError(f"{row.name} is not for --launcher {request.launcher}{why}", "leave it out")
 
 
-def _check_coordinator_host(request: JobRequest, plan: Plan, backend: Backend) -> None:
+def _check_coordinator_host(named: str, plan: Plan, is_hosted: bool) -> None:
     """Check --coordinator-host. Raises UsageError."""
-    if not (request.detach and backend.hosts_coordinator):
+    from distrun.hosts.ranges import fold
+
+    if not is_hosted:
         raise UsageError("--coordinator-host: only a detached job has its coordinator on a host", "add --detach")
     names = [host.name for host in plan.hosts]
-    if request.coordinator_host not in names:
-        raise UsageError(
-            f"--coordinator-host: {request.coordinator_host!r} is no host of this job", f"it has: {fold(names)}"
-        )
+    if named not in names:
+        raise UsageError(f"--coordinator-host: {named!r} is no host of this job", f"it has: {fold(names)}")
 
 
 def _check_python(request: JobRequest) -> None:
@@ -290,38 +296,22 @@ def _check_python(request: JobRequest) -> None:
         )
 
 
-def _runtime(request: JobRequest, backend: Backend) -> tuple[Runtime, bytes]:
-    """Return where tasks find the runtime, and the archive that hosts are sent."""
-    if not backend.ships_runtime:
-        return Runtime(path=str(shipping.runtime_root(request.outer, copy=not request.dry_run))), b""
-    digest, data = shipping.archive()
-    return Runtime(digest=digest), data
-
-
-def _scan(request: JobRequest, backend: Backend) -> Tree | None:
-    if request.sync_rules is None or not request.sync_dst_dir:
-        return None
+def _copied(request: JobRequest, rules: CopyRules, backend: Backend, hosts: Inventory) -> tuple[Tree, Sync]:
+    """Return which files are copied to the hosts, and what a plan says of them."""
     from distrun.sync.tree import check_channel_size, scan  # not needed for jobs that copy nothing
+    from distrun_runtime.contract.folder import identity
 
-    tree = scan(request.cwd, request.sync_rules)
+    tree = scan(request.cwd, rules)
     if backend.copies_over_channels:
         check_channel_size(tree)
-    return tree
-
-
-def _sync(request: JobRequest, specs: Sequence[HostSpec], tree: Tree) -> Sync:
-    from distrun_runtime.contract.folder import identity  # not for jobs that copy nothing
-
-    rules = request.sync_rules
-    extra = () if rules is None else (each.name.partition("/")[0] for each in rules.extra)
-    top = [*os.listdir(request.cwd), *extra]
-    return Sync(
+    top = [*os.listdir(request.cwd), *(each.name.partition("/")[0] for each in rules.extra)]
+    return tree, Sync(
         request.cwd,
         tree.size,
         tree.files,
         request.sync_delete,
         "" if request.dry_run else identity(request.cwd),
-        brings=may_bring(request, specs, top),
+        brings=may_bring(request, hosts.specs, top),
         activated=request.activated or (),
     )
 
@@ -334,7 +324,7 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
     """
     slots = allocation.slots
     layout = _JobLayout.of(request, allocation)
-    users = {role: given(request.settings, role) for role in (SCHEDULER, SERVER, WORKER)}
+    users = {role: given(request.settings, role) for role in ROLES}
     if request.gpus_per_worker and gpus.VISIBLE not in users[WORKER]:
         _check_gpus(request, allocation)
     if request.server_device and gpus.VISIBLE not in users[SERVER]:
@@ -366,7 +356,7 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
         gpus_per_worker=request.gpus_per_worker,
         forward_signals=request.forward_signals,
     )
-    return plan, Secrets(token=setup.token, env=_hidden(slots, users))
+    return plan, Secrets(token=setup.token, env=_hidden(layout.sizes, users))
 
 
 class _JobLayout(NamedTuple):
@@ -376,7 +366,7 @@ class _JobLayout(NamedTuple):
     nodes: Mapping[str, int]
     """Hosts that have a task, and their index."""
     groups: Mapping[str, int]
-    """Places that have a worker, and their index."""
+    """Places that have a worker, and their index: that of worker 0 first, as torch numbers its groups."""
     sizes: Mapping[str, int]
     """Tasks of each role."""
     first: Mapping[str, Slot]
@@ -386,16 +376,15 @@ class _JobLayout(NamedTuple):
 
     @staticmethod
     def of(request: JobRequest, allocation: Allocation) -> _JobLayout:
-        slots = allocation.slots
-        roles = [slot.role for slot in slots]
-        return _JobLayout(
-            hosts=allocation.hosts,
-            nodes={name: index for index, name in enumerate(hosts_of(slots, allocation.hosts.order))},
-            groups={name: index for index, name in enumerate(worker_places(slots))},
-            sizes={role: roles.count(role) for role in ROLES},
-            first={slot.role: slot for slot in reversed(slots)},
-            tuning=_tuning(request),
-        )
+        nodes = {name: index for index, name in enumerate(hosts_of(allocation.slots, allocation.hosts.order))}
+        groups: dict[str, int] = {}
+        sizes, first = dict.fromkeys(ROLES, 0), dict[str, Slot]()
+        for slot in allocation.slots:
+            sizes[slot.role] += 1
+            first.setdefault(slot.role, slot)
+            if slot.role == WORKER:
+                groups.setdefault(slot.place, len(groups))
+        return _JobLayout(allocation.hosts, nodes, groups, sizes, first, _tuning(request))
 
 
 def _host(request: JobRequest, layout: _JobLayout, allocation: Allocation, name: str) -> Host:
@@ -417,11 +406,7 @@ def _host(request: JobRequest, layout: _JobLayout, allocation: Allocation, name:
 
 def _task(request: JobRequest, slot: Slot, layout: _JobLayout, setup: Setup, users: Mapping[str, Setting]) -> Task:
     spec = layout.hosts.spec(slot.host)
-    env = {
-        **_identity(slot, layout, setup),
-        **_parameter_server(request, slot, layout),
-        **layout.tuning,
-    }
+    env = {**_identity(slot, layout, setup), **_parameter_server(request, slot, layout), **layout.tuning}
     if "PYTHONUNBUFFERED" not in users and "PYTHONUNBUFFERED" not in setup.inherited:
         env["PYTHONUNBUFFERED"] = "1"
     is_ours = slot.role != WORKER and request.ps == BUNDLED
@@ -432,10 +417,15 @@ def _task(request: JobRequest, slot: Slot, layout: _JobLayout, setup: Setup, use
     refs = _references(request, slot, layout)
     if slot.role == WORKER:
         env.update(_torch_and_jax(slot, layout, setup.job_id))
-    sees = _gpus(request, slot, spec, users)
+    sees = _gpus(request, slot, spec, users) if spec.gpus or request.gpus_per_worker else None
     if sees is not None:
         env.update(_devices(spec, *sees, users))
-    shown = {name: s.value for name, s in users.items() if not s.hidden and name not in env}
+    hidden, own = [], dict(env)
+    for name, setting in users.items():
+        if setting.hidden and name not in env:
+            hidden.append(name)
+        elif name not in env:
+            own[name] = setting.value
     return Task(
         name=slot.name,
         role=slot.role,
@@ -443,9 +433,9 @@ def _task(request: JobRequest, slot: Slot, layout: _JobLayout, setup: Setup, use
         host=slot.host,
         argv=_argv(request, spec, slot.role, setup.python),
         cwd=spec.workdir or request.sync_dst_dir or request.cwd,
-        env={**env, **shown},
+        env=own,
         refs=refs,
-        secret_env=tuple(sorted(name for name, s in users.items() if s.hidden and name not in env)),
+        secret_env=tuple(sorted(hidden)),
         needs=SERVER_MODULES if is_ours else (),
         place=slot.at,
         gpus=sees,
@@ -487,6 +477,8 @@ def _devices(spec: HostSpec, first: int, count: int, users: Mapping[str, Setting
 
 def _check_gpus(request: JobRequest, allocation: Allocation) -> None:
     """Check --gpus-per-worker against `gpus=` of the hosts; where it is not said, agents look. Raises UsageError."""
+    from distrun.hosts.ranges import fold
+
     each = request.gpus_per_worker
     workers = Counter((slot.host, slot.place) for slot in allocation.slots if slot.role == WORKER)
     places = Counter(host for host, _ in workers)
@@ -614,10 +606,11 @@ def _tuning(request: JobRequest) -> dict[str, str]:
     return found
 
 
-def _hidden(slots: Sequence[Slot], users: Mapping[str, Mapping[str, Setting]]) -> dict[str, str]:
+def _hidden(sizes: Mapping[str, int], users: Mapping[str, Mapping[str, Setting]]) -> dict[str, str]:
+    """Return the values of hidden variables of the roles that have tasks (`sizes`). Raises UsageError."""
     values: dict[str, str] = {}
-    for role in dict.fromkeys(slot.role for slot in slots):
-        for name, setting in users[role].items():
+    for role, settings in users.items():
+        for name, setting in settings.items() if sizes[role] else ():
             if setting.hidden and values.setdefault(name, setting.value) != setting.value:
                 raise UsageError(
                     f"{name} has different values for two roles, and values that are kept secret are sent once",
@@ -626,14 +619,12 @@ def _hidden(slots: Sequence[Slot], users: Mapping[str, Mapping[str, Setting]]) -
     return values
 
 
-def check_ports(request: JobRequest, plan: Plan) -> None:
+def _check_ports(request: JobRequest, plan: Plan) -> None:
     """Check that --port-range has a port for each process of ours, and each held port, on every host. No side effects.
 
     Raises:
         UsageError: with the arithmetic.
     """
-    if not request.port_range:
-        return
     first, last = map(int, request.port_range.split("-"))
     for host in plan.hosts:
         terms = []
@@ -676,6 +667,8 @@ def device_warnings(plan: Plan) -> list[str]:
     shown = [(value, task) for task in workers if (value := task.env.get(gpus.VISIBLE, "").strip()) not in ("", "-1")]
     if not shown:
         return []
+    from distrun.hosts.ranges import fold
+
     warnings = []
     for value, tasks in grouped(shown).items():
         count = len(value.split(","))

@@ -17,7 +17,7 @@ from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.contract.plan import ROLES, SCHEDULER, Limits
 
 if TYPE_CHECKING:
-    from distrun.hosts.grammar import Inventory
+    from distrun.hosts import Inventory
     from distrun.sync.rules import CopyRules
 
 BUNDLED, COMMAND = BY_KEY["ps"].choices
@@ -230,8 +230,10 @@ class JobRequest:
     @property
     def adds_on_hosts(self) -> bool:
         """Whether workers of one host add what they push before it leaves the host."""
+        if not self.has_bundled_servers:
+            return False
         given = {each.name: each.value for each in self.settings if each.role in ("", SCHEDULER)}
-        return self.has_bundled_servers and bool(environ.read("DISTRUN_HOST_SUMS", given))
+        return bool(environ.read("DISTRUN_HOST_SUMS", given))
 
 
 RULES: tuple[tuple[Callable[[JobRequest], object], str, str], ...] = (
@@ -277,9 +279,7 @@ RULES: tuple[tuple[Callable[[JobRequest], object], str, str], ...] = (
 
 def given(settings: Sequence[Setting], role: str) -> dict[str, Setting]:
     """Return what the user gives to tasks of `role`, by name; one for the role wins over one for all."""
-    chosen = {setting.name: setting for setting in settings if not setting.role}
-    chosen.update((setting.name, setting) for setting in settings if setting.role == role)
-    return chosen
+    return {setting.name: setting for wanted in ("", role) for setting in settings if setting.role == wanted}
 
 
 def forwarded(outer: Mapping[str, str]) -> list[Setting]:
@@ -419,7 +419,9 @@ def check_tuning(settings: Sequence[Setting], outer: Mapping[str, str]) -> None:
     """
     wrong: dict[str, None] = {}
     for role in ROLES:
-        seen = {**outer, **{name: chosen.value for name, chosen in given(settings, role).items()}}
+        seen = dict(outer)
+        for name, chosen in given(settings, role).items():
+            seen[name] = chosen.value
         wrong.update(dict.fromkeys(environ.check(seen)))
     if wrong:
         raise UsageError("\n".join(wrong))

@@ -64,7 +64,7 @@ def kept(name: str, suffix: str, make: Callable[[], bytes]) -> bytes:
 
 
 def _thin_out(place: Path, suffix: str) -> None:
-    found = sorted(place.glob("*" + suffix), key=lambda path: path.stat().st_mtime)
+    found = sorted(place.glob("*" + suffix), key=os.path.getmtime)
     for path in found[:-COPIES]:
         path.unlink()
 
@@ -184,7 +184,7 @@ ever travel as an argument. The coordinator's goes to one host of a detached job
 SHARED = ("__init__.py", "errors.py")
 DIALING = (f"{PACKAGE}.agent.dial", f"{PACKAGE}.agent.unpack")
 """What only agents that dial back need: the others get files by rsync."""
-DIALED = tuple(f"{PACKAGE}.agent.{name}" for name in ("waiting", "probe", "daemon"))
+DIALED = (f"{PACKAGE}.agent.waiting", f"{PACKAGE}.agent.probe", f"{PACKAGE}.agent.daemon")
 """Modules that an agent which dials back does not need: it is never dialed, and answers no questions without a job."""
 TABLE_ROWS = ("_gives", "_both", "_reads")
 """Functions whose calls make the rows of `contract.environ.TABLE`. The second argument is documentation."""
@@ -392,42 +392,34 @@ def coordinator(start: str) -> bytes:
 
 def _kept(program: str, start: str, with_origin: bool, without: Sequence[str]) -> bytes:
     root = Path(distrun_runtime.__file__).parent
-    every = [*(root / name for name in SHARED), *root.glob("contract/*.py"), *root.glob(f"{program}/*.py")]
-    texts = {file: file.read_text(encoding="utf-8") for file in sorted(every)}
-    known = {name: file for file in texts if (name := _module(root, file)) not in without}
+    files, sources = {}, {}
+    for file in sorted([*map(root.joinpath, SHARED), *root.glob("contract/*.py"), *root.glob(f"{program}/*.py")]):
+        name = ".".join((PACKAGE, *file.relative_to(root).with_suffix("").parts)).removesuffix(".__init__")
+        if name not in without:
+            files[name], sources[name] = str(file), file.read_text(encoding="utf-8")
 
     def make() -> bytes:
-        files = {name: known[name] for name in _travelling({name: texts[known[name]] for name in known})}
-        origin = {name: str(file) for name, file in files.items()} if with_origin else {}
-        return _line(program, start, {name: texts[file] for name, file in files.items()}, origin)
+        names = _travelling(sources)
+        origin = {name: files[name] for name in names if with_origin}
+        return _line(program, start, {name: sources[name] for name in names}, origin)
 
     # Leaving out what need not travel takes a fifth of a second; this very module says how.
-    made_from = [program, start, str(with_origin), *without, *(f"{file}\n{text}" for file, text in texts.items())]
+    made_from = [program, start, str(with_origin), *files.values(), *sources.values()]
     return kept(_digest("\0".join([*made_from, Path(__file__).read_text(encoding="utf-8")])), ".blob", make)
 
 
-def _travelling(known: Mapping[str, str]) -> list[str]:
-    """Return the names of the modules that travel: the program's, and what they import of the others."""
-    found = {name for name in known if not name.startswith(f"{PACKAGE}.contract.")}
+def _travelling(sources: Mapping[str, str]) -> list[str]:
+    """Return the names of the modules that travel: the program's, and what they import, anywhere, of the others."""
+    found = {name for name in sources if not name.startswith(f"{PACKAGE}.contract.")}
     todo = list(found)
     while todo:
-        new = {name for name in _imported(known[todo.pop()]) if name in known} - found
-        found |= new
-        todo += new
+        for package, names in re.findall(_IMPORT, sources[todo.pop()]):
+            for each in ("", *re.findall(r"\w+", names)):
+                name = f"{package}.{each}" if each else package
+                if name in sources and name not in found:
+                    found.add(name)
+                    todo.append(name)
     return sorted(found)
-
-
-def _module(root: Path, file: Path) -> str:
-    name = ".".join((PACKAGE, *file.relative_to(root).with_suffix("").parts))
-    return name[: -len(".__init__")] if file.name == "__init__.py" else name
-
-
-def _imported(source: str) -> list[str]:
-    """Return the names that Python source may import as modules, wherever the import stands."""
-    found = []
-    for package, names in re.findall(_IMPORT, source):
-        found += [package, *(f"{package}.{each}" for each in re.findall(r"\w+", names))]
-    return found
 
 
 def _line(program: str, start: str, sources: Mapping[str, str], origin: Mapping[str, str]) -> bytes:
@@ -473,8 +465,10 @@ def bare(source: str) -> str:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column].rstrip()
     nodes = [*ast.walk(ast.parse(source))]
-    blocks = [node.body for node in nodes if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
-    after = {statement for block in blocks for statement in block[1:]}
+    after: set[ast.stmt] = set()
+    for node in nodes:
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            after.update(node.body[1:])
     for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
@@ -505,8 +499,9 @@ def _untyped(source: str) -> str:
             if node.returns is not None:
                 row, column = _at(node.returns)
                 cuts.add((row, len(lines[row][: lines[row].rindex(b"->", 0, column)].rstrip()), *_end(node.returns)))
-            own = [each for each in ast.walk(node) if isinstance(each, ast.AnnAssign) and each.value is not None]
-            cuts.update((*_end(each.target), *_end(each.annotation)) for each in own)
+            for each in ast.walk(node):
+                if isinstance(each, ast.AnnAssign) and each.value is not None:
+                    cuts.add((*_end(each.target), *_end(each.annotation)))
     for first, begin, last, end in sorted(cuts, reverse=True):
         rest = lines[last][end:]
         lines[first : last + 1] = [lines[first][:begin], *[b""] * (last - first)]

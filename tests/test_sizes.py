@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,12 @@ def run(folder: Path, *words: str, tests: str = TESTS) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+def variants(out: str, name: str) -> list[list[str]]:
+    """Return the parameters of each variant of a test that passed."""
+    passed = [line.split("::")[1].split(" ")[0] for line in out.splitlines() if "PASSED" in line]
+    return [word.partition("[")[2].rstrip("]").split("-") for word in passed if word.startswith(name + "[")]
+
+
 @pytest.mark.parametrize("processes", [(), ("-n", "2")], ids=["one process", "two processes"])
 def test_a_quick_run_says_how_many_tests_it_left_out_and_what_runs_them(
     processes: tuple[str, ...], tmp_path: Path
@@ -113,20 +120,31 @@ def test_a_quick_run_of_a_job_in_threads_has_each_path_placement_and_case_once(t
     """A path each, and these have both placements and both cases; for a test with four cases a variant each."""
     code, out = run(tmp_path, "--quick", tests=JOBS)
     assert code == 0, out
-    passed = [line.split("::")[1].split(" ")[0] for line in out.splitlines() if "PASSED" in line]
     for name, count, each in (
         ("test_one", 3, [3, 2]),
         ("test_two", 3, [3, 2, 2]),
         ("test_four", 4, [3, 2, 4]),
         ("test_alone", 2, [2]),
     ):
-        found = [word.partition("[")[2].rstrip("]").split("-") for word in passed if word.startswith(name + "[")]
+        found = variants(out, name)
         assert len(found) == count
         assert sorted(len(set(column)) for column in zip(*found, strict=True)) == sorted(each), found
     assert "left out: %d tests" % (3 + 9 + 20) in out
     code, out = run(tmp_path, tests=JOBS)
     assert code == 0, out
     assert "44 passed" in out
+
+
+def test_a_run_of_pairs_has_each_pair_of_a_path_a_placement_and_a_case_and_what_a_quick_run_has(tmp_path: Path) -> None:
+    _, quick = run(tmp_path, "--quick", tests=JOBS)
+    code, out = run(tmp_path, "--pairs", tests=JOBS)
+    assert code == 0, out
+    for name, most, values in (("test_one", 6, [3, 2]), ("test_two", 8, [3, 2, 2]), ("test_four", 14, [3, 2, 4])):
+        found = variants(out, name)
+        assert len(found) <= most
+        assert all(each in found for each in variants(quick, name))
+        for one, other in combinations(range(len(values)), 2):
+            assert len({(each[one], each[other]) for each in found}) == values[one] * values[other]
 
 
 def test_a_fixture_sets_the_marker_that_an_option_selects_by(tmp_path: Path) -> None:

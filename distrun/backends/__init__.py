@@ -12,10 +12,16 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = "distrun.backends"
 
-_BUILT_IN = {"local": "distrun.backends.local:Local", "ssh": "distrun.backends.ssh:Ssh"}
+_BUILT_IN = {
+    "local": "distrun.backends.local:Local",
+    "ssh": "distrun.backends.ssh:Ssh",
+    "mpi": "distrun.backends.mpi:Mpi",
+    "sge": "distrun.backends.sge:Sge",
+    "slurm": "distrun.backends.slurm:Slurm",
+    "yarn": "distrun.backends.yarn:Yarn",
+}
 ENGINES = ("mpi", "sge", "slurm", "yarn")
 """Queue systems and launchers of processes that find room for a job."""
-_BUILT_IN.update((name, f"distrun.backends.{name}:{name.capitalize()}") for name in ENGINES)
 
 
 def names() -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from distrun_runtime.contract.plan import HOLD, Host, Plan, Reach
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from distrun.hosts.grammar import HostSpec, Inventory
+    from distrun.hosts import HostSpec, Inventory
     from distrun.ssh.ask import Asker
     from distrun.sync.copier import CopyRequest, FileCopier, Says
     from distrun_runtime.coordinator.channel import AgentChannel
@@ -145,6 +145,9 @@ class Backend(ABC):
         # Not every backend can make a connection again; it need not know the argument then.
         holds = {"holds_s": plan.limits.lease_s} if plan.on_eof == HOLD else {}
         return self.connect(plan.hosts, plan.job, plan.nonce, **holds)
+
+    def start_agents(self, plan: Plan) -> None:  # noqa: B027 - most can do so only by their channels
+        """Start the agents that `channels` is to lead to, if that is possible before. Does nothing by default."""
 
     def boot(self, channels: Sequence[AgentChannel]) -> None:  # noqa: B027 - most have nothing to do
         """Begin what agents can do while the coordinator is not ready to hear them. Does nothing by default."""

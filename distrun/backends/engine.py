@@ -28,7 +28,7 @@ from distrun.request import EngineOptions, Needs
 from distrun_runtime.contract.plan import SERVER, Resources
 
 if TYPE_CHECKING:
-    from distrun.hosts.grammar import Inventory
+    from distrun.hosts import Inventory
 
 QUEUED = "queued"
 RUNNING = "running"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from distrun import shipping
 from distrun.backends.base import GUARD_S, Backend, Rendered, Swept, marks
-from distrun.hosts.grammar import Inventory, named
+from distrun.hosts import Inventory, named
 from distrun_runtime.contract import environ, facts, process
 from distrun_runtime.contract.plan import Host, Plan
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 ENDED_WELL = (0, facts.EXIT_START_FAILED, facts.EXIT_TERMINATED)
 """Exit codes of an agent that has seen to its tasks: it was told to end, refused to begin, or was left alone."""
+END_S = 1.0
+"""Between the end of an agent's stderr and that of its process."""
 LAST_WORDS = 20
 """Lines of the agent's stderr that are kept for the report of its death."""
 
@@ -38,6 +41,10 @@ class Local(Backend):
     needs_hosts = False
     inherits_env = True
     ships_runtime = False
+
+    def __init__(self) -> None:
+        self._started: tuple[AgentChannel, ...] = ()
+        """Channels to agents that have been started, and that nothing has asked for yet."""
 
     def inventory(self, found: Inventory | None) -> Inventory:
         """Return this machine, by its short name, whatever hosts are named."""
@@ -57,16 +64,29 @@ class Local(Backend):
         """Return the channel to the one agent."""
         return tuple(ChildChannel(host.name, _argv(), marks(job, nonce, host.name)) for host in hosts)
 
-    def boot(self, channels: Sequence[AgentChannel]) -> None:
-        """Start the agent's process: its interpreter starts while our caller imports the loop."""
-        for channel in channels:
+    def start_agents(self, plan: Plan) -> None:
+        """Start the agent's process: its interpreter starts while our caller imports what serves it."""
+        started = super().channels(plan)
+        for channel in started:
             if isinstance(channel, ChildChannel):
                 channel.boot()
+        self._started = started
+
+    def channels(self, plan: Plan) -> tuple[AgentChannel, ...]:
+        """Return the channel to the one agent, which may have been started before."""
+        started, self._started = self._started, ()
+        return started or super().channels(plan)
 
     def release(self, channels: Sequence[AgentChannel], limit_s: float) -> tuple[str, ...]:
         """Wait for the end of agent and guard, so that nothing of a job is left when its launcher has ended."""
-        ours = [channel for channel in channels if isinstance(channel, ChildChannel)]
-        return tuple(channel.host for channel in ours if channel.join(_wait_s(channel, limit_s)) not in ENDED_WELL)
+        left = []
+        for channel in channels:
+            # Only a guard whose agent was killed has tasks to end. One whose agent has said `bye` has nothing left to
+            # do, and one whose agent still holds the channel, which we have closed, was given up because it froze.
+            if isinstance(channel, ChildChannel):
+                wait_s = limit_s if channel.is_over and not channel.said_bye else GUARD_S
+                left += [] if channel.join(wait_s) in ENDED_WELL else [channel.host]
+        return tuple(left)
 
     def sweep(self, plan: Plan, grace_s: float, hosts: Sequence[str] | None = None) -> Mapping[str, Swept]:
         """End the job's processes on this machine."""
@@ -81,7 +101,8 @@ class ChildChannel:
 
     def __init__(self, host: str, argv: tuple[str, ...], env: Mapping[str, str] = MappingProxyType({})) -> None:
         """`env`: variables that are added to ours."""
-        self._host = host
+        self.host = host
+        """`Host.name` of the plan."""
         self._argv = argv
         self._env = env
         self._inner: StreamChannel | None = None
@@ -91,11 +112,6 @@ class ChildChannel:
         """What of the agent's program is still to be sent."""
         self._words: deque[str] = deque(maxlen=LAST_WORDS)
         self._listener: threading.Thread | None = None
-
-    @property
-    def host(self) -> str:
-        """`Host.name` of the plan."""
-        return self._host
 
     def boot(self) -> None:
         """Start the agent's process and give it what its pipe takes of its program. `start` tells of a failure."""
@@ -116,7 +132,8 @@ class ChildChannel:
         fd = self._child.stdin.fileno()
         with contextlib.suppress(OSError):  # it has ended: `start` hears why
             os.set_blocking(fd, False)
-            _widen(fd, len(self._program))
+            if hasattr(fcntl, "F_SETPIPE_SZ"):  # Linux: the pipe takes all of it at once
+                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, len(self._program))
             self._program = self._program[os.write(fd, self._program) :]
 
     def start(self, put: Put) -> None:
@@ -130,16 +147,17 @@ class ChildChannel:
         child = self._child
         if child is None:
             why = "" if self._failure is None else process.why(self._failure)
-            put(StartFailed(self._host, f"cannot start {self._argv[0]}: {why}", time.time()))
+            put(StartFailed(self.host, f"cannot start {self._argv[0]}: {why}", time.time()))
             return
         self._listener = threading.Thread(target=self._listen, args=(child.stderr,), name="agent stderr", daemon=True)
         self._listener.start()
         # The channel owns these two descriptors and closes them itself.
-        ends = [os.dup(pipe.fileno()) for pipe in (child.stdout, child.stdin) if pipe is not None]
+        ends = []
         for pipe in (child.stdout, child.stdin):
-            if pipe is not None:
-                pipe.close()
-        inner = StreamChannel(self._host, ends[0], ends[1], program=self._program, explain=self._explain)
+            assert pipe is not None  # both were asked for
+            ends.append(os.dup(pipe.fileno()))
+            pipe.close()
+        inner = StreamChannel(self.host, ends[0], ends[1], program=self._program, explain=self._explain)
         inner.start(put)
         self._inner = inner
 
@@ -177,6 +195,9 @@ class ChildChannel:
         """Wait, at most so long, for the agent's end; return its exit code, None if it is still there."""
         if self._child is None:
             return 0  # It was never started.
+        if self._listener is not None:
+            self._listener.join(limit_s)  # agent and guard have stderr; `Popen.wait` looks 20 times a second
+            limit_s = 0.0 if self._listener.is_alive() else END_S
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._child.wait(limit_s)
         return None
@@ -190,32 +211,12 @@ class ChildChannel:
     def _explain(self) -> str:
         if self._child is None or self._listener is None:
             return ""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(1.0)
-        self._listener.join(1.0)
-        code = self._child.returncode
+        code = self.join(END_S)
         if code is None:
             how = f"its process (pid {self._child.pid}) still ran a second later"
         else:
             how = f"it was ended by signal {-code}" if code < 0 else f"it ended with code {int(code)}"
         return "\n".join([how, *self._words])
-
-
-def _widen(fd: int, size: int) -> None:
-    """Let a pipe take `size` bytes at once, where the system can (Linux)."""
-    import fcntl
-
-    if hasattr(fcntl, "F_SETPIPE_SZ"):
-        fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, size)
-
-
-def _wait_s(channel: ChildChannel, limit_s: float) -> float:
-    """Return how long to wait for the end of an agent and its guard.
-
-    Only a guard whose agent was killed has tasks to end. One whose agent has said `bye` has nothing left to do, and
-    one whose agent still holds the channel, which we have closed, was given up because it froze.
-    """
-    return limit_s if channel.is_over and not channel.said_bye else GUARD_S
 
 
 def short_name(hostname: str) -> str:

@@ -49,7 +49,7 @@ from distrun.backends.engine import (
     tries,
 )
 from distrun.errors import UsageError
-from distrun.hosts.grammar import HostSpec
+from distrun.hosts import HostSpec
 from distrun.request import EngineOptions
 from distrun_runtime.contract import environ, facts, gpus, process
 from distrun_runtime.contract.plan import ROLES, Resources

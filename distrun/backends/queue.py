@@ -38,7 +38,7 @@ from distrun.backends.engine import (
 )
 from distrun.backends.local import ChildChannel
 from distrun.errors import UsageError
-from distrun.hosts.grammar import Inventory
+from distrun.hosts import Inventory
 from distrun.placement import Slot, slots_in
 from distrun.request import EngineOptions, JobRequest, Needs
 from distrun_runtime.contract import address, enrolment, facts

@@ -11,7 +11,7 @@ from distrun.backends.base import GUARD_S, Backend, Rendered, Swept, marks
 from distrun.errors import UsageError
 from distrun.fleet import Fleet
 from distrun.fleet.questions import HostAnswer
-from distrun.hosts.grammar import HostSpec, Inventory
+from distrun.hosts import HostSpec, Inventory
 from distrun.ssh.connector import Connector, SshChannel
 from distrun.ssh.resolve import PROGRAM, Target, remote_command, ssh_arguments, ssh_flags
 from distrun_runtime.contract.plan import Host, Plan, Reach

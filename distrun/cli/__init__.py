@@ -8,8 +8,8 @@ import importlib
 import signal
 import sys
 from collections.abc import Sequence
-from gc import set_threshold  # not gc: the module of the command `gc` gets that name here
-from typing import NoReturn
+from gc import freeze, set_threshold  # not gc: the module of the command `gc` gets that name here
+from typing import Any, NoReturn
 
 import click
 
@@ -71,6 +71,7 @@ class LazyGroup(click.Group):
             near = difflib.get_close_matches(name, list(COMMANDS), n=1)
             guess = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(COMMANDS)}."
             raise click.UsageError(f"No such command {name!r}. {guess}", ctx)
+        ctx.ensure_object(dict)["words"] = args[1:]  # for hints
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -111,7 +112,9 @@ def main() -> NoReturn:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     set_threshold(GARBAGE)
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    freeze()  # else the interpreter looks for garbage among all that, to end with it
+    sys.exit(code)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -126,7 +129,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    told = {"verbosity": 0}  # by the command, for what is printed of an error
+    told: dict[str, Any] = {"verbosity": 0}  # by the command, for what is printed of an error
     try:
         code = cli.main(args=list(argv), prog_name="distrun", standalone_mode=False, obj=told)
     except click.exceptions.Exit as err:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
@@ -12,7 +12,7 @@ import click
 from distrun.cli.console import print_err
 from distrun.errors import UsageError
 from distrun.formats import exact
-from distrun.options import FLAG, HOSTS, LAUNCHER, SITE, SWITCH, TIMES, WORDS, Option, configured
+from distrun.options import BY_KEY, FLAG, HOSTS, LAUNCHER, SITE, SWITCH, TIMES, WORDS, Option, configured
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from distrun.cli.console import Console
     from distrun.fleet import Fleet
     from distrun.fleet.questions import HostAnswer, HostJob
-    from distrun.hosts.grammar import Inventory
+    from distrun.hosts import Inventory
     from distrun.jobs import Jobs
     from distrun_runtime.contract.plan import Host
     from distrun_runtime.coordinator.failures import Outcome, Problem
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
 SURVEY_S = 30.0
 """How long a host may take to say which jobs it has."""
+
+REACH = (*HOSTS, LAUNCHER)
+"""Options by which hosts are named and reached."""
+PYTHON = (BY_KEY["python"], BY_KEY["activate"])
+"""Options that say which Python tasks find."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -131,38 +136,28 @@ def placed(folder: JobFolder) -> tuple[int, int]:
 
 def reach_options(options: Mapping[str, Any]) -> dict[str, str]:
     """Return what `Backend.reach` takes of a command's options; empty ones are left out."""
-    found = {
-        "transport": str(options["transport"]),
-        "strict": "yes" if options["strict_host_keys"] else "",
-        "config": str(options["ssh_config"] or ""),
-        "connect_s": exact(options["connect_timeout"]),
-    }
-    return {name: value for name, value in found.items() if value}
+    found = {"transport": str(options["transport"]), "connect_s": exact(options["connect_timeout"])}
+    if options["strict_host_keys"]:
+        found["strict"] = "yes"
+    if options["ssh_config"]:
+        found["config"] = str(options["ssh_config"])
+    return found
 
 
-def typed(options: Mapping[str, Any], inventory: Inventory | None) -> list[str]:
-    """Return the words by which another command reaches the same hosts in the same way."""
+def typed(options: Mapping[str, Any], inventory: Inventory | None, rows: Iterable[Option] = REACH) -> list[str]:
+    """Return the words by which another command is given these options: by default, reaches the same hosts likewise."""
     words: list[str] = []
     if options["hostfile"] == "-" and inventory is not None:
         from distrun.hosts.ranges import fold
 
         # What was on standard input has been read.
         options = {**options, "hostfile": None, "hosts": fold(list(inventory.names))}
-    for row in (*HOSTS, LAUNCHER):
+    for row in rows:
         value = options.get(row.key, row.default)
-        if value != row.default:
-            words += [
-                row.name.split("/")[0],
-                *([] if value is True else [f"{value:g}" if isinstance(value, float) else value]),
-            ]
-    return words
-
-
-def typed_python(options: Mapping[str, Any]) -> list[str]:
-    """Return the words by which another command looks at the same Python, activated in the same way."""
-    words = ["--python", options["python"]] if options["python"] else []
-    for word in options["activate"]:
-        words += ["--activate", word]
+        for each in () if value == row.default else value if row.kind == WORDS else (value,):
+            words.append(row.name.split("/")[0])
+            if each is not True:
+                words.append(f"{each:g}" if isinstance(each, float) else each)
     return words
 
 

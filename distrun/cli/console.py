@@ -72,8 +72,8 @@ def has_symbols(env: Mapping[str, str]) -> bool:
 class Console:
     """Prints tasks' output and distrun's own messages.
 
-    Threads are started by `start`, or by the first output of a task. What is said before is printed at once, so that a
-    process may fork until then.
+    What is said before `start` is printed at once, so that a process may fork until then. Then threads print. They
+    begin with the first thing to print: a job that prints nothing has none.
     """
 
     def __init__(
@@ -109,14 +109,27 @@ class Console:
         self._job_line: JobLine | None = None
         self._counts: Counts = lambda: (0, 0)
         self._since: float | None = None
+        self._is_started = False
+        self._beginning = threading.Lock()
+        """Held while the writers are made: several threads print."""
         self._writers: dict[str, Writer] = {}
         """By stream; both are one if stdout and stderr are one place, so that what was written first is shown first."""
-        self._each: list[Writer] = []
 
     def start(self) -> None:
-        """Start the threads that print."""
-        if self._writers:
-            return
+        """Have threads print from now on, from the line of the job at once: this process forks no more."""
+        self._is_started = True
+        if self.draws and (line := self._line()) is not None:
+            self._begun["err"].show_status(encoded(line.text()))
+
+    @property
+    def _begun(self) -> Mapping[str, Writer]:
+        """The writers, which are made if they are not there."""
+        with self._beginning:
+            if not self._writers:
+                self._begin()
+        return self._writers
+
+    def _begin(self) -> None:
         fds = self._fds
         is_one_place = _same_file(fds["out"], fds["err"])
         region = None
@@ -137,11 +150,7 @@ class Console:
 
         err = Writer(fds, feed, self._find_log, self._on_broken, region, last_words=self._last_words)
         out = err if is_one_place else Writer(fds, feed, self._find_log, self._on_broken)
-        self._each = [err] if is_one_place else [err, out]
         self._writers = {"err": err, "out": out}
-        line = self._line()
-        if line is not None:
-            err.show_status(encoded(line.text()))
 
     def attach(
         self, log_path: LogPath, job: str = "", counts: Counts = lambda: (0, 0), since: float | None = None
@@ -159,26 +168,19 @@ class Console:
         self._counts = counts
         self._since = since
 
-    def output(self, task: str, host: str, stream: str, data: bytes, at: int | None) -> None:
-        """Take bytes of a task; they begin at byte `at` of its log file."""
-        from distrun_runtime.coordinator.clients import OutputPiece
-
-        self.show(OutputPiece(data, task, host, stream, at, len(data)))
-
     def show(self, piece: OutputPiece) -> None:
         """Take a piece of a task's output."""
         shown = piece.task, piece.task.partition("-")[0], ERRORS if piece.stream == "err" else ""
         if self._shows and not any(each in self._shows for each in shown):
             return
-        self.start()
-        self._writers[piece.stream].put(piece)
+        self._begun[piece.stream].put(piece)
 
     def say(self, text: str, level: str = "info") -> None:
         """Take one message of our own; below the chosen level it is dropped."""
         if LEVELS.index(level) < self._level:
             return
         mark = f"{level}: " if level in ("warning", "error") else ""
-        self.write_err(f"distrun: {mark}{text}\n")
+        self._put("err", f"distrun: {mark}{text}\n")
 
     def follow(self, kind: str, value: Mapping[str, Any]) -> None:
         """Take what the coordinator tells of the job, for the line that shows its progress.
@@ -193,13 +195,12 @@ class Console:
             return
         for text in line.take(kind, value, time.monotonic()):
             self.say(text)
-        self._writers["err"].show_status(encoded(line.text()))
+        self._begun["err"].show_status(encoded(line.text()))
 
     def _line(self) -> JobLine | None:
         if self._job_line is None and self.draws:
             from distrun.cli.jobline import JobLine
 
-            self.start()
             self._job_line = JobLine(self._counts, self._since, has_symbols(self._env))
         return self._job_line
 
@@ -212,17 +213,16 @@ class Console:
         self._put("out", text)
 
     def _put(self, stream: str, text: str) -> None:
-        if self._writers:
+        if self._is_started or self._writers:
             from distrun_runtime.coordinator.clients import OutputPiece
 
-            self._writers[stream].put(OutputPiece(encoded(text), stream=stream))
+            self._begun[stream].put(OutputPiece(encoded(text), stream=stream))
         else:
             _print_plain(self._fds[stream], text)
 
     def toggle_pause(self) -> None:
         """Stop printing, or go on."""
-        self.start()
-        paused = [writer.toggle_pause() for writer in self._each]
+        paused = [writer.toggle_pause() for writer in set(self._begun.values())]
         if any(paused):
             # Past the writers, which wait now.
             with contextlib.suppress(OSError):
@@ -238,11 +238,11 @@ class Console:
         `more`: so many bytes were not even put here.
         """
         self._left_out += more
-        for writer in self._each:
+        for writer in set(self._begun.values()):
             writer.leave_out()
 
     def _last_words(self) -> str:
-        left_out = self._left_out + sum(writer.left_out for writer in self._each)
+        left_out = self._left_out + sum(writer.left_out for writer in set(self._writers.values()))
         if not left_out:
             return ""
         from distrun.formats import size  # not for other commands' sake
@@ -252,8 +252,7 @@ class Console:
 
     def hold(self, text: str = "") -> None:
         """Stop printing for a question, which is printed at once; until `release`. For any thread."""
-        self.start()
-        for writer in self._each:
+        for writer in set(self._begun.values()):
             writer.hold()
         with contextlib.suppress(OSError):
             os.write(self._fds["err"], encoded(text))
@@ -262,12 +261,12 @@ class Console:
         """Print the end of the question's line, and go on printing."""
         with contextlib.suppress(OSError):
             os.write(self._fds["err"], encoded(text))
-        for writer in self._each:
+        for writer in set(self._writers.values()):
             writer.release()
 
     def end_output(self) -> None:
         """Take note that all tasks have ended: their last words come before what is said of their end."""
-        for writer in self._each:
+        for writer in set(self._writers.values()):
             writer.end_output()
 
     def close(self) -> None:

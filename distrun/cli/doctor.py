@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun import activation, formats
-from distrun.cli.common import agree, current_folder, engine_of, hosts_of, takes, typed, typed_python
+from distrun.cli.common import PYTHON, agree, current_folder, engine_of, hosts_of, takes, typed
 from distrun.cli.console import print_err, print_json, print_out, render
 from distrun.doctor.checks import BAD, HERE, OK, CheckRow, Ways
 from distrun.errors import UsageError
@@ -88,7 +88,7 @@ def doctor(**options: Any) -> int:
         count=len(hosts),
         activate=activation.script(options["activate"]),
         is_activated_later=activated is None or bool(activated),
-        doctor=formats.join(["distrun", "doctor", *reached, *typed_python(options)]),
+        doctor=formats.join(["distrun", "doctor", *reached, *typed(options, None, PYTHON)]),
         cwd="" if dst else current_folder(),
         interface=options["interface"] or environ.text("DMLC_INTERFACE", env),
         subnet=options["subnet"],

@@ -17,6 +17,7 @@ from distrun.formats import size as size_text
 from distrun.hosts.ranges import fold, generic
 from distrun.planning import SET_ELSEWHERE, QueuedJob
 from distrun_runtime.contract import gpus
+from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.plan import WORKER, Host, Plan, Task
 
 if TYPE_CHECKING:
@@ -31,6 +32,11 @@ RANK_LIKE = frozenset(
     )
 )
 """Variables that follow from a task's rank and host: tasks that differ in nothing else are shown once."""
+AS_PLANNED = (
+    *("job", "name", "backend", "command", "cwd", "interface", "subnet"),
+    *("limits", "unset", "activate", "sync"),
+)
+"""Members of the JSON that are those of plan.json."""
 MASK = "***"
 PROGRAM_SHOWN = 60
 """Characters of an agent's program that the text shows; the JSON has all."""
@@ -38,19 +44,10 @@ PROGRAM_SHOWN = 60
 
 def as_json(plan: Plan, rendered: Rendered) -> dict[str, Any]:
     """Return the whole plan as JSON-able values: hosts with what is executed there, and every task."""
+    told = plans.to_json(plan)
     return {
         "schema": SCHEMA,
-        "job": plan.job,
-        "name": plan.name,
-        "backend": plan.backend,
-        "command": list(plan.command),
-        "cwd": plan.cwd,
-        "interface": plan.interface,
-        "subnet": plan.subnet,
-        "limits": plan.limits._asdict(),
-        "unset": list(plan.unset),
-        "activate": plan.activate,
-        "sync": None if plan.sync is None else plan.sync._asdict(),
+        **{name: told[name] for name in AS_PLANNED},
         "agent_env": agent_env(),
         "hosts": [
             {
@@ -65,16 +62,8 @@ def as_json(plan: Plan, rendered: Rendered) -> dict[str, Any]:
             for host in plan.hosts
         ],
         "tasks": [
-            {
-                "name": task.name,
-                "role": task.role,
-                "rank": task.rank,
-                "host": task.host,
-                "argv": list(task.argv),
-                "cwd": task.cwd,
-                "env": added(task),
-            }
-            for task in plan.tasks
+            {**{name: task[name] for name in ("name", "role", "rank", "host", "argv", "cwd")}, "env": env}
+            for task, env in zip(told["tasks"], map(added, plan.tasks), strict=True)
         ],
     }
 

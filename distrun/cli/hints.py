@@ -20,8 +20,6 @@ from distrun_runtime.contract.plan import ROLES, WORKER
 if TYPE_CHECKING:
     from distrun_runtime.coordinator.failures import Outcome
 
-WORDS = "distrun.words"
-"""Member of a context's `meta`: the words that its command was given."""
 SOURCES = 300
 """Files of a script's folder that are searched for the name of an option, at most."""
 SOURCE_SIZE = 1 << 20
@@ -41,8 +39,7 @@ FOREIGN: Mapping[str, tuple[str, str]] = {
     "--log-level": ("--verbose", "Did you mean -v, or -q?"),
     "--sge-log-dir": ("--run-dir", "Leave it out, or did you mean --run-dir DIR? Jobs keep their logs there."),
     **dict.fromkeys(
-        ("--files", "--archives"),
-        ("--sync-extra", "Did you mean --sync-extra SRC[:DST], with --sync-dst-dir DIR?"),
+        ("--files", "--archives"), ("--sync-extra", "Did you mean --sync-extra SRC[:DST], with --sync-dst-dir DIR?")
     ),
     **dict.fromkeys(
         ("--master_addr", "--master_port"),
@@ -87,9 +84,9 @@ def no_such_option(err: click.NoSuchOption) -> str:
 def missing(err: click.MissingParameter) -> str:
     """Return what to type where a required option of `launch` stands behind the command; empty if it does not."""
     ctx, param = err.ctx, err.param
-    if ctx is None or param is None or WORDS not in ctx.meta:
+    if ctx is None or param is None or ctx.command.name != "launch":
         return ""
-    parsed = ctx.command.make_parser(ctx).parse_args(list(ctx.meta[WORDS]))[0].get("command")
+    parsed = ctx.command.make_parser(ctx).parse_args(list(ctx.obj["words"]))[0].get("command")
     command = list(parsed) if isinstance(parsed, (list, tuple)) else []
     found = list(behind(command, ctx.command.params))
     if not any(each.name in param.opts for each in found):
@@ -105,7 +102,7 @@ def missing(err: click.MissingParameter) -> str:
 
 
 def _reordered(ctx: click.Context, command: Sequence[str], moved: Sequence[Behind]) -> str:
-    words: list[str] = ctx.meta[WORDS]
+    words: list[str] = ctx.obj["words"]
     before = words[: len(words) - len(command)]
     taken = {index for each in moved for index in range(each.at, each.at + each.size)}
     options = [command[index] for index in sorted(taken)]

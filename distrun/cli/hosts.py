@@ -15,7 +15,7 @@ from distrun.errors import UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from distrun.hosts.grammar import HostSpec, Inventory
+    from distrun.hosts import HostSpec, Inventory
 
 SCHEMA = "distrun.hosts/1"
 OTHERS = ("labels", "python", "workdir", "identity", "jump")

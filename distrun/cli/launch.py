@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun import activation, backends, formats, placement
-from distrun.cli import common, hints
+from distrun import backends, formats, placement
+from distrun.cli import common
 from distrun.cli.common import current_folder, placed, report, takes
 from distrun.cli.console import ERRORS, Console
 from distrun.client import Detached
 from distrun.errors import UsageError
-from distrun.hosts.ranges import fold
-from distrun.options import BY_KEY, ROWS, configured, members
+from distrun.options import COPYING, ROWS, configured, members
 from distrun.planning import QueuedJob, device_notes, device_warnings
 from distrun.request import (
     EngineOptions,
@@ -27,6 +26,7 @@ from distrun.request import (
     Needs,
     Setting,
     forwarded,
+    given,
     parse_env,
     parse_env_file,
     parse_role_env,
@@ -35,9 +35,10 @@ from distrun_runtime.contract import daemon, environ, facts, process
 from distrun_runtime.contract.plan import ROLES, SERVER, WORKER, Limits
 
 if TYPE_CHECKING:
-    from distrun.hosts.grammar import Inventory
+    from distrun.hosts import Inventory
     from distrun.planning import PlannedJob
     from distrun.sync.rules import CopyRules
+    from distrun_runtime.contract.plan import Plan
     from distrun_runtime.coordinator.jobfolder import JobFolder
     from distrun_runtime.coordinator.jobstore import JobStore
 
@@ -45,15 +46,7 @@ FULL_TRACEBACKS = 2
 """From this verbosity on workers print whole tracebacks."""
 
 
-class _Launch(click.Command):
-    """The command, which remembers its words for `hints.missing`."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[hints.WORDS] = list(args)
-        return super().parse_args(ctx, args)
-
-
-@click.command(cls=_Launch, context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
+@click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
 @takes(*ROWS)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
@@ -94,7 +87,11 @@ def _launch(
     launcher, found = _launcher(options, env, console)
     for warning in found.warnings if found else ():
         console.say(warning, "warning")  # before anything else can fail: it may be why
-    misplaced = hints.misplaced(command, ctx)
+    misplaced = ""
+    if len(command) > 1:
+        from distrun.cli import hints
+
+        misplaced = hints.misplaced(command, ctx)
     if misplaced:
         console.say(misplaced)
     for note in placement.notes(found, options["placement"], options["gpus_per_worker"]) if found else ():
@@ -107,7 +104,9 @@ def _launch(
         tasks = [{"name": task.name, "role": task.role} for task in job.plan.tasks]
         choose(tasks, [each for each in options["shows"] if each != ERRORS])
     if not isinstance(job, QueuedJob):
-        for note in (*_unused(job), *device_notes(job.plan)):
+        for note in _unused(job.plan, found) if found else ():
+            console.say(note)
+        for note in device_notes(job.plan) if job.plan.gpus_per_worker else ():
             console.say(note)
         for warning in device_warnings(job.plan):
             console.say(warning, "warning")
@@ -116,7 +115,7 @@ def _launch(
         for warning in job.tree.warnings():
             console.say(warning, "warning")
     if options["detach"] and not (job.is_hosted or options["in_scope"] or options["dry_run"]):
-        outlive_logout(["launch", "--in-scope", *ctx.meta[hints.WORDS]])
+        outlive_logout(["launch", "--in-scope", *ctx.obj["words"]])
     if job.request.dry_run:
         _show(job, options["as_json"], options["verbosity"] > 0, console)
         return 0
@@ -128,11 +127,15 @@ def _launch(
     outcome = launching.launch(job, folder, console, options["verbosity"], options["detach"])
     if isinstance(outcome, Detached):
         return _leave(outcome, store, folder, job, console, asked=options["detach"])
+    if not outcome.exit_code and not options["as_json"]:
+        return 0
     console.end_output()
     tail = report(outcome, folder, options["as_json"], console)
-    hint = hints.afterwards(command, outcome, tail, ctx)
-    if hint and not misplaced:
-        console.write_err(f"distrun: hint: {hint}\n")
+    if outcome.exit_code and not misplaced:
+        from distrun.cli import hints
+
+        hint = hints.afterwards(command, outcome, tail, ctx)
+        console.write_err(f"distrun: hint: {hint}\n" if hint else "")
     return outcome.exit_code
 
 
@@ -175,8 +178,7 @@ def _request(
     found: Inventory | None,
     env: Mapping[str, str],
 ) -> JobRequest:
-    by_role = {role: options["env_" + role] for role in ROLES}
-    settings, notes = _collect_env(options["env"], options["env_files"], by_role, env)
+    settings, notes = _collect_env(options, env)
     for note in notes:
         console.say(note, "warning")
     if not options["no_forward"] and not backends.load(launcher).inherits_env:
@@ -184,14 +186,22 @@ def _request(
         settings = (*forwarded(env), *settings)
     if options["verbosity"] >= FULL_TRACEBACKS:
         settings = (Setting("DISTRUN_TRACEBACK", "full"), *settings)
-    given = {setting.name: setting.value for setting in settings if not setting.role}
-    asked: dict[str, Any] = {
-        **members(options),
-        "launcher": launcher,
-        "servers": options["workers"] if options["servers"] is None else options["servers"],
-        "interface": options["interface"] or environ.text("DMLC_INTERFACE", {**env, **given}),
-        "sync_dst_dir": "" if launcher == "local" else options["sync_dst_dir"],
-    }
+    named = given(settings, "").get("DMLC_INTERFACE")
+    interface = options["interface"] or (environ.text("DMLC_INTERFACE", env) if named is None else named.value)
+    asked = members(options)
+    asked.update(
+        launcher=launcher,
+        servers=options["workers"] if options["servers"] is None else options["servers"],
+        interface=interface,
+        sync_dst_dir="" if launcher == "local" else options["sync_dst_dir"],
+        limits=_limits(asked["limits"], options["start_timeout"]),
+        engine=_engine(asked["engine"], launcher, env),
+    )
+    if options["activate"]:
+        from distrun import activation
+
+        asked["activate"] = activation.script(options["activate"])
+        asked["activated"] = activation.folders(options["activate"])
     return JobRequest(
         **asked,
         command=command,
@@ -200,52 +210,45 @@ def _request(
         outer=env,
         cwd=current_folder(),
         settings=settings,
-        limits=_limits(options),
-        activate=activation.script(options["activate"]),
-        activated=activation.folders(options["activate"]),
         sync_rules=_rules(options),
-        engine=_engine(launcher, options, env),
         # The command that examines the hosts of a launch, and can make what their servers lack (--fix).
         doctor=""
         if backends.load(launcher).is_engine
-        else formats.join(["distrun", "doctor", *common.typed(options, found), *common.typed_python(options)]),
+        else formats.join(["distrun", "doctor", *common.typed(options, found, (*common.REACH, *common.PYTHON))]),
         dry_run=options["dry_run"],
     )
 
 
-def _collect_env(
-    words: Sequence[str], files: Sequence[str], by_role: Mapping[str, Sequence[str]], outer: Mapping[str, str]
-) -> tuple[tuple[Setting, ...], list[str]]:
+def _collect_env(options: Mapping[str, Any], outer: Mapping[str, str]) -> tuple[tuple[Setting, ...], list[str]]:
     """Return all settings in the order of precedence, files first, and notes for the user. Reads the files."""
     settings: list[Setting] = []
-    for path in files:
+    for path in options["env_files"]:
         try:
             text = Path(path).read_bytes().decode("utf-8", "surrogateescape")
         except (OSError, ValueError) as err:
             raise UsageError(f"--env-file: cannot read {path!r}: {getattr(err, 'strerror', None) or err}") from err
         settings += parse_env_file(text, path)
-    given, notes = parse_env(words, outer)
-    settings += given
-    for role, pairs in by_role.items():
-        settings += parse_role_env(role, pairs)
+    named, notes = parse_env(options["env"], outer)
+    settings += named
+    for role in ROLES:
+        if options["env_" + role]:
+            settings += parse_role_env(role, options["env_" + role])
     return tuple(settings), notes
 
 
-def _engine(launcher: str, options: Mapping[str, Any], env: Mapping[str, str]) -> EngineOptions:
+def _engine(asked: Mapping[str, Any], launcher: str, env: Mapping[str, str]) -> EngineOptions:
     """Return what the options, and the configuration file, say to an engine. Reads the file if it is one."""
-    asked: dict[str, Any] = {
-        **members(options, "engine."),
-        WORKER: Needs(**members(options, "engine.worker.")),
-        SERVER: Needs(**members(options, "engine.server.")),
-        "own": {name: value for name, value in members(options, "engine.own.").items() if value},
+    parts = {
+        WORKER: Needs(**asked[WORKER]),
+        SERVER: Needs(**asked[SERVER]),
+        "own": {name: value for name, value in asked["own"].items() if value},
         "config": {} if launcher in ("local", "ssh") else configured(launcher, env),
     }
-    return EngineOptions(**asked)
+    return EngineOptions(**{**asked, **parts})
 
 
-def _limits(options: Mapping[str, Any]) -> Limits:
-    limits = Limits(**members(options, "limits."))
-    start_s = options["start_timeout"]
+def _limits(asked: Mapping[str, Any], start_s: float | None) -> Limits:
+    limits = Limits(**asked)
     return limits._replace(
         suspect_s=min(limits.suspect_s, limits.lost_s),
         lease_s=facts.LEASE_FACTOR * limits.lost_s,
@@ -255,11 +258,10 @@ def _limits(options: Mapping[str, Any]) -> Limits:
 
 def _rules(options: Mapping[str, Any]) -> CopyRules | None:
     if not options["sync_dst_dir"]:
-        for name in ("sync_exclude", "sync_gitignore", "sync_extra", "sync_delete"):
-            if options[name]:
+        for row in COPYING[1:]:
+            if options[row.key]:
                 raise UsageError(
-                    f"{BY_KEY[name].name}: nothing is copied without --sync-dst-dir",
-                    "add --sync-dst-dir DIR, or leave it out",
+                    f"{row.name}: nothing is copied without --sync-dst-dir", "add --sync-dst-dir DIR, or leave it out"
                 )
         return None
     from distrun.sync.rules import check_folder, make_rules
@@ -315,6 +317,8 @@ def _where(job: PlannedJob | QueuedJob, named: str) -> str:
         return f"where {job.backend.name} finds room"
     if not job.backend.needs_hosts:
         return "on this machine" + ("; no hosts given" if not named else "")
+    from distrun.hosts.ranges import fold
+
     used = fold([host.name for host in job.plan.hosts])
     found = job.request.hosts
     source = "" if found is None else f", from {found.source}"
@@ -322,13 +326,14 @@ def _where(job: PlannedJob | QueuedJob, named: str) -> str:
     return f"on {count} host{'' if count == 1 else 's'}: {used}{source}"
 
 
-def _unused(job: PlannedJob) -> list[str]:
+def _unused(plan: Plan, found: Inventory) -> list[str]:
     """Return a note on hosts that get no task: they were not checked."""
-    used = {host.name for host in job.plan.hosts}
-    found = job.request.hosts
-    names = [name for name in found.names if name not in used] if found is not None else []
+    used = {host.name for host in plan.hosts}
+    names = [name for name in found.names if name not in used]
     if not names:
         return []
+    from distrun.hosts.ranges import fold
+
     count = f"{len(names)} of {len(used) + len(names)} hosts get" if len(names) > 1 else "one host gets"
     return [f"{count} no task: {fold(names)}"]
 

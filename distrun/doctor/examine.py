@@ -343,12 +343,7 @@ def make(
                 say(host, line.decode("utf-8", "replace"))
 
     ran = run(
-        backend,
-        [host for host in hosts if host.name in argv],
-        argv,
-        limit_s=LIMIT_S,
-        on_output=hear,
-        activate=activate,
+        backend, [host for host in hosts if host.name in argv], argv, limit_s=LIMIT_S, on_output=hear, activate=activate
     )
     return [outcome(row, ran[row.host]) for row in rows]
 

@@ -136,11 +136,7 @@ class Programs:
         self.check()
         try:
             self._child = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
             )
         except OSError as err:
             raise Failed(step, f"{argv[0]}: {err.strerror}") from None

@@ -17,8 +17,8 @@ from dataclasses import field
 from typing import BinaryIO
 
 from distrun.errors import HostsError, UsageError
-from distrun.hosts import grammar, ranges
-from distrun.hosts.grammar import FORMATS, Fault, Finding, HostSpec, Inventory, Word, error_of, is_loopback, key_of
+from distrun.hosts import HostSpec, Inventory, grammar, ranges
+from distrun.hosts.grammar import FORMATS, Fault, Finding, Word, error_of, is_loopback, key_of
 from distrun_runtime.contract.dataclass import dataclass
 
 ReadText = Callable[[str], str]

@@ -343,10 +343,7 @@ _STDERR: tuple[tuple[str, Callable[[Where, re.Match[str]], SshFailure]], ...] = 
     (r"(?:Connection|Operation) timed out", lambda where, found: timeout(where)),
     (r"(No route to host|Network is unreachable)", lambda where, found: unreachable(where, found[1].lower())),
     (r"Too many authentication failures", lambda where, found: too_many_keys(where)),
-    (
-        r"Permission denied \(([^)]*)\)",
-        lambda where, found: _denied(where, found[1]),
-    ),
+    (r"Permission denied \(([^)]*)\)", lambda where, found: _denied(where, found[1])),
     (
         r"kex_exchange_identification|Connection (?:closed|reset) by .* port|Connection reset by peer",
         lambda where, found: overrun(where),

@@ -23,7 +23,7 @@ from distrun_runtime.contract import environ, process
 from distrun_runtime.contract.dataclass import dataclass
 
 if TYPE_CHECKING:
-    from distrun.hosts.grammar import HostSpec
+    from distrun.hosts import HostSpec
 
 
 # A host as the user named it, and the command lines that lead there: of `ssh` here, of sshd there. No side effects.

@@ -9,6 +9,7 @@ are reported too. What the hosts had before stays usable, because rsync puts fil
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import secrets
@@ -291,11 +292,6 @@ class Copier(FileCopier):
         self._abort.now()
         super().cancel()
 
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether `cancel` was called."""
-        return self._cancelled.is_set()
-
     def copy(self) -> list[CopyResult]:
         """Copy to all hosts; return one result for each distinct host, in the order of `targets`. Blocks.
 
@@ -445,51 +441,34 @@ class Copier(FileCopier):
     def _commands(self, common: _CopySettings, name: str, shell: RemoteShell) -> list[list[str]]:
         """Return the rsync commands for a host, in order: the folder, then each extra."""
         target = self._targets[name]
-        remote = rsync.rsync_path(
+        path = functools.partial(rsync.rsync_path, host=name, python=target.python)
+        send = functools.partial(rsync.sending, common.tool, host=target.host, shell=shell.argv, stall_s=self._stall_s)
+        remote = path(
             self._dst,
             size=self._tree.size,
             files=self._tree.files,
             source=folder_identity(self._source),
             delete=self._request.delete,
             partial=common.partial,
-            host=name,
-            python=target.python,
         )
         commands = [
-            rsync.sending(
-                common.tool,
+            send(
                 common.filters,
                 os.path.join(self._source, ""),
-                target.host,
-                shell=shell.argv,
                 rsync_path=remote,
                 partial=common.partial,
-                stall_s=self._stall_s,
                 delete=self._request.delete,
                 files_from=common.files_from,
             )
         ]
         for number, extra in enumerate(self._request.rules.extra):
             is_folder = os.path.isdir(extra.source)
-            source = extra.source if is_folder else self._link(common, number, extra)
+            source = os.path.join(extra.source if is_folder else self._link(common, number, extra), "")
             below = extra.name if is_folder else os.path.dirname(extra.name)
             partial = f"{common.partial}-{number}"
-            remote = rsync.rsync_path(
-                os.path.join(self._dst, below), extra=True, partial=partial, host=name, python=target.python
-            )
-            commands.append(
-                rsync.sending(
-                    common.tool,
-                    extra_filters() if is_folder else (),
-                    os.path.join(source, ""),
-                    target.host,
-                    shell=shell.argv,
-                    rsync_path=remote,
-                    partial=partial,
-                    stall_s=self._stall_s,
-                    follow=not is_folder,
-                )
-            )
+            remote = path(os.path.join(self._dst, below), extra=True, partial=partial)
+            own = extra_filters() if is_folder else ()
+            commands.append(send(own, source, rsync_path=remote, partial=partial, follow=not is_folder))
         return commands
 
     def _link(self, common: _CopySettings, number: int, extra: Extra) -> str:

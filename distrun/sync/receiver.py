@@ -79,7 +79,8 @@ def _copy(options: Dict[str, Any], argv: Sequence[str]) -> int:
         os.symlink(host, partial + ON)
     at_work = holder(".", partial + ON)
     try:
-        other = at_work if at_work not in ("", host) else copied_to(".", partial)
+        # The marker decides if both are there: then the link is that of a host that came late, too, and only asks.
+        other = copied_to(".", partial) or at_work
         if other not in ("", host):
             _say(SHARED, other)
             return 0

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from distrun.errors import SyncError
+from distrun.formats import grouped
 from distrun.ssh.ask import Abort, Aborted
 from distrun_runtime.contract import environ
 
@@ -324,9 +325,7 @@ def distinct_hosts(
                 answered, until = len(found), time.monotonic() + limit_s
         known = dict(found)
     waiting.clear()
-    named: dict[Hashable, list[str]] = {}
-    for name in targets:
-        named.setdefault(known.get(name, ("name", name)), []).append(name)
+    named = grouped((known.get(name, ("name", name)), name) for name in targets)
     return [tuple(names) for names in named.values()]
 
 

@@ -83,24 +83,15 @@ def scan(source: str, wanted: CopyRules) -> Tree:
     """
     if not os.path.isdir(source):
         raise UsageError(f"there is no directory {source} to copy")
-    tool = rsync.find()
-    filters = rules.filters(wanted, source)
-    tree = summary(_dry_run(tool, filters, source, chosen(tool, wanted, filters, source)))
-    for extra in wanted.extra:
-        if not os.path.exists(extra.source):
-            raise UsageError(f"--sync-extra: there is no {extra.source}")
-        if os.path.isdir(extra.source):
-            more = summary(_dry_run(tool, rules.extra_filters(), extra.source))
+    tree = Tree()
+    for name, path, output in _listings(source, wanted):
+        if output is not None:
+            more = summary(output)
         else:
-            size = os.path.getsize(extra.source)
+            size = os.path.getsize(path)
             more = Tree(1, size, sums=([0, 0, size],))
-        named = (extra.name, more.files, more.size)
-        tree = Tree(
-            tree.files + more.files,
-            tree.size + more.size,
-            _biggest([*tree.biggest, named]),
-            (*tree.sums, *more.sums),
-        )
+        biggest = _biggest([*tree.biggest, (name, more.files, more.size)]) if name else more.biggest
+        tree = Tree(tree.files + more.files, tree.size + more.size, biggest, (*tree.sums, *more.sums))
     return tree
 
 
@@ -125,25 +116,31 @@ def members(source: str, wanted: CopyRules) -> list[TreeEntry]:
     tool = rsync.find()
     if not tool.has("--out-format"):
         raise SyncError(f"a newer rsync is needed to list the files than {tool.program} {tool.version}", rsync.INSTALL)
-    filters = rules.filters(wanted, source)
-    names = chosen(tool, wanted, filters, source)
-    found = _members(_dry_run(tool, filters, source, names), source, b"")
-    for extra in wanted.extra:
-        name = os.fsencode(extra.name)
-        if os.path.isdir(extra.source):
-            found += _members(_dry_run(tool, rules.extra_filters(), extra.source), extra.source, name)
-        elif os.path.exists(extra.source):
-            found.append(TreeEntry(name, os.fsencode(extra.source), follows=True))
-        else:
-            raise UsageError(f"--sync-extra: there is no {extra.source}")
+    found = []
+    for name, path, output in _listings(source, wanted):
+        below, top = os.fsencode(name), os.fsencode(path)
+        if output is None:
+            found.append(TreeEntry(below, top, follows=True))
+            continue
+        names = [each.rstrip(b"/") for each, _, _ in _listed(output)]
+        found += [TreeEntry(os.path.join(below, each), os.path.join(top, each)) for each in names if each != b"."]
     # An extra may take the place of a file of the source, as it would by rsync, which copies it afterwards.
     return list({each.name: each for each in found}.values())
 
 
-def _members(output: bytes, source: str, below: bytes) -> list[TreeEntry]:
-    root = os.fsencode(source)
-    names = [name.rstrip(b"/") for name, _, _ in _listed(output)]
-    return [TreeEntry(os.path.join(below, name), os.path.join(root, name)) for name in names if name != b"."]
+def _listings(source: str, wanted: CopyRules) -> Iterator[tuple[str, str, bytes | None]]:
+    """Yield of the folder `source`, then of each extra: its name in the copy, its path, what rsync lists of it.
+
+    The name of the folder is empty; nothing is listed of an extra that is a file. Raises as `scan`.
+    """
+    tool = rsync.find()
+    filters = rules.filters(wanted, source)
+    yield "", source, _dry_run(tool, filters, source, chosen(tool, wanted, filters, source))
+    for extra in wanted.extra:
+        if not os.path.exists(extra.source):
+            raise UsageError(f"--sync-extra: there is no {extra.source}")
+        is_folder = os.path.isdir(extra.source)
+        yield extra.name, extra.source, _dry_run(tool, rules.extra_filters(), extra.source) if is_folder else None
 
 
 def chosen(tool: rsync.Tool, wanted: CopyRules, filters: Sequence[str], source: str) -> list[bytes] | None:
@@ -237,9 +234,9 @@ def sums(output: bytes) -> array[int]:
     During a copy rsync reports how many entries it has passed, but not the size of those that it did not send.
     """
     found = array("Q", [0, 0])
-    for match in map(_LINE.fullmatch, output.split(b"\n")):
-        if match is not None and match.group(3) != b"./":
-            found.append(found[-1] + (int(match.group(1)) if match.group(2) == b"f" else 0))
+    for name, _, size in _listed(output):
+        if name != b"./":
+            found.append(found[-1] + size)
     return found
 
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from distrun import placement
 from distrun.errors import UsageError
-from distrun.hosts import parse
-from distrun.hosts.grammar import HostSpec, Inventory, named
+from distrun.hosts import HostSpec, Inventory, named, parse
 from distrun.request import JobRequest, Setting
 
 FIVE = named(("h1", "h2", "h3", "h4", "h5"))
@@ -114,10 +113,6 @@ def test_the_cycle_does_not_look_at_slots() -> None:
 def test_hosts_without_a_task_are_not_of_the_job() -> None:
     slots = place(1, 1, FIVE)
     assert placement.hosts_of(slots, FIVE.order) == ("h1", "h2")
-
-
-def test_groups_of_workers_begin_with_the_host_of_worker_0() -> None:
-    assert placement.worker_places(place(3, 3, FIVE)) == ("h4", "h5", "h1")
 
 
 def test_the_scheduler_host_is_one_of_the_hosts() -> None:
@@ -286,4 +281,3 @@ def test_local_ranks_count_within_a_place() -> None:
         ("8", 1, 2),
         ("b", 0, 1),
     ]
-    assert placement.worker_places(slots) == ("7", "8", "b")

@@ -10,7 +10,7 @@ import pytest
 from distrun import planning as plans
 from distrun import request as requests
 from distrun.errors import UsageError
-from distrun.hosts.grammar import Inventory, named
+from distrun.hosts import Inventory, named
 from distrun.hosts.parse import parse
 from distrun.placement import place, slots_in
 from distrun.request import EngineOptions, JobRequest, Needs, Setting

@@ -86,48 +86,35 @@ def nothing_left(driver: AgentDriver, limit_s: float = agentkit.WAIT_S) -> None:
 
 
 @both_ways
-@pytest.mark.parametrize("code", [0, 1, 7, 255])
-def test_exit_code_of_a_task_arrives(way: Mapping[str, str], code: int) -> None:
-    with agent(shell("exit %d" % code), env=way) as driver:
+def test_exit_code_of_a_task_or_the_signal_that_ends_it_arrives(way: Mapping[str, str]) -> None:
+    ends: list[tuple[str, int | None, str | None]] = [("exit %d" % code, code, None) for code in (0, 1, 7, 255)]
+    ends += [("kill -%s $$" % name, None, name) for name in ("KILL", "SEGV", "TERM")]
+    tasks = [shell(text, "worker-%d" % rank) for rank, (text, _, _) in enumerate(ends)]
+    with agent(*tasks, env=way) as driver:
         driver.begin()
-        driver.spawn()
-        exited = driver.exited()
-        assert (exited["code"], exited["signal"], exited["stopped"]) == (code, None, False)
+        for one, (text, code, name) in zip(tasks, ends, strict=True):
+            driver.spawn(one.name)
+            exited = driver.exited(one.name)
+            assert (exited["code"], exited["signal"], exited["stopped"]) == (code, name, False), text
         assert driver.finish() == 0
 
 
-@both_ways
-@pytest.mark.parametrize("name", ["KILL", "SEGV", "TERM"])
-def test_signal_that_ends_a_task_arrives(way: Mapping[str, str], name: str) -> None:
-    with agent(shell("kill -%s $$" % name), env=way) as driver:
+def test_task_that_cannot_start_says_why() -> None:
+    wrong = (
+        (["no-such-program-here"], 127, "command not found: no-such-program-here (in no folder of the"),
+        (["/no/such/program"], 127, "command not found: /no/such/program"),
+        (["AWS_SECRET_ACCESS_KEY=hunter2"], 127, "command not found: AWS_SECRET_ACCESS_KEY=... (in no folder"),
+        (["/etc/passwd"], 126, "is not executable"),
+        (["/etc"], 126, "is a folder"),
+    )
+    tasks = [task(argv, "worker-%d" % rank) for rank, (argv, _, _) in enumerate(wrong)]
+    with agent(*tasks) as driver:
         driver.begin()
-        driver.spawn()
-        exited = driver.exited()
-        assert (exited["code"], exited["signal"], exited["stopped"]) == (None, name, False)
-
-
-@pytest.mark.parametrize(
-    ("argv", "cwd", "code", "reason"),
-    [
-        (
-            ["no-such-program-here"],
-            "/",
-            127,
-            "command not found: no-such-program-here (in no folder of the",
-        ),
-        (["/no/such/program"], "/", 127, "command not found: /no/such/program"),
-        (["AWS_SECRET_ACCESS_KEY=hunter2"], "/", 127, "command not found: AWS_SECRET_ACCESS_KEY=... (in no folder"),
-        (["/etc/passwd"], "/", 126, "is not executable"),
-        (["/etc"], "/", 126, "is a folder"),
-    ],
-)
-def test_task_that_cannot_start_says_why(argv: list[str], cwd: str, code: int, reason: str) -> None:
-    with agent(task(argv, cwd=cwd)) as driver:
-        driver.begin()
-        frame = driver.spawn()
-        assert frame.type == "exited"
-        assert (frame.header["code"], frame.header["stopped"]) == (code, False)
-        assert reason in str(frame.header["reason"])
+        for one, (_, code, reason) in zip(tasks, wrong, strict=True):
+            frame = driver.spawn(one.name)
+            assert frame.type == "exited"
+            assert (frame.header["code"], frame.header["stopped"]) == (code, False)
+            assert reason in str(frame.header["reason"])
         assert driver.finish() == 0
 
 
@@ -542,6 +529,19 @@ def test_private_folder_goes_with_the_job(finish: Callable[[AgentDriver], None])
         assert share.folders_of(driver.job)
         finish(driver)
         poll(lambda: not share.folders_of(driver.job), "the private folder is removed")
+
+
+@on_linux
+def test_guard_ends_what_carries_the_jobs_marks_and_was_started_by_another_process() -> None:
+    with agent(shell("true"), limits=SHORT) as driver:
+        driver.begin()
+        driver.spawn()
+        assert driver.exited()["code"] == 0
+        marks = process.marks(driver.job, driver.plan.nonce, agentkit.HOST, agentkit.HOST)
+        with subprocess.Popen(["sleep", "600"], env={**os.environ, **marks}) as elsewhere:  # as `at` would do it
+            assert driver.finish() == 0
+            assert elsewhere.wait(WAIT_S) == -signal.SIGTERM
+        assert not share.folders_of(driver.job)
 
 
 @on_linux

@@ -5,11 +5,13 @@ Those with torch run by the interpreter of `.peers/torch`, which `scripts/instal
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 EPOCH = re.compile(r"Epoch (\d+): (?:Test_acc|loss) (\d+\.\d{6})$", re.MULTILINE)
 TORCH = ("train_mnist", "image_classification", "cifar10_dist")
 EXAMPLES = (*TORCH, "linear_async", "sparse_embedding", "digits")
-EACH = [pytest.param(name, marks=[pytest.mark.peers] if name in TORCH else []) for name in EXAMPLES]
 
 # Small enough for a second or two each, large enough to learn what is asserted.
 CIFAR = ("--width", "4", "--train-size", "512")
@@ -42,6 +43,28 @@ def run(argv: list[str], folder: Path, code: int = 0) -> tuple[str, str]:
 
 def alone(folder: Path, example: str, *options: str, code: int = 0) -> tuple[str, str]:
     return run([interpreter(example), str(ROOT / "examples" / (example + ".py")), *options], folder, code)
+
+
+MISTAKES = """\
+import json, os, runpy, sys
+import torch  # once: it takes most of the time of a program that only complains
+for number, (script, *options) in enumerate(json.loads(sys.argv[1])):
+    child = os.fork()
+    if not child:
+        for descriptor in (1, 2):
+            os.dup2(os.open(f"{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
+        sys.argv, sys.path[0] = [script, *options], os.path.dirname(script)
+        runpy.run_path(script, run_name="__main__")
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def mistaken(folder: Path, *wrong: Sequence[str]) -> list[tuple[int, str]]:
+    """Run examples with torch, each given with its options; return the exit code of each and what it says."""
+    words = json.dumps([[str(ROOT / "examples" / (example + ".py")), *options] for example, *options in wrong])
+    output, _ = run([python_of("torch"), "-c", MISTAKES, words], folder)
+    return [(int(code), (folder / str(number)).read_text()) for number, code in enumerate(output.split())]
 
 
 def launched(folder: Path, example: str, *options: str) -> list[str]:
@@ -214,50 +237,24 @@ def test_every_example_has_both_spellings_of_the_stores_option(example: str) -> 
 
 
 @pytest.mark.peers
-def test_gpus_that_are_not_there_are_an_error_with_the_fix(tmp_path: Path) -> None:
-    _, said = alone(tmp_path, "train_mnist", "--gpus", "0,97", code=1)
-    assert re.search(r"--gpus 0,97: torch sees \d+ GPUs here and none is (0|97); .* leave --gpus out", said)
-
-
-@pytest.mark.peers
-@pytest.mark.parametrize("gpus", ["x", "0,,1"])
-def test_gpus_are_numbers_with_commas(tmp_path: Path, gpus: str) -> None:
-    _, said = alone(tmp_path, "train_mnist", "--gpus=" + gpus, code=2)
-    assert "--gpus: %r is not a list of GPU numbers such as 0,2" % gpus in said
-    assert "Traceback" not in said
+def test_gpus_are_numbers_with_commas_that_are_there(tmp_path: Path) -> None:
+    given = ("0,97", "x", "0,,1")
+    absent, *others = mistaken(tmp_path, *(("train_mnist", "--gpus", gpus) for gpus in given))
+    assert absent[0] == 1
+    assert re.search(r"--gpus 0,97: torch sees \d+ GPUs here and none is (0|97); .* leave --gpus out", absent[1])
+    for gpus, (code, said) in zip(given[1:], others, strict=True):
+        assert code == 2
+        assert "--gpus: %r is not a list of GPU numbers such as 0,2" % gpus in said
+        assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(
     ("example", "options", "expected"),
     [
-        pytest.param(
-            "cifar10_dist",
-            (),
-            r"a dist store needs a job: .* Start the program with `distrun launch -n 2",
-            marks=pytest.mark.peers,
-        ),
         ("linear_async", (), r"a dist store needs a job"),
         ("digits", ("--kv-store", "dist_sync"), r"a dist store needs a job"),
         ("digits", ("--lr", "nan"), r"learning_rate=nan: expected a finite number at least 0"),
         ("digits", ("--epochs", "1", "--save-weights", "missing/w"), r"No such file or directory: 'missing/w'"),
-        pytest.param(
-            "train_mnist",
-            ("--data-dir", "missing"),
-            r"there is no train-images-idx3-ubyte .* in missing",
-            marks=pytest.mark.peers,
-        ),
-        pytest.param(
-            "train_mnist",
-            ("--batch-size", "9999"),
-            r"1437 examples are not one batch of 9999 .* smaller batch size",
-            marks=pytest.mark.peers,
-        ),
-        pytest.param(
-            "image_classification",
-            ("--data-dir", "missing"),
-            r"there is no data_batch_1\.bin in missing",
-            marks=pytest.mark.peers,
-        ),
         ("sparse_embedding", ("--batch-size", "99999"), r"20000 examples are not one batch of 99999"),
     ],
     ids=str,
@@ -268,6 +265,20 @@ def test_what_a_user_can_mend_is_said_in_a_line(
     _, said = alone(tmp_path, example, *options, code=1)
     assert re.search(r"^%s\.py: .*%s" % (example, expected), said, re.MULTILINE), said
     assert "Traceback" not in said
+
+
+@pytest.mark.peers
+def test_what_a_user_of_torch_can_mend_is_said_in_a_line(tmp_path: Path) -> None:
+    wrong = {
+        ("cifar10_dist",): r"a dist store needs a job: .* Start the program with `distrun launch -n 2",
+        ("train_mnist", "--data-dir", "missing"): r"there is no train-images-idx3-ubyte .* in missing",
+        ("train_mnist", "--batch-size", "9999"): r"1437 examples are not one batch of 9999 .* smaller batch size",
+        ("image_classification", "--data-dir", "missing"): r"there is no data_batch_1\.bin in missing",
+    }
+    for (example, *_), expected, (code, said) in zip(wrong, wrong.values(), mistaken(tmp_path, *wrong), strict=True):
+        assert code == 1
+        assert re.search(r"^%s\.py: .*%s" % (example, expected), said, re.MULTILINE), said
+        assert "Traceback" not in said
 
 
 @pytest.mark.peers
@@ -294,13 +305,27 @@ runpy.run_path(%r, run_name="__main__")
     assert re.search(r"worker-1 on \S+ failed with exit code 1: FileNotFoundError: there is no data here", said)
 
 
-@pytest.mark.parametrize("example", EACH)
+@pytest.mark.parametrize("example", [name for name in EXAMPLES if name not in TORCH])
 def test_an_option_that_does_not_fit_ends_an_example_without_a_traceback(tmp_path: Path, example: str) -> None:
     _, said = alone(tmp_path, example, "--kv-store", "dist_synk", code=2)
-    assert re.search(r"invalid choice: 'dist_synk' \(choose from .*dist_async", said)
-    _, said = alone(tmp_path, example, "--batch-size", "0", code=2)
-    assert re.search(r"error: .*--batch-size.* at least 1$", said, re.MULTILINE)
-    assert "Traceback" not in said
+    _, more = alone(tmp_path, example, "--batch-size", "0", code=2)
+    check_options_are_refused(said, more)
+
+
+@pytest.mark.peers
+def test_an_option_that_does_not_fit_ends_an_example_with_torch_without_a_traceback(tmp_path: Path) -> None:
+    wrong = [(example, *option) for example in TORCH for option in (("--kv-store", "dist_synk"), ("--batch-size", "0"))]
+    found = mistaken(tmp_path, *wrong)
+    assert [code for code, _ in found] == [2] * len(wrong)
+    for number in range(0, len(found), 2):
+        check_options_are_refused(found[number][1], found[number + 1][1])
+
+
+def check_options_are_refused(store: str, batch: str) -> None:
+    """Check what is said of an unknown store and of an empty batch."""
+    assert re.search(r"invalid choice: 'dist_synk' \(choose from .*dist_async", store)
+    assert re.search(r"error: .*--batch-size.* at least 1$", batch, re.MULTILINE)
+    assert "Traceback" not in store + batch
 
 
 def test_the_readme_of_the_examples_names_each() -> None:

@@ -182,10 +182,7 @@ def test_all_workers_well_is_0(distrun: Distrun) -> None:
     assert [task["state"] for task in state["tasks"]] == ["exited", "exited"]
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [("exit 3", 3), ("kill -SEGV $$", 139), ("kill -KILL $$", 137), ("exit 255", 255), ("kill -TERM $$", 143)],
-)
+@pytest.mark.parametrize(("text", "code"), [("exit 255", 255), ("kill -SEGV $$", 139)])
 def test_a_failing_worker_gives_its_code_or_128_and_its_signal(text: str, code: int, distrun: Distrun) -> None:
     result = distrun.launch("-n", "1", "-s", "0", script(distrun, "echo last words\n" + text))
     assert result.returncode == code

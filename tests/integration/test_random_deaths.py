@@ -107,11 +107,10 @@ def pid_of(distrun: Distrun, task: str) -> int:
     return min(found)
 
 
-# On each path every form is used once and every task dies once; on the other path another one dies in a form.
+# In shared memory every form is used once and every task dies once; elsewhere each kind of call and of task.
 CASES = [
-    (form, path, VICTIMS[(number + shift) % len(VICTIMS)])
-    for path, shift in (("segments", 0), ("none", 1))
-    for number, form in enumerate(FORMS)
+    *((form, "segments", victim) for form, victim in zip(FORMS, VICTIMS, strict=True)),
+    *(("list", "none", "server-1"), ("view", "none", "scheduler"), ("keys", "none", "worker-0")),
 ]
 
 

@@ -22,7 +22,8 @@ from sshd import running
 
 LIMIT_S = 60.0
 """For what takes a second or two on a machine that has nothing else to do."""
-TRIALS = 15
+TRIALS = 8
+"""Of each part. Every run of the tests makes other ones, so that their number grows with the runs."""
 WORKERS = 2
 MARK = "TRIAL_OF_SIGNALS"
 """Variable that every process of these trials has, those that an sshd started included."""

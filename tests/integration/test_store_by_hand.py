@@ -69,8 +69,7 @@ def test_a_node_opens_the_standard_streams_that_the_shell_closed_before_any_sock
 @pytest.mark.parametrize(
     "order",
     [
-        # The order in which `start_all` starts them.
-        pytest.param(["scheduler", "server", "server", "worker", "worker"], marks=pytest.mark.slow),
+        # Not that in which `start_all` starts them in other tests.
         ["worker", "worker", "server", "server", "scheduler"],
         pytest.param(["server", "worker", "scheduler", "worker", "server"], marks=pytest.mark.slow),
     ],
@@ -134,15 +133,6 @@ def test_an_unknown_interface_is_an_error_that_lists_those_there_are() -> None:
         assert "Traceback" not in job.err("server-0")
 
 
-@pytest.mark.parametrize("name", ["DMLC_NUM_SERVER", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER"])
-def test_a_variable_that_is_missing_is_named(name: str) -> None:
-    with ManualJob() as job:
-        del job.env[name]
-        job.start("server")
-        assert job.wait("server-0") == [2]
-        assert name in job.err("server-0")
-
-
 def test_a_store_without_a_job_says_how_to_start_one() -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("DMLC_", "DISTRUN_"))}
     code = "from distrun_runtime import kvstore; kvstore.create('dist_sync')"
@@ -151,13 +141,6 @@ def test_a_store_without_a_job_says_how_to_start_one() -> None:
     )
     assert done.returncode == 1
     assert "distrun launch" in done.stderr
-
-
-def test_a_job_without_servers_says_so_at_once() -> None:
-    with ManualJob(1, 0) as job:
-        job.start("worker", job.script(TRAIN))
-        assert job.wait("worker-0") == [1]
-        assert "-s 1" in job.err("worker-0")
 
 
 def test_verbose_one_prints_addresses_and_verbose_two_every_message() -> None:
@@ -559,20 +542,20 @@ MANY = """
 
     processes = [os.getpid(), *sys.argv[1:]]
     values = [np.ones((4, 100_000), np.float32)] * 2
-    for number in range(400):
+    for number in range(160):
         with kvstore.create("dist_sync") as kv:
             kv.init(["a", "b"], values)
             kv.set_optimizer("sgd", learning_rate=0.1, momentum=0.9)
             kv.pushpull(["a", "b"], values, out=[np.empty_like(value) for value in values])
             with kv.view(["a", "b"]):
                 pass
-        if number in (40, 399) and kv.rank == 0:
+        if number in (40, 159) and kv.rank == 0:
             print("used", [used(pid) for pid in processes], flush=True)
 """
 
 
 @pytest.mark.slow
-def test_servers_and_workers_stay_as_large_as_they_are_while_400_stores_are_made_and_closed() -> None:
+def test_servers_and_workers_stay_as_large_as_they_are_while_160_stores_are_made_and_closed() -> None:
     """A store of 1.6 MB left as much in the server, and again in each worker, until the job ended."""
     with ManualJob(2, 1) as job:
         script = job.script(MANY)
@@ -585,7 +568,7 @@ def test_servers_and_workers_stay_as_large_as_they_are_while_400_stores_are_made
         lines = re.findall(r"used (.*)", job.out("worker-0") + job.out("worker-1"))
         before, after = map(ast.literal_eval, lines)
         for one, other in zip(before, after, strict=True):
-            # 360 stores of 3 MB; mappings and files come and go by a few.
+            # 119 stores of 3 MB; mappings and files come and go by a few.
             assert other[0] - one[0] < 60, (before, after)
             assert other[1] - one[1] < 30, (before, after)
             assert other[2] - one[2] < 10, (before, after)

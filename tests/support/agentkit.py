@@ -13,6 +13,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from distrun_cli import wait_until
+
 from distrun import shipping
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract import process, session
@@ -44,10 +46,7 @@ def task(argv: Sequence[str], name: str = "worker-0", cwd: str = "/", **more: ob
 
 def poll(condition: Callable[[], object], what: str, limit_s: float = WAIT_S) -> None:
     """Wait until `condition()` is true; fail with `what` after `limit_s`."""
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "after %g s still not: %s" % (limit_s, what)
-        time.sleep(0.02)
+    wait_until(condition, limit_s, what)
 
 
 class AgentDriver:

@@ -20,7 +20,7 @@ from distrun.backends.base import Backend, Rendered, Swept
 from distrun.backends.bootstrap import Bootstrap
 from distrun.backends.local import Local
 from distrun.backends.queue import listen, write_new
-from distrun.hosts.grammar import Inventory
+from distrun.hosts import Inventory
 from distrun.request import JobRequest
 from distrun.sync.channels import ChannelCopier
 from distrun.sync.copier import CopyRequest, Says

@@ -16,13 +16,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from distrun_cli import wait_until
 from hostlab import Lab, Process, Unavailable
 from terminal import Session
 
@@ -226,17 +226,6 @@ def child_of(pid: int) -> int | None:
             if entry.isdigit() and Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[1] == str(pid):
                 return int(entry)
     return None
-
-
-def wait_until(is_true: Any, limit_s: float, what: str = "") -> Any:
-    """Wait until `is_true()` gives something true, and return it; fail after `limit_s`."""
-    end = time.monotonic() + limit_s
-    while True:
-        value = is_true()
-        if value:
-            return value
-        assert time.monotonic() < end, "after %g s still not: %s" % (limit_s, what or is_true)
-        time.sleep(0.02)
 
 
 def shared_folders() -> list[Path]:

@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import re
 from pathlib import Path
 
-import pytest
-import sizes
+from peers import folder_of
 
 from distrun_runtime.arrays.gpu_programs import OPTIONS, Program
 
-ROOT = Path(__file__).resolve().parents[2]
-PEER = ROOT / ".peers" / "nvrtc"
+
+@functools.lru_cache(maxsize=1)
+def _library(folder: Path) -> ctypes.CDLL | None:
+    files = sorted(folder.glob("lib/python3*/site-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.*"))
+    return ctypes.CDLL(str(files[0])) if files else None
 
 
 def library() -> ctypes.CDLL:
     """Return the compiler; without it, skip the test, or fail on CI."""
-    sizes.require("peers")
-    found = _library()
-    if found is None:
-        if os.environ.get("DISTRUN_PEERS") == "required":
-            pytest.fail("there is no libnvrtc in %s" % PEER)
-        pytest.skip("there is no libnvrtc in %s; to have it:  scripts/install peers" % PEER)
+    found = _library(folder_of("nvrtc"))
+    assert found is not None, "there is no libnvrtc in %s" % folder_of("nvrtc")
     return found
-
-
-@functools.lru_cache(maxsize=1)
-def _library() -> ctypes.CDLL | None:
-    files = sorted(PEER.glob("lib/python3*/site-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.*"))
-    return ctypes.CDLL(str(files[0])) if (PEER / "installed").exists() and files else None
 
 
 @functools.cache

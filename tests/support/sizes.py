@@ -1,11 +1,12 @@
 """The sizes of a test run: `--quick` leaves out the tests with one of the markers in `LEFT_OUT`.
 
-`scripts/test` passes `--quick`, `scripts/test --all` does not, and neither does a plain `pytest`. Tests marked `engine`
+`scripts/test` passes `--quick`, `scripts/test --all` passes `--pairs`, a plain `pytest` neither. Tests marked `engine`
 are a part of their own: `--engines` runs them and no others.
 
 Tests of whole jobs in threads run on every path (`job`), with every placement of values (`placement`) and with values
 in every kind of memory (`server_device`). With their own parameters that makes up to 288 variants of a test. A quick
-run has a few that show each of these once; the others are slow.
+run has a few that show each of these once; the others are slow. A run with `--pairs` has so many that each of these
+meets each other one once, since a mistake that needs three of them at a time is rare. A plain `pytest` has all.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -42,6 +44,7 @@ def require(marker: str) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out the tests marked %s" % ", ".join(LEFT_OUT))
+    parser.addoption("--pairs", action="store_true", help="of the variants of a job in threads, show each pair once")
     parser.addoption("--engines", action="store_true", help=f"run the tests marked {ENGINE}, and no others")
 
 
@@ -52,13 +55,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
             item.add_marker(marker)
 
 
-def few_of(variants: Mapping[str, Collection[Hashable]]) -> set[str]:
-    """Return the names of a few variants that have among them everything that any variant has.
+def few_of(variants: Mapping[str, Collection[Hashable]], chosen: Collection[str] = ()) -> set[str]:
+    """Return the names of a few variants that have among them everything that any variant has, `chosen` included.
 
     A hash of the name decides between equals, so that in several tests things meet in different pairs.
     """
-    few: set[str] = set()
+    few = set(chosen)
     missing = {thing for things in variants.values() for thing in things}
+    missing.difference_update(*(variants[name] for name in chosen))
     while missing:
         best = max(variants, key=lambda name: (len(missing.intersection(variants[name])), zlib.crc32(name.encode())))
         few.add(best)
@@ -66,8 +70,11 @@ def few_of(variants: Mapping[str, Collection[Hashable]]) -> set[str]:
     return few
 
 
-def _mark_variants(items: list[pytest.Item]) -> None:
-    """Mark the variants of a job in threads that are not needed to show everything once."""
+def _mark_variants(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Mark the variants of a job in threads that are not needed to show everything once.
+
+    Return those that are not needed either to show each pair of things once.
+    """
     tests: defaultdict[Any, dict[str, list[Hashable]]] = defaultdict(dict)
     of_name = {item.nodeid: item for item in items}
     for name, item in of_name.items():
@@ -76,9 +83,14 @@ def _mark_variants(items: list[pytest.Item]) -> None:
             path, device, ways = own.pop("job", ""), own.pop(DEVICE, ""), [own.pop(way, "") for way in WAYS]
             things = [("path", path), ("device", device), ("ways", *ways), ("own", repr(own))]
             tests[name.partition("[")[0]][name] = things
+    beyond_pairs: set[str] = set()
     for variants in tests.values():
-        for name in variants.keys() - few_of(variants):
+        few = few_of(variants)
+        for name in variants.keys() - few:
             of_name[name].add_marker("slow")
+        pairs = {name: list(combinations(things, 2)) for name, things in variants.items()}
+        beyond_pairs |= variants.keys() - few - few_of(pairs, few)
+    return {of_name[name] for name in beyond_pairs}
 
 
 def _is_left_out(item: pytest.Item) -> bool:
@@ -89,22 +101,27 @@ def _is_left_out(item: pytest.Item) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is not quick, of what the other options selected; else run files with such tests first.
 
-    These files take longest, and at the end of a run one process would wait for another one's.
+    These files take longest, and at the end of a run one process would wait for another one's. Of these, files that
+    need peers come last: `.ci/run` installs those meanwhile.
     """
     others = [item for item in items if bool(item.get_closest_marker(ENGINE)) != config.getoption("engines")]
     if others:
         config.hook.pytest_deselected(items=others)
         left = set(others)
         items[:] = [item for item in items if item not in left]
-    _mark_variants(items)
+    beyond_pairs = _mark_variants(items)
+    if config.getoption("pairs"):
+        config.hook.pytest_deselected(items=list(beyond_pairs))
+        items[:] = [item for item in items if item not in beyond_pairs]
     marked = {item for item in items if _is_left_out(item)}
     if config.getoption("quick"):
         config.hook.pytest_deselected(items=list(marked))
         items[:] = [item for item in items if item not in marked]
         config.stash[COUNT] = len(marked)
     else:
-        paths = {item.path for item in marked}
-        items.sort(key=lambda item: item.path not in paths)
+        long = {item.path for item in marked}
+        peers = {item.path for item in marked if item.get_closest_marker("peers")}
+        items.sort(key=lambda item: (item.path not in long, item.path in peers))
 
 
 @pytest.hookimpl(tryfirst=True)

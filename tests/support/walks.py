@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if sys.version_info >= (3, 11):
@@ -30,18 +31,27 @@ def watched(out: Path, **more: str) -> dict[str, str]:
     return {"PYTHONPATH": path, "WALK_OUT": str(out), **more}
 
 
-def files(out: Path) -> list[Path]:
-    """Return what the processes have written."""
-    return list(out.parent.glob(out.name + ".*.json"))
+def files(out: Path, window: int | None = None) -> list[Path]:
+    """Return what the processes have written: at their ends, or in a window."""
+    ending = "json" if window is None else f"{window}.json"
+    return list(out.parent.glob(f"{out.name}.*.{ending}"))
 
 
-def walk(out: Path) -> Walk:
-    """Return what all of the processes entered."""
+def walk(out: Path, window: int | None = None) -> Walk:
+    """Return what all of the processes together entered until their ends, or in a window."""
     found: Walk = {}
-    for path in files(out):
+    for path in files(out, window):
         for module, functions in json.loads(path.read_text()).items():
             found.setdefault(module, set()).update(functions)
     return found
+
+
+def common(found: Sequence[Walk]) -> Walk:
+    """Return what each of some walks entered."""
+    shared = {
+        module: names.intersection(*(each.get(module, ()) for each in found)) for module, names in found[0].items()
+    }
+    return {module: names for module, names in shared.items() if names}
 
 
 def check(name: str, found: Walk) -> None:

@@ -111,7 +111,8 @@ class Stopping:
 
     def look(self) -> Dict[str, List[Process]]:
         """Return every living process of the job on this host, by task."""
-        rows = process.table()
+        has_any = not self._is_subreaper or process.has_children()
+        rows = process.table() if has_any else []
         me = os.getpid()
         not_ours = process.ancestors(me, rows) | {me}
         if self._is_subreaper:

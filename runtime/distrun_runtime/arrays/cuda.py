@@ -84,27 +84,23 @@ Place = Union[Pointer, HostMemory]
 
 
 @dataclass(frozen=True)
-class Read:
+class _KernelMemory:
+    """An argument of a kernel: memory."""
+
+    pointer: Pointer
+    nbytes: int
+
+
+class Read(_KernelMemory):
     """An argument of a kernel: memory that it only reads."""
 
-    pointer: Pointer
-    nbytes: int
 
-
-@dataclass(frozen=True)
-class Write:
+class Write(_KernelMemory):
     """An argument of a kernel: memory that it writes whole."""
 
-    pointer: Pointer
-    nbytes: int
 
-
-@dataclass(frozen=True)
-class Update:
+class Update(_KernelMemory):
     """An argument of a kernel: memory that it reads and writes."""
-
-    pointer: Pointer
-    nbytes: int
 
 
 Use = Union[type[Read], type[Write], type[Update]]

@@ -315,7 +315,7 @@ class CupyDriver:
     def load(self, program: Program, device: int) -> Mapping[str, object]:
         architecture = self.properties(device).architecture
         try:
-            version = "%d.%d" % tuple(self._cupy.cuda.nvrtc.getVersion())
+            version = ".".join(map(str, self._cupy.cuda.nvrtc.getVersion()))
         except Exception as err:  # cupy finds the library when it is first used
             raise CudaMissing(f"cupy does not find NVRTC, CUDA's compiler: {err}. fix: {INSTALL}") from err
         with self._told(device):

@@ -610,9 +610,9 @@ def _tensor_values(tensor: Any) -> Array:
 
 def tensor_memory(tensor: Any) -> Array:
     """Return a dense torch tensor's host memory as an array; a parameter's too, without its gradient's history."""
-    torch = sys.modules["torch"]
+    torch = sys.modules.get("torch")
     plain = tensor.detach()
-    if plain.dtype is torch.bfloat16:
+    if torch is not None and plain.dtype is torch.bfloat16:
         halves: Array = plain.view(torch.int16).numpy()
         return halves.view(dtypes.BFLOAT16)
     array: Array = plain.numpy()

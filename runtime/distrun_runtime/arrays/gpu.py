@@ -650,22 +650,17 @@ class GpuDevice:
         """Write the sum of flat arrays that are all here."""
         kinds, kind = [gpu_programs.kind_of(part.dtype) for part in parts], gpu_programs.kind_of(out.dtype)
         into, number = Write(out.pointer, out.nbytes), np.int64(len(parts))
-        used = list(parts)
+        is_mixed, used = len(set(kinds)) > 1, list(parts)
+        # Of several kinds one is a 16-bit float, and the other float32.
+        program = gpu_programs.sums(next((each for each in kinds if each in ("f16", "bf16")), kinds[0]), kind)
+        name = "sum_mixed" if is_mixed else gpu_programs.sum_of(len(parts))
         arguments: list[Argument]
-        is_mixed = len(set(kinds)) > 1
         if not is_mixed and len(parts) <= gpu_programs.FEW:
-            program, name = gpu_programs.sums(kinds[0], kind), gpu_programs.sum_of(len(parts))
             arguments = [*(Read(part.pointer, part.nbytes) for part in parts), into]
         else:
             listed = self._list_of([[part] for part in parts], [Read] * len(parts), is_mixed=is_mixed)
             used.append(listed.memory)
-            if listed.wide is None:
-                program, name = gpu_programs.sums(kinds[0], kind), gpu_programs.sum_of(len(parts))
-                arguments = [listed.table, into, number]
-            else:
-                half = next(each for each in kinds if each in ("f16", "bf16"))
-                program, name = gpu_programs.sums(half, kind), "sum_mixed"
-                arguments = [listed.table, listed.wide, into, number]
+            arguments = [listed.table, *([] if listed.wide is None else [listed.wide]), into, number]
         self.launch(program, name, arguments, out.size, reads=used, writes=[out])
 
     def _program(self, program: Program) -> Loaded:

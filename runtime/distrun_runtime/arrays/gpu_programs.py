@@ -11,7 +11,7 @@ import enum
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib import resources
 
 from distrun_runtime.arrays import dtypes
@@ -58,6 +58,12 @@ class KernelParameter:
         if self.access is Access.TABLE:
             return f"const u64 *{self.name}"
         return f"{'const ' if self.access is Access.READ else ''}{self.kind} *{self.name}"
+
+
+_read, _write, _update, _table, _scalar = (
+    partial(KernelParameter, access=access)
+    for access in (Access.READ, Access.WRITE, Access.UPDATE, Access.TABLE, Access.SCALAR)
+)
 
 
 @dataclass(frozen=True)
@@ -107,9 +113,13 @@ def program(name: str, functions: Sequence[tuple[Kernel, str]], *, helpers: str 
         functions: each kernel with its body in C, which sees the parameters and `n`.
         helpers: what the bodies call beside the prelude.
     """
-    texts = ["%s\n{\n%s\n}\n" % (kernel.head(), body.strip("\n")) for kernel, body in functions]
+    texts = ["\n".join([kernel.head(), "{", body.strip("\n"), "}", ""]) for kernel, body in functions]
     source = "\n".join([prelude(), *([helpers] if helpers else []), *texts])
     return Program(name, source, tuple(kernel for kernel, _ in functions))
+
+
+def _add(functions: list[tuple[Kernel, str]], name: str, parameters: Sequence[KernelParameter], body: str) -> None:
+    functions.append((Kernel(name, tuple(parameters)), "    " + body))
 
 
 # Sums
@@ -163,49 +173,32 @@ def sums(parts: str, out: str) -> Program:
     """
     if (parts, out) not in SUMS:
         raise ValueError(f"no sum of {parts} in {out}")
-    table, number = KernelParameter("table", parts, Access.TABLE), KernelParameter("number", "i64", Access.SCALAR)
-    offsets, tensors = KernelParameter("offsets", "i64", Access.READ), KernelParameter("tensors", "i64", Access.SCALAR)
-    into, flags = KernelParameter("out", out, Access.WRITE), KernelParameter("wide", "u8", Access.READ)
-    functions = []
+    table, number = _table("table", parts), _scalar("number", "i64")
+    offsets, tensors = _read("offsets", "i64"), _scalar("tensors", "i64")
+    into, flags = _write("out", out), _read("wide", "u8")
+    functions: list[tuple[Kernel, str]] = []
+    add = partial(_add, functions)
     for k in range(1, FEW + 1):
-        few, given = f"Few<{parts}, {k}>", [KernelParameter(f"part{p}", parts, Access.READ) for p in range(k)]
+        few, given = f"Few<{parts}, {k}>", [_read(f"part{p}", parts) for p in range(k)]
         listed = ", ".join(each.name for each in given)
-        functions += [
-            (
-                Kernel(f"sum{k}", (*given, into)),
-                f"    const {few} parts = {{{{{listed}}}}};\n    sum_all(parts, out, n);",
-            ),
-            (
-                Kernel(f"gather{k}", (table, offsets, into, tensors)),
-                f"    gather_tensors<{few}>(table, offsets, out, {k}, tensors, n);",
-            ),
-        ]
+        add(f"sum{k}", [*given, into], f"const {few} parts = {{{{{listed}}}}};\n    sum_all(parts, out, n);")
+        gathered = f"gather_tensors<{few}>(table, offsets, out, {k}, tensors, n);"
+        add(f"gather{k}", [table, offsets, into, tensors], gathered)
     many = f"Many<{parts}>"
-    functions += [
-        (
-            Kernel("sum_many", (table, into, number)),
-            f"    const {many} parts = {{table, number, 1, 0}};\n    sum_all(parts, out, n);",
-        ),
-        (
-            Kernel("gather_many", (table, offsets, into, number, tensors)),
-            f"    gather_tensors<{many}>(table, offsets, out, number, tensors, n);",
-        ),
-    ]
+    summed = f"const {many} parts = {{table, number, 1, 0}};\n    sum_all(parts, out, n);"
+    add("sum_many", [table, into, number], summed)
+    gathered = f"gather_tensors<{many}>(table, offsets, out, number, tensors, n);"
+    add("gather_many", [table, offsets, into, number, tensors], gathered)
     if parts in ("f16", "bf16"):
-        body = f"    const Mixed<{parts}> parts = {{table, wide, number}};\n    sum_all(parts, out, n);"
-        functions.append((Kernel("sum_mixed", (table, flags, into, number)), body))
+        summed = f"const Mixed<{parts}> parts = {{table, wide, number}};\n    sum_all(parts, out, n);"
+        add("sum_mixed", [table, flags, into, number], summed)
     if parts == out:
         work = "i64" if parts.startswith("u") else "f64" if parts == "f64" else "f32"
-        array, factor = KernelParameter("array", parts, Access.READ), KernelParameter("factor", work, Access.SCALAR)
         given_factor = f"({parts})factor" if work == "i64" else "factor"
-        bucket = KernelParameter("bucket", parts, Access.READ)
-        functions += [
-            (
-                Kernel("scatter", (bucket, offsets, table, tensors)),
-                "    scatter_tensors(bucket, offsets, table, tensors, n);",
-            ),
-            (Kernel("scale", (array, factor, into)), f"    scale_all(array, {given_factor}, out, n);"),
-        ]
+        scattered = "scatter_tensors(bucket, offsets, table, tensors, n);"
+        add("scatter", [_read("bucket", parts), offsets, table, tensors], scattered)
+        scaled = f"scale_all(array, {given_factor}, out, n);"
+        add("scale", [_read("array", parts), _scalar("factor", work), into], scaled)
     return program(f"sums_{parts}_{out}", functions, helpers=_kernels())
 
 
@@ -248,27 +241,19 @@ def codecs() -> Program:
     above, and of some that equal it, in their order: of piece p from place shares[2 p] on, and of those that equal the
     bound the first shares[2 p + 1]. It leaves 0 there. The values are those that `find_top` has counted.
     """
-    values, number = KernelParameter("values", "f32", Access.READ), KernelParameter("number", "i64", Access.SCALAR)
-    kept, kept_only_read = (
-        KernelParameter("residual", "f32", Access.UPDATE),
-        KernelParameter("residual", "f32", Access.READ),
-    )
-    written, added_to = KernelParameter("out", "f32", Access.WRITE), KernelParameter("out", "f32", Access.UPDATE)
-    encoded, payload = KernelParameter("payload", "u8", Access.WRITE), KernelParameter("payload", "u8", Access.READ)
-    quantum, threshold, step = (
-        KernelParameter(name, "f32", Access.SCALAR) for name in ("quantum", "threshold", "step")
-    )
-    one_bit = (threshold, step, KernelParameter("is_inclusive", "u32", Access.SCALAR))
-    places, taken = KernelParameter("places", "u32", Access.WRITE), KernelParameter("taken", "f32", Access.WRITE)
+    values, number = _read("values", "f32"), _scalar("number", "i64")
+    kept, kept_only_read = _update("residual", "f32"), _read("residual", "f32")
+    written, added_to = _write("out", "f32"), _update("out", "f32")
+    encoded, payload = _write("payload", "u8"), _read("payload", "u8")
+    quantum, threshold, step = (_scalar(name, "f32") for name in ("quantum", "threshold", "step"))
+    one_bit = (threshold, step, _scalar("is_inclusive", "u32"))
+    places, taken = _write("places", "u32"), _write("taken", "f32")
     numbers = ("bound", "prefix", "shift", "width")
-    bound, prefix, shift, width = (KernelParameter(name, "u32", Access.SCALAR) for name in numbers)
-    shares = KernelParameter("shares", "i64", Access.READ)
-    wrong, partial = KernelParameter("wrong", "u32", Access.UPDATE), KernelParameter("sums", "f64", Access.WRITE)
+    bound, prefix, shift, width = (_scalar(name, "u32") for name in numbers)
+    shares = _read("shares", "i64")
+    wrong, sums_out = _update("wrong", "u32"), _write("sums", "f64")
     functions: list[tuple[Kernel, str]] = []
-
-    def add(name: str, parameters: Sequence[KernelParameter], body: str) -> None:
-        functions.append((Kernel(name, tuple(parameters)), "    " + body))
-
+    add = partial(_add, functions)
     for keeps, suffix, rest in (("false", "", "(f32 *)0"), ("true", "_keeping", "residual")):
         changed, looked_at = ([kept], [kept_only_read]) if suffix else ([], [])
         add(
@@ -282,16 +267,14 @@ def codecs() -> Program:
             f"encode<{keeps}>(OneBit<{keeps}>{{threshold, step, is_inclusive != 0}}, values, {rest}, payload, n);",
         )
         add(
-            "check_finite" + suffix,
-            [values, *looked_at, wrong],
-            f"find_not_finite<{keeps}>(values, {rest}, wrong, n);",
+            "check_finite" + suffix, [values, *looked_at, wrong], f"find_not_finite<{keeps}>(values, {rest}, wrong, n);"
         )
         add(
             "magnitudes" + suffix,
-            [values, *looked_at, partial, number],
+            [values, *looked_at, sums_out, number],
             f"add_magnitudes<{keeps}>(values, {rest}, sums, number, n);",
         )
-    halves, halves_out = KernelParameter("payload", "f16", Access.READ), KernelParameter("payload", "f16", Access.WRITE)
+    halves, halves_out = _read("payload", "f16"), _write("payload", "f16")
     add("half_encode", [values, halves_out], "const Few<f32, 1> parts = {{values}};\n    sum_all(parts, payload, n);")
     for adds, suffix, out in (("false", "", written), ("true", "_adding", added_to)):
         add("two_bit_decode" + suffix, [payload, quantum, out], f"decode<{adds}, 2>(payload, quantum, out, n);")
@@ -301,28 +284,21 @@ def codecs() -> Program:
     for suffix, element in (("", "values[i]"), ("_adding", "out[places[i]] + values[i]")):
         add(
             "top_decode" + suffix,
-            [KernelParameter("places", "u32", Access.READ), values, added_to],
+            [_read("places", "u32"), values, added_to],
             f"EACH (i, n)\n        out[places[i]] = {element};",
         )
     add(
         "count_sizes",
-        [values, prefix, shift, width, KernelParameter("counts", "u64", Access.UPDATE)],
+        [values, prefix, shift, width, _update("counts", "u64")],
         "count_all_sizes(values, prefix, shift, width, counts, n);",
     )
-    add(
-        "find_top",
-        [values, bound, KernelParameter("found", "u32", Access.WRITE)],
-        "find_all_top(values, bound, found, n);",
-    )
+    add("find_top", [values, bound, _write("found", "u32")], "find_all_top(values, bound, found, n);")
     add(
         "take_top",
-        [KernelParameter("values", "f32", Access.UPDATE), bound, shares, places, taken],
+        [_update("values", "f32"), bound, shares, places, taken],
         "take_all_top(values, bound, shares, places, taken, n);",
     )
-    doubles, doubles_out = (
-        KernelParameter("doubles", "f64", Access.READ),
-        KernelParameter("doubles", "f64", Access.WRITE),
-    )
+    doubles, doubles_out = _read("doubles", "f64"), _write("doubles", "f64")
     add("double_narrow", [doubles, written], "EACH (i, n)\n        out[i] = (f32)doubles[i];")
     add("double_widen", [values, doubles_out], "EACH (i, n)\n        doubles[i] = values[i];")
     return program("codecs", functions, helpers=_kernels())

@@ -24,7 +24,6 @@ from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import field
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -117,8 +116,10 @@ class Blocks:
     def _refused(self, watcher: BlockWatcher, nbytes: int) -> None:
         if not self._has_said:
             self._has_said = True
-            text = "%d bytes of shared memory are not page-locked, so copies between them and GPUs take longer: %s"
-            self._say((text + "; fix: raise the limit `ulimit -l`") % (nbytes, watcher.why_not))
+            self._say(
+                f"{nbytes} bytes of shared memory are not page-locked, so copies between them and GPUs take longer:"
+                f" {watcher.why_not}; fix: raise the limit `ulimit -l`"
+            )
 
 
 BLOCKS = Blocks()
@@ -385,11 +386,12 @@ def _made(size: int) -> Segment:
     except BaseException:
         os.close(fd)
         raise
-    weakref.finalize(memory, _close, fd, os.getpid()).atexit = False
+    weakref.finalize(memory, close_in, os.getpid(), fd).atexit = False
     return Segment(next(_NUMBERS), fd, memory, size, address_of(memory), [(0, size)])
 
 
-def _close(fd: int, pid: int) -> None:
+def close_in(pid: int, fd: int) -> None:
+    """Close a descriptor in the process that it belongs to; a forked child leaves its copy."""
     if os.getpid() == pid:
         with contextlib.suppress(OSError):
             os.close(fd)
@@ -505,21 +507,25 @@ def memory_left() -> int:
 
 
 def _machine_left() -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return None
 
 
-def _groups_left(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
+def _groups_left(
+    root: str | os.PathLike[str] = "/sys/fs/cgroup", own: str | os.PathLike[str] = "/proc/self/cgroup"
+) -> list[int]:
+    from pathlib import Path  # not every script has a store with shared memory
+
     found = []
     with contextlib.suppress(OSError):
-        for line in own.read_text().splitlines():
+        for line in Path(own).read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
-            top = root / "memory" if controllers else root
+            top = Path(root, "memory" if controllers else "")
             names = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
             folder = top / path.lstrip("/")
             # A group's limit holds for those below it.

@@ -13,10 +13,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
-from typing import Any, Dict, Mapping, Optional
+from typing import TYPE_CHECKING, Any, Dict, Mapping, Optional
 
 from distrun_runtime.contract import environ, facts
+
+if TYPE_CHECKING:
+    import socket
 
 VERSION = 1
 SOCKET = "metrics.s"
@@ -73,6 +75,8 @@ class Sender:
         self._owner = os.getpid()
         self._socket: Optional[socket.socket] = None
         if self._path:
+            import socket  # not every script runs in a job
+
             with contextlib.suppress(OSError):  # no descriptor is left: nothing is told
                 self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
                 self._socket.setblocking(False)

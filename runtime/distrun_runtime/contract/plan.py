@@ -232,7 +232,7 @@ class Plan(NamedTuple):
 
     def host_of(self, place: str) -> Host:
         """Return the node of a place; KeyError if there is none."""
-        name = next((each.host for each in self.places if each.name == place), "" if self.places else place)
+        name = next((each.host for each in self.places if each.name == place), "") if self.places else place
         for host in self.hosts:
             if host.name == name:
                 return host
@@ -253,8 +253,9 @@ class Plan(NamedTuple):
 
         An environment, an interpreter or a folder may come with the files: agents look at them only then.
         """
-        more = self.activate or any(task.needs or task.cwd != self.cwd for task in self.tasks)
-        return self.sync is not None and bool(more)
+        if self.sync is None:
+            return False
+        return bool(self.activate) or any(task.needs or task.cwd != self.cwd for task in self.tasks)
 
 
 def shares(plan: Plan) -> Callable[[str], Plan]:
@@ -313,7 +314,7 @@ def references(task: Task) -> FrozenSet[str]:
     Known facts: `scheduler.address` and `scheduler.port` (published by the scheduler task itself),
     `host:NAME.address` and `NAME/port:LABEL` (from the agent of place NAME; one place a host is called as the host).
     """
-    return frozenset(name for text in task.refs.values() for name in _REFERENCE.findall(text))
+    return frozenset().union(*map(_REFERENCE.findall, task.refs.values()))
 
 
 def resolve(task: Task, facts: Mapping[str, str]) -> Dict[str, str]:
@@ -330,7 +331,8 @@ def resolve(task: Task, facts: Mapping[str, str]) -> Dict[str, str]:
             raise ContractError(f"{task.name} needs {match.group(1)!r}, which no agent has reported") from None
 
     env = dict(task.env)
-    env.update((name, _REFERENCE.sub(fill, text)) for name, text in task.refs.items())
+    for name, text in task.refs.items():
+        env[name] = _REFERENCE.sub(fill, text)
     return env
 
 

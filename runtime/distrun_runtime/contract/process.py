@@ -26,6 +26,7 @@ TASKS_SIGNALS = ("USR1", "USR2")
 SAME_WARNING_S = 30.0
 """A signal that comes from several sources within this time is one warning; one that a source repeats is another."""
 
+_HAS_PROCFS = sys.platform.startswith("linux") and os.path.exists("/proc/self/stat")
 _DEAD = ("Z", "X")
 _OF_PS = "ps:"
 """Begins a start that ps has told."""
@@ -78,14 +79,9 @@ def is_new_warning(last: Dict[str, Tuple[str, float]], name: str, source: str, n
     return True
 
 
-@functools.lru_cache(maxsize=None)
-def _has_procfs() -> bool:
-    return sys.platform.startswith("linux") and os.path.exists("/proc/self/stat")
-
-
 def is_portable() -> bool:
     """Return whether only the portable ways are used: no /proc here, or DISTRUN_PORTABLE=1."""
-    return bool(environ.read("DISTRUN_PORTABLE")) or not _has_procfs()
+    return bool(environ.read("DISTRUN_PORTABLE")) or not _HAS_PROCFS
 
 
 def has_pidfd() -> bool:
@@ -132,7 +128,7 @@ def pipe_identity(descriptor: int) -> str:
 def is_alive(who: Identity) -> bool:
     """Return whether that very process still runs. One that waits to be reaped is dead."""
     # Its row is read in the way in which its start was learnt.
-    rows = _table_of_ps([who.pid]) if who.start.startswith(_OF_PS) else [_row_of_proc(str(who.pid))]
+    rows = _table_of_ps([who.pid]) if who.start.startswith(_OF_PS) else [_row_of_proc(who.pid)]
     return any(row is not None and _is_same_start(row.start, who.start) and not row.is_dead for row in rows)
 
 
@@ -150,8 +146,25 @@ def table(pids: Optional[Iterable[int]] = None) -> List[Process]:
     """Return the process table, or its rows for `pids` (those that exist), dead ones included."""
     if is_portable():
         return _table_of_ps(None if pids is None else list(pids))
-    names = os.listdir("/proc") if pids is None else [str(pid) for pid in pids]
-    return [row for row in map(_row_of_proc, filter(str.isdigit, names)) if row is not None]
+    rows = (_row_of_proc(pid) for pid in (ids() if pids is None else pids))
+    return [row for row in rows if row is not None]
+
+
+def ids() -> List[int]:
+    """Return the ids of all processes, dead ones included. Only with /proc."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def has_children() -> bool:
+    """Return whether this process has children, dead ones included. Only on Linux.
+
+    If a subreaper has none, there is no process below it: an orphan would be its child.
+    """
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def descendants(pids: Iterable[int], rows: Optional[List[Process]] = None) -> List[Process]:
@@ -311,16 +324,16 @@ def boot_id() -> str:
         return ""
 
 
-def _row_of_proc(name: str) -> Optional[Process]:
+def _row_of_proc(pid: int) -> Optional[Process]:
     try:
-        with open(f"/proc/{name}/stat", "rb") as file:
+        with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
     except OSError:
         return None
     # The command may hold blanks and brackets: the last bracket ends it (proc(5), /proc/pid/stat).
     fields = text[text.rindex(b")") + 2 :].split()
     start = f"proc:{boot_id()[:8]}:{int(fields[19])}"
-    return Process(int(name), int(fields[1]), int(fields[2]), int(fields[3]), start, fields[0].decode("ascii"))
+    return Process(pid, int(fields[1]), int(fields[2]), int(fields[3]), start, fields[0].decode("ascii"))
 
 
 def _owner(pid: int) -> Optional[int]:

@@ -59,8 +59,9 @@ class Arrays:
     def __post_init__(self) -> None:
         for name, array in (("data", self.data), ("labels", self.label)):
             if not len(getattr(array, "shape", ())):
-                text = "%s of a data set is an array (n, ...), not a %s; np.asarray makes one"
-                raise TypeError(text % (name, type(array).__name__))
+                raise TypeError(
+                    f"{name} of a data set is an array (n, ...), not a {type(array).__name__}; np.asarray makes one"
+                )
         if len(self.data) != len(self.label):
             raise ValueError(f"{len(self.data)} examples, but {len(self.label)} labels")
 

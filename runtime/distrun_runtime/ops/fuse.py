@@ -32,8 +32,6 @@ from distrun_runtime.arrays.gpu_programs import Access, Kernel, KernelParameter,
 from distrun_runtime.ops.optimizers import RULES, NormRule, Rates, Rule, State
 from distrun_runtime.ops.symbols import KINDS, Node, RuleTrace, Symbol, Untraceable, apply, kind_of
 
-__all__ = ["PART", "STATE", "USES", "WEIGHT", "Fused", "FusedStep", "StateArray", "Untraceable", "together", "why_not"]
-
 Outputs = Tuple[Tuple[str, int], ...]
 """Arrays that get a new value, by the parameter's name, and the node of that value."""
 

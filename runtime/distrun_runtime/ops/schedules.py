@@ -74,8 +74,8 @@ class Schedule(ABC):
 
     def to_json(self) -> dict[str, Json]:
         """Return the schedule as JSON: its type and all its arguments."""
-        values = {name: list(value) if isinstance(value, tuple) else value for name, value in self._values().items()}
-        return {"type": self.type, **values}
+        values = asdict(self)  # type: ignore[call-overload]  # every derived class is a dataclass
+        return {"type": self.type, **{name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}}
 
     def with_base(self, learning_rate: float) -> Schedule:
         """Return this schedule with another `base_lr`."""
@@ -85,12 +85,8 @@ class Schedule(ABC):
     def _rate(self, updates: int) -> float:
         """Return the learning rate after the warm-up."""
 
-    @abstractmethod
-    def _check(self) -> None:
+    def _check(self) -> None:  # noqa: B027  # a schedule may have none
         """Check the arguments that only this schedule has."""
-
-    def _values(self) -> dict[str, Json]:
-        return asdict(self)  # type: ignore[call-overload, no-any-return]  # every derived class is a dataclass
 
     def _number(self, name: str, value: object, low: float = -math.inf, high: float = math.inf) -> None:
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -120,9 +116,6 @@ class Constant(Schedule):
 
     def _rate(self, updates: int) -> float:
         return self.base_lr
-
-    def _check(self) -> None:
-        """Nothing of its own."""
 
 
 @dataclass(frozen=True)
@@ -262,8 +255,8 @@ def from_json(value: Mapping[str, object]) -> Schedule:
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # every derived class is a dataclass
     for word in given:
         if word not in known:
-            text = "schedule %r has no argument %r%s; it has %s"
-            raise KVError(text % (name, word, did_you_mean(word, known), ", ".join(known)))
+            near = did_you_mean(word, known)
+            raise KVError(f"schedule {name!r} has no argument {word!r}{near}; it has {', '.join(known)}")
     if known[0] != "base_lr" and known[0] not in given:
         raise KVError(f"schedule {name!r} needs {known[0]}")
     return kind(**given)
@@ -279,5 +272,6 @@ def read(value: object) -> Schedule | None:
         return value
     if isinstance(value, Mapping):
         return from_json(value)
-    text = "lr_scheduler=%r: expected a schedule such as Factor(step=100, factor=0.5), its JSON object, or None"
-    raise KVError(text % (value,))
+    raise KVError(
+        f"lr_scheduler={value!r}: expected a schedule such as Factor(step=100, factor=0.5), its JSON object, or None"
+    )

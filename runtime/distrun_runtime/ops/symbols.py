@@ -23,8 +23,6 @@ import numpy as np
 from distrun_runtime.arrays.dtypes import BFLOAT16, DType
 from distrun_runtime.errors import KVError
 
-__all__ = ["KINDS", "Node", "RuleTrace", "Scalar", "Symbol", "Untraceable", "kind_of"]
-
 Node = Tuple[str, str, Tuple[int, ...]]
 """Operation, kind of the result, and the numbers of the nodes that are its arguments."""
 
@@ -103,8 +101,7 @@ class RuleTrace:
     def scalar(self, value: Scalar, kind: str) -> int:
         """Return the number of a node that is an argument of this kind."""
         self.scalars.append(value)
-        self.nodes.append(("scalar", kind, ()))
-        return len(self.nodes) - 1
+        return self.add("scalar", kind)
 
 
 # What numpy's functions do, by name. Beside each: the kinds that it takes, and whether it says yes or no.

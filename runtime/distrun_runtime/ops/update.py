@@ -250,8 +250,9 @@ def _ready(rule: Rule, item: WeightStep) -> _Ready:
     for name, array in arrays.items():
         if is_on_host(array) or array.device is not device or array.size != weight.size:
             found = "an array of numpy's" if is_on_host(array) else repr(array)
-            text = "rule %r: expected %s with %d elements on %s, found %s"
-            raise KVError(text % (rule.name, name, weight.size, device.name, found))
+            raise KVError(
+                f"rule {rule.name!r}: expected {name} with {weight.size} elements on {device.name}, found {found}"
+            )
     counted: State = {"updates": state.get("updates", 0)}
     fused = _fused(rule, weight.dtype, tuple(part.dtype for part in item.parts))
     made = fused.step(rule.rates(counted, item.knobs))

@@ -17,14 +17,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import threading
-import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import field
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -48,8 +44,6 @@ MARK = "save"
 _OWN_PART = re.compile(DATA + "[0-9a-f]{16}")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 """Names from messages and manifests: one word, so that nothing outside the folder of a save is opened."""
-
-_READ_ERRORS = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError)
 
 _READING = threading.Lock()
 """Held while numpy reads an array: it parses the array's head with `ast`, and Python 3.11 before 3.11.8 may raise
@@ -89,10 +83,10 @@ def write(folder: str, part: str, name: str, arrays: Mapping[str, Array], host: 
     halves = sorted(each for each, array in arrays.items() if array.dtype == BFLOAT16)
     plain = {each: array.view(np.uint16) if each in halves else array for each, array in arrays.items()}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
         with _replacing(path) as file:
             np.savez(file, allow_pickle=False, **{MARK: np.array(part)}, **plain)
-        return {"bytes": path.stat().st_size, "bfloat16": halves}
+        return {"bytes": os.path.getsize(path), "bfloat16": halves}
     except (OSError, ValueError) as err:
         raise KVError(f"states cannot be written to {path} on host {host}: {err}") from err
 
@@ -136,7 +130,7 @@ class StateFile:
             with _READING:
                 found = np.load(self._stream, allow_pickle=False)
                 mark = str(found[MARK])
-        except (*_READ_ERRORS, IndexError) as err:
+        except _read_errors(IndexError) as err:
             raise self._torn(err) from err
         if mark != part:
             raise self.wrong(f"belongs to another save, {mark!r}")
@@ -151,7 +145,7 @@ class StateFile:
         try:
             with _READING:
                 found: Array = self._file[name]
-        except _READ_ERRORS as err:
+        except _read_errors() as err:
             raise self._torn(err) from err
         return found.view(BFLOAT16) if name in self._halves else found
 
@@ -209,7 +203,9 @@ def write_manifest(folder: str, manifest: Mapping[str, Any], host: str) -> None:
     Raises:
         KVError: it cannot be written, or not be read again; names file and host.
     """
-    path = Path(folder, MANIFEST)
+    import shutil
+
+    path = os.path.join(folder, MANIFEST)
     if wrong := _against_manifest(manifest):
         raise KVError(f"the manifest {path} cannot be written on host {host}: {wrong}")
     try:
@@ -217,10 +213,11 @@ def write_manifest(folder: str, manifest: Mapping[str, Any], host: str) -> None:
             file.write((json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode())
     except OSError as err:
         raise KVError(f"the manifest {path} cannot be written on host {host}: {err}") from err
-    for other in path.parent.glob(DATA + "*"):
-        # The folder is the user's: only names that `new_part` makes are ours to remove.
-        if other.name != manifest["data"] and _OWN_PART.fullmatch(other.name):
-            shutil.rmtree(other, ignore_errors=True)
+    with suppress(OSError):  # it need not be readable
+        for other in os.listdir(folder):
+            # The folder is the user's: only names that `new_part` makes are ours to remove.
+            if other != manifest["data"] and _OWN_PART.fullmatch(other):
+                shutil.rmtree(os.path.join(folder, other), ignore_errors=True)
 
 
 def read_manifest(folder: str, host: str) -> dict[str, Any]:
@@ -229,7 +226,7 @@ def read_manifest(folder: str, host: str) -> dict[str, Any]:
     Raises:
         KVError: there is none, or it is not one of ours, or it says what cannot be; names file and host.
     """
-    path = Path(folder, MANIFEST)
+    path = os.path.join(folder, MANIFEST)
     try:
         with open(path, encoding="utf-8") as file:
             manifest = json.load(file)
@@ -250,17 +247,27 @@ def read_manifest(folder: str, host: str) -> dict[str, Any]:
 
 def discard(folder: str, part: str) -> None:
     """Remove the data of a save that failed, unless the manifest names it: then the save has succeeded after all."""
+    import shutil
+
     with suppress(KVError):
         if read_manifest(folder, "")["data"] == part:
             return
-    shutil.rmtree(Path(folder, part), ignore_errors=True)
+    shutil.rmtree(os.path.join(folder, part), ignore_errors=True)
+
+
+def _read_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
+    """Return what is raised where a file of a save is damaged or cannot be read, and `more`."""
+    import zipfile
+    import zlib
+
+    return OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError, *more
 
 
 def _is_part(name: object) -> bool:
     return isinstance(name, str) and name.startswith(DATA) and bool(_NAME.fullmatch(name))
 
 
-def _path(folder: str, part: str, name: str, host: str) -> Path:
+def _path(folder: str, part: str, name: str, host: str) -> str:
     """Return where a file of a save is.
 
     Raises:
@@ -268,13 +275,14 @@ def _path(folder: str, part: str, name: str, host: str) -> Path:
     """
     if not _is_part(part) or not (_NAME.fullmatch(name) and name.endswith(".npz")):
         raise KVError(f"states in {folder} on host {host}: {os.path.join(part, name)!r} is not a file of a save")
-    return Path(folder, part, name)
+    return os.path.join(folder, part, name)
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
+def _replacing(path: str) -> Iterator[BinaryIO]:
     """Write a file that takes its place as a whole, and outlives a crash of the machine then."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
             yield file
@@ -282,8 +290,9 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
-    descriptor = os.open(path.parent, os.O_RDONLY)
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -30,12 +30,12 @@ from distrun_runtime.ops import compression as codec
 from distrun_runtime.ops.compression import Codec
 from distrun_runtime.ops.params import did_you_mean
 from distrun_runtime.ops.partition import Shard
-from distrun_runtime.ps.routing import DIRECT_BYTES, Portion
 from distrun_runtime.store.keys import Key, KeyRecord
 from distrun_runtime.store.values import RowSparse
 
-if TYPE_CHECKING:  # Most processes use no GPU.
+if TYPE_CHECKING:  # Most processes use no GPU, and not every store has servers.
     from distrun_runtime.arrays.gpu import GpuDevice
+    from distrun_runtime.ps.routing import Portion
 
 
 MIN_SIZE = 1024
@@ -297,6 +297,7 @@ class Compressor:
             size = found.size(shard.length, params)
             cuts.append((at, at + size))
             at += size
+        from distrun_runtime.ps.routing import DIRECT_BYTES  # a store with servers has imported it
 
         def is_small(item: int, shard: Shard) -> bool:
             """Whether the shard is a whole value that may be encoded together with others."""

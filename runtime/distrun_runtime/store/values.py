@@ -14,6 +14,7 @@ used (`arrays.gpu_devices`); where host memory is needed it is copied there.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, Union
 
@@ -246,7 +247,8 @@ def refuse_mask(value: object, what: str) -> None:
     Raises:
         KVError: it is one. numpy would give its masked elements as if they were not masked.
     """
-    if isinstance(value, np.ma.MaskedArray):
+    # Where numpy.ma was not imported there is no such array, and to import it takes several milliseconds.
+    if isinstance(value, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
         raise KVError(
             f"{what}: found a masked array, expected an array without a mask, as no mask is stored or sent;"
             " fix: give array.filled(0) to use 0 for the masked elements, or array.data to ignore the mask"

@@ -177,7 +177,7 @@ class Parameter:
             RuntimeError: its trainer updates it on a distributed store; see `Trainer.assign`.
         """
         refuse_mask(value, f"parameter {self.name!r}")
-        array = array_of(value.detach().cpu()) if is_tensor(value) else np.asarray(value)  # type: ignore[attr-defined]
+        array = foreign.tensor_memory(value.detach().cpu()) if is_tensor(value) else np.asarray(value)  # type: ignore[attr-defined]
         if array.shape != self.shape:
             raise KVError(f"parameter {self.name!r} has shape {self.shape}, not {array.shape}")
         array = (
@@ -476,7 +476,7 @@ class TensorReplica:
     def weight(self) -> Array:
         """Return the weight: the tensor's memory, or a copy on the host of a GPU's."""
         self._host = self._tensor.detach().cpu()
-        return array_of(self._host)
+        return foreign.tensor_memory(self._host)
 
     def weight_buffer(self, *, on_host: bool = False) -> Buffer:
         """Return memory to write a new weight into: the tensor's own where that can be.
@@ -488,7 +488,7 @@ class TensorReplica:
             return _compact(self._tensor.detach())
         if self._on_host() or self._host is None:
             return self.weight()
-        return array_of(self._host)
+        return foreign.tensor_memory(self._host)
 
     def weight_written(self, buffer: Buffer) -> None:
         """Bring what was written into `weight()` or `weight_buffer()` to where the tensor is."""
@@ -502,9 +502,9 @@ class TensorReplica:
 
     def _holding(self, buffer: Array) -> Any:
         """Return the tensor of the host that has what is in a buffer."""
-        if self._host is None or memory_of(array_of(self._host)) != memory_of(buffer):
+        if self._host is None or memory_of(foreign.tensor_memory(self._host)) != memory_of(buffer):
             self._host = self._tensor.detach().cpu()  # a caller that asked for another buffer may still use that one
-            np.copyto(array_of(self._host), buffer)
+            np.copyto(foreign.tensor_memory(self._host), buffer)
         return self._host
 
     @property
@@ -539,9 +539,9 @@ class TensorReplica:
         if not on_host and self._is_near(found):
             return _compact(found)
         if self._on_host():
-            return array_of(found)
+            return foreign.tensor_memory(found)
         self._host_grad = found.cpu()
-        return array_of(self._host_grad)
+        return foreign.tensor_memory(self._host_grad)
 
     def grad_written(self, buffer: Buffer) -> None:
         """Bring what was written into `grad_buffer()` to where the gradient is."""
@@ -629,7 +629,7 @@ def is_near(value: object) -> TypeGuard[Near]:
 def on_host(tensor: Any) -> Array | RowSparse:
     """Return a tensor as an array of the same memory, or as RowSparse; from a GPU, a copy."""
     found = tensor.detach().cpu()
-    return RowSparse.from_torch(found) if found.is_sparse else array_of(found)
+    return RowSparse.from_torch(found) if found.is_sparse else foreign.tensor_memory(found)
 
 
 def memory_of(source: Any) -> tuple[str, int]:
@@ -685,14 +685,3 @@ def _tell_torch(tensor: Any) -> None:
         increment(tensor)
     else:  # Before torch 2.2: a write of nothing.
         tensor.detach().unsqueeze(0)[:0].zero_()
-
-
-def array_of(tensor: Any) -> Array:
-    """Return a host tensor's memory as an array; bfloat16 as `dtypes.BFLOAT16`."""
-    if str(tensor.dtype) != "torch.bfloat16":
-        array: Array = tensor.numpy()
-        return array
-    import torch  # It is there: the tensor is one of its.
-
-    bits: Array = tensor.view(torch.int16).numpy()
-    return bits.view(dtypes.BFLOAT16)

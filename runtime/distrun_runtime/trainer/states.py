@@ -320,14 +320,8 @@ def check_rule(spec: RuleSpec, params: list[Parameter]) -> None:
     Raises:
         KVError: it cannot; the parameter is named.
     """
-    if spec.name not in rules.RULES:
-        return
-    rule = rules.rule_of(spec)
-    for parameter in params:
-        try:
-            rule.check(parameter.dtype)
-        except KVError as err:
-            raise KVError(f"parameter {parameter.name!r}: {err}") from None
+    if spec.name in rules.RULES:
+        rules.check_keys(rules.rule_of(spec), ((one.name, one.dtype) for one in params), "parameter")
 
 
 def digest(arrays: Iterable[Array]) -> str:

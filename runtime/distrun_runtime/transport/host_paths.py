@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
+from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.arrays.shared_memory import Pool
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import WireError
 from distrun_runtime.transport.base import (
     Arrived,
-    Buffer,
     Down,
     Event,
     Lease,
@@ -34,8 +34,6 @@ from distrun_runtime.transport.base import (
     Transport,
 )
 from distrun_runtime.transport.host_segments import NotShared, Segments
-
-__all__ = ["LARGE_BYTES", "MAGIC", "BulkKind", "BulkTransport"]
 
 MAGIC = b"DRKB"
 VERSION = 1

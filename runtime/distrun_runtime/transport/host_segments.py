@@ -40,10 +40,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array, Buffer
-from distrun_runtime.arrays.shared_memory import BLOCKS, PAGE, Pool, Segment, address_of, has_fixed_size, seal
+from distrun_runtime.arrays.shared_memory import (
+    BLOCKS,
+    PAGE,
+    Pool,
+    Segment,
+    address_of,
+    close_in,
+    has_fixed_size,
+    seal,
+)
 from distrun_runtime.contract.dataclass import dataclass
-
-__all__ = ["NotShared", "Reference", "Segments"]
 
 SLOTS = 4080
 """Messages to one peer whose memory may be in use at a time; the frames of what is beyond that are sent as bytes."""
@@ -79,7 +86,7 @@ class _Board:
         self.fd = fd
         self.nonce = bytes(memory[:NONCE_BYTES])
         self.slots: Array = np.frombuffer(memory, np.uint32, SLOTS, _HEADER_BYTES)
-        weakref.finalize(self, _close, fd, os.getpid()).atexit = False
+        weakref.finalize(self, close_in, os.getpid(), fd).atexit = False
 
     @classmethod
     def made(cls, nonce: bytes) -> _Board:
@@ -555,9 +562,3 @@ def _check_user(one: socket.socket) -> None:
     _, user, _ = _CREDENTIALS.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if user != os.geteuid():
         raise NotShared(f"the process at the socket belongs to user {user}")
-
-
-def _close(fd: int, pid: int) -> None:
-    if os.getpid() == pid:
-        with contextlib.suppress(OSError):
-            os.close(fd)

@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.transport import base
-from distrun_runtime.transport.base import COPIED, Arrived, Buffer, Down, Event, Lease, Link, Up
+from distrun_runtime.transport.base import COPIED, Arrived, Down, Event, Lease, Link, Up
 
 
 @dataclass

@@ -23,11 +23,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.protocol.message import Kind, size_of
 from distrun_runtime.transport.base import (
     Arrived,
-    Buffer,
     Down,
     Event,
     Lease,

@@ -32,13 +32,13 @@ from collections.abc import Sequence
 import zmq
 from zmq.backend import Socket as _Compiled
 
+from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.protocol.message import FRAME_LIMIT
 from distrun_runtime.transport.admission import Admission, next_of, refusal
 from distrun_runtime.transport.base import (
     COPIED,
     Arrived,
-    Buffer,
     Down,
     Event,
     Heartbeat,

@@ -5,27 +5,28 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import queue
 import re
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from distrun import backends
+from distrun import backends, hosts
 from distrun.backends import local
 from distrun.backends.base import Backend, Swept
 from distrun.backends.bootstrap import Bootstrap
 from distrun.backends.engine import Handle, RoleGroup, Submission, marker
 from distrun.backends.queue import QueueBackend
 from distrun.errors import DistrunError, UsageError
-from distrun.hosts import grammar
 from distrun.request import EngineOptions, Needs
 from distrun.sync.copier import CopyRequest
 from distrun.sync.rules import CopyRules
-from distrun_runtime.contract import session
+from distrun_runtime.contract import process, session
 from distrun_runtime.contract.plan import Host, Plan, Task
-from distrun_runtime.coordinator.messages import AgentLost, Event, StartFailed
+from distrun_runtime.coordinator.messages import AgentHello, AgentLost, Event, StartFailed
 
 PLAN = Plan(
     job="calm-otter-7f3",
@@ -96,7 +97,7 @@ def submission(name: str, **more: Any) -> Submission:
     """Return what an engine would be asked for, for 4 workers and 2 servers, on two hosts where it takes any."""
     backend = backends.load(name)
     assert isinstance(backend, QueueBackend)
-    inventory = grammar.named(["h1", "h2"], "--hosts")
+    inventory = hosts.named(["h1", "h2"], "--hosts")
     groups = (RoleGroup("server", 2, Needs()), RoleGroup("worker", 4, Needs(cores=2, memory=1 << 30)))
     found = Submission(
         job="calm-otter-7f3",
@@ -166,7 +167,7 @@ def test_the_local_host_is_this_machine_by_its_short_name() -> None:
     assert local.short_name("d1") == "d1"
     assert local.short_name("") == "localhost"
     assert local.Local().addresses(["d1"]) == {"d1": "127.0.0.1"}
-    assert len(local.Local().inventory(grammar.named(["a", "b"])).order) == 1
+    assert len(local.Local().inventory(hosts.named(["a", "b"])).order) == 1
 
 
 def test_a_python_that_is_not_there_is_a_failed_start() -> None:
@@ -190,8 +191,6 @@ def test_a_python_that_is_not_there_is_a_failed_start() -> None:
     ],
 )
 def test_an_agent_that_dies_leaves_its_last_words(code: str, words: list[str]) -> None:
-    import queue
-
     events: queue.Queue[Event] = queue.Queue()
     channel = local.ChildChannel("here", (sys.executable, "-c", "import sys; sys.stdin.readline(); " + code))
     channel.start(events.put)
@@ -202,6 +201,21 @@ def test_an_agent_that_dies_leaves_its_last_words(code: str, words: list[str]) -
     channel.close()
     channel.kill()
     channel.join(60)
+
+
+def test_an_agent_that_is_started_early_is_the_one_that_the_channel_leads_to() -> None:
+    backend, events = local.Local(), queue.Queue[Event]()
+    plan = PLAN._replace(job="early-otter-7f3", nonce=secrets.token_hex(8))
+    backend.start_agents(plan)
+    early = [row.pid for row in process.marked(process.marks(plan.job, plan.nonce))]
+    (channel,) = backend.channels(plan)
+    channel.start(events.put)
+    hello = events.get(timeout=60)
+    assert isinstance(hello, AgentHello)
+    assert early == [hello.facts["guard"]["pid"]]
+    channel.close()
+    assert backend.release([channel], 60) == ()
+    assert backend.channels(plan) != (channel,), "another job's"
 
 
 def test_sweeping_a_job_that_never_was_finds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

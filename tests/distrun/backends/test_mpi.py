@@ -13,8 +13,7 @@ from distrun.backends import bootstrap, mpi
 from distrun.backends.bootstrap import Bootstrap
 from distrun.backends.engine import ENDED, RUNNING, EngineError, Grant, Handle, RoleGroup, Submission, marker
 from distrun.errors import UsageError
-from distrun.hosts import parse
-from distrun.hosts.grammar import HostSpec, Inventory
+from distrun.hosts import HostSpec, Inventory, parse
 from distrun.request import EngineOptions, Needs
 
 RECORDED = Path(__file__).parent / "mpi"

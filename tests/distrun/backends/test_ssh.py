@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from sample_plan import sample_plan
 
+from distrun import hosts
 from distrun.backends.ssh import Ssh
 from distrun.errors import UsageError
 from distrun.fleet import Fleet
 from distrun.fleet.questions import HostAnswer
-from distrun.hosts import grammar
 from distrun_runtime.contract.plan import Host, Reach
 from distrun_runtime.coordinator.failures import Problem
 
@@ -18,16 +18,16 @@ HOSTS = (Host("d1", reach=Reach({"host": "d1", "port": "2222", "python": "/py"})
 
 
 def test_hosts_have_to_be_named() -> None:
-    for found in (None, grammar.named([])):
+    for found in (None, hosts.named([])):
         with pytest.raises(UsageError, match="no hosts were named") as caught:
             Ssh().inventory(found)
         assert "-H FILE" in caught.value.hint
-    named = grammar.named(["d1", "d2", "d1"])
+    named = hosts.named(["d1", "d2", "d1"])
     assert Ssh().inventory(named) is named
 
 
 def test_how_a_host_is_reached_is_text_in_the_plan() -> None:
-    spec = grammar.HostSpec("d1", user="me", port=2222)
+    spec = hosts.HostSpec("d1", user="me", port=2222)
     assert Ssh().reach(spec, {"strict": "yes", "connect_s": "3"}) == {
         "host": "d1",
         "user": "me",
@@ -35,7 +35,7 @@ def test_how_a_host_is_reached_is_text_in_the_plan() -> None:
         "strict": "yes",
         "connect_s": "3",
     }
-    assert Ssh().reach(grammar.HostSpec("d1"), {}) == {"host": "d1"}
+    assert Ssh().reach(hosts.HostSpec("d1"), {}) == {"host": "d1"}
 
 
 def test_nothing_is_known_of_the_addresses_beforehand() -> None:

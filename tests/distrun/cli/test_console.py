@@ -23,6 +23,11 @@ from distrun_runtime.coordinator import clients
 LIMIT_S = 60.0
 
 
+def output(console: Console, task: str, host: str, stream: str, data: bytes, at: int | None) -> None:
+    """Have bytes of a task printed; they begin at byte `at` of its log file."""
+    console.show(clients.OutputPiece(data, task, host, stream, at, len(data)))
+
+
 class Reader:
     """Two pipes; their ends are read when told to."""
 
@@ -63,13 +68,34 @@ def console(reader: Reader, **more: object) -> Console:
     return Console({}, out_fd=reader.out, err_fd=reader.err, **more)  # type: ignore[arg-type]
 
 
+def test_a_job_that_prints_nothing_starts_no_thread(reader: Reader) -> None:
+    before = threading.active_count()
+    console = Console({}, out_fd=reader.out, err_fd=reader.err)
+    console.start()
+    console.end_output()
+    assert threading.active_count() == before
+    console.say("over")
+    assert threading.active_count() > before
+    reader.start()
+    assert reader.finish(console) == {"out": b"", "err": b"distrun: over\n"}
+
+
+def test_what_comes_after_an_interrupt_is_left_out_also_if_nothing_was_printed_before(reader: Reader) -> None:
+    console = Console({}, out_fd=reader.out, err_fd=reader.err)
+    console.attach(lambda task: Path("/none"), "job")
+    console.start()
+    console.leave_out(2048)
+    reader.start()
+    assert reader.finish(console)["err"] == b"distrun: 2.0 KiB of output are not shown: distrun logs job\n"
+
+
 def test_streams_go_to_their_own_places_with_prefixes(reader: Reader) -> None:
     reader.start()
     printer = console(reader)
-    printer.output("worker-1", "d2", "out", b"one\ntw", 0)
-    printer.output("worker-0", "d1", "out", b"other\n", 0)
-    printer.output("worker-1", "d2", "err", b"warned\n", 6)
-    printer.output("worker-1", "d2", "out", b"o\nlast", 13)
+    output(printer, "worker-1", "d2", "out", b"one\ntw", 0)
+    output(printer, "worker-0", "d1", "out", b"other\n", 0)
+    output(printer, "worker-1", "d2", "err", b"warned\n", 6)
+    output(printer, "worker-1", "d2", "out", b"o\nlast", 13)
     printer.say("hello", "info")
     got = reader.finish(printer)
     assert got["out"] == b"worker-1@d2 | one\nworker-0@d1 | other\nworker-1@d2 | two\nworker-1@d2 | last\n"
@@ -100,7 +126,7 @@ def test_a_reader_that_sleeps_stalls_nobody_and_loses_nothing(
             data = b"%d %s\n" % (number, b"x" * 300)
             at = file.tell()
             file.write(data)
-            printer.output("worker-0", "h", stream, data, at)
+            output(printer, "worker-0", "h", stream, data, at)
             expected[stream] += data
     assert time.monotonic() - begun < LIMIT_S
     reader.start()
@@ -123,7 +149,7 @@ def test_what_is_in_no_log_is_kept_up_to_a_limit_and_then_counted(
     monkeypatch.setattr(clients, "UNLOGGED_LIMIT", 300_000)
     printer = console(reader, prefix=False)
     for _ in range(10):
-        printer.output("worker-0", "h", "out", b"y" * 65535 + b"\n", None)
+        output(printer, "worker-0", "h", "out", b"y" * 65535 + b"\n", None)
     reader.start()
     got = reader.finish(printer)
     assert len(got["out"]) < 10 * 65536
@@ -135,7 +161,7 @@ def test_a_reader_that_goes_away_ends_the_printing_there_only(reader: Reader) ->
     os.close(reader.out_read)
     reader.out_read = os.dup(reader.err_read)
     for _ in range(100):
-        printer.output("worker-0", "h", "out", b"z" * 10000 + b"\n", None)
+        output(printer, "worker-0", "h", "out", b"z" * 10000 + b"\n", None)
     printer.say("still here")
     thread = threading.Thread(target=reader._read, args=("err", reader.err_read))
     thread.start()
@@ -156,12 +182,12 @@ def test_after_an_interrupt_the_backlog_is_left_out_and_one_line_says_how_much(
     line = b"%s\n" % (b"x" * 1023)
     log.write_bytes(line * 4000)
     for number in range(2000):
-        printer.output("worker-0", "h", "err" if number % 5 == 0 else "out", line, 1024 * number)
+        output(printer, "worker-0", "h", "err" if number % 5 == 0 else "out", line, 1024 * number)
     printer.say("before")
     printer.leave_out()
     for number in range(2000, 4000):
-        printer.output("worker-0", "h", "out", line, 1024 * number)
-    printer.output("worker-0", "h", "out", b"the last words\n", None)
+        output(printer, "worker-0", "h", "out", line, 1024 * number)
+    output(printer, "worker-0", "h", "out", b"the last words\n", None)
     reader.start()
     got = reader.finish(printer)
     assert len(got["out"]) < 2 * printing.LAST_BYTES + (1 << 17), "what the pipe held, and the last words"
@@ -178,7 +204,7 @@ def test_ctrl_c_while_the_last_output_is_printed_leaves_out_the_rest(
 ) -> None:
     printer = console(reader, prefix=False)
     for _ in range(100):
-        printer.output("worker-0", "h", "out", b"y" * 65535 + b"\n", None)
+        output(printer, "worker-0", "h", "out", b"y" * 65535 + b"\n", None)
 
     joined = printing.Writer.join
 
@@ -201,7 +227,7 @@ def test_pause_holds_the_output_and_goes_on_again(reader: Reader) -> None:
     reader.start()
     printer = console(reader)
     printer.toggle_pause()
-    printer.output("worker-0", "h", "out", b"later\n", None)
+    output(printer, "worker-0", "h", "out", b"later\n", None)
     time.sleep(0.3)
     assert reader.got["out"] == b""
     printer.toggle_pause()
@@ -212,7 +238,7 @@ def test_closing_ends_a_pause(reader: Reader) -> None:
     reader.start()
     printer = console(reader)
     printer.toggle_pause()
-    printer.output("worker-0", "h", "out", b"later\n", None)
+    output(printer, "worker-0", "h", "out", b"later\n", None)
     assert reader.finish(printer)["out"] == b"worker-0@h | later\n"
 
 
@@ -221,7 +247,7 @@ def test_a_log_that_vanished_is_said(reader: Reader, tmp_path: Path, monkeypatch
     printer = console(reader, prefix=False)
     printer.attach(lambda task: tmp_path / "gone")
     printer.toggle_pause()
-    printer.output("worker-0", "h", "out", b"0123456789ab", 0)
+    output(printer, "worker-0", "h", "out", b"0123456789ab", 0)
     printer.toggle_pause()
     reader.start()
     assert b"12 bytes not shown" in reader.finish(printer)["out"]
@@ -247,7 +273,7 @@ def test_colour_is_a_matter_of_the_environment_where_there_is_no_terminal(
 def test_prefixes_are_coloured_by_role_when_wanted(reader: Reader) -> None:
     reader.start()
     printer = Console({"FORCE_COLOR": "1"}, out_fd=reader.out, err_fd=reader.err)
-    printer.output("server-0", "h", "out", b"x\n", 0)
+    output(printer, "server-0", "h", "out", b"x\n", 0)
     assert reader.finish(printer)["out"] == b"\x1b[38;5;67mserver-0@h\x1b[0m | x\n"
 
 
@@ -256,7 +282,7 @@ def test_on_a_terminal_the_order_of_both_streams_is_kept() -> None:
     other = os.dup(terminal)
     printer = Console({"NO_COLOR": "1"}, out_fd=terminal, err_fd=other)
     for number in range(20):
-        printer.output("worker-0", "h", "out" if number % 2 else "err", b"%d\n" % number, None)
+        output(printer, "worker-0", "h", "out" if number % 2 else "err", b"%d\n" % number, None)
     printer.close()
     data = b""
     while data.count(b"\n") < 20:
@@ -270,7 +296,7 @@ def test_a_stuck_terminal_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(printing, "STUCK_S", 0.3)
     main, terminal = os.openpty()
     printer = Console({}, out_fd=terminal, err_fd=terminal)
-    printer.output("worker-0", "h", "out", b"x\n" * 200_000, None)
+    output(printer, "worker-0", "h", "out", b"x\n" * 200_000, None)
     begun = time.monotonic()
     printer.close()
     assert time.monotonic() - begun < 30
@@ -333,12 +359,12 @@ def test_the_jobs_line_stands_below_the_bars_and_output_scrolls_above(watched: W
     printer.follow("sync", {"text": "", "level": "info", "sync": {"ready": 0, "hosts": 1, "detail": "5%, 3 files"}})
     watched.shows("connect 1/1 · check 0/1 · sync 0/1 (5%, 3 files)")
     printer.follow("event", {"event": "state", "state": "running"})
-    printer.output("worker-0", "h", "err", b"\r 10%", None)
-    printer.output("worker-1", "h", "out", b"\r 20%", None)
+    output(printer, "worker-0", "h", "err", b"\r 10%", None)
+    output(printer, "worker-1", "h", "out", b"\r 20%", None)
     printer.follow("metrics", metrics(step=5, total=10, fraction=0.5, loss="nan"))
     watched.shows("...", "worker-0@h |  10%", "worker-1@h |  20%", "step 5/10 (50 %) · loss nan")
     assert watched.screen.lines[0].startswith("distrun: 2 tasks started in ")
-    printer.output("worker-1", "h", "err", b"said\n", None)
+    output(printer, "worker-1", "h", "err", b"said\n", None)
     watched.shows("...", "worker-1@h | said", "worker-0@h |  10%", "worker-1@h |  20%", "step 5/10 (50 %) · loss nan")
     printer.end_output()
     printer.say("over")
@@ -348,11 +374,11 @@ def test_the_jobs_line_stands_below_the_bars_and_output_scrolls_above(watched: W
 
 def test_nothing_is_drawn_while_a_question_stands_there_or_printing_is_paused(watched: Watched) -> None:
     printer = watched.console()
-    printer.output("worker-0", "h", "err", b"\r 10%", None)
+    output(printer, "worker-0", "h", "err", b"\r 10%", None)
     watched.shows("worker-0@h |  10%")
     printer.hold("password: ")
-    printer.output("worker-0", "h", "err", b"\r 20%", None)
-    printer.output("worker-1", "h", "out", b"later\n", None)
+    output(printer, "worker-0", "h", "err", b"\r 20%", None)
+    output(printer, "worker-1", "h", "out", b"later\n", None)
     printer.hold("another? ")
     printer.release("yes\n")
     printer.release("no\n")
@@ -368,8 +394,8 @@ def test_nothing_is_drawn_while_a_question_stands_there_or_printing_is_paused(wa
 def test_the_region_is_on_the_terminal_of_stderr_only(watched: Watched, reader: Reader) -> None:
     reader.start()
     printer = watched.console(out_fd=reader.out)
-    printer.output("worker-0", "h", "out", b"line\n\r 10%", None)
-    printer.output("worker-0", "h", "err", b"\r 20%", None)
+    output(printer, "worker-0", "h", "out", b"line\n\r 10%", None)
+    output(printer, "worker-0", "h", "err", b"\r 20%", None)
     watched.shows("worker-0@h |  20%")
     printer.follow("metrics", metrics(step=5))
     watched.shows("worker-0@h |  20%", "step 5")
@@ -381,10 +407,10 @@ def test_a_terminal_of_stdout_alone_gets_lines_and_no_region(watched: Watched, r
     reader.start()
     printer = watched.console(err_fd=reader.err)
     assert not printer.draws
-    printer.output("worker-0", "h", "out", b"\r 10%", None)
+    output(printer, "worker-0", "h", "out", b"\r 10%", None)
     watched.shows("worker-0@h |  10%")
     printer.follow("sync", {"text": "sync 1/1", "level": "info"})
-    printer.output("worker-0", "h", "out", b"\r 20%\n", None)
+    output(printer, "worker-0", "h", "out", b"\r 20%\n", None)
     assert reader.finish(printer)["err"] == b"distrun: sync 1/1\n"
     watched.shows("worker-0@h |  10%", "worker-0@h |  20%")
 
@@ -395,7 +421,7 @@ def test_nothing_is_drawn_in_ci_and_on_a_dumb_terminal(env: dict[str, str]) -> N
     printer = watched.console()
     assert not printer.draws
     printer.follow("event", {"event": "hello", "host": "h"})
-    printer.output("worker-0", "h", "err", b"\r 10%\r 20%\n", None)
+    output(printer, "worker-0", "h", "err", b"\r 10%\r 20%\n", None)
     printer.close()
     watched.shows("worker-0@h |  20%")
     watched.close()
@@ -406,7 +432,7 @@ def test_quiet_has_bars_and_no_line_of_the_job(watched: Watched) -> None:
     assert not printer.draws
     printer.follow("metrics", metrics(step=5))
     printer.follow("sync", {"text": "sync 1/1", "level": "info"})
-    printer.output("worker-0", "h", "err", b"\r 10%", None)
+    output(printer, "worker-0", "h", "err", b"\r 10%", None)
     watched.shows("worker-0@h |  10%")
     printer.close()
 
@@ -414,7 +440,7 @@ def test_quiet_has_bars_and_no_line_of_the_job(watched: Watched) -> None:
 def test_bars_of_200_workers_are_folded_and_a_resize_is_noticed(watched: Watched) -> None:
     printer = watched.console()
     for rank in range(200):
-        printer.output(f"worker-{rank}", "h", "err", b"\r%d%%" % rank, None)
+        output(printer, f"worker-{rank}", "h", "err", b"\r%d%%" % rank, None)
     watched.shows(*(f"worker-{rank}@h | {rank}%" for rank in range(7)), "+193 more progress bars")
     fcntl.ioctl(watched.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 5, 80, 0, 0))
     watched.shows("worker-0@h | 0%", "worker-1@h | 1%", "+198 more progress bars")
@@ -450,10 +476,10 @@ def test_the_dashboard_draws_symbols_where_the_job_line_does(
 
 def test_lines_that_come_one_by_one_are_all_shown_above_the_region(watched: Watched) -> None:
     printer = watched.console()
-    printer.output("worker-0", "h", "err", b"\r 10%", None)
+    output(printer, "worker-0", "h", "err", b"\r 10%", None)
     watched.shows("worker-0@h |  10%")
     for number in range(3000):
-        printer.output("worker-1", "h", "out", b"%d\n" % number, None)
+        output(printer, "worker-1", "h", "out", b"%d\n" % number, None)
     watched.shows("...", "worker-1@h | 2998", "worker-1@h | 2999", "worker-0@h |  10%")
     assert [line.rpartition(" ")[2] for line in watched.screen.lines[:-2]] == [str(n) for n in range(3000)]
     printer.close()

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from distrun.errors import HostsError, UsageError
-from distrun.hosts import parse
-from distrun.hosts.grammar import HostSpec
+from distrun.hosts import HostSpec, parse
 
 
 @pytest.fixture

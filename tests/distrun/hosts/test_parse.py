@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from distrun.errors import HostsError
-from distrun.hosts import grammar
+from distrun.hosts import HostSpec, Inventory, grammar, named
 from distrun.hosts import parse as reading
-from distrun.hosts.grammar import Fault, HostSpec, Inventory
+from distrun.hosts.grammar import Fault
 
 
 def parse(text: str, form: str = "auto", files: dict[str, str] | None = None) -> Inventory:
@@ -341,7 +341,7 @@ def test_the_list_of_the_command_line_is_refused_in_its_own_words() -> None:
 
 
 def test_an_inventory_of_names_has_them_and_no_others() -> None:
-    found = grammar.named(["here"])
+    found = named(["here"])
     assert found.names == found.order == ("here",)
     assert found.spec("here") == HostSpec("here")
     with pytest.raises(KeyError):

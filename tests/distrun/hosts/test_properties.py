@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from distrun.errors import HostsError
-from distrun.hosts import parse, ranges
-from distrun.hosts.grammar import FORMATS, Fault, HostSpec, Inventory
+from distrun.hosts import HostSpec, Inventory, parse, ranges
+from distrun.hosts.grammar import FORMATS, Fault
 from distrun_runtime.contract import gpus
 
 EXAMPLE = (Path(__file__).parents[3] / "hosts.example").read_text("utf-8")

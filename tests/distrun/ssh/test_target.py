@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distrun import shipping
-from distrun.hosts.grammar import HostSpec
+from distrun.hosts import HostSpec
 from distrun.ssh.resolve import Target, remote_command
 
 

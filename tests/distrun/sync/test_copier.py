@@ -563,7 +563,7 @@ def test_cancelling_waits_for_no_configuration_and_for_no_next_attempt(bench: Be
     wait(lambda: asked.is_set() and (bench.hosts.root / "tried").exists(), "both in work")
     canceller = threading.Thread(target=copier.cancel)
     canceller.start()
-    wait(lambda: copier.is_cancelled, "it is cancelled though a configuration is still being read")
+    wait(copier._cancelled.is_set, "it is cancelled though a configuration is still being read")
     answered.set()
     assert isinstance(got.get(timeout=LIMIT_S), PrepareFailed)
     canceller.join(LIMIT_S)

@@ -57,6 +57,15 @@ def test_the_program_on_the_host_runs_under_every_python_that_is_here(version: s
     assert [path.name for path in (tmp_path / "a 'b'").iterdir()] == [".distrun-sync"]
 
 
+def test_a_host_that_comes_late_is_told_who_got_the_files_and_not_who_asks_at_the_same_time(tmp_path: Path) -> None:
+    """d1 has copied; d2 has come late as well, and its link is there until it has read that."""
+    (tmp_path / folder_contract.MARKER).touch()
+    folder_contract.note_copy(str(tmp_path), "p", "d1")
+    (tmp_path / ("p" + folder_contract.ON)).symlink_to("d2")
+    done = run(rsync.rsync_path(str(tmp_path), partial="p", host="d3") + " --server . ./", tmp_path)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (0, "distrun-sync: shared d1")
+
+
 @pytest.mark.parametrize("version", TOO_OLD)
 def test_a_python_that_is_too_old_is_named(version: str, tmp_path: Path) -> None:
     done = run(rsync.rsync_path("~/job", python=need(version)), tmp_path)

@@ -79,9 +79,10 @@ def test_the_device_of_a_server_is_read_by_servers() -> None:
 
 
 @pytest.mark.parametrize("name", ["DMLC_NUM_SERVER", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"])
-def test_a_variable_that_is_missing_is_named(name: str) -> None:
+@pytest.mark.parametrize("role", ["worker", "server"])
+def test_a_variable_that_is_missing_is_named(role: str, name: str) -> None:
     with pytest.raises(ContractError, match="%s is not set on host " % name):
-        node.read("worker", without(name))
+        node.read(role, without(name))
 
 
 def test_without_a_job_the_way_to_one_is_shown() -> None:

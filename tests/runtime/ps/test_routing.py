@@ -312,6 +312,15 @@ def test_shards_that_travel_in_different_ways_share_no_message_and_none_is_left_
             assert len(one.entries) == 4 or used[at] + size_of[first] > 1000, "it would have fitted into the one before"
 
 
+def test_keys_that_travel_by_rows_have_a_number_and_no_messages_in_a_route() -> None:
+    shapes: list[tuple[int, ...]] = [(4, 2), (6,), (5,)]
+    hows = [How(compression.ROWS), How(), How(3)]
+    route = Route.of(shards_of(shapes, [np.dtype(np.float32)] * 3, 1), shapes, hows)
+    assert route.numbers.tolist() == [10, 11, 12]
+    assert [(portion.items.tolist(), portion.how) for portion in route.portions] == [([1], hows[1]), ([2], hows[2])]
+    assert route.runs == [2]
+
+
 class Staging:
     """Memory that the receiver reads where it is."""
 
@@ -398,6 +407,17 @@ def test_a_portion_that_is_forgotten_is_told_anew() -> None:
     assert buckets.name(portion, rounds, registers=False) == (0, -1)
     buckets.name(portion, rounds + 1, registers=True)
     assert buckets.name(portion, rounds + 1, registers=False) == (2, 0)
+
+
+def test_a_portion_that_was_never_told_is_forgotten_without_an_effect_on_others() -> None:
+    buckets, never_told = Buckets(), portion_of()
+    rounds = np.zeros(10, np.int64)
+    buckets.forget([never_told])
+    told = [portion_of() for _ in range(BUCKETS)]
+    for portion in told:
+        buckets.name(portion, rounds, registers=True)
+    buckets.forget([never_told])
+    assert [buckets.name(portion, rounds, registers=False) for portion in (told[0], told[-1])] == [(1, 0), (BUCKETS, 0)]
 
 
 def test_a_portion_that_is_told_anew_keeps_its_new_bucket_when_its_former_one_is_given_to_another() -> None:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from cluster import DEADLINE_S, Cluster
 
+from distrun_runtime.errors import StoreClosed
+
 pytestmark = pytest.mark.usefixtures("engine", "server_device")
 
 Job = Callable[..., Cluster]
@@ -318,6 +320,8 @@ def test_a_worker_leaves_in_the_middle_of_open_rounds(job: Job) -> None:
         if kv.rank == 2:
             kv.push("a", full("a", 100))
             kv.leave()
+            with pytest.raises(StoreClosed):
+                kv.push("a", full("a", 100))
             left.set()
             return
         outs, pending = [full("a", -1) for _ in range(3)], []

@@ -11,6 +11,7 @@ import pytest
 from cluster import Cluster, open_store
 
 from distrun_runtime.arrays import dtypes
+from distrun_runtime.errors import KVError
 from distrun_runtime.store.values import RowSparse
 
 pytestmark = pytest.mark.usefixtures("engine", "server_device")
@@ -256,6 +257,10 @@ def test_each_contribution_is_multiplied_by_its_own_scale(job: Job, dtype: str) 
         assert (np.delete(found, 2, axis=0) == 4).all()
         assert (pulled(kv, "c", TABLE, dtype) == 2.25).all()
         assert (dtypes.widen(gradients[0]) == 1).all(), "the pushed array is as it was"
+        kv.pushpull("w", gradients[0], scale=0.25)
+        assert (dtypes.widen(gradients[0]) == 0.5).all()
+        with pytest.raises(KVError, match="scale"):
+            kv.push("w", gradients[0], scale=float("inf"))
 
     with job(2, 2, bigarray_bound=BOUND) as made:
         made.run(script)
@@ -268,6 +273,7 @@ def test_async_pushes_take_rows_codecs_and_scales(job: Job) -> None:
         kv.set_optimizer("sgd", learning_rate=1.0)
         kv.barrier()
         kv.push(["c", "t"], [np.full(TABLE, 0.5, "f4"), rows(TABLE, [4 + kv.rank], 1)], scale=0.5)
+        kv.push("t", RowSparse.empty(TABLE))
         kv.barrier()
         found = pulled(kv, "t", TABLE)
         assert found[:, 0].tolist() == [0.5 if row in (4, 5) else 1 for row in range(40)]

@@ -197,6 +197,7 @@ def test_a_workers_exception_ends_the_waits_of_the_others(job: Job) -> None:
         made.run(script)
     assert len(caught) == 2
     assert all("my own mistake" in text for text in caught)
+    assert made.codes["scheduler"] == 1
 
 
 def test_servers_count_bytes_updates_keys_and_rounds(job: Job) -> None:
@@ -224,33 +225,6 @@ def test_servers_count_bytes_updates_keys_and_rounds(job: Job) -> None:
     assert grown("bytes_in") == grown("bytes_out") == 3 * 2 * (WIDE + 4) * 4 + 2 * again
     assert grown("updates") == 3 * 3
     assert [facts["queue"] for facts in after] == [0, 0]
-
-
-def test_staleness_of_asynchronous_pushes_is_counted_by_worker(job: Job) -> None:
-    turn = threading.Event()
-
-    def script(kv: Any) -> Any:
-        kv.init("a", full(0))
-        kv.set_optimizer("test")
-        pulled(kv, "a")
-        kv.barrier()
-        if kv.rank == 0:
-            for _ in range(3):
-                kv.push("a", full(1)).wait()
-            turn.set()
-        else:
-            assert turn.wait(DEADLINE_S)
-            kv.push("a", full(1)).wait()
-            pulled(kv, "a")
-            kv.push("a", full(1)).wait()
-        kv.barrier()
-        [facts] = kv.stats()
-        return facts["staleness"]
-
-    with job(2, 1) as made:
-        found = made.run(script, "dist_async")[0]
-    assert found["1"] == {"mean": 1.5, "max": 3, "pushes": 2}
-    assert found["0"]["pushes"] == 3
 
 
 def test_norms_of_whole_values_are_the_same_for_groups_of_keys_and_single_ones(job: Job) -> None:

@@ -139,20 +139,6 @@ def test_a_dense_push_to_a_row_sparse_key_has_all_rows_and_a_pull_gives_the_whol
         job.run(script)
 
 
-def test_without_a_rule_a_round_of_rows_assigns_their_sum() -> None:
-    def script(kv: KVStore) -> None:
-        kv.init("wide", ones(WIDE))
-        kv.push("wide", some(WIDE, [1, 100 + kv.rank], 2))
-        out = np.zeros(WIDE, "float32")
-        kv.pull("wide", out)
-        expected = np.zeros(WIDE, "float32")
-        expected[[1, 100, 101]] = [[4.0], [2.0], [2.0]]
-        assert (out == expected).all()
-
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
-
-
 def test_rows_out_of_range_are_refused_before_anything_is_sent() -> None:
     def script(kv: KVStore) -> None:
         kv.init(["wide", "dense"], [ones(WIDE), np.ones(WIDE, "float32")])
@@ -201,21 +187,6 @@ def test_rows_of_other_element_types(dtype: str) -> None:
 
     with Cluster(over="inproc", bigarray_bound=BOUND) as job:
         job.run(script)
-
-
-def test_async_pushes_of_rows_are_applied_on_arrival_and_empty_ones_change_nothing() -> None:
-    def script(kv: KVStore) -> None:
-        kv.init("w", ones(WIDE))
-        kv.set_optimizer("test", rescale_grad=1)
-        kv.push("w", some(WIDE, [3, 90]))
-        kv.push("w", RowSparse.empty(WIDE))
-        kv.barrier()
-        out = RowSparse.empty(WIDE)
-        kv.row_sparse_pull("w", out, row_ids=[3, 4, 90])
-        assert (out.values[:, 0] == [3, 1, 3]).all()
-
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script, "dist_async")
 
 
 @pytest.mark.parametrize(

@@ -194,19 +194,6 @@ def test_a_rule_of_the_users_own_steps_on_the_servers_and_one_of_another_module_
         job.run(script)
 
 
-def test_a_failing_rule_of_the_users_own_gives_its_traceback() -> None:
-    def script(kv: KVStore) -> None:
-        kv.init("w", full(0))
-        kv.set_optimizer("rules_of_users:Failing")
-        kv.push("w", full(3))
-        with pytest.raises(RuleError, match="one of the user's own") as caught:
-            pulled(kv, "w")
-        assert "rules_of_users.py" in caught.value.server_traceback
-
-    with Cluster(over="inproc", imports=("rules_of_users",)) as job:
-        job.run(script)
-
-
 def test_a_schedule_counts_the_updates_of_each_weight() -> None:
     def script(kv: KVStore) -> None:
         kv.init(["w", "v"], [full(0), full(0)])
@@ -257,21 +244,6 @@ def test_what_a_function_raises_on_a_server_is_raised_by_the_pull_with_its_trace
         job.run(script)
 
 
-def test_a_contribution_is_multiplied_by_its_scale() -> None:
-    def script(kv: KVStore) -> None:
-        kv.init(["w", "v"], [full(0), full(0, WIDE)])
-        value = full(1, WIDE)
-        kv.push("w", full(1), scale=0.5 + kv.rank)
-        assert (pulled(kv, "w") == 2).all()
-        kv.pushpull("v", value, scale=0.25)
-        assert (value == 0.5).all()
-        with pytest.raises(KVError, match="scale"):
-            kv.push("w", full(1), scale=float("inf"))
-
-    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
-        job.run(script)
-
-
 def test_an_assigned_value_replaces_what_is_stored_and_the_rules_state_goes_on() -> None:
     """In MXNet a value could not be set again."""
 
@@ -301,22 +273,6 @@ def test_an_assign_that_differs_between_workers_names_both() -> None:
         assert (pulled(kv, "w") == 3).all()
 
     with Cluster(over="inproc") as job:
-        job.run(script)
-
-
-def test_bfloat16_arrives_unchanged_and_is_summed_in_float32() -> None:
-    def script(kv: KVStore) -> None:
-        kv.init(["w", "v"], [full(1, dtype="bfloat16"), full(1, WIDE, "bfloat16")])
-        for key, shape in (("w", SHAPE), ("v", WIDE)):
-            out = full(0, shape, "bfloat16")
-            kv.pull(key, out)
-            assert (dtypes.widen(out) == 1).all()
-            # 256 + 1 + 1 rounds to 258 where it is added in float32, and to 256 where each step is rounded.
-            kv.push(key, full([256, 1, 1][kv.rank], shape, "bfloat16"))
-            kv.pull(key, out)
-            assert (dtypes.widen(out) == 258).all()
-
-    with Cluster(3, 2, over="inproc", bigarray_bound=BOUND) as job:
         job.run(script)
 
 

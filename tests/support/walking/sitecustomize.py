@@ -1,23 +1,24 @@
 """Notes which functions of ours a process enters. Python imports it at its start where PYTHONPATH names this folder.
 
 The process writes them to the file `$WALK_OUT.PID` as JSON when it ends: names of functions by module, and of classes
-that are made (`class NAME`). If WALK_STEPS is set, it writes those between two signals instead: at CLEAR it forgets
-what it has seen, at WRITE it writes. It answers CLEAR with a file, too: `$WALK_OUT.PID.cleared`.
+that are made (`class NAME`). If WALK_STEPS is set, it is watched several times instead: at each signal NEXT it writes
+what it has entered since the last one to `$WALK_OUT.PID.N.json`, N = 0, 1, 2...
 """
 
 import atexit
+import itertools
 import json
 import os
 import signal
 import sys
 import threading
 
-CLEAR = signal.SIGRTMIN + 8
-WRITE = signal.SIGRTMIN + 9
+NEXT = signal.SIGRTMIN + 8
 
 OURS = ("distrun.", "distrun_runtime.")
 NEW_LOCALS = 2  # inspect.CO_NEWLOCALS: a function's code has it, that of a class does not
 seen = {}
+windows = itertools.count()
 
 
 def note(frame, event, argument):
@@ -30,24 +31,18 @@ def note(frame, event, argument):
             seen.setdefault(module, set()).add(kind + getattr(code, "co_qualname", code.co_name))
 
 
-def path():
-    return "%s.%d" % (os.environ["WALK_OUT"], os.getpid())
-
-
-def write_file(name, text):
-    """Whoever sees the file finds all of it."""
+def write(ending="json"):
+    """Write what was seen. A reader that finds the file finds all of it."""
+    name = "%s.%d.%s" % (os.environ["WALK_OUT"], os.getpid(), ending)
     with open(name + ".part", "w") as file:
-        file.write(text)
+        json.dump({module: sorted(names) for module, names in list(seen.items())}, file)
     os.rename(name + ".part", name)
 
 
-def write(*_):
-    write_file(path() + ".json", json.dumps({module: sorted(names) for module, names in list(seen.items())}))
-
-
-def clear(*_):
+def write_window(*_):
+    """Write what was seen since the last window, and begin a new one."""
+    write("%d.json" % next(windows))
     seen.clear()
-    write_file(path() + ".cleared", "")
 
 
 def leave(code, real=os._exit):
@@ -57,8 +52,7 @@ def leave(code, real=os._exit):
 
 if os.environ.get("WALK_OUT"):
     if os.environ.get("WALK_STEPS"):
-        signal.signal(CLEAR, clear)
-        signal.signal(WRITE, write)
+        signal.signal(NEXT, write_window)
     else:
         atexit.register(write)
         os._exit = leave

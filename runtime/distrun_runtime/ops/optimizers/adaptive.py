@@ -10,7 +10,18 @@ from typing import ClassVar, cast
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.ops.optimizers.base import COMMON, DECAY, LAZY, Rates, Rule, State, decay, learning_rate, subtract
+from distrun_runtime.ops.optimizers.base import (
+    COMMON,
+    DECAY,
+    LAZY,
+    Rates,
+    Rule,
+    State,
+    average,
+    decay,
+    learning_rate,
+    subtract,
+)
 from distrun_runtime.ops.params import Param
 
 BETAS = (
@@ -146,8 +157,7 @@ class Adamax(Rule):
         self.clip(given)
         mean, largest = cast(Array, state["mean"]), cast(Array, state["largest"])
         beta1 = self.number("beta1")
-        mean *= beta1
-        mean += (1.0 - beta1) * given
+        average(mean, beta1, given)
         largest *= self.number("beta2")
         np.abs(given, out=given)
         given += self.number("epsilon")
@@ -234,9 +244,8 @@ class RmsProp(Rule):
         step = self.rescaled(grad)
         decay(step, weight, rates)
         self.clip(step)
-        square, gamma = cast(Array, state["square"]), self.number("gamma1")
-        square *= gamma
-        square += (1.0 - gamma) * np.multiply(step, step)
+        square = cast(Array, state["square"])
+        average(square, self.number("gamma1"), np.multiply(step, step))
         if self.params["centered"]:
             weight += self._centered(step, square, state, rates)
         else:
@@ -248,9 +257,8 @@ class RmsProp(Rule):
             np.clip(weight, -limit, limit, out=weight)
 
     def _centered(self, step: Array, square: Array, state: State, rates: Rates) -> Array:
-        mean, delta, gamma = cast(Array, state["mean"]), cast(Array, state["delta"]), self.number("gamma1")
-        mean *= gamma
-        mean += (1.0 - gamma) * step
+        mean, delta = cast(Array, state["mean"]), cast(Array, state["delta"])
+        average(mean, self.number("gamma1"), step)
         step *= rates.learning_rate
         step /= np.sqrt(square - np.multiply(mean, mean) + self.number("epsilon"))
         delta *= self.number("gamma2")
@@ -294,12 +302,10 @@ class AdaDelta(Rule):
         """Update in place."""
         given, rho, tiny = self.cut(grad), self.number("rho"), self.number("epsilon")
         square, delta = cast(Array, state["square"]), cast(Array, state["delta"])
-        square *= rho
-        square += (1.0 - rho) * np.multiply(given, given)
+        average(square, rho, np.multiply(given, given))
         given *= np.sqrt(delta + tiny)
         given /= np.sqrt(square + tiny)
-        delta *= rho
-        delta += (1.0 - rho) * np.multiply(given, given)
+        average(delta, rho, np.multiply(given, given))
         decay(given, weight, rates)
         subtract(weight, given, rates.learning_rate)
 
@@ -325,8 +331,7 @@ class Ftml(Rule):
         decay(given, weight, rates)
         self.clip(given)
         variance, before, z = (cast(Array, state[name]) for name in self.keeps)
-        variance *= beta2
-        variance += (1.0 - beta2) * np.multiply(given, given)
+        average(variance, beta2, np.multiply(given, given))
         present = np.sqrt(variance / (1.0 - beta2**rates.updates))
         present += self.number("epsilon")
         present *= (1.0 - beta1**rates.updates) / rates.learning_rate

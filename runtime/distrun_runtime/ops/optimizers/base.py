@@ -290,6 +290,12 @@ def subtract(weight: Array, step: Array, rate: float) -> None:
     weight -= step
 
 
+def average(mean: Array, rate: float, value: Array) -> None:
+    """Take a value into a running average, in place: mean = rate mean + (1 - rate) value."""
+    mean *= rate
+    mean += (1.0 - rate) * value
+
+
 def work_of(weight: Array, state: State) -> Array:
     """Return what a step calculates on: the master if there is one, else the weight in its work dtype."""
     master = state.get("master")
@@ -302,8 +308,11 @@ def shaped(state: State, shape: tuple[int, ...]) -> State:
     return {name: x.reshape(shape) if isinstance(x, np.ndarray) and x.size == size else x for name, x in state.items()}
 
 
-def check_keys(rule: Rule, items: Iterable[tuple[Key, np.dtype[Any]]]) -> None:
+def check_keys(rule: Rule, items: Iterable[tuple[Key, np.dtype[Any]]], what: str = "key") -> None:
     """Return if a rule can update weights of all these keys, which have these dtypes.
+
+    Arguments:
+        what: what the keys are, for the message.
 
     Raises:
         KVError: it cannot; the key is named.
@@ -312,7 +321,7 @@ def check_keys(rule: Rule, items: Iterable[tuple[Key, np.dtype[Any]]]) -> None:
         try:
             rule.check(dtype)
         except KVError as err:
-            raise KVError(f"key {key!r}: {err}") from None
+            raise KVError(f"{what} {key!r}: {err}") from None
 
 
 def spread(weight: Array, grad: Array, rows: Array) -> Array:

@@ -92,8 +92,10 @@ def updated(name: str, present: Mapping[str, Json], given: Mapping[str, object])
     new = parameters.canonical(f"rule {name!r}", found.table or (), given)
     merged = {**present, **new}
     if merged.get("lr_scheduler") is not None and "lr_scheduler" not in new and "learning_rate" in new:
-        text = "the learning rate comes from lr_scheduler (%s); to fix it, give lr_scheduler=None and learning_rate=%s"
-        raise KVError(text % (merged["lr_scheduler"], new["learning_rate"]))
+        raise KVError(
+            f"the learning rate comes from lr_scheduler ({merged['lr_scheduler']}); to fix it, give lr_scheduler=None"
+            f" and learning_rate={new['learning_rate']}"
+        )
     if new.get("lr_scheduler") is not None and "learning_rate" not in new:
         del merged["learning_rate"]
     return found.complete(merged)
@@ -139,8 +141,8 @@ def _builtin(name: object) -> Union[Type[Rule], None]:
         raise KVError(f"a rule is given by name ({', '.join(sorted(RULES))}), not as {kind}{fix}")
     found = RULES.get(name.lower())
     if found is None and ":" not in name and name != "updater":
-        text = "unknown rule %r%s; known are %s"
-        raise KVError(text % (name, did_you_mean(name.lower(), RULES), ", ".join(sorted(RULES))))
+        near = did_you_mean(name.lower(), RULES)
+        raise KVError(f"unknown rule {name!r}{near}; known are {', '.join(sorted(RULES))}")
     return found
 
 
@@ -440,14 +442,15 @@ def _load(kind: str, name: str, imports: Sequence[str] | None) -> object:
     module, word = _split(kind, name)
     if imports is not None and module not in imports:
         allowed = f"it was started with {', '.join(imports)}" if imports else "it was started with none"
-        text = "%s %r: this server may not import %s, %s; start the job with --server-import %s "
-        text += "(by hand: DISTRUN_SERVER_IMPORT=%s for every server)"
-        raise KVError(text % (kind, name, module, allowed, module, ",".join([*imports, module])))
+        raise KVError(
+            f"{kind} {name!r}: this server may not import {module}, {allowed}; start the job with --server-import"
+            f" {module} (by hand: DISTRUN_SERVER_IMPORT={','.join([*imports, module])} for every server)"
+        )
     try:
         there = importlib.import_module(module)
     except ModuleNotFoundError as err:
-        text = "%s %r: %s; the module must be where servers look for it: %s"
-        raise KVError(text % (kind, name, err, ", ".join(path or "." for path in sys.path))) from None
+        places = ", ".join(path or "." for path in sys.path)
+        raise KVError(f"{kind} {name!r}: {err}; the module must be where servers look for it: {places}") from None
     if not hasattr(there, word):
         raise KVError(f"{kind} {name!r}: {module} has no {word}")
     return cast(object, getattr(there, word))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from dataclasses import replace
@@ -20,6 +19,7 @@ from distrun_runtime.ops.optimizers.base import (
     Rates,
     Rule,
     State,
+    average,
     decay,
     learning_rate,
     subtract,
@@ -144,9 +144,7 @@ class Signum(Sgd):
             mean = cast(Array, state["momentum"])
             self.clip(step)
             decay(step, weight, rates)
-            mean *= self.number("momentum")
-            step *= 1.0 - self.number("momentum")
-            mean += step
+            average(mean, self.number("momentum"), step)
             np.sign(mean, out=step)
         else:
             share += rates.wd
@@ -223,6 +221,8 @@ def noise(stream: str, shape: tuple[int, ...], rates: Rates) -> Array:
         stream: which numbers; another text gives others.
         rates: of the step: `offset` and `rows` say which places the elements have.
     """
+    import hashlib  # with OpenSSL, which no other rule needs
+
     start = np.uint64(int.from_bytes(hashlib.blake2b(stream.encode(), digest_size=8).digest(), "little"))
     count, row_size = math.prod(shape), max(1, math.prod(shape[1:]))
     result = np.empty(count)
@@ -253,8 +253,10 @@ class Test(Rule):
         """Return if weights of this dtype can be updated."""
         rescale = self.number("rescale_grad")
         if dtype.kind in "iu" and (rescale != int(rescale) or abs(rescale) >= 2**63):
-            text = "rule 'test' with rescale_grad=%g updates float weights, not %s: whole numbers only"
-            raise KVError(text % (rescale, name_of(dtype)))
+            raise KVError(
+                f"rule 'test' with rescale_grad={rescale:g} updates float weights, not {name_of(dtype)}: whole numbers"
+                " only"
+            )
 
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""
