@@ -50,6 +50,10 @@ PARTITION: str | None = None
 SERVER_DEVICE: str | None = None
 """Where servers are to keep values (`distrun launch --server-device`), where the fixture `server_device` says so."""
 
+AS_GROUP = False
+"""Whether stores of all workers are made as those of a group that has all of them; the fixture `job` has it so on one
+path."""
+
 MUCH_BYTES = engines.MUCH_BYTES
 """How much work is done by a server's engine in its own thread; the fixture `engine` has all done there."""
 
@@ -95,6 +99,8 @@ def open_store(
     members: Sequence[int] | None = None,
 ) -> KVStore:
     """Return a store of the job of an open session, as `kvstore.create` makes it in a worker process."""
+    if AS_GROUP and group is None:
+        group, members = "all workers", range(session.config.workers)
     shared_by = None if group is None else group_of(session, group, members)
     return KVStore(DistBackend(type_name, session, staleness, deterministic, shared_by))
 

@@ -129,7 +129,7 @@ class StoreLink:
 
     def call(self, what: str, kind: Kind, body: dict[str, Any], after: Sequence[Request] = ()) -> Request:
         """Ask the scheduler, once `after` are done."""
-        naming = self._naming  # First: whoever finds none finds the number that came in its place.
+        naming = self._naming  # Read first: it is emptied after `store` has got its number.
         message = Message(kind, store=self.number if naming else self.store, body={**body, **naming})
         return self.ask(what, [(SCHEDULER_LINK, message)], after=after)
 

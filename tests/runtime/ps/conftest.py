@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import cluster
 import pytest
 from cluster import PATHS, Cluster
 from delays import delay
@@ -17,11 +18,14 @@ from history_server import History
 def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cluster]:
     """Makes a job whose messages take one of the paths; the arguments are `Cluster`'s.
 
+    On the path within the process, stores of all workers are those of a group (`cluster.AS_GROUP`).
+
     Its nodes are interrupted where that may do harm (`delays`); each test has a seed of its own. Not where a
     module says that it COUNTS_MESSAGES: what is gathered into one message depends on who is first.
     """
     if not getattr(request.module, "COUNTS_MESSAGES", False):
         delay(monkeypatch, request.node.nodeid)
+    monkeypatch.setattr(cluster, "AS_GROUP", request.param == "inproc")
     return partial(Cluster, over=PATHS[request.param])
 
 

@@ -83,7 +83,7 @@ def test_groups_overlap_and_a_store_of_all_workers_goes_on_beside_them(job: Job)
         assert each == {**own, "all": [10] * 4}
 
 
-def test_a_worker_alone_may_have_a_group_and_waits_for_nobody(job: Job, tmp_path: Path) -> None:
+def test_a_worker_alone_may_have_a_group_and_waits_for_no_other(job: Job, tmp_path: Path) -> None:
     def script(session: Any) -> Any:
         if session.rank != 1:
             return None
