@@ -150,9 +150,19 @@ class Jobs:
         has_lost: bool = False,
         is_dry: bool = False,
     ) -> tuple[Sequence[RemovedJob], Sequence[str]]:
-        """Remove the folders of jobs that are over; return what became of each, and what went wrong.
+        """Remove the folders of jobs that are over; return what became of each, and what went wrong, a line each.
 
-        See `killing.gc`.
+        Args:
+            names: ids, beginnings of them, or names: only these jobs, damaged ones, too. Empty: all that are over, lost
+                ones with `has_lost`.
+            older_s: only jobs that ended so long ago, seconds; None: `killing.OLDER_S`, and any that is named.
+            keep: so many of the newest jobs stay, however old they are.
+            has_lost: also jobs whose launcher died. One that is named needs it, too.
+            is_dry: remove nothing, and return what would be removed.
+
+        Raises:
+            UsageError: a job that is named is not over, as far as this machine knows, or is lost, without `has_lost`.
+            NoSuchJob: there is none of that name.
         """
         from distrun import killing
 
