@@ -290,7 +290,7 @@ def gc(
     has_lost: bool = False,
     is_dry: bool = False,
 ) -> tuple[list[RemovedJob], list[str]]:
-    """Remove the folders of those jobs of a store that are over: what `jobs.Jobs.gc` does, and says, for its own."""
+    """Remove the folders of jobs of `store` that are over. Arguments, result and errors are those of `jobs.Jobs.gc`."""
     every = store.list()
     states = {folder: folder.shown() for folder in (map(store.find, names) if names else every)}
     for folder, state in states.items() if names else ():
