@@ -468,6 +468,9 @@ class ForwardedOutput:
             wanted = {"tasks": list(names) if len(names) < len(job.tasks) else None, "until": "" if follow else "now"}
             self._connection.send("subscribe", output={**begin, **wanted})
         self._heard_at = time.monotonic()
+        """When it was last heard, or asked for a sign of life."""
+        self._silences = 0
+        """How often it has not answered that."""
 
     def _close(self) -> None:
         if self._connection is not None:
@@ -498,10 +501,10 @@ class ForwardedOutput:
             try:
                 frame = self._connection.receive(0.001)
             except TimeoutError:
-                if not self._follow and time.monotonic() >= self._heard_at + client.ANSWER_S:
-                    raise client.unanswering(self._job.folder, client.ANSWER_S) from None
+                if not self._follow:
+                    self._ask_for_a_sign(self._connection)
                 return
-            self._heard_at = time.monotonic()
+            self._heard_at, self._silences = time.monotonic(), 0
             if frame is None or frame.type in ("outcome", "failed"):
                 self._close()
                 if self._job.refresh().folder.outcome() is None and frame is None:
@@ -519,6 +522,22 @@ class ForwardedOutput:
                     self._close()
                 elif frame.type == "said" and not self._follow and header["level"] == "warning":
                     self._job.say(str(header["text"]), "warning")  # as a rule why the logs cannot be read
+
+    def _ask_for_a_sign(self, connection: ControlConnection) -> None:
+        """Ask a silent coordinator for the job's state from time to time: it may be searching long logs.
+
+        Raises:
+            CoordinatorLost: it has not answered.
+        """
+        from distrun import client
+
+        if time.monotonic() < self._heard_at + client.ANSWER_S / client.PROBES:
+            return
+        self._silences += 1
+        if self._silences >= client.PROBES:  # not the clock: this process may have been stopped
+            raise client.unanswering(self._job.folder, client.ANSWER_S)
+        connection.send("state")
+        self._heard_at = time.monotonic()
 
     def last(self) -> Iterator[LogPiece]:
         """Give what the coordinator did not send at the end: it waits for no client that is slow."""
