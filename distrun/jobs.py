@@ -29,7 +29,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distrun.errors import UsageError
@@ -150,9 +150,19 @@ class Jobs:
         has_lost: bool = False,
         is_dry: bool = False,
     ) -> tuple[Sequence[RemovedJob], Sequence[str]]:
-        """Remove the folders of jobs that are over; return what became of each, and what went wrong.
+        """Remove the folders of jobs that are over; return what became of each, and what went wrong, a line each.
 
-        See `killing.gc`.
+        Args:
+            names: ids, beginnings of them, or names: only these jobs, damaged ones, too. Empty: all that are over, lost
+                ones with `has_lost`.
+            older_s: only jobs that ended so long ago, seconds; None: `killing.OLDER_S`, and any that is named.
+            keep: so many of the newest jobs stay, however old they are.
+            has_lost: also jobs whose launcher died. One that is named needs it, too.
+            is_dry: remove nothing, and return what would be removed.
+
+        Raises:
+            UsageError: a job that is named is not over, as far as this machine knows, or is lost, without `has_lost`.
+            NoSuchJob: there is none of that name.
         """
         from distrun import killing
 
@@ -365,7 +375,8 @@ class Job:
             if is_elsewhere:
                 output = stack.enter_context(ForwardedOutput(self, names, {"cursor": 0}, follow))
             else:
-                output = RecordedOutput(self, stack.enter_context(LogReader(self.folder.logs)), names)
+                reader = stack.enter_context(LogReader(self.folder.logs))
+                output = RecordedOutput(self, reader, names if tasks else None)
             while (follow or is_elsewhere) and output.goes_on():
                 yield from output.pieces()
                 time.sleep(POLL_S)
@@ -400,9 +411,15 @@ def choose(tasks: Sequence[Mapping[str, Any]], wanted: Sequence[str]) -> Sequenc
 
 
 class RecordedOutput:
-    """What tasks printed, in the order in which it came, from the job's logs on this machine."""
+    """What tasks printed, in the order in which it came, from the job's logs on this machine.
 
-    def __init__(self, job: Job, reader: LogReader, names: Sequence[str]) -> None:
+    Args:
+        job: the job.
+        reader: reads its logs.
+        names: names of tasks; None: all.
+    """
+
+    def __init__(self, job: Job, reader: LogReader, names: Collection[str] | None) -> None:
         self.job = job
         self.reader = reader
         self.names = names
@@ -417,7 +434,8 @@ class RecordedOutput:
         from distrun_runtime.coordinator import logreader
 
         if cursor is None:
-            cursor = logreader.begin(self.reader, OutputWanted(**{**begin, "tasks": tuple(self.names)}))
+            tasks = None if self.names is None else tuple(self.names)
+            cursor = logreader.begin(self.reader, OutputWanted(**{**begin, "tasks": tasks}))
         self.cursor = cursor
 
     def goes_on(self) -> bool:
@@ -437,8 +455,9 @@ class RecordedOutput:
         """Give, after the last of `pieces`, what else there is of a job that is over."""
         if self.job.state in facts.LIVE:
             return
+        names = [str(row["name"]) for row in self.job.tasks] if self.names is None else self.names
         said = False
-        for piece in self.reader.rest(self.names):
+        for piece in self.reader.rest(names):
             if piece.time >= self.since:
                 if not said:
                     self.job.say("the order of the last lines is not known: their record was not written", "info")
