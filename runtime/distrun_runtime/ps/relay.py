@@ -191,8 +191,13 @@ class Relay:
         self._settling.clear()
 
     def forget(self, number: int) -> Store | None:
-        """A store is closed, so all sums of it are acknowledged; return the table of its shards, if there is one."""
+        """A store is closed; return the table of its shards, if there is one.
+
+        All sums of it are acknowledged, unless one of its workers was lost: then nobody waits for that.
+        """
         of = self.stores.pop(number, None)
+        self._sums = {each: store for each, store in self._sums.items() if store != number}
+        self._settling = [each for each in self._settling if each.message.store != number]
         self._fetches = {each: fetch for each, fetch in self._fetches.items() if fetch.of is not of}
         return None if of is None else of.store
 
@@ -404,7 +409,7 @@ class Relay:
             return []
         if message.request in self._sums:
             del self._sums[message.request]
-            if message.is_error:
+            if message.is_error and not message.body.get("closed"):  # The owner may hear sooner than we that it is.
                 return [role.Finish(1, f"a sum for another server was refused: {message.body.get('reason')}")]
             return self._acknowledged(message.request)
         if fetch is None:

@@ -28,6 +28,7 @@ from distrun_runtime.contract.facts import duration, listed
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.handshake import NodeIdentity, nodes_of
 from distrun_runtime.protocol.message import (
+    GROUP_STORES,
     NO_ENTRIES,
     Kind,
     Membership,
@@ -267,6 +268,8 @@ class Server:
 
     def _from_scheduler(self, message: Message) -> list[role.Action]:
         match message.kind:
+            case Kind.RULE | Kind.SAVE | Kind.LOAD | Kind.JOIN | Kind.LEFT if self._is_unknown(message.store):
+                return [self._refuse(role.SCHEDULER_LINK, message, f"{self.me.name} knows no store {message.store}")]
             case Kind.BYE if message.is_reply:
                 return [role.Finish(0, "told to stop")]
             case Kind.ROSTER:
@@ -407,12 +410,16 @@ class Server:
             if message.kind is Kind.NORMS:
                 return self._rounds.heard_norms(self._stores.get(message.store), message)
             return self._from_relay(link, message)
-        rank = self._ranks.get(link)
+        rank, known = self._ranks.get(link), self._stores.get(message.store)
+        if known is not None and rank is not None and rank not in known.members.places:
+            return [self._refuse(link, message, f"worker-{rank} does not share store {message.store}")]
         match message.kind:
             case _ if rank is None:
                 return []
             case Kind.SETTLE:
                 return self._relay.settle(link, rank, message)
+            case Kind.INIT if self._is_unknown(message.store):
+                return [self._refuse(link, message, f"{self.me.name} knows no store {message.store}")]
             case Kind.INIT:
                 if message.is_relayed:
                     return self._relay.declare(link, message, self._store(message.store).members)
@@ -426,11 +433,9 @@ class Server:
         wrong = self._relay.against(rank) if message.is_relayed else ""
         if wrong:
             return [self._refuse(link, message, wrong)]
-        store = self._relay.store(message.store) if message.is_relayed else self._stores.get(message.store)
+        store = self._relay.store(message.store) if message.is_relayed else known
         if store is None:
             return [self._refuse(link, message, f"store {message.store} has no keys on {self.me.name}")]
-        if rank not in store.members.ranks:
-            return [self._refuse(link, message, f"worker-{rank} does not share store {message.store}")]
         match message.kind:
             case Kind.PUSH | Kind.PULL | Kind.PUSHPULL:
                 return self._data(link, rank, store, message)
@@ -443,7 +448,8 @@ class Server:
         """Take in what another server sends for the workers of its host: a sum of their contributions, or a pull."""
         store, ranks = self._stores.get(message.store), [int(rank) for rank in message.body.get("ranks", ())]
         if store is None or message.kind not in (Kind.PUSH, Kind.PULL):
-            return [self._refuse(link, message, f"{self.me.name} expects no such {message.kind.name}")]
+            text = f"{self.me.name} expects no such {message.kind.name}"
+            return [role.Send(link, refusal(message, text, closed=store is None))]
         entries, shards = message.entries, store.find(message.entries)
         rounds = entries["round"].astype(np.int64)
         wrong = checks.against_ranks(message, ranks, store.members.ranks)
@@ -752,6 +758,10 @@ class Server:
             *self._pulls.all_advanced(store),
             *self._relay.excused(number),
         ]
+
+    def _is_unknown(self, number: int) -> bool:
+        """Whether a number is that of a group's store that is not known here: not yet, or not any more."""
+        return number >= GROUP_STORES and number not in self._stores
 
     def _store(self, number: int) -> Store:
         return self._stores.setdefault(number, Store(number, self._config.workers, self.me.rank))
