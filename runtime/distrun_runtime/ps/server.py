@@ -38,7 +38,7 @@ from distrun_runtime.protocol.message import (
     sizes_of,
 )
 from distrun_runtime.ps import checks, role, statefile
-from distrun_runtime.ps.counters import RANKS, Counters, Lags
+from distrun_runtime.ps.counters import Counters, Lags, latest
 from distrun_runtime.ps.pulls import Pulls
 from distrun_runtime.ps.relay import Relay
 from distrun_runtime.ps.replies import answer, failed, refusal
@@ -211,14 +211,13 @@ class Server:
 
     def lags(self) -> Mapping[str, Any]:
         """Return how late workers contribute (`metrics.Lags`): each to the store of its that had a round last."""
-        found: dict[str, Any] = {}
+        found: dict[str, list[float]] = {}
         known: set[int] = set()
         for lags in sorted(self._lags.values(), key=lambda each: each.over_at, reverse=True):
-            if len(found) >= RANKS or known.issuperset(lags.members):
-                continue
-            found.update({rank: each for rank, each in lags.to_json().items() if int(rank) not in known})
-            known.update(lags.members)
-        return found
+            if not known.issuperset(lags.members):
+                found.update({rank: each for rank, each in lags.to_json().items() if int(rank) not in known})
+                known.update(lags.members)
+        return latest(found)
 
     def devices(self) -> Mapping[str, str]:
         """Return where the stores' arrays are, and why not on a GPU, as the agent is told (`metrics`)."""
@@ -764,7 +763,10 @@ class Server:
         return number >= GROUP_STORES and number not in self._stores
 
     def _store(self, number: int) -> Store:
-        return self._stores.setdefault(number, Store(number, self._config.workers, self.me.rank))
+        store = self._stores.get(number)
+        if store is None:
+            store = self._stores[number] = Store(number, self._config.workers, self.me.rank)
+        return store
 
     def _refuse(self, link: str, message: Message, reason: str) -> role.Action:
         return role.Send(link, refusal(message, reason))

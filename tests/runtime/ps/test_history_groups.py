@@ -496,6 +496,31 @@ def test_a_large_group_goes_on_when_all_of_its_members_have_pushed_in_whatever_o
         assert values(server.pull(order[-1], number)) == {"a": [len(members), sum(members)]}
 
 
+def test_the_latest_worker_of_many_groups_is_reported_however_long_ago_its_group_had_a_round(serving: Serving) -> None:
+    server = serving(workers=100, has_keys=False)
+    late = 0.5
+    for store in range(1, 51):
+        pair = [2 * store - 2, 2 * store - 1]
+        server.scheduler(Kind.OPEN, 5, store=store, members=pair, epoch=0)
+        server.hear("w%d" % pair[0], replace(server.initial({"a": [0, 0]}), store=store))
+        for number in range(1, 4):
+            for rank in pair:
+                server.tick(server.now + (late if rank == 1 else 0.1))
+                entries = entries_of([Entry(0, 0, 2, number, 0, 0, Payload.PACKED)])
+                server.hear("w%d" % rank, Message(Kind.PUSH, store=store, entries=entries, payloads=[bytes(8)]))
+    lags = server._loop._role.lags()
+    assert len(lags) == 40
+    assert lags["1"][0] == late
+
+
+def test_a_store_of_a_group_has_rows_for_its_members_only(serving: Serving) -> None:
+    server = serving(workers=1000, has_keys=False)
+    server.scheduler(Kind.OPEN, 5, members=[7, 999], epoch=0)
+    server.init({"a": [0, 0]}, rank=7)
+    store = server._loop._role._stores[1]
+    assert {len(rows) for rows in (store.last, store.seen, store.owed)} == {2}
+
+
 def test_each_worker_is_as_late_as_in_the_last_of_its_own_stores(serving: Serving) -> None:
     server = serving(workers=4, has_keys=False)
     pairs = {1: (0, 2), 2: (1, 3)}
