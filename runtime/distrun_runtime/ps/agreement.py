@@ -38,7 +38,7 @@ from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import GROUP_LETTERS, GROUP_STORES, Kind, Membership, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.replies import answer, refusal
-from distrun_runtime.ps.role import NAMED, listed, tasks_of
+from distrun_runtime.ps.role import NAMED, listed, ranks_text, tasks_of
 from distrun_runtime.ps.routing import cut, place
 
 # Queries to all servers
@@ -210,8 +210,13 @@ def opened(body: Mapping[str, Any]) -> str:
 
 def members_differ(group: str, *said: tuple[int, Sequence[int]]) -> str:
     """Return that workers name other members of a group, in words: each worker with those that it names."""
-    lists = " and ".join(f"{list(ranks)} for worker-{rank}" for rank, ranks in said)
-    return f"group {group!r} has the members {lists}; fix: all of its workers give the same list"
+    lists = " and ".join(f"{ranks_text(ranks)} for worker-{rank}" for rank, ranks in said)
+    (_, one), (_, other) = said
+    where = (
+        listed(tasks_of(sorted(set(one).symmetric_difference(other)))) if max(map(len, (one, other))) > NAMED else ""
+    )
+    only = f" (only one has {where})" if where else ""
+    return f"group {group!r} has the members {lists}{only}; fix: all of its workers give the same list"
 
 
 SHOWN = 3
@@ -610,6 +615,13 @@ class AgreedStore:
     """Workers that left this store for good."""
     has_lost: bool = False
     """One of its workers is lost."""
+    saving: tuple[str, int] = ("", 0)
+    """The folder of the SAVE that is under way, and the number of the call that ends it: the last BARRIER."""
+
+    @property
+    def whose(self) -> str:
+        """Who shares it, in words."""
+        return f"group {self.group!r}" if self.group else "all workers"
 
     @property
     def is_sync(self) -> bool:
@@ -636,7 +648,7 @@ class AgreedStore:
 
     def end(self) -> None:
         """A worker is lost: no call is made any more. Who has made one has heard that it failed."""
-        self.has_lost = True
+        self.has_lost, self.saving = True, ("", 0)
         for known in (self.gatherings, self.filling, self.refused, self.joined):
             known.clear()
 
@@ -950,6 +962,11 @@ class CollectiveCalls:
         store = self._stores.get(self._number(message))
         return range(self._workers) if store is None else store.members.places
 
+    def whose(self, message: Message) -> str:
+        """Return who shares the store that a message is about, in words."""
+        store = self._stores.get(self._number(message))
+        return f"group {message.body.get('group')!r:.120}" if store is None else store.whose
+
     def beside(self, rank: int) -> set[int]:
         """Return the workers that share a store of a group with a worker."""
         groups = [store for store in self._stores.values() if store.group]
@@ -1019,6 +1036,14 @@ class CollectiveCalls:
         call, first = next(iter(gathering.calls.values())).message, store.members.first
         if first not in gathering.calls and call.kind in _DUTY:
             return _fail(store, number, f"worker-{first}, {_DUTY[call.kind]}, has left the store")
+        folder = str(call.body.get("folder")) if call.kind is Kind.SAVE else ""
+        other = next((each for each in self._stores.values() if folder and each.saving[0] == folder), store)
+        if other is not store:
+            fix = "fix: save each store into a folder of its own"
+            text = f"{store.whose} cannot save into {folder!r} while a store of {other.whose} is saved there; {fix}"
+            return _fail(store, number, text)
+        if folder or number >= store.saving[1]:
+            store.saving = (folder, number + 2) if folder else ("", 0)
         del store.gatherings[number]
         if call.kind is Kind.OPEN:
             store.type, store.opened = str(call.body.get("type", "")), opened(call.body)
@@ -1091,7 +1116,7 @@ def _against(store: AgreedStore, call: Call) -> str:
 
 def _fail(store: AgreedStore, number: int, reason: str) -> list[role.Action]:
     """Refuse a call to all who have made it, and to the others when they do."""
-    calls = store.gatherings.pop(number).calls
+    calls, store.saving = store.gatherings.pop(number).calls, ("", 0)
     store.refuse(number, reason, calls)
     return [_refuse(part, reason) for part in calls.values()]
 

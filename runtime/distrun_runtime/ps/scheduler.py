@@ -78,6 +78,7 @@ class Checkpoints:
 
         def written(answers: Answers) -> list[role.Action]:
             if answers.errors:
+                store.saving = ("", 0)
                 return _refuse(calls, answers)
             manifest = self._manifest(store, part, calls, answers)
             return [role.Send(call.link, answer(call.message, {"manifest": manifest})) for call in calls.values()]
@@ -637,7 +638,8 @@ class Scheduler:
             case kind if member.who.role != "worker":
                 return [role.Log("WARNING", f"{member.who} sent {kind.name}, which only workers send")]
             case _ if member.who.rank not in (members := self._calls.members_of(message)):
-                text = f"{member.who.name} does not share this store; its members are {listed(tasks_of(members))}"
+                shared = f"this store of {self._calls.whose(message)}; its members are {listed(tasks_of(members))}"
+                text = f"{member.who.name} does not share {shared}; fix: let only these call it"
                 return [role.Send(link, refusal(message, text))]
             case _ if self._broken and message.kind is not Kind.CLOSE and (lost := self._lost_to(members)):
                 return [role.Send(link, refusal(message, lost[1], "PeerLost", who=lost[0]))]

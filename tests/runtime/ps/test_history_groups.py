@@ -189,7 +189,7 @@ def test_a_first_member_that_ends_before_it_has_sent_the_values_is_named() -> No
 def test_who_does_not_share_a_store_is_told_so_whatever_it_asks() -> None:
     job = Job(4)
     number = opened(job, 0, 2)
-    text = "worker-1 does not share this store; its members are worker-0, worker-2"
+    text = "worker-1 does not share this store of group 'g'; its members are worker-0, worker-2; fix: let only these call it"
     for kind in (Kind.BARRIER, Kind.RULE, Kind.JOIN, Kind.LEFT, Kind.CLOSE):
         assert reasons(job.hear("w1", kind, store=number, number=2, spec=spec())) == {"w1": text}
 
@@ -353,6 +353,43 @@ def test_saved_states_of_a_group_name_its_size_and_files_by_the_ranks_in_it() ->
     told = job.answer(actions, file="server-0.npz", holds={}, rounds=[])
     manifest = sends(told)[0][1].body["manifest"]
     assert (manifest["workers"], sorted(manifest["files"])) == (2, ["server-0.npz", "worker-1.npz"])
+
+
+def test_two_groups_do_not_save_into_one_folder_at_once() -> None:
+    job = Job(4)
+    stores = {"w0": opened(job, 0), "w1": opened(job, 1, name="h")}
+
+    def call(link: str, kind: Kind, number: int, **body: Any) -> list[role.Action]:
+        return job.hear(link, kind, store=stores[link], number=number, **body)
+
+    def save(link: str, number: int) -> list[role.Action]:
+        return call(link, Kind.SAVE, number, folder="/f", part="data-1")
+
+    saved = {"file": "server-0.npz", "holds": {}, "rounds": []}
+    text = (
+        "group 'h' cannot save into '/f' while a store of group 'g' is saved there; fix: save each store into a folder"
+        " of its own"
+    )
+    job.answer(save("w0", 2), **saved)
+    assert reasons(save("w1", 2)) == {"w1": text}
+    call("w0", Kind.BARRIER, 3)
+    assert reasons(save("w1", 3)) == {"w1": text}
+    call("w0", Kind.BARRIER, 4)
+    assert reasons(job.answer(save("w1", 4), error="disk full")) == {"w1": "server-0: disk full"}
+    job.answer(save("w0", 5), **saved)
+    call("w0", Kind.BARRIER, 6, error="disk full")
+    assert to(job.answer(save("w1", 5), **saved)) == [("w1", "SAVE")]
+
+
+def test_long_lists_of_members_are_shortened_and_what_differs_is_named() -> None:
+    job = Job(40)
+    create(job, 0, list(range(40)))
+    text = reasons(create(job, 1, [rank for rank in range(40) if rank != 30]))["w1"]
+    first = ", ".join(map(str, range(16)))
+    assert text == (
+        f"group 'g' has the members [{first}, ... 39] (40 workers) for worker-0 and [{first}, ... 39] (39 workers) for"
+        " worker-1 (only one has worker-30); fix: all of its workers give the same list"
+    )
 
 
 # A server
