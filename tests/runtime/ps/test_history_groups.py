@@ -189,7 +189,10 @@ def test_a_first_member_that_ends_before_it_has_sent_the_values_is_named() -> No
 def test_who_does_not_share_a_store_is_told_so_whatever_it_asks() -> None:
     job = Job(4)
     number = opened(job, 0, 2)
-    text = "worker-1 does not share this store of group 'g'; its members are worker-0, worker-2; fix: let only these call it"
+    text = (
+        "worker-1 does not share this store of group 'g'; its members are worker-0, worker-2; fix: let only these call"
+        " it"
+    )
     for kind in (Kind.BARRIER, Kind.RULE, Kind.JOIN, Kind.LEFT, Kind.CLOSE):
         assert reasons(job.hear("w1", kind, store=number, number=2, spec=spec())) == {"w1": text}
 
