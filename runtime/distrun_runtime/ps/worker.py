@@ -259,9 +259,9 @@ class Worker:
     def _asked(self, asked: Ask | Goodbye, now: float) -> list[role.Action]:
         if isinstance(asked, Goodbye):
             return self._leave(asked, now)
-        if self._lost is not None and (lost := self._lost_to(asked.members)) is not None:
-            if self._is_over or any(message.kind is not Kind.CLOSE for _, message in asked.messages):
-                return [role.Resolve(asked.request, error=lost)]
+        lost = None if self._lost is None else self._lost_to(asked.members)
+        if lost is not None and (self._is_over or any(each.kind is not Kind.CLOSE for _, each in asked.messages)):
+            return [role.Resolve(asked.request, error=lost)]
         self._memberships.add(asked.members)
         entry = _Open(asked.request, {}, asked.entries_of, asked.members, self._numbers + 1)
         asked.request.missing = entry.missing
