@@ -49,7 +49,7 @@ def test_a_thousand_nodes_register_and_pass_barriers_within_seconds() -> None:
 def test_the_end_of_all_by_the_loss_of_one_takes_no_message_of_each_to_each() -> None:
     store = SimulatedStore(300, 10, Clock(), fails=True)
     assert store.run().reason == "worker-0@n00000 (pid 1000) is lost: its connection closed"
-    assert store.network.sent["LOST"] <= 16 * 310
+    assert store.network.sent["LOST"] <= 16 * 310 + 300 * 10, "later ones to the servers only"
 
 
 def test_a_server_takes_the_rounds_of_many_workers() -> None:
