@@ -373,6 +373,21 @@ def layers_pass_tuples_on() -> None:
     same(gradients, torch.autograd.grad(expected[0].sum(), [left, right]))
 
 
+def outputs_that_cannot_be_put_together_are_refused() -> None:
+    batch = torch.arange(24.0, dtype=torch.float64).reshape(6, 4, 1).repeat(1, 1, 2)  # six time steps, four sentences
+    for devices in (["cpu:0", "cpu:1"], ["cpu:0", "cpu:0"]):
+        layers = [Layer(), Layer(lambda value: value[-1])]
+        plan = place(layers, devices)
+        said = "layer '1' returned a tensor of shape (2, 2) for a part of a batch", "layout 'TN'", "(6, 2)"
+        refused(lambda p=plan: Pipeline(layers, p, micro_batches=2, layout="TN")(batch), *said)
+        same(Pipeline(layers, plan, layout="TN")(batch), batch[-1])  # it was not cut
+        scalar = [Layer(), Layer(torch.mean)]
+        said = "layer '1' returned a tensor of shape ()", "layout 'N'", "(3,)"
+        refused(lambda p=plan: Pipeline(scalar, p, micro_batches=2)(batch), *said)
+        last = [Layer(), Layer(lambda value: value[:, -1])]  # behind the dimension that was cut
+        same(Pipeline(last, plan, micro_batches=2, layout="NT")(batch), batch[:, -1])
+
+
 def outputs_without_a_gradient_stay_without() -> None:
     model, batch = text_model(), words(3, 4)
     pipeline = Pipeline(model, on_cpus(model, 2), micro_batches=2, layout="TN")

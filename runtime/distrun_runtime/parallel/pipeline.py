@@ -115,6 +115,7 @@ class Pipeline:
             check_present(stage.device)
         self.plan = plan
         self._micro_batches, self._time_chunks = micro_batches, time_chunks
+        self._layout = layout
         self._batch_dim = layout.index("N")
         self._time_dim = layout.find("T")
         self._timeout_s = timeout_s
@@ -138,9 +139,11 @@ class Pipeline:
         Raises:
             StageError: a layer failed; names stage and micro-batch. Its cause is the layer's exception.
             TimedOut: the last stage had no result in time; names the stage and part that were waited for.
-            ValueError: a state is of no recurrent layer; the batch is empty.
+            ValueError: a state is of no recurrent layer; the batch is empty; what the last layer returned for the parts
+                cannot be put together.
         """
         parts, values = self._split(batch)
+        sizes = [tensors_of(value)[0].shape for value in values]
         states_of_stages = self._split_states(states or {}, len({part.micro_batch for part in parts}))
         self.busy_s = [0.0] * len(self._runners)
         if self._is_threaded:
@@ -150,7 +153,7 @@ class Pipeline:
         else:
             outputs = self._queue(parts, values, states_of_stages)
         self.states = _merge_states(states_of_stages)
-        return self._merge(parts, outputs)
+        return self._merge(parts, sizes, outputs)
 
     # --- parts of a batch
 
@@ -171,8 +174,14 @@ class Pipeline:
                 values.append(value)
         return parts, values
 
-    def _merge(self, parts: Sequence[BatchPart], outputs: Sequence[Any]) -> Any:
-        """Put the outputs of all parts together, as the model returns them for the batch."""
+    def _merge(self, parts: Sequence[BatchPart], sizes: Sequence[Sequence[int]], outputs: Sequence[Any]) -> Any:
+        """Put the outputs of all parts together, as the model returns them for the batch; `sizes` are of the inputs."""
+        # An output with fewer dimensions, such as that of the last time step, would be joined along a wrong one. Those
+        # behind the last that was cut may differ.
+        was_cut = {self._batch_dim: parts[-1].micro_batch > 0, self._time_dim: parts[-1].time_chunk > 0}
+        dims = 1 + max((dim for dim, is_cut in was_cut.items() if is_cut), default=-1)
+        for size, output in zip(sizes, outputs, strict=True):
+            check_sizes(output, size[:dims], self.plan.stages[-1].layers[-1], self._layout)
         rows: defaultdict[int, list[Any]] = defaultdict(list)
         for part, output in zip(parts, outputs, strict=True):
             rows[part.micro_batch].append(output)
@@ -363,6 +372,24 @@ def joined(values: Sequence[Any], dim: int) -> Any:
         return values[0]
     together = zip(*map(tensors_of, values), strict=True)
     return _with(values[0], [torch.cat(pieces, dim) for pieces in together])
+
+
+def check_sizes(output: Any, sizes: Sequence[int], layer: str, layout: str) -> None:
+    """Return if the output for a part of a batch can be put together with those for the other parts.
+
+    Arguments:
+        output: of the last layer, of this name.
+        sizes: of the part's first dimensions; the output has to have the same.
+
+    Raises:
+        ValueError: it has other sizes, or fewer dimensions.
+    """
+    for tensor in tensors_of(output):
+        if tuple(tensor.shape[: len(sizes)]) != tuple(sizes):
+            raise ValueError(
+                f"layer {layer!r} returned a tensor of shape {tuple(tensor.shape)} for a part of a batch; to put the parts"
+                f" together in layout {layout!r}, its first dimensions have to be those of the part, {tuple(sizes)}"
+            )
 
 
 def _with(value: Any, tensors: Sequence[Any]) -> Any:
