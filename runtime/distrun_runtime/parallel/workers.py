@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 """Names of schedules, and of their classes in torch.distributed.pipelining."""
-OLDEST_TORCH = "2.11"
+OLDEST_TORCH = "2.13"
 """The oldest torch with which `WorkerPipeline` was run: what older ones do with shapes and gradients differs."""
 KEPT_SCHEDULES = 16
 """How many schedules a worker keeps, of the forms of batches that came last: each has buffers for what it is sent."""
@@ -129,7 +129,8 @@ class WorkerPipeline:
 
         if torch.__version__ < OLDEST_TORCH:
             raise RuntimeError(
-                f"torch {torch.__version__}: stages on workers need torch {OLDEST_TORCH} or newer; fix: pip install -U torch"
+                f"torch {torch.__version__}: stages on workers need torch {OLDEST_TORCH} or newer;"
+                " fix: pip install -U torch"
             )
         if schedule not in SCHEDULES:
             known = ", ".join(SCHEDULES)
@@ -327,8 +328,8 @@ def _check_flat(output: Any, stage: Stage) -> None:
         inner = ", ".join(type(one).__name__ for one in ends)
         found = type(output).__name__ + ("" if ends is not output else f" of {inner}")
         raise TypeError(
-            f"{stage}: layer {stage.layers[-1]!r} returned a {found}; stages on workers pass on a tensor or a flat tuple"
-            " of tensors"
+            f"{stage}: layer {stage.layers[-1]!r} returned a {found}; stages on workers pass on a tensor or a flat"
+            " tuple of tensors"
         )
 
 
