@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 """Names of schedules, and of their classes in torch.distributed.pipelining."""
-OLDEST_TORCH = "2.13"
+OLDEST_TORCH = (2, 13)
 """The oldest torch with which `WorkerPipeline` was run: what older ones do with shapes and gradients differs."""
 KEPT_SCHEDULES = 16
 """How many schedules a worker keeps, of the forms of batches that came last: each has buffers for what it is sent."""
@@ -127,10 +127,10 @@ class WorkerPipeline:
         import torch
         import torch.distributed as dist
 
-        if torch.__version__ < OLDEST_TORCH:
+        if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+            oldest = ".".join(map(str, OLDEST_TORCH))
             raise RuntimeError(
-                f"torch {torch.__version__}: stages on workers need torch {OLDEST_TORCH} or newer;"
-                " fix: pip install -U torch"
+                f"torch {torch.__version__}: stages on workers need torch {oldest} or newer; fix: pip install -U torch"
             )
         if schedule not in SCHEDULES:
             known = ", ".join(SCHEDULES)
@@ -175,12 +175,12 @@ class WorkerPipeline:
 
         inputs = self._inputs(batch)
         if self.stage_rank.stage < self.stage_rank.stages - 1:
-            self._run(inputs, is_training=True)
+            self._run(inputs, is_training=True, return_outputs=False)
             return None
         losses: list[torch.Tensor] = []
         # torch cuts a target along its first dimension.
         own = target.to(self._device).movedim(self._batch_dim, 0)
-        self._run(inputs, is_training=True, target=own, losses=losses)
+        self._run(inputs, is_training=True, target=own, losses=losses, return_outputs=False)
         return torch.stack(losses).sum().detach()
 
     def forward(self, batch: Any) -> Any:
