@@ -444,13 +444,13 @@ def _follow(
             connection.send("detach")
 
     def forward(name: str) -> None:
-        """Tell the coordinator of a signal; called in the thread that reads signals."""
+        """Tell the coordinator of a signal, before all else; called in the thread that reads signals."""
         if name == "TSTP":
             terminal.toggle_pause()
             return
+        connection.send("signal", name=name)
         if name not in process.TASKS_SIGNALS:
             terminal.leave_out()
-        connection.send("signal", name=name)
 
     def is_starting() -> bool:
         try:
