@@ -262,6 +262,31 @@ def test_logs_of_a_job_on_hosts_whose_coordinator_falls_silent_end_with_an_error
     assert shown.out == ""
 
 
+def test_logs_of_a_job_on_hosts_wait_for_a_coordinator_that_answers_while_it_searches(
+    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "ANSWER_S", 1.0)
+    about = {"task": "worker-0", "host": "d1", "stream": "out", "time": time.time(), "attempt": 0}
+    found = [
+        session.encode({"type": "output", **about, "at": 0, "length": 4, "cursor": 4}, b"abc\n"),
+        session.encode({"type": "output_end", "cursor": 4}),
+    ]
+    asked: list[str] = []
+
+    def answer(kind: str) -> list[bytes]:
+        if kind != "state":
+            return []
+        asked.append(kind)
+        state = session.encode({"type": "state", "state": {"id": folder.id}})
+        return [state] if len(asked) <= client.PROBES else [state, *found]
+
+    coordinator = Coordinator(tmp_path / "c.s", folder.id, answer)
+    place(folder, stand(0), str(tmp_path / "c.s"), theirs(tmp_path, folder))
+    assert cli.run(["logs", folder.id, "worker-0"]) == 0
+    coordinator.close()
+    assert capfd.readouterr().out.endswith("abc\n")
+
+
 def test_logs_of_a_job_on_hosts_whose_coordinator_cannot_be_asked_say_so(
     folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
