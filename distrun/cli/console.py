@@ -74,7 +74,7 @@ class Console:
 
     What is said before `start` is printed at once, so that a process may fork until then. Then threads print. They
     begin with the first thing to print (also before `start`, if that is a task's output): a job that prints nothing has
-    none. If they cannot begin, all is printed at once, and as tasks wrote it: no reader is too slow to be waited for.
+    none. If one cannot begin, all is printed at once, by the caller and as tasks wrote it: slow readers are waited for.
     """
 
     def __init__(
@@ -133,10 +133,11 @@ class Console:
             return self._writers
 
     def _begin(self, writers: Mapping[str, Writer]) -> None:
-        self._writers = writers
-        if self._leaves_out:  # looked at after they can be found, so that an interrupt meanwhile is not lost
-            self.leave_out()
+        """Start the threads of writers. If one fails or this is interrupted, none is left."""
         try:
+            self._writers = writers
+            if self._leaves_out:  # looked at after they can be found, so that an interrupt meanwhile is not lost
+                self.leave_out()
             for writer in self._distinct:
                 writer.start()
         except BaseException as err:
