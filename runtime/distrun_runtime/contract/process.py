@@ -164,6 +164,8 @@ def has_children() -> bool:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return False
+    except OSError:
+        return True  # it cannot be known
     return True
 
 
