@@ -29,7 +29,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distrun.errors import UsageError
@@ -150,9 +150,19 @@ class Jobs:
         has_lost: bool = False,
         is_dry: bool = False,
     ) -> tuple[Sequence[RemovedJob], Sequence[str]]:
-        """Remove the folders of jobs that are over; return what became of each, and what went wrong.
+        """Remove the folders of jobs that are over; return what became of each, and what went wrong, a line each.
 
-        See `killing.gc`.
+        Args:
+            names: ids, beginnings of them, or names: only these jobs, damaged ones, too. Empty: all that are over, lost
+                ones with `has_lost`.
+            older_s: only jobs that ended so long ago, seconds; None: `killing.OLDER_S`, and any that is named.
+            keep: so many of the newest jobs stay, however old they are.
+            has_lost: also jobs whose launcher died. One that is named needs it, too.
+            is_dry: remove nothing, and return what would be removed.
+
+        Raises:
+            UsageError: a job that is named is not over, as far as this machine knows, or is lost, without `has_lost`.
+            NoSuchJob: there is none of that name.
         """
         from distrun import killing
 
@@ -365,7 +375,8 @@ class Job:
             if is_elsewhere:
                 output = stack.enter_context(ForwardedOutput(self, names, {"cursor": 0}, follow))
             else:
-                output = RecordedOutput(self, stack.enter_context(LogReader(self.folder.logs)), names)
+                reader = stack.enter_context(LogReader(self.folder.logs))
+                output = RecordedOutput(self, reader, names if tasks else None)
             while (follow or is_elsewhere) and output.goes_on():
                 yield from output.pieces()
                 time.sleep(POLL_S)
@@ -400,9 +411,15 @@ def choose(tasks: Sequence[Mapping[str, Any]], wanted: Sequence[str]) -> Sequenc
 
 
 class RecordedOutput:
-    """What tasks printed, in the order in which it came, from the job's logs on this machine."""
+    """What tasks printed, in the order in which it came, from the job's logs on this machine.
 
-    def __init__(self, job: Job, reader: LogReader, names: Sequence[str]) -> None:
+    Args:
+        job: the job.
+        reader: reads its logs.
+        names: names of tasks; None: all.
+    """
+
+    def __init__(self, job: Job, reader: LogReader, names: Collection[str] | None) -> None:
         self.job = job
         self.reader = reader
         self.names = names
@@ -417,7 +434,8 @@ class RecordedOutput:
         from distrun_runtime.coordinator import logreader
 
         if cursor is None:
-            cursor = logreader.begin(self.reader, OutputWanted(**{**begin, "tasks": tuple(self.names)}))
+            tasks = None if self.names is None else tuple(self.names)
+            cursor = logreader.begin(self.reader, OutputWanted(**{**begin, "tasks": tasks}))
         self.cursor = cursor
 
     def goes_on(self) -> bool:
@@ -437,8 +455,9 @@ class RecordedOutput:
         """Give, after the last of `pieces`, what else there is of a job that is over."""
         if self.job.state in facts.LIVE:
             return
+        names = [str(row["name"]) for row in self.job.tasks] if self.names is None else self.names
         said = False
-        for piece in self.reader.rest(self.names):
+        for piece in self.reader.rest(names):
             if piece.time >= self.since:
                 if not said:
                     self.job.say("the order of the last lines is not known: their record was not written", "info")
@@ -468,6 +487,9 @@ class ForwardedOutput:
             wanted = {"tasks": list(names) if len(names) < len(job.tasks) else None, "until": "" if follow else "now"}
             self._connection.send("subscribe", output={**begin, **wanted})
         self._heard_at = time.monotonic()
+        """When it was last heard, or asked for a sign of life."""
+        self._silences = 0
+        """How often it has not answered that."""
 
     def _close(self) -> None:
         if self._connection is not None:
@@ -498,10 +520,10 @@ class ForwardedOutput:
             try:
                 frame = self._connection.receive(0.001)
             except TimeoutError:
-                if not self._follow and time.monotonic() >= self._heard_at + client.ANSWER_S:
-                    raise client.unanswering(self._job.folder, client.ANSWER_S) from None
+                if not self._follow:
+                    self._ask_for_a_sign(self._connection)
                 return
-            self._heard_at = time.monotonic()
+            self._heard_at, self._silences = time.monotonic(), 0
             if frame is None or frame.type in ("outcome", "failed"):
                 self._close()
                 if self._job.refresh().folder.outcome() is None and frame is None:
@@ -519,6 +541,22 @@ class ForwardedOutput:
                     self._close()
                 elif frame.type == "said" and not self._follow and header["level"] == "warning":
                     self._job.say(str(header["text"]), "warning")  # as a rule why the logs cannot be read
+
+    def _ask_for_a_sign(self, connection: ControlConnection) -> None:
+        """Ask a silent coordinator for the job's state from time to time: it may be searching long logs.
+
+        Raises:
+            CoordinatorLost: it has not answered.
+        """
+        from distrun import client
+
+        if time.monotonic() < self._heard_at + client.ANSWER_S / client.PROBES:
+            return
+        self._silences += 1
+        if self._silences >= client.PROBES:  # not the clock: this process may have been stopped
+            raise client.unanswering(self._job.folder, client.ANSWER_S)
+        connection.send("state")
+        self._heard_at = time.monotonic()
 
     def last(self) -> Iterator[LogPiece]:
         """Give what the coordinator did not send at the end: it waits for no client that is slow."""

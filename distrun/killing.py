@@ -290,20 +290,7 @@ def gc(
     has_lost: bool = False,
     is_dry: bool = False,
 ) -> tuple[list[RemovedJob], list[str]]:
-    """Remove the folders of jobs that are over; return what became of each, and what went wrong, a line each.
-
-    Args:
-        store: whose jobs.
-        names: ids, beginnings of them, or names: only these jobs, damaged ones, too. None: all that are over.
-        older_s: only jobs that ended so long ago, seconds; None: OLDER_S, and any that is named.
-        keep: so many of the newest jobs stay, however old they are.
-        has_lost: also jobs whose launcher died.
-        is_dry: remove nothing, and return what would be removed.
-
-    Raises:
-        UsageError: a job that is named is not over, as far as this machine knows.
-        NoSuchJob: there is none of that name.
-    """
+    """Remove the folders of jobs of `store` that are over. Arguments, result and errors are those of `jobs.Jobs.gc`."""
     every = store.list()
     states = {folder: folder.shown() for folder in (map(store.find, names) if names else every)}
     for folder, state in states.items() if names else ():

@@ -477,7 +477,8 @@ def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobRequest:
 
 def test_golden_files_of_a_job(submitted: JobRequest, tmp_path: Path) -> None:
     folder = JobStore(tmp_path).submit("digits-7f3", submitted.to_json())
-    folder.allocate(planning.allocate(submitted, backends.load("ssh")).to_json())
+    ssh = backends.load("ssh")
+    folder.allocate(planning.allocate(submitted, ssh, ssh.inventory(submitted.hosts)).to_json())
     for name, golden in (("request", GOLDEN["request"]), ("allocation", GOLDEN["allocation"])):
         text = (folder.path / f"{name}.json").read_text()
         assert text.replace(json.loads(text)["time"], json.loads(golden)["time"]) == golden

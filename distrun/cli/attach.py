@@ -169,7 +169,7 @@ class _Attached:
             return
         hosts = {task.name: task.host for task in self._folder.plan().tasks}
         with LogReader(self._folder.logs) as reader:
-            rest = RecordedOutput(self._job, reader, list(hosts) if self._names is None else self._names)
+            rest = RecordedOutput(self._job, reader, self._names)
             rest.begin_at(self._follower.cursor, start)
             if self._is_stopping:
                 last = max(rest.cursor, reader.end() - LAST_BYTES)

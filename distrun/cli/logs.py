@@ -367,14 +367,8 @@ class _Ordered(RecordedOutput):
         """Go to a cursor; return what has seen the output just before it."""
         replay = Replay(style, from_start=cursor <= 0)
         self.cursor = max(0, cursor - (0 if style.is_raw else WARM_BYTES))
-        while self.cursor < cursor:
-            found = self.reader.read(self.cursor, min(READ_SIZE, cursor - self.cursor))
-            if found.cursor == self.cursor:
-                break
-            for piece in found.pieces:
-                if piece.task in self.names and piece.cursor < cursor:
-                    replay.add(piece)
-            self.cursor = found.cursor
+        for piece in self.reader.between(self.cursor, cursor, self.names):
+            replay.add(piece)
         self.cursor = cursor
         replay.begin()
         return replay

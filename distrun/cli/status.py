@@ -7,7 +7,6 @@ queries have a time limit: what does not answer in time is shown as unknown.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -109,6 +108,8 @@ def _watched(jobs: Jobs, job: str | None, most: int | None, plain: bool, is_asci
         found = going[0] if len(going) == 1 else None
         if found is None and plain:
             return None
+    import shutil  # not for every status: bz2, lzma and the like take a while
+
     from distrun.cli import tables
     from distrun.dashboard import jobs as table
     from distrun.dashboard import loop
@@ -127,8 +128,9 @@ def _watched(jobs: Jobs, job: str | None, most: int | None, plain: bool, is_asci
     if found is None:
         _list(jobs, most, watch=False, as_json=False)
     elif not plain:
-        view, most = found.view(), max(1, shutil.get_terminal_size().lines - 4)  # with a heading, and a prompt below
-        print_out(tables.heading(view.state) + styled(tables.tasks_table(view, time.time(), width(), most)))
+        view = found.view()
+        room = max(1, shutil.get_terminal_size().lines - 4)  # with a heading, and a prompt below
+        print_out(tables.heading(view.state) + styled(tables.tasks_table(view, time.time(), width(), room)))
     return ended.exit_code
 
 

@@ -147,8 +147,10 @@ def _about(view: JobView, model: Model, now: float) -> list[tuple[str, str]]:
 
 
 def _conditions(model: Model) -> list[tuple[str, str]]:
-    """Return why tasks are stalled or late, or wait for long."""
-    found = []
+    """Return why tasks are stalled or late, or wait for long; nothing of a job that is over."""
+    found: list[tuple[str, str]] = []
+    if model.job.is_over:
+        return found
     for task in model.tasks.values():
         if task.is_problem and not task.is_over:
             where = f"; to see where: distrun stack {model.job.id} {task.name}" if task.word == facts.STALLED else ""

@@ -192,32 +192,43 @@ def rule(title: str, columns: int, glyphs: Glyphs) -> Line:
 
 
 def wrapped(text: str, columns: int) -> Sequence[str]:
-    """Return a text in lines of at most this width, broken between words if possible. A line keeps its indent.
+    """Return a text in lines of at most this width, broken between words if possible, without blanks at their ends.
 
-    A word that is longer than a line begins where the word before it ends.
+    Only the first line of a paragraph is indented as that is, and only if its first word fits beside the indent. A word
+    that is longer than a line begins where the word before it ends.
     """
     lines: list[str] = []
-    for rest in text.split("\n"):
+    for paragraph in text.split("\n"):
+        rest = paragraph.rstrip(" ")
         while (head := _beginning(rest, columns)) != rest:
             end = len(head) if rest[len(head)] == " " else head.rfind(" ")
             word = rest[end + 1 : end + 2 + columns].partition(" ")[0]  # or so much of it that it is too long
-            if head[: max(0, end)].strip() and (end == len(head) or width(word) <= columns):
-                lines.append(head[:end])
-                rest = rest[end + 1 :]
-            else:
-                lines.append(head)
-                rest = rest[len(head) :]
+            if end < 0 or (end < len(head) and width(word) > columns):
+                end = len(head)
+            line = head[:end].rstrip(" ")
+            if line:  # else only the indent has room
+                lines.append(line)
+            rest = rest[end:].lstrip(" ")
         lines.append(rest)
     return lines
 
 
 def _beginning(text: str, columns: int) -> str:
-    """Return as much of a text as fits: at least one character, with the marks above it."""
+    """Return as much of a text as fits: at least one character, each with the marks above it."""
     if text.isascii():
         return text[: max(1, columns)]
     end, left = 0, columns
     while end < len(text) and (left := left - width(text[end])) >= 0:  # no further: a line may be very long
         end += 1
-    while end > 1 and width(text[:end]) > columns:  # some characters are wider together, such as a heart with a colour
+    # Some characters are wider together, such as a heart with a colour.
+    while end > 1 and (width(text[:end]) > columns or _is_mark(text[end : end + 1])):
         end -= 1
-    return text[: max(1, end)]
+    end = max(1, end)
+    while _is_mark(text[end : end + 1]):  # those of the first character, which may be wider than a line
+        end += 1
+    return text[:end]
+
+
+def _is_mark(text: str) -> bool:
+    """Return whether this is a character that has no width of its own: it belongs to the one before it."""
+    return text != "" and width(text) == 0

@@ -280,10 +280,11 @@ def test_jobs_are_listed_found_and_read_from_any_thread(store: JobStore) -> None
         assert job.id == jobs.Jobs(store).get("here").id
         found.append((job.state, job.wait(), [task["name"] for task in job.tasks]))
         found.append([piece.data for piece in job.logs("worker", follow=True)])
+        found.append([piece.data for piece in job.logs()])
         with pytest.raises(UsageError, match="no task 'worker-7' in this job; there is: worker-0"):
             next(job.logs("worker-7"))
 
     thread = threading.Thread(target=read)
     thread.start()
     thread.join(LIMIT_S)
-    assert found == [("failed", 3, ["worker-0"]), [b"hello\n"]]
+    assert found == [("failed", 3, ["worker-0"]), [b"hello\n"], [b"hello\n"]]

@@ -106,7 +106,7 @@ def test_a_folder_of_somebody_else_is_never_put_on_the_path(
     shipping.runtime_root(env)
     other = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other)
-    with pytest.raises(PreflightError, match="not a folder that only this user can write"):
+    with pytest.raises(PreflightError, match="is no folder, or not this user's"):
         shipping.runtime_root(env)
 
 

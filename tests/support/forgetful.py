@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.protocol.message import MAGIC
-from distrun_runtime.transport.base import Arrived, Buffer, Event
+from distrun_runtime.transport.base import Arrived, Event
 
 UNKNOWN = 1 << 20
 """A number that no worker gives a bucket."""

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 if sys.version_info >= (3, 11):
@@ -39,11 +39,16 @@ def files(out: Path, window: int | None = None) -> list[Path]:
 
 def walk(out: Path, window: int | None = None) -> Walk:
     """Return what all of the processes together entered until their ends, or in a window."""
-    found: Walk = {}
-    for path in files(out, window):
-        for module, functions in json.loads(path.read_text()).items():
-            found.setdefault(module, set()).update(functions)
-    return found
+    return together(json.loads(path.read_text()) for path in files(out, window))
+
+
+def together(found: Iterable[Mapping[str, Iterable[str]]]) -> Walk:
+    """Return what any of some walks entered."""
+    entered: Walk = {}
+    for each in found:
+        for module, functions in each.items():
+            entered.setdefault(module, set()).update(functions)
+    return entered
 
 
 def common(found: Sequence[Walk]) -> Walk:

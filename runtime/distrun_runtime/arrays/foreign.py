@@ -609,10 +609,14 @@ def _tensor_values(tensor: Any) -> Array:
 
 
 def tensor_memory(tensor: Any) -> Array:
-    """Return a dense torch tensor's host memory as an array; a parameter's too, without its gradient's history."""
-    torch = sys.modules.get("torch")
+    """Return a dense torch tensor's host memory as an array; a parameter's too, without its gradient's history.
+
+    It may be what only looks like a tensor: a trainer takes that, without torch too.
+    """
     plain = tensor.detach()
-    if torch is not None and plain.dtype is torch.bfloat16:
+    if str(plain.dtype) == "torch.bfloat16":
+        import torch  # it is there: the dtype is one of its
+
         halves: Array = plain.view(torch.int16).numpy()
         return halves.view(dtypes.BFLOAT16)
     array: Array = plain.numpy()

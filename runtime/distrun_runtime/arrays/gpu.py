@@ -651,16 +651,19 @@ class GpuDevice:
         kinds, kind = [gpu_programs.kind_of(part.dtype) for part in parts], gpu_programs.kind_of(out.dtype)
         into, number = Write(out.pointer, out.nbytes), np.int64(len(parts))
         is_mixed, used = len(set(kinds)) > 1, list(parts)
-        # Of several kinds one is a 16-bit float, and the other float32.
-        program = gpu_programs.sums(next((each for each in kinds if each in ("f16", "bf16")), kinds[0]), kind)
-        name = "sum_mixed" if is_mixed else gpu_programs.sum_of(len(parts))
+        if is_mixed:  # one kind is a 16-bit float, and the other float32
+            half = next(each for each in kinds if each in ("f16", "bf16"))
+            program, name = gpu_programs.sums(half, kind), "sum_mixed"
+        else:
+            program, name = gpu_programs.sums(kinds[0], kind), gpu_programs.sum_of(len(parts))
         arguments: list[Argument]
         if not is_mixed and len(parts) <= gpu_programs.FEW:
             arguments = [*(Read(part.pointer, part.nbytes) for part in parts), into]
         else:
             listed = self._list_of([[part] for part in parts], [Read] * len(parts), is_mixed=is_mixed)
             used.append(listed.memory)
-            arguments = [listed.table, *([] if listed.wide is None else [listed.wide]), into, number]
+            wide = [] if listed.wide is None else [listed.wide]
+            arguments = [listed.table, *wide, into, number]
         self.launch(program, name, arguments, out.size, reads=used, writes=[out])
 
     def _program(self, program: Program) -> Loaded:

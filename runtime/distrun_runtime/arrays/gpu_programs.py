@@ -60,10 +60,11 @@ class KernelParameter:
         return f"{'const ' if self.access is Access.READ else ''}{self.kind} *{self.name}"
 
 
-_read, _write, _update, _table, _scalar = (
-    partial(KernelParameter, access=access)
-    for access in (Access.READ, Access.WRITE, Access.UPDATE, Access.TABLE, Access.SCALAR)
-)
+_reads = partial(KernelParameter, access=Access.READ)
+_writes = partial(KernelParameter, access=Access.WRITE)
+_updates = partial(KernelParameter, access=Access.UPDATE)
+_table = partial(KernelParameter, access=Access.TABLE)
+_scalar = partial(KernelParameter, access=Access.SCALAR)
 
 
 @dataclass(frozen=True)
@@ -174,31 +175,31 @@ def sums(parts: str, out: str) -> Program:
     if (parts, out) not in SUMS:
         raise ValueError(f"no sum of {parts} in {out}")
     table, number = _table("table", parts), _scalar("number", "i64")
-    offsets, tensors = _read("offsets", "i64"), _scalar("tensors", "i64")
-    into, flags = _write("out", out), _read("wide", "u8")
+    offsets, tensors = _reads("offsets", "i64"), _scalar("tensors", "i64")
+    into, flags = _writes("out", out), _reads("wide", "u8")
     functions: list[tuple[Kernel, str]] = []
     add = partial(_add, functions)
     for k in range(1, FEW + 1):
-        few, given = f"Few<{parts}, {k}>", [_read(f"part{p}", parts) for p in range(k)]
+        few, given = f"Few<{parts}, {k}>", [_reads(f"part{p}", parts) for p in range(k)]
         listed = ", ".join(each.name for each in given)
         add(f"sum{k}", [*given, into], f"const {few} parts = {{{{{listed}}}}};\n    sum_all(parts, out, n);")
         gathered = f"gather_tensors<{few}>(table, offsets, out, {k}, tensors, n);"
         add(f"gather{k}", [table, offsets, into, tensors], gathered)
     many = f"Many<{parts}>"
-    summed = f"const {many} parts = {{table, number, 1, 0}};\n    sum_all(parts, out, n);"
-    add("sum_many", [table, into, number], summed)
-    gathered = f"gather_tensors<{many}>(table, offsets, out, number, tensors, n);"
-    add("gather_many", [table, offsets, into, number, tensors], gathered)
+    many_summed = f"const {many} parts = {{table, number, 1, 0}};\n    sum_all(parts, out, n);"
+    add("sum_many", [table, into, number], many_summed)
+    many_gathered = f"gather_tensors<{many}>(table, offsets, out, number, tensors, n);"
+    add("gather_many", [table, offsets, into, number, tensors], many_gathered)
     if parts in ("f16", "bf16"):
-        summed = f"const Mixed<{parts}> parts = {{table, wide, number}};\n    sum_all(parts, out, n);"
-        add("sum_mixed", [table, flags, into, number], summed)
+        mixed_summed = f"const Mixed<{parts}> parts = {{table, wide, number}};\n    sum_all(parts, out, n);"
+        add("sum_mixed", [table, flags, into, number], mixed_summed)
     if parts == out:
         work = "i64" if parts.startswith("u") else "f64" if parts == "f64" else "f32"
         given_factor = f"({parts})factor" if work == "i64" else "factor"
         scattered = "scatter_tensors(bucket, offsets, table, tensors, n);"
-        add("scatter", [_read("bucket", parts), offsets, table, tensors], scattered)
+        add("scatter", [_reads("bucket", parts), offsets, table, tensors], scattered)
         scaled = f"scale_all(array, {given_factor}, out, n);"
-        add("scale", [_read("array", parts), _scalar("factor", work), into], scaled)
+        add("scale", [_reads("array", parts), _scalar("factor", work), into], scaled)
     return program(f"sums_{parts}_{out}", functions, helpers=_kernels())
 
 
@@ -241,17 +242,17 @@ def codecs() -> Program:
     above, and of some that equal it, in their order: of piece p from place shares[2 p] on, and of those that equal the
     bound the first shares[2 p + 1]. It leaves 0 there. The values are those that `find_top` has counted.
     """
-    values, number = _read("values", "f32"), _scalar("number", "i64")
-    kept, kept_only_read = _update("residual", "f32"), _read("residual", "f32")
-    written, added_to = _write("out", "f32"), _update("out", "f32")
-    encoded, payload = _write("payload", "u8"), _read("payload", "u8")
+    values, number = _reads("values", "f32"), _scalar("number", "i64")
+    kept, kept_only_read = _updates("residual", "f32"), _reads("residual", "f32")
+    written, added_to = _writes("out", "f32"), _updates("out", "f32")
+    encoded, payload = _writes("payload", "u8"), _reads("payload", "u8")
     quantum, threshold, step = (_scalar(name, "f32") for name in ("quantum", "threshold", "step"))
     one_bit = (threshold, step, _scalar("is_inclusive", "u32"))
-    places, taken = _write("places", "u32"), _write("taken", "f32")
+    places, taken = _writes("places", "u32"), _writes("taken", "f32")
     numbers = ("bound", "prefix", "shift", "width")
     bound, prefix, shift, width = (_scalar(name, "u32") for name in numbers)
-    shares = _read("shares", "i64")
-    wrong, sums_out = _update("wrong", "u32"), _write("sums", "f64")
+    shares = _reads("shares", "i64")
+    wrong, sums_out = _updates("wrong", "u32"), _writes("sums", "f64")
     functions: list[tuple[Kernel, str]] = []
     add = partial(_add, functions)
     for keeps, suffix, rest in (("false", "", "(f32 *)0"), ("true", "_keeping", "residual")):
@@ -274,7 +275,7 @@ def codecs() -> Program:
             [values, *looked_at, sums_out, number],
             f"add_magnitudes<{keeps}>(values, {rest}, sums, number, n);",
         )
-    halves, halves_out = _read("payload", "f16"), _write("payload", "f16")
+    halves, halves_out = _reads("payload", "f16"), _writes("payload", "f16")
     add("half_encode", [values, halves_out], "const Few<f32, 1> parts = {{values}};\n    sum_all(parts, payload, n);")
     for adds, suffix, out in (("false", "", written), ("true", "_adding", added_to)):
         add("two_bit_decode" + suffix, [payload, quantum, out], f"decode<{adds}, 2>(payload, quantum, out, n);")
@@ -284,21 +285,21 @@ def codecs() -> Program:
     for suffix, element in (("", "values[i]"), ("_adding", "out[places[i]] + values[i]")):
         add(
             "top_decode" + suffix,
-            [_read("places", "u32"), values, added_to],
+            [_reads("places", "u32"), values, added_to],
             f"EACH (i, n)\n        out[places[i]] = {element};",
         )
     add(
         "count_sizes",
-        [values, prefix, shift, width, _update("counts", "u64")],
+        [values, prefix, shift, width, _updates("counts", "u64")],
         "count_all_sizes(values, prefix, shift, width, counts, n);",
     )
-    add("find_top", [values, bound, _write("found", "u32")], "find_all_top(values, bound, found, n);")
+    add("find_top", [values, bound, _writes("found", "u32")], "find_all_top(values, bound, found, n);")
     add(
         "take_top",
-        [_update("values", "f32"), bound, shares, places, taken],
+        [_updates("values", "f32"), bound, shares, places, taken],
         "take_all_top(values, bound, shares, places, taken, n);",
     )
-    doubles, doubles_out = _read("doubles", "f64"), _write("doubles", "f64")
+    doubles, doubles_out = _reads("doubles", "f64"), _writes("doubles", "f64")
     add("double_narrow", [doubles, written], "EACH (i, n)\n        out[i] = (f32)doubles[i];")
     add("double_widen", [values, doubles_out], "EACH (i, n)\n        doubles[i] = values[i];")
     return program("codecs", functions, helpers=_kernels())

@@ -386,12 +386,12 @@ def _made(size: int) -> Segment:
     except BaseException:
         os.close(fd)
         raise
-    weakref.finalize(memory, close_in, os.getpid(), fd).atexit = False
+    weakref.finalize(memory, close_unless_forked, fd, os.getpid()).atexit = False
     return Segment(next(_NUMBERS), fd, memory, size, address_of(memory), [(0, size)])
 
 
-def close_in(pid: int, fd: int) -> None:
-    """Close a descriptor in the process that it belongs to; a forked child leaves its copy."""
+def close_unless_forked(fd: int, pid: int) -> None:
+    """Close a descriptor in the process that it belongs to, `pid`; a forked child leaves its copy."""
     if os.getpid() == pid:
         with contextlib.suppress(OSError):
             os.close(fd)
@@ -514,10 +514,8 @@ def _machine_left() -> int | None:
     return None
 
 
-def _groups_left(
-    root: str | os.PathLike[str] = "/sys/fs/cgroup", own: str | os.PathLike[str] = "/proc/self/cgroup"
-) -> list[int]:
-    from pathlib import Path  # not every script has a store with shared memory
+def _groups_left(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> list[int]:
+    from pathlib import Path  # numpy and zmq do not import it
 
     found = []
     with contextlib.suppress(OSError):
@@ -525,7 +523,7 @@ def _groups_left(
             _, controllers, path = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
-            top = Path(root, "memory" if controllers else "")
+            top = Path(root, "memory") if controllers else Path(root)
             names = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
             folder = top / path.lstrip("/")
             # A group's limit holds for those below it.

@@ -382,7 +382,7 @@ class OutputGap(NamedTuple):
 
 @_to_client("output_end")
 class OutputEnd(NamedTuple):
-    """All output that there was when it was asked for (`until`) has been sent."""
+    """All output that there was when it was asked for (`until`) has been sent, or the logs cannot be read (`said`)."""
 
     cursor: int
     """Where it ends: a later subscription goes on there."""

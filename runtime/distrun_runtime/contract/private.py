@@ -77,7 +77,7 @@ def cache_folder(kind: str, env: Optional[Mapping[str, str]] = None) -> str:
     for each in (top, os.path.join(top, kind)):
         info = os.lstat(each)
         if not is_ours(info, rights=0):
-            raise OSError(f"{each} is not a folder that only this user can write")
+            raise OSError(f"{each} is no folder, or not this user's")
         if not is_ours(info):  # others can write to it
             os.chmod(each, stat.S_IMODE(info.st_mode) & ~0o022)
     return os.path.join(top, kind)

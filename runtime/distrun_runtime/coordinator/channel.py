@@ -302,10 +302,10 @@ class Inlet:
             if self._greeting.noise and self.noise:
                 found.append(Warned(self._host, f"its shell printed before the agent: {self.noise}"))
         for frame in self._session.feed(data):
-            event = messages.to_event(self._host, frame, now)
+            found.append(messages.to_event(self._host, frame, now))
+        for event in found:  # only now: if a frame is wrong, nobody gets the events before it
             self.said_bye = self.said_bye or isinstance(event, Bye)
             self.has_refused = self.has_refused or isinstance(event, StartFailed)
-            found.append(event)
         if data and not found and abs(now - self._sign_at) >= SIGN_S:
             found.append(Pong(self._host))
         if found:

@@ -32,7 +32,7 @@ class OutputPiece:
     at: Optional[int] = None
     """Where the output begins in the log file; None: it is not there."""
     length: int = 0
-    """Bytes of a task's output that it stands for."""
+    """Bytes of a task's output that it stands for; 0 if it is no task's."""
 
     @property
     def is_place(self) -> bool:

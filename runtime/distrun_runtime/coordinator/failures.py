@@ -211,7 +211,7 @@ def task_failed(task: TaskResult) -> Cause:
         text = f"{where} failed with exit code {code}"
     if task.own_failure:
         text += ": " + _one_line(task.own_failure)
-    return _of_task(task, code, text, short, repeats=task.name)
+    return dataclasses.replace(_of_task(task, code, text, short), repeats=task.name)
 
 
 def task_failing(task: TaskResult, time: float) -> Cause:
@@ -219,7 +219,7 @@ def task_failing(task: TaskResult, time: float) -> Cause:
     how = "yet it ended with 0" if task.state == facts.EXITED else "it was stopped before it had ended"
     text = f"{task.name} on {task.host} failed: {_one_line(task.own_failure)}; {how}"
     short = f"{task.name} on {task.host} said that it fails"
-    return _of_task(task, 1, text, short, time=time, code=None, signal=None)
+    return dataclasses.replace(_of_task(task, 1, text, short), time=time, code=None, signal=None)
 
 
 def ended_early(task: TaskResult) -> Cause:
@@ -230,16 +230,26 @@ def ended_early(task: TaskResult) -> Cause:
     return _of_task(task, 1, text, f"{task.name} on {task.host} ended before the workers did")
 
 
-def _of_task(task: TaskResult, exit_code: int, text: str, short: str, **more: Any) -> Cause:
-    """Return the cause that a task is, as it ended; `more`: members of the cause that are others."""
-    end = {"time": task.ended or 0.0, "code": task.code, "signal": task.signal, "detail": task.reason, **more}
-    return Cause(facts.TASK_FAILED, exit_code, text=text, short=short, task=task.name, host=task.host, **end)
+def _of_task(task: TaskResult, exit_code: int, text: str, short: str) -> Cause:
+    """Return the cause that a task is, as it ended."""
+    return Cause(
+        facts.TASK_FAILED,
+        exit_code,
+        task.ended or 0.0,
+        text,
+        short,
+        task=task.name,
+        host=task.host,
+        code=task.code,
+        signal=task.signal,
+        detail=task.reason,
+    )
 
 
 def disk_filled(task: TaskResult, what: str, time: float) -> Cause:
     """Return the cause that a task is whose output has filled the disk of the job's logs."""
     text = f"{task.name} on {task.host} {what}"
-    return _of_task(task, facts.EXIT_OUTPUT, text, text, time=time, code=None, signal=None)
+    return dataclasses.replace(_of_task(task, facts.EXIT_OUTPUT, text, text), time=time, code=None, signal=None)
 
 
 def missing(task: TaskResult, consequence: Cause, why: str) -> Cause:
@@ -260,8 +270,8 @@ def missing(task: TaskResult, consequence: Cause, why: str) -> Cause:
         code = None
     short = f"{where} does not answer the other tasks"
     text += ": " + _one_line(why)
-    end = {"time": consequence.time, "code": code, "signal": None, "detail": why}
-    return _of_task(task, consequence.exit_code, text, short, is_missing=True, **end)
+    found = _of_task(task, consequence.exit_code, text, short)
+    return dataclasses.replace(found, time=consequence.time, code=code, signal=None, detail=why, is_missing=True)
 
 
 def host_lost(host: str, why: str, time: float) -> Cause:
@@ -465,7 +475,7 @@ class FailureAnalysis:
             tasks: as they stand.
             silent: hosts that were silent when consequences came, and for how many seconds at most.
         """
-        if not self._causes and not self._said:
+        if not self._causes and not self._said:  # as in most jobs: nothing has gone wrong
             return None
         told = {cause.task for cause in self._causes}
         done = workers_done(tasks.values())

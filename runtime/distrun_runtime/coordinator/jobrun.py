@@ -376,6 +376,8 @@ class JobRun:
                     found += self._perform(action)
                 for action in self._measuring.finish(now) if self.is_over else ():
                     self._perform(action)
+            if self.is_over:
+                self._intervals = self._measuring = None  # what else came at the same time is too late
         except Exception as err:
             import traceback
 
@@ -506,7 +508,7 @@ class JobRun:
 
 
 _COUNTED = (messages.Measured, messages.MetricsWanted, messages.MetricsAsked)
-"""What needs the job's numbers first."""
+"""Events for which the job's numbers are begun."""
 _FREQUENT = (messages.Tick, messages.Pong, messages.Measured)
 """What is not said, however much is to be said."""
 _FRAMES = ("hello", "ready", "settled", "started", "published", "exited", "cleared", "warning", "ending", "bye")

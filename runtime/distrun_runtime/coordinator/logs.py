@@ -547,7 +547,7 @@ class Spool:
 
     def flush(self) -> str:
         """Write the index of what was added: readers see it then. Return a `warning` if that failed."""
-        if self._logs:
+        if self._logs:  # until a task has printed, there is no index to look at
             self._index.flush()
         return self.warning() if self._index.error else ""
 
@@ -580,7 +580,7 @@ class Spool:
 
     def close(self) -> None:
         """Write the index to its end, and close all files."""
-        if self._logs:
+        if self._logs:  # as for `flush`
             self._index.flush({task: log.end for task, log in self._logs.items()})
             self._index.close()
         for log in self._logs.values():

@@ -97,7 +97,7 @@ class JobRoster:
         self._states: Counts[str] = Counter({facts.PENDING: len(plan.tasks)})
         """How many tasks are in a state."""
         self._workers: Counts[str] = Counter({facts.PENDING: len(plan.of_role(WORKER))})
-        """How many workers are."""
+        """The same of workers alone."""
         self._order = list(self.hosts.values())
         self._by_address: Dict[str, HostState] = {}
         self._answered = self._gone = 0

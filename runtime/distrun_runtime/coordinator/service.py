@@ -33,7 +33,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, List, Mapping, Optional, Tuple
 
-from distrun_runtime.contract import control, private, process, session
+from distrun_runtime.contract import control, facts, private, process, session
 from distrun_runtime.coordinator.clients import Client, OutputPiece
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.messages import Event, Interrupt, MetricsWanted, StackWanted, TasksSignal
@@ -105,7 +105,7 @@ class Service:
         self._asked = 0
         self._stacks_asked = 0
         self._asking: Dict[int, Client] = {}
-        """Questions for stacks, which are always answered in time, to who asked."""
+        """Questions for stacks that are not fully answered, to who asked; they are dropped with their client."""
         self._is_closing = False
         self._closing_since = 0.0
         self._has_output = False
@@ -469,9 +469,9 @@ class Service:
             self._put(wanted)
 
     def _on_stack(self, client: Client, request: control.Stack) -> None:
-        if self._put is None:
-            raise control.Refusal("the job has not started a task yet")
         with self._changed:
+            if self._put is None or self._state.get("state") in (facts.SUBMITTING, facts.QUEUED):
+                raise control.Refusal("the job has not started a task yet")
             if sum(other is client for other in self._asking.values()) >= QUESTIONS:
                 raise control.Refusal(f"{QUESTIONS} questions for stacks are not answered yet", "wait for the answers")
             self._stacks_asked += 1
@@ -520,6 +520,9 @@ class Service:
         client.is_gone = True
         with self._changed:
             self._clients.remove(client)
+            for number, other in list(self._asking.items()):
+                if other is client:
+                    del self._asking[number]
             if client.wants.metrics:
                 self._want_metrics()
         with contextlib.suppress(KeyError, ValueError):
@@ -577,7 +580,7 @@ class Service:
 
         Reads the job's logs without the lock.
         """
-        numbers = self._numbers(client) if client.wants.metrics else b""
+        numbers = self._numbers(client) if client.wants.metrics else b""  # this is often, and most want none
         if numbers:
             return numbers
         with self._changed:
@@ -630,9 +633,13 @@ class Service:
         try:
             found = client.reader.read(CHUNK)
         except OSError as err:
+            told = control.encode(control.Said(f"the job's logs cannot be read: {err}", "warning"))
+            wanted = client.wants.output
+            if wanted is not None and wanted.until:  # the client waits for the end
+                told += control.encode(control.OutputEnd(client.reader.cursor))
             client.reader.close()
             client.reader = None
-            return control.encode(control.Said(f"the job's logs cannot be read: {err}", "warning"))
+            return told
         client.may_read = client.reader.has_more
         if client.reader.is_over:
             client.reader.close()

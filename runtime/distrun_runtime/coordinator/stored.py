@@ -105,9 +105,9 @@ TASK: Members = {
     "signal": optional(TEXT),
     "started": optional(TIME),
     "ended": optional(TIME),
-    "reason": TEXT,
-    "own_failure": TEXT,
-    "lost_peer": TEXT,
+    "reason": WORDS,
+    "own_failure": WORDS,
+    "lost_peer": WORDS,
     "max_rss_kb": COUNT,
     "cpu_s": NUMBER,
 }
@@ -122,15 +122,15 @@ STATE: Members = {
     "finished": optional(TIME),
     "exit_code": optional(COUNT),
     "reason": optional(one_of(*facts.REASONS)),
-    "message": optional(TEXT),
+    "message": optional(WORDS),
 }
 OUTCOME: Members = {
-    **{"id": TEXT, "exit_code": COUNT, "reason": one_of(*facts.REASONS), "message": TEXT},
+    **{"id": TEXT, "exit_code": COUNT, "reason": one_of(*facts.REASONS), "message": WORDS},
     "culprit": optional(MemberType("an object", lambda value: isinstance(value, dict))),
 }
 CULPRIT: Members = {
     **{"task": TEXT, "host": TEXT, "code": optional(COUNT), "signal": optional(TEXT), "time": TIME, "reason": WORDS},
-    **{"consequence": FLAG, "lost_peer": TEXT, "missing": FLAG, "log": optional(TEXT)},
+    **{"consequence": FLAG, "lost_peer": WORDS, "missing": FLAG, "log": optional(TEXT)},
 }
 PROBLEM: Members = {"host": TEXT, "kind": TEXT, "text": WORDS, "fix": WORDS}
 SURVIVOR: Members = {"what": WORDS, "host": TEXT}
@@ -226,9 +226,10 @@ def check_list(path: Path, value: Mapping[str, Any], name: str, members: Members
     seen = set()
     for number, each in enumerate(value[name]):
         check(path, each, members, f"{name}[{number}].")
-        if "name" in members and each["name"] in seen:
-            raise damaged(path, f"{name}[{number}].name: {each['name']} is there twice")
-        seen.add(each.get("name"))
+        if "name" in members:
+            if each["name"] in seen:
+                raise damaged(path, f"{name}[{number}].name: {each['name']} is there twice")
+            seen.add(each["name"])
 
 
 def check_outcome(path: Path, value: Mapping[str, Any]) -> None:

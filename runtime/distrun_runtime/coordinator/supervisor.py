@@ -14,7 +14,7 @@ settling: agents run `--activate` and check what was copied. An unusable host en
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
 
 from distrun_runtime.contract import facts, gpus, process, session
 from distrun_runtime.contract import plan as plans
@@ -367,13 +367,16 @@ class Supervisor:
         self.roster.facts[f"host:{event.host}.address"] = event.address
         for label, port in event.ports.items():
             self.roster.facts[f"{event.host}/port:{label}"] = str(port)
-        for text in event.python.values():
-            self._say(f"{event.host}: servers run by Python {text}", DEBUG)
-        if event.gpus:
+        if event.python:  # only where servers run
+            self._tell_python(event)
+        if event.gpus:  # only where tasks get GPUs
             self._tell_gpus(event.host, event.gpus)
 
     def _on_settled(self, event: messages.Settled) -> None:
         self.roster.hosts[event.host].is_ready = True
+        self._tell_python(event)
+
+    def _tell_python(self, event: Union[messages.AgentReady, messages.Settled]) -> None:
         for text in event.python.values():
             self._say(f"{event.host}: servers run by Python {text}", DEBUG)
 

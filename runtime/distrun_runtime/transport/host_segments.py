@@ -46,7 +46,7 @@ from distrun_runtime.arrays.shared_memory import (
     Pool,
     Segment,
     address_of,
-    close_in,
+    close_unless_forked,
     has_fixed_size,
     seal,
 )
@@ -86,7 +86,7 @@ class _Board:
         self.fd = fd
         self.nonce = bytes(memory[:NONCE_BYTES])
         self.slots: Array = np.frombuffer(memory, np.uint32, SLOTS, _HEADER_BYTES)
-        weakref.finalize(self, close_in, os.getpid(), fd).atexit = False
+        weakref.finalize(self, close_unless_forked, fd, os.getpid()).atexit = False
 
     @classmethod
     def made(cls, nonce: bytes) -> _Board:

@@ -209,14 +209,20 @@ def test_an_agent_that_is_started_early_is_the_one_that_the_channel_leads_to() -
     backend, events = local.Local(), queue.Queue[Event]()
     plan = PLAN._replace(job="early-otter-7f3", nonce=secrets.token_hex(8))
     backend.start_agents(plan)
-    early = [row.pid for row in process.marked(process.marks(plan.job, plan.nonce))]
+    marks = process.marks(plan.job, plan.nonce)
+    early = [row.pid for row in process.marked(marks)]
     (channel,) = backend.channels(plan)
-    channel.start(events.put)
-    hello = events.get(timeout=60)
-    assert isinstance(hello, AgentHello)
-    assert early == [hello.facts["guard"]["pid"]]
-    channel.close()
-    assert backend.release([channel], 60) == ()
+    try:
+        channel.start(events.put)
+        hello = events.get(timeout=60)
+        assert isinstance(hello, AgentHello)
+        guard, agent = (hello.facts[name]["pid"] for name in ("guard", "agent"))
+        assert guard in early
+        assert {row.pid for row in process.marked(marks) if row.ppid != agent} == {guard, agent}
+    finally:
+        channel.close()
+        left = backend.release([channel], 60)
+    assert left == ()
     assert backend.channels(plan) != (channel,), "another job's"
 
 

@@ -104,6 +104,14 @@ def test_the_task_that_ended_the_job_is_the_first_row_though_another_is_said_to_
     assert rows == ["worker-1", "worker-0"]
 
 
+def test_of_a_culprit_that_had_not_started_the_table_says_all(folder: JobFolder) -> None:
+    missing = TaskResult("server-0", "server", 0, "d2", "pending")
+    failed = TaskResult("worker-0", "worker", 0, "d1", "failed", 7, 3, started=1e9, ended=1e9 + 5)
+    folder.finish(Outcome(3, "task_failed", "no", Culprit("server-0", "d2", None), (failed, missing), job="calm-1"))
+    rows = [line for line in text(folder).splitlines() if line.startswith("server-0")]
+    assert [row.split()[:3] for row in rows] == [["server-0", "d2", "pending"]]
+
+
 def test_the_first_task_that_failed_is_shown_while_others_still_end(folder: JobFolder) -> None:
     failed = TaskResult("worker-0", "worker", 0, "d1", "failed", 7, 3, started=1e9, ended=1e9 + 5)
     folder.write_state("stopping", [failed])

@@ -187,7 +187,7 @@ def test_the_limits_of_control_groups_above_count_too(tmp_path: Path) -> None:
         (root / folder).mkdir(parents=True, exist_ok=True)
         for name, text in names.items():
             (root / folder / name).write_text(text + "\n")
-    assert sorted(shared_memory._groups_left(root, own)) == [0, 600]
+    assert sorted(shared_memory._groups_left(str(root), str(own))) == [0, 600]
     assert shared_memory.memory_left() > 0
 
 

@@ -17,7 +17,7 @@ from distrun_runtime.contract import session
 from distrun_runtime.contract.session import Frame, Session
 from distrun_runtime.coordinator import messages
 from distrun_runtime.coordinator.channel import Greeting, Inlet, SessionChannel, SocketConnection, StreamChannel
-from distrun_runtime.errors import WireError
+from distrun_runtime.errors import ContractError, WireError
 
 LIMIT_S = 60.0
 HELLO = session.encode({"type": "hello", "version": 1, "seq": 1})
@@ -92,6 +92,17 @@ def test_an_inlet_makes_events_of_an_agents_bytes_and_knows_its_last_word() -> N
     assert inlet.feed(BYE[9:10], 8.0) == []
     assert inlet.feed(BYE[10:], 8.0) == [messages.Bye("d1")]
     assert inlet.said_bye
+
+
+@pytest.mark.parametrize("last", [{"type": "bye"}, {"type": "refused", "reason": "no numpy"}])
+def test_a_last_word_before_a_frame_that_is_wrong_does_not_count(last: dict[str, str]) -> None:
+    """Nobody gets its event."""
+    session_ = Session()
+    session_.connect()
+    inlet = Inlet("d1", session_, greets=False)
+    with pytest.raises((ContractError, WireError)):
+        inlet.feed(HELLO + session.encode({**last, "seq": 2}) + session.encode({"type": "exited", "seq": 3}), 6.0)
+    assert not inlet.is_leaving
 
 
 def test_frames_become_events_and_the_end_is_explained() -> None:

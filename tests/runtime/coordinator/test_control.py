@@ -379,9 +379,18 @@ def test_answers_for_a_client_that_has_gone_are_nobodys(job: Job) -> None:
     client.send("stack")
     wait_until(lambda: len(job.handled) == 1, LIMIT_S)
     client.socket.close()
-    wait_until(lambda: not job.service._clients, LIMIT_S)
+    wait_until(lambda: not job.service._asking, LIMIT_S)
     job.service.stack(1, frames.TaskStack("worker-0", 0, "a"))
     assert Client(job.path).ask("state").type == "state"
+
+
+@pytest.mark.parametrize("state", ["submitting", "queued"])
+def test_a_job_that_waits_in_an_engine_has_no_stacks(state: str, job: Job) -> None:
+    job.opened()
+    job.service.state({**STATE, "state": state})
+    refused = Client(job.path).ask("stack").header
+    assert (refused["type"], refused["message"]) == ("refused", "the job has not started a task yet")
+    assert job.handled == []
 
 
 def test_a_client_that_does_not_say_hello_is_dropped(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,6 +464,36 @@ def test_a_subscription_until_now_ends_with_what_there_was(folder: str, tmp_path
     served.finish({"exit_code": 0})
     assert [frame.type for frame in client.rest()] == ["outcome"]
     spool.close()
+    served.close()
+
+
+class Torn:
+    """Output that cannot be read."""
+
+    has_more = True
+    is_over = False
+    cursor = 7
+
+    def __init__(self, wanted: frames.OutputWanted) -> None: ...
+
+    def read(self, limit: int) -> bytes:
+        raise OSError("it is torn")
+
+    def close(self) -> None: ...
+
+
+def test_a_subscription_until_now_ends_also_if_the_logs_cannot_be_read(folder: str) -> None:
+    served = Service(None, "j", Torn)
+    served.start()
+    listener = ControlSocket("j", folder)
+    served.listen(listener)
+    client = Client(listener.path)
+    client.send("subscribe", output={"cursor": 0})
+    said = {"type": "said", "level": "warning", "text": "the job's logs cannot be read: it is torn"}
+    assert client.next().header == said
+    assert client.ask("state").type == "state", "it goes on"
+    client.send("subscribe", output={"cursor": 0, "until": "now"})
+    assert [client.next().header for _ in range(2)] == [said, {"type": "output_end", "cursor": 7}]
     served.close()
 
 

@@ -358,6 +358,31 @@ def test_what_is_wrong_in_an_outcome_is_told_with_its_member(
         folder.outcome()
 
 
+def test_a_task_may_die_with_any_words(tmp_path: Path) -> None:
+    folder = store(tmp_path, "a-1").find("a-1")
+    words = "ValueError: bad \0 \ud800"
+    said = {"reason": words, "own_failure": words, "lost_peer": words}
+    task = TaskResult("worker-0", "worker", 0, "d1", "failed", pid=7, code=1, started=1.0, ended=2.5, **said)
+    folder.write_state("stopping", [task])
+    assert folder.state()["tasks"][0]["own_failure"] == words
+    culprit = Culprit("worker-0", "d1", 1, time=2.5, reason=words, lost_peer=words)
+    folder.finish(Outcome(1, "task_failed", words, culprit, (task,)))
+    state: Any = folder.state()
+    outcome: Any = folder.outcome()
+    assert (state["message"], outcome["message"]) == (words, words)
+    assert [outcome["tasks"][0][name] for name in said] == [words] * 3
+    assert (outcome["culprit"]["reason"], outcome["culprit"]["lost_peer"]) == (words, words)
+
+
+def test_members_that_no_reader_needs_are_ignored(tmp_path: Path) -> None:
+    folder = store(tmp_path, "a-1").find("a-1")
+    folder.finish(Outcome(3, "task_failed", "it failed", survivors=(Survivor("pid 7 (sleep)", "d1"),)))
+    outcome: Any = folder.outcome()
+    outcome["survivors"][0]["name"] = []
+    (folder.path / "outcome.json").write_text(json.dumps(outcome))
+    assert folder.outcome() == outcome
+
+
 def test_a_process_that_takes_a_job_over_knows_what_was_written(tmp_path: Path) -> None:
     made = store(tmp_path, "a-1").find("a-1")
     made.write_state("running", [])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from simulation import Clock, SimulatedJob, job_plan
 
-from distrun_runtime.coordinator import messages
+from distrun_runtime.coordinator import loop, messages
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.metrics import JobMetrics
 
@@ -83,6 +83,28 @@ def test_a_fault_of_ours_costs_the_numbers_only_and_is_said_once(
         "distrun itself failed to count: ZeroDivisionError: a bug; this job's numbers end here"
     ]
     assert "ZeroDivisionError: a bug" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("measures", [True, False])
+def test_what_comes_together_with_the_end_of_a_job_is_not_counted(
+    measures: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = loop.HostLoop._handle
+    given: list[object] = []
+
+    def handle_and_more(self: loop.HostLoop, event: messages.Event) -> None:
+        handle(self, event)
+        if self._decisions.is_over:
+            for late in (messages.MetricsWanted(True), messages.MetricsAsked(given.append)):
+                handle(self, late)
+
+    monkeypatch.setattr(loop.HostLoop, "_handle", handle_and_more)
+    job = SimulatedJob(job_plan(2, workers=2), tmp_path, Clock(), beats=5, measures=measures)
+    assert job.run().exit_code == 0
+    kept = tmp_path / job.plan.job / "metrics.jsonl"
+    assert len(kept.read_text().splitlines() if measures else []) == measures
+    assert given == []
+    assert not [text for text in job.said if "count" in text]
 
 
 def test_many_agents_cost_little(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from cluster import config
 from scripted_transport import Held, Script
 
 from distrun_runtime.arrays import device as devices
+from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.handshake import Acceptor, NodeIdentity, Opener
 from distrun_runtime.protocol.message import Kind, Message
@@ -21,7 +22,7 @@ from distrun_runtime.ps import role
 from distrun_runtime.ps.engine import WorkEngine
 from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.trace import Trace
-from distrun_runtime.transport.base import COPIED, Arrived, Buffer, Down, Event, Lease, Released, Up
+from distrun_runtime.transport.base import COPIED, Arrived, Down, Event, Lease, Released, Up
 from distrun_runtime.transport.inproc import InprocNetwork, InprocTransport
 
 TOKEN = config("x").token

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -255,6 +257,25 @@ def test_without_a_store_a_gpu_is_updated_too() -> None:
     assert values([weight]) == [0]
     Parameter(weight).set_data(np.full(3, 8.0))
     assert values([weight]) == [8]
+
+
+class HalfTensor(FarTensor):
+    """As much of a bfloat16 tensor as a trainer uses: numpy gets none."""
+
+    dtype = "torch.bfloat16"
+
+    def view(self, dtype: str) -> FarTensor:
+        return FarTensor(self._array.view(dtype), "cpu")
+
+    def numpy(self) -> np.ndarray:
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+
+def test_what_looks_like_a_bfloat16_tensor_is_known_by_its_dtypes_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(bfloat16=object(), int16="int16"))  # type: ignore[arg-type]
+    one = Parameter(HalfTensor(narrow(ones(3), BFLOAT16), "cpu"))
+    assert one.dtype == BFLOAT16
+    assert one.shape == (3,)
 
 
 def test_a_tensor_has_its_gradient_itself() -> None:

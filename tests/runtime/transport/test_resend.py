@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_transport import Held, Script
 
+from distrun_runtime.arrays.dtypes import Buffer
 from distrun_runtime.errors import PeerLost, Refused
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.message import Kind, Message
-from distrun_runtime.transport.base import Arrived, Buffer, Down, Event, PathChosen, Released, Up
+from distrun_runtime.transport.base import Arrived, Down, Event, PathChosen, Released, Up
 from distrun_runtime.transport.faults import Faults
 from distrun_runtime.transport.resend import (
     ACK,

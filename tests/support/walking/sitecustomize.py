@@ -1,6 +1,6 @@
 """Notes which functions of ours a process enters. Python imports it at its start where PYTHONPATH names this folder.
 
-The process writes them to the file `$WALK_OUT.PID` as JSON when it ends: names of functions by module, and of classes
+The process writes them to the file `$WALK_OUT.PID.json` when it ends: names of functions by module, and of classes
 that are made (`class NAME`). If WALK_STEPS is set, it is watched several times instead: at each signal NEXT it writes
 what it has entered since the last one to `$WALK_OUT.PID.N.json`, N = 0, 1, 2...
 """
@@ -31,22 +31,28 @@ def note(frame, event, argument):
             seen.setdefault(module, set()).add(kind + getattr(code, "co_qualname", code.co_name))
 
 
-def write(ending="json"):
-    """Write what was seen. A reader that finds the file finds all of it."""
+def write(entered, ending):
+    """Write what was entered. A reader that finds the file finds all of it."""
     name = "%s.%d.%s" % (os.environ["WALK_OUT"], os.getpid(), ending)
     with open(name + ".part", "w") as file:
-        json.dump({module: sorted(names) for module, names in list(seen.items())}, file)
+        json.dump({module: sorted(names) for module, names in list(entered.items())}, file)
     os.rename(name + ".part", name)
+
+
+def write_all():
+    """Write what was seen from the start on."""
+    write(seen, "json")
 
 
 def write_window(*_):
     """Write what was seen since the last window, and begin a new one."""
-    write("%d.json" % next(windows))
-    seen.clear()
+    global seen
+    entered, seen = seen, {}  # first: what other threads enter while this is written is in the new one
+    write(entered, "%d.json" % next(windows))
 
 
 def leave(code, real=os._exit):
-    write()
+    write_all()
     real(code)
 
 
@@ -54,7 +60,7 @@ if os.environ.get("WALK_OUT"):
     if os.environ.get("WALK_STEPS"):
         signal.signal(NEXT, write_window)
     else:
-        atexit.register(write)
+        atexit.register(write_all)
         os._exit = leave
     threading.setprofile(note)
     sys.setprofile(note)

@@ -290,10 +290,10 @@ def subtract(weight: Array, step: Array, rate: float) -> None:
     weight -= step
 
 
-def average(mean: Array, rate: float, value: Array) -> None:
-    """Take a value into a running average, in place: mean = rate mean + (1 - rate) value."""
-    mean *= rate
-    mean += (1.0 - rate) * value
+def average(mean: Array, kept: float, value: Array) -> None:
+    """Take a value into a running average, in place: mean = kept mean + (1 - kept) value."""
+    mean *= kept
+    mean += (1.0 - kept) * value
 
 
 def work_of(weight: Array, state: State) -> Array:

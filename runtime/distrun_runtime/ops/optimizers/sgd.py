@@ -19,7 +19,6 @@ from distrun_runtime.ops.optimizers.base import (
     Rates,
     Rule,
     State,
-    average,
     decay,
     learning_rate,
     subtract,
@@ -144,7 +143,9 @@ class Signum(Sgd):
             mean = cast(Array, state["momentum"])
             self.clip(step)
             decay(step, weight, rates)
-            average(mean, self.number("momentum"), step)
+            mean *= self.number("momentum")
+            step *= 1.0 - self.number("momentum")  # step is used up: the sign of m goes there
+            mean += step
             np.sign(mean, out=step)
         else:
             share += rates.wd
