@@ -251,6 +251,39 @@ def test_the_last_line_about_a_lost_host_says_what_was_done_there(swept: Swept, 
     assert launching.with_swept(failed, {"d2": swept}, 45.0).message == failed.message
 
 
+def left_of(plan: Plan) -> list[process.Process]:
+    return process.marked(process.marks(plan.job, plan.nonce))
+
+
+def test_a_coordinator_that_fails_before_its_job_begins_leaves_no_agent(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listen(*of: object) -> None:
+        raise UsageError("there is no control socket for this job")
+
+    ready = prepare(store)
+    monkeypatch.setattr(launching, "_listen", listen)
+    pid, ours = launching._fork(ready, store.create(ready.plan), 0, False)
+    with ours:
+        os.waitpid(pid, 0)
+    assert not left_of(ready.plan)
+
+
+def test_a_job_that_is_interrupted_before_its_loop_leaves_no_agent(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*of: object, **more: object) -> None:
+        raise KeyboardInterrupt
+
+    ready = prepare(store)
+    ready.backend.start_agents(ready.plan)
+    assert left_of(ready.plan)
+    monkeypatch.setattr(type(ready.backend), "boot", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        launching.coordinate(ready, store.create(ready.plan), None)  # type: ignore[arg-type]  # nothing is said
+    assert not left_of(ready.plan)
+
+
 def test_a_job_that_we_failed_to_run_is_not_lost(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = prepare(store)
     folder = store.create(ready.plan)
