@@ -39,15 +39,20 @@ class Row:
     placement: str = "balanced"
     schedule: str = "threads"
 
+    is_whole: bool = False
+    """Whether the batch is not cut."""
+
     @property
     def workers(self) -> int:
         """Processes that take part."""
         return 1 if self.schedule == "threads" else self.stages
 
 
-ONE = Row("one device", 1)
+ONE = Row("one device", 1, is_whole=True)
+PARTS = Row("one device, in micro-batches", 1)
 ROWS = (
     ONE,
+    PARTS,
     Row("two threads", 2),
     Row("two threads, naive", 2, "naive"),
     Row("two workers, GPipe", 2, schedule="gpipe"),
@@ -63,18 +68,20 @@ def run(row: Row, seconds: list[float], options: argparse.Namespace) -> list[dic
     if seconds:
         command += ["--env", "LAYER_SECONDS=" + ",".join(map(str, seconds))]
     command += [str(options.peers / "torch" / "bin" / "python"), str(SCRIPT), str(row.stages), row.placement]
-    command += [str(options.parts), str(options.steps), row.schedule]
+    command += [str(1 if row.is_whole else options.parts), str(options.steps), row.schedule]
     return reports_of(command, row.name, row.workers, False)
 
 
-def idle_share(report: dict[str, Any], stages: int) -> float:
-    """Return the share of the stages' time in which they did not compute, the median of the steps."""
-    steps = zip(report["busy_s"], report["times_s"], strict=True)
-    return statistics.median(1 - sum(busy) / (stages * step) for busy, step in steps)
+def idle_share(reports: list[dict[str, Any]], stages: int) -> float:
+    """Return the share of the stages' time in which they did not compute."""
+    busy_s = sum(sum(map(sum, report["busy_s"])) for report in reports)
+    return 1 - busy_s / (
+        stages * sum(max(each) for each in zip(*(report["times_s"] for report in reports), strict=True))
+    )
 
 
 def step_s(stage_s: list[float], parts: int) -> float:
-    """Return how long a step takes if stages compute as long as this for a part, and nothing else costs time. Pure.
+    """Return how long a step takes if stages compute as long as this for a part, and nothing else costs time.
 
     The first part passes all stages; each further one ends as much later as the slowest stage takes.
     """
@@ -82,7 +89,7 @@ def step_s(stage_s: list[float], parts: int) -> float:
 
 
 def naive(stages: int) -> list[int]:
-    """Return layers of each stage as MXNet's lstm_ptb.py cut them: equally many LSTM layers, and the ends. Pure."""
+    """Return layers of each stage as MXNet's lstm_ptb.py cut them: equally many LSTM layers, and the ends."""
     counts = [0] * stages
     for layer in range(LAYERS):
         counts[layer * stages // LAYERS] += 1
@@ -117,8 +124,9 @@ core of this machine. `threads` is `Pipeline`, `workers` is `WorkerPipeline` ove
 |---|---|---|---|---|---|
 {rows}
 
-Idle: the share of the stages' time in which they did not compute. Memory: the most that a process had during the steps,
-above what it had before the model was made.
+Idle: the share of the stages' time in which they did not compute: by the times of the layers where stages are threads,
+by processor time where they are workers. Memory: the most that a process had during the steps, above what it had before
+the model was made; where stages are threads it is that of both.
 
 **Computed**, not measured: from the times of the layers for a micro-batch, as if copies and Python cost nothing. Speed
 against one device, and in brackets the slowest stage's time divided by the mean; with equal stages it would be the last
@@ -144,8 +152,7 @@ def rows_of(found: dict[Row, list[list[dict[str, Any]]]], options: argparse.Name
         idle = formula = "-"
         if row.stages > 1:
             formula = f"{(row.stages - 1) / (options.parts + row.stages - 1):.2f}"
-            if row.schedule == "threads":
-                idle = f"{statistics.median(idle_share(reports[0], row.stages) for reports in found[row]):.2f}"
+            idle = f"{statistics.median(idle_share(reports, row.stages) for reports in found[row]):.2f}"
         memory = [statistics.median(each) for each in zip(*(sizes(reports) for reports in found[row]), strict=True)]
         cells = (
             row.name,
@@ -178,7 +185,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="where scripts/install made them")
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks.md")
     options = parser.parse_args()
-    first = run(ONE, [], options)
+    first = run(PARTS, [], options)
     if first is None:
         sys.exit(1)
     seconds: list[float] = first[0]["seconds"]

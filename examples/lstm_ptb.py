@@ -73,6 +73,10 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.micro_batches is None:
         options.micro_batches = 1 if options.stages == 1 else 2 * options.stages
+    if not all(length.isdecimal() and int(length) for length in options.buckets.split(",")):
+        parser.error(f"--buckets {options.buckets} is neither a number nor lengths such as 10,20,40")
+    if options.layers < options.stages:
+        parser.error(f"--layers {options.layers} are too few for --stages {options.stages}")
     if options.batch_size % options.micro_batches:
         parser.error(f"--batch-size {options.batch_size} is no multiple of --micro-batches {options.micro_batches}")
     return options
@@ -208,7 +212,8 @@ def main() -> None:
     workers = int(os.environ.get("WORLD_SIZE", "1"))
     is_job = workers > 1
     if is_job:
-        dist.init_process_group("nccl" if options.gpus else "gloo")
+        # gloo beside NCCL: what the workers agree on is in host memory.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if options.gpus else "gloo")
     own = stage_of(dist.get_rank() if is_job else 0, workers, options.stages if is_job else 1)
 
     train, valid, words = datasets.sentences(options.data_dir)
@@ -235,7 +240,7 @@ def main() -> None:
         if found is not None and own.replica == 0:
             print(f"Epoch {epoch}: perplexity {found:.6f}, {speed:.0f} words a second", flush=True)
     if is_job:
-        dist.barrier()
+        dist.all_reduce(torch.zeros(1))  # a barrier in host memory: a worker that leaves early breaks the others' links
         dist.destroy_process_group()
     if found is not None and own.replica == 0:
         print(f"perplexity {found:.1f}", flush=True)

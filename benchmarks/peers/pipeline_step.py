@@ -1,7 +1,7 @@
 """One process of training steps of the language model of `examples/lstm_ptb.py`: STAGES PLACEMENT PARTS STEPS SCHEDULE.
 
 SCHEDULE is `threads`: all stages in this process; or `gpipe` or `1f1b`: a stage in each worker of a job. One torch
-thread a stage. Prints a line of JSON: the times of the steps, the seconds in which each stage computed in each step,
+thread a stage. Prints a line of JSON: the times of the steps, the seconds in which stages computed in each step,
 what each layer costs for a part of a batch, and the memory that the process took more than before the model was made.
 
 The costs come as the variable LAYER_SECONDS, so that all workers cut the model at the same places; without it they are
@@ -85,13 +85,14 @@ def main() -> None:
 
     times_s = []
     for _ in range(WARM_UP + steps):
-        begin = time.perf_counter()
+        begin, begin_cpu = time.perf_counter(), time.process_time()
         optimizer.zero_grad()
         if schedule == "threads":
             loss_of(pipeline(data), target).backward()
             busy_s.append(pipeline.busy_s)
         else:
             worker.step(data, target)
+            busy_s.append([time.process_time() - begin_cpu])
         optimizer.step()
         times_s.append(time.perf_counter() - begin)
     found = {"times_s": times_s[WARM_UP:], "busy_s": busy_s[WARM_UP:], "seconds": list(seconds.values())}

@@ -61,7 +61,8 @@ class BucketReader:
         pad: the number that fills data up.
         ignore: the number that fills labels up; torch's cross entropy does not count -100.
         remainder: `pad`: a bucket's last batch is filled with sequences of nothing but padding, so that an epoch has
-            each sequence once; `drop`: it is left out, with other sequences in each epoch.
+            each sequence once; `drop`: it is left out, with other sequences in each epoch. With `pad`, a part of a
+            batch may be padding alone, over which torch's mean loss is nan: divide the sum by the number of labels.
         too_long: what to do with a sequence that is longer than the largest bucket: `error`, `drop` it, or `cut` its
             end off.
         shuffle: draw an order of the sequences of a bucket, and of the batches, for each epoch. Otherwise the buckets
@@ -73,7 +74,7 @@ class BucketReader:
             batch with `drop`; labels of another length.
         TypeError: a number that is no whole one, a sequence of something else.
 
-    Threads: one at a time.
+    Not thread-safe.
 
     Examples:
         >>> reader = BucketReader([[1, 2, 3], [4, 5], [6, 7, 8]], 2, buckets=[1, 2], layout="NT", shuffle=False)
@@ -169,9 +170,9 @@ class BucketReader:
 
     def _batch(self, bucket: PaddedSequences, positions: Positions) -> Batch:
         """Return this part's share of the sequences of a step, filled up by the row of padding."""
-        begin = self._part_index * self._batch_size
+        # Dealt in turn: if a step is not full, all parts have about equally many.
+        own = positions[self._part_index :: self._num_parts]
         rows = np.full(self._batch_size, bucket.count, np.int64)
-        own = positions[begin : begin + self._batch_size]
         rows[: len(own)] = own
         data, label = bucket.data[rows], bucket.label[rows]
         return (np.ascontiguousarray(data.T), np.ascontiguousarray(label.T)) if self._is_time_first else (data, label)

@@ -91,6 +91,12 @@ def test_all_parts_are_at_the_same_bucket_in_each_step(
     assert len(shapes) == 1
 
 
+def test_a_batch_that_is_not_full_is_dealt_to_all_parts() -> None:
+    for part_index in range(2):
+        ((data, _),) = BucketReader(numbered([2] * 2), 2, buckets=[2], num_parts=2, part_index=part_index, layout="NT")
+        assert (data != 0).all(axis=1).sum() == 1
+
+
 def test_the_order_follows_from_the_seed_and_the_epoch() -> None:
     def reader(**more: Any) -> BucketReader:
         return BucketReader(numbered(list(range(1, 30))), 2, buckets=3, layout="NT", **more)
