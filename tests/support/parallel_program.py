@@ -7,6 +7,7 @@ import contextlib
 import copy
 import json
 import re
+import signal
 import sys
 import threading
 import traceback
@@ -768,13 +769,15 @@ def an_interrupt_does_not_wait_for_a_stage_that_does_not_end() -> None:
     hold, before = threading.Event(), torch.get_num_threads()
 
     def holds(value: torch.Tensor) -> torch.Tensor:
-        _thread.interrupt_main()
+        # As Ctrl-C does, and unlike `interrupt_main`, it wakes the caller up.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         hold.wait(LIMIT_S)
         return value
 
     model = [Layer(), Layer(holds)]
     pipeline = Pipeline(model, on_cpus(model, 2), micro_batches=2, timeout_s=2 * LIMIT_S)
     real, module.INTERRUPTED_S = module.INTERRUPTED_S, 0.1
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         pipeline(ROWS)
     except KeyboardInterrupt:
@@ -784,6 +787,7 @@ def an_interrupt_does_not_wait_for_a_stage_that_does_not_end() -> None:
         raise AssertionError("the interrupt was lost")
     finally:
         module.INTERRUPTED_S = real
+        signal.signal(signal.SIGINT, usual)
         hold.set()
     assert torch.get_num_threads() == before
     left.join(LIMIT_S)
