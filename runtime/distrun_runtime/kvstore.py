@@ -36,6 +36,7 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import schedules as schedule
 from distrun_runtime.ops.params import did_you_mean
+from distrun_runtime.protocol.message import GROUP_LETTERS
 from distrun_runtime.store import values
 from distrun_runtime.store.base import (
     CallOptions,
@@ -68,9 +69,6 @@ Joiner = Callable[[Callable[[], None]], None]
 Item = tuple[KeyRecord, Value]
 
 _BASE, _IS_WRITEABLE = operator.attrgetter("base"), operator.attrgetter("flags.writeable")
-
-GROUP_LETTERS = 100
-"""Of a group's name at most."""
 
 SELECTED_KEYS = 1 << 20
 """Selections of keys are forgotten when they have more keys than this together."""
@@ -183,8 +181,8 @@ def _checked_members(kind: str, group: object, members: Iterable[int] | None) ->
         raise KVError(f"a group shares a distributed store, not a {kind!r} store; fix: create('dist_sync', group=...)")
     if group is None and members is not None:
         raise KVError("members are those of a group, which has a name; fix: create(..., group='stage-0', members=...)")
-    if group is not None and not (isinstance(group, str) and 0 < len(group.strip()) <= GROUP_LETTERS):
-        raise KVError(f"a group has a name of 1 to {GROUP_LETTERS} letters, not {group!r:.160}")
+    if group is not None and not (isinstance(group, str) and 0 < len(group.strip()) == len(group) <= GROUP_LETTERS):
+        raise KVError(f"a group has a name of 1 to {GROUP_LETTERS} letters, no blanks around it, not {group!r:.160}")
     if members is None:
         return None
     try:

@@ -9,7 +9,7 @@ from cluster import config
 
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol.handshake import NodeIdentity
-from distrun_runtime.protocol.message import Kind, Message
+from distrun_runtime.protocol.message import GROUP_STORES, Kind, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.scheduler import Scheduler
 
@@ -17,6 +17,20 @@ from distrun_runtime.ps.scheduler import Scheduler
 def node(kind: str, rank: int = -1, host: str = "d1", pid: int = 1, **changes: Any) -> NodeIdentity:
     usual = NodeIdentity("test-job", kind, rank, 0, host, pid, "tcp://10.0.0.1:1", 2, 1)
     return replace(usual, **changes)
+
+
+OF_A_STORE = (
+    Kind.KEYS,
+    Kind.BARRIER,
+    Kind.SAVE,
+    Kind.LOAD,
+    Kind.INIT,
+    Kind.RULE,
+    Kind.JOIN,
+    Kind.LEFT,
+    Kind.CLOSE,
+    Kind.PULL,
+)
 
 
 class Job:
@@ -44,11 +58,20 @@ class Job:
     def hear(
         self, link: str, kind: Kind, is_reply: bool = False, is_error: bool = False, **body: Any
     ) -> list[role.Action]:
+        if kind in OF_A_STORE and not is_reply and "group" not in body:
+            self.open_store(body.get("store", 1))
         self.requests += 1
         request = body.pop("request", self.requests)
         store = body.pop("store", 1)
         message = Message(kind, store=store, request=request, body=body, is_reply=is_reply, is_error=is_error)
         return self.scheduler.handle(role.MessageReceived(link, message), self.now)
+
+    def open_store(self, number: int) -> None:
+        """Let all workers create a store, unless one has done so: no other call of it is taken before."""
+        if number < GROUP_STORES and number not in self.scheduler._calls._stores:
+            message = Message(Kind.OPEN, store=number, body={"type": "dist_sync", "number": 0})
+            for worker in self.scheduler._roster.of_role("worker"):
+                self.scheduler.handle(role.MessageReceived(worker.link, message), self.now)
 
     def answer(self, actions: list[role.Action], error: str = "", **more: Any) -> list[role.Action]:
         """Let the servers answer what was sent to them; `more` is in their replies."""

@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from enum import IntEnum
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,6 +95,17 @@ class Membership:
     def first(self) -> int:
         """The worker whose values count, with rank 0 in the store."""
         return self.ranks[0]
+
+    @cached_property
+    def places(self) -> Mapping[int, int]:
+        """Each worker's rank in the store, by its rank in the job."""
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
+
+GROUP_STORES = 1 << 15
+"""Stores of groups have numbers from here on, those of all workers below."""
+GROUP_LETTERS = 100
+"""Of a group's name at most."""
 
 
 _KINDS: Mapping[int, Kind] = {int(kind): kind for kind in Kind}

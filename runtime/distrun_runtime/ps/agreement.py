@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any, Optional
 
@@ -35,10 +35,10 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol.handshake import NodeIdentity
-from distrun_runtime.protocol.message import Kind, Membership, Message
+from distrun_runtime.protocol.message import GROUP_LETTERS, GROUP_STORES, Kind, Membership, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.replies import answer, refusal
-from distrun_runtime.ps.role import NAMED, listed, tasks_of
+from distrun_runtime.ps.role import NAMED, listed, ranks_text, tasks_of
 from distrun_runtime.ps.routing import cut, place
 
 # Queries to all servers
@@ -210,8 +210,13 @@ def opened(body: Mapping[str, Any]) -> str:
 
 def members_differ(group: str, *said: tuple[int, Sequence[int]]) -> str:
     """Return that workers name other members of a group, in words: each worker with those that it names."""
-    lists = " and ".join(f"{list(ranks)} for worker-{rank}" for rank, ranks in said)
-    return f"group {group!r} has the members {lists}; fix: all of its workers give the same list"
+    lists = " and ".join(f"{ranks_text(ranks)} for worker-{rank}" for rank, ranks in said)
+    (_, one), (_, other) = said
+    where = (
+        listed(tasks_of(sorted(set(one).symmetric_difference(other)))) if max(map(len, (one, other))) > NAMED else ""
+    )
+    only = f" (only one has {where})" if where else ""
+    return f"group {group!r} has the members {lists}{only}; fix: all of its workers give the same list"
 
 
 SHOWN = 3
@@ -276,6 +281,8 @@ def verb(message: Message) -> str:
         return "assign" if message.body.get("assign") else "init"
     if message.kind is Kind.BARRIER and "facts" in message.body:
         return "Trainer"
+    if message.kind is Kind.OPEN and "group" in message.body:
+        return f"create(group={message.body['group']!r})"
     return _VERBS.get(message.kind, message.kind.name.lower())
 
 
@@ -606,6 +613,15 @@ class AgreedStore:
     joined: dict[int, Call] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
     """Workers that left this store for good."""
+    has_lost: bool = False
+    """One of its workers is lost."""
+    saving: tuple[str, int] = ("", 0)
+    """The folder of the SAVE that is under way, and the number of the call that ends it: the last BARRIER."""
+
+    @property
+    def whose(self) -> str:
+        """Who shares it, in words."""
+        return f"group {self.group!r}" if self.group else "all workers"
 
     @property
     def is_sync(self) -> bool:
@@ -629,6 +645,12 @@ class AgreedStore:
         reason = self.refused[number][0] if number in self.refused else ""
         self._hear(number, rank)
         return reason
+
+    def end(self) -> None:
+        """A worker is lost: no call is made any more. Who has made one has heard that it failed."""
+        self.has_lost, self.saving = True, ("", 0)
+        for known in (self.gatherings, self.filling, self.refused, self.joined):
+            known.clear()
 
     def gone(self, rank: int) -> None:
         """A worker makes no more calls."""
@@ -656,7 +678,7 @@ class AgreedGroup:
 
 
 LAST_STORE = (1 << 16) - 1
-"""Stores of groups are numbered from here downwards, those of all workers from 1 upwards."""
+"""Stores of groups are numbered from here downwards to GROUP_STORES, those of all workers from 1 upwards."""
 
 
 States = Callable[[AgreedStore, Mapping[int, Call]], "list[role.Action]"]
@@ -691,8 +713,10 @@ class CollectiveCalls:
         self._stores: dict[int, AgreedStore] = {}
         self._groups: dict[str, AgreedGroup] = {}
         """By name."""
+        self._free: deque[int] = deque()
+        """Numbers that stores of groups had which all servers have forgotten."""
         self._numbered = 0
-        """How many stores of groups have got a number."""
+        """How many others stores of groups have got."""
         self.barriers = 0
         """How many barriers all workers have come to."""
 
@@ -712,6 +736,13 @@ class CollectiveCalls:
         One with an `error`, what the worker found before it came here, fails for all.
         """
         store = self._store(call)
+        actions = self._gathered(store, call)
+        if store.group and not (store.opened or store.gatherings or store.refused):
+            self._unlist(store)  # It was not made, and who was to make it knows that; the servers never heard of it.
+            self._free.append(store.number)
+        return actions
+
+    def _gathered(self, store: AgreedStore, call: Call) -> list[role.Action]:
         if call.message.body.get("take_back"):
             return self._taken_back(store, call)
         refused = store.told(call.number, call.rank)
@@ -736,7 +767,7 @@ class CollectiveCalls:
         wrong = gathering.add(call) or (difference(elsewhere[0], call) if elsewhere else "") or against
         if wrong:
             return _fail(store, call.number, wrong)
-        ended = [gone for gone in self._ended if gone.who.rank in store.members.ranks]
+        ended = [gone for gone in self._ended if gone.who.rank in store.members.places]
         missing = [gone for gone in ended if gone.who.rank not in {*gathering.calls, *store.left}]
         if missing:
             return _fail(store, call.number, _gone(missing[0], call.message))
@@ -747,10 +778,7 @@ class CollectiveCalls:
 
         If it has none yet, the calls of one number are compared with each other (`difference`).
         """
-        ranks, group = [int(rank) for rank in call.message.body["members"]], self._groups[store.group]
-        is_right = sorted(set(ranks)) == ranks and call.rank in ranks and set(ranks) <= set(range(self._workers))
-        if not is_right:
-            raise ValueError(f"members are ranks of this job in ascending order, the sender among them, not {ranks}")
+        ranks, group = call.message.body["members"], self._groups[store.group]
         if group.members is not None and list(group.members.ranks) != ranks:
             return members_differ(store.group, (group.said_by, group.members.ranks), (call.rank, ranks))
         if is_first:
@@ -856,21 +884,44 @@ class CollectiveCalls:
 
     def _forget_unheld(self, store: AgreedStore) -> list[role.Action]:
         """Forget a store that all workers have closed, and have the servers forget it."""
-        if store.holders:
+        return [] if store.holders else self._forget_store(store)
+
+    def _forget_store(self, store: AgreedStore) -> list[role.Action]:
+        self._unlist(store)
+        self._forget(store.number)
+
+        def forgotten(answers: Answers) -> list[role.Action]:
+            # What a lost worker's store was sent may come later than this.
+            if store.group and not store.has_lost and not answers.errors:
+                self._free.append(store.number)
             return []
+
+        return self._queries.send(Message(Kind.CLOSE, store=store.number), forgotten)
+
+    def _unlist(self, store: AgreedStore) -> None:
         del self._stores[store.number]
         if store.group:
             numbers = self._groups[store.group].stores
             del numbers[next(each for each, number in numbers.items() if number == store.number)]
-        self._forget(store.number)
-        return self._queries.send(Message(Kind.CLOSE, store=store.number), lambda _: [])
+
+    def lose(self, rank: int) -> list[role.Action]:
+        """A worker is lost. All nodes that share a store with it hear that, and ask nothing more there but CLOSE."""
+        actions: list[role.Action] = []
+        for store in [each for each in self._stores.values() if rank in each.members.places]:
+            store.end()
+            store.gone(rank)
+            store.holders.discard(rank)
+            if not store.opened:
+                store.holders.clear()  # Nobody has it, to close it.
+            actions += self._forget_unheld(store)
+        return actions
 
     def ended(self, gone: Member) -> list[role.Action]:
         """A worker said BYE: what waited for it fails, and who joined does not wait for it."""
         actions: list[role.Action] = []
         self._ended.append(gone)
         is_last = len(self._ended) == self._workers  # The servers forget all stores, or end.
-        for store in [each for each in self._stores.values() if gone.who.rank in each.members.ranks]:
+        for store in [each for each in self._stores.values() if gone.who.rank in each.members.places]:
             store.gone(gone.who.rank)
             store.holders.discard(gone.who.rank)
             for at, gathering in list(store.gatherings.items()):
@@ -895,24 +946,55 @@ class CollectiveCalls:
                     continue
                 tasks = tasks_of(sorted(store.others(gathering.calls)))
                 parts = list(gathering.calls.values())
-                text = f"waiting for {listed(tasks)} to call {verb(parts[0].message)}"
+                what = verb(parts[0].message)
+                where = f" in group {store.group!r}" if store.group and store.opened else ""
+                text = f"waiting for {listed(tasks)} to call {what}{where}"
                 body = {"text": text, "seconds": now - gathering.notice.since, "for": tasks[:NAMED]}
                 for part in parts:
                     told = Message(Kind.WAITING, store=store.number, request=part.message.request, body=body)
                     actions.append(role.Send(part.link, told))
         return actions
 
-    def members_of(self, message: Message) -> Sequence[int]:
+    def members_of(self, message: Message) -> Collection[int]:
         """Return the workers that share the store that a message is about."""
         if message.kind is Kind.OPEN and "members" in message.body:
-            return [int(rank) for rank in message.body["members"]]
+            return list(message.body["members"])
         store = self._stores.get(self._number(message))
-        return range(self._workers) if store is None else store.members.ranks
+        return range(self._workers) if store is None else store.members.places
+
+    def whose(self, message: Message) -> str:
+        """Return who shares the store that a message is about, in words."""
+        store = self._stores.get(self._number(message))
+        return f"group {message.body.get('group')!r:.120}" if store is None else store.whose
 
     def beside(self, rank: int) -> set[int]:
         """Return the workers that share a store of a group with a worker."""
-        groups = [store.members.ranks for store in self._stores.values() if store.group]
-        return {other for ranks in groups if rank in ranks for other in ranks}
+        groups = [store for store in self._stores.values() if store.group]
+        return {other for store in groups if rank in store.members.places for other in store.members.ranks}
+
+    def against(self, call: Call) -> str:
+        """Return why a message is about no store, and may not create one; empty: it is, or may."""
+        message, body = call.message, call.message.body
+        if message.kind is not Kind.OPEN or body.get("take_back") or body.get("error"):
+            return "" if self._number(message) in self._stores else f"{message.kind.name} is about no store of this job"
+        if "group" not in body:
+            is_right = 0 < message.store < GROUP_STORES
+            return "" if is_right else f"stores of all workers have the numbers 1 to {GROUP_STORES - 1}"
+        name, members = body["group"], body.get("members")
+        if not isinstance(name, str) or not 0 < len(name) <= GROUP_LETTERS or message.store < 1:
+            return f"a group has a name of 1 to {GROUP_LETTERS} letters and stores numbered from 1, not {name!r:.120}"
+        ranks = members if isinstance(members, list) and all(type(rank) is int for rank in members) else []
+        if sorted(set(ranks)) != ranks or call.rank not in ranks or not 0 <= ranks[0] <= ranks[-1] < self._workers:
+            return f"members are ranks of this job in ascending order, the sender among them, not {members!r:.120}"
+        group = self._groups.get(name, AgreedGroup())
+        if message.store in group.stores:
+            return ""
+        if group.members is not None and list(group.members.ranks) != ranks:
+            return members_differ(name, (group.said_by, group.members.ranks), (call.rank, ranks))
+        if not self._free and LAST_STORE - self._numbered < GROUP_STORES:
+            fix = "fix: close stores that are not used any more (kv.close()), on all of their workers"
+            return f"this job has no number left for a store of group {name!r}; {fix}"
+        return ""
 
     def _number(self, message: Message) -> int:
         """Return the number of the store that a message is about; -1: of a group's that is not known.
@@ -929,16 +1011,19 @@ class CollectiveCalls:
         if number not in self._stores:
             members = Membership(range(self._workers))
             if name:
-                number, group = LAST_STORE - self._numbered, self._groups.setdefault(name, AgreedGroup())
-                if number < 1 or number in self._stores:
-                    raise ValueError(f"this job has no number left for a store of group {name!r}")
-                self._numbered += 1
+                number, group = self._new_number(), self._groups.setdefault(name, AgreedGroup())
                 group.stores[call.message.store] = number
                 members = group.members or members
             present = self._present(members)
             store = AgreedStore(number, members, present, present.copy(), Keys(self._placed_on), group=name)
             self._stores[number] = store
         return self._stores[number]
+
+    def _new_number(self) -> int:
+        if self._free:
+            return self._free.popleft()
+        self._numbered += 1
+        return LAST_STORE + 1 - self._numbered
 
     def _present(self, members: Membership) -> set[int]:
         """Return the members that have not ended."""
@@ -951,6 +1036,14 @@ class CollectiveCalls:
         call, first = next(iter(gathering.calls.values())).message, store.members.first
         if first not in gathering.calls and call.kind in _DUTY:
             return _fail(store, number, f"worker-{first}, {_DUTY[call.kind]}, has left the store")
+        folder = str(call.body.get("folder")) if call.kind is Kind.SAVE else ""
+        other = next((each for each in self._stores.values() if folder and each.saving[0] == folder), store)
+        if other is not store:
+            fix = "fix: save each store into a folder of its own"
+            text = f"{store.whose} cannot save into {folder!r} while a store of {other.whose} is saved there; {fix}"
+            return _fail(store, number, text)
+        if folder or number >= store.saving[1]:
+            store.saving = (folder, number + 2) if folder else ("", 0)
         del store.gatherings[number]
         if call.kind is Kind.OPEN:
             store.type, store.opened = str(call.body.get("type", "")), opened(call.body)
@@ -971,10 +1064,18 @@ class CollectiveCalls:
     def _open_of_group(self, store: AgreedStore, gathering: Gathering) -> list[role.Action]:
         """All members have created a store of a group: tell the servers who they are, then the workers its number."""
         group, body = self._groups[store.group], {**_of_devices(gathering), "store": store.number}
-        group.members, group.said_by = store.members, store.members.first
         members = {"members": list(store.members.ranks), "epoch": store.members.epoch}
-        told = Message(Kind.OPEN, store=store.number, body=members)
-        return self._queries.send(told, lambda _: _answers(gathering, body))
+
+        def told(answers: Answers) -> list[role.Action]:
+            if not answers.errors and not store.has_lost:
+                group.members, group.said_by = store.members, store.members.first
+                return _answers(gathering, body)
+            refused = [role.Send(part.link, answers.refusal(part.message)) for part in gathering.calls.values()]
+            # Nobody has it, to close it.
+            gone = self._forget_store(store) if self._stores.get(store.number) is store else []
+            return [*(refused if answers.errors else ()), *gone]
+
+        return self._queries.send(Message(Kind.OPEN, store=store.number, body=members), told)
 
     def _all_joined(self, store: AgreedStore) -> list[role.Action]:
         # The lengths first: of many workers, each one that joins comes here.
@@ -1015,7 +1116,7 @@ def _against(store: AgreedStore, call: Call) -> str:
 
 def _fail(store: AgreedStore, number: int, reason: str) -> list[role.Action]:
     """Refuse a call to all who have made it, and to the others when they do."""
-    calls = store.gatherings.pop(number).calls
+    calls, store.saving = store.gatherings.pop(number).calls, ("", 0)
     store.refuse(number, reason, calls)
     return [_refuse(part, reason) for part in calls.values()]
 

@@ -270,8 +270,13 @@ class Lags:
             mine = [each.lags[rank] for each in rounds if rank in each.lags]
             times = sum(each.last == rank for each in rounds)
             found[rank] = [round(mine[-1], 4), times, round(median(mine), 4), round(round_s, 4)]
-        worst = sorted(found, key=lambda rank: (-found[rank][1], -found[rank][2]))[:RANKS]
-        return {str(rank): found[rank] for rank in sorted(worst)}
+        return latest({str(rank): each for rank, each in found.items()})
+
+
+def latest(found: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """Return of what `Lags.to_json` says that of the RANKS that were last most often, or are latest as a rule."""
+    worst = sorted(found, key=lambda rank: (-found[rank][1], -found[rank][2]))[:RANKS]
+    return {rank: found[rank] for rank in sorted(worst, key=int)}
 
 
 @dataclass

@@ -134,7 +134,7 @@ class Pulls:
                 at: set(store.pending[shard]) for at, shard in enumerate(shards.tolist()) if shard in store.pending
             }
         self._open[pull.ticket] = pull
-        np.add.at(store.owed[pull.rank], shards, 1)
+        np.add.at(store.owed[store.row[pull.rank]], shards, 1)
         actions = self._look(pull, own)
         return [*actions, *self._refuse_hopeless(pull)] if self._gone and pull.ticket in self._open else actions
 
@@ -144,7 +144,7 @@ class Pulls:
         at = np.flatnonzero(pull.owed & self._due(pull))
         actions: list[role.Action] = []
         if own is not None and store.is_sync:
-            pushed = np.maximum(store.last[own, pull.shards], store.ordered[pull.shards])
+            pushed = np.maximum(store.last[store.row[own], pull.shards], store.ordered[pull.shards])
             for place in np.flatnonzero(pull.rounds > pushed).tolist():
                 number = int(pull.rounds[place])
                 if store.waits_for_itself(int(pull.shards[place]), own, number):
@@ -160,7 +160,7 @@ class Pulls:
                     return self._refuse(pull, no)
         if len(at):
             pull.owed[at] = False
-            np.subtract.at(store.owed[pull.rank], pull.shards[at], 1)
+            np.subtract.at(store.owed[store.row[pull.rank]], pull.shards[at], 1)
             actions += self._lend(pull, at)
         if not pull.owed.any():
             del self._open[pull.ticket]
@@ -178,7 +178,7 @@ class Pulls:
         Arguments:
             rank: the worker; of a relay the first of its workers.
         """
-        owed = shards[store.owed[rank, shards] > 0]
+        owed = shards[store.owed[store.row[rank], shards] > 0]
         if not len(owed):
             return []
         actions: list[role.Action] = []
@@ -217,14 +217,14 @@ class Pulls:
             others = [r for r in store.members.ranks if r != pull.rank and r not in self._gone]
             others = [rank for rank in others if rank not in excused]
             if others:
-                due &= store.last[np.ix_(np.array(others), pull.shards)].min(axis=0) >= pull.rounds - store.staleness
+                due &= store.last[np.ix_(store.row[others], pull.shards)].min(axis=0) >= pull.rounds - store.staleness
         return due
 
     def _lend(self, pull: Pull, at: Array) -> list[role.Action]:
         store = pull.store
         shards = pull.shards[at]
         if not store.is_sync:
-            store.seen[pull.rank, shards] = store.updates[shards]
+            store.seen[store.row[pull.rank], shards] = store.updates[shards]
         if store.skipped:
             for shard, number in zip(shards.tolist(), pull.rounds[at].tolist(), strict=True):
                 notes = store.skipped.get(shard, {}).get(number)
@@ -343,7 +343,7 @@ class Pulls:
     def _forget(self, pull: Pull) -> list[role.Action]:
         """Owe this pull nothing any more, and take back what was lent to it."""
         if self._open.pop(pull.ticket, None) is not None:
-            np.subtract.at(pull.store.owed[pull.rank], pull.shards[pull.owed], 1)
+            np.subtract.at(pull.store.owed[pull.store.row[pull.rank]], pull.shards[pull.owed], 1)
         for name, pulls in list(self._waiting.items()):
             if pulls.pop(pull.ticket, None) is not None and not pulls:
                 del self._waiting[name]

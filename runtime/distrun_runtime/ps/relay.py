@@ -83,7 +83,7 @@ class _Relayed:
     owner: Array
     """The rank of the server that has it."""
     sent: Array
-    """(workers, shards): the round of the last contribution that has left. All between it and `Store.last` are here."""
+    """(members, shards): the round of the last contribution that has left. All between it and `Store.last` are here."""
     fetch: Array
     """Number of the last PULL that is under way; 0: none is."""
     asked: Array
@@ -111,7 +111,7 @@ class _Relayed:
 
     @property
     def held(self) -> Array:
-        """(workers, shards): whether contributions of a worker are here that have not left."""
+        """(members, shards): whether contributions of a worker are here that have not left."""
         found: Array = self.sent < self.store.last[:, : self.store.count]
         return found
 
@@ -191,8 +191,13 @@ class Relay:
         self._settling.clear()
 
     def forget(self, number: int) -> Store | None:
-        """A store is closed, so all sums of it are acknowledged; return the table of its shards, if there is one."""
+        """A store is closed; return the table of its shards, if there is one.
+
+        All sums of it are acknowledged, unless one of its workers was lost: then nobody waits for that.
+        """
         of = self.stores.pop(number, None)
+        self._sums = {each: store for each, store in self._sums.items() if store != number}
+        self._settling = [each for each in self._settling if each.message.store != number]
         self._fetches = {each: fetch for each, fetch in self._fetches.items() if fetch.of is not of}
         return None if of is None else of.store
 
@@ -207,7 +212,7 @@ class Relay:
             nothing = np.zeros(0, np.int64)
             store = Store(relayed(message.store), self._workers, self._me().rank, members)
             here = tuple(rank for rank in self.members if rank in members.ranks)
-            sent = np.zeros((self._workers, 0), np.int64)
+            sent = np.zeros((len(members.ranks), 0), np.int64)
             of = _Relayed(store, here, nothing, sent, nothing, nothing, nothing)
             self.stores[message.store] = of
         store = of.store
@@ -232,7 +237,7 @@ class Relay:
         """Take in contributions of a worker of this host."""
         of, shards = self.stores[relayed(batch.store.number)], batch.shards
         rounds = batch.entries["round"].astype(np.int64)
-        at = np.flatnonzero(rounds > of.store.last[rank, shards])
+        at = np.flatnonzero(rounds > of.store.last[of.store.row[rank], shards])
         if len(at) < len(shards):  # the others are repeats
             batch, rounds = role.Batch(of.store, shards[at], batch.message, batch.entries, batch.how, at), rounds[at]
         actions: list[role.Action] = []
@@ -244,11 +249,11 @@ class Relay:
         store, shards = of.store, batch.shards
         actions: list[role.Action] = []
         note = batch.message.body.get("skip")
-        is_usual = note is None and bool((store.last[rank, shards] == number - 1).all())
+        is_usual = note is None and bool((store.last[store.row[rank], shards] == number - 1).all())
         if not is_usual:
             actions += self._send_held(of, shards)
-            of.sent[rank, shards] = number - 1
-        store.last[rank, shards] = number
+            of.sent[of.store.row[rank], shards] = number - 1
+        store.last[store.row[rank], shards] = number
         if note is not None:
             return [*actions, *self._forward(of, number, shards, body={"skip": note})]
         ready = self._reach(of, shards) >= number
@@ -261,7 +266,7 @@ class Relay:
         """Return the last round of each shard that all workers of this host have contributed to who are to do so."""
         excused = of.store.excused()
         ranks = [rank for rank in of.members if rank not in excused] or list(of.members)
-        reach: Array = of.store.last[np.ix_(np.array(ranks), shards)].min(axis=0)
+        reach: Array = of.store.last[np.ix_(of.store.row[ranks], shards)].min(axis=0)
         return reach
 
     def _send_held(self, of: _Relayed, shards: Array, *, only_complete: bool = False) -> list[role.Action]:
@@ -301,7 +306,7 @@ class Relay:
             actions.append(role.Work(role.Add(-1, number, last), reports=True))
             last = None
         for owner, ranks, some in groups:
-            of.sent[np.ix_(np.array(ranks), some)] = number
+            of.sent[np.ix_(store.row[list(ranks)], some)] = number
             self._requests += 1
             self._sums[self._requests] = relayed(store.number)
             link = f"server-{owner}"
@@ -329,7 +334,8 @@ class Relay:
     def _groups(self, of: _Relayed, number: int, shards: Array) -> Iterator[tuple[int, tuple[int, ...], Array]]:
         """Yield what one message each may carry: the owner, the workers that it is of, and the shards."""
         ranks = np.array(of.members)
-        gave = (of.sent[np.ix_(ranks, shards)] < number) & (of.store.last[np.ix_(ranks, shards)] >= number)
+        at = np.ix_(of.store.row[ranks], shards)
+        gave = (of.sent[at] < number) & (of.store.last[at] >= number)
         labels = np.stack([of.owner[shards], of.store.dtype[shards], *gave]).T
         if (labels == labels[:1]).all():
             kinds, which = labels[:1], np.zeros(len(shards), np.int64)  # mostly
@@ -377,7 +383,7 @@ class Relay:
     def _ask(self, of: _Relayed, owner: int, shards: Array, rounds: Array, rank: int) -> list[role.Action]:
         self._requests += 1
         entries = self._entries(of, shards, rounds, Payload.NONE)
-        asker = rank if bool((rounds > of.store.last[rank, shards]).any()) else None
+        asker = rank if bool((rounds > of.store.last[of.store.row[rank], shards]).any()) else None
         self._fetches[self._requests] = _Fetch(self._requests, of, shards, entries, of.changes[shards], asker)
         of.fetch[shards], of.asked[shards] = self._requests, rounds
         body = {"ranks": list(of.members), **({} if asker is None else {"own": asker})}
@@ -404,7 +410,7 @@ class Relay:
             return []
         if message.request in self._sums:
             del self._sums[message.request]
-            if message.is_error:
+            if message.is_error and not message.body.get("closed"):  # The owner may hear sooner than we that it is.
                 return [role.Finish(1, f"a sum for another server was refused: {message.body.get('reason')}")]
             return self._acknowledged(message.request)
         if fetch is None:
@@ -469,7 +475,7 @@ class Relay:
         of = self.stores.get(message.store)
         if of is None:
             return [role.Send(link, answer(message))]
-        actions = self._send_held(of, np.flatnonzero(of.held[rank]))
+        actions = self._send_held(of, np.flatnonzero(of.held[of.store.row[rank]]))
         settling = _Settling(link, message, {each for each, store in self._sums.items() if store == message.store})
         self._settling.append(settling)
         return [*actions, *self._acknowledged(0)]
@@ -504,8 +510,8 @@ class Relay:
             assert of is not None
             key = int(of.store.key[shard])
             if key in keys:
-                at = int(min(of.sent[rank, shard] for rank in of.members if of.held[rank, shard])) + 1
-                pushed = [rank for rank in of.members if of.store.last[rank, shard] >= at]
+                at = int(of.sent[of.held[:, shard], shard].min()) + 1
+                pushed = [rank for rank in of.members if of.store.last[of.store.row[rank], shard] >= at]
                 return at, keys[key], pushed, [rank for rank in of.members if rank not in pushed]
         return None
 

@@ -31,15 +31,24 @@ def answer(request: Message, body: Mapping[str, Any] | None = None) -> Message:
 
 
 def refusal(
-    request: Message, reason: str, error: str = "KVError", traceback: str = "", *, who: str = "", again: bool = False
+    request: Message,
+    reason: str,
+    error: str = "KVError",
+    traceback: str = "",
+    *,
+    who: str = "",
+    again: bool = False,
+    closed: bool = False,
 ) -> Message:
     """Return the reply that says why not; the caller raises `error`, a class of distrun_runtime.errors.
 
     Arguments:
         who: the name of the node that is lost, if that is why.
         again: nothing of the request was done, and it is to be sent again under its number, with its entries.
+        closed: the store is not known, or not any more.
     """
-    more = {name: text for name, text in (("traceback", traceback), ("who", who), ("again", again)) if text}
+    said = (("traceback", traceback), ("who", who), ("again", again), ("closed", closed))
+    more = {name: text for name, text in said if text}
     body = {"reason": reason, "error": error, **more}
     return replace(answer(request, body), is_error=True)
 

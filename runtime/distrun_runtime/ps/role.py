@@ -730,6 +730,12 @@ def worker_rank(name: str) -> int | None:
     return int(rank) if kind == "worker" and rank.isdecimal() else None
 
 
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks as a list, and no more of them than a line should have: `[0, 1, 2]`."""
+    more = f", ... {ranks[-1]}] ({len(ranks)} workers)" if len(ranks) > NAMED else "]"
+    return f"[{', '.join(map(str, ranks[:NAMED]))}{more}"
+
+
 def listed(names: Sequence[str]) -> str:
     """Return names with commas between them, and no more of them than a line should have."""
     return facts.listed(names, NAMED)

@@ -100,7 +100,7 @@ class Rounds:
 
     def against_sum(self, ranks: Sequence[int], store: Store, shards: Array, rounds: Array) -> str:
         """Return why a sum of contributions cannot be taken in: some of them came before; empty: it can be."""
-        known = np.maximum(store.last[np.ix_(np.array(ranks), shards)], store.ordered[shards])
+        known = np.maximum(store.last[np.ix_(store.row[list(ranks)], shards)], store.ordered[shards])
         if (rounds > known).all() and not store.early:
             return ""  # mostly
         for place, (shard, number) in enumerate(zip(shards.tolist(), rounds.tolist(), strict=True)):
@@ -112,16 +112,16 @@ class Rounds:
     def _count(self, store: Store, rank: int, shards: Array, rounds: Array) -> Array:
         """Count contributions of a worker; return which of them are no repeats: the first one counts."""
         # Rounds that were ordered without this worker, while it was excused, do not wait for it any more.
-        ahead = rounds - np.maximum(store.last[rank, shards], store.ordered[shards])
+        ahead = rounds - np.maximum(store.last[store.row[rank], shards], store.ordered[shards])
         if (ahead == 1).all():
-            store.last[rank, shards] = rounds
+            store.last[store.row[rank], shards] = rounds
             return np.ones(len(shards), np.bool_)
         each = zip(shards, rounds, ahead, strict=True)
         return np.array([self._count_one(store, rank, *one) for one in each], np.bool_)
 
     def _count_one(self, store: Store, rank: int, shard: int, number: int, ahead: int) -> bool:
         if ahead == 1:
-            store.last[rank, shard] = number
+            store.last[store.row[rank], shard] = number
             return True
         early = store.early.get(int(shard), {}).get(int(number), set())
         if ahead < 1 or rank in early:
@@ -156,7 +156,7 @@ class Rounds:
             skipped = [shard for shard in some.tolist() if number in store.skipping.get(shard, ())]
             for shard in skipped:
                 said = store.skipping[shard].pop(number)
-                ranks = [r for r in store.members.ranks if store.last[r, shard] >= number]
+                ranks = [r for r in store.members.ranks if store.last[store.row[r], shard] >= number]
                 store.skipped.setdefault(shard, {})[number] = {rank: said.get(rank) for rank in ranks}
             if skipped:
                 gone = np.array(skipped)
@@ -173,7 +173,7 @@ class Rounds:
             number = int(store.ordered[shard]) + 1
             while number in known:
                 for rank in known.pop(number):
-                    store.last[rank, shard] = max(int(store.last[rank, shard]), number)
+                    store.last[store.row[rank], shard] = max(int(store.last[store.row[rank], shard]), number)
                 number += 1
             if not known:
                 store.early.pop(shard, None)
@@ -199,9 +199,9 @@ class Rounds:
 
     def _count_async(self, store: Store, shards: Array, rank: int, rounds: Array) -> Array:
         """Count a worker's pushes; return how many updates came since its last pull of each shard."""
-        store.last[rank, shards] = np.maximum(store.last[rank, shards], rounds)
-        store.done[shards] = np.maximum(store.done[shards], store.last[rank, shards])
-        stale: Array = store.updates[shards] - store.seen[rank, shards]
+        store.last[store.row[rank], shards] = np.maximum(store.last[store.row[rank], shards], rounds)
+        store.done[shards] = np.maximum(store.done[shards], store.last[store.row[rank], shards])
+        stale: Array = store.updates[shards] - store.seen[store.row[rank], shards]
         return stale
 
     # What the engine reports
@@ -445,7 +445,7 @@ def _is_past(store: Store, shard: int, turn: Turn) -> bool:
     if turn.rank == SYNC:
         return bool(store.done[shard] >= turn.round)
     is_pending = (turn.rank, turn.round) in store.pending.get(shard, ())
-    return bool(store.last[turn.rank, shard] >= turn.round) and not is_pending
+    return bool(store.last[store.row[turn.rank], shard] >= turn.round) and not is_pending
 
 
 def words_of(err: Any) -> str:

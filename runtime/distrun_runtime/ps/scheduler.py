@@ -9,7 +9,7 @@ everything instead and waits for the workers of the job's next script, until the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -44,7 +44,8 @@ DENIED_KEPT = 4
 
 LOSSES_TOLD = 16
 """So many losses are told to all nodes. The first one fails every call of a store of all workers; as a rule later ones
-come of it. Those are told only to the workers that share a group's store with a lost one."""
+come of it. Of those that are workers', only the workers that share a group's store with the lost one are told, and the
+servers: all they do without it ends."""
 
 FOREIGN = (
     "a program at %s speaks ZeroMQ, but not as a node of distrun does: this looks like ps-lite (MXNet, BytePS), which"
@@ -77,6 +78,7 @@ class Checkpoints:
 
         def written(answers: Answers) -> list[role.Action]:
             if answers.errors:
+                store.saving = ("", 0)
                 return _refuse(calls, answers)
             manifest = self._manifest(store, part, calls, answers)
             return [role.Send(call.link, answer(call.message, {"manifest": manifest})) for call in calls.values()]
@@ -539,14 +541,17 @@ class Scheduler:
         self._lost.setdefault(member.who.name, (role.worker_rank(member.who.name), reason))
         body = {"who": member.who.name, "host": member.who.host, "reason": reason}
         # All of them to all would be a million messages for a thousand nodes that end by one error.
-        told = list(self._roster.members.values())
-        if len(self._lost) > LOSSES_TOLD:
-            beside = self._calls.beside(member.who.rank) if member.who.role == "worker" else ()
-            told = [each for each in self._roster.alive("worker") if each.who.rank in beside]
+        told, ended = list(self._roster.members.values()), list[role.Action]()
+        if member.who.role == "worker":
+            beside = self._calls.beside(member.who.rank)
+            if len(self._lost) > LOSSES_TOLD:
+                told = [each for each in told if each.who.role == "server" or each.who.rank in beside]
+            ended = self._calls.lose(member.who.rank)
         return [
             role.Log(level, reason),
             role.Publish({"lost_peer": member.who.name, "message": reason}),
             *self._tell(told, Kind.LOST, body),
+            *ended,
             *self._finish_when_done(),
         ]
 
@@ -633,10 +638,13 @@ class Scheduler:
             case kind if member.who.role != "worker":
                 return [role.Log("WARNING", f"{member.who} sent {kind.name}, which only workers send")]
             case _ if member.who.rank not in (members := self._calls.members_of(message)):
-                text = f"{member.who.name} does not share this store; its members are {listed(tasks_of(members))}"
+                shared = f"this store of {self._calls.whose(message)}; its members are {listed(tasks_of(members))}"
+                text = f"{member.who.name} does not share {shared}; fix: let only these call it"
                 return [role.Send(link, refusal(message, text))]
-            case _ if self._broken and (lost := self._lost_to(members)):
+            case _ if self._broken and message.kind is not Kind.CLOSE and (lost := self._lost_to(members)):
                 return [role.Send(link, refusal(message, lost[1], "PeerLost", who=lost[0]))]
+            case _ if wrong := self._calls.against(call):
+                return [role.Send(link, refusal(message, wrong))]
             case Kind.OPEN | Kind.KEYS | Kind.BARRIER | Kind.SAVE | Kind.LOAD:
                 return self._calls.gather(call)
             case Kind.INIT:
@@ -652,7 +660,7 @@ class Scheduler:
             case kind:
                 return [role.Send(link, refusal(message, f"the scheduler knows no {kind.name}"))]
 
-    def _lost_to(self, members: Sequence[int]) -> tuple[str, str] | None:
+    def _lost_to(self, members: Collection[int]) -> tuple[str, str] | None:
         """Return the first lost node that the workers of a store cannot do without, and the reason; None: none is."""
         for name, (rank, reason) in self._lost.items():
             if rank is None or rank in members:

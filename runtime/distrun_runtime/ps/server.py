@@ -28,6 +28,7 @@ from distrun_runtime.contract.facts import duration, listed
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.handshake import NodeIdentity, nodes_of
 from distrun_runtime.protocol.message import (
+    GROUP_STORES,
     NO_ENTRIES,
     Kind,
     Membership,
@@ -37,7 +38,7 @@ from distrun_runtime.protocol.message import (
     sizes_of,
 )
 from distrun_runtime.ps import checks, role, statefile
-from distrun_runtime.ps.counters import RANKS, Counters, Lags
+from distrun_runtime.ps.counters import Counters, Lags, latest
 from distrun_runtime.ps.pulls import Pulls
 from distrun_runtime.ps.relay import Relay
 from distrun_runtime.ps.replies import answer, failed, refusal
@@ -210,14 +211,13 @@ class Server:
 
     def lags(self) -> Mapping[str, Any]:
         """Return how late workers contribute (`metrics.Lags`): each to the store of its that had a round last."""
-        found: dict[str, Any] = {}
+        found: dict[str, list[float]] = {}
         known: set[int] = set()
         for lags in sorted(self._lags.values(), key=lambda each: each.over_at, reverse=True):
-            if len(found) >= RANKS or known.issuperset(lags.members):
-                continue
-            found.update({rank: each for rank, each in lags.to_json().items() if int(rank) not in known})
-            known.update(lags.members)
-        return found
+            if not known.issuperset(lags.members):
+                found.update({rank: each for rank, each in lags.to_json().items() if int(rank) not in known})
+                known.update(lags.members)
+        return latest(found)
 
     def devices(self) -> Mapping[str, str]:
         """Return where the stores' arrays are, and why not on a GPU, as the agent is told (`metrics`)."""
@@ -267,6 +267,8 @@ class Server:
 
     def _from_scheduler(self, message: Message) -> list[role.Action]:
         match message.kind:
+            case Kind.RULE | Kind.SAVE | Kind.LOAD | Kind.JOIN | Kind.LEFT if self._is_unknown(message.store):
+                return [self._refuse(role.SCHEDULER_LINK, message, f"{self.me.name} knows no store {message.store}")]
             case Kind.BYE if message.is_reply:
                 return [role.Finish(0, "told to stop")]
             case Kind.ROSTER:
@@ -407,12 +409,16 @@ class Server:
             if message.kind is Kind.NORMS:
                 return self._rounds.heard_norms(self._stores.get(message.store), message)
             return self._from_relay(link, message)
-        rank = self._ranks.get(link)
+        rank, known = self._ranks.get(link), self._stores.get(message.store)
+        if known is not None and rank is not None and rank not in known.members.places:
+            return [self._refuse(link, message, f"worker-{rank} does not share store {message.store}")]
         match message.kind:
             case _ if rank is None:
                 return []
             case Kind.SETTLE:
                 return self._relay.settle(link, rank, message)
+            case Kind.INIT if self._is_unknown(message.store):
+                return [self._refuse(link, message, f"{self.me.name} knows no store {message.store}")]
             case Kind.INIT:
                 if message.is_relayed:
                     return self._relay.declare(link, message, self._store(message.store).members)
@@ -426,11 +432,9 @@ class Server:
         wrong = self._relay.against(rank) if message.is_relayed else ""
         if wrong:
             return [self._refuse(link, message, wrong)]
-        store = self._relay.store(message.store) if message.is_relayed else self._stores.get(message.store)
+        store = self._relay.store(message.store) if message.is_relayed else known
         if store is None:
             return [self._refuse(link, message, f"store {message.store} has no keys on {self.me.name}")]
-        if rank not in store.members.ranks:
-            return [self._refuse(link, message, f"worker-{rank} does not share store {message.store}")]
         match message.kind:
             case Kind.PUSH | Kind.PULL | Kind.PUSHPULL:
                 return self._data(link, rank, store, message)
@@ -443,7 +447,8 @@ class Server:
         """Take in what another server sends for the workers of its host: a sum of their contributions, or a pull."""
         store, ranks = self._stores.get(message.store), [int(rank) for rank in message.body.get("ranks", ())]
         if store is None or message.kind not in (Kind.PUSH, Kind.PULL):
-            return [self._refuse(link, message, f"{self.me.name} expects no such {message.kind.name}")]
+            text = f"{self.me.name} expects no such {message.kind.name}"
+            return [role.Send(link, refusal(message, text, closed=store is None))]
         entries, shards = message.entries, store.find(message.entries)
         rounds = entries["round"].astype(np.int64)
         wrong = checks.against_ranks(message, ranks, store.members.ranks)
@@ -753,8 +758,15 @@ class Server:
             *self._relay.excused(number),
         ]
 
+    def _is_unknown(self, number: int) -> bool:
+        """Whether a number is that of a group's store that is not known here: not yet, or not any more."""
+        return number >= GROUP_STORES and number not in self._stores
+
     def _store(self, number: int) -> Store:
-        return self._stores.setdefault(number, Store(number, self._config.workers, self.me.rank))
+        store = self._stores.get(number)
+        if store is None:
+            store = self._stores[number] = Store(number, self._config.workers, self.me.rank)
+        return store
 
     def _refuse(self, link: str, message: Message, reason: str) -> role.Action:
         return role.Send(link, refusal(message, reason))

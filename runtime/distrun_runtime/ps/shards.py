@@ -53,8 +53,8 @@ def relayed(number: int) -> int:
 class Store:
     """What a server knows of one store.
 
-    Flat arrays have one element for each shard (`last`, `seen` and `owed` one row for each worker of the job). There is
-    room for more shards than there are: always index them by shards.
+    Flat arrays have one element for each shard (`last`, `seen` and `owed` a `row` for each member). There is room for
+    more shards than there are: always index them by shards.
 
     Arguments:
         workers: how many the job has.
@@ -69,9 +69,9 @@ class Store:
     def __init__(self, number: int, workers: int, server: int = 0, members: Membership | None = None) -> None:
         self.number = number
         self.members = members or Membership(range(workers))
-        self._ranks = np.array(self.members.ranks)
-        self._rows = slice(None) if members is None else self._ranks[:, None]
-        """The members' rows of `last`, as an index beside one of shards."""
+        self.row = np.full(workers, -1)
+        """The row of each worker of the job, which is its place among the members; -1: it is none."""
+        self.row[list(self.members.ranks)] = np.arange(len(self.members.ranks))
         self._server = server
         self.is_sync = True
         self.on_devices = False
@@ -106,16 +106,16 @@ class Store:
         self.skips = self.updates = integers
         """Rounds that were skipped; in async the updates that were made."""
         self.slow = integers
-        """A worker that had contributed least when `reach` last looked; if there are MANY."""
+        """Row of a worker that had contributed least when `reach` last looked; if there are MANY."""
         self.fresh = np.zeros(0, np.bool_)
         """No round was applied since the shard was given its value, which is answered in full."""
         self.halfway = np.zeros(0, np.bool_)
         """The update of the round ordered last waits for norms."""
-        self.last = np.zeros((workers, 0), np.int64)
+        self.last = np.zeros((len(self.members.ranks), 0), np.int64)
         """The round of each worker's last push, where it has pushed all before."""
-        self.seen = np.zeros((workers, 0), np.int64)
+        self.seen = np.zeros((len(self.members.ranks), 0), np.int64)
         """In async: `updates` at each worker's last pull."""
-        self.owed = np.zeros((workers, 0), np.int64)
+        self.owed = np.zeros((len(self.members.ranks), 0), np.int64)
         """How many pulls of each worker wait for each shard."""
         self._first = np.full(0, -1, np.int64)
         """Key number to the first of its shards here; -1: none."""
@@ -150,7 +150,6 @@ class Store:
         for name, column in zip(Shard._fields[1:], table.T[1:], strict=True):
             getattr(self, name)[begin:end] = column  # The first is the server: this one.
         self.fresh[begin:end] = True
-        self.slow[begin:end] = self.members.first
         self.count = end
         most = int(self.key[begin:end].max(initial=-1))
         if most >= len(self._first):
@@ -236,16 +235,16 @@ class Store:
         """Return the last round of each shard that all workers have contributed to who are not excused."""
         excused = self.excused()
         if not excused:
-            last: Array = self.last[self._rows, shards]
+            last: Array = self.last[:, shards]
             reached: Array = last.min(axis=0)
             if len(last) >= MANY:
                 # The last of them: where workers contribute in the order of their ranks, it stays the slowest.
-                self.slow[shards] = self._ranks[len(last) - 1 - last[::-1].argmin(axis=0)]
+                self.slow[shards] = len(last) - 1 - last[::-1].argmin(axis=0)
             return reached
         members = [rank for rank in self.members.ranks if rank not in excused]
         # A round without any contribution is none, even if workers are excused.
         most: Array = self.last[:, shards].max(axis=0)
-        return most if not members else np.minimum(self.last[np.ix_(np.array(members), shards)].min(axis=0), most)
+        return most if not members else np.minimum(self.last[np.ix_(self.row[members], shards)].min(axis=0), most)
 
     def is_held_up(self, shards: Array) -> bool:
         """Whether the next round of all these shards is known to be incomplete.
@@ -259,7 +258,7 @@ class Store:
 
     def contributed(self, shard: int, rank: int, number: int) -> bool:
         """Whether a worker has contributed to a round that is not ordered yet."""
-        if number <= max(int(self.last[rank, shard]), int(self.ordered[shard])):
+        if number <= max(int(self.last[self.row[rank], shard]), int(self.ordered[shard])):
             return True
         return rank in self.early.get(shard, {}).get(number, ())
 
@@ -283,7 +282,7 @@ class Store:
         if self.staleness is None:
             return []
         excused, least = self.excused(), number - self.staleness
-        return [r for r in workers if r not in excused and r not in gone and self.last[r, shard] < least]
+        return [r for r in workers if r not in excused and r not in gone and self.last[self.row[r], shard] < least]
 
     def failure(self, shard: int, ranks: Iterable[int], number: int) -> Failure | None:
         """Return why a pull of round `number` by or for workers cannot be answered; None: it can."""

@@ -259,7 +259,8 @@ class Worker:
     def _asked(self, asked: Ask | Goodbye, now: float) -> list[role.Action]:
         if isinstance(asked, Goodbye):
             return self._leave(asked, now)
-        if self._lost is not None and (lost := self._lost_to(asked.members)) is not None:
+        lost = None if self._lost is None else self._lost_to(asked.members)
+        if lost is not None and (self._is_over or any(each.kind is not Kind.CLOSE for _, each in asked.messages)):
             return [role.Resolve(asked.request, error=lost)]
         self._memberships.add(asked.members)
         entry = _Open(asked.request, {}, asked.entries_of, asked.members, self._numbers + 1)
@@ -370,7 +371,7 @@ class Worker:
         self.dead.add(who)
         error, rank = because_of(PeerLost(reason), who), role.worker_rank(who)
         lost = [each for each in self._memberships or {None} if self._lost_to(each) is None]
-        if rank is None or not self._ready.is_done:
+        if rank is None or not self.servers:  # Before the roster is here, whoever is missing ends the registration.
             failed = self.fail(error)
         else:
             self._lost, known = self._lost or error, self._lost_workers.setdefault(rank, error)

@@ -21,7 +21,7 @@ from distrun_runtime.arrays.dtypes import work_dtype
 from distrun_runtime.contract.dataclass import dataclass
 from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed
 from distrun_runtime.protocol.message import Kind, Membership, Message
-from distrun_runtime.ps.role import SCHEDULER_LINK, Request, listed, tasks_of
+from distrun_runtime.ps.role import SCHEDULER_LINK, Request, listed, ranks_text, tasks_of
 from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.ps.worker import EntriesOf
 from distrun_runtime.store.keys import KeyRecord
@@ -332,7 +332,7 @@ def group_of(node: NodeSession, name: str, members: Sequence[int] | None) -> Gro
     if me not in ranks:
         raise KVError(f"worker-{me} is no member of group {name!r}; its members are {listed(tasks_of(ranks))}")
     if known is not None and known.members.ranks != ranks:
-        said = f"{list(known.members.ranks)} since its first store, and not {list(ranks)}"
+        said = f"{ranks_text(known.members.ranks)} since its first store, and not {ranks_text(ranks)}"
         raise KVError(f"group {name!r} has the members {said}; fix: give other workers another name")
     return known or Group(name, Membership(ranks))
 
@@ -355,7 +355,7 @@ def open_link(
         link.give_up(f"{what} was called instead")
         link = None
     if link is None:
-        link = StoreLink(node, facts, [number for number, one in made.open.items() if one.is_unused], group)
+        link = StoreLink(node, facts, [number for number, one in list(made.open.items()) if one.is_unused], group)
         link.is_on_devices = on_devices
     try:
         kind = {"on_devices": True} if link.is_on_devices else {}

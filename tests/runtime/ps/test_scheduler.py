@@ -594,7 +594,7 @@ def test_when_all_end_by_one_loss_everybody_is_told_of_the_first_sixteen() -> No
     job = Job(40)
     told = [to(job.scheduler.handle(role.Broken("w%d" % rank, "gone"), 1)) for rank in range(39)]
     assert [len(sent) for sent in told[:16]] == [40 - rank for rank in range(16)]
-    assert not any(told[16:])
+    assert told[16:] == [[("s0", "LOST")]] * 23
 
 
 def test_after_a_loss_calls_are_refused_and_nobody_may_join() -> None:

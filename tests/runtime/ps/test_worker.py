@@ -482,6 +482,31 @@ def test_the_agent_hears_of_a_lost_worker_only_from_those_who_share_a_store_with
     assert told == [{"lost_peer": "worker-2", "message": "worker-2 is lost"}]
 
 
+def test_a_worker_goes_on_registering_when_another_is_lost_and_ends_when_a_server_is() -> None:
+    rig = Rig(is_ready=False)
+    rig.welcome("scheduler")
+    rig.roster()
+    rig.welcome("server-0")
+    lose(rig, "worker-0")
+    assert not rig.ready.is_done
+    rig.welcome("server-1")
+    assert rig.ready.wait(0) == ()
+    assert isinstance(error_of(asked_by(rig, None, ("server-0", PULL))[0]), PeerLost)
+    other = Rig(is_ready=False)
+    other.welcome("scheduler")
+    other.roster()
+    lose(other, "server-1")
+    assert isinstance(error_of(other.ready), PeerLost)
+
+
+def test_a_store_that_a_lost_worker_has_ended_can_be_closed() -> None:
+    rig = Rig()
+    asked_by(rig, WITH_0, ("server-0", PULL))
+    lose(rig, "worker-0")
+    _, actions = asked_by(rig, WITH_0, ("scheduler", Message(Kind.CLOSE, store=1)))
+    assert [(link, sent.kind) for link, sent in sends(actions)] == [("scheduler", Kind.CLOSE)]
+
+
 def test_a_server_that_is_lost_after_a_worker_ends_the_rest() -> None:
     rig = Rig()
     request, _ = asked_by(rig, WITHOUT_0, ("server-0", PULL))
