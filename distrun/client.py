@@ -77,7 +77,7 @@ def reading() -> Iterator[None]:
         ) from err
 
 
-class ControlConnection:
+class ControlConnection(contextlib.AbstractContextManager["ControlConnection"]):
     """Frames in both directions over a stream socket. One thread reads; any may send."""
 
     def __init__(self, stream: socket.socket, relay: SshRelay | None = None) -> None:
@@ -88,9 +88,6 @@ class ControlConnection:
         self._frames: deque[session.Frame] = deque()
         self.hello: Mapping[str, Any] = {}
         """What the coordinator said of itself: job, pid, host, version."""
-
-    def __enter__(self) -> ControlConnection:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -377,7 +374,7 @@ class FollowerOutput(Protocol):
     """What a follower needs of the terminal printer."""
 
     def start(self) -> None:
-        """Start the threads that print."""
+        """Take note that this process forks no more: what is said from now on may be printed by threads."""
 
     def show(self, piece: OutputPiece) -> None:
         """Take a piece of a task's output."""

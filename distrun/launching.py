@@ -40,7 +40,11 @@ if TYPE_CHECKING:
     from distrun_runtime.coordinator.service import Service
 
 HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that wait while the coordinator's process is made: the client can forward them, and it can report them."""
+"""Signals that wait while the coordinator's process is made: the client can forward them, and it can report them.
+
+They also wait while it starts what agents it can, which takes milliseconds, and a fifth of a second when their program
+is not in the cache yet. No agent inherits that (`shipping.BOOT`).
+"""
 POLL_S = 0.02
 SYNC_S = 0.5
 """Between two reports of a copy to a terminal that shows them in place."""
@@ -222,10 +226,11 @@ def _coordinator_process(
 ) -> NoReturn:
     """Run the job in this process, the forked child, tell the client how it ended, and exit."""
     code = facts.EXIT_INTERNAL
+    begun = job if isinstance(job, PlannedJob) and not job.is_hosted else None
     try:
-        if isinstance(job, PlannedJob) and not job.is_hosted:
+        if begun is not None:
             with contextlib.suppress(Exception):  # `coordinate` meets it again, and can say so
-                job.backend.start_agents(job.plan)
+                begun.backend.start_agents(begun.plan)
         from distrun_runtime.coordinator import service as serving  # agents start while this is imported
 
         serving.leave_streams(folder)
@@ -246,6 +251,9 @@ def _coordinator_process(
 
         traceback.print_exc()
     finally:
+        if code and begun is not None:  # `coordinate` may not have come to what `start_agents` began
+            with contextlib.suppress(BaseException):
+                begun.backend.release((), RELEASE_S)
         os._exit(code)
 
 
@@ -311,13 +319,15 @@ def coordinate(
         Exception: anything that was not expected. The folder says so.
     """
     try:
+        copier = None
         channels = job.backend.channels(job.plan)
-        job.backend.boot(channels)
-        from distrun_runtime.coordinator import jobrun  # the client does not need it, and agents start meanwhile
-
-        sync, rules = job.plan.sync, job.request.sync_rules
-        copier = None if sync is None or rules is None else _copier(job, sync, rules, sink)
         try:
+            job.backend.boot(channels)
+            from distrun_runtime.coordinator import jobrun  # the client does not need it, and agents start meanwhile
+
+            sync, rules = job.plan.sync, job.request.sync_rules
+            if sync is not None and rules is not None:
+                copier = _copier(job, sync, rules, sink)
             written = jobrun.JobRun(
                 job.plan,
                 job.secrets,
@@ -444,13 +454,13 @@ def _follow(
             connection.send("detach")
 
     def forward(name: str) -> None:
-        """Tell the coordinator of a signal; called in the thread that reads signals."""
+        """Tell the coordinator of a signal, before all else; called in the thread that reads signals."""
         if name == "TSTP":
             terminal.toggle_pause()
             return
+        connection.send("signal", name=name)
         if name not in process.TASKS_SIGNALS:
             terminal.leave_out()
-        connection.send("signal", name=name)
 
     def is_starting() -> bool:
         try:

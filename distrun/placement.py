@@ -85,21 +85,26 @@ def place(request: JobRequest, hosts: Inventory) -> tuple[Slot, ...]:
             raise UsageError(f"no host takes a {role}: all have another role", f"leave role= out, or write role={role}")
     if request.placement == CYCLE:
         turns = itertools.cycle(hosts.order)
-        chosen = {
-            role: list(itertools.islice((name for name in turns if takes(hosts.spec(name), role)), count))
-            for role, count in counts.items()
-        }
+        chosen: dict[str, list[str]] = {SERVER: [], WORKER: []}
+        for role, count in counts.items():
+            while len(chosen[role]) < count:
+                name = next(turns)
+                if takes(hosts.spec(name), role):
+                    chosen[role].append(name)
     else:
         free = _FreeSlots(hosts.specs, sum(counts.values()), request.oversubscribe, request.gpus_per_worker)
         _check_fits(counts, free)
         chosen = _by_slots(counts, free, _pack if request.placement == PACK else _spread)
     if request.adds_on_hosts:
         chosen[SERVER] += _without_server(chosen, hosts)
-    places = [(role, rank, host, "") for role, names in chosen.items() for rank, host in enumerate(names)]
+    tasks = []
     if request.has_servers:
         own = (spec.name for spec in hosts.specs if spec.role == SCHEDULER)
-        places.insert(0, (SCHEDULER, 0, named or next(own, hosts.order[0]), ""))
-    return slots_in(places)
+        tasks.append((SCHEDULER, 0, named or next(own, hosts.order[0]), ""))
+    for role, names in chosen.items():
+        for rank, host in enumerate(names):
+            tasks.append((role, rank, host, ""))
+    return slots_in(tasks)
 
 
 def takes(spec: HostSpec, role: str) -> bool:
@@ -238,7 +243,5 @@ def slots_in(tasks: Sequence[tuple[str, int, str, str]]) -> tuple[Slot, ...]:
 
 def hosts_of(slots: Sequence[Slot], order: Sequence[str]) -> tuple[str, ...]:
     """Return the hosts that have a task, each once, in the order of `order`. No side effects."""
-    is_used = dict.fromkeys(order, False)
-    for slot in slots:
-        is_used[slot.host] = True
-    return tuple(filter(is_used.get, is_used))
+    used = {slot.host for slot in slots}
+    return tuple(name for name in dict.fromkeys(order) if name in used)

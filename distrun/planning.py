@@ -10,6 +10,7 @@ agent, or named in `SET_ELSEWHERE`.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from distrun import backends, formats, shipping
 from distrun.backends.base import Backend
 from distrun.errors import UsageError
-from distrun.formats import exact, grouped
+from distrun.formats import exact
 from distrun.hosts import HostSpec, Inventory
 from distrun.options import ENGINES, NO_ENGINES, ROWS
 from distrun.placement import Slot, hosts_of, place
@@ -227,12 +228,16 @@ def allocate(request: JobRequest, backend: Backend, hosts: Inventory) -> Allocat
     """
     slots = place(request, hosts)
     used = hosts_of(slots, hosts.order)
-    reach = {name: backend.reach(hosts.spec(name), request.reach) for name in used}
+    reach: dict[str, Reach] = {}
+    logins: dict[str, str] = {}
+    for name in used:
+        reach[name] = backend.reach(hosts.spec(name), request.reach)
+        logins[name] = backend.login(reach[name])
     return Allocation(
         hosts=hosts,
         slots=slots,
         reach=reach,
-        logins={name: backend.login(way) for name, way in reach.items()},
+        logins=logins,
         addresses={} if request.interface or request.subnet else backend.addresses(used),
     )
 
@@ -376,7 +381,7 @@ class _JobLayout(NamedTuple):
 
     @staticmethod
     def of(request: JobRequest, allocation: Allocation) -> _JobLayout:
-        nodes = {name: index for index, name in enumerate(hosts_of(allocation.slots, allocation.hosts.order))}
+        nodes = dict(zip(hosts_of(allocation.slots, allocation.hosts.order), itertools.count()))
         groups: dict[str, int] = {}
         sizes, first = dict.fromkeys(ROLES, 0), dict[str, Slot]()
         for slot in allocation.slots:
@@ -610,7 +615,9 @@ def _hidden(sizes: Mapping[str, int], users: Mapping[str, Mapping[str, Setting]]
     """Return the values of hidden variables of the roles that have tasks (`sizes`). Raises UsageError."""
     values: dict[str, str] = {}
     for role, settings in users.items():
-        for name, setting in settings.items() if sizes[role] else ():
+        if not sizes[role]:
+            continue
+        for name, setting in settings.items():
             if setting.hidden and values.setdefault(name, setting.value) != setting.value:
                 raise UsageError(
                     f"{name} has different values for two roles, and values that are kept secret are sent once",
@@ -664,17 +671,19 @@ def device_warnings(plan: Plan) -> list[str]:
     if plan.gpus_per_worker:
         given = all(task.gpus is None for task in workers)
         return [f"--gpus-per-worker has no effect: workers are given {gpus.VISIBLE} by --env"] if given else []
-    shown = [(value, task) for task in workers if (value := task.env.get(gpus.VISIBLE, "").strip()) not in ("", "-1")]
-    if not shown:
-        return []
-    from distrun.hosts.ranges import fold
-
+    seeing: dict[str, list[Task]] = {}
+    for task in workers:
+        value = task.env.get(gpus.VISIBLE, "").strip()
+        if value not in ("", "-1"):
+            seeing.setdefault(value, []).append(task)
     warnings = []
-    for value, tasks in grouped(shown).items():
+    for value, tasks in seeing.items():
         count = len(value.split(","))
         late = sorted((each for each in tasks if int(each.env["LOCAL_RANK"]) >= count), key=lambda each: each.host)
         if not late:
             continue
+        from distrun.hosts.ranges import fold
+
         names = [task.name for task in late]
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         warnings.append(

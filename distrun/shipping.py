@@ -192,7 +192,8 @@ TABLE_ROWS = ("_gives", "_both", "_reads")
 _IMPORT = r"(?m)^ *from ([\w.]+) import (\([^)]*\)|[^\n]*)"
 
 BOOT = (
-    'exec("import binascii,json,os,sys,zlib\\n'
+    'exec("import binascii,json,os,signal,sys,zlib\\n'
+    "if sys.version_info>=(3,8):signal.pthread_sigmask(signal.SIG_SETMASK,[])\\n"
     "b=bytearray()\\n"
     "while b.find(10)<0:\\n"
     " d=os.read(0,65536)\\n"
@@ -202,7 +203,10 @@ BOOT = (
     "importer,modules=[binascii.a2b_base64(each) for each in l.split()]\\n"
     'exec(zlib.decompress(importer))")'
 )
-"""Python source of one line: reads the blob from descriptor 0, leaves what came after it in `r`, runs its importer."""
+"""Python source of one line: reads the blob from descriptor 0, leaves what came after it in `r`, runs its importer.
+
+It blocks no signal, whatever its starter does; an old Python must come to the importer's message.
+"""
 
 # Before this text come the blob's own facts: `names`, `packages`, `origin`, `digest`. After it comes what is to be run.
 # Nothing from importlib: it costs up to 25 ms. No f-strings or the like: an old Python must come to the message.
@@ -399,9 +403,7 @@ def _kept(program: str, start: str, with_origin: bool, without: Sequence[str]) -
             files[name], sources[name] = str(file), file.read_text(encoding="utf-8")
 
     def make() -> bytes:
-        names = _travelling(sources)
-        origin = {name: files[name] for name in names if with_origin}
-        return _line(program, start, {name: sources[name] for name in names}, origin)
+        return _line(program, start, _travelling(sources), sources, files if with_origin else {})
 
     # Leaving out what need not travel takes a fifth of a second; this very module says how.
     made_from = [program, start, str(with_origin), *files.values(), *sources.values()]
@@ -414,20 +416,22 @@ def _travelling(sources: Mapping[str, str]) -> list[str]:
     todo = list(found)
     while todo:
         for package, names in re.findall(_IMPORT, sources[todo.pop()]):
-            for each in ("", *re.findall(r"\w+", names)):
-                name = f"{package}.{each}" if each else package
+            for name in (package, *(f"{package}.{each}" for each in re.findall(r"\w+", names))):
                 if name in sources and name not in found:
                     found.add(name)
                     todo.append(name)
     return sorted(found)
 
 
-def _line(program: str, start: str, sources: Mapping[str, str], origin: Mapping[str, str]) -> bytes:
-    modules = {name: bare(source) for name, source in sources.items()}
+def _line(
+    program: str, start: str, names: Sequence[str], sources: Mapping[str, str], files: Mapping[str, str]
+) -> bytes:
+    modules = {name: bare(sources[name]) for name in names}
+    origin = {name: files[name] for name in names if name in files}
     facts = {
         "names": sorted(modules),
         "packages": [PACKAGE, f"{PACKAGE}.contract", f"{PACKAGE}.{program}"],
-        "origin": dict(origin),
+        "origin": origin,
         "digest": _digest(json.dumps([modules, origin], sort_keys=True))[:32],
     }
     importer = "".join(f"{name} = {value!r}\n" for name, value in facts.items()) + IMPORTER + start

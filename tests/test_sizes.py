@@ -139,6 +139,12 @@ def test_a_run_of_pairs_has_each_pair_of_a_path_a_placement_and_a_case_and_what_
     _, quick = run(tmp_path, "--quick", tests=JOBS)
     code, out = run(tmp_path, "--pairs", tests=JOBS)
     assert code == 0, out
+    left_out = 44 - out.count(" PASSED")
+    assert left_out > 0
+    assert (
+        "left out: %d variants of jobs in threads, beyond each pair; to run them too:  .venv/bin/pytest" % left_out
+        in out
+    )
     for name, most, values in (("test_one", 6, [3, 2]), ("test_two", 8, [3, 2, 2]), ("test_four", 14, [3, 2, 4])):
         found = variants(out, name)
         assert len(found) <= most

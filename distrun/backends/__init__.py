@@ -12,15 +12,14 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = "distrun.backends"
 
-_BUILT_IN = {
-    "local": "distrun.backends.local:Local",
-    "ssh": "distrun.backends.ssh:Ssh",
+_ENGINES = {
     "mpi": "distrun.backends.mpi:Mpi",
     "sge": "distrun.backends.sge:Sge",
     "slurm": "distrun.backends.slurm:Slurm",
     "yarn": "distrun.backends.yarn:Yarn",
 }
-ENGINES = ("mpi", "sge", "slurm", "yarn")
+_BUILT_IN = {"local": "distrun.backends.local:Local", "ssh": "distrun.backends.ssh:Ssh", **_ENGINES}
+ENGINES = tuple(_ENGINES)
 """Queue systems and launchers of processes that find room for a job."""
 
 

@@ -147,7 +147,13 @@ class Backend(ABC):
         return self.connect(plan.hosts, plan.job, plan.nonce, **holds)
 
     def start_agents(self, plan: Plan) -> None:  # noqa: B027 - most can do so only by their channels
-        """Start the agents that `channels` is to lead to, if that is possible before. Does nothing by default."""
+        """Start the agents that `channels` is to lead to, if that is possible before. Does nothing by default.
+
+        Called first in the coordinator's process, while nothing hears agents yet and signals may wait
+        (`launching.HELD`), of jobs that are not run by a host. What it raises is ignored, and must leave nothing
+        behind: `channels` then begins anew. Else `channels` leads to these agents, and `release` ends those that it
+        was never asked for.
+        """
 
     def boot(self, channels: Sequence[AgentChannel]) -> None:  # noqa: B027 - most have nothing to do
         """Begin what agents can do while the coordinator is not ready to hear them. Does nothing by default."""
@@ -164,8 +170,8 @@ class Backend(ABC):
     def release(self, channels: Sequence[AgentChannel], limit_s: float) -> tuple[str, ...]:
         """Wait until what `connect` started has gone, at most so long where tasks are still being ended.
 
-        The job is over. Returns the hosts on which something may be left: agent or guard froze, or both were killed, or
-        the connection was lost. `sweep` ends it.
+        The job is over; or it did not come to `connect`, and there are no channels. Returns the hosts on which
+        something may be left: agent or guard froze, or both were killed, or the connection was lost. `sweep` ends it.
         """
 
     @abstractmethod

@@ -30,6 +30,8 @@ ENDED_WELL = (0, facts.EXIT_START_FAILED, facts.EXIT_TERMINATED)
 """Exit codes of an agent that has seen to its tasks: it was told to end, refused to begin, or was left alone."""
 END_S = 1.0
 """Between the end of an agent's stderr and that of its process."""
+SLICE_S = 0.5
+"""How long a wait for stderr is before the process is looked at: a task may have the agent's stderr and outlive it."""
 LAST_WORDS = 20
 """Lines of the agent's stderr that are kept for the report of its death."""
 
@@ -66,11 +68,10 @@ class Local(Backend):
 
     def start_agents(self, plan: Plan) -> None:
         """Start the agent's process: its interpreter starts while our caller imports what serves it."""
-        started = super().channels(plan)
-        for channel in started:
+        self._started = super().channels(plan)
+        for channel in self._started:
             if isinstance(channel, ChildChannel):
                 channel.boot()
-        self._started = started
 
     def channels(self, plan: Plan) -> tuple[AgentChannel, ...]:
         """Return the channel to the one agent, which may have been started before."""
@@ -78,14 +79,18 @@ class Local(Backend):
         return started or super().channels(plan)
 
     def release(self, channels: Sequence[AgentChannel], limit_s: float) -> tuple[str, ...]:
-        """Wait for the end of agent and guard, so that nothing of a job is left when its launcher has ended."""
+        """Wait for the end of agent and guard, so that nothing of a job is left when its launcher has ended.
+
+        So also of what `start_agents` began, if `channels` has not been called since.
+        """
         left = []
-        for channel in channels:
+        for channel in (*channels, *self._started):
             # Only a guard whose agent was killed has tasks to end. One whose agent has said `bye` has nothing left to
             # do, and one whose agent still holds the channel, which we have closed, was given up because it froze.
             if isinstance(channel, ChildChannel):
                 wait_s = limit_s if channel.is_over and not channel.said_bye else GUARD_S
-                left += [] if channel.join(wait_s) in ENDED_WELL else [channel.host]
+                if channel.join(wait_s) not in ENDED_WELL:
+                    left.append(channel.host)
         return tuple(left)
 
     def sweep(self, plan: Plan, grace_s: float, hosts: Sequence[str] | None = None) -> Mapping[str, Swept]:
@@ -114,7 +119,11 @@ class ChildChannel:
         self._listener: threading.Thread | None = None
 
     def boot(self) -> None:
-        """Start the agent's process and give it what its pipe takes of its program. `start` tells of a failure."""
+        """Start the agent's process and give it what its pipe takes of its program. `start` tells of a failure.
+
+        Raises:
+            OSError, ValueError: there is no program (`shipping.agent`). The process is gone then.
+        """
         try:
             self._child = subprocess.Popen(
                 self._argv,
@@ -127,7 +136,14 @@ class ChildChannel:
         except OSError as err:
             self._failure = err
             return
-        self._program = shipping.agent(with_origin=True)
+        try:
+            self._program = shipping.agent(with_origin=True)  # while the interpreter starts
+        except BaseException:
+            self.kill()
+            self._child.kill()
+            self._child.wait()
+            self._child = None
+            raise
         assert self._child.stdin is not None  # a pipe
         fd = self._child.stdin.fileno()
         with contextlib.suppress(OSError):  # it has ended: `start` hears why
@@ -185,21 +201,38 @@ class ChildChannel:
         """Let the agent see the end of its input."""
         if self._inner is not None:
             self._inner.close()
+        elif self._child is not None and self._child.stdin is not None:
+            self._child.stdin.close()
 
     def kill(self) -> None:
         """Free the pipes. The agent is not killed: at the end of its input it ends its tasks and goes."""
         if self._inner is not None:
             self._inner.kill()
+        elif self._child is not None:
+            for pipe in (self._child.stdin, self._child.stdout, None if self._listener else self._child.stderr):
+                if pipe is not None:
+                    pipe.close()
 
     def join(self, limit_s: float) -> int | None:
-        """Wait, at most so long, for the agent's end; return its exit code, None if it is still there."""
+        """Wait for the agent's end, at most so long and END_S for its process; free a channel that was never started.
+
+        Returns its exit code, 0 of one that was never started and so had no tasks; None if it is still there.
+        """
         if self._child is None:
-            return 0  # It was never started.
-        if self._listener is not None:
-            self._listener.join(limit_s)  # agent and guard have stderr; `Popen.wait` looks 20 times a second
+            return 0
+        if self._listener is None:
+            self.kill()
+        else:
+            # Agent and guard have stderr, and its end wakes us at once; `Popen.wait` looks 20 times a second. Not in
+            # one piece: where a thread's end is waited for without signals (macOS), Ctrl-C has to get its turn.
+            until, is_there = time.monotonic() + limit_s, True
+            while is_there and self._listener.is_alive() and (rest_s := until - time.monotonic()) > 0:
+                self._listener.join(min(SLICE_S, rest_s))
+                is_there = self._child.poll() is None
             limit_s = 0.0 if self._listener.is_alive() else END_S
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._child.wait(limit_s)
+            code = self._child.wait(limit_s)
+            return 0 if self._listener is None else code
         return None
 
     def _listen(self, stderr: IO[bytes]) -> None:

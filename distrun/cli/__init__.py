@@ -71,7 +71,9 @@ class LazyGroup(click.Group):
             near = difflib.get_close_matches(name, list(COMMANDS), n=1)
             guess = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(COMMANDS)}."
             raise click.UsageError(f"No such command {name!r}. {guess}", ctx)
-        ctx.ensure_object(dict)["words"] = args[1:]  # for hints
+        from distrun.cli.common import TYPED  # with all options: not for help
+
+        ctx.ensure_object(dict)[TYPED] = args[1:]
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -129,7 +131,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    told: dict[str, Any] = {"verbosity": 0}  # by the command, for what is printed of an error
+    # click's `ctx.obj`: the command is told there what was typed (TYPED), and says how much is printed of an error.
+    told: dict[str, Any] = {"verbosity": 0}
     try:
         code = cli.main(args=list(argv), prog_name="distrun", standalone_mode=False, obj=told)
     except click.exceptions.Exit as err:

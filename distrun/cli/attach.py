@@ -227,13 +227,13 @@ class _Attached:
 
     def _stop(self) -> None:
         self._is_stopping = True
-        self._console.leave_out()
         self._connection.send("stop", signal="INT")
+        self._console.leave_out()
 
     def _leave(self, code: int) -> None:
         self._left = code
-        self._console.leave_out()
         self._connection.end()
+        self._console.leave_out()
 
 
 class _Key(threading.Thread):

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from distrun_runtime.coordinator.jobfolder import JobFolder
 
 
+TYPED = "words"
+"""Key of click's `ctx.obj`: the words that were typed behind the command's name, before they are parsed (list of str).
+`LazyGroup` puts them there, for hints and for `launch`, which may start itself again with them."""
 SURVEY_S = 30.0
 """How long a host may take to say which jobs it has."""
 
@@ -145,7 +148,7 @@ def reach_options(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def typed(options: Mapping[str, Any], inventory: Inventory | None, rows: Iterable[Option] = REACH) -> list[str]:
-    """Return the words by which another command is given these options: by default, reaches the same hosts likewise."""
+    """Return the words that give another command these options; by default those by which it reaches the same hosts."""
     words: list[str] = []
     if options["hostfile"] == "-" and inventory is not None:
         from distrun.hosts.ranges import fold
@@ -154,7 +157,10 @@ def typed(options: Mapping[str, Any], inventory: Inventory | None, rows: Iterabl
         options = {**options, "hostfile": None, "hosts": fold(list(inventory.names))}
     for row in rows:
         value = options.get(row.key, row.default)
-        for each in () if value == row.default else value if row.kind == WORDS else (value,):
+        if value == row.default:
+            continue
+        values = value if row.kind == WORDS else (value,)
+        for each in values:
             words.append(row.name.split("/")[0])
             if each is not True:
                 words.append(f"{each:g}" if isinstance(each, float) else each)
@@ -278,7 +284,8 @@ def report(outcome: Outcome, folder: JobFolder, as_json: bool, console: Console)
         from distrun.dashboard.text import clean_lines
 
         text, tail = failure(outcome, folder)
-        console.write_err(clean_lines(text) + "\n" if text else "")
+        if text:
+            console.write_err(clean_lines(text) + "\n")
         console.write_err(f"distrun: error: {outcome.message}\n")
     if as_json:
         import json

@@ -73,7 +73,8 @@ class Console:
     """Prints tasks' output and distrun's own messages.
 
     What is said before `start` is printed at once, so that a process may fork until then. Then threads print. They
-    begin with the first thing to print: a job that prints nothing has none.
+    begin with the first thing to print (also before `start`, if that is a task's output): a job that prints nothing has
+    none. If one cannot begin, all is printed at once, by the caller and as tasks wrote it: slow readers are waited for.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Console:
         self._log_path: LogPath | None = None
         self._job = ""
         self._is_closing = False
+        self._leaves_out = False
         self._left_out = 0
         self._on_unread: Callable[[], None] | None = None
         self._has_region = prefix and can_draw(err_fd, env)
@@ -111,25 +113,47 @@ class Console:
         self._since: float | None = None
         self._is_started = False
         self._beginning = threading.Lock()
-        """Held while the writers are made: several threads print."""
-        self._writers: dict[str, Writer] = {}
+        """Held while the writers are made and begin: several threads print."""
+        self._has_no_threads = False
+        """None could be started, so there are no writers."""
+        self._writers: Mapping[str, Writer] = {}
         """By stream; both are one if stdout and stderr are one place, so that what was written first is shown first."""
 
     def start(self) -> None:
         """Have threads print from now on, from the line of the job at once: this process forks no more."""
         self._is_started = True
         if self.draws and (line := self._line()) is not None:
-            self._begun["err"].show_status(encoded(line.text()))
+            self._show_status(line)
+
+    def _ready_writers(self) -> Mapping[str, Writer]:
+        """Return the writers, which are made and begin if they are not there; none where no thread can be started."""
+        with self._beginning:
+            if not self._writers and not self._has_no_threads:
+                self._begin(self._made_writers())
+            return self._writers
+
+    def _begin(self, writers: Mapping[str, Writer]) -> None:
+        """Start the threads of writers. If one fails or this is interrupted, none is left."""
+        try:
+            self._writers = writers
+            if self._leaves_out:  # looked at after they can be found, so that an interrupt meanwhile is not lost
+                self.leave_out()
+            for writer in self._distinct:
+                writer.start()
+        except BaseException as err:
+            for writer in self._distinct:  # one that has begun
+                writer.end()
+            self._writers = {}
+            if not isinstance(err, RuntimeError):
+                raise
+            self._has_no_threads = True  # workers may have taken all that this user may have; the job goes on
 
     @property
-    def _begun(self) -> Mapping[str, Writer]:
-        """The writers, which are made if they are not there."""
-        with self._beginning:
-            if not self._writers:
-                self._begin()
-        return self._writers
+    def _distinct(self) -> Collection[Writer]:
+        """Each writer once, that of stderr last."""
+        return dict.fromkeys(self._writers.values())
 
-    def _begin(self) -> None:
+    def _made_writers(self) -> Mapping[str, Writer]:
         fds = self._fds
         is_one_place = _same_file(fds["out"], fds["err"])
         region = None
@@ -150,7 +174,7 @@ class Console:
 
         err = Writer(fds, feed, self._find_log, self._on_broken, region, last_words=self._last_words)
         out = err if is_one_place else Writer(fds, feed, self._find_log, self._on_broken)
-        self._writers = {"err": err, "out": out}
+        return {"out": out, "err": err}
 
     def attach(
         self, log_path: LogPath, job: str = "", counts: Counts = lambda: (0, 0), since: float | None = None
@@ -173,7 +197,7 @@ class Console:
         shown = piece.task, piece.task.partition("-")[0], ERRORS if piece.stream == "err" else ""
         if self._shows and not any(each in self._shows for each in shown):
             return
-        self._begun[piece.stream].put(piece)
+        self._take(piece)
 
     def say(self, text: str, level: str = "info") -> None:
         """Take one message of our own; below the chosen level it is dropped."""
@@ -195,7 +219,11 @@ class Console:
             return
         for text in line.take(kind, value, time.monotonic()):
             self.say(text)
-        self._begun["err"].show_status(encoded(line.text()))
+        self._show_status(line)
+
+    def _show_status(self, line: JobLine) -> None:
+        if writers := self._ready_writers():
+            writers["err"].show_status(encoded(line.text()))
 
     def _line(self) -> JobLine | None:
         if self._job_line is None and self.draws:
@@ -216,13 +244,20 @@ class Console:
         if self._is_started or self._writers:
             from distrun_runtime.coordinator.clients import OutputPiece
 
-            self._begun[stream].put(OutputPiece(encoded(text), stream=stream))
+            self._take(OutputPiece(encoded(text), stream=stream))
         else:
             _print_plain(self._fds[stream], text)
 
+    def _take(self, piece: OutputPiece) -> None:
+        if writers := self._ready_writers():
+            writers[piece.stream].put(piece)
+        else:
+            _print_plain(self._fds[piece.stream], piece.data)
+
     def toggle_pause(self) -> None:
         """Stop printing, or go on."""
-        paused = [writer.toggle_pause() for writer in set(self._begun.values())]
+        self._ready_writers()
+        paused = [writer.toggle_pause() for writer in self._distinct]
         if any(paused):
             # Past the writers, which wait now.
             with contextlib.suppress(OSError):
@@ -235,14 +270,15 @@ class Console:
     def leave_out(self, more: int = 0) -> None:
         """Print no more of the output that waits: the job was interrupted. The end says how much that is (`close`).
 
-        `more`: so many bytes were not even put here.
+        Begins no threads: those that begin later are told. `more`: so many bytes were not even put here.
         """
+        self._leaves_out = True
         self._left_out += more
-        for writer in set(self._begun.values()):
+        for writer in self._distinct:
             writer.leave_out()
 
     def _last_words(self) -> str:
-        left_out = self._left_out + sum(writer.left_out for writer in set(self._writers.values()))
+        left_out = self._left_out + sum(writer.left_out for writer in self._distinct)
         if not left_out:
             return ""
         from distrun.formats import size  # not for other commands' sake
@@ -252,7 +288,8 @@ class Console:
 
     def hold(self, text: str = "") -> None:
         """Stop printing for a question, which is printed at once; until `release`. For any thread."""
-        for writer in set(self._begun.values()):
+        self._ready_writers()
+        for writer in self._distinct:
             writer.hold()
         with contextlib.suppress(OSError):
             os.write(self._fds["err"], encoded(text))
@@ -261,17 +298,19 @@ class Console:
         """Print the end of the question's line, and go on printing."""
         with contextlib.suppress(OSError):
             os.write(self._fds["err"], encoded(text))
-        for writer in set(self._writers.values()):
+        for writer in self._distinct:
             writer.release()
 
     def end_output(self) -> None:
         """Take note that all tasks have ended: their last words come before what is said of their end."""
-        for writer in set(self._writers.values()):
+        for writer in self._distinct:
             writer.end_output()
 
     def close(self) -> None:
         """Print what is left and stop. Ctrl-C leaves it out. A stuck terminal, or another Ctrl-C, ends the wait."""
         if not self._writers:
+            if self._left_out:
+                _print_plain(self._fds["err"], self._last_words())
             return
         self._is_closing = True
         self._writers["err"].resume()
@@ -284,7 +323,7 @@ class Console:
 
     def _end(self, limit_s: float | None = None) -> None:
         # stderr last: it is told when the reader of stdout has gone, and how much was left out.
-        for writer in (self._writers["out"], self._writers["err"]):
+        for writer in self._distinct:
             writer.end()
             writer.join(limit_s)
 
@@ -454,7 +493,7 @@ HIDE_S = 1.0
 
 
 class Writer:
-    """A queue and the thread that empties it."""
+    """A queue and, from `start` on, the thread that empties it."""
 
     def __init__(
         self,
@@ -506,6 +545,13 @@ class Writer:
         self._progress = time.monotonic()
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread.
+
+        Raises:
+            RuntimeError: there are as many threads as the system allows.
+        """
         self._thread.start()
 
     def put(self, piece: OutputPiece) -> None:

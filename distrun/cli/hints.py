@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from distrun import formats
+from distrun.cli.common import TYPED
 from distrun.request import COMMAND, is_secret
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.plan import ROLES, WORKER
@@ -84,9 +85,10 @@ def no_such_option(err: click.NoSuchOption) -> str:
 def missing(err: click.MissingParameter) -> str:
     """Return what to type where a required option of `launch` stands behind the command; empty if it does not."""
     ctx, param = err.ctx, err.param
+    # No other command has a required option and a command behind its options. By its name: its module imports this one.
     if ctx is None or param is None or ctx.command.name != "launch":
         return ""
-    parsed = ctx.command.make_parser(ctx).parse_args(list(ctx.obj["words"]))[0].get("command")
+    parsed = ctx.command.make_parser(ctx).parse_args(list(ctx.obj[TYPED]))[0].get("command")
     command = list(parsed) if isinstance(parsed, (list, tuple)) else []
     found = list(behind(command, ctx.command.params))
     if not any(each.name in param.opts for each in found):
@@ -102,7 +104,7 @@ def missing(err: click.MissingParameter) -> str:
 
 
 def _reordered(ctx: click.Context, command: Sequence[str], moved: Sequence[Behind]) -> str:
-    words: list[str] = ctx.obj["words"]
+    words: list[str] = ctx.obj[TYPED]
     before = words[: len(words) - len(command)]
     taken = {index for each in moved for index in range(each.at, each.at + each.size)}
     options = [command[index] for index in sorted(taken)]

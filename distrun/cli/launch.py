@@ -115,7 +115,7 @@ def _launch(
         for warning in job.tree.warnings():
             console.say(warning, "warning")
     if options["detach"] and not (job.is_hosted or options["in_scope"] or options["dry_run"]):
-        outlive_logout(["launch", "--in-scope", *ctx.obj["words"]])
+        outlive_logout(["launch", "--in-scope", *ctx.obj[common.TYPED]])
     if job.request.dry_run:
         _show(job, options["as_json"], options["verbosity"] > 0, console)
         return 0
@@ -127,15 +127,16 @@ def _launch(
     outcome = launching.launch(job, folder, console, options["verbosity"], options["detach"])
     if isinstance(outcome, Detached):
         return _leave(outcome, store, folder, job, console, asked=options["detach"])
+    console.end_output()
     if not outcome.exit_code and not options["as_json"]:
         return 0
-    console.end_output()
     tail = report(outcome, folder, options["as_json"], console)
     if outcome.exit_code and not misplaced:
         from distrun.cli import hints
 
         hint = hints.afterwards(command, outcome, tail, ctx)
-        console.write_err(f"distrun: hint: {hint}\n" if hint else "")
+        if hint:
+            console.write_err(f"distrun: hint: {hint}\n")
     return outcome.exit_code
 
 
@@ -189,13 +190,13 @@ def _request(
     named = given(settings, "").get("DMLC_INTERFACE")
     interface = options["interface"] or (environ.text("DMLC_INTERFACE", env) if named is None else named.value)
     asked = members(options)
+    engine = asked.pop("engine")
     asked.update(
         launcher=launcher,
         servers=options["workers"] if options["servers"] is None else options["servers"],
         interface=interface,
         sync_dst_dir="" if launcher == "local" else options["sync_dst_dir"],
         limits=_limits(asked["limits"], options["start_timeout"]),
-        engine=_engine(asked["engine"], launcher, env),
     )
     if options["activate"]:
         from distrun import activation
@@ -211,6 +212,7 @@ def _request(
         cwd=current_folder(),
         settings=settings,
         sync_rules=_rules(options),
+        engine=_engine(engine, launcher, env),  # after all that was typed: it may read a site's file
         # The command that examines the hosts of a launch, and can make what their servers lack (--fix).
         doctor=""
         if backends.load(launcher).is_engine

@@ -26,11 +26,15 @@ def main(arguments: list[str]) -> int:
         given = environ.read("DMLC_ROLE")
         if given not in (None, role):
             raise ContractError(f"DMLC_ROLE={given}, but the command says {role}: make them agree")
+        was_on = gc.isenabled()
         gc.disable()  # nothing that is imported is garbage, and looking for it would take a twentieth of the start
-        from distrun_runtime.ps.node import serve
+        try:
+            from distrun_runtime.ps.node import serve
 
-        gc.freeze()
-        gc.enable()
+            gc.freeze()
+        finally:
+            if was_on:
+                gc.enable()
         return serve(role)
     except ContractError as err:
         print(f"distrun: error: {err}", file=sys.stderr)

@@ -1,20 +1,26 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from distrun import backends, killing, launching, planning
 from distrun.backends.base import Swept
+from distrun.cli.attach import _Attached
+from distrun.client import ControlConnection, CoordinatorError
 from distrun.errors import UsageError
 from distrun.request import JobRequest
-from distrun_runtime.contract import process
+from distrun_runtime.contract import process, session
 from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator.failures import Culprit, Outcome, Survivor
 from distrun_runtime.coordinator.jobfolder import JobFolder
@@ -245,6 +251,39 @@ def test_the_last_line_about_a_lost_host_says_what_was_done_there(swept: Swept, 
     assert launching.with_swept(failed, {"d2": swept}, 45.0).message == failed.message
 
 
+def left_of(plan: Plan) -> list[process.Process]:
+    return process.marked(process.marks(plan.job, plan.nonce))
+
+
+def test_a_coordinator_that_fails_before_its_job_begins_leaves_no_agent(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listen(*of: object) -> None:
+        raise UsageError("there is no control socket for this job")
+
+    ready = prepare(store)
+    monkeypatch.setattr(launching, "_listen", listen)
+    pid, ours = launching._fork(ready, store.create(ready.plan), 0, False)
+    with ours:
+        os.waitpid(pid, 0)
+    assert not left_of(ready.plan)
+
+
+def test_a_job_that_is_interrupted_before_its_loop_leaves_no_agent(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*of: object, **more: object) -> None:
+        raise KeyboardInterrupt
+
+    ready = prepare(store)
+    ready.backend.start_agents(ready.plan)
+    assert left_of(ready.plan)
+    monkeypatch.setattr(type(ready.backend), "boot", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        launching.coordinate(ready, store.create(ready.plan), None)  # type: ignore[arg-type]  # nothing is said
+    assert not left_of(ready.plan)
+
+
 def test_a_job_that_we_failed_to_run_is_not_lost(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = prepare(store)
     folder = store.create(ready.plan)
@@ -257,3 +296,43 @@ def test_a_job_that_we_failed_to_run_is_not_lost(store: JobStore, monkeypatch: p
     outcome = json.loads((folder.path / "outcome.json").read_text())
     assert (outcome["exit_code"], outcome["reason"]) == (8, "internal")
     assert "ZeroDivisionError" in outcome["message"]
+
+
+class Interrupted:
+    """A terminal: a signal comes as it says something. Told to leave out what waits, it ends the coordinator."""
+
+    draws = False
+
+    def __init__(self, theirs: socket.socket) -> None:
+        self.theirs = theirs
+        self.sent = b""
+
+    def start(self) -> None:
+        self.theirs.recv(65536)  # what was sent before
+        self.theirs.sendall(session.encode({"type": "said", "text": "hello", "level": "info"}))
+
+    def say(self, text: str, level: str) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def leave_out(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self.sent = self.theirs.recv(65536, socket.MSG_DONTWAIT)
+        self.theirs.close()
+
+
+def test_the_coordinator_is_told_of_a_signal_before_the_terminal(store: JobStore) -> None:
+    ours, theirs = socket.socketpair()
+    terminal = Interrupted(theirs)
+    with ControlConnection(ours) as connection, pytest.raises(CoordinatorError):
+        launching._follow(connection, 0, make(store), terminal, 0, detach=True, silence_s=60.0)  # type: ignore[arg-type]
+    assert b"TERM" in terminal.sent
+
+
+def test_a_user_who_leaves_or_stops_an_attached_job_does_so_before_the_terminal_is_told() -> None:
+    told: list[str] = []
+    connection = SimpleNamespace(end=lambda: told.append("end"), send=lambda kind, **members: told.append(kind))
+    console = SimpleNamespace(leave_out=lambda: told.append("leave out"))
+    attached = _Attached(connection, SimpleNamespace(folder=None), console, None)  # type: ignore[arg-type]
+    attached._stop()
+    attached._leave(0)
+    assert told == ["stop", "leave out", "end", "leave out"]

@@ -208,9 +208,14 @@ def test_a_host_without_the_jobs_folder_cannot_be_asked(folder: JobFolder, stand
 
 
 @pytest.mark.parametrize("count", [0, 2])
-@pytest.mark.parametrize("words", [(), ("--since", "1m"), ("--merge", "-n", "7")])
+@pytest.mark.parametrize(
+    ("words", "since_ago_s", "tail"),
+    [((), None, None), (("--since", "1m"), 60.0, None), (("--merge", "-n", "7"), None, 7)],
+)
 def test_logs_of_a_job_that_runs_on_hosts_show_what_is_there_and_end(
     words: tuple[str, ...],
+    since_ago_s: float | None,
+    tail: int | None,
     count: int,
     folder: JobFolder,
     stand: Stand,
@@ -225,10 +230,21 @@ def test_logs_of_a_job_that_runs_on_hosts_show_what_is_there_and_end(
     told.append(session.encode({"type": "output_end", "cursor": 4 * count}))
     coordinator = Coordinator(tmp_path / "c.s", folder.id, lambda kind: told if kind == "subscribe" else [])
     place(folder, stand(0), str(tmp_path / "c.s"), theirs(tmp_path, folder))
+    before = time.time()
     assert cli.run(["logs", *words, folder.id, "worker-0"]) == 0
+    after = time.time()
     coordinator.close()
     lines = [line.rpartition("| ")[2] for line in capfd.readouterr().out.splitlines()]
     assert lines == ["ab0", "ab4"][:count]
+    (asked,) = (header for header in coordinator.asked if header["type"] == "subscribe")
+    wanted = asked["output"]
+    assert wanted["until"] == "now"
+    assert wanted.get("cursor") == (None if words else 0)
+    assert wanted.get("tail") == tail
+    if since_ago_s is None:
+        assert wanted.get("since") is None
+    else:
+        assert before - since_ago_s <= wanted["since"] <= after - since_ago_s
 
 
 def test_logs_of_a_job_on_hosts_whose_coordinator_falls_silent_end_with_an_error_and_what_it_said(

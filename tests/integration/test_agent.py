@@ -539,8 +539,11 @@ def test_guard_ends_what_carries_the_jobs_marks_and_was_started_by_another_proce
         assert driver.exited()["code"] == 0
         marks = process.marks(driver.job, driver.plan.nonce, agentkit.HOST, agentkit.HOST)
         with subprocess.Popen(["sleep", "600"], env={**os.environ, **marks}) as elsewhere:  # as `at` would do it
-            assert driver.finish() == 0
-            assert elsewhere.wait(WAIT_S) == -signal.SIGTERM
+            try:
+                assert driver.finish() == 0
+                assert elsewhere.wait(WAIT_S) == -signal.SIGTERM
+            finally:
+                elsewhere.kill()
         assert not share.folders_of(driver.job)
 
 

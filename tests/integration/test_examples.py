@@ -56,7 +56,7 @@ for number, (script, *options) in enumerate(json.loads(sys.argv[1])):
         sys.argv, sys.path[0] = [script, *options], os.path.dirname(script)
         runpy.run_path(script, run_name="__main__")
         sys.exit()
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)  # before the next fork copies it
 """
 
 

@@ -1,7 +1,7 @@
 """The programs for JAX, XGBoost and LightGBM that the documentation shows, launched by the commands that it shows.
 
-They need `.peers/frameworks`, which `scripts/install peers` makes; without it they are skipped. Where continuous
-integration runs, DISTRUN_PEERS=required makes that a failure.
+They need `.peers/frameworks`, which `scripts/install peers` makes; without it they are skipped, or fail with
+DISTRUN_PEERS=required, which `scripts/test peers` sets once it has installed all peers.
 """
 
 from __future__ import annotations

@@ -41,10 +41,13 @@ KINDS = {
     "without-mark": WITHOUT_MARK,
     "stopped": STOPPED,
 }
-EVERY = "case $DMLC_RANK in %s esac" % " ".join("%d) %s ;;" % (rank, text) for rank, text in enumerate(KINDS.values()))
-"""Each kind in a worker of its own."""
-SOME = {"obeys": OBEYS, "double-fork": DOUBLE_FORK, "every kind": EVERY}
-"""All kinds in one job, and those whose ends the job must not leave to the KILL that a stubborn one gets."""
+SOME = {
+    "end when asked": ("obeys", "nohup", "without-mark"),
+    "double-fork": ("double-fork",) * 2,
+    "every kind": tuple(KINDS),
+}
+"""The kinds of a job's workers: all in one job, and those whose ends the job must not leave to the KILL that a stubborn
+one gets."""
 
 
 @pytest.fixture
@@ -66,16 +69,20 @@ def parents_of_all() -> dict[int, int]:
 
 
 class Job:
-    """A running job of two workers, or one of each kind, whose tasks are all up."""
+    """A running job of two workers, or of one for each kind that SOME names, whose tasks are all up."""
 
     def __init__(self, distrun: Distrun, kind: str, *words: str, **more: object) -> None:
         for old in distrun.work.glob("up-*"):
             old.unlink()
         path = distrun.work / "task.sh"
-        text = {**KINDS, **SOME}.get(kind, kind)
+        kinds = SOME.get(kind, (kind, kind))
+        text = KINDS.get(kind, kind)
+        if kind in SOME:
+            cases = " ".join("%d) %s ;;" % (rank, KINDS[each]) for rank, each in enumerate(kinds))
+            text = "case $DMLC_RANK in %s esac" % cases
         path.write_text("#!/bin/bash\n%s\n" % text)
         path.chmod(0o755)
-        count = len(KINDS) if text == EVERY else 2
+        count = len(kinds)
         if "-n" not in words:
             words = ("-n", str(count), "-s", "0", *words)
         self.distrun = distrun
@@ -125,7 +132,7 @@ def test_terminating_the_launcher_ends_every_kind_of_task(kind: str, distrun: Di
 @pytest.mark.parametrize("kind", SOME)
 @pytest.mark.parametrize(("victim", "state"), [("client", "killed"), ("coordinator", "lost")])
 def test_killing_the_launcher_ends_every_kind_of_task(victim: str, state: str, kind: str, distrun: Distrun) -> None:
-    """1 s where the tasks obey (the best of three, for the machine may be busy); else the grace time and a little."""
+    """1 s where all end when asked (the best of three: the machine may be busy); else the grace time and a little."""
     took = []
     for _ in range(3):
         job = Job(distrun, kind)
@@ -134,7 +141,7 @@ def test_killing_the_launcher_ends_every_kind_of_task(victim: str, state: str, k
         job.launcher.wait(LIMIT_S)
         wait_until(lambda job=job: not job.left() and not distrun.left(), LIMIT_S, "nothing is left")
         took.append(time.monotonic() - killed)
-        if took[-1] < 1.0 or kind != "obeys":
+        if took[-1] < 1.0 or kind != "end when asked":
             break
     else:
         raise AssertionError("it took %s s" % took)

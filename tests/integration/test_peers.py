@@ -1,7 +1,7 @@
 """Programs of other systems, unmodified, as jobs on hosts: MXNet's own servers, and torch without any.
 
-They need `.peers`, which `scripts/install peers` makes (3.4 GB); without it they are skipped. Where continuous
-integration runs, DISTRUN_PEERS=required makes that a failure.
+They need `.peers`, which `scripts/install peers` makes (3.4 GB); without it they are skipped, or fail with
+DISTRUN_PEERS=required, which `scripts/test peers` sets once it has installed all peers.
 """
 
 from __future__ import annotations

@@ -110,7 +110,8 @@ def pid_of(distrun: Distrun, task: str) -> int:
 # In shared memory every form is used once and every task dies once; elsewhere each kind of call and of task.
 CASES = [
     *((form, "segments", victim) for form, victim in zip(FORMS, VICTIMS, strict=True)),
-    *(("list", "none", "server-1"), ("view", "none", "scheduler"), ("keys", "none", "worker-0")),
+    *(("loop", "none", "server-1"), ("fp16", "none", "worker-2")),
+    *(("view", "none", "scheduler"), ("keys", "none", "worker-0")),
 ]
 
 

@@ -494,6 +494,17 @@ def test_a_python_without_numpy_is_told_how_to_get_it_and_never_by_bare_pip(tmp_
     assert hint.startswith("distrun: hint: %s %s numpy pyzmq" % (python, way))
 
 
+@pytest.mark.parametrize("was_on", ["enable", "disable"])
+def test_a_server_that_cannot_be_imported_leaves_garbage_collection_as_it_was(was_on: str) -> None:
+    code = (
+        f"import gc, sys; gc.{was_on}(); sys.modules['distrun_runtime.ps.node'] = None\n"
+        "from distrun_runtime.__main__ import main; print(main(['server']), gc.isenabled())"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("DMLC_")}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"1 {was_on == 'enable'}\n"
+
+
 PLACED = """
     import numpy as np
     from distrun_runtime import kvstore

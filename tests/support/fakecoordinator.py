@@ -111,6 +111,8 @@ class Coordinator:
         self._job = job
         self._answers = answers or self._plainly
         self._is_silent = is_silent
+        self.asked: list[dict[str, Any]] = []
+        """The header of every frame that clients sent."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _plainly(self, kind: str) -> Iterable[bytes]:
@@ -129,6 +131,7 @@ class Coordinator:
         with connection, contextlib.suppress(OSError):
             while data := connection.recv(65536):
                 for frame in decoder.feed(data):
+                    self.asked.append(dict(frame.header))
                     if not self._is_silent:
                         self._answer(connection, frame.type)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -11,24 +10,18 @@ import sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / ".peers"
-ENDED = PEERS / "ended"
-"""Where DISTRUN_PEERS is `installing`, `scripts/install peers` runs beside the tests; this will be its exit code."""
-LIMIT_S = 100.0
-"""How long a test waits for it. Files that need peers are run late (`sizes`), so that hardly any has to."""
 
 
 def folder_of(peer: str) -> Path:
-    """Return the environment of a peer, such as `torch`; without it, skip the test, or fail on CI."""
+    """Return the environment of a peer, such as `torch`.
+
+    Without it the test is skipped, or fails with DISTRUN_PEERS=required: `scripts/test peers` sets that once it has
+    installed all of them.
+    """
     sizes.require("peers")
-    folder, mode = PEERS / peer, os.environ.get("DISTRUN_PEERS")
-    if mode == "installing":
-        end = time.monotonic() + LIMIT_S
-        while not ENDED.exists():  # until then even one that is here may be replaced
-            assert time.monotonic() < end, "scripts/install peers has not ended yet"
-            time.sleep(0.2)
-        mode = "" if ENDED.read_text().strip() != "0" else "required"
+    folder = PEERS / peer
     if not (folder / "installed").exists():
-        if mode == "required":
+        if os.environ.get("DISTRUN_PEERS") == "required":
             pytest.fail("there is no %s" % folder)
         pytest.skip("there is no %s; to have it:  scripts/install peers" % folder)
     return folder

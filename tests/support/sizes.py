@@ -7,6 +7,7 @@ Tests of whole jobs in threads run on every path (`job`), with every placement o
 in every kind of memory (`server_device`). With their own parameters that makes up to 288 variants of a test. A quick
 run has a few that show each of these once; the others are slow. A run with `--pairs` has so many that each of these
 meets each other one once, since a mistake that needs three of them at a time is rare. A plain `pytest` has all.
+The end of a quick run and of one with `--pairs` says how many were left out, and what runs them.
 """
 
 from __future__ import annotations
@@ -101,8 +102,7 @@ def _is_left_out(item: pytest.Item) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is not quick, of what the other options selected; else run files with such tests first.
 
-    These files take longest, and at the end of a run one process would wait for another one's. Of these, files that
-    need peers come last: `.ci/run` installs those meanwhile.
+    These files take longest, and at the end of a run one process would wait for another one's.
     """
     others = [item for item in items if bool(item.get_closest_marker(ENGINE)) != config.getoption("engines")]
     if others:
@@ -113,6 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("pairs"):
         config.hook.pytest_deselected(items=list(beyond_pairs))
         items[:] = [item for item in items if item not in beyond_pairs]
+        config.stash[COUNT] = len(beyond_pairs)
     marked = {item for item in items if _is_left_out(item)}
     if config.getoption("quick"):
         config.hook.pytest_deselected(items=list(marked))
@@ -120,8 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.stash[COUNT] = len(marked)
     else:
         long = {item.path for item in marked}
-        peers = {item.path for item in marked if item.get_closest_marker("peers")}
-        items.sort(key=lambda item: (item.path not in long, item.path in peers))
+        items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -145,7 +145,9 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     left_out = config.stash.get(COUNT, 0)
+    if left_out and config.getoption("quick"):
+        what, how = "tests marked %s" % ", ".join(LEFT_OUT), "scripts/test --all"
+    else:
+        what, how = "variants of jobs in threads, beyond each pair", ".venv/bin/pytest"
     if left_out:
-        terminalreporter.write_line(
-            "left out: %d tests marked %s; to run them too:  scripts/test --all" % (left_out, ", ".join(LEFT_OUT))
-        )
+        terminalreporter.write_line("left out: %d %s; to run them too:  %s" % (left_out, what, how))

@@ -26,6 +26,8 @@ TERMINAL_SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTSTP", "SIGTTIN", "SIGTTO
 """Signals of a terminal. The launcher gets them and tells the agent what to do."""
 SHORTEST_BEAT_S = 0.5
 LONGEST_BEAT_S = 5.0
+RECORD = "agent.json"
+"""`share.RECORD`: all that is known of `share` before the first frame."""
 KILLED_S = 3.0
 """How long the end of an agent that was killed is waited for. One that waits for a dead disk does not end."""
 
@@ -253,7 +255,7 @@ def _watch(agent: int, pipe: int, idle: Callable[[], None], is_subreaper: bool) 
     for each in passed_on:
         signal.signal(each, signal.SIG_IGN)
     notes.read()
-    if notes.job is not None and not (is_subreaper and _is_clean(notes.job)):
+    if notes.job is not None and not (is_subreaper and _removed_if_clean(notes.job)):
         _clean_up(notes.job)
     return facts.exit_code_of(status)
 
@@ -279,21 +281,27 @@ def _kill(agent: int) -> int:
     return int(signal.SIGKILL) if status is None else status
 
 
-def _is_clean(note: Dict[str, Any]) -> bool:
-    """Return whether the agent left nothing but its record, as a rule it does; then the job's folder is removed.
+def _removed_if_clean(note: Dict[str, Any]) -> bool:
+    """Remove the job's folder if the agent left nothing but its record, as a rule it does; return whether that is done.
 
     That spares `_clean_up`, which costs more than all else that a guard does.
     """
-    folder, others = str(note["folder"]), [pid for pid in process.ids() if pid != os.getpid()]
-    # What has the marks need not be below us: `at` gives its jobs the environment of the user's command.
-    environs = process.environs_of(others)
-    if process.has_children() or any(process.has_marks(env, note["marks"]) for env in environs.values()):
+    if process.has_children():
         return False
+    # What has the marks need not be below us: `at` gives its jobs the environment of the user's command. Only our
+    # user's processes are looked at: root can read everybody's, and one that waits for a dead disk would hold us.
+    for pid in process.ids():
+        with contextlib.suppress(OSError):  # it is gone
+            is_looked_at = pid != os.getpid() and os.stat(f"/proc/{pid}").st_uid == os.geteuid()
+            if is_looked_at and process.has_marks(process.environ_of(pid), note["marks"]):
+                return False
+    folder = str(note["folder"])
     try:
-        (record,) = os.listdir(folder)  # there is more if the agent was killed
-        os.unlink(os.path.join(folder, record))
+        if os.listdir(folder) != [RECORD]:  # there is more if the agent was killed
+            return False
+        os.unlink(os.path.join(folder, RECORD))
         os.rmdir(folder)
-    except (OSError, ValueError):
+    except OSError:
         return False
     with contextlib.suppress(OSError):  # another host of the job lives on this machine
         os.rmdir(os.path.dirname(folder))

@@ -284,7 +284,8 @@ def _check_cwds(plan: Plan, host: str, copied: bool) -> None:
     """Check the folders in which tasks run: those that come with the files, or the others. Raises PreflightFailure."""
     for cwd in dict.fromkeys(task.cwd for task in plan.tasks if task.cwd and is_copied(task.cwd, plan) == copied):
         folder = os.path.expanduser(cwd)
-        # As in `folder.expand`, but that is for the folder of copies, which has another fix and begins at the home.
+        # Not `folder.expand`: that takes a relative path from the home directory, and its error speaks of
+        # --sync-dst-dir.
         if folder.startswith("~"):  # as it stands it would be a folder `~NAME` below the home directory
             text = f"there is no user {cwd.partition('/')[0]} on {host}"
             raise PreflightFailure("folder", text, "give a directory of a user that all hosts have")

@@ -162,8 +162,8 @@ def has_children() -> bool:
     """
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
+    except OSError as err:
+        return err.errno != errno.ECHILD  # after another error it cannot be known
     return True
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from distrun_runtime.errors import StageError
 from distrun_runtime.parallel.pipeline import call_layer, map_tensors, tensors_of
 from distrun_runtime.parallel.stages import (
     LayerCost,
@@ -155,6 +156,7 @@ def measure(model: object, example: Any, *, device: str = "cpu", repeats: int = 
         repeats: how many runs to make, of which the fastest counts, after one that does not count.
 
     Raises:
+        StageError: a layer failed; names it. Its cause is the layer's exception.
         ValueError: the text is no device, or the device is not there; repeats is less than 1.
     """
     import torch
@@ -168,7 +170,11 @@ def measure(model: object, example: Any, *, device: str = "cpu", repeats: int = 
     with torch.random.fork_rng([place.index] if place.kind == "cuda" else []), torch.enable_grad():
         for name, layer in named_layers(model).items():
             own = copy.deepcopy(layer).to(place.torch_name)
-            runs = [_timed(own, value, place) for _ in range(repeats + 1)]
+            try:
+                runs = [_timed(own, value, place) for _ in range(repeats + 1)]
+            except Exception as err:
+                said = f"layer {name!r} failed while it was measured: {type(err).__name__}: {err}"
+                raise StageError(said) from err
             value = runs[-1][1]
             size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
             costs[name] = LayerCost(min(seconds for seconds, _ in runs[1:]), size)
@@ -179,10 +185,13 @@ def _timed(layer: nn.Module, value: Any, device: StageDevice) -> tuple[float, An
     """Run a layer forward and backward; return the seconds that this took, and its output."""
     import torch
 
-    def leaf(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().requires_grad_(tensor.is_floating_point())
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        # A copy, because the layer may write into its input, and torch refuses that for a leaf of the graph.
+        return tensor.detach().requires_grad_(tensor.is_floating_point()).clone()
 
-    value = map_tensors(leaf, value)
+    value = map_tensors(own, value)
+    if device.kind == "cuda":
+        torch.cuda.synchronize(device.torch_name)
     begin = time.perf_counter()
     output, _ = call_layer(layer, value, None)
     ends = [tensor for tensor in tensors_of(output) if tensor.requires_grad]

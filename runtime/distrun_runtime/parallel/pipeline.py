@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 LAYOUTS = ("N", "NT", "TN")
 """What the first dimensions of a batch are: N is the batch, T is time."""
+INTERRUPTED_S = 5.0
+"""How long an interrupt, such as Ctrl-C, waits for the stages to end their parts; no longer than `timeout_s`."""
 
 
 class BatchPart(NamedTuple):
@@ -63,9 +65,11 @@ class Pipeline:
     * With time chunks, a layer that is not recurrent sees one chunk at a time. It must treat each time step for itself,
       as `nn.Linear`, `nn.Embedding` and `nn.LayerNorm` do and attention and convolution over time do not.
 
-    The gradient of a batch can be taken once, by `backward`, and has no gradient of its own. `torch.autograd.grad` of
-    parameters finds none if the stages run on threads. There, the first layer of a stage must not write into its input
-    (`nn.ReLU(inplace=True)`): torch refuses it.
+    On CPU threads, the gradient of a batch can be taken once, and has no gradient of its own. `backward` and
+    `torch.autograd.grad` add to `.grad` of all parameters, whatever inputs they are called for, and the latter finds no
+    gradients of parameters. Hooks of parameters run once for each part. Hooks of saved tensors and modes of torch
+    functions are not seen by the stages. A stage must not begin with a layer that writes into its input, except a layer
+    with `inplace=True`, such as `nn.ReLU`, which works on a copy: torch refuses others.
 
     The model's modules are used as they are: `model.parameters()`, `model.train()` and `model.state_dict()` stay right.
     Not thread-safe: one batch at a time goes forward.
@@ -74,13 +78,14 @@ class Pipeline:
         model: the model that the plan was made for; its layers are moved to their devices. A layer takes what the one
             before returns, a tensor or a tuple of tensors. `nn.RNN`, `nn.LSTM` and `nn.GRU` are recurrent, and so is
             any module with the attribute `is_recurrent = True`: it is called as `layer(input, state)`, where state is
-            None or what it returned before, and returns `(output, state)`.
+            None or what it returned before, and returns `(output, state)`. Dimension 1 of a state is the batch.
         plan: from `place` or `balance`.
         micro_batches: parts along the batch; at most its size.
         time_chunks: parts along time; at most the number of time steps.
         layout: the first dimensions of inputs and outputs: `N` batch, `TN` time and batch (as torch's recurrent layers
             take it), `NT` batch and time.
-        timeout_s: limit for the next result of the last stage, on CPU threads. Work on GPUs is queued, not waited for.
+        timeout_s: limit for the next result of the last stage, on CPU threads, and then for the other stages to end the
+            parts that they work on. Work on GPUs is queued, not waited for.
 
     Raises:
         ValueError: the plan has other layers than the model; a device is not there; a number is less than 1; an
@@ -115,6 +120,7 @@ class Pipeline:
             check_present(stage.device)
         self.plan = plan
         self._micro_batches, self._time_chunks = micro_batches, time_chunks
+        self._layout = layout
         self._batch_dim = layout.index("N")
         self._time_dim = layout.find("T")
         self._timeout_s = timeout_s
@@ -123,6 +129,7 @@ class Pipeline:
         self._is_threaded = len(plan.stages) > 1 and all(stage.device.kind == "cpu" for stage in plan.stages)
         self.states = {}
         self.busy_s = [0.0] * len(plan.stages)
+        self._left: list[threading.Thread] = []
 
     def __call__(self, batch: Any, states: Mapping[str, Any] | None = None) -> Any:
         """Run the model forward.
@@ -136,21 +143,26 @@ class Pipeline:
             The output of the last layer, on the device of the last stage.
 
         Raises:
-            StageError: a layer failed; names stage and micro-batch. Its cause is the layer's exception.
+            StageError: a layer failed; names stage and micro-batch. Its cause is the layer's exception. Or a stage
+                still works on a part of an earlier batch, which timed out or was interrupted.
             TimedOut: the last stage had no result in time; names the stage and part that were waited for.
-            ValueError: a state is of no recurrent layer; the batch is empty.
+            ValueError: a state is of no recurrent layer, or has no dimension for the batch; the batch is empty; what
+                the last layer returned for the parts cannot be put together.
         """
         parts, values = self._split(batch)
+        sizes = [tensors_of(value)[0].shape for value in values]
         states_of_stages = self._split_states(states or {}, len({part.micro_batch for part in parts}))
         self.busy_s = [0.0] * len(self._runners)
         if self._is_threaded:
             values = [map_tensors(lambda tensor: tensor.to("cpu"), value) for value in values]
-            on_way = _ThreadedBatch(self._runners, parts, states_of_stages, self.busy_s, self._timeout_s)
+            on_way = _ThreadedBatch(
+                self._runners, parts, states_of_stages, self.busy_s, self._timeout_s, left=self._left
+            )
             outputs = on_way.forward(values)
         else:
             outputs = self._queue(parts, values, states_of_stages)
         self.states = _merge_states(states_of_stages)
-        return self._merge(parts, outputs)
+        return self._merge(parts, sizes, outputs)
 
     # --- parts of a batch
 
@@ -171,8 +183,14 @@ class Pipeline:
                 values.append(value)
         return parts, values
 
-    def _merge(self, parts: Sequence[BatchPart], outputs: Sequence[Any]) -> Any:
-        """Put the outputs of all parts together, as the model returns them for the batch."""
+    def _merge(self, parts: Sequence[BatchPart], sizes: Sequence[Sequence[int]], outputs: Sequence[Any]) -> Any:
+        """Put the outputs of all parts together, as the model returns them for the batch; `sizes` are of the inputs."""
+        # An output with fewer dimensions, such as that of the last time step, would be joined along a wrong one. Those
+        # behind the last that was cut may differ.
+        was_cut = {self._batch_dim: parts[-1].micro_batch > 0, self._time_dim: parts[-1].time_chunk > 0}
+        dims = 1 + max((dim for dim, is_cut in was_cut.items() if is_cut), default=-1)
+        for size, output in zip(sizes, outputs, strict=True):
+            check_sizes(output, size[:dims], self.plan.stages[-1].layers[-1], self._layout)
         rows: defaultdict[int, list[Any]] = defaultdict(list)
         for part, output in zip(parts, outputs, strict=True):
             rows[part.micro_batch].append(output)
@@ -190,6 +208,8 @@ class Pipeline:
         for runner, by_micro_batch in zip(self._runners, result, strict=True):
             for name in runner.layers.keys() & states.keys():
                 own = map_tensors(runner.received, states[name])
+                if micro_batches > 1:
+                    _check_state(name, own)
                 for states_of_part, state in zip(by_micro_batch, cut(own, micro_batches, 1), strict=True):
                     states_of_part[name] = state
         return result
@@ -205,21 +225,25 @@ class Pipeline:
         for lane in self._lanes:
             lane.begin()
         passed = [_Queued(value) for value in values]
-        for tick in range(len(parts) + len(self._runners) - 1):
-            for index in reversed(range(len(self._runners))):
-                number = tick - index
-                if 0 <= number < len(parts):
-                    runner, lane = self._runners[index], self._lanes[index]
-                    micro_batch = parts[number].micro_batch
-                    try:
-                        value = lane.take(passed[number], self._lanes[index - 1] if index else None)
-                        queued, states[index][micro_batch] = lane.run(runner, value, states[index][micro_batch])
-                    except Exception as err:
-                        raise _failure(runner.stage, "forward", parts[number], err) from err
-                    passed[number] = queued
-        outputs = [queued.value for queued in passed]
-        for index, lane in enumerate(self._lanes):
-            lane.end([outputs if lane is self._lanes[-1] else [], states[index]])
+        outputs: list[Any] = []
+        try:
+            for tick in range(len(parts) + len(self._runners) - 1):
+                for index in reversed(range(len(self._runners))):
+                    number = tick - index
+                    if 0 <= number < len(parts):
+                        runner, lane = self._runners[index], self._lanes[index]
+                        micro_batch = parts[number].micro_batch
+                        try:
+                            value = lane.take(passed[number], self._lanes[index - 1] if index else None)
+                            queued, states[index][micro_batch] = lane.run(runner, value, states[index][micro_batch])
+                        except Exception as err:
+                            raise _failure(runner.stage, "forward", parts[number], err) from err
+                        passed[number] = queued
+            outputs = [queued.value for queued in passed]
+        finally:
+            # Also of a failed batch: what the caller queues next waits for the work on its tensors and weights.
+            for index, lane in enumerate(self._lanes):
+                lane.end([outputs if lane is self._lanes[-1] else [], states[index]])
         return outputs
 
 
@@ -365,6 +389,24 @@ def joined(values: Sequence[Any], dim: int) -> Any:
     return _with(values[0], [torch.cat(pieces, dim) for pieces in together])
 
 
+def check_sizes(output: Any, sizes: Sequence[int], layer: str, layout: str) -> None:
+    """Return if the output for a part of a batch can be put together with those for the other parts.
+
+    Arguments:
+        output: of the last layer, of this name.
+        sizes: of the part's first dimensions; the output has to have the same.
+
+    Raises:
+        ValueError: it has other sizes, or fewer dimensions.
+    """
+    for tensor in tensors_of(output):
+        if tuple(tensor.shape[: len(sizes)]) != tuple(sizes):
+            raise ValueError(
+                f"layer {layer!r} returned a tensor of shape {tuple(tensor.shape)} for a part of a batch; to put the"
+                f" parts together in layout {layout!r}, its first dimensions have to be the part's, {tuple(sizes)}"
+            )
+
+
 def _with(value: Any, tensors: Sequence[Any]) -> Any:
     """Return a value of the same form with these in place of its tensors."""
     left = iter(tensors)
@@ -376,9 +418,25 @@ def _merge_states(states: Sequence[StageStates]) -> dict[str, Any]:
     merged = {}
     for by_micro_batch in states:
         for name in by_micro_batch[0]:
+            if len(by_micro_batch) > 1:
+                _check_state(name, [each[name] for each in by_micro_batch])
             whole = joined([each[name] for each in by_micro_batch], 1)
             merged[name] = map_tensors(lambda tensor: tensor.detach(), whole)
     return merged
+
+
+def _check_state(layer: str, state: Any) -> None:
+    """Return if the state of a layer can be cut into micro-batches.
+
+    Raises:
+        ValueError: it has no dimension 1.
+    """
+    for tensor in tensors_of(state):
+        if tensor.dim() < 2:
+            raise ValueError(
+                f"a state of layer {layer!r} has the shape {tuple(tensor.shape)}; with micro-batches, dimension 1 of a"
+                " state has to be the batch"
+            )
 
 
 def _failure(stage: Stage, what: str, part: BatchPart, err: BaseException) -> StageError:
@@ -412,6 +470,7 @@ class _ThreadedBatch:
         states: for each stage those to begin with; `forward` puts those after the batch in their place.
         busy_s: for each stage; what it computes is added.
         timeout_s: as for `Pipeline`.
+        left: as for `_StageThreads`.
     """
 
     def __init__(
@@ -421,9 +480,11 @@ class _ThreadedBatch:
         states: Sequence[StageStates],
         busy_s: list[float],
         timeout_s: float,
+        *,
+        left: list[threading.Thread],
     ) -> None:
         self._runners, self._parts, self._states = runners, parts, states
-        self._busy_s, self._timeout_s = busy_s, timeout_s
+        self._busy_s, self._timeout_s, self._left = busy_s, timeout_s, left
         self._kept: list[dict[BatchPart, _Kept]] = [{} for _ in runners]
         # Of the states before the time chunk that went backward last; for each stage, by micro-batch.
         self._state_gradients: list[dict[int, list[torch.Tensor | None]]] = [{} for _ in runners]
@@ -434,7 +495,7 @@ class _ThreadedBatch:
         import torch
 
         stages = [runner.stage for runner in self._runners]
-        threads = _StageThreads(stages, self._parts, self._forward, "forward", self._busy_s)
+        threads = _StageThreads(stages, self._parts, self._forward, "forward", self._busy_s, left=self._left)
         outputs = threads.run(values, self._timeout_s)
         ends = tensors_of(outputs)
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in ends):
@@ -450,7 +511,10 @@ class _ThreadedBatch:
 
         states = self._states[stage.index]
         value, before = map_tensors(_leaf, value), map_tensors(_leaf, states[part.micro_batch])
-        output, after = self._runners[stage.index](value, before)
+        runner = self._runners[stage.index]
+        # A layer that writes into its input gets a copy: torch refuses that for a leaf of the graph.
+        is_written = getattr(runner.layers[stage.layers[0]], "inplace", False) is True
+        output, after = runner(map_tensors(torch.Tensor.clone, value) if is_written else value, before)
         states[part.micro_batch] = after
         if torch.is_grad_enabled():
             kept = _Kept(tensors_of(value), tensors_of(before), tensors_of(output), tensors_of(after))
@@ -468,7 +532,7 @@ class _ThreadedBatch:
         left = iter(gradients)
         values = [[next(left) for _ in range(width)] for width in self._widths]
         stages = [runner.stage for runner in reversed(self._runners)]
-        threads = _StageThreads(stages, self._parts[::-1], self._backward, "backward", self._busy_s)
+        threads = _StageThreads(stages, self._parts[::-1], self._backward, "backward", self._busy_s, left=self._left)
         try:
             found = threads.run(values[::-1], self._timeout_s)
         finally:
@@ -501,7 +565,6 @@ def _edge() -> Any:
     It is made at the first use, because torch is imported where it is used.
     """
     import torch
-    from torch.autograd.function import once_differentiable
 
     class Edge(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
@@ -513,8 +576,12 @@ def _edge() -> Any:
             return own
 
         @staticmethod
-        @once_differentiable  # type: ignore[untyped-decorator]
         def backward(ctx: Any, *gradients: Any) -> Any:
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    "create_graph=True: gradients of a pipeline on CPU threads have no gradients of their own; fix: put"
+                    " all layers into one stage"
+                )
             return None, None, None, *ctx.batch.backward(gradients)
 
     return Edge
@@ -533,6 +600,7 @@ class _StageThreads:
         work: what a stage does with a part: called with the stage, the part and the result of the stage before.
         what: the work's name in errors.
         busy_s: seconds by the stages' index; the time of the work is added.
+        left: threads of earlier batches that had not ended; those of this one take their place.
     """
 
     def __init__(
@@ -542,13 +610,16 @@ class _StageThreads:
         work: Callable[[Stage, BatchPart, Any], Any],
         what: str,
         busy_s: list[float],
+        *,
+        left: list[threading.Thread],
     ) -> None:
         import torch
 
         self._stages, self._parts, self._work, self._what, self._busy_s = stages, parts, work, what, busy_s
+        self._left = left
         self._queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(len(stages) + 1)]
         self._is_over = threading.Event()
-        self._failure: StageError | None = None
+        self._failure: BaseException | None = None
         self._doing: list[BatchPart | None] = [None] * len(stages)
         self._modes = _Modes.current()
         self._torch_threads = torch.get_num_threads()
@@ -561,11 +632,18 @@ class _StageThreads:
         operation would wait for processors that the others use.
 
         Raises:
-            StageError: the first failure; the other stages end after the part that they work on.
-            TimedOut: the last stage had no result for `timeout_s`.
+            StageError: the first failure; the other stages end after the part that they work on. Or a thread of an
+                earlier batch has not ended.
+            TimedOut: the last stage had no result for `timeout_s`. The other stages have ended, unless they take as
+                long again; the one that was waited for may still write into gradients.
         """
         import torch
 
+        alive = [thread.name for thread in self._left if thread.is_alive()]
+        if alive:
+            raise StageError(
+                f"{', '.join(alive)} of an earlier batch still works on a part; no other batch can go until it ends"
+            )
         names = [f"stage-{stage.index}-{self._what}" for stage in self._stages]
         threads = [
             threading.Thread(target=self._loop, args=(position,), name=name, daemon=True)
@@ -574,7 +652,7 @@ class _StageThreads:
         for value in values:
             self._queues[0].put(value)
         results: list[Any] = []
-        join_s = timeout_s
+        join_s, hung = timeout_s, None
         try:
             for thread in threads:
                 thread.start()
@@ -584,14 +662,22 @@ class _StageThreads:
                     break
                 results.append(result)
         except queue.Empty:
-            join_s = 0.0
-            raise TimedOut(f"waited {timeout_s:g} s for {self._awaited(len(results))}") from None
+            hung, awaited = self._awaited(len(results))
+            raise TimedOut(f"waited {timeout_s:g} s for {awaited}; fix: pass a larger timeout_s") from None
+        except KeyboardInterrupt:
+            join_s = min(join_s, INTERRUPTED_S)
+            raise
         finally:
             self._end()
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join(join_s)
-            torch.set_num_threads(self._torch_threads)
+            started = [thread for thread in threads if thread.ident is not None]
+            end = time.monotonic() + join_s
+            try:
+                for thread in started:
+                    if hung is None or thread is not threads[hung]:
+                        thread.join(max(0.0, end - time.monotonic()))
+            finally:
+                self._left[:] = [thread for thread in started if thread.is_alive()]
+                torch.set_num_threads(self._torch_threads)
         if self._failure is not None:
             raise self._failure
         return results
@@ -613,7 +699,9 @@ class _StageThreads:
                 try:
                     result = self._work(stage, part, value)
                 except BaseException as err:
-                    self._failure = self._failure or _failure(stage, self._what, part, err)
+                    # Not a failure of the stage: the caller gets `SystemExit` as it is.
+                    own = _failure(stage, self._what, part, err) if isinstance(err, Exception) else err
+                    self._failure = self._failure or own
                     self._end()
                     return
                 self._busy_s[stage.index] += time.perf_counter() - begin
@@ -626,12 +714,16 @@ class _StageThreads:
         for each in self._queues:
             each.put(_END)
 
-    def _awaited(self, done: int) -> str:
-        """Name the stage and part that the result behind `done` others waits for."""
-        for stage, part in zip(reversed(self._stages), reversed(self._doing), strict=True):
+    def _awaited(self, done: int) -> tuple[int | None, str]:
+        """Return the place of the stage that the result behind `done` others waits for, and name it and the part.
+
+        The place is None if all stages are between two parts.
+        """
+        for position in reversed(range(len(self._stages))):
+            part = self._doing[position]
             if part is not None:
-                return f"{stage}: {self._what} of {part}"
-        return f"{self._stages[-1]}: {self._what} of {self._parts[done]}"
+                return position, f"{self._stages[position]}: {self._what} of {part}"
+        return None, f"{self._stages[-1]}: {self._what} of {self._parts[done]}"
 
 
 @dataclass(frozen=True)
@@ -642,6 +734,9 @@ class _Modes:
     is_inference: bool
     is_autocast: bool
     autocast_dtype: Any
+    is_autocast_cached: bool
+    device: Any
+    """Where new tensors are made."""
 
     @classmethod
     def current(cls) -> _Modes:
@@ -653,6 +748,8 @@ class _Modes:
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled("cpu"),
             torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+            torch.get_default_device(),
         )
 
     @contextlib.contextmanager
@@ -663,7 +760,9 @@ class _Modes:
         with (
             torch.inference_mode(self.is_inference),
             torch.set_grad_enabled(self.is_grad_enabled),
-            torch.autocast("cpu", dtype=self.autocast_dtype, enabled=self.is_autocast),
+            torch.autocast("cpu", self.autocast_dtype, self.is_autocast, self.is_autocast_cached),
+            # Not for the CPU, where new threads make them anyway: each call of torch would take longer.
+            contextlib.nullcontext() if self.device.type == "cpu" else self.device,
         ):
             yield
 
@@ -742,4 +841,5 @@ class _Lane:
             callers = torch.cuda.current_stream(self._device)
             callers.wait_stream(self._stream)
             for tensor in tensors_of(values):
-                tensor.record_stream(callers)
+                if tensor.device == self._device:  # not of a layer that made it elsewhere, such as on the CPU
+                    tensor.record_stream(callers)

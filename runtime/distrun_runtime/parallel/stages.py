@@ -145,10 +145,11 @@ def named_layers(model: object) -> dict[str, nn.Module]:
     Arguments:
         model: `nn.Sequential`, `nn.ModuleList` or `nn.ModuleDict`, a list of modules, or a mapping of names to modules.
             An `nn.Sequential` inside is taken apart: its layers are `lstm.0`, `lstm.1`, ... Other modules are layers.
+            Only layers are called, so only they may have hooks.
 
     Raises:
         TypeError: the model is something else, such as a module with a `forward` of its own.
-        ValueError: there is no layer.
+        ValueError: there is no layer; two layers have one name; the model or an `nn.Sequential` inside has hooks.
     """
     from torch import nn
 
@@ -157,7 +158,11 @@ def named_layers(model: object) -> dict[str, nn.Module]:
             f"{type(model).__name__} does not tell in which order its layers run;"
             " give an nn.Sequential, or a list or mapping of its layers"
         )
-    layers = dict(_layers_below("", model))
+    layers: dict[str, nn.Module] = {}
+    for name, layer in _layers_below("", model):
+        if name in layers:
+            raise ValueError(f"layer {name!r} comes twice; give its module another name")
+        layers[name] = layer
     if not layers:
         raise ValueError("the model has no layers")
     return layers
@@ -167,6 +172,10 @@ def _layers_below(prefix: str, model: Any) -> Iterable[tuple[str, nn.Module]]:
     from torch import nn
 
     if isinstance(model, nn.Module):
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        if any(getattr(model, kind) for kind in hooks):
+            found = repr(prefix[:-1]) if prefix else "the model"
+            raise ValueError(f"{found} has hooks, but only its layers are called; register hooks on the layers")
         # Not named_children(): it leaves out a module that comes twice, which runs twice.
         items = model._modules.items()
     elif isinstance(model, Mapping):
@@ -199,7 +208,8 @@ def place(
     Arguments:
         model: as for `named_layers`.
         devices: a mapping of groups of layers to devices, such as `{"embed": "cuda:0", "lstm.[0-3]": "cuda:0",
-            "lstm.[4-7]": "cuda:1", "decode": "cuda:1"}`; or a list with the device of each layer. A group is the name
+            "lstm.[4-7]": "cuda:1", "decode": "cuda:1"}`; or a list with the device of each layer, or of
+            each module that the model has, for all of its layers. A group is the name
             of a layer, the name of an `nn.Sequential` or other beginning of names up to a dot (`lstm` is `lstm.0`,
             `lstm.1`, ...), or a pattern (`*`, `?`, `[0-3]`) of such names. Devices as for `StageDevice.parse`.
         costs: for the expected times of the plan: what `measure` returns, or seconds; nothing is decided by them.
@@ -214,16 +224,29 @@ def place(
     if isinstance(devices, Mapping):
         places = _devices_by_group(list(layers), devices)
     elif isinstance(devices, Sequence) and not isinstance(devices, str):
-        if len(devices) != len(layers):
+        lengths = _layers_of_modules(model)
+        if len(devices) == len(layers):
+            lengths = [1] * len(layers)
+        elif len(devices) != len(lengths):
             raise ValueError(
-                f"{len(devices)} devices for {len(layers)} layers: give a device for each layer, a mapping of groups"
-                " to devices, or call balance(model, devices, costs)"
+                f"{len(devices)} devices for {len(layers)} layers of {len(lengths)} modules: give a device for each"
+                " layer or module, a mapping of groups to devices, or call balance(model, devices, costs)"
             )
-        places = [StageDevice.parse(text) for text in devices]
+        places = [StageDevice.parse(text) for text, count in zip(devices, lengths, strict=True) for _ in range(count)]
     else:
         raise TypeError(f"devices: expected a mapping of groups to devices or a list, found {type(devices).__name__}")
     runs = [(device, len(list(run))) for device, run in itertools.groupby(places)]
     return plan_of(layers, [length for _, length in runs], [device for device, _ in runs], costs, bytes_per_s)
+
+
+def _layers_of_modules(model: Any) -> list[int]:
+    """Return how many layers each module of a model has."""
+    from torch import nn
+
+    if isinstance(model, nn.Module):
+        model = model._modules
+    modules = model.values() if isinstance(model, Mapping) else model
+    return [len(list(_layers_below("", {"": module}))) for module in modules]
 
 
 def _devices_by_group(layers: Sequence[str], groups: Mapping[str, str]) -> list[StageDevice]:
@@ -295,8 +318,8 @@ def _check_shared(layers: Mapping[str, nn.Module], stages: Sequence[Stage]) -> N
                 owner, other = owners.setdefault(id(tensor), (stage, f"{layer}.{name}"))
                 if owner is not stage:
                     raise ValueError(
-                        f"'{layer}.{name}' of {stage} is {other!r} of {owner}: layers that share a tensor belong into"
-                        " one stage"
+                        f"'{layer}.{name}' of {stage} is {other!r} of {owner}: layers that share a tensor have to be"
+                        " in one stage"
                     )
 
 

@@ -1,8 +1,8 @@
 """Stages on workers: a stage of the model in each process of a job, run by `torch.distributed.pipelining`.
 
-`distrun launch -n 4 -s 0` starts the processes and gives each its rank. Of this module are the mapping of ranks to
-stages and replicas (`stage_rank`) and the building of torch's stage and schedule from a plan (`WorkerPipeline`); torch
-sends activations and gradients, by gloo or NCCL.
+`distrun launch -n 4 -s 0` starts the processes and gives each its rank. This module maps ranks to stages and replicas
+(`stage_rank`) and builds torch's stage and schedule from a plan (`WorkerPipeline`); torch sends activations and
+gradients, by gloo or NCCL.
 
 Source of the schedules: `gpipe`: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
 Parallelism", 2019; `1f1b`: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019.
@@ -11,6 +11,7 @@ Parallelism", 2019; `1f1b`: Narayanan et al., "PipeDream: Generalized Pipeline P
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 from distrun_runtime.parallel.pipeline import (
     StageRunner,
     check_layout,
+    check_sizes,
     cut,
     joined,
     layers_of_plan,
     map_tensors,
     tensors_of,
 )
-from distrun_runtime.parallel.stages import StagePlan, check_present, nearest
+from distrun_runtime.parallel.stages import Stage, StagePlan, check_present, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
 
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 """Names of schedules, and of their classes in torch.distributed.pipelining."""
+OLDEST_TORCH = (2, 13)
+"""The oldest torch with which `WorkerPipeline` was run: what older ones do with shapes and gradients differs."""
+KEPT_SCHEDULES = 16
+"""How many schedules a worker keeps, of the forms of batches that came last: each has buffers for what it is sent."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ class WorkerPipeline:
 
     Arguments:
         model: as for `named_layers`. Only this worker's layers are used and moved. Stages pass on a tensor or a tuple
-            of tensors.
+            of tensors, with no other tuple in it.
         plan: from `place` or `balance`; each stage's device is that of its worker, so often the same for all.
         loss: `loss(output, target)`, the mean over a micro-batch, as a tensor. Used on the last stage.
         micro_batches: parts of a batch, all equally long; for `1f1b` at least as many as stages.
@@ -98,7 +104,7 @@ class WorkerPipeline:
         layout: as for `Pipeline`.
 
     Raises:
-        RuntimeError: there is no process group.
+        RuntimeError: there is no process group; torch is older than `OLDEST_TORCH`.
         ValueError: the workers do not match the stages; the plan has other layers than the model; the device is not
             there; too few micro-batches; an unknown schedule or layout.
     """
@@ -118,8 +124,14 @@ class WorkerPipeline:
         schedule: str = "1f1b",
         layout: str = "N",
     ) -> None:
+        import torch
         import torch.distributed as dist
 
+        if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+            oldest = ".".join(map(str, OLDEST_TORCH))
+            raise RuntimeError(
+                f"torch {torch.__version__}: stages on workers need torch {oldest} or newer; fix: pip install -U torch"
+            )
         if schedule not in SCHEDULES:
             known = ", ".join(SCHEDULES)
             raise ValueError(f"unknown schedule {schedule!r}{nearest(schedule, SCHEDULES)}; known are {known}")
@@ -135,7 +147,7 @@ class WorkerPipeline:
             raise ValueError(f"micro_batches: {schedule} needs at least {least}, found {micro_batches}")
         stage = plan.stages[self.stage_rank.stage]
         check_present(stage.device)
-        self.module = _stage_module(StageRunner(stage, layers))
+        self.module = _stage_module(StageRunner(stage, layers), layout)
         self._device = stage.device.torch_name
         self._loss, self._schedule = loss, schedule
         self._micro_batches, self._batch_dim = micro_batches, layout.index("N")
@@ -163,13 +175,13 @@ class WorkerPipeline:
 
         inputs = self._inputs(batch)
         if self.stage_rank.stage < self.stage_rank.stages - 1:
-            self._run(inputs, is_training=True)
+            self._run(inputs, is_training=True, return_outputs=False)
             return None
         losses: list[torch.Tensor] = []
         # torch cuts a target along its first dimension.
         own = target.to(self._device).movedim(self._batch_dim, 0)
-        self._run(inputs, is_training=True, target=own, losses=losses)
-        return torch.stack(losses).mean().detach()
+        self._run(inputs, is_training=True, target=own, losses=losses, return_outputs=False)
+        return torch.stack(losses).sum().detach()
 
     def forward(self, batch: Any) -> Any:
         """Run a batch forward, without gradients. All workers of the replica call it, with the same batch.
@@ -178,7 +190,8 @@ class WorkerPipeline:
             On the last stage the output; None on the others.
 
         Raises:
-            ValueError: the batch cannot be cut into equally long micro-batches.
+            ValueError: the batch cannot be cut into equally long micro-batches, or what the last layer returns for them
+                cannot be put together.
         """
         import torch
 
@@ -218,28 +231,51 @@ class WorkerPipeline:
         return inputs
 
     def _run(self, inputs: Sequence[torch.Tensor], is_training: bool, **options: Any) -> Any:
-        """Run torch's schedule for batches of this shape, which is made at the first of them."""
+        """Run torch's schedule for batches of this form, which is made at the first of them."""
+        key = is_training, tuple((tensor.shape, tensor.dtype) for tensor in inputs), self._modes()
+        schedule = self._schedules.pop(key, None) or self._new_schedule(len(inputs), is_training)
+        self._schedules[key] = schedule  # behind those that were not used since
+        if len(self._schedules) > KEPT_SCHEDULES:
+            del self._schedules[next(iter(self._schedules))]
+        # The batch is only for the first stage; the others are sent theirs.
+        own = [] if self.stage_rank.stage else [tensor.to(self._device) for tensor in inputs]
+        self.module.sizes = ()
+        if not is_training and self._micro_batches > 1 and self.stage_rank.stage == self.stage_rank.stages - 1:
+            whole = inputs[0].shape
+            self.module.sizes = (*whole[: self._batch_dim], whole[self._batch_dim] // self._micro_batches)
+        return schedule.step(*own, **options)
+
+    def _modes(self) -> tuple[Any, ...]:
+        """Return what else, beside the batch's form, decides what the stages send: torch's modes, and the dtypes."""
+        import torch
+
+        kind = torch.device(self._device).type
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        dtypes = tuple(parameter.dtype for parameter in self.module.parameters())
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, dtypes
+
+    def _new_schedule(self, tensors: int, is_training: bool) -> Any:
+        """Return torch's schedule for batches of so many tensors; its first batch finds the shapes between stages."""
         from torch.distributed import pipelining
         from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
-        key = is_training, tuple((tensor.shape, tensor.dtype) for tensor in inputs)
-        if key not in self._schedules:
-            stage = _stage_class()(
-                self.module, self.stage_rank.stage, self.stage_rank.stages, self._device, group=self._group
-            )
-            self.module.is_probed = True
-            self._schedules[key] = getattr(pipelining, SCHEDULES[self._schedule if is_training else "gpipe"])(
-                stage,
-                self._micro_batches,
-                loss_fn=self._loss_of_micro_batch if is_training else None,
-                args_chunk_spec=tuple(TensorChunkSpec(self._batch_dim) for _ in inputs),
-            )
-        # The batch is only for the first stage; the others are sent theirs.
-        own = [] if self.stage_rank.stage else [tensor.to(self._device) for tensor in inputs]
-        return self._schedules[key].step(*own, **options)
+        made = getattr(pipelining, SCHEDULES[self._schedule if is_training else "gpipe"])
+        # With `scale_grads`, torch divides the whole `.grad` after each step, also what was there before.
+        options = {"scale_grads": False} if "scale_grads" in inspect.signature(made).parameters else {}
+        own = self.stage_rank
+        stage = _stage_class()(self.module, own.stage, own.stages, self._device, group=self._group)
+        self.module.is_probed = True
+        return made(
+            stage,
+            self._micro_batches,
+            loss_fn=self._loss_of_micro_batch if is_training else None,
+            args_chunk_spec=tuple(TensorChunkSpec(self._batch_dim) for _ in range(tensors)),
+            **options,
+        )
 
     def _loss_of_micro_batch(self, output: Any, target: torch.Tensor) -> torch.Tensor:
-        return self._loss(output, target.movedim(0, self._batch_dim))
+        """Return a micro-batch's share of the batch's loss; the shares, and their gradients, add up to the whole."""
+        return self._loss(output, target.movedim(0, self._batch_dim)) / self._micro_batches
 
 
 def _own_groups(own: StageRank) -> tuple[Any, Any]:
@@ -279,7 +315,25 @@ def _stage_class() -> Any:
     return ModuleStage
 
 
-def _stage_module(runner: StageRunner) -> nn.Module:
+def _check_flat(output: Any, stage: Stage) -> None:
+    """Return if torch can send a stage's output: a tensor, or a tuple or list of tensors.
+
+    Raises:
+        TypeError: it is something else; names the stage and its last layer.
+    """
+    import torch
+
+    ends = output if isinstance(output, (tuple, list)) else [output]
+    if not all(isinstance(one, torch.Tensor) for one in ends):
+        inner = ", ".join(type(one).__name__ for one in ends)
+        found = type(output).__name__ + ("" if ends is not output else f" of {inner}")
+        raise TypeError(
+            f"{stage}: layer {stage.layers[-1]!r} returned a {found}; stages on workers pass on a tensor or a flat"
+            " tuple of tensors"
+        )
+
+
+def _stage_module(runner: StageRunner, layout: str) -> nn.Module:
     """Return a module of a stage's layers; names of its parameters are those of the whole model.
 
     Recurrent layers begin each micro-batch without a state. What leaves the module, forward and backward, is
@@ -291,9 +345,15 @@ def _stage_module(runner: StageRunner) -> nn.Module:
     class StageModule(nn.Module):  # type: ignore[misc]
         is_probed = False
         """Whether torch calls it for the shapes of its outputs, with an input that may be of any values."""
+        sizes: Sequence[int] = ()
+        """What the first dimensions of its output have to be, so that micro-batches can be put together."""
 
         def forward(self, *values: torch.Tensor) -> Any:
             if self.is_probed:
+                if runner.stage.index:
+                    # Zeros, because a layer may use them as an index.
+                    with torch.no_grad():
+                        map_tensors(torch.Tensor.zero_, values)
                 # Into copies, because running statistics of such values, which may be NaN, would be of no use.
                 self.is_probed = False
                 copies = {name: buffer.clone() for name, buffer in self.named_buffers()}
@@ -303,6 +363,8 @@ def _stage_module(runner: StageRunner) -> nn.Module:
                     self.is_probed = True
             own = map_tensors(_with_contiguous_gradient, values)
             output, _ = runner(own[0] if len(own) == 1 else own, {})
+            _check_flat(output, runner.stage)
+            check_sizes(output, self.sizes, runner.stage.layers[-1], layout)
             return map_tensors(torch.Tensor.contiguous, output)
 
     module = StageModule()

@@ -103,6 +103,10 @@ class StateFile:
         self._host = host
         self._halves = frozenset(holds.get("bfloat16", ()))
         try:
+            # numpy does so to read a file. Here, because it may fail: too many files may be open.
+            import zipfile
+            import zlib
+
             # Opened here: numpy leaves it open when it is no npz.
             self._stream = open(self._path, "rb")  # noqa: SIM115 - closed by close()
         except FileNotFoundError:
@@ -111,6 +115,8 @@ class StateFile:
             ) from None
         except OSError as err:
             raise self._torn(err) from err
+        self._damage = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError)
+        """What is raised where a file of a save is damaged or cannot be read."""
         try:
             self._file = self._opened(part, holds)
         except BaseException:
@@ -130,7 +136,7 @@ class StateFile:
             with _READING:
                 found = np.load(self._stream, allow_pickle=False)
                 mark = str(found[MARK])
-        except _read_errors(IndexError) as err:
+        except (*self._damage, IndexError) as err:
             raise self._torn(err) from err
         if mark != part:
             raise self.wrong(f"belongs to another save, {mark!r}")
@@ -145,7 +151,7 @@ class StateFile:
         try:
             with _READING:
                 found: Array = self._file[name]
-        except _read_errors() as err:
+        except self._damage as err:
             raise self._torn(err) from err
         return found.view(BFLOAT16) if name in self._halves else found
 
@@ -203,8 +209,6 @@ def write_manifest(folder: str, manifest: Mapping[str, Any], host: str) -> None:
     Raises:
         KVError: it cannot be written, or not be read again; names file and host.
     """
-    import shutil
-
     path = os.path.join(folder, MANIFEST)
     if wrong := _against_manifest(manifest):
         raise KVError(f"the manifest {path} cannot be written on host {host}: {wrong}")
@@ -213,7 +217,9 @@ def write_manifest(folder: str, manifest: Mapping[str, Any], host: str) -> None:
             file.write((json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode())
     except OSError as err:
         raise KVError(f"the manifest {path} cannot be written on host {host}: {err}") from err
-    with suppress(OSError):  # it need not be readable
+    with suppress(OSError):  # it need not be readable; too many files may be open for an import
+        import shutil
+
         for other in os.listdir(folder):
             # The folder is the user's: only names that `new_part` makes are ours to remove.
             if other != manifest["data"] and _OWN_PART.fullmatch(other):
@@ -247,20 +253,13 @@ def read_manifest(folder: str, host: str) -> dict[str, Any]:
 
 def discard(folder: str, part: str) -> None:
     """Remove the data of a save that failed, unless the manifest names it: then the save has succeeded after all."""
-    import shutil
-
     with suppress(KVError):
         if read_manifest(folder, "")["data"] == part:
             return
-    shutil.rmtree(os.path.join(folder, part), ignore_errors=True)
+    with suppress(OSError):  # too many files may be open for an import
+        import shutil
 
-
-def _read_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
-    """Return what is raised where a file of a save is damaged or cannot be read, and `more`."""
-    import zipfile
-    import zlib
-
-    return OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError, *more
+        shutil.rmtree(os.path.join(folder, part), ignore_errors=True)
 
 
 def _is_part(name: object) -> bool:

@@ -8,13 +8,15 @@ import json
 import queue
 import re
 import secrets
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from distrun import backends, hosts
+from distrun import backends, hosts, launching, shipping
 from distrun.backends import local
 from distrun.backends.base import Backend, Swept
 from distrun.backends.bootstrap import Bootstrap
@@ -207,15 +209,80 @@ def test_an_agent_that_is_started_early_is_the_one_that_the_channel_leads_to() -
     backend, events = local.Local(), queue.Queue[Event]()
     plan = PLAN._replace(job="early-otter-7f3", nonce=secrets.token_hex(8))
     backend.start_agents(plan)
-    early = [row.pid for row in process.marked(process.marks(plan.job, plan.nonce))]
+    marks = process.marks(plan.job, plan.nonce)
+    early = [row.pid for row in process.marked(marks)]
     (channel,) = backend.channels(plan)
-    channel.start(events.put)
-    hello = events.get(timeout=60)
-    assert isinstance(hello, AgentHello)
-    assert early == [hello.facts["guard"]["pid"]]
-    channel.close()
-    assert backend.release([channel], 60) == ()
+    try:
+        channel.start(events.put)
+        hello = events.get(timeout=60)
+        assert isinstance(hello, AgentHello)
+        guard, agent = (hello.facts[name]["pid"] for name in ("guard", "agent"))
+        assert guard in early
+        assert {row.pid for row in process.marked(marks) if row.ppid != agent} == {guard, agent}
+    finally:
+        channel.close()
+        left = backend.release([channel], 60)
+    assert left == ()
     assert backend.channels(plan) != (channel,), "another job's"
+
+
+def test_an_agent_that_is_started_early_and_never_asked_for_is_ended_by_the_release() -> None:
+    backend = local.Local()
+    plan = PLAN._replace(job="early-otter-7f4", nonce=secrets.token_hex(8))
+    marks = process.marks(plan.job, plan.nonce)
+    backend.start_agents(plan)
+    assert process.marked(marks)
+    assert backend.release((), 60) == ()
+    assert not process.marked(marks)
+
+
+@pytest.mark.parametrize("ends", [["close"], ["kill"], ["close", "kill"], []])
+def test_an_agent_whose_channel_is_never_started_is_not_left(ends: list[str]) -> None:
+    channel = local.ChildChannel("here", local._argv())
+    channel.boot()
+    for each in ends:
+        getattr(channel, each)()
+    assert channel.join(60) == 0
+
+
+def test_an_agent_whose_program_cannot_be_read_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def agent(**of: bool) -> bytes:
+        raise PermissionError("unreadable")
+
+    backend = local.Local()
+    plan = PLAN._replace(job="early-otter-7f5", nonce=secrets.token_hex(8))
+    monkeypatch.setattr(local.shipping, "agent", agent)
+    with pytest.raises(PermissionError):
+        backend.start_agents(plan)
+    assert not process.marked(process.marks(plan.job, plan.nonce))
+    assert backend.release(backend.channels(plan), 0) == ()
+
+
+def test_an_agent_blocks_none_of_the_signals_that_its_starter_does() -> None:
+    # What is started here waits for its program, of which only a part has come.
+    code = "; import sys; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    boot = shipping.BOOT.replace("b=bytearray()", f"b=bytearray(){code}")
+    argv = [sys.executable, "-I", "-c", boot]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, launching.HELD)
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert done.stdout == "set()\n"
+
+
+def test_an_agent_that_has_ended_is_not_waited_for_while_another_has_its_stderr() -> None:
+    other = "import subprocess; subprocess.Popen(['sleep', '600'], stdin=-3, stdout=-3); "
+    argv = (sys.executable, "-c", f"import sys; sys.stdin.readline(); {other}sys.exit(9)")
+    channel = local.ChildChannel("here", argv, process.marks("stderr-otter-7f6", "00112233445566aa"))
+    events: queue.Queue[Event] = queue.Queue()
+    channel.start(events.put)
+    try:
+        assert channel.join(3600) == 9
+    finally:
+        for row in process.marked(process.marks("stderr-otter-7f6", "00112233445566aa")):
+            process.send_signal(row.identity, signal.SIGKILL)
+        channel.kill()
 
 
 def test_sweeping_a_job_that_never_was_finds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,7 +3,10 @@ from __future__ import annotations
 import fcntl
 import os
 import select
+import socket
 import struct
+import subprocess
+import sys
 import termios
 import threading
 import time
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distrun_cli import Distrun
 from screen import Screen
 
 from distrun import formats
@@ -68,14 +72,26 @@ def console(reader: Reader, **more: object) -> Console:
     return Console({}, out_fd=reader.out, err_fd=reader.err, **more)  # type: ignore[arg-type]
 
 
+def interrupt_start(monkeypatch: pytest.MonkeyPatch, err: BaseException, at: int) -> None:
+    """Have the start of a thread fail, from the `at`-th one on."""
+    started, counts = threading.Thread.start, iter(range(1, 1000))
+
+    def start(self: threading.Thread) -> None:
+        if next(counts) >= at:
+            raise err
+        started(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
 def test_a_job_that_prints_nothing_starts_no_thread(reader: Reader) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     console = Console({}, out_fd=reader.out, err_fd=reader.err)
     console.start()
     console.end_output()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
     console.say("over")
-    assert threading.active_count() > before
+    assert set(threading.enumerate()) - before
     reader.start()
     assert reader.finish(console) == {"out": b"", "err": b"distrun: over\n"}
 
@@ -87,6 +103,64 @@ def test_what_comes_after_an_interrupt_is_left_out_also_if_nothing_was_printed_b
     console.leave_out(2048)
     reader.start()
     assert reader.finish(console)["err"] == b"distrun: 2.0 KiB of output are not shown: distrun logs job\n"
+
+
+def test_an_interrupt_is_noted_without_a_thread_for_all_that_comes_later(reader: Reader) -> None:
+    printer = console(reader, prefix=False)
+    printer.start()
+    before = threading.active_count()
+    printer.leave_out()
+    assert threading.active_count() == before
+    for _ in range(100):
+        output(printer, "worker-0", "h", "out", b"y" * 65535 + b"\n", None)
+    reader.start()
+    got = reader.finish(printer)
+    assert len(got["out"]) < 1 << 19, "what the pipe held, and the last words"
+    assert b"of output are not shown" in got["err"]
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_where_no_thread_can_be_started_all_is_printed_by_the_caller(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    reader.start()
+    before = threading.active_count()
+    interrupt_start(monkeypatch, RuntimeError("can't start new thread"), fails_at)
+    printer = console(reader)
+    printer.attach(lambda task: Path("/none"), "job")
+    printer.start()
+    output(printer, "worker-0", "h", "out", b"one\ntw", 0)
+    printer.say("hello")
+    output(printer, "worker-0", "h", "out", b"o\n", 6)
+    printer.toggle_pause()
+    printer.hold("password: ")
+    printer.release("\n")
+    printer.leave_out(2048)
+    printer.end_output()
+    while threading.active_count() > before:
+        time.sleep(0.01)
+    assert reader.finish(printer) == {
+        "out": b"one\ntwo\n",
+        "err": b"distrun: hello\npassword: \ndistrun: 2.0 KiB of output are not shown: distrun logs job\n",
+    }
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_interrupt_while_threads_begin_leaves_none_and_the_next_word_begins_them(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    reader.start()
+    before = threading.active_count()
+    interrupt_start(monkeypatch, KeyboardInterrupt(), at)
+    printer = console(reader)
+    printer.start()
+    with pytest.raises(KeyboardInterrupt):
+        printer.say("lost")
+    while threading.active_count() > before:
+        time.sleep(0.01)
+    monkeypatch.undo()
+    printer.say("said")
+    assert reader.finish(printer) == {"out": b"", "err": b"distrun: said\n"}
 
 
 def test_streams_go_to_their_own_places_with_prefixes(reader: Reader) -> None:
@@ -370,6 +444,26 @@ def test_the_jobs_line_stands_below_the_bars_and_output_scrolls_above(watched: W
     printer.say("over")
     printer.close()
     watched.shows("...", "worker-1@h | said", "worker-0@h |  10%", "worker-1@h |  20%", "distrun: over")
+
+
+def test_the_jobs_line_goes_at_the_jobs_end_although_the_reader_of_stdout_is_slow(
+    watched: Watched, tmp_path: Path
+) -> None:
+    distrun = Distrun(tmp_path)
+    text = "import os; os.write(2, b'\\r' + b'x' * 90); os.write(1, (b'y' * 99 + b'\\n') * 20000)"
+    env = {**watched.env, "CI": ""}
+    words = ("-n", "1", "-s", "0", "--launcher", "local", sys.executable, "-c", text)
+    argv = distrun.argv("launch", *words)
+    with subprocess.Popen(
+        argv, env={**distrun.env, **env}, cwd=distrun.work, stdout=subprocess.PIPE, stderr=watched.terminal
+    ) as child:
+        assert child.stdout is not None
+        host = socket.gethostname().partition(".")[0]
+        bar = f"worker-0@{host} | {'x' * 90}"  # as long as it is drawn in place, it is cut
+        watched.shows("...", bar[:80], bar[80:])
+        assert child.poll() is None
+        assert len(child.stdout.read()) > 2_000_000
+    assert child.returncode == 0
 
 
 def test_nothing_is_drawn_while_a_question_stands_there_or_printing_is_paused(watched: Watched) -> None:

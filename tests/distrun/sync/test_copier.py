@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 
@@ -558,15 +559,14 @@ def test_cancelling_waits_for_no_configuration_and_for_no_next_attempt(bench: Be
     refuses = "kex_exchange_identification: Connection closed by remote host"
     bench.hosts.before("d1", "touch %s/tried; echo '%s' >&2; exit 255" % (bench.hosts.root, refuses))
     copier = bench.copier("asks", "d1", shell=shell)
-    got: queue.SimpleQueue[object] = queue.SimpleQueue()
-    copier.start(got.put)
-    wait(lambda: asked.is_set() and (bench.hosts.root / "tried").exists(), "both in work")
-    canceller = threading.Thread(target=copier.cancel)
-    canceller.start()
-    wait(copier._cancelled.is_set, "it is cancelled though a configuration is still being read")
-    answered.set()
-    assert isinstance(got.get(timeout=LIMIT_S), PrepareFailed)
-    canceller.join(LIMIT_S)
+    with ThreadPoolExecutor(1) as pool:
+        copied = pool.submit(copier.copy)
+        wait(lambda: asked.is_set() and (bench.hosts.root / "tried").exists(), "both in work")
+        copier.cancel()  # returns though a configuration is still being read
+        answered.set()
+        results = copied.result(LIMIT_S)
+    assert [(each.host, each.ok) for each in results] == [("asks", False), ("d1", False)]
+    assert results[0].cancelled
     assert bench.there("asks") == bench.there("d1") == {}
 
 

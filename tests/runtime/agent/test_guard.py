@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from distrun_runtime.agent import guard
-from distrun_runtime.contract import facts
+from distrun_runtime.agent import guard, share
+from distrun_runtime.contract import facts, process
 
 
 def test_signals_are_inherited_as_defaults_by_what_is_executed() -> None:
@@ -47,6 +49,70 @@ def test_wakeup_carries_signal_numbers() -> None:
 def test_a_signal_becomes_the_exit_code_of_a_shell(script: str, code: int) -> None:
     pid = os.posix_spawnp("sh", ["sh", "-c", script], os.environ)
     assert facts.exit_code_of(os.waitpid(pid, 0)[1]) == code
+
+
+@pytest.fixture
+def note(tmp_path: Path) -> dict[str, Any]:
+    """What a guard knows of a job that is over: the agent has left its record."""
+    folder = tmp_path / "job" / "here"
+    folder.mkdir(parents=True)
+    assert guard.RECORD == share.RECORD
+    (folder / share.RECORD).write_text("{}")
+    return {"folder": str(folder), "marks": {"DISTRUN_JOB_ID": "calm-otter-7f3", "DISTRUN_JOB_NONCE": "0011"}}
+
+
+def environs_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the id of every process whose environment is read."""
+    read: list[int] = []
+
+    def environ_of(pid: int) -> dict[str, str]:
+        read.append(pid)
+        return {}
+
+    monkeypatch.setattr(process, "environ_of", environ_of)
+    return read
+
+
+@pytest.mark.skipif(process.is_portable(), reason="needs /proc")
+def test_a_folder_with_nothing_but_the_record_is_removed(note: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "has_children", lambda: False)
+    assert guard._removed_if_clean(note)
+    assert not os.path.exists(os.path.dirname(note["folder"]))
+
+
+@pytest.mark.skipif(process.is_portable(), reason="needs /proc")
+def test_a_folder_with_more_than_the_record_stays(note: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "has_children", lambda: False)
+    token = Path(note["folder"], share.TOKEN)
+    Path(note["folder"], share.RECORD).rename(token)
+    assert not guard._removed_if_clean(note)
+    assert token.exists()
+
+
+@pytest.mark.skipif(process.is_portable(), reason="needs /proc")
+def test_a_guard_with_children_reads_no_environments(note: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "has_children", lambda: True)
+    read = environs_read(monkeypatch)
+    assert not guard._removed_if_clean(note)
+    assert not read
+
+
+@pytest.mark.skipif(process.is_portable() or os.geteuid() != 0, reason="needs /proc and another user")
+def test_a_guard_of_roots_reads_no_environments_of_other_users(
+    note: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "has_children", lambda: False)
+    read = environs_read(monkeypatch)
+    mine = subprocess.Popen(["sleep", "600"])
+    others = subprocess.Popen(["sleep", "600"], user=65534)
+    try:
+        assert guard._removed_if_clean(note)
+    finally:
+        for each in (mine, others):
+            each.kill()
+            each.wait()
+    assert mine.pid in read
+    assert others.pid not in read
 
 
 def test_an_agent_that_beats_is_never_given_up() -> None:

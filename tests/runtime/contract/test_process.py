@@ -188,6 +188,15 @@ def test_subreaper_inherits_orphans() -> None:
     assert first == second
 
 
+@pytest.mark.skipif(not LINUX, reason="waitid")
+def test_a_process_whose_children_cannot_be_known_may_have_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    def waitid(*of: int) -> None:
+        raise OSError(errno.ENOSYS, "a sandbox forbids it")
+
+    monkeypatch.setattr(os, "waitid", waitid)
+    assert process.has_children()
+
+
 def test_a_row_of_the_table_takes_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent reads the table again and again while it waits."""
     process.boot_id()  # read once

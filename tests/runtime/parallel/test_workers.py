@@ -124,17 +124,139 @@ print("statistics", sorted(pipeline.module.state_dict())[0], flush=True)
 dist.destroy_process_group()
 """
 
+STEPS = """\
+import copy
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distrun_runtime.parallel import WorkerPipeline, place, workers
+
+torch.manual_seed(0)
+mean = nn.functional.mse_loss
+model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+reference, batch, target = copy.deepcopy(model), torch.randn(8, 3), torch.zeros(8, 2)
+dist.init_process_group("gloo", init_method="env://")
+pipeline = WorkerPipeline(
+    model, place(model, ["cpu:0", "cpu:1"]), lambda output, target: mean(output.float(), target), micro_batches=4,
+    schedule=sys.argv[1]
+)
+for _ in range(2):  # without zero_grad between them: gradients add up
+    loss = pipeline.step(batch, target)
+    expected = mean(reference(batch), target)
+    expected.backward()
+    if loss is not None:
+        torch.testing.assert_close(loss, expected.detach())
+for name, value in pipeline.module.named_parameters():
+    torch.testing.assert_close(value.grad, reference.get_parameter(name).grad)
+
+
+def is_right(output, dtype):
+    if output is not None:
+        assert output.dtype == dtype, output.dtype
+        torch.testing.assert_close(output.float(), whole, rtol=0.05, atol=0.05)
+
+
+whole = reference(batch).detach()
+is_right(pipeline.forward(batch), torch.float32)
+for dtype in (torch.bfloat16, torch.float16):
+    with torch.autocast("cpu", dtype=dtype):
+        is_right(pipeline.forward(batch), dtype)
+is_right(pipeline.forward(batch), torch.float32)
+with torch.inference_mode():
+    is_right(pipeline.forward(batch), torch.float32)
+pipeline.module.bfloat16()
+is_right(pipeline.forward(batch.bfloat16()), torch.bfloat16)
+pipeline.module.float()
+is_right(pipeline.forward(batch), torch.float32)
+for rows in range(1, 21):
+    pipeline.forward(torch.zeros(4 * rows, 3))
+assert len(pipeline._schedules) == workers.KEPT_SCHEDULES
+is_right(pipeline.forward(batch), torch.float32)
+
+torch.__version__ = type(torch.__version__)("2.5.1")
+try:
+    WorkerPipeline(model, place(model, ["cpu:0", "cpu:1"]), mean, micro_batches=4)
+except RuntimeError as err:
+    assert "torch 2.5.1: stages on workers need torch" in str(err), err
+else:
+    raise AssertionError("an older torch was not refused")
+print("steps", flush=True)
+dist.destroy_process_group()
+"""
+
+PASSED_ON = """\
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distrun_runtime.parallel import WorkerPipeline, place
+
+torch.manual_seed(0)
+dist.init_process_group("gloo", init_method="env://")
+
+
+class Apply(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.act, self.linear = act, nn.Linear(3, 4)
+
+    def forward(self, value):
+        return self.act(self.linear(value))
+
+
+class Embeds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(2, 4)
+
+    def forward(self, value):
+        return value[0] + self.embed(value[1])
+
+
+def pipeline_of(*layers, **options):
+    return WorkerPipeline(
+        layers, place(layers, ["cpu:0", "cpu:1"]), nn.functional.mse_loss, micro_batches=2, **options
+    )
+
+
+case = sys.argv[1]
+if case == "index":  # torch looks for the shapes with an input of any values, and these are no index
+    pipeline = pipeline_of(Apply(lambda value: (value, (value[:, 0] > 0).long())), Embeds())
+    for rows in range(1, 6):
+        pipeline.step(torch.randn(4 * rows, 3), torch.zeros(4 * rows, 4))
+elif case == "nested":
+    pipeline = pipeline_of(Apply(lambda value: (value, (value, value))), nn.Identity())
+    pipeline.step(torch.randn(4, 3), torch.zeros(4, 4))
+else:
+    layers = [nn.Linear(3, 3), Apply({"step": lambda value: value[-1], "scalar": torch.mean}[case])]
+    pipeline = pipeline_of(*layers, layout="TN")
+    if case == "scalar":  # outputs are put together only where they are wanted
+        pipeline.step(torch.randn(6, 4, 3), torch.zeros(()).expand(6, 4))
+    pipeline.forward(torch.randn(6, 4, 3))
+print("passed on", flush=True)
+dist.destroy_process_group()
+"""
+
 
 def launched(tmp_path: Path, text: str, workers: int, *words: str) -> list[str]:
     """Run a script as a job without servers; return what its workers print, sorted."""
+    done = run(tmp_path, text, workers, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+def run(tmp_path: Path, text: str, workers: int, *words: str) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "program.py"
     script.write_text(text, "utf-8")
     command = [sys.executable, "-m", "distrun", "launch", "-q", "-n", str(workers), "-s", "0", "--launcher", "local"]
     command += ["--no-prefix", "--run-dir", str(tmp_path / "jobs"), python_of("torch"), str(script), *words]
     env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return sorted(done.stdout.splitlines())
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
 
 
 @pytest.mark.peers
@@ -156,3 +278,29 @@ def test_two_stages_with_two_replicas_train_as_one_process(tmp_path: Path) -> No
 def test_running_statistics_are_of_the_micro_batches_and_wrong_calls_are_refused(tmp_path: Path) -> None:
     """torch runs each stage once more, with values that mean nothing, to find the shapes of its outputs."""
     assert launched(tmp_path, STATISTICS, 2) == ["statistics 0.bias", "statistics 2.bias"]
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_gradients_add_up_and_each_mode_of_torch_has_its_own_shapes(tmp_path: Path, schedule: str) -> None:
+    assert launched(tmp_path, STEPS, 2, schedule) == ["steps", "steps"]
+
+
+@pytest.mark.peers
+def test_a_stage_may_pass_on_a_tuple_with_an_index(tmp_path: Path) -> None:
+    assert launched(tmp_path, PASSED_ON, 2, "index") == ["passed on"] * 2
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("nested", "stage 0 (0, on cpu:0): layer '0' returned a tuple of Tensor, tuple"),
+        ("step", "layer '1' returned a tensor of shape (2, 4)"),
+        ("scalar", "layer '1' returned a tensor of shape ()"),
+    ],
+)
+def test_what_cannot_be_passed_on_or_put_together_names_the_layer(tmp_path: Path, case: str, said: str) -> None:
+    done = run(tmp_path, PASSED_ON, 2, case)
+    assert done.returncode != 0
+    assert said in done.stdout + done.stderr

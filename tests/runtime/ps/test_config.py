@@ -85,9 +85,10 @@ def test_a_variable_that_is_missing_is_named(role: str, name: str) -> None:
         node.read(role, without(name))
 
 
-def test_without_a_job_the_way_to_one_is_shown() -> None:
+@pytest.mark.parametrize("role", ["worker", "server"])
+def test_without_a_job_the_way_to_one_is_shown(role: str) -> None:
     with pytest.raises(ContractError, match="a dist store needs a job: DMLC_NUM_WORKER is not set") as caught:
-        node.read("worker", {})
+        node.read(role, {})
     assert "distrun launch -n 2 -s 2" in str(caught.value)
     assert "`local` needs none" in str(caught.value)
 

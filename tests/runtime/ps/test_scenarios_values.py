@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -44,18 +45,30 @@ def rows(shape: tuple[int, ...], numbers: Any, value: Any, dtype: str = "float32
 
 
 def test_values_of_all_types_are_summed_in_one_call(job: Job) -> None:
-    """Each type in a small value and in one that lies on both servers."""
+    """Each type in a small value and in one that lies on both servers; every second push is of a transposed array."""
     keys = [(name, shape) for name in dtypes.NAMES if name != "bool" for shape in ((3,), (20, 11))]
+
+    def filled(number: int, shape: tuple[int, ...]) -> Any:
+        """Return an array whose elements differ."""
+        return number + np.arange(math.prod(shape)).reshape(shape) % 7
 
     def script(kv: Any) -> None:
         names = ["%s %d" % (name, len(shape)) for name, shape in keys]
-        kv.init(names, [of(1, name, shape) for name, shape in keys])
-        for step in (1, 2):
-            kv.push(names, [of(10 * kv.rank + step, name, shape) for name, shape in keys])
+
+        def check(number: int, factor: int) -> None:
             outs = [of(0, name, shape) for name, shape in keys]
             kv.pull(names[::-1], outs[::-1])
             for name, out in zip(names, outs, strict=True):
-                assert (dtypes.widen(out) == 30 + 3 * step).all(), name
+                assert (dtypes.widen(out) == factor * filled(0, out.shape) + number).all(), name
+
+        kv.init(names, [of(filled(1, shape), name, shape) for name, shape in keys])
+        check(1, 1)
+        for step in (1, 2):
+            pushed = [of(filled(10 * kv.rank + step, shape), name, shape) for name, shape in keys]
+            if step == 2:
+                pushed = [np.ascontiguousarray(value.T).T for value in pushed]
+            kv.push(names, pushed)
+            check(30 + 3 * step, 3)
 
     with job(3, 2, bigarray_bound=BOUND) as made:
         made.run(script)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -156,6 +158,42 @@ def test_a_manifest_that_cannot_be_put_in_its_place_leaves_nothing(tmp_path: Pat
     with pytest.raises(KVError, match=r"the manifest .*manifest\.json cannot be written on host d1: "):
         statefile.write_manifest(str(tmp_path), manifest("data-1"), "d1")
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+@pytest.fixture
+def without_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no module be imported that was not: the process has as many files open as it may."""
+
+    class Full:
+        def find_spec(self, name: str, *more: object) -> None:
+            raise OSError(errno.EMFILE, f"too many open files: {name}")
+
+    for name in ("shutil", "zipfile", "zlib"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Full()])
+
+
+def test_a_manifest_is_put_in_its_place_if_what_removes_older_data_cannot_be_imported(
+    tmp_path: Path, without_files: None
+) -> None:
+    (tmp_path / "data-00112233445566aa").mkdir()
+    statefile.write_manifest(str(tmp_path), manifest("data-1"), "d1")
+    assert statefile.read_manifest(str(tmp_path), "d1")["data"] == "data-1"
+
+
+def test_data_that_cannot_be_discarded_stays(tmp_path: Path, without_files: None) -> None:
+    (tmp_path / "data-1").mkdir()
+    statefile.discard(str(tmp_path), "data-1")
+    assert (tmp_path / "data-1").is_dir()
+
+
+def test_what_reads_a_file_and_cannot_be_imported_is_an_error_that_names_file_and_host(
+    tmp_path: Path, without_files: None
+) -> None:
+    (tmp_path / "data-1").mkdir()
+    (tmp_path / "data-1" / "server-0.npz").write_bytes(b"")
+    with pytest.raises(KVError, match=r"server-0\.npz on host d2 cannot be read: OSError: .*too many open files"):
+        StateFile(str(tmp_path), "data-1", "server-0.npz", {}, "d2")
 
 
 def test_data_of_earlier_saves_is_removed_once_the_new_manifest_is_there(tmp_path: Path) -> None:

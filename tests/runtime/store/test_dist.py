@@ -15,7 +15,6 @@ from distrun_runtime.transport.inproc import InprocNetwork
 
 SHAPE = (2, 3)
 BIG = (1200, 1200)
-DTYPES = ["float16", "float32", "float64", "int8", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "int16"]
 
 
 @pytest.fixture(params=["zmq", "inproc"])
