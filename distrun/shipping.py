@@ -192,8 +192,8 @@ TABLE_ROWS = ("_gives", "_both", "_reads")
 _IMPORT = r"(?m)^ *from ([\w.]+) import (\([^)]*\)|[^\n]*)"
 
 BOOT = (
-    'exec("import binascii,json,os,signal,sys,zlib\\n'
-    "if sys.version_info>=(3,8):signal.pthread_sigmask(signal.SIG_SETMASK,[])\\n"
+    'exec("import binascii,json,os,sys,zlib\\n'
+    "if sys.version_info>=(3,8):import signal;signal.pthread_sigmask(signal.SIG_SETMASK,[])\\n"
     "b=bytearray()\\n"
     "while b.find(10)<0:\\n"
     " d=os.read(0,65536)\\n"
@@ -204,6 +204,8 @@ BOOT = (
     'exec(zlib.decompress(importer))")'
 )
 """Python source of one line: reads the blob from descriptor 0, leaves what came after it in `r`, runs its importer.
+
+`stopping.AGENT` is its beginning: by that agents are told from tasks.
 
 It blocks no signal, whatever its starter does; an old Python must come to the importer's message.
 """

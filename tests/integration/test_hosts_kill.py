@@ -16,7 +16,9 @@ import pytest
 from hostlab import Process
 from lab import Done, Site, wait_until
 
-AGENT = b"import binascii,json,os,sys,zlib"
+from distrun_runtime.agent import stopping
+
+AGENT = stopping.AGENT.encode()
 WORKER = ("sh", "-c", "setsid sleep 600 & echo up; wait")
 ROOT = Path("/")
 LIMIT_S = 60.0

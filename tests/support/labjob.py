@@ -12,6 +12,7 @@ from typing import Any
 from hostlab import Process
 from lab import Running, Site, wait_until
 
+from distrun_runtime.agent import stopping
 from distrun_runtime.contract import facts
 
 EVERYWHERE = Path("/tmp")
@@ -26,7 +27,7 @@ ESCAPES = (
 )
 SHORT = ("--suspect-after", "2", "--lost-after", "6", "--connect-timeout", "3")
 """A host is lost after 6 s of silence; its own tasks end 9 s after they last heard of the launcher."""
-AGENT = b"import binascii,json,os,sys,zlib"
+AGENT = stopping.AGENT.encode()
 """Part of the command line of agents and guards."""
 LIMIT_S = 60.0
 """For what takes some seconds on a machine that has nothing else to do."""

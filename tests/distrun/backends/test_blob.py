@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from pythons import TOO_OLD, VERSIONS, need
 
 from distrun import shipping
+from distrun_runtime.agent import stopping
 from distrun_runtime.contract import environ, private
 
 ROOT = Path(__file__).parents[3]
@@ -155,6 +156,7 @@ def test_blob_names_no_place_unless_asked() -> None:
 
 def test_boot_line_needs_no_quoting_beyond_single_quotes() -> None:
     assert "\n" not in shipping.BOOT
+    assert shipping.BOOT.startswith(f'exec("{stopping.AGENT}')
     assert "'" not in shipping.BOOT
     assert not set("!$`") & set(shipping.BOOT)
     ast.parse(shipping.BOOT)
