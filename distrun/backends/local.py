@@ -174,7 +174,12 @@ class ChildChannel:
             ends.append(os.dup(pipe.fileno()))
             pipe.close()
         inner = StreamChannel(self.host, ends[0], ends[1], program=self._program, explain=self._explain)
-        inner.start(put)
+        try:
+            inner.start(put)
+        except BaseException:  # no thread can be started; the agent ends at the end of its input
+            for end in ends:
+                os.close(end)
+            raise
         self._inner = inner
 
     @property

@@ -116,6 +116,8 @@ class Console:
         """Held while the writers are made and begin: several threads print."""
         self._has_no_threads = False
         """None could be started, so there are no writers."""
+        self._is_broken = False
+        """Without threads: a stream could not be written, which was told."""
         self._writers: Mapping[str, Writer] = {}
         """By stream; both are one if stdout and stderr are one place, so that what was written first is shown first."""
 
@@ -251,8 +253,13 @@ class Console:
     def _take(self, piece: OutputPiece) -> None:
         if writers := self._ready_writers():
             writers[piece.stream].put(piece)
+        elif piece.is_place:
+            self._left_out += piece.length  # the coordinator could not wait for us any longer
         else:
-            _print_plain(self._fds[piece.stream], piece.data)
+            err = _written(self._fds[piece.stream], piece.data)
+            if err is not None and not self._is_broken:
+                self._is_broken = True
+                self._on_broken(self._fds[piece.stream], err)
 
     def toggle_pause(self) -> None:
         """Stop printing, or go on."""
@@ -442,17 +449,23 @@ def encoded(text: str) -> bytes:
 
 
 def _print_plain(fd: int, text: str | bytes) -> bool:
-    view = memoryview(encoded(text) if isinstance(text, str) else text)
+    err = _written(fd, encoded(text) if isinstance(text, str) else text)
+    if err is not None and fd == 1 and not is_gone(fd, err):
+        unwritten.append(err.strerror or str(err))
+    return err is None
+
+
+def _written(fd: int, data: bytes) -> OSError | None:
+    """Write all of it, however slow the reader is; return what prevented that."""
+    view = memoryview(data)
     while view:
         try:
             view = view[os.write(fd, view) :]
         except BlockingIOError:
             select.select([], [fd], [], 1.0)
         except OSError as err:
-            if fd == 1 and not is_gone(fd, err):
-                unwritten.append(err.strerror or str(err))
-            return False
-    return True
+            return err
+    return None
 
 
 def _same_file(one: int, other: int) -> bool:

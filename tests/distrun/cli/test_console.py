@@ -145,6 +145,27 @@ def test_where_no_thread_can_be_started_all_is_printed_by_the_caller(
     }
 
 
+def test_without_threads_a_reader_that_goes_away_is_told_once_and_what_was_not_sent_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    interrupt_start(monkeypatch, RuntimeError("can't start new thread"), 1)
+    (out_reader, out), (err_reader, err) = os.pipe(), os.pipe()
+    told: list[int] = []
+    printer = Console({}, out_fd=out, err_fd=err)
+    printer.when_unread(lambda: told.append(1))
+    printer.start()
+    os.close(out_reader)
+    for data in (b"one\n", b"two\n"):
+        printer.show(clients.OutputPiece(data, "worker-0", "h", "out", 0, len(data)))
+    printer.show(clients.OutputPiece(b"", "worker-0", "h", "out", 8, 5000))
+    printer.close()
+    os.close(out)
+    os.close(err)
+    with open(err_reader, "rb") as file:
+        assert file.read() == b"distrun: 4.9 KiB of output are not shown\n"
+    assert told == [1]
+
+
 @pytest.mark.parametrize("at", [1, 2])
 def test_an_interrupt_while_threads_begin_leaves_none_and_the_next_word_begins_them(
     reader: Reader, monkeypatch: pytest.MonkeyPatch, at: int
