@@ -432,7 +432,8 @@ class DistBackend(StoreBackend):
         keys, expected = self._pushed, self._expected
         self._pushed = self._expected = None
         if keys is not None:
-            keys.pulled_next = 0 if expected is None else PULLED_NEXT - PULLED_NEXT_AGAIN
+            # Asking in vain has cost something, so it is not forgotten when another push is not followed either.
+            keys.pulled_next = min(keys.pulled_next, 0 if expected is None else PULLED_NEXT - PULLED_NEXT_AGAIN)
         if expected is not None and not expected[0].is_done:
             # The result is not wanted. Later calls wait until servers have what was pushed, not for other workers.
             expected[0].disregard()

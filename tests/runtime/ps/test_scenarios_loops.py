@@ -112,13 +112,19 @@ def test_a_push_that_no_pull_follows_for_once_keeps_nobody_waiting_in_a_barrier(
         made.run(script)
 
 
-def test_after_such_a_push_only_many_more_rounds_let_pushes_ask_for_their_results_again(job: Job) -> None:
+@pytest.mark.parametrize("is_idle", [False, True], ids=["at once", "after a pull"])
+def test_after_such_a_push_only_many_more_rounds_let_pushes_ask_for_their_results_again(
+    job: Job, is_idle: bool
+) -> None:
     def script(session: Any) -> None:
         kv = open_store("dist_sync", session)
         start(kv)
         for number in range(HABIT):
             round_of(kv, number)
         kv.push("small", np.ones(SHAPES["small"], np.float32))
+        if is_idle:
+            # Then the next push goes by itself; otherwise it is gathered, as the end of the one before is under way.
+            kv.pull("large", np.zeros(SHAPES["large"], np.float32))
         kv.push("small", np.ones(SHAPES["small"], np.float32))
         counts = counting(session)
         for number in range(10):
