@@ -673,8 +673,6 @@ class AgreedGroup:
     """Which store of the group it is, from 1 in order of creation, to its number in messages."""
     members: Membership | None = None
     """What all of them have named; None: they have created no store yet."""
-    said_by: int = -1
-    """One of those that have named them."""
 
 
 LAST_STORE = (1 << 16) - 1
@@ -779,9 +777,11 @@ class CollectiveCalls:
         If it has none yet, the calls of one number are compared with each other (`difference`).
         """
         ranks, group = call.message.body["members"], self._groups[store.group]
-        if group.members is not None and list(group.members.ranks) != ranks:
-            return members_differ(store.group, (group.said_by, group.members.ranks), (call.rank, ranks))
-        if is_first:
+        # All of a store that is made have named the same, also before the servers have heard of it.
+        known = group.members or (store.members if store.opened else None)
+        if known is not None and list(known.ranks) != ranks:
+            return members_differ(store.group, (known.first, known.ranks), (call.rank, ranks))
+        if is_first and not store.opened:
             store.members = group.members or Membership(tuple(ranks))
             store.awaited = self._present(store.members)
             store.holders = store.awaited.copy()
@@ -990,7 +990,7 @@ class CollectiveCalls:
         if message.store in group.stores:
             return ""
         if group.members is not None and list(group.members.ranks) != ranks:
-            return members_differ(name, (group.said_by, group.members.ranks), (call.rank, ranks))
+            return members_differ(name, (group.members.first, group.members.ranks), (call.rank, ranks))
         if not self._free and LAST_STORE - self._numbered < GROUP_STORES:
             fix = "fix: close stores that are not used any more (kv.close()), on all of their workers"
             return f"this job has no number left for a store of group {name!r}; {fix}"
@@ -1068,7 +1068,7 @@ class CollectiveCalls:
 
         def told(answers: Answers) -> list[role.Action]:
             if not answers.errors and not store.has_lost:
-                group.members, group.said_by = store.members, store.members.first
+                group.members = store.members
                 return _answers(gathering, body)
             refused = [role.Send(part.link, answers.refusal(part.message)) for part in gathering.calls.values()]
             # Nobody has it, to close it.

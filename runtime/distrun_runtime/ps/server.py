@@ -42,7 +42,7 @@ from distrun_runtime.ps.counters import Counters, Lags, latest
 from distrun_runtime.ps.pulls import Pulls
 from distrun_runtime.ps.relay import Relay
 from distrun_runtime.ps.replies import answer, failed, refusal
-from distrun_runtime.ps.role import Config, tasks_of
+from distrun_runtime.ps.role import Config, ranks_text, tasks_of
 from distrun_runtime.ps.rounds import Rounds, words_of
 from distrun_runtime.ps.shards import Store, relayed
 from distrun_runtime.ps.trace import Recorder
@@ -319,7 +319,12 @@ class Server:
         """Workers have created a store that they share with no others."""
         members = Membership(tuple(map(int, message.body["members"])), int(message.body["epoch"]))
         number = message.store
-        self._stores[number] = Store(number, self._config.workers, self.me.rank, members)
+        known = self._stores.get(number)
+        if known is not None and known.members != members:
+            text = f"{self.me.name} has store {number} of the workers {ranks_text(known.members.ranks)} already"
+            return [self._refuse(role.SCHEDULER_LINK, message, text)]
+        if known is None:
+            self._stores[number] = Store(number, self._config.workers, self.me.rank, members)
         return [role.Send(role.SCHEDULER_LINK, answer(message))]
 
     def _lost(self, message: Message) -> list[role.Action]:

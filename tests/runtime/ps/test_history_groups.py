@@ -104,6 +104,21 @@ def test_a_group_keeps_its_members_and_another_list_harms_nobody_but_its_sender(
     assert to(job.settle(create(job, 2, [0, 2], number=2))) == [("w0", "OPEN"), ("w2", "OPEN")]
 
 
+def test_a_store_that_the_servers_have_not_heard_of_yet_keeps_its_members() -> None:
+    job = Job(4)
+    create(job, 0, [0, 1])
+    actions = create(job, 1, [0, 1])
+    text = (
+        "group 'g' has the members [0, 1] for worker-0 and [2, 3] for worker-2; fix: all of its workers give the same"
+        " list"
+    )
+    assert reasons(create(job, 2, [2, 3])) == {"w2": text}
+    assert reasons(create(job, 3, [2, 3])) == {"w3": text.replace("worker-2", "worker-3")}
+    assert to(job.settle(actions)) == [("w0", "OPEN"), ("w1", "OPEN")]
+    assert job.hear("w1", Kind.BARRIER, store=STORE, number=2) == []
+    assert to(job.hear("w0", Kind.BARRIER, store=STORE, number=2)) == [("w1", "BARRIER"), ("w0", "BARRIER")]
+
+
 def test_workers_that_create_other_kinds_in_a_group_are_told_of_the_group() -> None:
     job = Job(4)
     create(job, 0, [0, 2])
@@ -443,6 +458,13 @@ def test_a_server_makes_no_store_of_a_group_that_it_has_not_heard_of(serving: Se
     assert reason(server.hear("w0", replace(server.initial({"a": [0, 0]}), store=STORE))) == text
     assert reason(server.scheduler(Kind.JOIN, 7, store=STORE, rank=0)) == text
     assert server._loop._role._stores == {}
+
+
+def test_a_server_keeps_a_store_and_its_values_when_it_hears_again_who_shares_it(shared: History) -> None:
+    assert said(shared.scheduler(Kind.OPEN, 6, members=[0, 2], epoch=0)) == ["scheduler OPEN"]
+    text = "server-0 has store 1 of the workers [0, 2] already"
+    assert reason(shared.scheduler(Kind.OPEN, 7, members=[1, 3], epoch=0)) == text
+    assert values(shared.pull(0, 0)) == {"a": [0, 0]}
 
 
 def test_notes_of_a_skipped_round_are_those_of_the_members_by_their_ranks_in_the_job(shared: History) -> None:
