@@ -790,6 +790,8 @@ class CollectiveCalls:
 
     def _taken_back(self, store: AgreedStore, call: Call) -> list[role.Action]:
         """A worker takes back its call of this number, unless all have made theirs."""
+        if call.number <= store.saving[1]:
+            store.saving = ("", 0)  # Who was interrupted does not end the save; other stores may use the folder.
         gathering = store.gatherings.get(call.number)
         before = gathering.calls.pop(call.rank, None) if gathering is not None else None
         actions: list[role.Action] = []

@@ -399,6 +399,24 @@ def test_two_groups_do_not_save_into_one_folder_at_once() -> None:
     assert to(job.answer(save("w1", 5), **saved)) == [("w1", "SAVE")]
 
 
+@pytest.mark.parametrize("of_group", [False, True])
+def test_a_save_that_was_interrupted_leaves_its_folder_to_other_stores(of_group: bool) -> None:
+    job = Job(2)
+    first, second = (opened(job, 0, 1), opened(job, 0, 1, name="h")) if of_group else (1, 2)
+
+    def call(rank: int, kind: Kind, store: int, number: int, **body: Any) -> list[role.Action]:
+        return job.hear("w%d" % rank, kind, store=store, number=number, **body)
+
+    def save(store: int) -> list[role.Action]:
+        call(0, Kind.SAVE, store, 2, folder="/f", part="data-1")
+        return job.answer(call(1, Kind.SAVE, store, 2, folder="/f"), file="server-0.npz", holds={}, rounds=[])
+
+    assert to(save(first)) == [("w0", "SAVE"), ("w1", "SAVE")]
+    call(0, Kind.BARRIER, first, 3)
+    call(0, Kind.BARRIER, first, 3, take_back=True)
+    assert to(save(second)) == [("w0", "SAVE"), ("w1", "SAVE")]
+
+
 def test_long_lists_of_members_are_shortened_and_what_differs_is_named() -> None:
     job = Job(40)
     create(job, 0, list(range(40)))
