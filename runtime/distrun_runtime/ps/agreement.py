@@ -485,6 +485,7 @@ class Rules:
     def forget(self, store: int) -> None:
         """No worker has the store any more."""
         self._specs.pop(store, None)
+        self._waiting = deque(change for change in self._waiting if change.store != store)
 
     def ask(self, call: Call) -> list[role.Action]:
         """Take in one worker's RULE: another rule, none, or other parameters of the one there is."""
@@ -1022,7 +1023,8 @@ class CollectiveCalls:
         return self._stores[number]
 
     def _new_number(self) -> int:
-        if self._free:
+        """Return one that no store had, or that of the store that is gone for longest: what it was sent may come late."""
+        if LAST_STORE - self._numbered < GROUP_STORES:
             return self._free.popleft()
         self._numbered += 1
         return LAST_STORE + 1 - self._numbered

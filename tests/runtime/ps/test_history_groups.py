@@ -143,7 +143,7 @@ def test_a_create_that_was_taken_back_may_be_made_again_with_other_members() -> 
     create(job, 0, [0, 2])
     actions = job.hear("w0", Kind.OPEN, store=1, number=1, group="g", take_back=True)
     assert [dict(sent.body).get("is_taken") for _, sent in sends(actions)] == [None, True]
-    assert opened(job, 0, 1) == STORE
+    assert opened(job, 0, 1) == STORE - 1
 
 
 def test_a_worker_that_creates_a_store_of_a_group_again_uses_the_one_in_which_the_others_wait() -> None:
@@ -314,7 +314,7 @@ def test_members_that_a_server_refuses_have_no_store_and_may_create_the_next_one
     assert reasons(told) == dict.fromkeys(["w2", "w0"], "server-0, server-1: no memory")
     assert job.settle([each for each in told if each.link in ("s0", "s1")]) == []  # type: ignore[union-attr]
     assert job.scheduler._calls._stores == {}
-    assert opened(job, 0, 2, number=2) == STORE
+    assert opened(job, 0, 2, number=2) == STORE - 1
 
 
 def test_a_store_of_a_lost_worker_ends_when_the_others_have_closed_it() -> None:
@@ -342,14 +342,33 @@ def test_a_store_that_the_servers_hear_of_when_one_of_its_workers_is_lost_is_for
     assert to(job.answer(actions)) == [("s0", "CLOSE")]
 
 
-def test_a_number_is_used_again_when_all_servers_have_forgotten_its_store() -> None:
+def test_a_number_is_used_again_when_all_servers_have_forgotten_its_store_and_no_other_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agreement, "LAST_STORE", agreement.GROUP_STORES + 3)
     job = Job(4, 2)
-    assert opened(job, 0, 2) == STORE
-    for rank in (0, 2):
-        actions = job.hear("w%d" % rank, Kind.CLOSE, store=STORE)
-    assert opened(job, 1, 3, name="h") == STORE - 1
-    job.answer(actions)
-    assert opened(job, 0, 2, number=2) == STORE
+    last = agreement.GROUP_STORES + 3
+    assert [opened(job, 0, 2, name=name) for name in "gh"] == [last, last - 1]
+    for number in (last - 1, last):
+        for rank in (0, 2):
+            actions = job.hear("w%d" % rank, Kind.CLOSE, store=number)
+        job.answer(actions)
+    late = "what its first store was sent may come late, so a number rests as long as it can"
+    numbers = [opened(job, 1, 3, number=number, name="i") for number in range(1, 5)]
+    assert numbers == [last - 2, last - 3, last - 1, last], late
+
+
+def test_a_rule_that_waits_for_its_turn_is_given_up_with_its_store() -> None:
+    job = Job(4)
+    number = opened(job, 0, 1)
+    actions = job.hear("w2", Kind.RULE, store=1, number=1, spec=spec())
+    assert to(actions) == [("s0", "RULE")]
+    assert job.hear("w0", Kind.RULE, store=number, spec=spec()) == []
+    job.scheduler.handle(role.Broken("w1", "gone"), 1)
+    job.hear("w0", Kind.CLOSE, store=number)
+    actions = job.answer(actions)
+    assert to(actions) == [("s0", "RULE")]
+    assert to(job.answer(actions)) == [("w2", "RULE")]
 
 
 def test_of_many_losses_the_later_ones_are_told_to_those_who_share_a_group_with_the_lost() -> None:
