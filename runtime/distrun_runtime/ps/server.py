@@ -214,8 +214,9 @@ class Server:
         found: dict[str, list[float]] = {}
         known: set[int] = set()
         for lags in sorted(self._lags.values(), key=lambda each: each.over_at, reverse=True):
-            if not known.issuperset(lags.members):
-                found.update({rank: each for rank, each in lags.to_json().items() if int(rank) not in known})
+            its = {} if known.issuperset(lags.members) else lags.to_json()
+            if its:
+                found.update({rank: each for rank, each in its.items() if int(rank) not in known})
                 known.update(lags.members)
         return latest(found)
 

@@ -634,3 +634,17 @@ def test_each_worker_is_as_late_as_in_the_last_of_its_own_stores(serving: Servin
                 server.hear("w%d" % rank, Message(Kind.PUSH, store=store, entries=entries, payloads=[bytes(8)]))
     lags = server._loop._role.lags()
     assert {rank: each[0] for rank, each in lags.items()} == {"0": 0, "1": 0, "2": 1, "3": 2}
+
+
+def test_a_store_without_a_sampled_round_hides_no_lag_of_its_workers(serving: Serving) -> None:
+    server = serving(workers=2, has_keys=False)
+    for store, rounds in ((1, 3), (2, 1)):
+        server.scheduler(Kind.OPEN, 5, store=store, members=[0, 1], epoch=0)
+        server.hear("w0", replace(server.initial({"a": [0, 0]}), store=store))
+        for number in range(1, rounds + 1):
+            for rank in (0, 1):
+                server.tick(server.now + 1)
+                entries = entries_of([Entry(0, 0, 2, number, 0, 0, Payload.PACKED)])
+                server.hear("w%d" % rank, Message(Kind.PUSH, store=store, entries=entries, payloads=[bytes(8)]))
+    lags = server._loop._role.lags()
+    assert {rank: each[0] for rank, each in lags.items()} == {"0": 0, "1": 1}
