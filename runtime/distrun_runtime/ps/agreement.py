@@ -35,7 +35,7 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol.handshake import NodeIdentity
-from distrun_runtime.protocol.message import GROUP_LETTERS, GROUP_STORES, Kind, Membership, Message
+from distrun_runtime.protocol.message import GROUP_LETTERS, GROUP_STORES, LAST_STORE, Kind, Membership, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.replies import answer, refusal
 from distrun_runtime.ps.role import NAMED, listed, ranks_text, tasks_of
@@ -674,10 +674,6 @@ class AgreedGroup:
     """Which store of the group it is, from 1 in order of creation, to its number in messages."""
     members: Membership | None = None
     """What all of them have named; None: they have created no store yet."""
-
-
-LAST_STORE = (1 << 16) - 1
-"""Stores of groups are numbered from here downwards to GROUP_STORES, those of all workers from 1 upwards."""
 
 
 States = Callable[[AgreedStore, Mapping[int, Call]], "list[role.Action]"]
