@@ -732,9 +732,7 @@ class CollectiveCalls:
         """
         store = self._store(call)
         actions = self._gathered(store, call)
-        if store.group and not (store.opened or store.gatherings or store.refused):
-            self._unlist(store)  # It was not made, and who was to make it knows that; the servers never heard of it.
-            self._free.append(store.number)
+        self._drop_unmade(store)
         return actions
 
     def _gathered(self, store: AgreedStore, call: Call) -> list[role.Action]:
@@ -805,7 +803,7 @@ class CollectiveCalls:
     def _started_over(self) -> list[role.Action]:
         """Tell workers that create another store to use one that they have created and the others wait for them in."""
         actions: list[role.Action] = []
-        for store in self._stores.values():
+        for store in list(self._stores.values()):
             for number, gathering in list(store.gatherings.items()):
                 for rank in list(gathering.may_start_over):
                     part = gathering.calls.get(rank)
@@ -815,6 +813,7 @@ class CollectiveCalls:
                         actions.append(role.Send(part.link, answer(part.message, {"instead": there})))
                 if not gathering.calls:
                     del store.gatherings[number]
+            self._drop_unmade(store)
         return actions
 
     def _awaiting(self, rank: int, message: Message) -> int | None:
@@ -897,6 +896,13 @@ class CollectiveCalls:
 
         return self._queries.send(Message(Kind.CLOSE, store=store.number), forgotten)
 
+    def _drop_unmade(self, store: AgreedStore) -> None:
+        """Drop a store of a group that was not made, if all who were to make it know that. No server has heard of it."""
+        is_open = store.opened or store.gatherings or store.refused
+        if store.group and not is_open and self._stores.get(store.number) is store:
+            self._unlist(store)
+            self._free.append(store.number)
+
     def _unlist(self, store: AgreedStore) -> None:
         del self._stores[store.number]
         if store.group:
@@ -920,8 +926,13 @@ class CollectiveCalls:
         actions: list[role.Action] = []
         self._ended.append(gone)
         is_last = len(self._ended) == self._workers  # The servers forget all stores, or end.
-        for store in [each for each in self._stores.values() if gone.who.rank in each.members.places]:
-            store.gone(gone.who.rank)
+        for store in list(self._stores.values()):
+            store.gone(
+                gone.who.rank
+            )  # It may be to hear why a create failed that only another worker's list was about.
+            if gone.who.rank not in store.members.places:
+                self._drop_unmade(store)
+                continue
             store.holders.discard(gone.who.rank)
             for at, gathering in list(store.gatherings.items()):
                 if gone.who.rank not in {*gathering.calls, *store.left}:
@@ -932,7 +943,8 @@ class CollectiveCalls:
                 text = f"{gone.who} has ended (BYE) and will never send the values of {what}"
                 actions += self._unfilled(store, at, text)
             actions += self._all_joined(store)
-            actions += [] if is_last else self._forget_unheld(store)
+            self._drop_unmade(store)
+            actions += [] if is_last or store.number not in self._stores else self._forget_unheld(store)
         return actions
 
     def remind(self, now: float) -> list[role.Action]:
@@ -1019,7 +1031,7 @@ class CollectiveCalls:
         return self._stores[number]
 
     def _new_number(self) -> int:
-        """Return one that no store had, or that of the store that is gone for longest: what it was sent may come late."""
+        """Return one that no store had, else that of the store that is gone for longest: its messages may come late."""
         if LAST_STORE - self._numbered < GROUP_STORES:
             return self._free.popleft()
         self._numbered += 1

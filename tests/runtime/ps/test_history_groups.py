@@ -306,6 +306,29 @@ def test_what_is_about_no_store_is_refused_and_makes_none(kind: Kind, body: dict
     assert job.tick(100) == []
 
 
+def test_of_a_store_that_was_not_made_nothing_stays_when_all_have_heard_of_it_or_ended() -> None:
+    job = Job(4)
+    create(job, 0, [0, 1])
+    assert list(reasons(job.hear("w1", Kind.BYE))) == ["w0"]
+    assert job.scheduler._calls._stores == {}
+    create(job, 0, [0, 2], "h")
+    assert list(reasons(create(job, 2, [2, 3], "h"))) == ["w0", "w2"]
+    assert len(job.scheduler._calls._stores) == 1, "worker-3, whom only one of them names, is to hear of it"
+    job.hear("w3", Kind.BYE)
+    assert job.scheduler._calls._stores == {}
+    assert job.tick(100) == []
+
+
+def test_of_a_store_that_a_worker_did_not_create_after_all_nothing_stays() -> None:
+    """It is told to use the one before, in which another waits."""
+    job = Job(4)
+    number = opened(job, 0, 2)
+    assert create(job, 2, [0, 2], number=2, unused=[number]) == []
+    actions = job.hear("w0", Kind.BARRIER, store=number, number=2)
+    assert [(link, dict(sent.body)) for link, sent in sends(actions)] == [("w2", {"instead": number})]
+    assert list(job.scheduler._calls._stores) == [number]
+
+
 def test_members_that_a_server_refuses_have_no_store_and_may_create_the_next_one() -> None:
     job = Job(4, 2)
     create(job, 2, [0, 2])
