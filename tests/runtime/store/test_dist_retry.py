@@ -149,6 +149,29 @@ def test_a_create_that_ends_as_a_worker_is_lost_takes_no_number_of_its_group() -
     assert found == [2, 2]
 
 
+def test_a_create_that_was_given_up_after_it_could_not_be_taken_back_leaves_no_store_behind() -> None:
+    turn = Turn()
+
+    def script(session: NodeSession) -> float:
+        if session.rank == 0:
+            with mock.patch.object(StoreLink, "leave", lambda self, call: setattr(self, "held", call)):
+                times_out(session, lambda: open_store("dist_async", session))
+            turn.done()
+        else:
+            turn.wait()
+            other = open_store("dist_async", session)
+            with pytest.raises(KVError, match="was called instead"):
+                other.init("w", ones())
+            other.close()
+        kv = open_store("dist_sync", session)
+        until(lambda: 1 not in job.scheduler._calls._stores)
+        kv.init("w", ones())
+        return trained(kv)
+
+    with Cluster(2, 1, over="inproc") as job:
+        assert job.run_sessions(script) == [2, 2]
+
+
 def test_an_init_that_was_left_waiting_goes_on_when_it_is_called_again() -> None:
     """It had used up its number: the workers were never in step again."""
     turn = Turn()
