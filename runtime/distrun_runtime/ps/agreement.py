@@ -897,7 +897,7 @@ class CollectiveCalls:
         return self._queries.send(Message(Kind.CLOSE, store=store.number), forgotten)
 
     def _drop_unmade(self, store: AgreedStore) -> None:
-        """Drop a store of a group that was not made, if all who were to make it know that. No server has heard of it."""
+        """Drop a store of a group that was not made, if all its workers know that. No server has heard of it."""
         is_open = store.opened or store.gatherings or store.refused
         if store.group and not is_open and self._stores.get(store.number) is store:
             self._unlist(store)
@@ -929,7 +929,7 @@ class CollectiveCalls:
         for store in list(self._stores.values()):
             store.gone(
                 gone.who.rank
-            )  # It may be to hear why a create failed that only another worker's list was about.
+            )  # It may be to hear why a create failed that it did not make.
             if gone.who.rank not in store.members.places:
                 self._drop_unmade(store)
                 continue

@@ -260,10 +260,9 @@ class Worker:
         if isinstance(asked, Goodbye):
             return self._leave(asked, now)
         lost = None if self._lost is None else self._lost_to(asked.members)
-        if lost is not None:
-            # A store that a lost worker has ended can be closed, as long as the servers are there.
-            if self._over is not None or any(each.kind is not Kind.CLOSE for _, each in asked.messages):
-                return [role.Resolve(asked.request, error=lost)]
+        is_over = self._over is not None
+        if lost is not None and (is_over or any(each.kind is not Kind.CLOSE for _, each in asked.messages)):
+            return [role.Resolve(asked.request, error=lost)]
         self._memberships.add(asked.members)
         entry = _Open(asked.request, {}, asked.entries_of, asked.members, self._numbers + 1)
         asked.request.missing = entry.missing
