@@ -363,8 +363,14 @@ class Server:
         lags = [self._lags.pop(each, None) for each in (_CLOSED, number, relayed(number))]
         self._lags.update({_CLOSED: max(filter(None, lags), key=lambda each: each.over_at)} if any(lags) else {})
         self._over_rounds += 0 if mine is None or not mine.count else int(mine.changed_rounds().max())
+        waiting = [message for message in self._held if message.store == number]
+        self._held = [message for message in self._held if message.store != number]
+        text = f"{self.me.name} knows no store {number}"
         known = [store for store in (mine, others) if store is not None]
-        return [action for store in known for action in self._pulls.drop_store(store)]
+        return [
+            *(self._refuse(role.SCHEDULER_LINK, message, text) for message in waiting),
+            *(action for store in known for action in self._pulls.drop_store(store)),
+        ]
 
     def _leave(self, reason: str, now: float) -> list[role.Action]:
         """Say BYE, and end when the scheduler has answered: it must not take our end for a death."""
