@@ -927,9 +927,7 @@ class CollectiveCalls:
         self._ended.append(gone)
         is_last = len(self._ended) == self._workers  # The servers forget all stores, or end.
         for store in list(self._stores.values()):
-            store.gone(
-                gone.who.rank
-            )  # It may be to hear why a create failed that it did not make.
+            store.gone(gone.who.rank)  # It may be to hear why a create failed that it did not make.
             if gone.who.rank not in store.members.places:
                 self._drop_unmade(store)
                 continue
