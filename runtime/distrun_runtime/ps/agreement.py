@@ -906,8 +906,13 @@ class CollectiveCalls:
     def _unlist(self, store: AgreedStore) -> None:
         del self._stores[store.number]
         if store.group:
-            numbers = self._groups[store.group].stores
-            del numbers[next(each for each, number in numbers.items() if number == store.number)]
+            self._unname(store)
+
+    def _unname(self, store: AgreedStore) -> None:
+        """No OPEN is about a store of a group any more."""
+        numbers = self._groups[store.group].stores
+        for each in [each for each, number in numbers.items() if number == store.number]:
+            del numbers[each]
 
     def lose(self, rank: int) -> list[role.Action]:
         """A worker is lost. All nodes that share a store with it hear that, and ask nothing more there but CLOSE."""
@@ -918,6 +923,8 @@ class CollectiveCalls:
             store.holders.discard(rank)
             if not store.opened:
                 store.holders.clear()  # Nobody has it, to close it.
+            elif store.group and self._groups[store.group].members is None:
+                self._unname(store)  # Its workers have no answer yet, and may create another with others.
             actions += self._forget_unheld(store)
         return actions
 

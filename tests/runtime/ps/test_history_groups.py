@@ -365,6 +365,17 @@ def test_a_store_that_the_servers_hear_of_when_one_of_its_workers_is_lost_is_for
     assert to(job.answer(actions)) == [("s0", "CLOSE")]
 
 
+def test_who_is_left_of_such_a_store_creates_the_first_of_its_group_with_others_at_once() -> None:
+    job = Job(4)
+    create(job, 0, [0, 1])
+    actions = create(job, 1, [0, 1])
+    job.scheduler.handle(role.Broken("w1", "gone"), 1)
+    assert opened(job, 0, 2) == STORE - 1
+    assert to(job.answer(actions)) == [("s0", "CLOSE")]
+    assert list(job.scheduler._calls._stores) == [STORE - 1]
+    assert opened(job, 0, 2, number=2) == STORE - 2
+
+
 def test_a_number_is_used_again_when_all_servers_have_forgotten_its_store_and_no_other_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
