@@ -104,6 +104,8 @@ class Membership:
 
 GROUP_STORES = 1 << 15
 """Stores of groups have numbers from here on, those of all workers below."""
+LAST_STORE = (1 << 16) - 1
+"""Stores of groups are numbered from here downwards to GROUP_STORES, those of all workers from 1 upwards."""
 GROUP_LETTERS = 100
 """Of a group's name at most."""
 

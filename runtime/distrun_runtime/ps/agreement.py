@@ -35,7 +35,7 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ops import optimizers
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol.handshake import NodeIdentity
-from distrun_runtime.protocol.message import GROUP_LETTERS, GROUP_STORES, Kind, Membership, Message
+from distrun_runtime.protocol.message import GROUP_LETTERS, GROUP_STORES, LAST_STORE, Kind, Membership, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.replies import answer, refusal
 from distrun_runtime.ps.role import NAMED, listed, ranks_text, tasks_of
@@ -485,6 +485,7 @@ class Rules:
     def forget(self, store: int) -> None:
         """No worker has the store any more."""
         self._specs.pop(store, None)
+        self._waiting = deque(change for change in self._waiting if change.store != store)
 
     def ask(self, call: Call) -> list[role.Action]:
         """Take in one worker's RULE: another rule, none, or other parameters of the one there is."""
@@ -673,12 +674,6 @@ class AgreedGroup:
     """Which store of the group it is, from 1 in order of creation, to its number in messages."""
     members: Membership | None = None
     """What all of them have named; None: they have created no store yet."""
-    said_by: int = -1
-    """One of those that have named them."""
-
-
-LAST_STORE = (1 << 16) - 1
-"""Stores of groups are numbered from here downwards to GROUP_STORES, those of all workers from 1 upwards."""
 
 
 States = Callable[[AgreedStore, Mapping[int, Call]], "list[role.Action]"]
@@ -737,9 +732,7 @@ class CollectiveCalls:
         """
         store = self._store(call)
         actions = self._gathered(store, call)
-        if store.group and not (store.opened or store.gatherings or store.refused):
-            self._unlist(store)  # It was not made, and who was to make it knows that; the servers never heard of it.
-            self._free.append(store.number)
+        self._drop_unmade(store)
         return actions
 
     def _gathered(self, store: AgreedStore, call: Call) -> list[role.Action]:
@@ -779,9 +772,11 @@ class CollectiveCalls:
         If it has none yet, the calls of one number are compared with each other (`difference`).
         """
         ranks, group = call.message.body["members"], self._groups[store.group]
-        if group.members is not None and list(group.members.ranks) != ranks:
-            return members_differ(store.group, (group.said_by, group.members.ranks), (call.rank, ranks))
-        if is_first:
+        # All of a store that is made have named the same, also before the servers have heard of it.
+        known = group.members or (store.members if store.opened else None)
+        if known is not None and list(known.ranks) != ranks:
+            return members_differ(store.group, (known.first, known.ranks), (call.rank, ranks))
+        if is_first and not store.opened:
             store.members = group.members or Membership(tuple(ranks))
             store.awaited = self._present(store.members)
             store.holders = store.awaited.copy()
@@ -790,6 +785,8 @@ class CollectiveCalls:
 
     def _taken_back(self, store: AgreedStore, call: Call) -> list[role.Action]:
         """A worker takes back its call of this number, unless all have made theirs."""
+        if call.number <= store.saving[1]:
+            store.saving = ("", 0)  # Who was interrupted does not end the save; other stores may use the folder.
         gathering = store.gatherings.get(call.number)
         before = gathering.calls.pop(call.rank, None) if gathering is not None else None
         actions: list[role.Action] = []
@@ -806,7 +803,7 @@ class CollectiveCalls:
     def _started_over(self) -> list[role.Action]:
         """Tell workers that create another store to use one that they have created and the others wait for them in."""
         actions: list[role.Action] = []
-        for store in self._stores.values():
+        for store in list(self._stores.values()):
             for number, gathering in list(store.gatherings.items()):
                 for rank in list(gathering.may_start_over):
                     part = gathering.calls.get(rank)
@@ -816,6 +813,7 @@ class CollectiveCalls:
                         actions.append(role.Send(part.link, answer(part.message, {"instead": there})))
                 if not gathering.calls:
                     del store.gatherings[number]
+            self._drop_unmade(store)
         return actions
 
     def _awaiting(self, rank: int, message: Message) -> int | None:
@@ -898,11 +896,23 @@ class CollectiveCalls:
 
         return self._queries.send(Message(Kind.CLOSE, store=store.number), forgotten)
 
+    def _drop_unmade(self, store: AgreedStore) -> None:
+        """Drop a store of a group that was not made, if all its workers know that. No server has heard of it."""
+        is_open = store.opened or store.gatherings or store.refused
+        if store.group and not is_open and self._stores.get(store.number) is store:
+            self._unlist(store)
+            self._free.append(store.number)
+
     def _unlist(self, store: AgreedStore) -> None:
         del self._stores[store.number]
         if store.group:
-            numbers = self._groups[store.group].stores
-            del numbers[next(each for each, number in numbers.items() if number == store.number)]
+            self._unname(store)
+
+    def _unname(self, store: AgreedStore) -> None:
+        """No OPEN is about a store of a group any more."""
+        numbers = self._groups[store.group].stores
+        for each in [each for each, number in numbers.items() if number == store.number]:
+            del numbers[each]
 
     def lose(self, rank: int) -> list[role.Action]:
         """A worker is lost. All nodes that share a store with it hear that, and ask nothing more there but CLOSE."""
@@ -913,6 +923,8 @@ class CollectiveCalls:
             store.holders.discard(rank)
             if not store.opened:
                 store.holders.clear()  # Nobody has it, to close it.
+            elif store.group and self._groups[store.group].members is None:
+                self._unname(store)  # Its workers have no answer yet, and may create another with others.
             actions += self._forget_unheld(store)
         return actions
 
@@ -921,8 +933,11 @@ class CollectiveCalls:
         actions: list[role.Action] = []
         self._ended.append(gone)
         is_last = len(self._ended) == self._workers  # The servers forget all stores, or end.
-        for store in [each for each in self._stores.values() if gone.who.rank in each.members.places]:
-            store.gone(gone.who.rank)
+        for store in list(self._stores.values()):
+            store.gone(gone.who.rank)  # It may be to hear why a create failed that it did not make.
+            if gone.who.rank not in store.members.places:
+                self._drop_unmade(store)
+                continue
             store.holders.discard(gone.who.rank)
             for at, gathering in list(store.gatherings.items()):
                 if gone.who.rank not in {*gathering.calls, *store.left}:
@@ -933,7 +948,8 @@ class CollectiveCalls:
                 text = f"{gone.who} has ended (BYE) and will never send the values of {what}"
                 actions += self._unfilled(store, at, text)
             actions += self._all_joined(store)
-            actions += [] if is_last else self._forget_unheld(store)
+            self._drop_unmade(store)
+            actions += [] if is_last or store.number not in self._stores else self._forget_unheld(store)
         return actions
 
     def remind(self, now: float) -> list[role.Action]:
@@ -990,7 +1006,7 @@ class CollectiveCalls:
         if message.store in group.stores:
             return ""
         if group.members is not None and list(group.members.ranks) != ranks:
-            return members_differ(name, (group.said_by, group.members.ranks), (call.rank, ranks))
+            return members_differ(name, (group.members.first, group.members.ranks), (call.rank, ranks))
         if not self._free and LAST_STORE - self._numbered < GROUP_STORES:
             fix = "fix: close stores that are not used any more (kv.close()), on all of their workers"
             return f"this job has no number left for a store of group {name!r}; {fix}"
@@ -1020,7 +1036,8 @@ class CollectiveCalls:
         return self._stores[number]
 
     def _new_number(self) -> int:
-        if self._free:
+        """Return one that no store had, else that of the store that is gone for longest: its messages may come late."""
+        if LAST_STORE - self._numbered < GROUP_STORES:
             return self._free.popleft()
         self._numbered += 1
         return LAST_STORE + 1 - self._numbered
@@ -1068,7 +1085,7 @@ class CollectiveCalls:
 
         def told(answers: Answers) -> list[role.Action]:
             if not answers.errors and not store.has_lost:
-                group.members, group.said_by = store.members, store.members.first
+                group.members = store.members
                 return _answers(gathering, body)
             refused = [role.Send(part.link, answers.refusal(part.message)) for part in gathering.calls.values()]
             # Nobody has it, to close it.

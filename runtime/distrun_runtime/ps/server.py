@@ -42,7 +42,7 @@ from distrun_runtime.ps.counters import Counters, Lags, latest
 from distrun_runtime.ps.pulls import Pulls
 from distrun_runtime.ps.relay import Relay
 from distrun_runtime.ps.replies import answer, failed, refusal
-from distrun_runtime.ps.role import Config, tasks_of
+from distrun_runtime.ps.role import Config, ranks_text, tasks_of
 from distrun_runtime.ps.rounds import Rounds, words_of
 from distrun_runtime.ps.shards import Store, relayed
 from distrun_runtime.ps.trace import Recorder
@@ -133,6 +133,8 @@ class Server:
         closed store that had a round last is kept."""
         self._over_rounds = 0
         """Rounds of the stores that are closed."""
+        self._closed: set[int] = set()
+        """Their numbers, without those of groups, which are used again."""
         self._now = 0.0
         self._is_registered = False
         self._is_stopping = False
@@ -214,8 +216,9 @@ class Server:
         found: dict[str, list[float]] = {}
         known: set[int] = set()
         for lags in sorted(self._lags.values(), key=lambda each: each.over_at, reverse=True):
-            if not known.issuperset(lags.members):
-                found.update({rank: each for rank, each in lags.to_json().items() if int(rank) not in known})
+            its = {} if known.issuperset(lags.members) else lags.to_json()
+            if its:
+                found.update({rank: each for rank, each in its.items() if int(rank) not in known})
                 known.update(lags.members)
         return latest(found)
 
@@ -319,7 +322,12 @@ class Server:
         """Workers have created a store that they share with no others."""
         members = Membership(tuple(map(int, message.body["members"])), int(message.body["epoch"]))
         number = message.store
-        self._stores[number] = Store(number, self._config.workers, self.me.rank, members)
+        known = self._stores.get(number)
+        if known is not None and known.members != members:
+            text = f"{self.me.name} has store {number} of the workers {ranks_text(known.members.ranks)} already"
+            return [self._refuse(role.SCHEDULER_LINK, message, text)]
+        if known is None:
+            self._stores[number] = Store(number, self._config.workers, self.me.rank, members)
         return [role.Send(role.SCHEDULER_LINK, answer(message))]
 
     def _lost(self, message: Message) -> list[role.Action]:
@@ -341,7 +349,7 @@ class Server:
         self._rounds.clear()
         self._relay.clear()
         self._nodes, self._stores, self._buckets, self._lags = set(), {}, {}, {}
-        self._over_rounds = 0
+        self._over_rounds, self._closed = 0, set()
         self._held.clear()
         self._counters.reset()
         if self._recorder.is_on:
@@ -351,14 +359,22 @@ class Server:
     def _forget(self, number: int) -> list[role.Action]:
         """Forget a store that all its workers have closed: what they asked for was answered."""
         mine = self._stores.pop(number, None)
+        if number < GROUP_STORES:
+            self._closed.add(number)
         others = self._relay.forget(number)
         self._rounds.forget(number)
         self._buckets = {name: bucket for name, bucket in self._buckets.items() if name[1] not in (number, -number)}
         lags = [self._lags.pop(each, None) for each in (_CLOSED, number, relayed(number))]
         self._lags.update({_CLOSED: max(filter(None, lags), key=lambda each: each.over_at)} if any(lags) else {})
         self._over_rounds += 0 if mine is None or not mine.count else int(mine.changed_rounds().max())
+        waiting = [message for message in self._held if message.store == number]
+        self._held = [message for message in self._held if message.store != number]
+        text = f"{self.me.name} knows no store {number}"
         known = [store for store in (mine, others) if store is not None]
-        return [action for store in known for action in self._pulls.drop_store(store)]
+        return [
+            *(self._refuse(role.SCHEDULER_LINK, message, text) for message in waiting),
+            *(action for store in known for action in self._pulls.drop_store(store)),
+        ]
 
     def _leave(self, reason: str, now: float) -> list[role.Action]:
         """Say BYE, and end when the scheduler has answered: it must not take our end for a death."""
@@ -448,7 +464,9 @@ class Server:
         store, ranks = self._stores.get(message.store), [int(rank) for rank in message.body.get("ranks", ())]
         if store is None or message.kind not in (Kind.PUSH, Kind.PULL):
             text = f"{self.me.name} expects no such {message.kind.name}"
-            return [role.Send(link, refusal(message, text, closed=store is None))]
+            # The relay may hear later than we that a store is closed. One that was never here is another matter.
+            is_closed = self._is_unknown(message.store) or (store is None and message.store in self._closed)
+            return [role.Send(link, refusal(message, text, closed=is_closed))]
         entries, shards = message.entries, store.find(message.entries)
         rounds = entries["round"].astype(np.int64)
         wrong = checks.against_ranks(message, ranks, store.members.ranks)

@@ -20,8 +20,8 @@ from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.arrays.shared_memory import BLOCKS, Pool, address_of
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.metrics import Sender
-from distrun_runtime.errors import RuntimeFault, StoreClosed
-from distrun_runtime.protocol.message import DTYPES, Membership, Message
+from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed
+from distrun_runtime.protocol.message import DTYPES, GROUP_STORES, LAST_STORE, Membership, Message
 from distrun_runtime.ps.counters import NodeMetrics, Stages
 from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.node import bind, connected
@@ -161,8 +161,16 @@ class NodeSession:
         """Return the number of a new store of a group, or of all workers.
 
         They are numbered in order of creation, from 1, alike on all workers that share them.
+
+        Raises:
+            KVError: there were as many as messages can number.
         """
-        self._last_stores[group] = self._last_stores.get(group, 0) + 1
+        last, highest = self._last_stores.get(group, 0), LAST_STORE if group else GROUP_STORES - 1
+        if last == highest:
+            whose = f"group {group!r}" if group else "all workers"
+            fix = "fix: use stores again, or create further ones in a group of another name (group=..., members=[...])"
+            raise KVError(f"{last} stores of {whose} were created, and there are numbers for no more; {fix}")
+        self._last_stores[group] = last + 1
         return self._last_stores[group]
 
     def take_back_store(self, number: int, group: str = "") -> None:

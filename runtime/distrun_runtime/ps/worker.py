@@ -162,8 +162,8 @@ class Worker:
         """Names of the nodes that are known to be lost."""
         self._lost: RuntimeFault | None = None
         """Why no request about a store of all workers is answered any more."""
-        self._is_over = False
-        """Nor is any other."""
+        self._over: RuntimeFault | None = None
+        """Why no other is, either."""
         self._lost_workers: dict[int, RuntimeFault] = {}
         """By rank: why no request is answered about a store that this worker shares."""
         self._memberships: set[Membership | None] = set()
@@ -260,7 +260,8 @@ class Worker:
         if isinstance(asked, Goodbye):
             return self._leave(asked, now)
         lost = None if self._lost is None else self._lost_to(asked.members)
-        if lost is not None and (self._is_over or any(each.kind is not Kind.CLOSE for _, each in asked.messages)):
+        is_over = self._over is not None
+        if lost is not None and (is_over or any(each.kind is not Kind.CLOSE for _, each in asked.messages)):
             return [role.Resolve(asked.request, error=lost)]
         self._memberships.add(asked.members)
         entry = _Open(asked.request, {}, asked.entries_of, asked.members, self._numbers + 1)
@@ -355,7 +356,7 @@ class Worker:
 
     def _leave(self, goodbye: Goodbye, now: float) -> list[role.Action]:
         self._goodbye = goodbye
-        is_awaited = not self._is_over and any(self._memberships)  # Those of its groups may go on without the lost.
+        is_awaited = self._over is None and any(self._memberships)  # Those of its groups may go on without the lost.
         if role.SCHEDULER_LINK not in self._welcomes or (self._lost is not None and not is_awaited):
             return self._gone()
         self._farewell.set(now + (ABORT_S if goodbye.abort else BYE_S))
@@ -374,7 +375,8 @@ class Worker:
         if rank is None or not self.servers:  # Before the roster is here, whoever is missing ends the registration.
             failed = self.fail(error)
         else:
-            self._lost, known = self._lost or error, self._lost_workers.setdefault(rank, error)
+            self._lost = self._lost or error
+            known = self._lost_workers.setdefault(rank, self._over or error)  # The first reason counts.
             lost = [each for each in lost if each is None or rank in each.ranks]
             failed = self._end(known, rank)
         if not lost:
@@ -386,9 +388,9 @@ class Worker:
 
     def _lost_to(self, members: Membership | None) -> RuntimeFault | None:
         """Return why no request about a store is answered any more; None: it is."""
-        if members is None or self._is_over:
+        if members is None:
             return self._lost
-        return next((error for rank, error in self._lost_workers.items() if rank in members.ranks), None)
+        return next((error for rank, error in self._lost_workers.items() if rank in members.ranks), self._over)
 
     def _miss(self, who: str, reason: str) -> list[role.Action]:
         """Give up on a node that did not come."""
@@ -397,7 +399,7 @@ class Worker:
 
     def fail(self, error: RuntimeFault) -> list[role.Resolve]:
         """Return the end of everything that waits: `error`."""
-        self._lost, self._is_over = self._lost or error, True
+        self._lost, self._over = self._lost or error, self._over or error
         failed = [] if self._ready.is_done else [role.Resolve(self._ready, error=error)]
         return failed + self._end(error)
 

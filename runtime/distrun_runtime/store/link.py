@@ -19,7 +19,7 @@ from typing import Any
 
 from distrun_runtime.arrays.dtypes import work_dtype
 from distrun_runtime.contract.dataclass import dataclass
-from distrun_runtime.errors import KVError, RuntimeFault, StoreClosed
+from distrun_runtime.errors import KVError, PeerLost, RuntimeFault, StoreClosed
 from distrun_runtime.protocol.message import Kind, Membership, Message
 from distrun_runtime.ps.role import SCHEDULER_LINK, Request, listed, ranks_text, tasks_of
 from distrun_runtime.ps.session import NodeSession
@@ -353,6 +353,7 @@ def open_link(
     link, made.opening = made.opening, None
     if link is not None and link.facts != facts:
         link.give_up(f"{what} was called instead")
+        link.close()  # When it is made after all, nobody here has it.
         link = None
     if link is None:
         link = StoreLink(node, facts, [number for number, one in list(made.open.items()) if one.is_unused], group)
@@ -360,8 +361,9 @@ def open_link(
     try:
         kind = {"on_devices": True} if link.is_on_devices else {}
         reply = link.together(what, Kind.OPEN, **link.facts, **kind, unused=link.unused)
-    except BaseException:
-        if link.is_new:
+    except BaseException as err:
+        # The other members may make their next store of the group without the lost one, and number it as this one.
+        if link.is_new or (group is not None and isinstance(err, PeerLost)):
             link.take_back()
         made.opening = link if link.held is not None else None
         raise

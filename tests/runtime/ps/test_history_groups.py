@@ -104,6 +104,21 @@ def test_a_group_keeps_its_members_and_another_list_harms_nobody_but_its_sender(
     assert to(job.settle(create(job, 2, [0, 2], number=2))) == [("w0", "OPEN"), ("w2", "OPEN")]
 
 
+def test_a_store_that_the_servers_have_not_heard_of_yet_keeps_its_members() -> None:
+    job = Job(4)
+    create(job, 0, [0, 1])
+    actions = create(job, 1, [0, 1])
+    text = (
+        "group 'g' has the members [0, 1] for worker-0 and [2, 3] for worker-2; fix: all of its workers give the same"
+        " list"
+    )
+    assert reasons(create(job, 2, [2, 3])) == {"w2": text}
+    assert reasons(create(job, 3, [2, 3])) == {"w3": text.replace("worker-2", "worker-3")}
+    assert to(job.settle(actions)) == [("w0", "OPEN"), ("w1", "OPEN")]
+    assert job.hear("w1", Kind.BARRIER, store=STORE, number=2) == []
+    assert to(job.hear("w0", Kind.BARRIER, store=STORE, number=2)) == [("w1", "BARRIER"), ("w0", "BARRIER")]
+
+
 def test_workers_that_create_other_kinds_in_a_group_are_told_of_the_group() -> None:
     job = Job(4)
     create(job, 0, [0, 2])
@@ -128,7 +143,7 @@ def test_a_create_that_was_taken_back_may_be_made_again_with_other_members() -> 
     create(job, 0, [0, 2])
     actions = job.hear("w0", Kind.OPEN, store=1, number=1, group="g", take_back=True)
     assert [dict(sent.body).get("is_taken") for _, sent in sends(actions)] == [None, True]
-    assert opened(job, 0, 1) == STORE
+    assert opened(job, 0, 1) == STORE - 1
 
 
 def test_a_worker_that_creates_a_store_of_a_group_again_uses_the_one_in_which_the_others_wait() -> None:
@@ -291,6 +306,29 @@ def test_what_is_about_no_store_is_refused_and_makes_none(kind: Kind, body: dict
     assert job.tick(100) == []
 
 
+def test_of_a_store_that_was_not_made_nothing_stays_when_all_have_heard_of_it_or_ended() -> None:
+    job = Job(4)
+    create(job, 0, [0, 1])
+    assert list(reasons(job.hear("w1", Kind.BYE))) == ["w0"]
+    assert job.scheduler._calls._stores == {}
+    create(job, 0, [0, 2], "h")
+    assert list(reasons(create(job, 2, [2, 3], "h"))) == ["w0", "w2"]
+    assert len(job.scheduler._calls._stores) == 1, "worker-3, whom only one of them names, is to hear of it"
+    job.hear("w3", Kind.BYE)
+    assert job.scheduler._calls._stores == {}
+    assert job.tick(100) == []
+
+
+def test_of_a_store_that_a_worker_did_not_create_after_all_nothing_stays() -> None:
+    """It is told to use the one before, in which another waits."""
+    job = Job(4)
+    number = opened(job, 0, 2)
+    assert create(job, 2, [0, 2], number=2, unused=[number]) == []
+    actions = job.hear("w0", Kind.BARRIER, store=number, number=2)
+    assert [(link, dict(sent.body)) for link, sent in sends(actions)] == [("w2", {"instead": number})]
+    assert list(job.scheduler._calls._stores) == [number]
+
+
 def test_members_that_a_server_refuses_have_no_store_and_may_create_the_next_one() -> None:
     job = Job(4, 2)
     create(job, 2, [0, 2])
@@ -299,7 +337,7 @@ def test_members_that_a_server_refuses_have_no_store_and_may_create_the_next_one
     assert reasons(told) == dict.fromkeys(["w2", "w0"], "server-0, server-1: no memory")
     assert job.settle([each for each in told if each.link in ("s0", "s1")]) == []  # type: ignore[union-attr]
     assert job.scheduler._calls._stores == {}
-    assert opened(job, 0, 2, number=2) == STORE
+    assert opened(job, 0, 2, number=2) == STORE - 1
 
 
 def test_a_store_of_a_lost_worker_ends_when_the_others_have_closed_it() -> None:
@@ -327,14 +365,44 @@ def test_a_store_that_the_servers_hear_of_when_one_of_its_workers_is_lost_is_for
     assert to(job.answer(actions)) == [("s0", "CLOSE")]
 
 
-def test_a_number_is_used_again_when_all_servers_have_forgotten_its_store() -> None:
+def test_who_is_left_of_such_a_store_creates_the_first_of_its_group_with_others_at_once() -> None:
+    job = Job(4)
+    create(job, 0, [0, 1])
+    actions = create(job, 1, [0, 1])
+    job.scheduler.handle(role.Broken("w1", "gone"), 1)
+    assert opened(job, 0, 2) == STORE - 1
+    assert to(job.answer(actions)) == [("s0", "CLOSE")]
+    assert list(job.scheduler._calls._stores) == [STORE - 1]
+    assert opened(job, 0, 2, number=2) == STORE - 2
+
+
+def test_a_number_is_used_again_when_all_servers_have_forgotten_its_store_and_no_other_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agreement, "LAST_STORE", agreement.GROUP_STORES + 3)
     job = Job(4, 2)
-    assert opened(job, 0, 2) == STORE
-    for rank in (0, 2):
-        actions = job.hear("w%d" % rank, Kind.CLOSE, store=STORE)
-    assert opened(job, 1, 3, name="h") == STORE - 1
-    job.answer(actions)
-    assert opened(job, 0, 2, number=2) == STORE
+    last = agreement.GROUP_STORES + 3
+    assert [opened(job, 0, 2, name=name) for name in "gh"] == [last, last - 1]
+    for number in (last - 1, last):
+        for rank in (0, 2):
+            actions = job.hear("w%d" % rank, Kind.CLOSE, store=number)
+        job.answer(actions)
+    late = "what its first store was sent may come late, so a number rests as long as it can"
+    numbers = [opened(job, 1, 3, number=number, name="i") for number in range(1, 5)]
+    assert numbers == [last - 2, last - 3, last - 1, last], late
+
+
+def test_a_rule_that_waits_for_its_turn_is_given_up_with_its_store() -> None:
+    job = Job(4)
+    number = opened(job, 0, 1)
+    actions = job.hear("w2", Kind.RULE, store=1, number=1, spec=spec())
+    assert to(actions) == [("s0", "RULE")]
+    assert job.hear("w0", Kind.RULE, store=number, spec=spec()) == []
+    job.scheduler.handle(role.Broken("w1", "gone"), 1)
+    job.hear("w0", Kind.CLOSE, store=number)
+    actions = job.answer(actions)
+    assert to(actions) == [("s0", "RULE")]
+    assert to(job.answer(actions)) == [("w2", "RULE")]
 
 
 def test_of_many_losses_the_later_ones_are_told_to_those_who_share_a_group_with_the_lost() -> None:
@@ -382,6 +450,24 @@ def test_two_groups_do_not_save_into_one_folder_at_once() -> None:
     job.answer(save("w0", 5), **saved)
     call("w0", Kind.BARRIER, 6, error="disk full")
     assert to(job.answer(save("w1", 5), **saved)) == [("w1", "SAVE")]
+
+
+@pytest.mark.parametrize("of_group", [False, True])
+def test_a_save_that_was_interrupted_leaves_its_folder_to_other_stores(of_group: bool) -> None:
+    job = Job(2)
+    first, second = (opened(job, 0, 1), opened(job, 0, 1, name="h")) if of_group else (1, 2)
+
+    def call(rank: int, kind: Kind, store: int, number: int, **body: Any) -> list[role.Action]:
+        return job.hear("w%d" % rank, kind, store=store, number=number, **body)
+
+    def save(store: int) -> list[role.Action]:
+        call(0, Kind.SAVE, store, 2, folder="/f", part="data-1")
+        return job.answer(call(1, Kind.SAVE, store, 2, folder="/f"), file="server-0.npz", holds={}, rounds=[])
+
+    assert to(save(first)) == [("w0", "SAVE"), ("w1", "SAVE")]
+    call(0, Kind.BARRIER, first, 3)
+    call(0, Kind.BARRIER, first, 3, take_back=True)
+    assert to(save(second)) == [("w0", "SAVE"), ("w1", "SAVE")]
 
 
 def test_long_lists_of_members_are_shortened_and_what_differs_is_named() -> None:
@@ -443,6 +529,13 @@ def test_a_server_makes_no_store_of_a_group_that_it_has_not_heard_of(serving: Se
     assert reason(server.hear("w0", replace(server.initial({"a": [0, 0]}), store=STORE))) == text
     assert reason(server.scheduler(Kind.JOIN, 7, store=STORE, rank=0)) == text
     assert server._loop._role._stores == {}
+
+
+def test_a_server_keeps_a_store_and_its_values_when_it_hears_again_who_shares_it(shared: History) -> None:
+    assert said(shared.scheduler(Kind.OPEN, 6, members=[0, 2], epoch=0)) == ["scheduler OPEN"]
+    text = "server-0 has store 1 of the workers [0, 2] already"
+    assert reason(shared.scheduler(Kind.OPEN, 7, members=[1, 3], epoch=0)) == text
+    assert values(shared.pull(0, 0)) == {"a": [0, 0]}
 
 
 def test_notes_of_a_skipped_round_are_those_of_the_members_by_their_ranks_in_the_job(shared: History) -> None:
@@ -522,6 +615,24 @@ def test_a_sum_for_a_store_that_its_owner_has_forgotten_is_refused_and_ends_no_s
     assert relay.heard(refusal(summed, "no")) == []
 
 
+def test_a_sum_for_a_store_of_all_workers_that_its_owner_has_never_had_ends_the_relay(serving: Serving) -> None:
+    server = serving(workers=4, servers=2, has_keys=False)
+    summed = Message(Kind.PUSH, store=1, request=3, body={"ranks": [0, 2], "first": 0})
+    [no] = server.hear("s1", summed)
+    assert not no.body.get("closed")
+    relay = server._loop._role._relay
+    relay._sums = {3: 1}
+    [end] = relay.heard(refusal(summed, "no"))
+    assert end == role.Finish(1, "a sum for another server was refused: no")
+    server.init({"a": [0, 0]})
+    server.scheduler(Kind.CLOSE, 9)
+    [no] = server.hear("s1", summed)
+    assert no.body["closed"] is True, "it was closed, and the relay hears of that soon"
+    server.scheduler(Kind.STOP, 10, stay=True)
+    [no] = server.hear("s1", summed)
+    assert not no.body.get("closed"), "the next script numbers its stores anew"
+
+
 def test_a_large_group_goes_on_when_all_of_its_members_have_pushed_in_whatever_order(serving: Serving) -> None:
     """Of many workers a server remembers one that a round waits for: it has to be a member."""
     members = list(range(2, 80))
@@ -575,3 +686,17 @@ def test_each_worker_is_as_late_as_in_the_last_of_its_own_stores(serving: Servin
                 server.hear("w%d" % rank, Message(Kind.PUSH, store=store, entries=entries, payloads=[bytes(8)]))
     lags = server._loop._role.lags()
     assert {rank: each[0] for rank, each in lags.items()} == {"0": 0, "1": 0, "2": 1, "3": 2}
+
+
+def test_a_store_without_a_sampled_round_hides_no_lag_of_its_workers(serving: Serving) -> None:
+    server = serving(workers=2, has_keys=False)
+    for store, rounds in ((1, 3), (2, 1)):
+        server.scheduler(Kind.OPEN, 5, store=store, members=[0, 1], epoch=0)
+        server.hear("w0", replace(server.initial({"a": [0, 0]}), store=store))
+        for number in range(1, rounds + 1):
+            for rank in (0, 1):
+                server.tick(server.now + 1)
+                entries = entries_of([Entry(0, 0, 2, number, 0, 0, Payload.PACKED)])
+                server.hear("w%d" % rank, Message(Kind.PUSH, store=store, entries=entries, payloads=[bytes(8)]))
+    lags = server._loop._role.lags()
+    assert {rank: each[0] for rank, each in lags.items()} == {"0": 0, "1": 1}

@@ -847,6 +847,18 @@ def test_saving_waits_for_updates_that_are_under_way(serving: Serving, tmp_path:
     assert server.tick(3.0) == []
 
 
+def test_a_save_that_waits_is_refused_when_its_store_is_forgotten(serving: Serving, tmp_path: Path) -> None:
+    """It would write a file without values."""
+    server = norms_server(serving)
+    push_round(server, 1, THREE)
+    assert save(server, tmp_path, "a", "b") == []
+    sent = server.scheduler(Kind.CLOSE, 9)
+    assert said(sent) == ["scheduler SAVE!", "scheduler CLOSE"]
+    assert sent[0].body["reason"] == "server-0 knows no store 1"
+    assert server.tick(1.0) == []
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_saving_waits_for_async_updates_until_the_last_of_them_is_over(serving: Serving, tmp_path: Path) -> None:
     server = norms_server(serving, type_name="dist_async")
     server.push(0, 1, THREE)

@@ -17,8 +17,7 @@ from delays import delay_after
 
 from distrun_runtime.errors import KVError, PeerLost, RuleError, TimedOut
 from distrun_runtime.protocol.handshake import NodeIdentity
-from distrun_runtime.protocol.message import Kind
-from distrun_runtime.ps.agreement import LAST_STORE
+from distrun_runtime.protocol.message import LAST_STORE, Kind
 from distrun_runtime.ps.relay import relays_of, workers_of
 from distrun_runtime.ps.role import Config
 from distrun_runtime.transport.faults import Faults

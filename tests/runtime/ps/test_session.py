@@ -89,6 +89,17 @@ def test_lost_nodes_are_counted_by_role_and_workers_by_membership_without_asking
     assert [session.num_dead(each, Membership((0,))) for each in roles] == [0, 2, 0, 2]
 
 
+@pytest.mark.parametrize(("group", "last"), [("", 32767), ("g", 65535)])
+def test_a_store_whose_number_no_message_could_hold_is_refused_with_a_next_step(group: str, last: int) -> None:
+    session = NodeSession(config("worker", root_port=9), InprocNetwork().transport())
+    assert [session.next_store(group) for _ in range(last)] == list(range(1, last + 1))
+    whose = "group 'g'" if group else "all workers"
+    for _ in range(2):
+        with pytest.raises(KVError, match=f"{last} stores of {whose} were created.*fix: .*group"):
+            session.next_store(group)
+    assert session.next_store("other") == 1
+
+
 def test_memory_of_a_session_is_page_locked_until_it_ends_and_its_arrays_stay_valid() -> None:
     kept: list[Any] = []
 

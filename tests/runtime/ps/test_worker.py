@@ -513,7 +513,18 @@ def test_a_server_that_is_lost_after_a_worker_ends_the_rest() -> None:
     lose(rig, "worker-0")
     rig.broken("server-1")
     assert "server-1@d1 (pid 5, tcp://10.0.0.1:1) is lost" in str(error_of(request))
-    assert isinstance(error_of(asked_by(rig, WITHOUT_0, ("server-0", PULL))[0]), PeerLost)
+    for members, who in ((WITHOUT_0, "server-1"), (WITH_0, "worker-0"), (None, "worker-0")):
+        error = error_of(asked_by(rig, members, ("server-0", PULL))[0])
+        assert isinstance(error, PeerLost)
+        assert error.lost_peer == who
+
+
+def test_a_worker_that_is_lost_after_a_server_is_not_the_reason() -> None:
+    rig = Rig()
+    rig.broken("server-1")
+    lose(rig, "worker-0")
+    for members in (WITHOUT_0, WITH_0, None):
+        assert error_of(asked_by(rig, members, ("server-0", PULL))[0]).lost_peer == "server-1"
 
 
 def test_pushes_that_a_lost_worker_has_ended_take_no_room_from_others() -> None:

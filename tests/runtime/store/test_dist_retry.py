@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from cluster import DEADLINE_S, Cluster, open_store
 
-from distrun_runtime.errors import KVError, StoreClosed, TimedOut
+from distrun_runtime.errors import KVError, PeerLost, StoreClosed, TimedOut
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ps.session import NodeSession
 from distrun_runtime.store.link import CollectiveCall, StoreLink
@@ -126,6 +126,50 @@ def test_another_create_takes_the_place_of_one_that_was_left_waiting(changed: tu
 
     with Cluster(2, 1, over="inproc") as job:
         assert job.run_sessions(script) == [kind, kind]
+
+
+def test_a_create_that_ends_as_a_worker_is_lost_takes_no_number_of_its_group() -> None:
+    found: list[float] = []
+    turn = Turn()
+
+    def script(session: NodeSession) -> None:
+        if session.rank == 2:
+            raise RuntimeError("my bug")
+        if session.rank == 0:
+            with pytest.raises(PeerLost, match="my bug"):
+                open_store("dist_sync", session, group="g", members=[0, 2])
+            turn.done()
+        turn.wait()
+        kv = open_store("dist_sync", session, group="g", members=[0, 1])
+        kv.init("w", ones())
+        found.append(trained(kv))
+
+    with Cluster(3, 1, over="inproc") as job, pytest.raises(RuntimeError, match="my bug"):
+        job.run_sessions(script)
+    assert found == [2, 2]
+
+
+def test_a_create_that_was_given_up_after_it_could_not_be_taken_back_leaves_no_store_behind() -> None:
+    turn = Turn()
+
+    def script(session: NodeSession) -> float:
+        if session.rank == 0:
+            with mock.patch.object(StoreLink, "leave", lambda self, call: setattr(self, "held", call)):
+                times_out(session, lambda: open_store("dist_async", session))
+            turn.done()
+        else:
+            turn.wait()
+            other = open_store("dist_async", session)
+            with pytest.raises(KVError, match="was called instead"):
+                other.init("w", ones())
+            other.close()
+        kv = open_store("dist_sync", session)
+        until(lambda: 1 not in job.scheduler._calls._stores)
+        kv.init("w", ones())
+        return trained(kv)
+
+    with Cluster(2, 1, over="inproc") as job:
+        assert job.run_sessions(script) == [2, 2]
 
 
 def test_an_init_that_was_left_waiting_goes_on_when_it_is_called_again() -> None:
