@@ -45,7 +45,7 @@ def refusal(
     Arguments:
         who: the name of the node that is lost, if that is why.
         again: nothing of the request was done, and it is to be sent again under its number, with its entries.
-        closed: the store was closed, or is a group's that is not known.
+        closed: the store is not known, or not any more.
     """
     said = (("traceback", traceback), ("who", who), ("again", again), ("closed", closed))
     more = {name: text for name, text in said if text}

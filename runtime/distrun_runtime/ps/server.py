@@ -133,8 +133,6 @@ class Server:
         closed store that had a round last is kept."""
         self._over_rounds = 0
         """Rounds of the stores that are closed."""
-        self._closed: set[int] = set()
-        """Their numbers, without those of groups, which are used again."""
         self._now = 0.0
         self._is_registered = False
         self._is_stopping = False
@@ -349,7 +347,7 @@ class Server:
         self._rounds.clear()
         self._relay.clear()
         self._nodes, self._stores, self._buckets, self._lags = set(), {}, {}, {}
-        self._over_rounds, self._closed = 0, set()
+        self._over_rounds = 0
         self._held.clear()
         self._counters.reset()
         if self._recorder.is_on:
@@ -359,8 +357,6 @@ class Server:
     def _forget(self, number: int) -> list[role.Action]:
         """Forget a store that all its workers have closed: what they asked for was answered."""
         mine = self._stores.pop(number, None)
-        if number < GROUP_STORES:
-            self._closed.add(number)
         others = self._relay.forget(number)
         self._rounds.forget(number)
         self._buckets = {name: bucket for name, bucket in self._buckets.items() if name[1] not in (number, -number)}
@@ -464,9 +460,7 @@ class Server:
         store, ranks = self._stores.get(message.store), [int(rank) for rank in message.body.get("ranks", ())]
         if store is None or message.kind not in (Kind.PUSH, Kind.PULL):
             text = f"{self.me.name} expects no such {message.kind.name}"
-            # The relay may hear later than we that a store is closed. One that was never here is another matter.
-            is_closed = self._is_unknown(message.store) or (store is None and message.store in self._closed)
-            return [role.Send(link, refusal(message, text, closed=is_closed))]
+            return [role.Send(link, refusal(message, text, closed=store is None))]
         entries, shards = message.entries, store.find(message.entries)
         rounds = entries["round"].astype(np.int64)
         wrong = checks.against_ranks(message, ranks, store.members.ranks)

@@ -615,24 +615,6 @@ def test_a_sum_for_a_store_that_its_owner_has_forgotten_is_refused_and_ends_no_s
     assert relay.heard(refusal(summed, "no")) == []
 
 
-def test_a_sum_for_a_store_of_all_workers_that_its_owner_has_never_had_ends_the_relay(serving: Serving) -> None:
-    server = serving(workers=4, servers=2, has_keys=False)
-    summed = Message(Kind.PUSH, store=1, request=3, body={"ranks": [0, 2], "first": 0})
-    [no] = server.hear("s1", summed)
-    assert not no.body.get("closed")
-    relay = server._loop._role._relay
-    relay._sums = {3: 1}
-    [end] = relay.heard(refusal(summed, "no"))
-    assert end == role.Finish(1, "a sum for another server was refused: no")
-    server.init({"a": [0, 0]})
-    server.scheduler(Kind.CLOSE, 9)
-    [no] = server.hear("s1", summed)
-    assert no.body["closed"] is True, "it was closed, and the relay hears of that soon"
-    server.scheduler(Kind.STOP, 10, stay=True)
-    [no] = server.hear("s1", summed)
-    assert not no.body.get("closed"), "the next script numbers its stores anew"
-
-
 def test_a_large_group_goes_on_when_all_of_its_members_have_pushed_in_whatever_order(serving: Serving) -> None:
     """Of many workers a server remembers one that a round waits for: it has to be a member."""
     members = list(range(2, 80))
