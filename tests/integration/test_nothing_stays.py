@@ -194,8 +194,9 @@ def test_a_coordinator_that_is_stopped_before_its_agents_start_ends_the_launch(
         mark = os.fsencode("XDG_STATE_HOME=%s" % (distrun.home / "state"))
         of_launch = (pid for pid, environ, command in processes() if mark in environ and b"launch" in command)
         others = {pid: os.getsid(pid) for pid in of_launch if os.getsid(pid) != os.getsid(launcher.pid)}
-        # A daemon leads no session; the process that makes it does, and is over in a moment.
-        return next((pid for pid, session in others.items() if (pid == session) == (not words)), 0)
+        # A daemon leads no session; the process that makes it does, and is over in a moment. Its agent looks like it
+        # until it runs another program, and is younger.
+        return min((pid for pid, session in others.items() if (pid == session) == (not words)), default=0)
 
     os.kill(wait_until(coordinator, LIMIT_S, "the coordinator is there"), signal.SIGSTOP)
     try:
