@@ -101,7 +101,7 @@ def test_the_memory_of_a_closed_store_is_that_of_the_next() -> None:
         machine.gpus.get(0)
         with Cluster(1, 1, over="segments") as job:
             [found] = job.run_sessions(script)
-        # Of a store that was just closed some may still be in use, or nothing; a store takes 80,000 bytes in whole pages.
+        # Of a store that was just closed some may still be in use, or nothing. It takes 80,000 bytes in whole pages.
         assert found[-1] <= 2 * 81920
         machine.finish()
 
