@@ -5,12 +5,10 @@ from __future__ import annotations
 import _thread
 import contextlib
 import copy
-import json
 import re
 import signal
 import sys
 import threading
-import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cases import run_cases
 from torch import nn
 
 from distrun_runtime.errors import StageError, TimedOut
@@ -951,14 +950,7 @@ CASES = [globals()[name] for name in re.findall(r"^def (\w+)\(\) -> None:", TEXT
 
 def main() -> None:
     torch.set_num_threads(1)
-    result = {}
-    for case in CASES:
-        try:
-            case()
-            result[case.__name__] = ""
-        except BaseException:
-            result[case.__name__] = traceback.format_exc()
-    json.dump(result, sys.stdout)
+    run_cases(CASES)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
-import sys
 import tempfile
-import traceback
 from pathlib import Path
 
 import numpy as np
 import torch
+from cases import run_cases
 from cluster import Cluster
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -1023,14 +1021,7 @@ CASES = [
 def main() -> None:
     torch.set_num_threads(1)
     np.seterr(all="raise")
-    result = {}
-    for case in CASES:
-        try:
-            case()
-            result[case.__name__] = ""
-        except BaseException:
-            result[case.__name__] = traceback.format_exc()
-    json.dump(result, sys.stdout)
+    run_cases(CASES)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distrun_runtime.data.reader import Batch
-from distrun_runtime.data.sampling import Positions, whole
+from distrun_runtime.data.sampling import Positions, which_part, whole
 
 Integers = NDArray[np.int64]
 
@@ -103,9 +103,7 @@ class BucketReader:
         seed: int = 0,
     ) -> None:
         self._batch_size = whole(batch_size, "batch_size", least=1)
-        self._num_parts, self._part_index = whole(num_parts, "num_parts", least=1), whole(part_index, "part_index")
-        if not 0 <= self._part_index < self._num_parts:
-            raise ValueError(f"expected 0 <= part_index < num_parts, found part {part_index} of {num_parts}")
+        self._num_parts, self._part_index = which_part(whole(num_parts, "num_parts", least=1), part_index)
         known = (("layout", layout, ("TN", "NT")), ("remainder", remainder, ("pad", "drop")))
         for name, given, values in (*known, ("too_long", too_long, ("error", "drop", "cut"))):
             if given not in values:
@@ -201,9 +199,7 @@ def _pairs(sequences: Sequence[Any], labels: Sequence[Any] | None) -> list[tuple
 
 def _integers(values: Any, name: str) -> Integers:
     array = np.asarray(values)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        if array.shape == (0,):
-            return array.astype(np.int64)
+    if array.shape != (0,) and (array.ndim != 1 or array.dtype.kind not in "iu"):  # an empty list has floats
         raise TypeError(f"{name} is a list of whole numbers, not {array.dtype} of shape {array.shape}")
     return array.astype(np.int64, copy=False)
 

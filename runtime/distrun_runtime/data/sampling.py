@@ -43,10 +43,8 @@ def part(length: int, num_parts: int, part_index: int, remainder: str) -> Positi
 
     Source: `drop` is SplitSampler of MXNet's distributed training example, `spread` is MXNet's MNISTIter.
     """
-    length, num_parts = whole(length, "length", "give len(dataset)"), whole(num_parts, "num_parts")
-    part_index = whole(part_index, "part_index")
-    if num_parts < 1 or not 0 <= part_index < num_parts:
-        raise ValueError(f"expected 0 <= part_index < num_parts, found part {part_index} of {num_parts}")
+    length = whole(length, "length", "give len(dataset)")
+    num_parts, part_index = which_part(num_parts, part_index)
     if remainder not in REMAINDERS:
         raise ValueError(f"unknown remainder {remainder!r}; known are {', '.join(REMAINDERS)}")
     if length < 1:
@@ -63,6 +61,14 @@ def part(length: int, num_parts: int, part_index: int, remainder: str) -> Positi
         return np.arange(begin, end, dtype=np.int64)
     # An empty part (fewer examples than parts) pads with an example of the next one.
     return np.resize(np.arange(begin, max(end, begin + 1), dtype=np.int64), most)
+
+
+def which_part(num_parts: int, part_index: int) -> tuple[int, int]:
+    """Return both as ints. Raises as `part`."""
+    num_parts, part_index = whole(num_parts, "num_parts"), whole(part_index, "part_index")
+    if num_parts < 1 or not 0 <= part_index < num_parts:
+        raise ValueError(f"expected 0 <= part_index < num_parts, found part {part_index} of {num_parts}")
+    return num_parts, part_index
 
 
 class EpochOrder:

@@ -922,7 +922,7 @@ class CollectiveCalls:
             store.gone(rank)
             store.holders.discard(rank)
             if not store.opened:
-                store.holders.clear()  # Nobody has it, to close it.
+                store.holders.clear()  # No worker has it, to close it.
             elif store.group and self._groups[store.group].members is None:
                 self._unname(store)  # Its workers have no answer yet, and may create another with others.
             actions += self._forget_unheld(store)
@@ -1088,7 +1088,7 @@ class CollectiveCalls:
                 group.members = store.members
                 return _answers(gathering, body)
             refused = [role.Send(part.link, answers.refusal(part.message)) for part in gathering.calls.values()]
-            # Nobody has it, to close it.
+            # No worker has it, to close it.
             gone = self._forget_store(store) if self._stores.get(store.number) is store else []
             return [*(refused if answers.errors else ()), *gone]
 

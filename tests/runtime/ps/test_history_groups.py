@@ -18,6 +18,7 @@ from distrun_runtime.ps.replies import refusal
 Serving = Callable[..., History]
 
 STORE = 65535
+DIFFER = "group 'g' has the members %s for worker-0 and %s for %s; fix: all of its workers give the same list"
 """The first store of a group has this number."""
 
 # The scheduler
@@ -80,10 +81,7 @@ def test_members_that_differ_are_an_error_with_both_lists_also_for_whom_only_one
     job = Job(4)
     create(job, 0, [0, 2])
     actions = create(job, 2, [1, 2])
-    text = (
-        "group 'g' has the members [0, 2] for worker-0 and [1, 2] for worker-2; fix: all of its workers give the same"
-        " list"
-    )
+    text = DIFFER % ("[0, 2]", "[1, 2]", "worker-2")
     assert reasons(actions) == {"w0": text, "w2": text}
     # They agree in a second try, and worker 1 hears why its first failed.
     create(job, 0, [0, 2], number=2)
@@ -95,10 +93,7 @@ def test_a_group_keeps_its_members_and_another_list_harms_nobody_but_its_sender(
     job = Job(4)
     opened(job, 0, 2)
     create(job, 0, [0, 2], number=2)
-    text = (
-        "group 'g' has the members [0, 2] for worker-0 and [1, 3] for worker-1; fix: all of its workers give the same"
-        " list"
-    )
+    text = DIFFER % ("[0, 2]", "[1, 3]", "worker-1")
     assert reasons(create(job, 1, [1, 3])) == {"w1": text}
     assert reasons(create(job, 3, [1, 3], number=2)) == {"w3": text.replace("worker-1", "worker-3")}
     assert to(job.settle(create(job, 2, [0, 2], number=2))) == [("w0", "OPEN"), ("w2", "OPEN")]
@@ -108,10 +103,7 @@ def test_a_store_that_the_servers_have_not_heard_of_yet_keeps_its_members() -> N
     job = Job(4)
     create(job, 0, [0, 1])
     actions = create(job, 1, [0, 1])
-    text = (
-        "group 'g' has the members [0, 1] for worker-0 and [2, 3] for worker-2; fix: all of its workers give the same"
-        " list"
-    )
+    text = DIFFER % ("[0, 1]", "[2, 3]", "worker-2")
     assert reasons(create(job, 2, [2, 3])) == {"w2": text}
     assert reasons(create(job, 3, [2, 3])) == {"w3": text.replace("worker-2", "worker-3")}
     assert to(job.settle(actions)) == [("w0", "OPEN"), ("w1", "OPEN")]
