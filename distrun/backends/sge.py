@@ -247,8 +247,10 @@ class Sge(Engine):
             said = _ask("qstat", "-xml", "-j", job, may_fail=True)
             # The scheduler's own words are there only after it has looked at the job, and sites turn them off.
             told = parse_messages(said, job) or parse_verdict(_ask("qalter", "-w", "p", job, may_fail=True))
-            states = parse_states(_ask("qstat", "-xml", "-f", may_fail=True)) if "not available" in str(told) else {}
-            why = reasons(told, parse_errors(said), states)
+            errors = parse_errors(said)
+            needs_states = "not available" in str(told) or (errors and not told)
+            states = parse_states(_ask("qstat", "-xml", "-f", may_fail=True)) if needs_states else {}
+            why = reasons(told, errors, states)
             self._reasons[job] = (time.monotonic(), why)
         return why
 
@@ -662,18 +664,21 @@ def parse_messages(text: str, job: str) -> list[str]:
 
 def parse_verdict(text: str) -> list[str]:
     """Return why a job cannot start now, from `qalter -w p`."""
-    return re.findall(r"^Job [0-9.]+ (.+)$", text, re.MULTILINE)
+    return re.findall(r"^Job [0-9.]+ (?!There are no messages)(.+)$", text, re.MULTILINE)
 
 
-def reasons(messages: Iterable[str], errors: str, states: Mapping[str, str]) -> str:
+def reasons(messages: Sequence[str], errors: str, states: Mapping[str, str]) -> str:
     """Return why a job waits, in a few words without numbers that change: `disabled: all.q@h1, all.q@h2`.
 
     Args:
         messages: what `parse_messages` or `parse_verdict` found.
         errors: why an earlier start of it failed.
-        states: what `parse_states` found, where a queue is not available.
+        states: what `parse_states` found, where a queue is not available, or no message is there of a failed start.
     """
     found: dict[str, list[str]] = {}
+    broken = [queue for queue, state in states.items() if "E" in state]
+    if errors and not messages and broken:  # a start that fails can put its queue into an error state
+        found[_STATES["E"]] = broken
     slots = ""
     for message in messages:
         about = _ABOUT.fullmatch(message)

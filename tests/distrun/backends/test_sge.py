@@ -275,6 +275,15 @@ def test_why_a_job_waits_is_told_without_numbers_that_change(said: str, why: str
     assert sge.reasons(sge.parse_verdict(said), "", {}) == why
 
 
+def test_queues_in_an_error_state_are_why_a_start_failed_before_the_scheduler_looked_again() -> None:
+    messages = sge.parse_verdict("Job 62 There are no messages available\n")
+    states = sge.parse_states(recorded("qstat_states.xml"))
+    assert sge.reasons(messages, "exit_status of prolog = 1", states) == (
+        "could not be started: exit_status of prolog = 1; in an error state (E): all.q@h1"
+    )
+    assert sge.reasons(messages, "no such folder", {"all.q@h2": "d"}) == "could not be started: no such folder"
+
+
 def test_what_is_free_is_verified_as_what_there_is_in_all() -> None:
     def asked(requests: str) -> tuple[str, ...]:
         return sge.in_an_empty_cluster(
