@@ -166,7 +166,24 @@ class Jobs:
         """
         from distrun import killing
 
-        return killing.gc(self.store, names, older_s=older_s, keep=keep, has_lost=has_lost, is_dry=is_dry)
+        every = self.store.list()
+        states = {folder: folder.shown() for folder in (map(self.store.find, names) if names else every)}
+        for folder, state in states.items() if names else ():
+            killing.check_is_over(folder, state["state"], has_lost)
+        wanted = (*facts.OVER, facts.LOST) if has_lost else facts.OVER  # of those that are not named
+        least_s = older_s if older_s is not None else 0.0 if names else killing.OLDER_S
+        kept, now = set(every[:keep]), time.time()
+        problems = [] if is_dry else killing.finish(self.store)
+        silent: dict[str, str] = {}
+        removed = []
+        for folder, state in states.items():
+            last = state["finished"] or state.get("heard") or state["updated"]  # it ended, was heard of, or changed
+            age_s = now - (stored.seconds(last) if last else 0.0)
+            if (names or state["state"] in wanted) and age_s >= least_s and folder not in kept:
+                done, wrong = killing.remove(folder, state["state"], silent, is_dry)
+                removed.append(done)
+                problems += wrong
+        return removed, problems
 
 
 class Job:
