@@ -372,6 +372,15 @@ def is_gone(fd: int, err: OSError) -> bool:
     return err.errno == errno.EPIPE
 
 
+def terminal_size(fd: int) -> tuple[int, int]:
+    """Return columns and rows of a terminal, 80 and 24 where it does not say."""
+    try:
+        columns, rows = os.get_terminal_size(fd)
+    except OSError:
+        columns, rows = 0, 0
+    return columns or 80, rows or 24
+
+
 def width() -> int:
     """Return how many columns there are for a table on stdout."""
     import shutil  # with all its formats of archives: for tables only
@@ -729,7 +738,7 @@ class Writer:
         from distrun.cli.screen import StreamBars, chosen, short_prefix
 
         lines: list[bytes] = []
-        columns, rows = self._terminal_size()
+        columns, rows = terminal_size(self._fds["err"])
         if not self._is_mid_line and not self._is_closed:
             groups = []
             for (_, task, _), feed in self._feeds.items():
@@ -740,13 +749,6 @@ class Writer:
                     groups.append(StreamBars(feed.prefix, short_prefix(task), bars))
             lines = chosen(groups, self._status, columns, rows)
         self._send(self._fds["err"], before + self._region.draw(lines, columns))
-
-    def _terminal_size(self) -> tuple[int, int]:
-        try:
-            columns, rows = os.get_terminal_size(self._fds["err"])
-        except OSError:
-            columns, rows = 0, 0
-        return columns or 80, rows or 24
 
     def _print(self, piece: OutputPiece) -> None:
         if piece is self._ends_output:
@@ -848,7 +850,7 @@ class Writer:
         data = b"".join([data for _, data in gathered])
         if data:
             self._is_mid_line = not data.endswith(b"\n")
-        before = region.erase(self._terminal_size()[0]) + data
+        before = region.erase(terminal_size(self._fds["err"])[0]) + data
         if draws:
             self._draw(self._written_at, before)
         else:
