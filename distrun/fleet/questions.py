@@ -359,7 +359,7 @@ def read(host: str, answer: Mapping[str, Any]) -> list[HostJob]:
             str(each["job"]),
             str(each["agent"]),
             str(each["guard"]),
-            tuple(processes(each["processes"])),
+            processes(each["processes"]),
             each.get("quiet_s"),
             each.get("lease_s"),
             each.get("grace_s"),
@@ -369,14 +369,14 @@ def read(host: str, answer: Mapping[str, Any]) -> list[HostJob]:
     ]
 
 
-def processes(rows: Iterable[Mapping[str, Any]]) -> list[JobProcess]:
+def processes(rows: Iterable[Mapping[str, Any]]) -> tuple[JobProcess, ...]:
     """Return the processes that a tool told of."""
-    return [
+    return tuple(
         JobProcess(
             int(row["pid"]), str(row["start"]), str(row["command"]), str(row.get("task") or ""), row.get("age_s")
         )
         for row in rows
-    ]
+    )
 
 
 def chosen(found: Iterable[HostJob], jobs: Sequence[str] = (), stale: bool = False) -> list[HostJob]:
