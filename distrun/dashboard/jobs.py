@@ -36,7 +36,7 @@ def watch(read: Callable[[], Sequence[Model]], find: Callable[[str], JobFolder],
         look: how it is drawn.
     """
     with Signals() as signals, Terminal(look=look) as terminal:
-        jobs = JobsScreen(read, terminal, signals, is_ascii=look.is_ascii)
+        jobs = JobsScreen(read, terminal, signals)
         while True:
             chosen = jobs.run()
             if isinstance(chosen, Ended):
@@ -47,7 +47,7 @@ def watch(read: Callable[[], Sequence[Model]], find: Callable[[str], JobFolder],
             except DistrunError as err:
                 jobs.say(str(err))
                 continue
-            ended = show(folder, connection, terminal, signals, look)
+            ended = show(folder, connection, terminal, signals)
             if ended.signal is not None:
                 return ended
 
@@ -93,20 +93,11 @@ class JobsScreen:
         read: returns the jobs that are shown.
         terminal: taken already.
         signals: entered already.
-        is_ascii: marks are ASCII.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], Sequence[Model]],
-        terminal: Terminal,
-        signals: Signals,
-        *,
-        is_ascii: bool = False,
-    ) -> None:
+    def __init__(self, read: Callable[[], Sequence[Model]], terminal: Terminal, signals: Signals) -> None:
         self._read = read
         self._terminal = terminal
-        self._glyphs = text.ASCII if is_ascii else text.UNICODE
         self._input = Input(terminal, signals)
         self._look = ViewSelection()
         self._ids: list[str] = []
@@ -155,7 +146,7 @@ class JobsScreen:
             return
         self._ids = [each.job.id for each in models]
         columns, height = self._terminal.size()
-        lines, first, self._room = picture(models, self._look, columns, height, self._glyphs, now=time.time())
+        lines, first, self._room = picture(models, self._look, columns, height, self._terminal.glyphs, now=time.time())
         self._look = replace(self._look, first=first)
         self._terminal.draw(lines)
 

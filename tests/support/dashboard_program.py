@@ -42,6 +42,9 @@ class Folder:
     def log_path(self, task: str) -> Path:
         return self.path
 
+    def control(self) -> None:
+        return None
+
 
 def play(stream: socket.socket, record: Path) -> None:
     """Be the coordinator: send what was recorded, and note what is asked for."""
