@@ -21,7 +21,6 @@ coordinator does not answer in time, its job is `unknown`; other jobs are not af
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import selectors
 import shlex
@@ -615,10 +614,6 @@ class JobView:
     def id(self) -> str:
         """The job's id."""
         return self.folder.id
-
-    def with_state(self, state: Mapping[str, Any]) -> JobView:
-        """Return the view with a state that its coordinator has told just now."""
-        return dataclasses.replace(self, state=state, seen_s=None, problem="", fix="")
 
     @property
     def is_going(self) -> bool:

@@ -329,31 +329,19 @@ blob = Blob()
 sys.meta_path.insert(0, blob)
 '''
 
-START_AGENT = """\
-from distrun_runtime.agent import __main__ as main, guard
+_START = """\
+from distrun_runtime.%s
 gc.enable()
-code = guard.serve(main.run_agent, r, keep)
+code = %s
 sys.stderr.flush()
 os._exit(code)  # taking the interpreter down costs 10 ms, in the agent and in its guard
 """
 
-START_DIALED = """\
-from distrun_runtime.agent import __main__ as main, dial, guard
-gc.enable()
-code = guard.serve(main.run_agent, r, keep, *dial.redialing(s, *dialed))
-sys.stderr.flush()
-os._exit(code)
-"""
+START_AGENT = _START % ("agent import __main__ as main, guard", "guard.serve(main.run_agent, r, keep)")
+_SERVE_DIALED = "guard.serve(main.run_agent, r, keep, *dial.redialing(s, *dialed))"
+START_DIALED = _START % ("agent import __main__ as main, dial, guard", _SERVE_DIALED)
 """The same for an agent that has dialled, with the names that `bootstrap.PROGRAM` leaves."""
-
-
-START_HOSTED = """\
-from distrun_runtime.coordinator import hosted
-gc.enable()
-code = hosted.main(r)
-sys.stderr.flush()
-os._exit(code)
-"""
+START_HOSTED = _START % ("coordinator import hosted", "hosted.main(r)")
 """Runs a detached job on one of its hosts."""
 
 

@@ -94,10 +94,7 @@ def show(folder: JobFolder, connection: ControlConnection | None, terminal: Term
 
 @contextlib.contextmanager
 def _source(folder: JobFolder, connection: ControlConnection | None) -> Iterator[FrameSource]:
-    def refresh(found: JobFolder) -> str:
-        return remote_jobs.refreshed(found, may_ask=False)
-
-    made = FrameSource(folder, lambda found: client.connect(found, may_ask=False), refresh)
+    made = FrameSource(folder)
     made.start(connection, has_events=not remote_jobs.is_elsewhere(folder))
     try:
         yield made

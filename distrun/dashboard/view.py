@@ -7,6 +7,7 @@ smaller than 80x24 gets the header and the table only. Rows that do not fit are 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -235,9 +236,7 @@ def _no_tasks(model: Model, look: ViewSelection) -> str:
 
 def _hidden(above: Sequence[Sequence[TaskView]], below: Sequence[Sequence[TaskView]], glyphs: Glyphs) -> Line:
     """Return the line that counts rows for which there is no room."""
-    words: dict[str, int] = {}
-    for row in (*above, *below):
-        words[row[0].word] = words.get(row[0].word, 0) + len(row)
+    words = Counter(task.word for row in (*above, *below) for task in row)
     counted = ", ".join(f"{count} {word}" for word, count in words.items())
     where = f", {len(above)} of them above" if above and below else ", above" if above else ""
     return ((f"  {len(above) + len(below)} more ({counted}){where}", text.DIM),)

@@ -479,7 +479,7 @@ def resolve(target: Target, alike: Alike | None = None) -> Resolved:
     Raises:
         SshFailure: the configuration cannot be read.
     """
-    if not has_program():
+    if shutil.which(PROGRAM) is None:
         options = _read_files(target)
     else:
         options = _ask_program(target) if alike is None else alike.options(target)
@@ -489,11 +489,6 @@ def resolve(target: Target, alike: Alike | None = None) -> Resolved:
 def many() -> Alike:
     """Return what `resolve` takes where there are many targets."""
     return Alike(_ask_program, _reading)
-
-
-def has_program() -> bool:
-    """Return whether there is an `ssh` program here."""
-    return shutil.which(PROGRAM) is not None
 
 
 def shell(resolved: Resolved, named: bool | None = None, depth: int = 0) -> list[str]:

@@ -66,7 +66,7 @@ def main() -> int:
     folder: Any = Folder()
     connection = ControlConnection(its)
     with Signals() as signals, Terminal() as terminal:
-        source = FrameSource(folder, lambda found: connection)
+        source = FrameSource(folder)
         source.start(connection)
         ended = Dashboard(folder, source, terminal, signals).run()
     return ended.exit_code if ended.signal is None else 128 + ended.signal
