@@ -481,7 +481,7 @@ class RecordedOutput:
                 yield piece
 
 
-class ForwardedOutput:
+class ForwardedOutput(contextlib.AbstractContextManager["ForwardedOutput"]):
     """What tasks print of a job whose coordinator, with the logs, is on another host; the coordinator sends it.
 
     Args:
@@ -511,9 +511,6 @@ class ForwardedOutput:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-    def __enter__(self) -> ForwardedOutput:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._close()

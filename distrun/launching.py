@@ -378,15 +378,11 @@ def _note_fault(job: PlannedJob, folder: JobFolder, err: BaseException) -> None:
     if folder.is_finished:
         return
     tasks = tuple(TaskResult(task.name, task.role, task.rank, task.host) for task in job.plan.tasks)
+    how = facts.EXIT_INTERNAL, facts.INTERNAL, f"distrun itself failed: {type(err).__name__}: {err}"
     if isinstance(err, KeyboardInterrupt):
-        outcome = Outcome(
-            facts.EXIT_INTERRUPTED, facts.INTERRUPTED, "interrupted before anything was started", tasks=tasks
-        )
-    else:
-        text = f"distrun itself failed: {type(err).__name__}: {err}"
-        outcome = Outcome(facts.EXIT_INTERNAL, facts.INTERNAL, text, tasks=tasks)
+        how = facts.EXIT_INTERRUPTED, facts.INTERRUPTED, "interrupted before anything was started"
     with contextlib.suppress(OSError):  # the fault may be just that
-        folder.finish(outcome)
+        folder.finish(Outcome(*how, tasks=tasks))
 
 
 def with_swept(outcome: Outcome, swept: Mapping[str, Swept], lease_s: float) -> Outcome:

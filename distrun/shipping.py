@@ -59,14 +59,9 @@ def kept(name: str, suffix: str, make: Callable[[], bytes]) -> bytes:
     with contextlib.suppress(OSError):  # a full or read-only disk: it is made again next time
         folder = Path(private.make_cache(KIND))
         private.write_cached(str(folder / file), data)
-        _thin_out(folder, suffix)
+        for path in sorted(folder.glob("*" + suffix), key=os.path.getmtime)[:-COPIES]:
+            path.unlink()
     return data
-
-
-def _thin_out(place: Path, suffix: str) -> None:
-    found = sorted(place.glob("*" + suffix), key=os.path.getmtime)
-    for path in found[:-COPIES]:
-        path.unlink()
 
 
 PACKAGE = "distrun_runtime"

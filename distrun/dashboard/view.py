@@ -437,13 +437,8 @@ def _side_by_side(wanted: Sequence[_Panel], space: int, options: Options) -> lis
 def _bottom(model: Model, look: ViewSelection, options: Options) -> list[Line]:
     lines: list[Line] = []
     if look.prompt == user.STOP:
-        lines.append(
-            (
-                (f"stop job {model.job.id}? ", text.RED),
-                ("type yes and Enter; any other key: no  ", text.PLAIN),
-                (look.typed, text.BOLD),
-            )
-        )
+        question = (f"stop job {model.job.id}? ", text.RED)
+        lines.append((question, ("type yes and Enter; any other key: no  ", text.PLAIN), (look.typed, text.BOLD)))
     elif look.prompt == user.FILTER:
         lines.append((("filter: ", text.BOLD), (look.typed, text.PLAIN), ("_", text.DIM)))
     elif look.message:
@@ -534,9 +529,8 @@ def _detail(model: Model, look: ViewSelection, options: Options, now: float) -> 
     host = model.hosts.get(task.host)
     for gpu in host.gpus if host is not None else ():
         memory = f"{formats.short_size(gpu.mem_used)}/{formats.short_size(gpu.mem_total)}"
-        lines.append(
-            ((f"  gpu {gpu.index} of {task.host}: {formats.percent(gpu.util)} {memory} {gpu.name}", text.PLAIN),)
-        )
+        used = f"  gpu {gpu.index} of {task.host}: {formats.percent(gpu.util)} {memory} {gpu.name}"
+        lines.append(((used, text.PLAIN),))
     mine = [event for event in model.events if task.name in event.tasks]
     if mine:
         lines += [(), (("  events", text.TITLE),)]

@@ -5,6 +5,7 @@ The facts are those of `distrun_runtime.agent.probe`. Each check is a function o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -407,8 +408,8 @@ def apt(host: ExaminedHost, package: str) -> str:
 
 def version(text: str) -> tuple[int, int]:
     """Return major and minor number of a version."""
-    major, minor = [*text.split("."), "0", "0"][:2]
-    return _number(major), _number(minor)
+    major, minor = (*map(int, re.findall("[0-9]+", text)), 0, 0)[:2]
+    return major, minor
 
 
 def _space(host: str, check: str, place: Mapping[str, Any], text: str) -> CheckRow:
@@ -420,10 +421,6 @@ def _space(host: str, check: str, place: Mapping[str, Any], text: str) -> CheckR
         return CheckRow(host, check, OK, text)
     fix = f"{ON} shows what fills it"
     return CheckRow(host, check, BAD if free < FREE_LEAST else WARN, text, fix, f"df -h {quote(place['near'])}")
-
-
-def _number(text: str) -> int:
-    return int("".join(filter(str.isdigit, text)) or 0)
 
 
 def _failed(host: str, check: str, problem: Problem) -> CheckRow:

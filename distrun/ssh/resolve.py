@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from distrun.formats import exact
 from distrun.options import BY_KEY
-from distrun.ssh.failure import OTHER, SshFailure, Where
+from distrun.ssh.failure import OTHER, SshFailure, Where, known_name
 from distrun_runtime.contract import environ, process
 from distrun_runtime.contract.dataclass import dataclass
 
@@ -115,14 +115,8 @@ class Target:
     @staticmethod
     def of(spec: HostSpec, **options: str) -> Target:
         """Return the target of a line of the hosts file; `options` are the command line's, for all hosts."""
-        given = {
-            "host": spec.name,
-            "user": spec.user,
-            "port": "" if spec.port is None else str(spec.port),
-            "identity": spec.identity,
-            "jump": spec.jump,
-            "python": spec.python,
-        }
+        given = {name: getattr(spec, name) for name in ("user", "identity", "jump", "python")}
+        given.update(host=spec.name, port="" if spec.port is None else str(spec.port))
         return Target.parse({**options, **{name: value for name, value in given.items() if value}})
 
 
@@ -463,10 +457,7 @@ class Resolved:
     @property
     def known_name(self) -> str:
         """What known_hosts files call it."""
-        if self.host_key_alias:
-            return self.host_key_alias
-        name = self.hostname.lower()
-        return name if self.port == 22 else f"[{name}]:{self.port}"
+        return self.host_key_alias or known_name(self.hostname.lower(), self.port)
 
 
 def resolve(target: Target, alike: Alike | None = None) -> Resolved:
