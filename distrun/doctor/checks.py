@@ -348,9 +348,8 @@ def network(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
     """Yield the address that peers would use for data."""
     found = host.facts["network"]
     if found["error"]:
-        yield CheckRow(
-            host.name, "address", BAD, found["error"], "--interface NAME or --subnet CIDR that all hosts have"
-        )
+        fix = "--interface NAME or --subnet CIDR that all hosts have"
+        yield CheckRow(host.name, "address", BAD, found["error"], fix)
         return
     names = [name for name, ip, _ in found["interfaces"] if ip == found["address"]]
     every = ", ".join(dict.fromkeys(name for name, _, _ in found["interfaces"]))
@@ -379,9 +378,8 @@ def gpus(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
         visible = "" if told["visible"] is None else f"; {contract.VISIBLE}={told['visible']}"
         yield CheckRow(host.name, "GPUs", OK, f"{found.kinds}; driver {found.driver}{visible}")
     elif said and not found.how:
-        yield CheckRow(
-            host.name, "GPUs", WARN, f"gpus={said} cannot be checked: {contract.NO_DRIVER}", ON, "nvidia-smi -L"
-        )
+        text = f"gpus={said} cannot be checked: {contract.NO_DRIVER}"
+        yield CheckRow(host.name, "GPUs", WARN, text, ON, "nvidia-smi -L")
 
 
 def loose(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
