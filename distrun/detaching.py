@@ -19,7 +19,6 @@ from distrun.fleet import Fleet
 from distrun.fleet.questions import HostAnswer
 from distrun_runtime.agent.daemon import PYTHON
 from distrun_runtime.contract import enrolment, facts, process
-from distrun_runtime.coordinator import failures
 from distrun_runtime.coordinator.failures import Outcome, Problem, TaskResult
 from distrun_runtime.coordinator.hosted import HostedRequest, dial_s
 
@@ -49,7 +48,11 @@ def place(job: PlannedJob, folder: JobFolder, sink: Service) -> Outcome:
     told = _start_coordinator(job, host, secret, login, folder)
     if isinstance(told, Problem):
         message = f"the coordinator could not be started on {host}: {told.text}"
-        return _ended(job, folder, message, told)
+        tasks = tuple(TaskResult(task.name, task.role, task.rank, task.host) for task in plan.tasks)
+        how = facts.EXIT_START_FAILED, facts.START_FAILED, message
+        outcome = Outcome(*how, tasks=tasks, job=plan.job, problems=(told,))
+        folder.finish(outcome)
+        return outcome
     if not told["is_shared"]:  # else the coordinator has written there who it is
         folder.place_elsewhere(told, host, login)
     sink.say(
@@ -106,12 +109,3 @@ def _start_agents(job: PlannedJob, secret: str, told: Mapping[str, Any]) -> list
 
 def _args(argv: tuple[str, ...], data: bytes, env: Mapping[str, str], limit_s: float) -> Mapping[str, Any]:
     return {"argv": list(argv), "input": base64.b64encode(data).decode("ascii"), "env": dict(env), "limit_s": limit_s}
-
-
-def _ended(job: PlannedJob, folder: JobFolder, message: str, problem: failures.Problem) -> Outcome:
-    tasks = tuple(TaskResult(task.name, task.role, task.rank, task.host) for task in job.plan.tasks)
-    outcome = Outcome(
-        facts.EXIT_START_FAILED, facts.START_FAILED, message, tasks=tasks, job=job.plan.job, problems=(problem,)
-    )
-    folder.finish(outcome)
-    return outcome

@@ -184,20 +184,22 @@ def lasting(option: str, text: str) -> float:
     Raises:
         UsageError: it is none of these.
     """
-    word = text.strip()
-    found = 0.0
-    clock = re.fullmatch(_HOURS, word)
-    if re.fullmatch(_DURATION, word):
-        found = sum(float(number) * _UNITS[unit] for number, unit in re.findall(_PART, word))
-    elif clock is not None:
-        found = int(clock[1]) * 3600 + int(clock[2]) * 60 + int(clock[3])
-    elif re.fullmatch(r"\d{1,9}(\.\d+)?", word, re.ASCII):
-        found = float(word)
-    if not found > 0:
+    found = seconds_of(text)
+    if not found:
         raise UsageError(
             f"{option}: expected a time such as 90m, 1h30m, 1:30:00 or 5400 (seconds), found {text[:_SHOWN]!r}"
         )
     return found
+
+
+def seconds_of(text: str) -> float | None:
+    """Return a time in seconds: `90m`, `1h30m`, `1:30:00`, or a number of seconds; None if it is none of these."""
+    word = text.strip()
+    if re.fullmatch(_DURATION, word):
+        return sum(float(number) * _UNITS[unit] for number, unit in re.findall(_PART, word))
+    if clock := re.fullmatch(_HOURS, word):
+        return int(clock[1]) * 3600 + int(clock[2]) * 60 + int(clock[3])
+    return float(word) if re.fullmatch(r"\d{1,9}(\.\d+)?", word, re.ASCII) else None
 
 
 def parse_size(option: str, text: str, low: int) -> int:

@@ -21,7 +21,6 @@ coordinator does not answer in time, its job is `unknown`; other jobs are not af
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import selectors
 import shlex
@@ -166,7 +165,24 @@ class Jobs:
         """
         from distrun import killing
 
-        return killing.gc(self.store, names, older_s=older_s, keep=keep, has_lost=has_lost, is_dry=is_dry)
+        every = self.store.list()
+        states = {folder: folder.shown() for folder in (map(self.store.find, names) if names else every)}
+        for folder, state in states.items() if names else ():
+            killing.check_is_over(folder, state["state"], has_lost)
+        wanted = (*facts.OVER, facts.LOST) if has_lost else facts.OVER  # of those that are not named
+        least_s = older_s if older_s is not None else 0.0 if names else killing.OLDER_S
+        kept, now = set(every[:keep]), time.time()
+        problems = [] if is_dry else killing.finish(self.store)
+        silent: dict[str, str] = {}
+        removed = []
+        for folder, state in states.items():
+            last = state["finished"] or state.get("heard") or state["updated"]  # it ended, was heard of, or changed
+            age_s = now - (stored.seconds(last) if last else 0.0)
+            if (names or state["state"] in wanted) and age_s >= least_s and folder not in kept:
+                done, wrong = killing.remove(folder, state["state"], silent, is_dry)
+                removed.append(done)
+                problems += wrong
+        return removed, problems
 
 
 class Job:
@@ -465,7 +481,7 @@ class RecordedOutput:
                 yield piece
 
 
-class ForwardedOutput:
+class ForwardedOutput(contextlib.AbstractContextManager["ForwardedOutput"]):
     """What tasks print of a job whose coordinator, with the logs, is on another host; the coordinator sends it.
 
     Args:
@@ -495,9 +511,6 @@ class ForwardedOutput:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-    def __enter__(self) -> ForwardedOutput:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._close()
@@ -598,10 +611,6 @@ class JobView:
     def id(self) -> str:
         """The job's id."""
         return self.folder.id
-
-    def with_state(self, state: Mapping[str, Any]) -> JobView:
-        """Return the view with a state that its coordinator has told just now."""
-        return dataclasses.replace(self, state=state, seen_s=None, problem="", fix="")
 
     @property
     def is_going(self) -> bool:

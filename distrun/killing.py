@@ -21,7 +21,6 @@ from distrun.errors import DistrunError, UsageError
 from distrun_runtime.contract import facts, process
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import Plan
-from distrun_runtime.coordinator import stored
 from distrun_runtime.coordinator.failures import Survivor
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
@@ -254,17 +253,6 @@ _PREFIX = ".removed-"
 """Begins the name of a folder that is being removed: no list of jobs shows it."""
 
 
-class Removed(NamedTuple):
-    """What became of a job's folder."""
-
-    size: int
-    """Bytes that were freed, or would be."""
-    kept: str = ""
-    """The folder outside the store that was left."""
-    problem: str = ""
-    """Why something of the job is still there."""
-
-
 class RemovedJob(NamedTuple):
     """What became of a job, or would."""
 
@@ -276,45 +264,14 @@ class RemovedJob(NamedTuple):
     host: str
     """The host from which its folder was removed, too; empty: it has none there, or that stays."""
     size: int
-    """As in `Removed`, as are the others."""
+    """Bytes that were freed, or would be."""
     kept: str = ""
+    """The folder outside the store that was left."""
     problem: str = ""
+    """Why something of it is still there."""
 
 
-def gc(
-    store: JobStore,
-    names: Sequence[str] = (),
-    *,
-    older_s: float | None = None,
-    keep: int = 0,
-    has_lost: bool = False,
-    is_dry: bool = False,
-) -> tuple[list[RemovedJob], list[str]]:
-    """Remove the folders of jobs of `store` that are over. Arguments, result and errors are those of `jobs.Jobs.gc`."""
-    every = store.list()
-    states = {folder: folder.shown() for folder in (map(store.find, names) if names else every)}
-    for folder, state in states.items() if names else ():
-        _check_is_over(folder, state["state"], has_lost)
-    wanted = (*facts.OVER, facts.LOST) if has_lost else facts.OVER  # of those that are not named
-    least_s = older_s if older_s is not None else 0.0 if names else OLDER_S
-    kept, now = set(every[:keep]), time.time()
-    problems = [] if is_dry else finish(store)
-    silent: dict[str, str] = {}
-    removed = []
-    for folder, state in states.items():
-        last = state["finished"] or state.get("heard") or state["updated"]  # it ended, was heard of, or changed
-        age_s = now - (stored.seconds(last) if last else 0.0)
-        is_meant = bool(names) or state["state"] in wanted
-        if not is_meant or age_s < least_s or folder in kept:
-            continue
-        host, why = _remove_there(folder, silent, is_dry)
-        problems += [why] if why else []
-        done = measure(folder) if is_dry else remove(folder)
-        removed.append(RemovedJob(folder.id, state["state"], str(folder.path), host, *done))
-    return removed, problems + [each.problem for each in removed if each.problem]
-
-
-def _check_is_over(folder: JobFolder, state: str, has_lost: bool) -> None:
+def check_is_over(folder: JobFolder, state: str, has_lost: bool) -> None:
     """Refuse to remove a job that was named and is not over.
 
     Raises:
@@ -334,10 +291,30 @@ def _check_is_over(folder: JobFolder, state: str, has_lost: bool) -> None:
         raise UsageError(text, f"first: distrun kill {folder.id}; or add --lost")
 
 
+def remove(folder: JobFolder, state: str, silent: dict[str, str], is_dry: bool) -> tuple[RemovedJob, list[str]]:
+    """Remove the folder of a job, and the one on the host that had its coordinator.
+
+    Whether the job is over, and this is wanted, was seen to before.
+
+    Args:
+        folder: the job's.
+        state: how it stands.
+        silent: why a host cannot be asked, by what reaches it; it is asked once.
+        is_dry: only say what would become of it.
+
+    Returns:
+        What became of it, and what went wrong, a line each.
+    """
+    host, why = _remove_there(folder, silent, is_dry)
+    path = str(folder.path)
+    size, kept = (0, os.path.realpath(path)) if os.path.islink(path) else (_size(path), "")
+    found = RemovedJob(folder.id, state, path, host, size, kept)
+    done = found if is_dry else _remove_here(found)
+    return done, [each for each in (why, done.problem) if each]
+
+
 def _remove_there(folder: JobFolder, silent: dict[str, str], is_dry: bool) -> tuple[str, str]:
     """Remove the folder that a job has on the host that had its coordinator.
-
-    `silent`: why a host cannot be asked, by what reaches it; it is asked once.
 
     Return the host if there is one and this was done (or would be), and why its folder stays.
     """
@@ -362,30 +339,22 @@ def _remove_there(folder: JobFolder, silent: dict[str, str], is_dry: bool) -> tu
     return host, ""
 
 
-def measure(folder: JobFolder) -> Removed:
-    """Return what `remove` would do."""
-    if os.path.islink(str(folder.path)):
-        return Removed(0, kept=os.path.realpath(str(folder.path)))
-    return Removed(_size(str(folder.path)))
-
-
-def remove(folder: JobFolder) -> Removed:
-    """Remove a job's folder. Whether the job is over, and this is wanted, was seen to before."""
-    found = measure(folder)
-    path = str(folder.path)
+def _remove_here(found: RemovedJob) -> RemovedJob:
+    """Remove a folder of the store."""
+    parent, name = os.path.split(found.folder)
+    doomed = os.path.join(parent, _PREFIX + name)
     try:
         if found.kept:
-            os.unlink(path)
+            os.unlink(found.folder)
             return found
         # At once for all readers; should this process end meanwhile, the next run goes on.
-        doomed = str(folder.path.parent / (_PREFIX + folder.path.name))
-        os.rename(path, doomed)
+        os.rename(found.folder, doomed)
     except FileNotFoundError:  # a host that shares the store has removed it meanwhile
-        return Removed(0)
+        return found._replace(size=0, kept="")
     except OSError as err:
-        return found._replace(size=0, problem=f"cannot remove {path}: {err.strerror or err}")
+        return found._replace(size=0, problem=f"cannot remove {found.folder}: {err.strerror or err}")
     problem = _delete(doomed)
-    return found if not problem else found._replace(size=max(0, found.size - _size(doomed)), problem=problem)
+    return found._replace(size=max(0, found.size - _size(doomed)), problem=problem) if problem else found
 
 
 def finish(store: JobStore) -> List[str]:

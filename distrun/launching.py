@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from distrun_runtime.coordinator.jobstore import JobStore
     from distrun_runtime.coordinator.service import Service
 
+Ready = PlannedJob | QueuedJob
+"""A job that is ready to be launched, or to be submitted to an engine."""
 HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that wait while the coordinator's process is made: the client can forward them, and it can report them.
 
@@ -55,27 +57,23 @@ RELEASE_S = 3.0
 was killed: then its guard ends the tasks first."""
 
 
-def launch(
-    job: PlannedJob | QueuedJob, folder: JobFolder, terminal: FollowerOutput, verbosity: int = 0, detach: bool = False
-) -> Outcome | Detached:
+def launch(job: Ready, folder: JobFolder, terminal: FollowerOutput, verbosity: int) -> Outcome | Detached:
     """Run a job to its end. Whatever happens, its folder says how it ended.
 
-    Returns before the end, what `Detached` says, if the job is detached meanwhile; with `detach`, when all its tasks
+    Returns before the end, what `Detached` says, if the job is detached meanwhile; with --detach, when all its tasks
     run, or when an engine has taken it. Forks, so no thread may run in this process.
 
     Raises:
         DistrunError: the coordinator failed; the message says how.
         KeyboardInterrupt: the job was interrupted before anything was started.
     """
-    stays = detach and not job.is_hosted
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
     try:
-        pid, ours = _fork(job, folder, verbosity, stays)
+        pid, ours = _fork(job, folder, verbosity)
         with ControlConnection(ours) as connection:
-            if not detach:
+            if not job.request.detach:
                 terminal.when_unread(lambda: connection.send("signal", name="PIPE"))
-            silence_s = _silence_s(job)
-            outcome = _follow(connection, pid, folder, terminal, verbosity, detach=stays, silence_s=silence_s)
+            outcome = _follow(connection, job, folder, terminal, pid=pid, verbosity=verbosity)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
     if job.is_hosted and isinstance(outcome, Outcome) and not outcome.exit_code:
@@ -83,9 +81,7 @@ def launch(
     return outcome
 
 
-def _await_tasks(
-    job: PlannedJob | QueuedJob, folder: JobFolder, terminal: FollowerOutput, verbosity: int
-) -> Outcome | Detached:
+def _await_tasks(job: Ready, folder: JobFolder, terminal: FollowerOutput, verbosity: int) -> Outcome | Detached:
     """Wait until all tasks of a job run whose coordinator is on a host; return its outcome if it ends before."""
     from distrun import remote_jobs
 
@@ -121,16 +117,17 @@ def _await_tasks(
     return outcome
 
 
-def _silence_s(job: PlannedJob | QueuedJob) -> float:
+def _silence_s(job: Ready) -> float:
     """Return how long a coordinator may be silent while its job starts."""
     return max(job.request.limits.start_s, client.ANSWER_S)
 
 
-def _fork(job: PlannedJob | QueuedJob, folder: JobFolder, verbosity: int, stays: bool) -> tuple[int, socket.socket]:
-    """Start the coordinator of a job as a child of this process, or, if it `stays`, as a daemon.
+def _fork(job: Ready, folder: JobFolder, verbosity: int) -> tuple[int, socket.socket]:
+    """Start the coordinator of a job as a child of this process, or, if it stays for a detached job, as a daemon.
 
     Returns its process id and the connection to it.
     """
+    stays = job.request.detach and not job.is_hosted
     ours, its = socket.socketpair()
     try:
         pid = daemon.fork(keep=[its.fileno()]) if stays else os.fork()
@@ -145,7 +142,7 @@ def _fork(job: PlannedJob | QueuedJob, folder: JobFolder, verbosity: int, stays:
     return pid, ours
 
 
-def create(store: JobStore, job: PlannedJob | QueuedJob) -> JobFolder:
+def create(store: JobStore, job: Ready) -> JobFolder:
     """Make the folder of a job.
 
     Raises:
@@ -159,7 +156,7 @@ def create(store: JobStore, job: PlannedJob | QueuedJob) -> JobFolder:
         raise UsageError(str(err)) from err
 
 
-def spawn(job: PlannedJob | QueuedJob, folder: JobFolder, say: Callable[[str, str], None]) -> None:
+def spawn(job: Ready, folder: JobFolder, say: Callable[[str, str], None]) -> None:
     """Start the coordinator of a job in an interpreter of its own, from any thread; as `Jobs.launch` says.
 
     Returns when clients can reach it, or, of a detached job, when it does not need this process any more.
@@ -221,9 +218,7 @@ def spawn(job: PlannedJob | QueuedJob, folder: JobFolder, say: Callable[[str, st
 # ---------------------------------------------------------------------- the coordinator's process
 
 
-def _coordinator_process(
-    job: PlannedJob | QueuedJob, folder: JobFolder, connection: socket.socket, verbosity: int
-) -> NoReturn:
+def _coordinator_process(job: Ready, folder: JobFolder, connection: socket.socket, verbosity: int) -> NoReturn:
     """Run the job in this process, the forked child, tell the client how it ended, and exit."""
     code = facts.EXIT_INTERNAL
     begun = job if isinstance(job, PlannedJob) and not job.is_hosted else None
@@ -291,7 +286,7 @@ def _error(err: BaseException) -> control.CoordinatorFailed:
     return control.failure(err)
 
 
-def _coordinate(job: PlannedJob | QueuedJob, folder: JobFolder, service: Service, verbosity: int) -> Outcome:
+def _coordinate(job: Ready, folder: JobFolder, service: Service, verbosity: int) -> Outcome:
     """Run a job here to its end or, if a host is to run it, until its hosts are ready and a host has it."""
     if isinstance(job, QueuedJob):
         from distrun import allocating
@@ -383,15 +378,11 @@ def _note_fault(job: PlannedJob, folder: JobFolder, err: BaseException) -> None:
     if folder.is_finished:
         return
     tasks = tuple(TaskResult(task.name, task.role, task.rank, task.host) for task in job.plan.tasks)
+    how = facts.EXIT_INTERNAL, facts.INTERNAL, f"distrun itself failed: {type(err).__name__}: {err}"
     if isinstance(err, KeyboardInterrupt):
-        outcome = Outcome(
-            facts.EXIT_INTERRUPTED, facts.INTERRUPTED, "interrupted before anything was started", tasks=tasks
-        )
-    else:
-        text = f"distrun itself failed: {type(err).__name__}: {err}"
-        outcome = Outcome(facts.EXIT_INTERNAL, facts.INTERNAL, text, tasks=tasks)
+        how = facts.EXIT_INTERRUPTED, facts.INTERRUPTED, "interrupted before anything was started"
     with contextlib.suppress(OSError):  # the fault may be just that
-        folder.finish(outcome)
+        folder.finish(Outcome(*how, tasks=tasks))
 
 
 def with_swept(outcome: Outcome, swept: Mapping[str, Swept], lease_s: float) -> Outcome:
@@ -434,20 +425,14 @@ def _copier(job: PlannedJob, sync: Sync, rules: CopyRules, service: Service) -> 
 
 
 def _follow(
-    connection: ControlConnection,
-    pid: int,
-    folder: JobFolder,
-    terminal: FollowerOutput,
-    verbosity: int,
-    *,
-    detach: bool,
-    silence_s: float,
+    connection: ControlConnection, job: Ready, folder: JobFolder, terminal: FollowerOutput, *, pid: int, verbosity: int
 ) -> Outcome | Detached:
     """Show what the coordinator sends until it ends, or lets us go; return the outcome.
 
-    With `detach`, output is not shown, and the coordinator is asked to let us go when all tasks run. A coordinator
-    that is silent for `silence_s` while the job starts is killed.
+    Of a detached job output is not shown, and the coordinator is asked to let us go when all tasks run. A coordinator
+    that is silent for long while the job starts is killed.
     """
+    detach, silence_s = job.request.detach and not job.is_hosted, _silence_s(job)
 
     def on_state(state: str) -> None:
         if detach and state in (facts.QUEUED, facts.RUNNING):

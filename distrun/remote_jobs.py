@@ -13,7 +13,6 @@ import math
 import os
 import re
 import shlex
-import signal
 import socket
 import subprocess
 import tempfile
@@ -24,7 +23,8 @@ from typing import IO, Any
 
 from distrun.errors import DistrunError
 from distrun.ssh.failure import LastLines, Where, classify
-from distrun.ssh.resolve import GONE, RELAY
+from distrun.ssh.openssh import OWN_FAILURE, Child
+from distrun.ssh.resolve import ALIVE_COUNT, ALIVE_S, GONE, RELAY
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator import stored
 from distrun_runtime.coordinator.jobfolder import JobFolder
@@ -38,8 +38,6 @@ from distrun_runtime.coordinator.jobfolder import JobFolder
 
 ANSWER_S = 10.0
 """How long a host may take to answer."""
-ALIVE_S = 5
-ALIVE_COUNT = 3
 END_S = 5.0
 """How long the end of the ssh program is awaited."""
 RETRY_S = 30.0
@@ -48,8 +46,6 @@ FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 4.0
 IGNORING_KEYS = 'trap "" INT QUIT TSTP; exec "$@"'
 """Shell text that runs a program to which the terminal's keys mean nothing: they are for us."""
-OWN_FAILURE = 255
-"""Exit code of the ssh program when it failed itself."""
 
 
 def ssh_argv(login: str, command: str, connect_s: float = ANSWER_S, may_ask: bool = True) -> list[str]:
@@ -275,22 +271,22 @@ def is_elsewhere(folder: JobFolder) -> bool:
     return where is not None and bool(where.get("folder")) and not folder.is_finished
 
 
-def refresh(folder: JobFolder, may_ask: bool = True) -> None:
-    """Fetch what is new of a job that `is_elsewhere`. `may_ask`: ssh may ask the user for a password.
+def refreshed(folder: JobFolder, may_ask: bool = True) -> str:
+    """Fetch what is new of a job, if it has to be fetched; return a warning if that fails.
 
-    If its host drops the connection because it has too many, this is tried again for some time.
-
-    Raises:
-        NotAsked: its host cannot be reached, or has no such folder; or what it sent cannot be written here.
+    If its host drops the connection because it has too many, this is tried again for some time. `may_ask`: ssh may ask
+    the user for a password.
     """
+    if not is_elsewhere(folder):
+        return ""
     where = folder.control()
     assert where is not None  # of `is_elsewhere`
-    code, said = retried(lambda: _fetch(folder, where, may_ask))
-    if code:
-        raise NotAsked(
-            f"job {folder.id}: its coordinator's host {where['host']} cannot be asked: {_why(code, said)}",
-            f"what is known here is older; try: {where['login']} true",
-        )
+    try:
+        code, said = retried(lambda: _fetch(folder, where, may_ask))
+    except NotAsked as err:
+        return f"{err}; {err.hint}"
+    why = f"job {folder.id}: its coordinator's host {where['host']} cannot be asked: {_why(code, said)}"
+    return f"{why}; what is known here is older; try: {where['login']} true" if code else ""
 
 
 def _fetch(folder: JobFolder, where: Mapping[str, Any], may_ask: bool) -> tuple[int, str]:
@@ -349,7 +345,8 @@ def ask(
             )
         except OSError as err:
             raise CannotRun(f"cannot run {argv[0]}: {err.strerror}") from None
-        timer = threading.Timer(max(0.0, left_s), _kill, [child])
+        ending = Child(child)
+        timer = threading.Timer(max(0.0, left_s), ending.signal)
         timer.daemon = True
         with child:
             assert child.stdout is not None
@@ -362,16 +359,9 @@ def ask(
                 code = child.wait()
             finally:
                 timer.cancel()
-                _kill(child)
+                ending.signal()
         said.seek(0)
         return code, said.read().decode("utf-8", "replace").strip()
-
-
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    """Kill a program, and all that it started, in a session of its own."""
-    if child.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
 
 
 def remove(folder: JobFolder, login: str, there: str) -> None:
@@ -406,20 +396,6 @@ def _remove(argv: list[str]) -> tuple[int, str]:
 def _why(code: int, said: str) -> str:
     """Return why the ssh program failed, in a line."""
     return said.splitlines()[-1] if said else f"ssh ended with code {code}"
-
-
-def refreshed(folder: JobFolder, may_ask: bool = True) -> str:
-    """Fetch what is new of a job, if it has to be fetched; return a warning if that fails.
-
-    `may_ask`: ssh may ask the user for a password.
-    """
-    if not is_elsewhere(folder):
-        return ""
-    try:
-        refresh(folder, may_ask)
-    except NotAsked as err:
-        return f"{err}; {err.hint}"
-    return ""
 
 
 def answers(stream: IO[bytes], most: float) -> Iterator[tuple[str, str, float, Iterator[bytes]]]:

@@ -51,9 +51,7 @@ _HOSTS = {
     facts.SYNC: "did not get the files",
     facts.SUBMIT: "did not take the job",
     # An engine has said why it ended the place:
-    facts.TIMEOUT: "was ended",
-    facts.TERMINATED: "was ended",
-    facts.TASK_FAILED: "was ended",
+    **dict.fromkeys((facts.TIMEOUT, facts.TERMINATED, facts.TASK_FAILED), "was ended"),
 }
 
 

@@ -59,14 +59,9 @@ def kept(name: str, suffix: str, make: Callable[[], bytes]) -> bytes:
     with contextlib.suppress(OSError):  # a full or read-only disk: it is made again next time
         folder = Path(private.make_cache(KIND))
         private.write_cached(str(folder / file), data)
-        _thin_out(folder, suffix)
+        for path in sorted(folder.glob("*" + suffix), key=os.path.getmtime)[:-COPIES]:
+            path.unlink()
     return data
-
-
-def _thin_out(place: Path, suffix: str) -> None:
-    found = sorted(place.glob("*" + suffix), key=os.path.getmtime)
-    for path in found[:-COPIES]:
-        path.unlink()
 
 
 PACKAGE = "distrun_runtime"
@@ -329,31 +324,19 @@ blob = Blob()
 sys.meta_path.insert(0, blob)
 '''
 
-START_AGENT = """\
-from distrun_runtime.agent import __main__ as main, guard
+_START = """\
+from distrun_runtime.%s
 gc.enable()
-code = guard.serve(main.run_agent, r, keep)
+code = %s
 sys.stderr.flush()
 os._exit(code)  # taking the interpreter down costs 10 ms, in the agent and in its guard
 """
 
-START_DIALED = """\
-from distrun_runtime.agent import __main__ as main, dial, guard
-gc.enable()
-code = guard.serve(main.run_agent, r, keep, *dial.redialing(s, *dialed))
-sys.stderr.flush()
-os._exit(code)
-"""
+START_AGENT = _START % ("agent import __main__ as main, guard", "guard.serve(main.run_agent, r, keep)")
+_SERVE_DIALED = "guard.serve(main.run_agent, r, keep, *dial.redialing(s, *dialed))"
+START_DIALED = _START % ("agent import __main__ as main, dial, guard", _SERVE_DIALED)
 """The same for an agent that has dialled, with the names that `bootstrap.PROGRAM` leaves."""
-
-
-START_HOSTED = """\
-from distrun_runtime.coordinator import hosted
-gc.enable()
-code = hosted.main(r)
-sys.stderr.flush()
-os._exit(code)
-"""
+START_HOSTED = _START % ("coordinator import hosted", "hosted.main(r)")
 """Runs a detached job on one of its hosts."""
 
 

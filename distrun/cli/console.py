@@ -74,7 +74,7 @@ class Console:
 
     What is said before `start` is printed at once, so that a process may fork until then. Then threads print. They
     begin with the first thing to print (also before `start`, if that is a task's output): a job that prints nothing has
-    none. If one cannot begin, all is printed at once, by the caller and as tasks wrote it: slow readers are waited for.
+    none.
     """
 
     def __init__(
@@ -114,10 +114,6 @@ class Console:
         self._is_started = False
         self._beginning = threading.Lock()
         """Held while the writers are made and begin: several threads print."""
-        self._has_no_threads = False
-        """None could be started, so there are no writers."""
-        self._is_broken = False
-        """Without threads: a stream could not be written, which was told."""
         self._writers: Mapping[str, Writer] = {}
         """By stream; both are one if stdout and stderr are one place, so that what was written first is shown first."""
 
@@ -128,27 +124,15 @@ class Console:
             self._show_status(line)
 
     def _ready_writers(self) -> Mapping[str, Writer]:
-        """Return the writers, which are made and begin if they are not there; none where no thread can be started."""
+        """Return the writers. They are made and begin if they have not yet; an interrupt in between loses nothing."""
         with self._beginning:
-            if not self._writers and not self._has_no_threads:
-                self._begin(self._made_writers())
-            return self._writers
-
-    def _begin(self, writers: Mapping[str, Writer]) -> None:
-        """Start the threads of writers. If one fails or this is interrupted, none is left."""
-        try:
-            self._writers = writers
-            if self._leaves_out:  # looked at after they can be found, so that an interrupt meanwhile is not lost
-                self.leave_out()
+            if not self._writers:
+                self._writers = self._made_writers()
+                if self._leaves_out:  # looked at after they can be found, so that an interrupt meanwhile is not lost
+                    self.leave_out()
             for writer in self._distinct:
                 writer.start()
-        except BaseException as err:
-            for writer in self._distinct:  # one that has begun
-                writer.end()
-            self._writers = {}
-            if not isinstance(err, RuntimeError):
-                raise
-            self._has_no_threads = True  # workers may have taken all that this user may have; the job goes on
+            return self._writers
 
     @property
     def _distinct(self) -> Collection[Writer]:
@@ -197,9 +181,8 @@ class Console:
     def show(self, piece: OutputPiece) -> None:
         """Take a piece of a task's output."""
         shown = piece.task, piece.task.partition("-")[0], ERRORS if piece.stream == "err" else ""
-        if self._shows and not any(each in self._shows for each in shown):
-            return
-        self._take(piece)
+        if not self._shows or any(each in self._shows for each in shown):
+            self._ready_writers()[piece.stream].put(piece)
 
     def say(self, text: str, level: str = "info") -> None:
         """Take one message of our own; below the chosen level it is dropped."""
@@ -224,8 +207,7 @@ class Console:
         self._show_status(line)
 
     def _show_status(self, line: JobLine) -> None:
-        if writers := self._ready_writers():
-            writers["err"].show_status(encoded(line.text()))
+        self._ready_writers()["err"].show_status(encoded(line.text()))
 
     def _line(self) -> JobLine | None:
         if self._job_line is None and self.draws:
@@ -246,20 +228,9 @@ class Console:
         if self._is_started or self._writers:
             from distrun_runtime.coordinator.clients import OutputPiece
 
-            self._take(OutputPiece(encoded(text), stream=stream))
+            self._ready_writers()[stream].put(OutputPiece(encoded(text), stream=stream))
         else:
             _print_plain(self._fds[stream], text)
-
-    def _take(self, piece: OutputPiece) -> None:
-        if writers := self._ready_writers():
-            writers[piece.stream].put(piece)
-        elif piece.is_place:
-            self._left_out += piece.length  # the coordinator could not wait for us any longer
-        else:
-            err = _written(self._fds[piece.stream], piece.data)
-            if err is not None and not self._is_broken:
-                self._is_broken = True
-                self._on_broken(self._fds[piece.stream], err)
 
     def toggle_pause(self) -> None:
         """Stop printing, or go on."""
@@ -401,6 +372,15 @@ def is_gone(fd: int, err: OSError) -> bool:
     return err.errno == errno.EPIPE
 
 
+def terminal_size(fd: int) -> tuple[int, int]:
+    """Return columns and rows of a terminal, 80 and 24 where it does not say."""
+    try:
+        columns, rows = os.get_terminal_size(fd)
+    except OSError:
+        columns, rows = 0, 0
+    return columns or 80, rows or 24
+
+
 def width() -> int:
     """Return how many columns there are for a table on stdout."""
     import shutil  # with all its formats of archives: for tables only
@@ -449,23 +429,18 @@ def encoded(text: str) -> bytes:
 
 
 def _print_plain(fd: int, text: str | bytes) -> bool:
-    err = _written(fd, encoded(text) if isinstance(text, str) else text)
-    if err is not None and fd == 1 and not is_gone(fd, err):
-        unwritten.append(err.strerror or str(err))
-    return err is None
-
-
-def _written(fd: int, data: bytes) -> OSError | None:
-    """Write all of it, however slow the reader is; return what prevented that."""
-    view = memoryview(data)
+    """Write all of it, however slow the reader is; return False if that fails."""
+    view = memoryview(encoded(text) if isinstance(text, str) else text)
     while view:
         try:
             view = view[os.write(fd, view) :]
         except BlockingIOError:
             select.select([], [fd], [], 1.0)
         except OSError as err:
-            return err
-    return None
+            if fd == 1 and not is_gone(fd, err):
+                unwritten.append(err.strerror or str(err))
+            return False
+    return True
 
 
 def _same_file(one: int, other: int) -> bool:
@@ -557,23 +532,39 @@ class Writer:
         self._writing = -1
         self._progress = time.monotonic()
         self._changed = threading.Condition()
+        self._printing = threading.RLock()
+        """Held by who prints where there is no thread."""
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
+        self._has_begun = False
 
     def start(self) -> None:
-        """Start the thread.
-
-        Raises:
-            RuntimeError: there are as many threads as the system allows.
-        """
-        self._thread.start()
+        """Start the thread, once. Where none can be started, `put` prints, waits for slow readers, draws nothing."""
+        if not self._has_begun:
+            self._has_begun = True
+            try:
+                self._thread.start()
+            except RuntimeError:  # workers may have taken all that this user may have; the job goes on
+                self._region = None
 
     def put(self, piece: OutputPiece) -> None:
-        """Queue a piece; never waits."""
+        """Queue a piece; never waits, if there is a thread."""
         with self._changed:
             self._queue.put(piece)
             if self._leaves_out:
                 self._drop(LAST_BYTES)
             self._changed.notify()
+        if not self._thread.is_alive():
+            self._print_queued()
+
+    def _print_queued(self) -> None:
+        with self._printing:
+            while True:
+                with self._changed:
+                    piece = None if self._is_silent else self._queue.take()
+                if piece is None:
+                    break
+                self._print(piece)
+            self._flush()
 
     def leave_out(self) -> None:
         """Print nothing of the output that waits, and from now on only what the reader takes as it comes."""
@@ -641,6 +632,9 @@ class Writer:
 
     def join(self, limit_s: float | None = None) -> None:
         """Wait until all is printed, until a terminal has taken nothing for STUCK_S, or any reader for `limit_s`."""
+        if self._thread.ident is None:  # none could be started
+            self._print_queued()
+            self._finish()
         while self._thread.is_alive():
             self._thread.join(0.2)
             stuck_s = time.monotonic() - self._progress
@@ -744,7 +738,7 @@ class Writer:
         from distrun.cli.screen import StreamBars, chosen, short_prefix
 
         lines: list[bytes] = []
-        columns, rows = self._terminal_size()
+        columns, rows = terminal_size(self._fds["err"])
         if not self._is_mid_line and not self._is_closed:
             groups = []
             for (_, task, _), feed in self._feeds.items():
@@ -755,13 +749,6 @@ class Writer:
                     groups.append(StreamBars(feed.prefix, short_prefix(task), bars))
             lines = chosen(groups, self._status, columns, rows)
         self._send(self._fds["err"], before + self._region.draw(lines, columns))
-
-    def _terminal_size(self) -> tuple[int, int]:
-        try:
-            columns, rows = os.get_terminal_size(self._fds["err"])
-        except OSError:
-            columns, rows = 0, 0
-        return columns or 80, rows or 24
 
     def _print(self, piece: OutputPiece) -> None:
         if piece is self._ends_output:
@@ -863,7 +850,7 @@ class Writer:
         data = b"".join([data for _, data in gathered])
         if data:
             self._is_mid_line = not data.endswith(b"\n")
-        before = region.erase(self._terminal_size()[0]) + data
+        before = region.erase(terminal_size(self._fds["err"])[0]) + data
         if draws:
             self._draw(self._written_at, before)
         else:

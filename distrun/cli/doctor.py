@@ -108,11 +108,7 @@ def doctor(**options: Any) -> int:
         wanted = _agreed(report, options)
         if wanted:
             made = make(
-                backend,
-                hosts,
-                wanted,
-                activate=request.activate,
-                say=lambda host, line: print_err(f"{host}: {line}\n"),
+                backend, hosts, wanted, activate=request.activate, say=lambda host, line: print_err(f"{host}: {line}\n")
             )
         _tell_made(made, ways, options["as_json"])
     fixed = {each.host for each in made if each.is_made}

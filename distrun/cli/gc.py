@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import click
 from distrun.cli.common import my_jobs, takes
 from distrun.cli.console import print_err, print_json, print_out
 from distrun.errors import UsageError
-from distrun.formats import size
+from distrun.formats import seconds_of, size
 from distrun.options import count
 from distrun_runtime.contract import facts
 
@@ -19,17 +18,13 @@ if TYPE_CHECKING:
     from distrun.killing import RemovedJob
 
 SCHEMA = "distrun.gc/1"
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
 def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """Return an option's time in seconds: `30d`, `12h`, `90m`, or seconds."""
-    if value is None:
-        return None
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smhdw]?)", value)
-    if match is None:
+    found = None if value is None else seconds_of(value)
+    if value is not None and found is None:
         raise UsageError(f"--older-than: expected a time such as 30d, 12h or 90m, found {value!r}")
-    return float(match.group(1)) * _UNITS[match.group(2) or "s"]
+    return found
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

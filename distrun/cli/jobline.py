@@ -68,15 +68,11 @@ class JobLine:
         elif what == "prepared":
             self._passed_at[SYNC] = now
         elif what == "state":
-            return self._take_job_state(str(event.get("state", "")), now)
+            was_starting, self._is_starting = self._is_starting, event.get("state") in _BEFORE
+            if event.get("state") == facts.RUNNING and was_starting and self._begun is not None:
+                return [self._summary(self._begun, now)]
         elif what == "finished":
             self._is_starting, self._progress = False, None
-        return []
-
-    def _take_job_state(self, state: str, now: float) -> list[str]:
-        was_starting, self._is_starting = self._is_starting, state in _BEFORE
-        if state == facts.RUNNING and was_starting and self._begun is not None:
-            return [self._summary(self._begun, now)]
         return []
 
     def _take_state(self, state: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ agents' records and marks; and, for emergencies, my processes by their command l
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +137,7 @@ def _preview(folders: Sequence[JobFolder], options: Mapping[str, Any]) -> int:
         if not options["as_json"]:
             print_out(f"{folder.id}: {state}\n")
             _show_jobs(found, chosen)
-            _tell(result, "no process of it")
+            _tell(result, "no process of it is")
     if options["as_json"]:
         print_json(SCHEMA, dry_run=True, exit_code=code, jobs=told)
     return code
@@ -158,41 +158,56 @@ class Result:
     @property
     def problems(self) -> dict[str, Problem]:
         """The hosts that did not answer, and why."""
-        return _problems(self.found, self.swept)
+        answers = [*self.found.items(), *self.swept.items()]
+        return {host: each for host, each in answers if isinstance(each, Problem)}
 
     @property
     def done(self) -> dict[str, Any]:
-        """What hosts say of what they ended, by job."""
-        return _values(self.swept)
+        """What hosts say of what they ended, by job; processes that matched are those of the job ""."""
+        return {host: each.value for host, each in self.swept.items() if isinstance(each, HostAnswer)}
 
     @property
     def code(self) -> int:
         """The exit code."""
         left = any(report["left"] for by_job in self.done.values() for report in by_job.values())
-        return _exit_code(left, self.problems)
+        return facts.EXIT_LEFT if left else facts.EXIT_PREFLIGHT if self.problems else 0
+
+
+def _swept(
+    backend: Backend,
+    hosts: Sequence[Host],
+    options: Mapping[str, Any],
+    look: Callable[[Fleet], tuple[Found, Sequence[HostJob]]],
+    end: Callable[[Fleet, Sequence[HostJob]], Found],
+) -> Result:
+    """Show what `look` finds on hosts, and let `end` end it, if the user agrees."""
+    with Fleet(backend, hosts) as fleet:
+        found, chosen = look(fleet)
+        is_ending = bool(chosen) and not options["dry_run"]
+        if is_ending and options["yes"]:
+            return Result(found, chosen, end(fleet, chosen))
+    if not is_ending:
+        return Result(found, chosen, is_dry=options["dry_run"])
+    agree(f"End these {sum(len(each.processes) for each in chosen)} processes?", False)
+    names = {each.host for each in chosen}
+    with Fleet(backend, [host for host in hosts if host.name in names]) as fleet:
+        return Result(found, chosen, end(fleet, chosen))
 
 
 def _sweep(backend: Backend, hosts: Sequence[Host], wanted: Sequence[str], options: Mapping[str, Any]) -> int:
     """End jobs of mine, found by agents' records and marks, on hosts; return the exit code."""
-    grace_s: float | None = options["grace"]
-    swept: Found = {}
-    with Fleet(backend, hosts) as fleet:
+
+    def look(fleet: Fleet) -> tuple[Found, Sequence[HostJob]]:
         found, chosen = survey(fleet, wanted, options["stale"])
         if not options["as_json"]:
             _show_jobs(found, chosen)
-        is_ending = bool(chosen) and not options["dry_run"]
-        if is_ending and options["yes"]:
-            swept = end_jobs(fleet, chosen, grace_s)
-    if is_ending and not options["yes"]:
-        agree(f"End these {sum(len(each.processes) for each in chosen)} processes?", False)
-        names = {each.host for each in chosen}
-        with Fleet(backend, [host for host in hosts if host.name in names]) as fleet:
-            swept = end_jobs(fleet, chosen, grace_s)
-    result = Result(found, chosen, swept, options["dry_run"])
+        return found, chosen
+
+    result = _swept(backend, hosts, options, look, lambda fleet, chosen: end_jobs(fleet, chosen, options["grace"]))
     if options["as_json"]:
         print_json(SCHEMA, dry_run=result.is_dry, exit_code=result.code, hosts=_rows_as_json(result))
     else:
-        _tell(result, "no stale job" if options["stale"] else "no job of mine")
+        _tell(result, "no stale job is" if options["stale"] else "no job of mine is")
     return result.code
 
 
@@ -284,21 +299,23 @@ def _show_jobs(found: Found, chosen: Sequence[HostJob]) -> None:
 
 
 def _tell(result: Result, nothing: str) -> None:
+    """Say what was ended. `nothing`: what is said if there was nothing; if it ends in "is", with where that is so."""
     names = questions.names(result.chosen)
     for host, by_job in result.done.items():
         for mark, report in by_job.items():
-            job = names.get(mark, mark)
             count = len(report["ended"])
-            ended = f"ended {count} process{'' if count == 1 else 'es'}" if count else "nothing had to be ended"
-            print_out(f"{host}: {job}: {ended}\n")
-            for pid, command in report["left"]:
-                print_out(f"{host}: {job}: pid {pid} ({command}) did not end\n")
+            ended = [f"ended {count} process{'' if count == 1 else 'es'}" if count else "nothing had to be ended"]
+            if not mark:
+                ended = [f"ended pid {pid} ({command})" for pid, command in report["ended"]]
+            left = [f"pid {pid} ({command}) did not end" for pid, command in report["left"]]
+            before = f"{host}: {names.get(mark, mark)}: " if mark else f"{host}: "
+            print_out("".join(f"{before}{line}\n" for line in (*ended, *left)))
     tell_problems(result.problems)
     if not result.chosen:
         where = "there"
         if result.problems:
             where = "on the other hosts" if len(result.problems) < len(result.found) else "known of"
-        print_out(f"{nothing} is {where}\n")
+        print_out(f"{nothing} {where}\n" if nothing.endswith(" is") else f"{nothing}\n")
     elif result.is_dry:
         print_out("nothing was ended (--dry-run)\n")
 
@@ -319,50 +336,45 @@ def _by_match(options: Mapping[str, Any]) -> int:
     _, backend, hosts = hosts_of(options, {})
     grace_s = Limits().grace_s if options["grace"] is None else options["grace"]
     asked = {"regex": options["match"], "kill": False, "spare": _spared()}
-    with Fleet(backend, hosts) as fleet:
+
+    def look(fleet: Fleet) -> tuple[Found, Sequence[HostJob]]:
         found = fleet.ask("match", asked, SURVEY_S)
-    chosen = {host: questions.processes(value["found"]) for host, value in _values(found).items() if value["found"]}
-    if not options["as_json"]:
-        rows = {
-            host: [(str(row.pid), formats.age(row.age_s), row.command) for row in each] for host, each in chosen.items()
-        }
-        _print_table(("HOST", "PID", "AGE", "COMMAND"), found, rows)
-    swept: Found = {}
-    if chosen and not options["dry_run"]:
-        agree(f"End these {sum(map(len, chosen.values()))} processes?", options["yes"])
-        # Exactly what was shown: something else may match by now.
-        only = {host: [[each.pid, each.start] for each in rows] for host, rows in chosen.items()}
-        with Fleet(backend, [host for host in hosts if host.name in chosen]) as fleet:
-            swept = fleet.ask(
-                "match",
-                lambda host: {**asked, "kill": True, "grace_s": grace_s, "only": only[host]},
-                grace_s + SLACK_S,
-            )
-    problems, done = _problems(found, swept), _values(swept)
-    code = _exit_code(any(report["left"] for report in done.values()), problems)
-    if options["as_json"]:
-        told = [
-            {
-                "host": host,
-                "problem": asdict(problems[host]) if host in problems else None,
-                "found": [asdict(row) for row in chosen.get(host, ())],
-                **{name: done.get(host, {}).get(name, []) for name in ("ended", "left")},
+        answers = {host: each.value["found"] for host, each in found.items() if isinstance(each, HostAnswer)}
+        none = facts.AGENT_NONE
+        chosen = [HostJob(host, "", none, none, questions.processes(each)) for host, each in answers.items() if each]
+        if not options["as_json"]:
+            rows = {
+                each.host: [(str(row.pid), formats.age(row.age_s), row.command) for row in each.processes]
+                for each in chosen
             }
-            for host in found
-        ]
-        print_json(SCHEMA, dry_run=options["dry_run"], exit_code=code, hosts=told)
-        return code
-    for host, report in done.items():
-        for pid, command in report["ended"]:
-            print_out(f"{host}: ended pid {pid} ({command})\n")
-        for pid, command in report["left"]:
-            print_out(f"{host}: pid {pid} ({command}) did not end\n")
-    tell_problems(problems)
-    if not chosen:
-        print_out(f"nothing matches {options['match']!r}\n")
-    elif options["dry_run"]:
-        print_out("nothing was ended (--dry-run)\n")
-    return code
+            _print_table(("HOST", "PID", "AGE", "COMMAND"), found, rows)
+        return found, chosen
+
+    def end(fleet: Fleet, chosen: Sequence[HostJob]) -> Found:
+        # Exactly what was shown: something else may match by now.
+        only = {each.host: [[row.pid, row.start] for row in each.processes] for each in chosen}
+        more = {**asked, "kill": True, "grace_s": grace_s}
+        found = fleet.ask("match", lambda host: {**more, "only": only[host]}, grace_s + SLACK_S, list(only))
+        return {
+            host: HostAnswer({"": each.value}) if isinstance(each, HostAnswer) else each for host, each in found.items()
+        }
+
+    result = _swept(backend, hosts, options, look, end)
+    if not options["as_json"]:
+        _tell(result, f"nothing matches {options['match']!r}")
+        return result.code
+    problems, chosen = result.problems, {each.host: each.processes for each in result.chosen}
+    told = [
+        {
+            "host": host,
+            "problem": asdict(problems[host]) if host in problems else None,
+            "found": [asdict(row) for row in chosen.get(host, ())],
+            **{name: result.done.get(host, {"": {}})[""].get(name, []) for name in ("ended", "left")},
+        }
+        for host in result.found
+    ]
+    print_json(SCHEMA, dry_run=result.is_dry, exit_code=result.code, hosts=told)
+    return result.code
 
 
 def _spared() -> list[list[Any]]:
@@ -372,19 +384,6 @@ def _spared() -> list[list[Any]]:
 
 
 # ---------------------------------------------------------------------- answers and output
-
-
-def _problems(*each_of: Found) -> dict[str, Problem]:
-    return {host: each for found in each_of for host, each in found.items() if isinstance(each, Problem)}
-
-
-def _values(found: Found) -> dict[str, Any]:
-    return {host: each.value for host, each in found.items() if isinstance(each, HostAnswer)}
-
-
-def _exit_code(left: bool, problems: Mapping[str, Problem]) -> int:
-    """Return the exit code; `left`: a process did not end, `problems`: hosts that did not answer, and why."""
-    return facts.EXIT_LEFT if left else facts.EXIT_PREFLIGHT if problems else 0
 
 
 def _print_table(headings: Sequence[str], found: Found, rows: Mapping[str, Sequence[Sequence[str]]]) -> None:

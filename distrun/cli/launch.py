@@ -98,15 +98,16 @@ def _launch(
         console.say(note)
     store = JobStore()
     job = plan_job(_request(command, options, console, launcher=launcher, found=found, env=env), store)
-    if options["shows"] and not isinstance(job, QueuedJob):
-        from distrun.jobs import choose
-
-        tasks = [{"name": task.name, "role": task.role} for task in job.plan.tasks]
-        choose(tasks, [each for each in options["shows"] if each != ERRORS])
     if not isinstance(job, QueuedJob):
-        for note in _unused(job.plan, found) if found else ():
-            console.say(note)
-        for note in device_notes(job.plan) if job.plan.gpus_per_worker else ():
+        if options["shows"]:
+            from distrun.jobs import choose
+
+            tasks = [{"name": task.name, "role": task.role} for task in job.plan.tasks]
+            choose(tasks, [each for each in options["shows"] if each != ERRORS])
+        notes = _unused(job.plan, found) if found else []
+        if job.plan.gpus_per_worker:
+            notes += device_notes(job.plan)
+        for note in notes:
             console.say(note)
         for warning in device_warnings(job.plan):
             console.say(warning, "warning")
@@ -124,9 +125,9 @@ def _launch(
     console.attach(folder.log_path, folder.id, lambda: counts if counts[0] else placed(folder), time.monotonic())
     console.say(f"job {folder.id} ({_where(job, options['launcher'])})")
     console.say(f"job {folder.id}: logs in {folder.path / 'logs'}", "debug")
-    outcome = launching.launch(job, folder, console, options["verbosity"], options["detach"])
+    outcome = launching.launch(job, folder, console, options["verbosity"])
     if isinstance(outcome, Detached):
-        return _leave(outcome, store, folder, job, console, asked=options["detach"])
+        return _leave(outcome, store, folder, job, console)
     console.end_output()
     if not outcome.exit_code and not options["as_json"]:
         return 0
@@ -141,21 +142,12 @@ def _launch(
 
 
 def _leave(
-    detached: Detached,
-    store: JobStore,
-    folder: JobFolder,
-    job: PlannedJob | QueuedJob,
-    console: Console,
-    *,
-    asked: bool,
+    detached: Detached, store: JobStore, folder: JobFolder, job: PlannedJob | QueuedJob, console: Console
 ) -> int:
-    """Say that the job goes on without this terminal; return the exit code. `asked`: by --detach."""
-    if asked:
-        how = (
-            f"{job.backend.name} has it; to follow it"
-            if isinstance(job, QueuedJob)
-            else "all tasks run; to follow them"
-        )
+    """Say that the job goes on without this terminal; return the exit code."""
+    if job.request.detach:
+        is_queued = isinstance(job, QueuedJob)
+        how = f"{job.backend.name} has it; to follow it" if is_queued else "all tasks run; to follow them"
         console.say(f"{how}: distrun attach {folder.id}")
         console.write_out(folder.id + "\n")
         return 0
@@ -343,18 +335,14 @@ def _unused(plan: Plan, found: Inventory) -> list[str]:
 def _show(job: PlannedJob | QueuedJob, as_json: bool, whole: bool, console: Console) -> None:
     from distrun.cli import dryrun
 
+    told: str | dict[str, Any]
     if isinstance(job, QueuedJob):
         shown = job.backend.script(job.request, job.setup.job_id, job.setup.nonce, Path("{folder}"))
-        if as_json:
-            console.write_out(json.dumps(dryrun.queued_as_json(job, *shown), indent=2) + "\n")
-        else:
-            console.write_out(dryrun.queued_as_text(job, *shown))
-        return
-    rendered = job.backend.render(job.plan)
-    if as_json:
-        console.write_out(json.dumps(dryrun.as_json(job.plan, rendered), indent=2) + "\n")
+        told = dryrun.queued_as_json(job, *shown) if as_json else dryrun.queued_as_text(job, *shown)
     else:
-        console.write_out(dryrun.as_text(job.plan, rendered, whole))
+        rendered = job.backend.render(job.plan)
+        told = dryrun.as_json(job.plan, rendered) if as_json else dryrun.as_text(job.plan, rendered, whole)
+    console.write_out(told if isinstance(told, str) else json.dumps(told, indent=2) + "\n")
 
 
 # Some systems end a user's processes at logout, daemons too (KillUserProcesses of systemd-logind). There a detached job

@@ -380,13 +380,7 @@ PieceSource = _LogFiles | RecordedOutput | ForwardedOutput
 class _LogPrinter:
     """Prints what a source gives. `lines`: only so many of the last lines of what is there at the beginning."""
 
-    def __init__(
-        self,
-        source: PieceSource,
-        replay: Replay,
-        region: Region | None,
-        lines: int | None = None,
-    ) -> None:
+    def __init__(self, source: PieceSource, replay: Replay, region: Region | None, lines: int | None = None) -> None:
         self._source = source
         self._replay = replay
         self._region = region

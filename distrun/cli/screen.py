@@ -497,11 +497,9 @@ class Feed:
     def _ended(self, rows: list[ScreenRow]) -> bytes:
         """Return the lines that rows have become, without blank bars and those that were printed as they are."""
         return b"".join(
-            [
-                self._line(row.visible)
-                for row in rows
-                if not (row.printed and row.visible == row.printed) and not (row.is_bar and is_blank(row.visible))
-            ]
+            self._line(row.visible)
+            for row in rows
+            if not (row.printed and row.visible == row.printed) and not (row.is_bar and is_blank(row.visible))
         )
 
     def _lines(self, whole: bytes) -> bytes:

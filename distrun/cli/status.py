@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -223,9 +224,7 @@ def _on_hosts(wanted: str | None, as_json: bool, options: Mapping[str, Any]) -> 
     code = facts.EXIT_PREFLIGHT if problems else 0
     if as_json:
         rows = hosts_as_json(
-            answers,
-            found,
-            lambda job: {name: getattr(job, name) for name in ("age_s", "quiet_s", "lease_s", "tasks")},
+            answers, found, lambda job: {name: getattr(job, name) for name in ("age_s", "quiet_s", "lease_s", "tasks")}
         )
         print_json(SCHEMA, time=rfc3339(time.time()), exit_code=code, hosts=rows)
         return code
@@ -445,7 +444,8 @@ class _JobFollower:
         if not is_wanted and _lasting(state) == _lasting(self.state):
             return
         self.state = state
-        shown = view_as_json(self._view.with_state(state), time.time())
+        told = replace(self._view, state=state, seen_s=None, problem="", fix="")  # by its coordinator, just now
+        shown = view_as_json(told, time.time())
         _write("update", self._view.id, state=shown)
 
     def _end(self, told: session.Frame | None) -> Outcome | None:

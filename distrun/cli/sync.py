@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun.cli.common import current_folder, hosts_of, takes
-from distrun.cli.console import print_err, print_json
+from distrun.cli.console import print_err, print_json, terminal_size
 from distrun.errors import SyncError, UsageError
 from distrun.options import COPYING, HOSTS
 from distrun.sync.copier import REPORT_S, Copier, CopyRequest, error
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 SCHEMA = "distrun.sync/1"
 DST_DIR, *RULES, DELETE = COPYING
+MEMBERS = ("host", "names", "ok", "same", "shared", "files", "code", "reason", "fix", "words")
+"""Members of a result that have the same names in JSON."""
 REFRESH_S = 0.25
 """Between two states of the line of progress on a terminal."""
-WIDE = 80
-"""Columns of a terminal that does not say how many it has."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -100,20 +100,8 @@ def sync(**options: Any) -> int:
 
 def as_json(result: CopyResult) -> dict[str, Any]:
     """Return a result in its JSON form."""
-    return {
-        "host": result.host,
-        "names": list(result.names),
-        "ok": result.ok,
-        "same": result.same,
-        "shared": result.shared,
-        "files": result.files,
-        "bytes": result.size,
-        "seconds": round(result.seconds, 3),
-        "code": result.code,
-        "reason": result.reason,
-        "fix": result.fix,
-        "words": list(result.words),
-    }
+    same = {name: getattr(result, name) for name in MEMBERS}
+    return {**same, "bytes": result.size, "seconds": round(result.seconds, 3)}
 
 
 def _facts(source: str, options: Mapping[str, Any], tree: Tree) -> dict[str, Any]:
@@ -141,16 +129,9 @@ class _ProgressScreen:
             print_err(f"{_CLEAR if self._shown else ''}distrun: {mark}{text}\n")
             self._shown = ""
 
-    @staticmethod
-    def _columns() -> int:
-        try:
-            return os.get_terminal_size(2).columns or WIDE
-        except OSError:
-            return WIDE
-
     def progress(self, text: str) -> None:
         """Replace the line of progress; empty: take it away."""
-        text = text[: max(0, self._columns() - 1)]
+        text = text[: max(0, terminal_size(2)[0] - 1)]
         if text != self._shown:
             print_err(_CLEAR + text if self._shown else text)
             self._shown = text

@@ -242,31 +242,21 @@ def of(metrics: Mapping[str, object]) -> ProgressView | None:
     if not told:
         return None
     tasks = {name: source.members(each) for name, each in source.members(metrics.get("tasks")).items()}
-    step, rate, eta_s = (
-        source.whole(told.get("step")),
-        source.finite(told.get("rate")),
-        source.finite(told.get("eta_s")),
-    )
-    steps = _steps(tasks, step or 0)
+    known = source.known(ProgressView, told)
+    rate, eta_s, slowest = (known[name] for name in ("rate", "eta_s", "slowest"))
+    steps = _steps(tasks, known["step"] or 0)
     behind = _behind(steps, rate or 0.0)
-    slowest = source.string(told.get("slowest"))
     is_stalled = tasks.get(slowest, {}).get("condition") == facts.STALLED
     if not is_stalled:
         late = {name for name, each in tasks.items() if each.get("condition") == facts.STRAGGLER}.union(behind)
-        slowest = min(late, key=lambda name: (steps.get(name, 0), name), default="")
-    return ProgressView(
-        step=step,
-        total=source.whole(told.get("total")),
-        phase=source.whole(told.get("phase")) or 0,
-        fraction=source.finite(told.get("fraction")),
+        known["slowest"] = min(late, key=lambda name: (steps.get(name, 0), name), default="")
+    known.update(
         eta_s=None if is_stalled or eta_s is None or not 0 <= eta_s < formats.LONG_S else eta_s,
         rate=rate if rate is not None and rate > 0 else None,
-        loss=source.number(told.get("loss")),
+        loss=source.number(told.get("loss")),  # it may be infinite, or none
         values={name: value for name, value in source.numbers(told.get("values")).items() if name != "loss"},
-        slowest=slowest,
-        behind=behind,
-        is_stalled=is_stalled,
     )
+    return ProgressView(**known, behind=behind, is_stalled=is_stalled)
 
 
 def _steps(tasks: Mapping[str, Mapping[str, object]], least: int) -> dict[str, int]:

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distrun.dashboard import rows, text
@@ -14,7 +14,7 @@ from distrun.dashboard.loop import Ended, Input, Signals, ending, first_connecti
 from distrun.dashboard.model import Model
 from distrun.dashboard.terminal import Appearance, Terminal
 from distrun.dashboard.text import Glyphs, Line
-from distrun.dashboard.user import MOVES, moved
+from distrun.dashboard.user import MOVES, ViewSelection, moved
 from distrun.errors import DistrunError
 from distrun.jobs import THERE_S, JobView
 from distrun.jobs import look as look_at
@@ -36,7 +36,7 @@ def watch(read: Callable[[], Sequence[Model]], find: Callable[[str], JobFolder],
         look: how it is drawn.
     """
     with Signals() as signals, Terminal(look=look) as terminal:
-        jobs = JobsScreen(read, terminal, signals, is_ascii=look.is_ascii)
+        jobs = JobsScreen(read, terminal, signals)
         while True:
             chosen = jobs.run()
             if isinstance(chosen, Ended):
@@ -47,22 +47,13 @@ def watch(read: Callable[[], Sequence[Model]], find: Callable[[str], JobFolder],
             except DistrunError as err:
                 jobs.say(str(err))
                 continue
-            ended = show(folder, connection, terminal, signals, look)
+            ended = show(folder, connection, terminal, signals)
             if ended.signal is not None:
                 return ended
 
 
-@dataclass(frozen=True)
-class JobsLook:
-    """What of the table is looked at."""
-
-    chosen: str = ""
-    first: int = 0
-    message: str = ""
-
-
 def picture(
-    models: Sequence[Model], look: JobsLook, columns: int, height: int, glyphs: Glyphs, *, now: float
+    models: Sequence[Model], look: ViewSelection, columns: int, height: int, glyphs: Glyphs, *, now: float
 ) -> tuple[list[Line], int, int]:
     """Return the lines of the table, its first visible row and how many rows are visible. No side effects.
 
@@ -102,28 +93,19 @@ class JobsScreen:
         read: returns the jobs that are shown.
         terminal: taken already.
         signals: entered already.
-        is_ascii: marks are ASCII.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], Sequence[Model]],
-        terminal: Terminal,
-        signals: Signals,
-        *,
-        is_ascii: bool = False,
-    ) -> None:
+    def __init__(self, read: Callable[[], Sequence[Model]], terminal: Terminal, signals: Signals) -> None:
         self._read = read
         self._terminal = terminal
-        self._glyphs = text.ASCII if is_ascii else text.UNICODE
         self._input = Input(terminal, signals)
-        self._look = JobsLook()
+        self._look = ViewSelection()
         self._ids: list[str] = []
         self._room = 1
 
     def say(self, message: str) -> None:
         """Show a message until the next key."""
-        self._look = JobsLook(self._look.chosen, self._look.first, message)
+        self._look = replace(self._look, message=message)
 
     def run(self) -> Ended | str:
         """Show the table until the user chooses a job, whose id is returned, or leaves."""
@@ -156,7 +138,7 @@ class JobsScreen:
                 self._terminal.redraw()
             elif key in MOVES and self._ids:
                 chosen = self._ids[moved(key, at, len(self._ids) - 1, self._room)]
-                self._look = JobsLook(chosen, self._look.first)
+                self._look = replace(self._look, chosen=chosen)
         return None
 
     def _draw(self, models: Sequence[Model]) -> None:
@@ -164,8 +146,8 @@ class JobsScreen:
             return
         self._ids = [each.job.id for each in models]
         columns, height = self._terminal.size()
-        lines, first, self._room = picture(models, self._look, columns, height, self._glyphs, now=time.time())
-        self._look = JobsLook(self._look.chosen, first, self._look.message)
+        lines, first, self._room = picture(models, self._look, columns, height, self._terminal.glyphs, now=time.time())
+        self._look = replace(self._look, first=first)
         self._terminal.draw(lines)
 
 

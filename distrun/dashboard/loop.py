@@ -55,7 +55,7 @@ def watch(folder: JobFolder, look: Appearance) -> Ended:
     """
     connection = first_connection(folder)  # before the screen is taken: ssh may ask for a password
     with Signals() as signals, Terminal(look=look) as terminal:
-        return show(folder, connection, terminal, signals, look)
+        return show(folder, connection, terminal, signals)
 
 
 def follow(folder: JobFolder, write: Callable[[str], bool]) -> Ended:
@@ -86,25 +86,15 @@ def follow(folder: JobFolder, write: Callable[[str], bool]) -> Ended:
                 source.send("state")
 
 
-def show(
-    folder: JobFolder,
-    connection: ControlConnection | None,
-    terminal: Terminal,
-    signals: Signals,
-    look: Appearance,
-) -> Ended:
+def show(folder: JobFolder, connection: ControlConnection | None, terminal: Terminal, signals: Signals) -> Ended:
     """Show a job on a terminal that is taken, until the user leaves. `connection`: that of `first_connection`."""
     with _source(folder, connection) as source:
-        is_elsewhere = remote_jobs.is_elsewhere(folder)
-        return Dashboard(folder, source, terminal, signals, is_elsewhere=is_elsewhere, is_ascii=look.is_ascii).run()
+        return Dashboard(folder, source, terminal, signals).run()
 
 
 @contextlib.contextmanager
 def _source(folder: JobFolder, connection: ControlConnection | None) -> Iterator[FrameSource]:
-    def refresh(found: JobFolder) -> str:
-        return remote_jobs.refreshed(found, may_ask=False)
-
-    made = FrameSource(folder, lambda found: client.connect(found, may_ask=False), refresh)
+    made = FrameSource(folder)
     made.start(connection, has_events=not remote_jobs.is_elsewhere(folder))
     try:
         yield made
@@ -233,27 +223,16 @@ class Dashboard:
         source: gives frames.
         terminal: taken already.
         signals: entered already.
-        is_elsewhere: until the job is over its logs are on another machine, and its coordinator sends them.
-        is_ascii: charts are drawn in ASCII.
     """
 
-    def __init__(
-        self,
-        folder: JobFolder,
-        source: FrameSource,
-        terminal: Terminal,
-        signals: Signals,
-        *,
-        is_elsewhere: bool = False,
-        is_ascii: bool = False,
-    ) -> None:
+    def __init__(self, folder: JobFolder, source: FrameSource, terminal: Terminal, signals: Signals) -> None:
         self.model = Model(folder.id)
         self._folder = folder
         self._source = source
         self._terminal = terminal
         self._input = Input(terminal, signals)
-        self._is_elsewhere = is_elsewhere
-        self._glyphs = text.ASCII if is_ascii else text.UNICODE
+        self._is_elsewhere = remote_jobs.is_elsewhere(folder)
+        """Until the job is over its logs are on another machine, and its coordinator sends them."""
         self._user = User()
         self._shown = VisibleRows()
         self._held: tuple[Model, float] | None = None
@@ -376,7 +355,7 @@ class Dashboard:
             self._held = None
         model, when = self._held or (self.model, wall)
         columns, rows = terminal.size()
-        options = view.Options(columns, rows, self._glyphs)
+        options = view.Options(columns, rows, terminal.glyphs)
         extra = view.TaskExtra(self._log, self._stack)
         picture = view.picture(model, look, options, when, extra)
         self._shown = picture.shown

@@ -417,10 +417,7 @@ class Model:
         slowest = store.slowest
         values = {
             "loss": self.progress.loss if self.progress is not None else None,
-            "push_s": store.push_s,
-            "pull_s": store.pull_s,
-            "queue": store.queue,
-            "staleness": store.staleness,
+            **{name: getattr(store, name) for name in ("push_s", "pull_s", "queue", "staleness")},
             "lag": slowest[1] if slowest else None,
         }
         for name, value in values.items():

@@ -23,21 +23,13 @@ REST_LEAST = 12
 REST_WANTED, LEAST = 40, 2
 """Columns that the last one gets before those that matter least (`Column.keep`)."""
 STYLES = {
-    facts.RUNNING: text.CYAN,
-    facts.STARTING: text.CYAN,
-    facts.EXITED: text.GREEN,
-    facts.SUCCEEDED: text.GREEN,
-    facts.FAILED: text.RED,
-    facts.LOST: text.RED,
-    facts.DAMAGED: text.RED,
-    facts.STALLED: text.RED,
-    facts.PENDING: text.DIM,
-    facts.STOPPED: text.DIM,
-    "ok": text.PLAIN,
-    "": text.PLAIN,
-    "runs": text.CYAN,
-    "agent gone": text.RED,
-    "cannot be asked": text.RED,
+    **dict.fromkeys((facts.RUNNING, facts.STARTING, "runs"), text.CYAN),
+    **dict.fromkeys((facts.EXITED, facts.SUCCEEDED), text.GREEN),
+    **dict.fromkeys(
+        (facts.FAILED, facts.LOST, facts.DAMAGED, facts.STALLED, "agent gone", "cannot be asked"), text.RED
+    ),
+    **dict.fromkeys((facts.PENDING, facts.STOPPED), text.DIM),
+    **dict.fromkeys(("ok", ""), text.PLAIN),
 }
 """Styles of words; others are yellow. The word says it all; the colour helps to find it."""
 
@@ -301,9 +293,7 @@ def tasks(
         Column("GMEM", lambda row: formats.short_size(_most(task.gpu_mem for task in row)), keep=4),
         Column("STEP", lambda row: _shown(min(_known(task.step for task in row), default=None)), keep=6),
         Column(
-            "LAST",
-            lambda row: "" if row[0].is_over else _age(_most(task.quiet_s for task in row), since_s),
-            keep=9,
+            "LAST", lambda row: "" if row[0].is_over else _age(_most(task.quiet_s for task in row), since_s), keep=9
         ),
         Column("CPU TIME", lambda row: "" if row[0].cpu_s is None else f"{row[0].cpu_s:.1f} s", keep=1),
         Column("CODE", lambda row: row[0].code if len({task.code for task in row}) == 1 else "various", keep=12),
@@ -333,8 +323,7 @@ def hosts(groups: Sequence[Sequence[HostView]], room: int, since_s: float, glyph
         Column("CPU", lambda group: formats.percent(_mean(host.cpu for host in group))),
         Column("LOAD", lambda group: _load(_mean(host.load for host in group)), keep=5),
         Column(
-            "MEM",
-            lambda group: _part(_sum(host.mem_used for host in group), _sum(host.mem_total for host in group)),
+            "MEM", lambda group: _part(_sum(host.mem_used for host in group), _sum(host.mem_total for host in group))
         ),
         Column(
             "DISK FREE",

@@ -40,21 +40,11 @@ END_S = 2.0
 class FrameSource:
     """The frames of one job, and one that no coordinator sends: `link` says why nothing comes, empty if it does.
 
-    Arguments:
-        folder: the job's folder on this machine.
-        connect: returns a connection to the coordinator (`client.connect`).
-        refresh: fetches what is new of a job whose folder is elsewhere; returns a warning.
+    `folder`: the job's folder on this machine.
     """
 
-    def __init__(
-        self,
-        folder: JobFolder,
-        connect: Callable[[JobFolder], ControlConnection],
-        refresh: Callable[[JobFolder], str] = lambda folder: "",
-    ) -> None:
+    def __init__(self, folder: JobFolder) -> None:
         self._folder = folder
-        self._connect = connect
-        self._refresh = refresh
         self._lock = threading.Lock()
         self._frames: deque[Frame] = deque(maxlen=WAITING)
         self._connection: ControlConnection | None = None
@@ -74,8 +64,8 @@ class FrameSource:
             has_events: the folder has the job's events; otherwise only those of what was checked before its start.
         """
         self._connection = connection
-        if has_events:
-            self._put_past_events()
+        for event in self._folder.last_events(EVENTS_SIZE) if has_events else ():
+            self._tell("event", event=event)
         self._put_state()
         if connection is not None:
             self._greet(connection)
@@ -141,15 +131,18 @@ class FrameSource:
 
     def _has_ended(self) -> bool:
         """Look into the folder; return whether the job is over."""
-        with contextlib.suppress(DistrunError):
-            self._refresh(self._folder)
+        from distrun import remote_jobs  # not for the readers of members
+
+        remote_jobs.refreshed(self._folder, may_ask=False)  # what it warns of, `link` says
         return self._put_state() not in facts.GOING
 
     def _reconnect(self) -> None:
         """Look again and again for the coordinator, or in the folder, until there is one or the job is over."""
+        from distrun import client
+
         while not self._is_ending.is_set():
             try:
-                connection = self._connect(self._folder)
+                connection = client.connect(self._folder, may_ask=False)
             except (DistrunError, JobStoreError) as err:
                 where = self._control()
                 if where is not None:
@@ -189,10 +182,6 @@ class FrameSource:
         if state["state"] == facts.LOST:
             self._tell("link", why=f"its coordinator is gone; distrun kill {self._folder.id} ends what is left")
         return str(state["state"])
-
-    def _put_past_events(self) -> None:
-        for event in self._folder.last_events(EVENTS_SIZE):
-            self._tell("event", event=event)
 
     def _tell(self, kind: str, **members: object) -> None:
         """Put a frame of our own: what a coordinator would send, or why nothing comes from it."""

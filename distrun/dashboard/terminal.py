@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from distrun.dashboard import text
-from distrun.dashboard.text import Line
+from distrun.dashboard.text import Glyphs, Line
 
 READ_SIZE = 4096
 GIVE_BACK_S = 0.5
@@ -223,6 +223,11 @@ class Terminal:
             return None if err.errno != errno.EAGAIN else b""
 
     # ------------------------------------------------------------------ drawing
+
+    @property
+    def glyphs(self) -> Glyphs:
+        """The characters of charts and marks."""
+        return text.ASCII if self._look.is_ascii else text.UNICODE
 
     @property
     def out(self) -> int:

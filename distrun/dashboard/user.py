@@ -170,14 +170,11 @@ class User:
             ends: list[Action] = [Action.LOG] if look.mode == LOG and key != "l" else []
             return ends + self._open(key, look.chosen)
         most = max(0, shown.lines - shown.page)
-        # A log is counted from its end, which it follows.
-        sign = -1 if look.mode == LOG else 1
-        steps = {"up": -1, "k": -1, "down": 1, "j": 1, "pgup": -shown.page, "pgdn": shown.page, " ": shown.page}
-        if key in steps:
-            self.look = replace(look, first=max(0, min(most, look.first + sign * steps[key])))
-        elif key in ("home", "end", "g", "G"):
-            is_start = key in ("home", "g")
-            self.look = replace(look, first=most if is_start == (look.mode == LOG) else 0)
+        key, first = {" ": "pgdn", "g": "home", "G": "end"}.get(key, key), min(look.first, most)
+        if key in MOVES and look.mode == LOG:  # it is counted from its end, which it follows
+            self.look = replace(look, first=most - moved(key, most - first, most, shown.page))
+        elif key in MOVES:
+            self.look = replace(look, first=moved(key, first, most, shown.page))
         return []
 
     def _move(self, key: str, shown: VisibleRows) -> None:

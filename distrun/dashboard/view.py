@@ -7,6 +7,7 @@ smaller than 80x24 gets the header and the table only. Rows that do not fit are 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -235,9 +236,7 @@ def _no_tasks(model: Model, look: ViewSelection) -> str:
 
 def _hidden(above: Sequence[Sequence[TaskView]], below: Sequence[Sequence[TaskView]], glyphs: Glyphs) -> Line:
     """Return the line that counts rows for which there is no room."""
-    words: dict[str, int] = {}
-    for row in (*above, *below):
-        words[row[0].word] = words.get(row[0].word, 0) + len(row)
+    words = Counter(task.word for row in (*above, *below) for task in row)
     counted = ", ".join(f"{count} {word}" for word, count in words.items())
     where = f", {len(above)} of them above" if above and below else ", above" if above else ""
     return ((f"  {len(above) + len(below)} more ({counted}){where}", text.DIM),)
@@ -438,13 +437,8 @@ def _side_by_side(wanted: Sequence[_Panel], space: int, options: Options) -> lis
 def _bottom(model: Model, look: ViewSelection, options: Options) -> list[Line]:
     lines: list[Line] = []
     if look.prompt == user.STOP:
-        lines.append(
-            (
-                (f"stop job {model.job.id}? ", text.RED),
-                ("type yes and Enter; any other key: no  ", text.PLAIN),
-                (look.typed, text.BOLD),
-            )
-        )
+        question = (f"stop job {model.job.id}? ", text.RED)
+        lines.append((question, ("type yes and Enter; any other key: no  ", text.PLAIN), (look.typed, text.BOLD)))
     elif look.prompt == user.FILTER:
         lines.append((("filter: ", text.BOLD), (look.typed, text.PLAIN), ("_", text.DIM)))
     elif look.message:
@@ -535,9 +529,8 @@ def _detail(model: Model, look: ViewSelection, options: Options, now: float) -> 
     host = model.hosts.get(task.host)
     for gpu in host.gpus if host is not None else ():
         memory = f"{formats.short_size(gpu.mem_used)}/{formats.short_size(gpu.mem_total)}"
-        lines.append(
-            ((f"  gpu {gpu.index} of {task.host}: {formats.percent(gpu.util)} {memory} {gpu.name}", text.PLAIN),)
-        )
+        used = f"  gpu {gpu.index} of {task.host}: {formats.percent(gpu.util)} {memory} {gpu.name}"
+        lines.append(((used, text.PLAIN),))
     mine = [event for event in model.events if task.name in event.tasks]
     if mine:
         lines += [(), (("  events", text.TITLE),)]

@@ -5,6 +5,7 @@ The facts are those of `distrun_runtime.agent.probe`. Each check is a function o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -347,9 +348,8 @@ def network(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
     """Yield the address that peers would use for data."""
     found = host.facts["network"]
     if found["error"]:
-        yield CheckRow(
-            host.name, "address", BAD, found["error"], "--interface NAME or --subnet CIDR that all hosts have"
-        )
+        fix = "--interface NAME or --subnet CIDR that all hosts have"
+        yield CheckRow(host.name, "address", BAD, found["error"], fix)
         return
     names = [name for name, ip, _ in found["interfaces"] if ip == found["address"]]
     every = ", ".join(dict.fromkeys(name for name, _, _ in found["interfaces"]))
@@ -378,9 +378,8 @@ def gpus(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
         visible = "" if told["visible"] is None else f"; {contract.VISIBLE}={told['visible']}"
         yield CheckRow(host.name, "GPUs", OK, f"{found.kinds}; driver {found.driver}{visible}")
     elif said and not found.how:
-        yield CheckRow(
-            host.name, "GPUs", WARN, f"gpus={said} cannot be checked: {contract.NO_DRIVER}", ON, "nvidia-smi -L"
-        )
+        text = f"gpus={said} cannot be checked: {contract.NO_DRIVER}"
+        yield CheckRow(host.name, "GPUs", WARN, text, ON, "nvidia-smi -L")
 
 
 def loose(host: ExaminedHost, request: DoctorRequest) -> Iterator[CheckRow]:
@@ -407,8 +406,8 @@ def apt(host: ExaminedHost, package: str) -> str:
 
 def version(text: str) -> tuple[int, int]:
     """Return major and minor number of a version."""
-    major, minor = [*text.split("."), "0", "0"][:2]
-    return _number(major), _number(minor)
+    major, minor = (*map(int, re.findall("[0-9]+", text)), 0, 0)[:2]
+    return major, minor
 
 
 def _space(host: str, check: str, place: Mapping[str, Any], text: str) -> CheckRow:
@@ -420,10 +419,6 @@ def _space(host: str, check: str, place: Mapping[str, Any], text: str) -> CheckR
         return CheckRow(host, check, OK, text)
     fix = f"{ON} shows what fills it"
     return CheckRow(host, check, BAD if free < FREE_LEAST else WARN, text, fix, f"df -h {quote(place['near'])}")
-
-
-def _number(text: str) -> int:
-    return int("".join(filter(str.isdigit, text)) or 0)
 
 
 def _failed(host: str, check: str, problem: Problem) -> CheckRow:

@@ -9,9 +9,9 @@ coordinator's loop drives.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from distrun.errors import UsageError
@@ -132,8 +132,11 @@ class HostAnswer:
     value: Any
 
 
-class Fleet:
-    """Connections to the agents of some hosts, from `with` to its end. Not to be shared by threads."""
+class Fleet(contextlib.AbstractContextManager["Fleet"]):
+    """Connections to the agents of some hosts, from `with` to its end. Not to be shared by threads.
+
+    The first question connects.
+    """
 
     def __init__(self, backend: Backend, hosts: Sequence[Host], hello_s: float | None = None) -> None:
         """`hello_s`: how long the first frame of an agent is waited for."""
@@ -142,13 +145,7 @@ class Fleet:
         self.agents = self._questions.agents
         self._loop = HostLoop(self._questions, self._channels, signals=SIGNALS)
 
-    def __enter__(self) -> Fleet:
-        """Do nothing: the first question connects."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """End the agents; at a Ctrl-C without waiting for them."""
         self._questions.let_go(0.0 if kind is not None and not issubclass(kind, Exception) else END_S)
         try:
@@ -359,7 +356,7 @@ def read(host: str, answer: Mapping[str, Any]) -> list[HostJob]:
             str(each["job"]),
             str(each["agent"]),
             str(each["guard"]),
-            tuple(processes(each["processes"])),
+            processes(each["processes"]),
             each.get("quiet_s"),
             each.get("lease_s"),
             each.get("grace_s"),
@@ -369,14 +366,14 @@ def read(host: str, answer: Mapping[str, Any]) -> list[HostJob]:
     ]
 
 
-def processes(rows: Iterable[Mapping[str, Any]]) -> list[JobProcess]:
+def processes(rows: Iterable[Mapping[str, Any]]) -> tuple[JobProcess, ...]:
     """Return the processes that a tool told of."""
-    return [
+    return tuple(
         JobProcess(
             int(row["pid"]), str(row["start"]), str(row["command"]), str(row.get("task") or ""), row.get("age_s")
         )
         for row in rows
-    ]
+    )
 
 
 def chosen(found: Iterable[HostJob], jobs: Sequence[str] = (), stale: bool = False) -> list[HostJob]:

@@ -29,15 +29,7 @@ SYNONYMS = {
     "max_slots": ("max-slots", "slots_max", "slots-max", "cpu_max", "cpu-max", "count_max", "count-max"),
     "port": (),
     "user": ("username", "user-name", "user_name"),
-    "addr": (),
-    "iface": (),
-    "gpus": (),
-    "role": (),
-    "labels": (),
-    "python": (),
-    "workdir": (),
-    "identity": (),
-    "jump": (),
+    **dict.fromkeys(("addr", "iface", "gpus", "role", "labels", "python", "workdir", "identity", "jump"), ()),
 }
 """Attributes, and what else they are called in the files of other programs."""
 

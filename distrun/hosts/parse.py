@@ -102,16 +102,19 @@ def _file(text: str, source: str, state: _ParserState, chain: tuple[str, ...]) -
         if not found:
             continue
         entry = HostEntry(source, number, found[0].at + 1, line)
-        if state.form == "sge":
-            _sge(found, entry, state)
-        elif found[0].text.startswith("@"):
-            _directive(found, entry, state, chain)
-        else:
-            _entry(found, entry, state)
+        try:
+            if state.form == "sge":
+                _sge(found, entry, state)
+            elif found[0].text.startswith("@"):
+                _directive(found, entry, state, chain)
+            else:
+                _entry(found, entry, state)
+        except Fault as fault:
+            state.findings.append(entry.finding(fault, found[0].at))
 
 
 def _entry(found: list[Word], entry: HostEntry, state: _ParserState) -> None:
-    """Read `target attr...`; every error of the line is found."""
+    """Read `target attr...`; every error of the line is found. Raises Fault."""
     target = None
     try:
         target = read_target(found[0].text, state.form)
@@ -139,13 +142,9 @@ def _entry(found: list[Word], entry: HostEntry, state: _ParserState) -> None:
             state.findings.append(entry.finding(fault, word.at))
     if target is None or len(state.findings) > before:
         return
-    try:
-        if target.names.count > 1 and given.get("addr"):
-            text = f"addr={given['addr']} would be the address of {target.names.count} hosts"
-            raise Fault(0, "E116", text)
-        _add(target, given, entry, state)
-    except Fault as fault:
-        state.findings.append(entry.finding(fault, found[0].at))
+    if target.names.count > 1 and given.get("addr"):
+        raise Fault(0, "E116", f"addr={given['addr']} would be the address of {target.names.count} hosts")
+    _add(target, given, entry, state)
 
 
 def _add(target: HostPattern, given: dict[str, object], entry: HostEntry, state: _ParserState) -> None:
@@ -157,35 +156,30 @@ def _add(target: HostPattern, given: dict[str, object], entry: HostEntry, state:
 
 
 def _sge(found: list[Word], entry: HostEntry, state: _ParserState) -> None:
-    """Read `host slots [queue [processors]]`. Queue and processors say nothing that we use."""
-    try:
-        target = read_target(found[0].text, state.form)
-        at = found[1].at - found[0].at if len(found) > 1 else 0
-        count = grammar.slots(found[1].text if len(found) > 1 else "", at=at)
-        if len(found) > 4:
-            text = f"text after host is not slots, queue, processors: {grammar.quote(found[4].text)}"
-            raise Fault(found[4].at - found[0].at, "E113", text)
-        _add(target, {"slots": count}, entry, state)
-    except Fault as fault:
-        state.findings.append(entry.finding(fault, found[0].at))
+    """Read `host slots [queue [processors]]`. Queue and processors say nothing that we use.
+
+    Raises:
+        Fault: its place is counted from the first word; so it is for the other kinds of lines.
+    """
+    target = read_target(found[0].text, state.form)
+    at = found[1].at - found[0].at if len(found) > 1 else 0
+    count = grammar.slots(found[1].text if len(found) > 1 else "", at=at)
+    if len(found) > 4:
+        text = f"text after host is not slots, queue, processors: {grammar.quote(found[4].text)}"
+        raise Fault(found[4].at - found[0].at, "E113", text)
+    _add(target, {"slots": count}, entry, state)
 
 
 def _directive(found: list[Word], entry: HostEntry, state: _ParserState, chain: tuple[str, ...]) -> None:
-    """Read `@include PATH`."""
+    """Read `@include PATH`. Raises Fault."""
+    if found[0].text != "@include":
+        raise Fault(0, "E117", f"expected '@include' or a host, got {grammar.quote(found[0].text)}")
+    if len(found) != 2:
+        raise Fault(0, "E117", f"@include: expected one path, got {len(found) - 1}")
     try:
-        if found[0].text != "@include":
-            text = f"expected '@include' or a host, got {grammar.quote(found[0].text)}"
-            raise Fault(found[0].at, "E117", text)
-        if len(found) != 2:
-            raise Fault(found[0].at, "E117", f"@include: expected one path, got {len(found) - 1}")
-        try:
-            path = grammar.unquote(found[1].text)
-            text, path = _included(path, entry.source, state, chain)
-        except Fault as fault:
-            raise Fault(found[1].at, fault.code, fault.text) from None
+        text, path = _included(grammar.unquote(found[1].text), entry.source, state, chain)
     except Fault as fault:
-        state.findings.append(entry.finding(fault, 0))
-        return
+        raise Fault(found[1].at - found[0].at, fault.code, fault.text) from None
     _file(text, path, state, chain)
 
 

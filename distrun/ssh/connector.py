@@ -80,10 +80,6 @@ class Link(Protocol):
         """Return why there was no agent, after `finish`, from what it wrote to stderr and stdout."""
 
 
-def _ignore(text: str) -> None:
-    pass
-
-
 class Connector:
     """What the connections of one launch share. Of any thread's use."""
 
@@ -107,7 +103,7 @@ class Connector:
         with _held(self._window, abort):
             yield
 
-    def open(self, target: Target, command: str, abort: Abort, warn: Callable[[str], None] = _ignore) -> Link:
+    def open(self, target: Target, command: str, abort: Abort, warn: Callable[[str], None] = lambda text: None) -> Link:
         """Return `command`, started on `target`. With the `ssh` program failures show only when it is read.
 
         Args:

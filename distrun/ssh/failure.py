@@ -326,7 +326,8 @@ def _changed(where: Where, found: re.Match[str]) -> SshFailure:
     print_ = re.search(r"SHA256:[^\s.]+", text)
     name = re.search(r'-R "?([^"\s]+)"?', text) or re.search(r"[Hh]ost key for (\S+) has", text)
     shown = f"{kind[1] if kind else 'a key'} {print_[0] if print_ else 'that is not known'}"
-    return host_key_changed(where, shown, recorded, forget(name[1] if name else known_name(where), path))
+    called = name[1] if name else known_name(where.address or where.host, where.port)
+    return host_key_changed(where, shown, recorded, forget(called, path))
 
 
 def _unverified(where: Where, found: re.Match[str]) -> SshFailure:
@@ -352,7 +353,6 @@ _STDERR: tuple[tuple[str, Callable[[Where, re.Match[str]], SshFailure]], ...] = 
 """What the `ssh` program says, and what it means; the first that is found counts."""
 
 
-def known_name(where: Where) -> str:
+def known_name(name: str, port: int) -> str:
     """Return what a known_hosts file calls a host."""
-    name = where.address or where.host
-    return name if where.port == 22 else f"[{name}]:{where.port}"
+    return name if port == 22 else f"[{name}]:{port}"

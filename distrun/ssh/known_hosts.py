@@ -148,9 +148,10 @@ def matches(names: str, name: str) -> bool:
         return hmac.compare_digest(hmac.new(salt, name.encode(), hashlib.sha1).digest(), digest)
     found = False
     for pattern in names.lower().split(","):
-        # Most are plain names: a regular expression for each would cost more than the key exchange.
+        # Most are plain names: a regular expression for each would cost more than the key exchange. Only * and ? are
+        # special for ssh.
         plain = pattern.lstrip("!")
-        if name == plain or (_WILD.search(plain) and fnmatch.fnmatchcase(name, _literal(plain))):
+        if name == plain or (_WILD.search(plain) and fnmatch.fnmatchcase(name, plain.replace("[", "[[]"))):
             if pattern.startswith("!"):
                 return False
             found = True
@@ -229,8 +230,3 @@ def record(path: str, name: str, kind: str, key: str, hashed: bool = False) -> K
             return status
         file.write(("" if not lines or lines[-1].endswith("\n") else "\n") + line_of(name, kind, key, hashed))
     return KeyStatus(KNOWN)
-
-
-def _literal(pattern: str) -> str:
-    """Return a pattern of ssh (only * and ? are special) as one of fnmatch."""
-    return pattern.replace("[", "[[]")

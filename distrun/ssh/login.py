@@ -53,12 +53,9 @@ class KeyCache:
         """
         with self._lock:
             if (path, passphrase) not in self._keys:
-                self._keys[path, passphrase] = _load(path, passphrase)
+                secret = None if passphrase is None else passphrase.encode()
+                self._keys[path, passphrase] = paramiko.PKey.from_path(path, secret)
             return self._keys[path, passphrase]
-
-
-def _load(path: str, passphrase: str | None) -> Any:
-    return paramiko.PKey.from_path(path, passphrase.encode() if passphrase is not None else None)
 
 
 class SshAgent(AgentSSH):  # type: ignore[misc]  # paramiko has no types

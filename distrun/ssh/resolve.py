@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from distrun.formats import exact
 from distrun.options import BY_KEY
-from distrun.ssh.failure import OTHER, SshFailure, Where
+from distrun.ssh.failure import OTHER, SshFailure, Where, known_name
 from distrun_runtime.contract import environ, process
 from distrun_runtime.contract.dataclass import dataclass
 
@@ -115,14 +115,8 @@ class Target:
     @staticmethod
     def of(spec: HostSpec, **options: str) -> Target:
         """Return the target of a line of the hosts file; `options` are the command line's, for all hosts."""
-        given = {
-            "host": spec.name,
-            "user": spec.user,
-            "port": "" if spec.port is None else str(spec.port),
-            "identity": spec.identity,
-            "jump": spec.jump,
-            "python": spec.python,
-        }
+        given = {name: getattr(spec, name) for name in ("user", "identity", "jump", "python")}
+        given.update(host=spec.name, port="" if spec.port is None else str(spec.port))
         return Target.parse({**options, **{name: value for name, value in given.items() if value}})
 
 
@@ -463,10 +457,7 @@ class Resolved:
     @property
     def known_name(self) -> str:
         """What known_hosts files call it."""
-        if self.host_key_alias:
-            return self.host_key_alias
-        name = self.hostname.lower()
-        return name if self.port == 22 else f"[{name}]:{self.port}"
+        return self.host_key_alias or known_name(self.hostname.lower(), self.port)
 
 
 def resolve(target: Target, alike: Alike | None = None) -> Resolved:
@@ -479,7 +470,7 @@ def resolve(target: Target, alike: Alike | None = None) -> Resolved:
     Raises:
         SshFailure: the configuration cannot be read.
     """
-    if not has_program():
+    if shutil.which(PROGRAM) is None:
         options = _read_files(target)
     else:
         options = _ask_program(target) if alike is None else alike.options(target)
@@ -489,11 +480,6 @@ def resolve(target: Target, alike: Alike | None = None) -> Resolved:
 def many() -> Alike:
     """Return what `resolve` takes where there are many targets."""
     return Alike(_ask_program, _reading)
-
-
-def has_program() -> bool:
-    """Return whether there is an `ssh` program here."""
-    return shutil.which(PROGRAM) is not None
 
 
 def shell(resolved: Resolved, named: bool | None = None, depth: int = 0) -> list[str]:

@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from distrun.errors import SyncError
@@ -87,7 +86,7 @@ def passwords(recall: Rule, user: str, names: tuple[str, ...], is_direct: bool) 
     return answer
 
 
-class Helpers:
+class Helpers(contextlib.AbstractContextManager["Helpers"]):
     """Makes helpers for ssh and answers them until it is closed. `env` may be called from any thread."""
 
     def __init__(self) -> None:
@@ -97,12 +96,7 @@ class Helpers:
         self._server: socket.socket | None = None
         self._is_closed = False
 
-    def __enter__(self) -> Helpers:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self._is_closed = True
             self._rules.clear()

@@ -21,7 +21,7 @@ from distrun.client import ControlConnection, CoordinatorError
 from distrun.errors import UsageError
 from distrun.request import JobRequest
 from distrun_runtime.contract import process, session
-from distrun_runtime.contract.plan import Plan
+from distrun_runtime.contract.plan import Limits, Plan
 from distrun_runtime.coordinator.failures import Culprit, Outcome, Survivor
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
@@ -263,7 +263,7 @@ def test_a_coordinator_that_fails_before_its_job_begins_leaves_no_agent(
 
     ready = prepare(store)
     monkeypatch.setattr(launching, "_listen", listen)
-    pid, ours = launching._fork(ready, store.create(ready.plan), 0, False)
+    pid, ours = launching._fork(ready, store.create(ready.plan), 0)
     with ours:
         os.waitpid(pid, 0)
     assert not left_of(ready.plan)
@@ -323,8 +323,9 @@ class Interrupted:
 def test_the_coordinator_is_told_of_a_signal_before_the_terminal(store: JobStore) -> None:
     ours, theirs = socket.socketpair()
     terminal = Interrupted(theirs)
+    job = SimpleNamespace(request=SimpleNamespace(detach=True, limits=Limits()), is_hosted=False)
     with ControlConnection(ours) as connection, pytest.raises(CoordinatorError):
-        launching._follow(connection, 0, make(store), terminal, 0, detach=True, silence_s=60.0)  # type: ignore[arg-type]
+        launching._follow(connection, job, make(store), terminal, pid=0, verbosity=0)  # type: ignore[arg-type]
     assert b"TERM" in terminal.sent
 
 

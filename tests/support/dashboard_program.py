@@ -42,6 +42,9 @@ class Folder:
     def log_path(self, task: str) -> Path:
         return self.path
 
+    def control(self) -> None:
+        return None
+
 
 def play(stream: socket.socket, record: Path) -> None:
     """Be the coordinator: send what was recorded, and note what is asked for."""
@@ -63,7 +66,7 @@ def main() -> int:
     folder: Any = Folder()
     connection = ControlConnection(its)
     with Signals() as signals, Terminal() as terminal:
-        source = FrameSource(folder, lambda found: connection)
+        source = FrameSource(folder)
         source.start(connection)
         ended = Dashboard(folder, source, terminal, signals).run()
     return ended.exit_code if ended.signal is None else 128 + ended.signal

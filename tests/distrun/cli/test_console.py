@@ -124,30 +124,27 @@ def test_where_no_thread_can_be_started_all_is_printed_by_the_caller(
     reader: Reader, monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
     reader.start()
-    before = threading.active_count()
     interrupt_start(monkeypatch, RuntimeError("can't start new thread"), fails_at)
     printer = console(reader)
     printer.attach(lambda task: Path("/none"), "job")
     printer.start()
+    printer.leave_out(2048)
     output(printer, "worker-0", "h", "out", b"one\ntw", 0)
     printer.say("hello")
-    output(printer, "worker-0", "h", "out", b"o\n", 6)
-    printer.toggle_pause()
     printer.hold("password: ")
+    output(printer, "worker-0", "h", "out", b"o\n", 6)
+    printer.say("later")
     printer.release("\n")
-    printer.leave_out(2048)
     printer.end_output()
-    while threading.active_count() > before:
-        time.sleep(0.01)
     assert reader.finish(printer) == {
-        "out": b"one\ntwo\n",
-        "err": b"distrun: hello\npassword: \ndistrun: 2.0 KiB of output are not shown: distrun logs job\n",
+        "out": b"worker-0@h | one\nworker-0@h | two\n",
+        "err": (
+            b"distrun: hello\npassword: \ndistrun: later\ndistrun: 2.0 KiB of output are not shown: distrun logs job\n"
+        ),
     }
 
 
-def test_without_threads_a_reader_that_goes_away_is_told_once_and_what_was_not_sent_is_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_threads_a_reader_that_goes_away_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt_start(monkeypatch, RuntimeError("can't start new thread"), 1)
     (out_reader, out), (err_reader, err) = os.pipe(), os.pipe()
     told: list[int] = []
@@ -155,33 +152,31 @@ def test_without_threads_a_reader_that_goes_away_is_told_once_and_what_was_not_s
     printer.when_unread(lambda: told.append(1))
     printer.start()
     os.close(out_reader)
-    for data in (b"one\n", b"two\n"):
-        printer.show(clients.OutputPiece(data, "worker-0", "h", "out", 0, len(data)))
-    printer.show(clients.OutputPiece(b"", "worker-0", "h", "out", 8, 5000))
+    for at, data in enumerate((b"one\n", b"two\n")):
+        output(printer, "worker-0", "h", "out", data, 4 * at)
     printer.close()
     os.close(out)
     os.close(err)
     with open(err_reader, "rb") as file:
-        assert file.read() == b"distrun: 4.9 KiB of output are not shown\n"
+        assert file.read() == b""
     assert told == [1]
 
 
 @pytest.mark.parametrize("at", [1, 2])
-def test_an_interrupt_while_threads_begin_leaves_none_and_the_next_word_begins_them(
+def test_an_interrupt_while_threads_begin_loses_nothing_of_what_comes_later(
     reader: Reader, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     reader.start()
-    before = threading.active_count()
     interrupt_start(monkeypatch, KeyboardInterrupt(), at)
     printer = console(reader)
     printer.start()
     with pytest.raises(KeyboardInterrupt):
         printer.say("lost")
-    while threading.active_count() > before:
-        time.sleep(0.01)
     monkeypatch.undo()
     printer.say("said")
-    assert reader.finish(printer) == {"out": b"", "err": b"distrun: said\n"}
+    output(printer, "worker-0", "h", "out", b"one\n", 0)
+    assert reader.finish(printer) == {"out": b"worker-0@h | one\n", "err": b"distrun: said\n"}
+    assert "console" not in [each.name for each in threading.enumerate()], "closing ends what has begun"
 
 
 def test_streams_go_to_their_own_places_with_prefixes(reader: Reader) -> None:

@@ -9,6 +9,7 @@ from distrun.cli import tables
 from distrun.cli.console import styled
 from distrun.dashboard import jobs as jobs_of_top
 from distrun.dashboard import text
+from distrun.dashboard.user import ViewSelection
 from distrun.jobs import JobView
 
 START = "2026-01-31T12:00:00.000Z"
@@ -138,7 +139,7 @@ def test_status_and_top_show_the_same_table_of_jobs() -> None:
         view(state(id="x-2", state="damaged", command=[], tasks=[], message="state.json is torn")),
     ]
     models = [tables.model_of(each, NOW) for each in known]
-    lines, *_ = jobs_of_top.picture(models, jobs_of_top.JobsLook(), 142, 20, text.UNICODE, now=NOW)
+    lines, *_ = jobs_of_top.picture(models, ViewSelection(), 142, 20, text.UNICODE, now=NOW)
     of_top = [text.plain(line)[2:] for line in lines[1:5]]
     assert of_top == [text.plain(line) for line in tables.jobs_table(known, NOW, 140)]
     assert "24 %, ETA 0:12:05" in of_top[1]
@@ -148,7 +149,7 @@ def test_status_and_top_show_the_same_table_of_jobs() -> None:
 
 def test_the_chosen_job_is_in_sight_and_the_others_are_counted() -> None:
     models = [tables.model_of(view(state(id=f"job-{number}")), NOW) for number in range(50)]
-    look = jobs_of_top.JobsLook(chosen="job-30")
+    look = ViewSelection(chosen="job-30")
     lines, first, room = jobs_of_top.picture(models, look, 80, 14, text.ASCII, now=NOW)
     assert (first, room) == (21, 10)
     assert [text.plain(line)[:8] for line in lines if text.plain(line).startswith(">")] == ["> job-30"]
