@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
+from namedtests import NAMED, check_named_tests, parameters
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "conformance.md").read_text("utf-8")
-NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)(?:\[([\w-]+)\])?`")
 ROWS = [
     line
     for line in PAGE.splitlines()
@@ -32,26 +31,6 @@ UPSTREAM = set(
 )
 
 
-@cache
-def tree(path: str) -> ast.Module:
-    return ast.parse((ROOT / path).read_text("utf-8"))
-
-
-@cache
-def functions_of(path: str) -> dict[str, ast.FunctionDef]:
-    return {node.name: node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef)}
-
-
-def parameters(path: str, name: str) -> set[str]:
-    """Return what may stand in a test's brackets: the constants of its decorators, and of lists that these name."""
-    decorators: list[ast.AST] = list(functions_of(path)[name].decorator_list)
-    names = {node.id for one in decorators for node in ast.walk(one) if isinstance(node, ast.Name)}
-    for node in tree(path).body:
-        if isinstance(node, ast.Assign) and names & {one.id for one in node.targets if isinstance(one, ast.Name)}:
-            decorators.append(node.value)
-    return {str(node.value) for one in decorators for node in ast.walk(one) if isinstance(node, ast.Constant)}
-
-
 def test_there_are_rows_to_check() -> None:
     assert len(ROWS) > 100
     assert len(set(ROWS)) == len(ROWS)
@@ -61,13 +40,7 @@ def test_there_are_rows_to_check() -> None:
 def test_every_row_names_tests_that_exist(row: str) -> None:
     *_, said, cell, _ = row.split("|")
     assert said.strip()
-    named = NAMED.findall(cell)
-    assert named, "no test stands in this row"
-    assert len(named) == cell.count("::"), "a test is not written `path::name`"
-    for path, name, parameter in named:
-        assert (ROOT / path).is_file(), path
-        assert name in functions_of(path), "%s has no %s" % (path, name)
-        assert not parameter or parameter in parameters(path, name), "%s has no case %r" % (name, parameter)
+    assert check_named_tests(cell), "no test stands in this row"
 
 
 def test_no_test_of_the_original_is_left_out() -> None:

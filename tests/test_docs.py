@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster import Cluster
+from namedtests import check_named_tests
 
 from distrun import cli
 from distrun_runtime import kvstore
@@ -149,6 +150,19 @@ def test_every_row_of_the_page_about_failures_names_a_test_and_each_exists() -> 
         names = re.findall(r"`(test_\w+)`", case.rpartition(" | ")[2])
         assert names, case
         assert set(names) <= exist, set(names) - exist
+
+
+def test_every_promise_of_the_five_pages_has_a_test_that_exists_or_a_reason() -> None:
+    text = (ROOT / "docs" / "seeds.md").read_text("utf-8")
+    assert re.findall(r"^## (\d+):", text, re.MULTILINE) == ["000", "001", "002", "003", "004"]
+    rows = [line.split(" | ") for line in re.findall(r"^\| (?!Section ).* \|$", text, re.MULTILINE)]
+    assert 100 < len(rows) <= 120
+    assert {len(row) for row in rows} == {3}
+    tested = [row for row in rows if check_named_tests(row[2])]
+    assert len(tested) > 100
+    for row in rows:
+        reason = re.sub(r"`tests/[^`]*`|<br>|\|", "", row[2])
+        assert row in tested or len(reason.split()) >= 3, "neither a test nor a reason: %s" % row[1]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -5,6 +5,7 @@ Those with torch run by the interpreter of `.peers/torch`, which `scripts/instal
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from peers import python_of
 
 ROOT = Path(__file__).resolve().parents[2]
 EPOCH = re.compile(r"Epoch (\d+): (?:Test_acc|loss) (\d+\.\d{6})$", re.MULTILINE)
-TORCH = ("train_mnist", "image_classification", "cifar10_dist")
+TORCH = ("train_mnist", "image_classification", "cifar10_dist", "cifar10_gluon")
 EXAMPLES = (*TORCH, "linear_async", "sparse_embedding", "digits")
 
 # Small enough for a second or two each, large enough to learn what is asserted.
@@ -171,6 +172,95 @@ def test_cifar10_dist_prints_the_lines_of_its_sample_run_as_a_job(tmp_path: Path
         )
         # Chance is 0.1.
         assert values(output)[-1] >= 0.4
+
+
+# The calls that MXNet's tutorial on distributed training with Gluon shows (CIFAR-10, ResNet-18), as far as its text is
+# whole. It shows numbers where our program has options: `TUTORIAL_NUMBERS`.
+TUTORIAL = """
+store = kv.create('dist')
+print("Total number of workers: %d" % store.num_workers)
+print("This worker's rank: %d" % store.rank)
+SplitSampler(50000, store.num_workers, store.rank)
+ctx = [mx.gpu(i) for i in range(gpus_per_machine)]
+data = batch[0]
+data = gluon.utils.split_and_load(data, ctx)
+label = batch[1]
+label = gluon.utils.split_and_load(label, ctx)
+forward_backward(net, data, label)
+this_batch_size = batch[0].shape[0]
+loss = gluon.loss.SoftmaxCrossEntropyLoss()
+with autograd.record():
+    losses = [loss(net(X), Y) for X, Y in zip(data, label)]
+for batch in train_data:
+    train_batch(batch, ctx, net, trainer)
+"""
+TUTORIAL_NUMBERS = {"options.kv_store": "'dist'", "options.train_size": "50000"}
+
+MXNETS_IMPORTS = (
+    "import mxnet as mx\nfrom mxnet import autograd, gluon, kv, nd\nfrom mxnet.gluon.model_zoo import vision\n"
+)
+OUR_IMPORTS = "import mxnet_names as mx\nfrom mxnet_names import autograd, gluon, kv, nd, vision\n"
+
+
+def gluons(imports: str) -> str:
+    """Return the program of the tutorial with these imports."""
+    program = (ROOT / "examples" / "cifar10_gluon.py").read_text("utf-8")
+    assert program.count(OUR_IMPORTS) == 1
+    return program.replace(OUR_IMPORTS, imports)
+
+
+@pytest.fixture(scope="module")
+def cifar10_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Makes files of the form, the names and the size of CIFAR-10's: ten coarse patterns of colours in noise."""
+    folder, rng = tmp_path_factory.mktemp("cifar10"), np.random.default_rng(0)
+    classes = rng.integers(192, size=(10, 3, 4, 4), dtype=np.uint8).repeat(8, axis=2).repeat(8, axis=3)
+    for name in [*("data_batch_%d.bin" % number for number in range(1, 6)), "test_batch.bin"]:
+        labels = rng.integers(10, size=10000, dtype=np.uint8)
+        images = classes[labels] + rng.integers(64, size=(10000, 3, 32, 32), dtype=np.uint8)
+        np.concatenate([labels[:, None], images.reshape(10000, 3072)], axis=1).tofile(folder / name)
+    return folder
+
+
+SMALL_GLUON = ("--width", "4", "--batch-size", "16", "--epochs", "1")
+
+
+def test_the_program_of_the_tutorial_has_its_calls_and_other_imports() -> None:
+    program = ast.parse(gluons(MXNETS_IMPORTS))
+    imported = {each.module for each in ast.walk(program) if isinstance(each, ast.ImportFrom)}
+    imported |= {name.name for each in ast.walk(program) if isinstance(each, ast.Import) for name in each.names}
+    # Our own are the command line and what is said of mistakes; what learns is all MXNet's.
+    assert imported == {"__future__", "argparse", "arguments", "random", "mxnet", "mxnet.gluon.model_zoo"}
+
+    text = ast.unparse(program)
+    for option, number in TUTORIAL_NUMBERS.items():
+        text = text.replace(option, number)
+    there = {ast.unparse(node) for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.stmt, ast.expr))}
+    assert [ast.unparse(shown) for shown in ast.parse(TUTORIAL).body if ast.unparse(shown) not in there] == []
+
+
+@pytest.mark.peers
+def test_with_other_imports_the_program_of_the_tutorial_learns_as_a_job(tmp_path: Path, cifar10_files: Path) -> None:
+    options = ("--data-dir", str(cifar10_files), *SMALL_GLUON, "--train-size", "2048")
+    for rank, output in enumerate(launched(tmp_path, "cifar10_gluon", *options)):
+        assert re.fullmatch(
+            r"Total number of workers: 2\nThis worker's rank: %d\nEpoch 0: Test_acc \d\.\d{6}" % rank, output
+        )
+        # Chance is 0.1; ten thousand images that no worker has trained on.
+        assert values(output)[-1] >= 0.4
+
+
+@pytest.mark.peers
+def test_with_mxnets_imports_the_program_of_the_tutorial_learns_under_mxnet(
+    tmp_path: Path, cifar10_files: Path
+) -> None:
+    # MXNet takes no files but those whose checksums it knows.
+    head = "import mxnet.gluon.data.vision.datasets as known\nknown.check_sha1 = lambda *_: True\n"
+    body = gluons(MXNETS_IMPORTS).partition("from __future__ import annotations\n")[2]
+    (tmp_path / "program.py").write_text(head + body, "utf-8")
+    (tmp_path / "arguments.py").symlink_to(ROOT / "examples" / "arguments.py")
+    options = ("--data-dir", str(cifar10_files), *SMALL_GLUON, "--train-size", "2048", "--kv-store", "local")
+    output, _ = run([python_of("mxnet"), "program.py", *options], tmp_path)
+    assert values(output)[-1] >= 0.4
 
 
 def test_the_images_of_cifar10_are_read_from_the_folder_that_is_given(tmp_path: Path) -> None:

@@ -169,7 +169,10 @@ def cifar10_files(folder: str | os.PathLike[str], train: bool = True) -> list[Pa
     place = inner if inner.is_dir() else Path(folder)
     for name in CIFAR10_NAMES[train]:
         if not (place / name).is_file():
-            raise FileNotFoundError(f"there is no {name} in {place} (the binary version of CIFAR-10)")
+            version = "the binary version of CIFAR-10"
+            if (Path(folder) / "cifar-10-batches-py").is_dir() or (place / Path(name).stem).is_file():
+                version += "; the version for Python is pickles, which can run any program and are not read"
+            raise FileNotFoundError(f"there is no {name} in {place} ({version})")
     return [place / name for name in CIFAR10_NAMES[train]]
 
 

@@ -89,7 +89,7 @@ class Membership:
     ranks: Sequence[int]
     """Their ranks in the job, ascending; a range if they are all. A worker's rank in the store is its place here."""
     epoch: int = 0
-    """How often the members have changed before."""
+    """Rises when the members change, and when the number in messages becomes that of another store."""
 
     @property
     def first(self) -> int:

@@ -94,6 +94,7 @@ class _Query:
 
     waiting: set[str]
     then: Then
+    store: int
     answers: Answers = field(default_factory=Answers)
 
 
@@ -113,16 +114,17 @@ class Queries:
         """Send `message`, or what it returns for each, to all servers; `then` gives what follows when all have
         answered."""
         self._count += 1
-        servers = self._servers()
-        self._queries[self._count] = _Query({server.link for server in servers}, then)
+        servers, store = self._servers(), 0 if callable(message) else message.store
+        self._queries[self._count] = _Query({server.link for server in servers}, then, store)
         return [
             role.Send(server.link, replace(message(server) if callable(message) else message, request=self._count))
             for server in servers
         ]
 
-    def forget(self) -> None:
-        """Drop all queries. Numbers go on, so that a late answer does not count for a later query."""
-        self._queries.clear()
+    def forget(self, store: int | None = None) -> None:
+        """Drop the queries about a store, or all. Numbers go on, so that a late answer does not count for a later
+        query."""
+        self._queries = {at: each for at, each in self._queries.items() if store not in (None, each.store)}
 
     def answered(self, server: Member, reply: Message) -> list[role.Action]:
         """Take in a server's reply and return what follows from it."""
@@ -472,7 +474,8 @@ class Rules:
         self._specs: dict[int, tuple[RuleSpec | None, int | None]] = {}
         """By store: its rule, and the worker that has set it."""
         self._waiting: deque[_PendingChange] = deque()
-        self._is_changing = False
+        self._changing: int | None = None
+        """The store whose rule is being changed."""
 
     def spec(self, store: int) -> RuleSpec | None:
         """Return the store's rule; None: it has none."""
@@ -482,10 +485,12 @@ class Rules:
         """Return the store's rule for a message or a manifest."""
         return spec_json(self.spec(store))
 
-    def forget(self, store: int) -> None:
-        """No worker has the store any more."""
+    def forget(self, store: int) -> list[role.Action]:
+        """No worker has the store any more: nobody waits for a change there, and its number may be another's soon."""
         self._specs.pop(store, None)
         self._waiting = deque(change for change in self._waiting if change.store != store)
+        self._changing = None if self._changing == store else self._changing
+        return self._next()
 
     def ask(self, call: Call) -> list[role.Action]:
         """Take in one worker's RULE: another rule, none, or other parameters of the one there is."""
@@ -511,7 +516,7 @@ class Rules:
 
     def _next(self) -> list[role.Action]:
         actions: list[role.Action] = []
-        while self._waiting and not self._is_changing:
+        while self._waiting and self._changing is None:
             change = self._waiting.popleft()
             present = self.spec(change.store)
             try:
@@ -526,7 +531,7 @@ class Rules:
             if wanted == present:
                 actions += change.then(None)
                 continue
-            self._is_changing = True
+            self._changing = change.store
             actions += self._try(change, wanted)
         return actions
 
@@ -547,7 +552,7 @@ class Rules:
         return self._over(change, None)
 
     def _over(self, change: _PendingChange, answers: Answers | None) -> list[role.Action]:
-        self._is_changing = False
+        self._changing = None
         return [*change.then(answers), *self._next()]
 
     def _tell(self, store: int, body: Mapping[str, Any], then: Then) -> list[role.Action]:
@@ -686,7 +691,7 @@ class CollectiveCalls:
     Arguments:
         states: what follows a SAVE and a LOAD.
         placed_on: on how many servers keys are placed; 0: the workers know where they are.
-        forget: is to forget what else is known of a store, by its number.
+        forget: forgets what else is known of a store, by its number; returns what follows.
     """
 
     def __init__(
@@ -696,7 +701,7 @@ class CollectiveCalls:
         states: Mapping[Kind, States],
         placed_on: int,
         *,
-        forget: Callable[[int], None],
+        forget: Callable[[int], list[role.Action]],
     ) -> None:
         self._workers = workers
         self._forget = forget
@@ -708,8 +713,8 @@ class CollectiveCalls:
         self._stores: dict[int, AgreedStore] = {}
         self._groups: dict[str, AgreedGroup] = {}
         """By name."""
-        self._free: deque[int] = deque()
-        """Numbers that stores of groups had which all servers have forgotten."""
+        self._free: deque[tuple[int, int]] = deque()
+        """Numbers that stores of groups had which all servers have forgotten, each with the epoch of its next store."""
         self._numbered = 0
         """How many others stores of groups have got."""
         self.barriers = 0
@@ -777,7 +782,7 @@ class CollectiveCalls:
         if known is not None and list(known.ranks) != ranks:
             return members_differ(store.group, (known.first, known.ranks), (call.rank, ranks))
         if is_first and not store.opened:
-            store.members = group.members or Membership(tuple(ranks))
+            store.members = Membership(group.members.ranks if group.members else tuple(ranks), store.members.epoch)
             store.awaited = self._present(store.members)
             store.holders = store.awaited.copy()
         store.awaited.update(self._present(Membership(ranks)))  # Whom only this call names hears why it fails, too.
@@ -886,22 +891,23 @@ class CollectiveCalls:
 
     def _forget_store(self, store: AgreedStore) -> list[role.Action]:
         self._unlist(store)
-        self._forget(store.number)
+        self._queries.forget(store.number)  # Only a lost worker has not waited for the answers.
 
         def forgotten(answers: Answers) -> list[role.Action]:
-            # What a lost worker's store was sent may come later than this.
-            if store.group and not store.has_lost and not answers.errors:
-                self._free.append(store.number)
+            # What the store was sent may come later than this: it names the epoch that is over.
+            if store.group and not answers.errors:
+                self._free.append((store.number, store.members.epoch + 1))
             return []
 
-        return self._queries.send(Message(Kind.CLOSE, store=store.number), forgotten)
+        told = self._queries.send(Message(Kind.CLOSE, store=store.number), forgotten)
+        return [*told, *self._forget(store.number)]
 
     def _drop_unmade(self, store: AgreedStore) -> None:
         """Drop a store of a group that was not made, if all its workers know that. No server has heard of it."""
         is_open = store.opened or store.gatherings or store.refused
         if store.group and not is_open and self._stores.get(store.number) is store:
             self._unlist(store)
-            self._free.append(store.number)
+            self._free.append((store.number, store.members.epoch))
 
     def _unlist(self, store: AgreedStore) -> None:
         del self._stores[store.number]
@@ -1027,20 +1033,20 @@ class CollectiveCalls:
         if number not in self._stores:
             members = Membership(range(self._workers))
             if name:
-                number, group = self._new_number(), self._groups.setdefault(name, AgreedGroup())
+                (number, epoch), group = self._new_number(), self._groups.setdefault(name, AgreedGroup())
                 group.stores[call.message.store] = number
-                members = group.members or members
+                members = Membership((group.members or members).ranks, epoch)
             present = self._present(members)
             store = AgreedStore(number, members, present, present.copy(), Keys(self._placed_on), group=name)
             self._stores[number] = store
         return self._stores[number]
 
-    def _new_number(self) -> int:
-        """Return one that no store had, else that of the store that is gone for longest: its messages may come late."""
+    def _new_number(self) -> tuple[int, int]:
+        """Return a number that no store had, else that of the store that is gone for longest; and its epoch."""
         if LAST_STORE - self._numbered < GROUP_STORES:
             return self._free.popleft()
         self._numbered += 1
-        return LAST_STORE + 1 - self._numbered
+        return LAST_STORE + 1 - self._numbered, 0
 
     def _present(self, members: Membership) -> set[int]:
         """Return the members that have not ended."""
@@ -1080,8 +1086,9 @@ class CollectiveCalls:
 
     def _open_of_group(self, store: AgreedStore, gathering: Gathering) -> list[role.Action]:
         """All members have created a store of a group: tell the servers who they are, then the workers its number."""
-        group, body = self._groups[store.group], {**_of_devices(gathering), "store": store.number}
-        members = {"members": list(store.members.ranks), "epoch": store.members.epoch}
+        group, epoch = self._groups[store.group], store.members.epoch
+        body = {**_of_devices(gathering), "store": store.number, "epoch": epoch}
+        members = {"members": list(store.members.ranks), "epoch": epoch}
 
         def told(answers: Answers) -> list[role.Action]:
             if not answers.errors and not store.has_lost:

@@ -313,6 +313,7 @@ class Relay:
             message = Message(
                 Kind.PUSH,
                 store=relayed(store.number),
+                epoch=store.members.epoch,
                 request=self._requests,
                 entries=self._entries(of, some, number, Payload.NONE if body else Payload.PACKED),
                 body={"ranks": list(ranks), "first": of.members[0], **(body or {})},
@@ -387,8 +388,8 @@ class Relay:
         self._fetches[self._requests] = _Fetch(self._requests, of, shards, entries, of.changes[shards], asker)
         of.fetch[shards], of.asked[shards] = self._requests, rounds
         body = {"ranks": list(of.members), **({} if asker is None else {"own": asker})}
-        link, number = f"server-{owner}", relayed(of.store.number)
-        message = Message(Kind.PULL, store=number, request=self._requests, entries=entries, body=body)
+        link, number, epoch = f"server-{owner}", relayed(of.store.number), of.store.members.epoch
+        message = Message(Kind.PULL, store=number, epoch=epoch, request=self._requests, entries=entries, body=body)
         return [*self._peers.call(link), role.Send(link, message)]
 
     def _fetch_again(self, of: _Relayed, shards: Array) -> list[role.Action]:
@@ -409,8 +410,10 @@ class Relay:
         if not message.is_reply:
             return []
         if message.request in self._sums:
+            if message.body.get("closed") and self._sums[message.request] in self.stores:
+                return []  # The owner has heard of CLOSE sooner than we: `forget` follows.
             del self._sums[message.request]
-            if message.is_error and not message.body.get("closed"):  # The owner may hear sooner than we that it is.
+            if message.is_error and not message.body.get("closed"):
                 return [role.Finish(1, f"a sum for another server was refused: {message.body.get('reason')}")]
             return self._acknowledged(message.request)
         if fetch is None:

@@ -193,7 +193,7 @@ class Rounds:
             turn = Turn(store.number, entry.key, rank, entry.round)
             self._count_async(store, np.array([shard]), rank, np.array([entry.round]))
             if turn in self._norms.open:
-                actions += [*self._tell(turn, {"error": reason}), *self._fail_here(store, turn, Failure(reason))]
+                actions += [*self._tell(store, turn, {"error": reason}), *self._fail_here(store, turn, Failure(reason))]
             actions += self._pulls.advanced(store, np.array([shard]))
         return actions
 
@@ -355,7 +355,7 @@ class Rounds:
         actions: list[role.Action] = []
         if len(parts) == len(shards) and size is not None and length < size:
             listed = [[part.offset, part.length, list(part.squares)] for part in parts]
-            actions += self._tell(turn, {"parts": listed})
+            actions += self._tell(store, turn, {"parts": listed})
         return [*actions, *self._settle(store, turn)]
 
     def heard_norms(self, store: Store | None, message: Message) -> list[role.Action]:
@@ -363,6 +363,8 @@ class Rounds:
         body = message.body
         if store is None or int(body["script"]) != self._scripts or int(body["key"]) not in store.by_key:
             return []
+        if message.epoch != store.members.epoch:
+            return []  # It is about an earlier store of this number.
         turn = Turn(store.number, int(body["key"]), int(body["rank"]), int(body["round"]))
         is_past = any(_is_past(store, shard, turn) for shard in store.by_key[turn.key])
         if "error" in body:
@@ -371,7 +373,7 @@ class Rounds:
             return self._fail_here(store, turn, Failure(str(body["error"]), str(body.get("traceback", ""))))
         if is_past:
             # Ours is over, and not with these parts: their rule is not the one that we had.
-            return self._tell(turn, {"error": self._other_rule(store, turn).reason})
+            return self._tell(store, turn, {"error": self._other_rule(store, turn).reason})
         self._norms.theirs(turn, [Part(int(at), int(size), tuple(map(float, its))) for at, size, its in body["parts"]])
         return self._settle(store, turn)
 
@@ -404,7 +406,7 @@ class Rounds:
             return []
         actions: list[role.Action] = []
         if size is not None and int(store.length[store.by_key[turn.key]].sum()) < size:
-            actions += self._tell(turn, {"error": failure.reason, "traceback": failure.traceback})
+            actions += self._tell(store, turn, {"error": failure.reason, "traceback": failure.traceback})
         return [*actions, *self._fail_here(store, turn, failure)]
 
     def _went_without(self, store: Store, turn: Turn) -> list[role.Action]:
@@ -412,7 +414,7 @@ class Rounds:
         if turn not in self._norms.open:
             return []
         failure = self._other_rule(store, turn)
-        return [*self._tell(turn, {"error": failure.reason}), *self._fail_here(store, turn, failure)]
+        return [*self._tell(store, turn, {"error": failure.reason}), *self._fail_here(store, turn, failure)]
 
     def _fail_here(self, store: Store, turn: Turn, failure: Failure) -> list[role.Action]:
         self._norms.fail(turn, failure)
@@ -422,9 +424,9 @@ class Rounds:
         what = f"the rule was changed while push {turn.round} of key {store.names.get(turn.key)!r} was under way"
         return Failure(f"{what}: {self._me().name} applied it with another one")
 
-    def _tell(self, turn: Turn, body: Mapping[str, Any]) -> list[role.Action]:
+    def _tell(self, store: Store, turn: Turn, body: Mapping[str, Any]) -> list[role.Action]:
         facts = {"script": self._scripts, "key": turn.key, "rank": turn.rank, "round": turn.round, **body}
-        return self.peers.tell(Message(Kind.NORMS, store=turn.store, body=facts))
+        return self.peers.tell(Message(Kind.NORMS, store=turn.store, epoch=store.members.epoch, body=facts))
 
 
 def by_round(batch: role.Batch, rounds: Array) -> Iterator[tuple[int, role.Batch]]:

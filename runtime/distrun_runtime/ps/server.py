@@ -422,6 +422,8 @@ class Server:
                 return self._rounds.heard_norms(self._stores.get(message.store), message)
             return self._from_relay(link, message)
         rank, known = self._ranks.get(link), self._stores.get(message.store)
+        if known is not None and message.epoch != known.members.epoch:
+            return [self._refuse(link, message, f"store {message.store} is another one since this was sent")]
         if known is not None and rank is not None and rank not in known.members.places:
             return [self._refuse(link, message, f"worker-{rank} does not share store {message.store}")]
         match message.kind:
@@ -458,9 +460,10 @@ class Server:
     def _from_relay(self, link: str, message: Message) -> list[role.Action]:
         """Take in what another server sends for the workers of its host: a sum of their contributions, or a pull."""
         store, ranks = self._stores.get(message.store), [int(rank) for rank in message.body.get("ranks", ())]
-        if store is None or message.kind not in (Kind.PUSH, Kind.PULL):
+        is_closed = store is None or store.members.epoch != message.epoch
+        if store is None or is_closed or message.kind not in (Kind.PUSH, Kind.PULL):
             text = f"{self.me.name} expects no such {message.kind.name}"
-            return [role.Send(link, refusal(message, text, closed=store is None))]
+            return [role.Send(link, refusal(message, text, closed=is_closed))]
         entries, shards = message.entries, store.find(message.entries)
         rounds = entries["round"].astype(np.int64)
         wrong = checks.against_ranks(message, ranks, store.members.ranks)

@@ -116,6 +116,7 @@ def fill(
             message = Message(
                 Kind.INIT,
                 store=link.store,
+                epoch=link.epoch,
                 entries=portion.entries_at(rounds, Payload.PACKED),
                 body={**facts, **_facts_of(numbered)},
                 payloads=portion.gather(values, lent=True),
@@ -149,6 +150,7 @@ def _tell_relays(
                 Kind.INIT,
                 is_relayed=True,
                 store=link.store,
+                epoch=link.epoch,
                 entries=portion.entries_at(np.zeros(len(records), np.int64), Payload.NONE)[some],
                 body={**facts, **_facts_of(numbered), "owner": portion.server},
             )

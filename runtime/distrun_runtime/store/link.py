@@ -81,6 +81,8 @@ class StoreLink:
         """Which store of its workers it is, from 1 in order of creation."""
         self.store = self.number
         """The store's number in messages; of a group's, once `create` was answered."""
+        self.epoch = 0
+        """The epoch of its members, which all messages to servers name."""
         self._naming = {} if group is None else {"group": group.name}
         """What tells the scheduler until then which store is meant."""
         self.replaced: Callable[[], None] = lambda: None
@@ -228,9 +230,9 @@ class StoreLink:
         if not is_last:
             self._fail(kind, number, "it was left waiting, and other calls were made since")
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: str, kind: Kind = Kind.KEYS) -> None:
         """Fail the next call on all workers: this one will not make it."""
-        self._fail(Kind.KEYS, self.next_call(), reason)
+        self._fail(kind, self.next_call(), reason)
 
     def settled(self, number: int, is_good: bool) -> None:
         """Note that a call has succeeded, or failed for all workers."""
@@ -245,7 +247,8 @@ class StoreLink:
 
     def _answered(self, kind: Kind, number: int, request: Request, error: RuntimeFault | None) -> None:
         if kind is Kind.OPEN and error is None and "store" in request.replies[0].body:
-            self.store, self._naming = int(request.replies[0].body["store"]), {}
+            body = request.replies[0].body
+            self.epoch, self.store, self._naming = int(body["epoch"]), int(body["store"]), {}
         # `create` uses nothing. Keys are declared when the servers have rank 0's values, which it still has to send.
         if error is not None or not (kind is Kind.OPEN or (kind is Kind.KEYS and self.rank == 0)):
             self.settled(number, error is None)
@@ -266,7 +269,7 @@ class StoreLink:
         after: Sequence[Request] = (),
     ) -> Request:
         """As `servers`, but once `after` are done, and without waiting for the answers."""
-        message = Message(kind, store=self.store, body=body or {})
+        message = Message(kind, store=self.store, epoch=self.epoch, body=body or {})
         links = [f"server-{rank}" for rank in (range(len(self.node.worker.servers)) if ranks is None else ranks)]
         return self.ask(what, [(link, message) for link in links], after=after)
 

@@ -46,10 +46,10 @@ def save(link: StoreLink, folder: str, residuals: Residuals, numbers: Mapping[Ke
         manifest = link.together(what, Kind.SAVE, folder=folder, residuals=bool(residuals), **mine)["manifest"]
         arrays = {f"{numbers[key]}.residual": array for key, array in residuals.items()}
         name = statefile.worker_file(link.rank)
-        own = arrays and _error(lambda: statefile.write(folder, manifest["data"], name, arrays, host))
+        own = arrays and _error(lambda: statefile.write(folder, manifest["data"], name, arrays, host), link)
         # Only when every file is there the manifest may name them.
         link.together(what, Kind.BARRIER, **_said(own))
-        last = link.rank == 0 and _error(lambda: statefile.write_manifest(folder, manifest, host))
+        last = link.rank == 0 and _error(lambda: statefile.write_manifest(folder, manifest, host), link)
         link.together(what, Kind.BARRIER, **_said(last))
     except KVError:
         if link.rank == 0:
@@ -79,7 +79,8 @@ def load(link: StoreLink, folder: str, keys: Mapping[Key, tuple[int, int]]) -> t
     wrong = ""
     if facts["workers"] == link.workers and name in facts["residuals"]:
         saved = {old: by_number[number] for number, old in facts["numbers"]}
-        wrong = _error(lambda: found.update(statefile.read_residuals(folder, facts["part"], name, saved, host)))
+        part = facts["part"]
+        wrong = _error(lambda: found.update(statefile.read_residuals(folder, part, name, saved, host)), link, Kind.LOAD)
     facts = link.together(what, Kind.LOAD, folder=folder, **mine, **_said(wrong))
     if facts["workers"] != link.workers and facts["residuals"] and link.rank == 0:
         _warn_of_residuals(int(facts["workers"]), facts["residuals"], str(link.workers))
@@ -97,12 +98,21 @@ def _warn_of_residuals(workers: int, names: Collection[str], by: str) -> None:
     )
 
 
-def _error(act: Callable[[], object]) -> str:
-    """Do it, and return why it could not be done: the other workers must hear of it."""
+def _error(act: Callable[[], object], link: StoreLink | None = None, kind: Kind = Kind.SAVE) -> str:
+    """Do it, and return why it could not be done: the other workers must hear of it.
+
+    Arguments:
+        link: of the store whose workers wait for this one in a call that it does not make if it is interrupted.
+        kind: what that call belongs to.
+    """
     try:
         act()
     except KVError as err:
         return str(err)
+    except BaseException as err:
+        if link is not None:
+            link.give_up(f"it was interrupted by {type(err).__name__}", kind)
+        raise
     return ""
 
 

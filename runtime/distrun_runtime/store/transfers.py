@@ -485,6 +485,7 @@ class Transfers:
                 kind,
                 is_relayed=portion.is_relayed,
                 store=self._link.store,
+                epoch=self._link.epoch,
                 priority=priority,
                 bucket=bucket,
                 step=max(step, 0),

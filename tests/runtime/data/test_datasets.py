@@ -186,3 +186,11 @@ def test_the_files_are_found_in_the_folder_or_the_archives_folder_in_it(tmp_path
             (folder / name).touch()
         assert [path.parent for path in cifar10_files(tmp_path)] == [folder] * 5
     assert cifar10_files(tmp_path, train=False) == [inner / "test_batch.bin"]
+
+
+@pytest.mark.parametrize("pickled", ["cifar-10-batches-py/data_batch_1", "data_batch_1"])
+def test_the_pickled_files_of_cifar10_are_named_and_not_read(tmp_path: Path, pickled: str) -> None:
+    (tmp_path / pickled).parent.mkdir(exist_ok=True)
+    (tmp_path / pickled).write_bytes(b"cos\nsystem\n")
+    with pytest.raises(FileNotFoundError, match=r"no data_batch_1.bin in .*; the version for Python is pickles, which"):
+        cifar10_files(tmp_path)

@@ -11,7 +11,7 @@ from history_server import History, reason, said, values
 from schedulerhistory import Job, finish, init, reasons, record, sends, spec, to
 
 from distrun_runtime.protocol.message import Entry, Kind, Message, Payload, entries_of
-from distrun_runtime.ps import agreement, role
+from distrun_runtime.ps import agreement, role, statefile
 from distrun_runtime.ps.relay import _Settling
 from distrun_runtime.ps.replies import refusal
 
@@ -47,8 +47,8 @@ def test_servers_hear_who_shares_a_store_before_its_workers_hear_its_number() ->
     assert {(sent.store, str(sent.body)) for _, sent in sends(actions)} == {(STORE, "{'members': [0, 2], 'epoch': 0}")}
     told = job.answer(actions)
     assert [(link, sent.kind, dict(sent.body)) for link, sent in sends(told)] == [
-        ("w2", Kind.OPEN, {"store": STORE}),
-        ("w0", Kind.OPEN, {"store": STORE}),
+        ("w2", Kind.OPEN, {"store": STORE, "epoch": 0}),
+        ("w0", Kind.OPEN, {"store": STORE, "epoch": 0}),
     ]
 
 
@@ -345,8 +345,8 @@ def test_a_store_of_a_lost_worker_ends_when_the_others_have_closed_it() -> None:
     actions = job.hear("w2", Kind.CLOSE, store=number)
     assert to(actions) == [("w2", "CLOSE"), ("s0", "CLOSE")]
     job.answer(actions)
-    late = "its number is not used again: what it was sent may come late"
-    assert opened(job, 0, 3, name="new") not in (number, other), late
+    assert opened(job, 0, 3, name="new") not in (number, other)
+    assert list(job.scheduler._calls._free) == [(number, 1)], "what it was sent may come late, and names epoch 0"
 
 
 def test_a_store_that_the_servers_hear_of_when_one_of_its_workers_is_lost_is_forgotten() -> None:
@@ -382,6 +382,60 @@ def test_a_number_is_used_again_when_all_servers_have_forgotten_its_store_and_no
     late = "what its first store was sent may come late, so a number rests as long as it can"
     numbers = [opened(job, 1, 3, number=number, name="i") for number in range(1, 5)]
     assert numbers == [last - 2, last - 3, last - 1, last], late
+
+
+def test_a_number_that_is_used_again_has_the_next_epoch_also_in_a_group_that_has_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agreement, "LAST_STORE", agreement.GROUP_STORES)
+    job = Job(4)
+    for epoch in range(3):
+        create(job, 0, [0, 1], number=epoch + 1)
+        actions = create(job, 1, [0, 1], number=epoch + 1)
+        assert [sent.body["epoch"] for _, sent in sends(actions)] == [epoch]
+        told = sends(job.settle(actions))
+        assert [dict(sent.body) for _, sent in told] == [{"store": agreement.GROUP_STORES, "epoch": epoch}] * 2
+        for rank in (0, 1):
+            actions = job.hear("w%d" % rank, Kind.CLOSE, store=agreement.GROUP_STORES)
+        job.answer(actions)
+
+
+def lose_and_close(job: Job, number: int) -> list[role.Action]:
+    """Let worker 1 be lost, and worker 0 close a store that they shared; return what the servers are told."""
+    job.scheduler.handle(role.Broken("w1", "gone"), 1)
+    return job.hear("w0", Kind.CLOSE, store=number)
+
+
+def test_a_rule_that_a_lost_worker_asked_for_is_not_that_of_the_next_store_of_the_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agreement, "LAST_STORE", agreement.GROUP_STORES)
+    job = Job(4)
+    number = opened(job, 0, 1)
+    checked = job.hear("w1", Kind.RULE, store=number, spec=spec())
+    put = job.answer(checked)
+    assert to(put) == [("s0", "RULE")]
+    waiting = job.hear("w2", Kind.RULE, store=1, number=1, spec=spec())
+    assert waiting == []
+    closed = lose_and_close(job, number)
+    assert to(closed) == [("w0", "CLOSE"), ("s0", "CLOSE"), ("s0", "RULE")], "the next one has its turn"
+    assert job.answer(put) == []
+    job.answer(closed)
+    assert opened(job, 0, 2, name="next") == number
+    assert job.scheduler._rules.spec(number) is None
+    assert job.scheduler._rules.spec(1) is None
+
+
+def test_states_that_were_being_loaded_for_a_lost_worker_are_not_put_into_the_next_store_of_the_number() -> None:
+    job = Job(4)
+    number = opened(job, 0, 1)
+    manifest = {"format": statefile.FORMAT, "type": "dist_sync", "data": "data-1", "keys": [], "rule": None}
+    manifest |= {"workers": 2, "servers": 1, "rounds": [], "files": {}}
+    job.hear("w1", Kind.LOAD, store=number, number=2, folder="/f")
+    staged = job.hear("w0", Kind.LOAD, store=number, number=2, folder="/f", manifest=manifest)
+    assert [sent.body["action"] for _, sent in sends(staged)] == ["stage"]
+    lose_and_close(job, number)
+    assert job.answer(staged) == []
 
 
 def test_a_rule_that_waits_for_its_turn_is_given_up_with_its_store() -> None:
@@ -605,6 +659,40 @@ def test_a_sum_for_a_store_that_its_owner_has_forgotten_is_refused_and_ends_no_s
     relay.forget(STORE)
     assert (relay._sums, relay._settling) == ({4: STORE - 1}, [])
     assert relay.heard(refusal(summed, "no")) == []
+
+
+def test_a_sum_that_its_owner_refuses_as_closed_is_waited_for_until_this_server_hears_of_it(serving: Serving) -> None:
+    """It was acknowledged: a worker went on though its contribution was gone."""
+    server = serving(workers=4, servers=2, has_keys=False)
+    relay = server._loop._role._relay
+    summed, settle = Message(Kind.PUSH, store=1, request=3), Message(Kind.SETTLE, store=1, request=9)
+    relay.stores[1], relay._sums = object(), {3: 1}
+    relay._settling = [_Settling("w0", settle, {3})]
+    assert relay.heard(refusal(summed, "no", closed=True)) == []
+    assert (relay._sums, [each.missing for each in relay._settling]) == ({3: 1}, [{3}])
+    relay.stores.clear()
+    [told] = relay.heard(refusal(summed, "no", closed=True))
+    assert (told.link, told.message.kind) == ("w0", Kind.SETTLE)
+
+
+def test_what_was_sent_to_an_earlier_store_of_a_number_does_not_meet_the_next_one(serving: Serving) -> None:
+    server = serving(workers=4, servers=2, has_keys=False)
+    server.scheduler(Kind.OPEN, 5, members=[0, 2], epoch=1)
+    server.hear("w0", replace(server.initial({"a": [0, 0]}), epoch=1))
+    entries = entries_of([Entry(0, 0, 2, 1, 0, 0, Payload.PACKED)])
+    push = Message(Kind.PUSH, store=1, entries=entries, payloads=[bytes(8)])
+    later = "store 1 is another one since this was sent"
+    assert reason(server.hear("w0", push)) == later
+    assert reason(server.hear("w0", server.initial({"a": [0, 0]}))) == later
+    assert reason(server.hear("w0", Message(Kind.SETTLE, store=1))) == later
+    [no] = server.hear("s1", replace(push, body={"ranks": [0, 2], "first": 0}))
+    assert no.body["closed"] is True
+    norms = {"script": 0, "key": 0, "rank": -1, "round": 1, "parts": [[2, 1, [1.0]]]}
+    assert server.hear("s1", Message(Kind.NORMS, store=1, body=norms)) == []
+    assert not server._loop._role._rounds._norms.open
+    server.hear("s1", Message(Kind.NORMS, store=1, epoch=1, body=norms))
+    assert server._loop._role._rounds._norms.open
+    assert not server.hear("w0", replace(push, epoch=1))[0].is_error
 
 
 def test_a_large_group_goes_on_when_all_of_its_members_have_pushed_in_whatever_order(serving: Serving) -> None:

@@ -14,6 +14,7 @@ from cluster import DEADLINE_S, Cluster, open_store
 
 from distrun_runtime.errors import StoreClosed
 from distrun_runtime.kvstore import KVStore, RowSparse
+from distrun_runtime.ps import agreement
 
 Job = Callable[..., Cluster]
 
@@ -102,6 +103,32 @@ def stores(made: Cluster) -> list[dict[int, Any]]:
     """Return by store what each server and its engine know."""
     loops = [loop for thread, loop in made._loops.items() if thread.name.startswith("server")]
     return [known for loop in loops for known in (loop._role._stores, loop._engine._values)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("rule", ["", "lamb", "compressed"])
+def test_a_store_whose_number_others_had_before_is_used_as_they_were(
+    job: Job, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    monkeypatch.setattr(agreement, "LAST_STORE", agreement.GROUP_STORES + 1)
+
+    def script(session: Any) -> list[tuple[int, int]]:
+        held, found = open_store("dist_sync", session), []
+        for _ in range(4):
+            kv = open_store("dist_sync", session, group="g", members=[0, 1])
+            use(kv, rule)
+            assert len(kv.stats()) == 2
+            found.append((kv._backend._link.store, kv._backend._link.epoch))
+            kv.close()
+            held.barrier()
+            until(lambda: made.scheduler._calls._free)
+            held.barrier()
+        return found
+
+    with job(2, 2) as made:
+        first, second = made.run_sessions(script)
+    assert first == second
+    assert len(set(first)) == 4
+    assert max(epoch for _, epoch in first) >= 1
 
 
 def test_a_store_stays_until_its_last_worker_has_closed_it(job: Job) -> None:

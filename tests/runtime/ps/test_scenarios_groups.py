@@ -13,6 +13,7 @@ from cluster import DEADLINE_S, Cluster, open_store
 
 from distrun_runtime.errors import KVError, PeerLost
 from distrun_runtime.kvstore import RowSparse
+from distrun_runtime.ps import statefile
 
 pytestmark = pytest.mark.usefixtures("engine", "server_device")
 
@@ -192,6 +193,57 @@ def test_each_group_has_a_rule_and_saved_states_of_its_own(job: Job, tmp_path: P
     count = 2 if type_name == "dist_sync" else 1
     assert found[0] == found[2] == ([-count] * 4, [])
     assert found[1] == found[3] == ([-100 * count] * 4, [-count] * 4)
+
+
+def test_a_save_that_is_interrupted_between_its_calls_leaves_its_folder_to_other_stores(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = statefile.write_manifest
+
+    def interrupted(*arguments: Any) -> None:
+        monkeypatch.setattr(statefile, "write_manifest", write)
+        raise KeyboardInterrupt
+
+    def script(session: Any) -> list[float]:
+        first, second = (open_store("dist_sync", session, group=name, members=[0]) for name in "gh")
+        for number, kv in enumerate((first, second)):
+            kv.init("w", full(number))
+        monkeypatch.setattr(statefile, "write_manifest", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            first.save_states(tmp_path)
+        second.save_states(tmp_path)
+        first.load_states(tmp_path)
+        return pulled(first)
+
+    with job(1, 2) as made:
+        assert made.run_sessions(script) == [[1.0] * 4]
+
+
+def test_who_waits_for_a_worker_whose_save_is_interrupted_is_told_and_all_may_save_again(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = statefile.write_manifest
+
+    def interrupted(*arguments: Any) -> None:
+        monkeypatch.setattr(statefile, "write_manifest", write)
+        raise KeyboardInterrupt
+
+    def script(session: Any) -> str:
+        kv, said = open_store("dist_sync", session), ""
+        kv.init("w", full(1))
+        monkeypatch.setattr(statefile, "write_manifest", interrupted)
+        kv.barrier()
+        try:
+            kv.save_states(tmp_path)
+        except (KVError, KeyboardInterrupt) as err:
+            said = str(err)
+        kv.save_states(tmp_path)
+        return said
+
+    with job(2, 2) as made:
+        first, second = made.run_sessions(script)
+    assert first == ""
+    assert second.endswith("worker-0 failed at save_states: it was interrupted by KeyboardInterrupt")
 
 
 def test_a_worker_that_fails_ends_the_waits_of_its_own_groups_and_the_others_go_on(job: Job) -> None:
