@@ -71,6 +71,8 @@ class Agent:
         self._preflight: Optional[Preflight] = None
         self._begun: Any = None
         """The plan of `begin`, as it came."""
+        self._sample_s = 0.0
+        """How often the host is measured, as `begin` says; 0: not at all."""
         self._ready: Dict[str, Any] = {}
         """What `ready` said."""
         self._is_settled = False
@@ -309,14 +311,14 @@ class Agent:
 
     # Handlers of frames: their arguments are the frame's members.
 
-    def _begin(self, plan: Any, resume_key: Any = "", **header: Any) -> None:
+    def _begin(self, plan: Any, resume_key: Any = "", sample_s: float = 0.0, **header: Any) -> None:
         if self._share is not None or self._is_leaving:
             if self._begun != plan:
                 self._warn("a second `begin` was ignored")
             elif self._ready:
                 self._say("ready", **self._ready)  # it is the first one again
             return
-        self._begun = plan
+        self._begun, self._sample_s = plan, sample_s
         try:
             share = take(dict(header, plan=plan))
         except (RuntimeFault, LookupError, TypeError, ValueError, OSError) as err:
@@ -369,6 +371,7 @@ class Agent:
 
         hooks = Hooks(self._say, self._channel.takes_metrics, self._stopping.task_of, self._may_help)
         self._measuring = HostMeasurement(share, self._runner.tasks, self._selector, hooks)
+        self._measuring.set_interval(float(self._sample_s), time.monotonic())
 
     def _on_stack(self, id: int, task: str, **_: Any) -> None:
         def give(answer: StackAnswer) -> None:

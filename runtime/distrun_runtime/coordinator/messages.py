@@ -435,6 +435,8 @@ DEBUG = "debug"
 INFO = "info"
 WARNING = "warning"
 
+SAMPLE_S = 1.0
+"""How often the agents of a small job measure, and those of hosts at which a client looks, in seconds."""
 Steps = Tuple[Tuple[str, float], ...]
 """The stop sequence of tasks: pairs of a signal's name and the seconds until the next one; the last is ("KILL", 0)."""
 
@@ -605,7 +607,7 @@ class FinishJob(NamedTuple):
 Action = Union[AgentAction, Prepare, Announce, FinishJob]
 """What the supervisor returns."""
 
-MetricsAction = Union[Announce, RecordEvent, ShowMetrics, KeepMetrics]
+MetricsAction = Union[Announce, RecordEvent, Sample, ShowMetrics, KeepMetrics]
 """What `conditions.JobMeasurement` returns."""
 
 
@@ -649,8 +651,11 @@ def to_event(host: str, frame: session.Frame, arrived: float) -> Event:
     return event
 
 
-def begin(share: Plan, secrets: Secrets, place: str) -> session.Frame:
-    """Return the frame that gives the agent of `place` its share (`plan.shares`), and only the secrets of its tasks."""
+def begin(share: Plan, secrets: Secrets, place: str, sample_s: float = 0.0) -> session.Frame:
+    """Return the frame that gives the agent of `place` its share (`plan.shares`), and only the secrets of its tasks.
+
+    `sample_s`: how often it measures, in seconds; 0: not at all.
+    """
     return session.Frame(
         {
             "type": "begin",
@@ -662,6 +667,7 @@ def begin(share: Plan, secrets: Secrets, place: str) -> session.Frame:
             "secret_env": {
                 name: secrets.env[name] for task in share.tasks for name in task.secret_env if name in secrets.env
             },
+            "sample_s": sample_s,
         }
     )
 
