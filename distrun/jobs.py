@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any
 from distrun.errors import UsageError
 from distrun.formats import grouped
 from distrun_runtime.contract import facts
-from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.contract.dataclass import dataclass, seconds
 from distrun_runtime.contract.facts import duration
-from distrun_runtime.coordinator import jobfolder, stored
+from distrun_runtime.coordinator import jobfolder
 from distrun_runtime.coordinator.jobfolder import JobFolder, events_of
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.errors import JobStoreError, WireError
@@ -296,7 +296,7 @@ class Job:
             while frame := connection.receive(None if until is None else max(0.001, until - time.monotonic())):
                 if frame.type == "outcome":
                     outcome = failures.from_json(frame.header["outcome"])
-                    self._ended = self.folder.outcome_json(self.folder.explained(outcome))
+                    self._ended = self.folder.outcome_json(outcome)
                     return outcome.exit_code
                 if frame.type == "failed":
                     return int(frame.header["exit_code"])
@@ -716,7 +716,7 @@ class _JobQuery:
             with contextlib.suppress(OSError):
                 return max(0.0, time.time() - os.stat(str(self.folder.path / "state.json")).st_mtime)
         heard = state.get("heard") or state["updated"]
-        return max(0.0, time.time() - stored.seconds(heard)) if heard else None
+        return max(0.0, time.time() - seconds(heard)) if heard else None
 
 
 # ---------------------------------------------------------------------- asking

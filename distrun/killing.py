@@ -19,9 +19,9 @@ from distrun.backends.base import Swept
 from distrun.client import CoordinatorLost
 from distrun.errors import DistrunError, UsageError
 from distrun_runtime.contract import facts, process
+from distrun_runtime.contract.dataclass import seconds
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import Plan
-from distrun_runtime.coordinator import stored
 from distrun_runtime.coordinator.failures import Survivor
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
@@ -303,7 +303,7 @@ def gc(
     removed = []
     for folder, state in states.items():
         last = state["finished"] or state.get("heard") or state["updated"]  # it ended, was heard of, or changed
-        age_s = now - (stored.seconds(last) if last else 0.0)
+        age_s = now - (seconds(last) if last else 0.0)
         is_meant = bool(names) or state["state"] in wanted
         if not is_meant or age_s < least_s or folder in kept:
             continue

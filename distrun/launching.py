@@ -26,6 +26,7 @@ from distrun.client import ControlConnection, CoordinatorError, CoordinatorLost,
 from distrun.errors import DistrunError, UsageError
 from distrun.planning import PlannedJob, QueuedJob
 from distrun_runtime.contract import control, daemon, facts, process
+from distrun_runtime.contract.dataclass import read
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import STOP, Sync
 from distrun_runtime.coordinator.failures import Outcome, Survivor, TaskResult
@@ -200,7 +201,7 @@ def spawn(job: PlannedJob | QueuedJob, folder: JobFolder, say: Callable[[str, st
                             if is_detached:
                                 connection.send("detach")
                         case "failed", _:
-                            failures.append(control.read(control.CoordinatorFailed, frame))
+                            failures.append(read(control.CoordinatorFailed, frame.header))
         finally:
             is_left.set()
             child.wait()
@@ -241,7 +242,7 @@ def _coordinator_process(
             signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
             folder.take_over()
             _listen(service, folder, job.request.detach)
-            service.finish(dataclasses.asdict(_coordinate(job, folder, service, verbosity)))
+            service.finish(folder.outcome_json(_coordinate(job, folder, service, verbosity)))
             code = 0
         except BaseException as err:
             service.fail(_error(err))

@@ -323,7 +323,7 @@ def wait(job: str, timeout: float | None, as_json: bool) -> int:
         code, is_late = facts.EXIT_TIMEOUT, True
         print_err(f"distrun: job {found.id} is not over after {duration(timeout or 0.0)}\n")
     if as_json:
-        from distrun_runtime.coordinator.jobfolder import rfc3339
+        from distrun_runtime.contract.dataclass import rfc3339
 
         told = {"exit_code": code, "timed_out": is_late, "outcome": found.outcome}
         print_json(SCHEMA, time=rfc3339(time.time()), job=found.id, **told)

@@ -23,7 +23,8 @@ from distrun.formats import size as size_text
 from distrun.jobs import ForwardedOutput, RecordedOutput
 from distrun.options import count
 from distrun_runtime.contract import environ, facts
-from distrun_runtime.coordinator.jobfolder import JobFolder, rfc3339
+from distrun_runtime.contract.dataclass import rfc3339
+from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.logreader import LogPiece, LogReader
 from distrun_runtime.coordinator.logs import NOTE, LogFile
 

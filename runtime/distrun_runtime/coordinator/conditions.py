@@ -28,11 +28,11 @@ from typing import (
 )
 
 from distrun_runtime.contract import control, facts
+from distrun_runtime.contract.dataclass import rfc3339
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.metrics import LAG_ROUNDS, VALUES
 from distrun_runtime.contract.plan import SERVER, WORKER, Place, Plan
 from distrun_runtime.coordinator import messages
-from distrun_runtime.coordinator.jobfolder import rfc3339
 from distrun_runtime.coordinator.messages import (
     SAMPLE_S,
     WARNING,

@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from distrun_runtime.contract import control, facts, gpus, session
-from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.contract import facts, gpus
+from distrun_runtime.contract.dataclass import Time, dataclass, read
 from distrun_runtime.contract.facts import duration
 from distrun_runtime.contract.plan import WORKER
 
-# How a job, and each of its tasks, stands or ended. Frozen values, JSON-able by `dataclasses.asdict`.
+# How a job, and each of its tasks, stands or ended. Frozen values; `JobFolder.outcome_json` makes JSON of them.
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,8 @@ class TaskResult:
     pid: Optional[int] = None
     code: Optional[int] = None
     signal: Optional[str] = None
-    started: Optional[float] = None
-    """Wall clock, seconds; so is `ended`."""
-    ended: Optional[float] = None
+    started: Optional[Time] = None
+    ended: Optional[Time] = None
     reason: str = ""
     """Why it could not run, of what it failed or how it was lost, in words; else empty."""
     own_failure: str = ""
@@ -96,7 +95,7 @@ class Culprit:
     host: str
     code: Optional[int] = None
     signal: Optional[str] = None
-    time: float = 0.0
+    time: Time = 0.0
     reason: str = ""
     consequence: bool = False
     """It died of a lost peer; nothing else is known to have failed."""
@@ -146,13 +145,12 @@ def last_state(reason: str) -> str:
 
 
 def from_json(value: Mapping[str, Any]) -> Outcome:
-    """Return the outcome of which `value` is the JSON (`dataclasses.asdict`).
+    """Return the outcome that outcome.json holds, or a coordinator tells by the same members.
 
     Raises:
-        LookupError, TypeError, ValueError: it is not.
+        LookupError, ValueError: `value` is none.
     """
-    survivors = tuple(Survivor(*each) for each in value["survivors"])
-    return control.read(Outcome, session.Frame({**value}), survivors=survivors)
+    return read(Outcome, value, job=value["id"])
 
 
 COULD_NOT_RUN = (facts.EXIT_NOT_EXECUTABLE, facts.EXIT_NOT_FOUND)

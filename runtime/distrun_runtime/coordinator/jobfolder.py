@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import errno
 import json
 import os
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, Optional, Tuple
 
 from distrun_runtime.contract import facts, process
+from distrun_runtime.contract.dataclass import read, rfc3339, written
 from distrun_runtime.coordinator import stored
 from distrun_runtime.errors import ContractError, JobStoreError
 
@@ -208,7 +208,7 @@ class JobFolder:
             "exit_code": None,
             "reason": None,
             "message": message,
-            "tasks": [self._task(task) for task in tasks],
+            "tasks": [{**written(task), "log": str(self.log_path(task.name))} for task in tasks],
         }
         if outcome is not None:
             value.update(finished=value["updated"], exit_code=outcome.exit_code, reason=outcome.reason)
@@ -313,37 +313,27 @@ class JobFolder:
         A job that is not lost is left as it is, unless it is known that its coordinator `is_gone`.
         Raises OSError, JobStoreError.
         """
-        from distrun_runtime.coordinator.failures import Outcome
+        from distrun_runtime.coordinator.failures import Outcome, TaskResult
 
         state = self.state()
         if state["state"] != facts.LOST and not is_gone:
             return
         now = time.time()
-        tasks = tuple(_stopped(_result(task), now) for task in state["tasks"])
+        tasks = tuple(_stopped(read(TaskResult, task), now) for task in state["tasks"])
         code = facts.exit_code(None, "TERM")
         message = "its launcher was gone; distrun kill ended what was left"
         self.finish(Outcome(code, facts.TERMINATED, message, tasks=tasks, survivors=tuple(survivors)))
 
     def outcome_json(self, outcome: Outcome) -> Dict[str, Any]:
         """Return the outcome as JSON-able values: what outcome.json holds and `launch --json` prints."""
-        culprit = None
+        head = {"schema": OUTCOME_SCHEMA, "version": VERSION, "id": self.id, "folder": str(self.path)}
+        value: Dict[str, Any] = {**head, **written(outcome)}
+        del value["job"]
         if outcome.culprit is not None:
-            culprit = dataclasses.asdict(outcome.culprit)
-            culprit["time"] = rfc3339(outcome.culprit.time)
-            culprit["log"] = str(self.log_path(outcome.culprit.task)) if outcome.culprit.task else None
-        return {
-            "schema": OUTCOME_SCHEMA,
-            "version": VERSION,
-            "id": self.id,
-            "exit_code": outcome.exit_code,
-            "reason": outcome.reason,
-            "message": outcome.message,
-            "culprit": culprit,
-            "problems": [dataclasses.asdict(problem) for problem in outcome.problems],
-            "survivors": [each._asdict() for each in outcome.survivors],
-            "tasks": [self._task(task) for task in outcome.tasks],
-            "folder": str(self.path),
-        }
+            value["culprit"]["log"] = str(self.log_path(outcome.culprit.task)) if outcome.culprit.task else None
+        for task in value["tasks"]:
+            task["log"] = str(self.log_path(task["name"]))
+        return value
 
     def append(self, event: Mapping[str, Any]) -> None:
         """Append an event (`event`) to events.jsonl. Raises OSError."""
@@ -370,13 +360,6 @@ class JobFolder:
         """Append one line to metrics.jsonl. Raises OSError."""
         with open(str(self.path / "metrics.jsonl"), "a", encoding="utf-8") as file:
             file.write(line + "\n")
-
-    def _task(self, task: TaskResult) -> Dict[str, Any]:
-        value = dict(vars(task))
-        value["started"] = None if task.started is None else rfc3339(task.started)
-        value["ended"] = None if task.ended is None else rfc3339(task.ended)
-        value["log"] = str(self.log_path(task.name))
-        return value
 
     # ------------------------------------------------------------------ reading
 
@@ -618,21 +601,6 @@ def _this_process() -> Dict[str, Any]:
     """Return the members of launcher.json and control.json that name this process."""
     who, boot = process.identity(os.getpid()), process.boot_id()
     return {"version": VERSION, "host": socket.gethostname(), "boot": boot, "pid": who.pid, "start": who.start}
-
-
-def rfc3339(when: float) -> str:
-    """Return a wall-clock time as `2026-01-31T12:00:00.000Z`."""
-    moment = datetime.datetime.fromtimestamp(when, datetime.timezone.utc)
-    return moment.strftime("%Y-%m-%dT%H:%M:%S.") + "%03dZ" % (moment.microsecond // 1000)
-
-
-def _result(task: Mapping[str, Any]) -> TaskResult:
-    """Return a task of state.json as the value that it was written from."""
-    from distrun_runtime.coordinator.failures import TaskResult
-
-    members = {each.name: task[each.name] for each in dataclasses.fields(TaskResult) if each.name in task}
-    times = {name: None if task[name] is None else stored.seconds(task[name]) for name in ("started", "ended")}
-    return TaskResult(**dict(members, **times))
 
 
 def events_of(data: bytes) -> List[Dict[str, Any]]:

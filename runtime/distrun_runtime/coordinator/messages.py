@@ -33,7 +33,7 @@ from typing import (
 from distrun_runtime.contract import control, session
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.control import NO_MEMBERS, Members
-from distrun_runtime.contract.dataclass import dataclass
+from distrun_runtime.contract.dataclass import dataclass, read
 from distrun_runtime.contract.plan import Plan, Secrets
 from distrun_runtime.contract.session import Source
 from distrun_runtime.coordinator.failures import Outcome
@@ -643,7 +643,7 @@ def to_event(host: str, frame: session.Frame, arrived: float) -> Event:
         return Warned(host, f"it sent {frame.type!r}, which this version does not know")
     stamped = {} if frame.header.get("time") else {"time": arrived}
     try:
-        event: Event = control.read(kind, frame, host=host, arrived=arrived, refused=True, by="", **stamped)
+        event: Event = read(kind, frame.header, frame.body, host=host, arrived=arrived, refused=True, by="", **stamped)
         if isinstance(event, Output) and (event.stream not in ("out", "err") or event.offset < 0):
             raise ValueError(f"expected out or err, and an offset from 0; found {event.stream!r}, {event.offset}")
     except ValueError as err:

@@ -6,7 +6,6 @@ needs must be there and of its type; other members are ignored.
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import re
@@ -16,12 +15,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, Callable, Dict, Mapping, NamedTuple
 
 from distrun_runtime.contract import facts
+from distrun_runtime.contract.dataclass import seconds
 from distrun_runtime.errors import JobStoreError
 
 SIZE_LIMIT = 256 * 1024 * 1024
 """Bytes of a file that is read; ten thousand tasks need a hundredth of it."""
 _NUMBER_LIMIT = 1e15
-_TIME = "%Y-%m-%dT%H:%M:%S.%fZ"
 
 
 class MemberType(NamedTuple):
@@ -145,11 +144,6 @@ PLAN_TASK: Members = {
     **{"env": PAIRS, "refs": PAIRS, "secret_env": TEXTS, "needs": TEXTS},
 }
 PLAN_SYNC: Members = {"source": TEXT, "size": COUNT, "files": COUNT, "delete": FLAG, "identity": TEXT}
-
-
-def seconds(text: str) -> float:
-    """Return an RFC 3339 time, as we write it, in seconds since 1970. Raises ValueError."""
-    return datetime.datetime.strptime(text, _TIME).replace(tzinfo=datetime.timezone.utc).timestamp()
 
 
 def damaged(path: Path, what: str) -> JobStoreError:
