@@ -375,7 +375,7 @@ class Job:
             if is_elsewhere:
                 output = stack.enter_context(ForwardedOutput(self, names, {"cursor": 0}, follow))
             else:
-                reader = stack.enter_context(LogReader(self.folder.logs))
+                reader = stack.enter_context(contextlib.closing(LogReader(self.folder.logs)))
                 output = RecordedOutput(self, reader, names if tasks else None)
             while (follow or is_elsewhere) and output.goes_on():
                 yield from output.pieces()
@@ -563,7 +563,7 @@ class ForwardedOutput:
         from distrun_runtime.coordinator.logreader import LogReader
 
         if self._job.folder.is_finished:
-            with LogReader(self._job.folder.logs) as reader:
+            with contextlib.closing(LogReader(self._job.folder.logs)) as reader:
                 rest = RecordedOutput(self._job, reader, self._names)
                 rest.begin_at(self._cursor, self._begin)
                 yield from rest.pieces()

@@ -42,10 +42,11 @@ from distrun.hosts import Inventory
 from distrun.placement import Slot, slots_in
 from distrun.request import EngineOptions, JobRequest, Needs
 from distrun_runtime.contract import address, enrolment, facts
+from distrun_runtime.contract.enrolment import with_port
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER, Host, Plan
 from distrun_runtime.coordinator.failures import Culprit, Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
-from distrun_runtime.coordinator.listener import DialBack, with_port
+from distrun_runtime.coordinator.listener import DialBack
 from distrun_runtime.coordinator.messages import EngineTold, Event
 from distrun_runtime.errors import JobStoreError
 

@@ -168,7 +168,7 @@ class _Attached:
         if self._folder.is_unplanned:
             return
         hosts = {task.name: task.host for task in self._folder.plan().tasks}
-        with LogReader(self._folder.logs) as reader:
+        with contextlib.closing(LogReader(self._folder.logs)) as reader:
             rest = RecordedOutput(self._job, reader, self._names)
             rest.begin_at(self._follower.cursor, start)
             if self._is_stopping:

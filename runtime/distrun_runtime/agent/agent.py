@@ -18,7 +18,7 @@ from distrun_runtime.agent import preflight, stopping
 from distrun_runtime.agent.channel import Connection, Reconnector
 from distrun_runtime.agent.guard import Start, beat_s
 from distrun_runtime.agent.preflight import Preflight
-from distrun_runtime.agent.share import Record, Share, is_killed, save_record, take, touch_record
+from distrun_runtime.agent.share import Record, RecordedTask, Share, is_killed, save_record, take, touch_record
 from distrun_runtime.agent.stopping import Stopping, StopSequence
 from distrun_runtime.agent.tasks import TaskRunner
 from distrun_runtime.contract import facts, process, session
@@ -575,7 +575,7 @@ class Agent:
         share, running = self._share, self._runner.tasks.values()
         if share is None:
             return
-        leaders = tuple((each.task.name, each.leader) for each in running if not each.is_reaped)
+        leaders = tuple(RecordedTask(each.task.name, each.leader) for each in running if not each.is_reaped)
         others = {who for each in running for who in each.processes.known if who != each.leader}
         current = Record(
             share.plan.job,

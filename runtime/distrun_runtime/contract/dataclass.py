@@ -9,7 +9,6 @@ to is for mypy to see, which makes instances cheaper, too.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 import reprlib
@@ -21,6 +20,8 @@ __all__ = ["Time", "dataclass", "read", "rfc3339", "seconds", "written"]
 
 @reprlib.recursive_repr()
 def _repr(self: Any) -> str:
+    import dataclasses
+
     shown = [f"{each.name}={getattr(self, each.name)!r}" for each in dataclasses.fields(self) if each.repr]
     return f"{type(self).__qualname__}({', '.join(shown)})"
 
@@ -45,6 +46,8 @@ else:
             cls.__repr__ = _repr
         if eq and "__eq__" not in cls.__dict__:
             cls.__eq__, cls.__hash__ = _eq, cls.__dict__.get("__hash__", _hash if frozen else None)
+        import dataclasses  # agents have no such class, and its import takes long
+
         made = dataclasses.dataclass(repr=False, eq=False)(cls)
         compared = [each.name for each in dataclasses.fields(made) if each.compare]
         made.__compared__ = operator.attrgetter(*compared) if compared else type

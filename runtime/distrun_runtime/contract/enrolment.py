@@ -85,6 +85,11 @@ def is_name(text: object) -> bool:
     return is_text and all(letter.isprintable() and not letter.isspace() for letter in str(text))
 
 
+def with_port(host: str, port: int) -> str:
+    """Return `ADDRESS:PORT`. No side effects."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 # Lines
 
 

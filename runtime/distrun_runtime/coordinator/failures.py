@@ -209,7 +209,7 @@ def task_failed(task: TaskResult) -> Cause:
         text = f"{where} failed with exit code {code}"
     if task.own_failure:
         text += ": " + _one_line(task.own_failure)
-    return dataclasses.replace(_of_task(task, code, text, short), repeats=task.name)
+    return _of_task(task, code, text, short, repeats=task.name)
 
 
 def task_failing(task: TaskResult, time: float) -> Cause:
@@ -217,7 +217,7 @@ def task_failing(task: TaskResult, time: float) -> Cause:
     how = "yet it ended with 0" if task.state == facts.EXITED else "it was stopped before it had ended"
     text = f"{task.name} on {task.host} failed: {_one_line(task.own_failure)}; {how}"
     short = f"{task.name} on {task.host} said that it fails"
-    return dataclasses.replace(_of_task(task, 1, text, short), time=time, code=None, signal=None)
+    return _of_task(task, 1, text, short, time=time, code=None, signal=None)
 
 
 def ended_early(task: TaskResult) -> Cause:
@@ -228,26 +228,17 @@ def ended_early(task: TaskResult) -> Cause:
     return _of_task(task, 1, text, f"{task.name} on {task.host} ended before the workers did")
 
 
-def _of_task(task: TaskResult, exit_code: int, text: str, short: str) -> Cause:
-    """Return the cause that a task is, as it ended."""
-    return Cause(
-        facts.TASK_FAILED,
-        exit_code,
-        task.ended or 0.0,
-        text,
-        short,
-        task=task.name,
-        host=task.host,
-        code=task.code,
-        signal=task.signal,
-        detail=task.reason,
-    )
+def _of_task(task: TaskResult, exit_code: int, text: str, short: str, **changes: Any) -> Cause:
+    """Return the cause that a task is, as it ended but for the `changes`."""
+    who = (task.name, task.host, task.code, task.signal, task.reason)
+    cause = Cause(facts.TASK_FAILED, exit_code, task.ended or 0.0, text, short, *who)
+    return dataclasses.replace(cause, **changes)
 
 
 def disk_filled(task: TaskResult, what: str, time: float) -> Cause:
     """Return the cause that a task is whose output has filled the disk of the job's logs."""
     text = f"{task.name} on {task.host} {what}"
-    return dataclasses.replace(_of_task(task, facts.EXIT_OUTPUT, text, text), time=time, code=None, signal=None)
+    return _of_task(task, facts.EXIT_OUTPUT, text, text, time=time, code=None, signal=None)
 
 
 def missing(task: TaskResult, consequence: Cause, why: str) -> Cause:
@@ -268,8 +259,8 @@ def missing(task: TaskResult, consequence: Cause, why: str) -> Cause:
         code = None
     short = f"{where} does not answer the other tasks"
     text += ": " + _one_line(why)
-    found = _of_task(task, consequence.exit_code, text, short)
-    return dataclasses.replace(found, time=consequence.time, code=code, signal=None, detail=why, is_missing=True)
+    changes = {"time": consequence.time, "code": code, "signal": None, "detail": why, "is_missing": True}
+    return _of_task(task, consequence.exit_code, text, short, **changes)
 
 
 def host_lost(host: str, why: str, time: float) -> Cause:
@@ -528,17 +519,9 @@ class FailureAnalysis:
             consequence = is_consequence(cause, tasks)
             if consequence:
                 text += "; no other failure is known"
-            culprit = Culprit(
-                task=cause.task,
-                host=cause.host,
-                code=cause.code,
-                signal=cause.signal,
-                time=cause.time,
-                reason=cause.detail,
-                consequence=consequence,
-                lost_peer=tasks[cause.task].lost_peer if consequence else "",
-                missing=cause.is_missing,
-            )
+            who = (cause.task, cause.host, cause.code, cause.signal, cause.time, cause.detail)
+            lost = tasks[cause.task].lost_peer if consequence else ""
+            culprit = Culprit(*who, consequence, lost, missing=cause.is_missing)
         return Outcome(cause.exit_code, cause.reason, text, culprit, results, left, job, cause.problems)
 
 

@@ -19,12 +19,13 @@ from typing import Any, Iterator, List, Mapping, NamedTuple, Tuple
 from distrun_runtime.contract import address, control, facts, process, session
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.dataclass import read
+from distrun_runtime.contract.enrolment import with_port
 from distrun_runtime.contract.plan import Plan, Secrets
 from distrun_runtime.coordinator import jobrun
 from distrun_runtime.coordinator import service as serving
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.jobstore import JobStore
-from distrun_runtime.coordinator.listener import DialBack, with_port
+from distrun_runtime.coordinator.listener import DialBack
 from distrun_runtime.coordinator.service import Service
 from distrun_runtime.errors import ContractError, RuntimeFault
 

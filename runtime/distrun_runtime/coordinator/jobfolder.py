@@ -390,12 +390,12 @@ class JobFolder:
         return self._read("engine.json", stored.ENGINE)
 
     def _read(self, name: str, members: stored.Members) -> Optional[Dict[str, Any]]:
-        path = self.path / name
-        if not os.path.lexists(str(path)):
-            return None
-        value = stored.load(path, VERSION)
-        stored.check(path, value, members)
-        self._is_mine(path, value.get("id", self.id))
+        return self._load(name, members) if os.path.lexists(str(self.path / name)) else None
+
+    def _load(self, name: str, members: stored.Members) -> Dict[str, Any]:
+        value = stored.load(self.path / name, VERSION)
+        stored.check(self.path / name, value, members)
+        self._is_mine(self.path / name, value.get("id", self.id))
         return value
 
     def plan(self) -> Plan:
@@ -455,11 +455,8 @@ class JobFolder:
             return {**who, **times, **nothing, "message": str(err), "command": [], "hosts": [], "tasks": []}
 
     def _read_state(self) -> Dict[str, Any]:
-        path = self.path / "state.json"
-        value = stored.load(path, VERSION)
-        stored.check(path, value, stored.STATE)
-        stored.check_list(path, value, "tasks", stored.TASK)
-        self._is_mine(path, value["id"])
+        value = self._load("state.json", stored.STATE)
+        stored.check_list(self.path / "state.json", value, "tasks", stored.TASK)
         return value
 
     def _is_mine(self, path: Path, job: str) -> None:
@@ -492,11 +489,9 @@ class JobFolder:
 
     def launcher(self) -> Dict[str, Any]:
         """Read launcher.json: {"pid", "start", "host", "boot", "version"}. Raises JobStoreError."""
-        path = self.path / "launcher.json"
-        value = stored.load(path, VERSION)
-        stored.check(path, value, stored.LAUNCHER)
+        value = self._load("launcher.json", stored.LAUNCHER)
         if value["pid"] <= 0:
-            raise stored.damaged(path, f"pid: expected one from 1, found {int(value['pid'])}")
+            raise stored.damaged(self.path / "launcher.json", f"pid: expected one from 1, found {int(value['pid'])}")
         return value
 
     def write_control(self, path: str, login: str = "") -> None:
