@@ -531,9 +531,3 @@ def raised(told: control.CoordinatorFailed, say: Callable[[str, str], None], ver
     if told.kind == KeyboardInterrupt.__name__:
         return KeyboardInterrupt()
     return CoordinatorError(told.message, told.hint, told.exit_code)
-
-
-def recorded(folder: JobFolder) -> Outcome | None:
-    """Return what a job's folder says of its end; None while the job is not over."""
-    found = folder.outcome()
-    return None if found is None else failures.from_json(found)

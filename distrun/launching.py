@@ -116,7 +116,7 @@ def _await_tasks(
         terminal.say(warning, "warning")
     if facts.RUNNING in states:
         return Detached(None)
-    outcome = (found.outcome if found is not None else None) or client.recorded(folder)
+    outcome = (found.outcome if found is not None else None) or folder.ended()
     if outcome is None:
         raise lost or client.gone(folder)
     return outcome
@@ -489,7 +489,7 @@ def _follow(
     if found.failure is not None:
         raise client.raised(found.failure, terminal.say, verbosity)
     # The coordinator may have given us up: then its folder says how the job ended.
-    outcome = found.outcome or client.recorded(folder)
+    outcome = found.outcome or folder.ended()
     if outcome is None:
         raise CoordinatorError(
             f"job {folder.id}: its coordinator (pid {pid}) {silent or _ended(status)}; its agents end the tasks",

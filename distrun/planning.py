@@ -347,7 +347,7 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
         on_eof=HOLD if request.detach or request.reconnect else STOP,
         interface=request.interface,
         subnet=request.subnet,
-        unset=() if request.keep_outer_env else environ.stale_names(),
+        unset=() if request.keep_outer_env else environ.STALE,
         runtime=setup.runtime,
         activate=request.activate,
         sync=setup.sync,

@@ -147,7 +147,7 @@ class _Attached:
         if found.failure is not None:
             raise client.raised(found.failure, self._console.say)
         self._job.refresh()  # its end, if it was elsewhere
-        outcome = found.outcome or client.recorded(self._folder)
+        outcome = found.outcome or self._folder.ended()
         if outcome is None:
             raise client.gone(self._folder)
         try:

@@ -18,7 +18,6 @@ from distrun.dashboard.model import Model
 from distrun.dashboard.text import UNICODE, Line, clean, clean_lines, fit, folded
 from distrun.dashboard.view import servers
 from distrun_runtime.contract import facts
-from distrun_runtime.coordinator import failures
 from distrun_runtime.coordinator.failures import Outcome, Problem
 from distrun_runtime.errors import JobStoreError
 
@@ -219,7 +218,6 @@ def _first_failed(tasks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | Non
 def _outcome(view: JobView) -> Outcome | None:
     """Return a job's end as far as its folder tells; None if it goes on, or nothing is known."""
     try:
-        found = view.folder.outcome()
+        return view.folder.ended()
     except JobStoreError:
         return None
-    return None if found is None else failures.from_json(found)

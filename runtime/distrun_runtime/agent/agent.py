@@ -23,7 +23,6 @@ from distrun_runtime.agent.stopping import Stopping, StopSequence
 from distrun_runtime.agent.tasks import TaskRunner
 from distrun_runtime.contract import facts, process, session
 from distrun_runtime.contract.plan import HOLD, STOP, WORKER
-from distrun_runtime.contract.process import Process
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ class Agent:
                 self._reconnector.tick(now)
         left = self._stopping.step(now)
         if left is not None:
-            self._say("cleared", left=[_described(row) for row in left])
+            self._say("cleared", left=[{"pid": row.pid, "command": process.command_of(row.pid)} for row in left])
         if now >= self._remember_at:
             self._remember_at = now + REMEMBER_S
             self._stopping.look()
@@ -577,17 +576,8 @@ class Agent:
             return
         leaders = tuple(RecordedTask(each.task.name, each.leader) for each in running if not each.is_reaped)
         others = {who for each in running for who in each.processes.known if who != each.leader}
-        current = Record(
-            share.plan.job,
-            share.place,
-            self._guard.identity,
-            self._me,
-            self._grace_s(),
-            leaders,
-            tuple(sorted(others)),
-            share.plan.limits.lease_s,
-            share.plan.nonce,
-        )
+        plan, known, both = share.plan, tuple(sorted(others)), (self._guard.identity, self._me)
+        current = Record(plan.job, share.place, *both, self._grace_s(), leaders, known, plan.limits.lease_s, plan.nonce)
         with contextlib.suppress(OSError):
             save_record(share.folder, current)
 
@@ -606,8 +596,3 @@ class Agent:
 def _reason(err: Exception) -> str:
     """Return an error in words; of one that was not foreseen also its type."""
     return str(err) if str(err) and isinstance(err, (RuntimeFault, OSError)) else f"{type(err).__name__}: {err}"
-
-
-def _described(row: Process) -> Dict[str, object]:
-    """Return a process as the `cleared` message names it."""
-    return {"pid": row.pid, "command": process.command_of(row.pid)}

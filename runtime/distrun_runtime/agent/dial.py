@@ -155,17 +155,7 @@ class Dialer:
         except (OSError, WireError, ValueError) as err:
             self._fail(attempt, str(err))
         else:
-            self._await(attempt, wanted)
-
-    def _await(self, attempt: _Attempt, wanted: int) -> None:
-        key = self._selector.get_map().get(attempt.socket)
-        if not wanted:
-            if key is not None:
-                self._selector.unregister(attempt.socket)
-        elif key is None:
-            self._selector.register(attempt.socket, wanted, functools.partial(self._proceed, attempt))
-        elif key.events != wanted:
-            self._selector.modify(attempt.socket, wanted, key.data)
+            enrolment.await_socket(self._selector, attempt.socket, wanted, functools.partial(self._proceed, attempt))
 
     def _fail(self, attempt: _Attempt, why: str) -> None:
         self.problems[attempt.name] = why

@@ -20,7 +20,7 @@ import contextlib
 import errno
 import json
 import os
-from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 from distrun_runtime.contract import environ, facts, gpus, private, process, session
 from distrun_runtime.contract.dataclass import read, written
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 OF_THE_CONNECTION = ("SSH_*",)
 """Variables of the login by which the agent was reached. Tasks do not get them: it is not their login."""
-RECORD_VERSION = 1
+RECORD_VERSION = 2
 TOKEN = "token"
 RECORD = "agent.json"
 KILLED = "killed"
@@ -337,14 +337,7 @@ def private_root() -> str:
 
 def all_folders() -> List[str]:
     """Return the folders of all jobs on this machine."""
-    found = []
-    for root in places():
-        try:
-            private.check(root, closes=True)
-            found += sorted(os.listdir(root))
-        except (OSError, ContractError):
-            continue
-    return [folder for name in dict.fromkeys(found) for folder in _below(name)]
+    return [folder for job in dict.fromkeys(_listed("")) for folder in _below(os.path.basename(job))]
 
 
 def make_folder(job: str, host: str, token: str, nonce: str = "", lasts: bool = False) -> str:
@@ -444,16 +437,19 @@ def _name(job: str, nonce: str) -> str:
 
 
 def _below(name: str) -> List[str]:
-    found = []
+    """Return the folders of the job whose folder is called so."""
+    return list(_listed(name))
+
+
+def _listed(name: str) -> Iterator[str]:
+    """Give what is in the folder `name` of each place, if it is this user's alone; in the place itself without one."""
     for root in places():
-        parent = os.path.join(root, name)
-        try:
+        folder = os.path.join(root, name)
+        with contextlib.suppress(OSError, ContractError):
             private.check(root, closes=True)
-            private.check(parent, closes=True)
-            found += [os.path.join(parent, name) for name in sorted(os.listdir(parent))]
-        except (OSError, ContractError):
-            continue
-    return found
+            private.check(folder, closes=True)
+            names = sorted(os.listdir(folder))
+            yield from (os.path.join(folder, each) for each in names)
 
 
 def _write(path: str, data: bytes) -> None:

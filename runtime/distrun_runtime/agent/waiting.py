@@ -82,7 +82,9 @@ class RedialListener:
         guest = _Guest(connection, now + PROOF_S)
         self._guests[guest.descriptor] = guest
         self._selector.register(guest.descriptor, selectors.EVENT_READ, lambda: self._hear(guest))
-        if not guest.is_of_this_user() or not guest.send(b"DISTRUN/%d %s\n" % (session.VERSION, guest.nonce.encode())):
+        # -1: the system does not tell; the folder's mode and the proof are what there is.
+        is_of_this_user = private.peer_uid(connection) in (os.geteuid(), 0, -1)
+        if not is_of_this_user or not guest.send(b"DISTRUN/%d %s\n" % (session.VERSION, guest.nonce.encode())):
             self._dismiss(guest)
 
     def _hear(self, guest: _Guest) -> None:
@@ -117,11 +119,6 @@ class _Guest:
         self.rest = b""
         """What it sent after its proof."""
         self._received = b""
-
-    def is_of_this_user(self) -> bool:
-        """Whether this user, or root, has connected, as far as the system tells."""
-        # -1: the folder's mode and the proof are what there is.
-        return private.peer_uid(self.socket) in (os.geteuid(), 0, -1)
 
     def send(self, data: bytes) -> bool:
         """Send a few bytes; return whether they went."""

@@ -340,8 +340,7 @@ def to_json(plan: Plan) -> Dict[str, Any]:
     """Return the plan as JSON-able values; `from_json` gives it back."""
     from distrun_runtime.contract.dataclass import written  # agents only read plans
 
-    value: Dict[str, Any] = written(plan)
-    return value
+    return dict(written(plan))
 
 
 def from_json(value: Mapping[str, Any]) -> Plan:

@@ -52,35 +52,14 @@ class TaskResult:
         return f"exit code {self.code}" if self.signal is None else f"signal {self.signal}"
 
 
-KINDS = (
-    "dns",
-    "refused",
-    "timeout",
-    "unreachable",
-    "hostkey",
-    "auth",
-    "password",
-    "python",
-    "folder",
-    "disk",
-    "clock",
-    "module",
-    "activation",
-    "interface",
-    "gpus",
-    "protocol",
-    "other",
-)
-"""What can be wrong with a host before anything is started there."""
-
-
 @dataclass(frozen=True)
 class Problem:
     """Why one host cannot be used."""
 
     host: str
     kind: str
-    """One of KINDS."""
+    """What is wrong with it before anything is started there: dns, refused, timeout, unreachable, hostkey, auth,
+    password, python, folder, disk, clock, module, activation, interface, gpus, protocol, or other."""
     text: str
     """What was found."""
     fix: str = ""

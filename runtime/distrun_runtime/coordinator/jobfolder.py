@@ -487,6 +487,13 @@ class JobFolder:
             stored.check_outcome(self.path / "outcome.json", value)
         return value
 
+    def ended(self) -> Optional[Outcome]:
+        """Read outcome.json as the value that it was written from; None while the job is not over. As `outcome`."""
+        from distrun_runtime.coordinator import failures
+
+        found = self.outcome()
+        return None if found is None else failures.from_json(found)
+
     def launcher(self) -> Dict[str, Any]:
         """Read launcher.json: {"pid", "start", "host", "boot", "version"}. Raises JobStoreError."""
         value = self._load("launcher.json", stored.LAUNCHER)

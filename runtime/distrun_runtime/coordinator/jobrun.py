@@ -5,6 +5,7 @@ That is what is kept and shown of a job: its log files, its folder with states a
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import (
     TYPE_CHECKING,
@@ -201,8 +202,7 @@ class JobRun:
         self._folder = folder
         self._service = service
         self._is_traced = verbosity >= TRACE
-        self._runtime = runtime
-        self._archive = b""
+        archive = functools.lru_cache(maxsize=None)(runtime)
         self._prepare = prepare
         self._supervisor = Supervisor(plan, prepare is not None, ends_when_ready)
         self._ends_when_ready = ends_when_ready
@@ -232,10 +232,10 @@ class JobRun:
                 messages.Begin: lambda action: messages.begin(
                     share_of(action.host), secrets, action.host, self._sample_s
                 ),
-                messages.SendRuntime: lambda action: messages.runtime(plan.runtime.digest, self._archive),
+                messages.SendRuntime: lambda action: messages.runtime(plan.runtime.digest, archive()),
             },
             ping_s=self._ping_s,
-            after_turn=self._flush_logs,
+            after_turn=lambda: self._warn(self._spool.flush()),
         )
 
     def run(self) -> Outcome:
@@ -382,18 +382,16 @@ class JobRun:
             host = self._supervisor.roster.tasks[event.task].host
             self._service.output(event.task, host, event.stream, written.fresh, written.at)
         if written.fresh and written.at is None:
-            warning = self._spool.warning()
-            if warning:
-                self._service.say(warning, messages.WARNING)
+            self._warn(self._spool.warning())
             flood = self._spool.flood(event.task)
             if flood:
                 self._loop.put(messages.DiskFilled(event.host, event.task, flood, time.time()))
         return [messages.Ack(event.host, event.task, event.stream, written.offset)]
 
-    def _flush_logs(self) -> None:
-        warning = self._spool.flush()
-        if warning:
-            self._service.say(warning, messages.WARNING)
+    def _warn(self, text: str) -> None:
+        """Say what is wrong with the logs, if anything is."""
+        if text:
+            self._service.say(text, messages.WARNING)
 
     def _perform(self, action: Union[messages.Action, messages.MetricsAction]) -> List[messages.AgentAction]:
         """Do what an action says; return it if the loop does more."""
@@ -414,26 +412,13 @@ class JobRun:
         if self._prepare is not None:
             self._prepare(self._loop.put)
 
-    def _open_archive(self, action: messages.SendRuntime) -> None:
-        self._archive = self._archive or self._runtime()
-
-    def _record_event(self, action: messages.RecordEvent) -> None:
-        self._record(action.kind, **action.members)
-
-    def _keep_sample(self, action: messages.KeepMetrics) -> None:
-        self._try(self._folder.append_sample, action.line)
-
-    def _show_metrics(self, action: messages.ShowMetrics) -> None:
-        (action.give or self._service.metrics)(action.snapshot)
-
     _ACTS: ClassVar[Mapping[type, Callable[[JobRun, Any], None]]] = {
         messages.Announce: _announce,
         messages.FinishJob: _end,
         messages.Prepare: _begin_preparation,
-        messages.SendRuntime: _open_archive,
-        messages.RecordEvent: _record_event,
-        messages.KeepMetrics: _keep_sample,
-        messages.ShowMetrics: _show_metrics,
+        messages.RecordEvent: lambda self, action: self._record(action.kind, **action.members),
+        messages.KeepMetrics: lambda self, action: self._try(self._folder.append_sample, action.line),
+        messages.ShowMetrics: lambda self, action: (action.give or self._service.metrics)(action.snapshot),
     }
 
     def _keep_folder(self, now: float) -> None:
@@ -441,9 +426,7 @@ class JobRun:
         if now >= self._touched + self._ping_s:
             self._touched = now
             self._try(self._folder.touch)
-            warning = self._spool.filling()
-            if warning:
-                self._service.say(warning, messages.WARNING)
+            self._warn(self._spool.filling())
         if self._is_dirty and now >= self._saved + self._state_s and not self.is_over:
             self._saved = now
             self._is_dirty = False

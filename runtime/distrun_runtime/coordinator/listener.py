@@ -298,14 +298,7 @@ class AgentListener:
         except (OSError, WireError) as err:
             self._deny(guest, str(err))
         else:
-            self._await(guest, wanted)
-
-    def _await(self, guest: _Caller, wanted: int) -> None:
-        key = self._selector.get_map().get(guest.socket)
-        if key is None:
-            self._selector.register(guest.socket, wanted, functools.partial(self._proceed, guest))
-        elif key.events != wanted:
-            self._selector.modify(guest.socket, wanted, key.data)
+            enrolment.await_socket(self._selector, guest.socket, wanted, functools.partial(self._proceed, guest))
 
     def _talk(self, guest: _Caller) -> Talk[Optional[Tuple[Admitted, bytes]]]:
         """Lead one conversation; return who was let in, and what came after it already."""

@@ -182,7 +182,7 @@ class StartFailed(NamedTuple):
     refused: bool = False
     """It answered, and cannot do what the plan asks for."""
     kind: str = ""
-    """One of `failures.KINDS` when it is known what is wrong with the host; that is a failed preflight too."""
+    """As `failures.Problem.kind`, when it is known what is wrong with the host; that is a failed preflight too."""
     fix: str = ""
     """What to type next."""
 
