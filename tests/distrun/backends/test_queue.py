@@ -16,6 +16,7 @@ from distrun.backends.slurm_answers import Component
 from distrun.errors import UsageError
 from distrun.request import EngineOptions, Needs
 from distrun_runtime.contract import facts
+from distrun_runtime.contract.dataclass import written
 from distrun_runtime.coordinator.failures import Culprit, Outcome
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.errors import JobStoreError
@@ -138,7 +139,7 @@ def test_what_was_said_to_an_engine_survives_json() -> None:
     said = EngineOptions(
         "all.q", 60.0, "p", ("-x",), Needs(2, 1 << 30, 1), Needs(), {"yarn_rm": "http://rm"}, {"a": "b"}
     )
-    assert EngineOptions.from_json(json.loads(json.dumps(said.to_json()))) == said
+    assert EngineOptions.from_json(json.loads(json.dumps(written(said)))) == said
 
 
 @pytest.mark.parametrize(
