@@ -156,10 +156,10 @@ def test_what_an_engine_has_to_say_of_its_job_is_read_from_the_jobs_folder(
     more: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = JobFolder(tmp_path)
-    folder.note_engine("distrun-otter-5f3a", Handle("engine", "12", more).to_json())
+    folder.note_engine("distrun-otter-5f3a", written(Handle("engine", "12", more)))
     note = folder.engine()
     assert note is not None
-    assert note["handle"] == json.loads(json.dumps(Handle("engine", "12", more).to_json()))
+    assert note["handle"] == json.loads(json.dumps(written(Handle("engine", "12", more))))
     assert queue.recorded_marker(tmp_path) == "distrun-otter-5f3a"
 
 
