@@ -392,10 +392,13 @@ class JobFolder:
     def _read(self, name: str, members: stored.Members) -> Optional[Dict[str, Any]]:
         return self._load(name, members) if os.path.lexists(str(self.path / name)) else None
 
-    def _load(self, name: str, members: stored.Members) -> Dict[str, Any]:
-        value = stored.load(self.path / name, VERSION)
-        stored.check(self.path / name, value, members)
-        self._is_mine(self.path / name, value.get("id", self.id))
+    def _load(self, name: str, members: stored.Members, version: int = VERSION, job: str = "id") -> Dict[str, Any]:
+        """Read a file that must be there. `job`: the member that names its job, if it has it."""
+        path = self.path / name
+        value = stored.load(path, version)
+        stored.check(path, value, members)
+        if value.get(job, self.id) != self.id:
+            raise stored.damaged(path, f"it is of job {value[job]}")
         return value
 
     def plan(self) -> Plan:
@@ -403,14 +406,12 @@ class JobFolder:
         from distrun_runtime.contract import plan as plans  # not to list jobs
 
         if self._plan is None:
-            path = self.path / "plan.json"
-            value = stored.load(path, plans.VERSION)
-            stored.check_plan(path, value)
-            self._is_mine(path, value["job"])
+            value = self._load("plan.json", stored.PLAN, plans.VERSION, "job")
+            stored.check_plan(self.path / "plan.json", value)
             try:
                 self._plan = plans.from_json(value)
             except ContractError as err:
-                raise stored.damaged(path, str(err)) from err
+                raise stored.damaged(self.path / "plan.json", str(err)) from err
         return self._plan
 
     def state(self) -> Dict[str, Any]:
@@ -458,10 +459,6 @@ class JobFolder:
         value = self._load("state.json", stored.STATE)
         stored.check_list(self.path / "state.json", value, "tasks", stored.TASK)
         return value
-
-    def _is_mine(self, path: Path, job: str) -> None:
-        if job != self.id:
-            raise stored.damaged(path, f"it is of job {job}")
 
     def _take_outcome(self, state: Dict[str, Any]) -> bool:
         """Bring a state up to date with outcome.json; return whether there is one that can be read."""
